@@ -25,7 +25,7 @@ from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.leases.seats import SeatTable
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.moves.unattended import UnattendedResumes, resume_unrecorded
-from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
+from jupyter_gpushare.protocol.helper import Drop, MoveResult, Phase, Refusal, SetLimit
 from tests.gpu.machine import GIB, Machine, Refused, machine_in, until
 
 UUIDS = ("GPU-00112233-4455-6677-8899-aabbccddeeff", "GPU-11112233-4455-6677-8899-aabbccddeeff")
@@ -40,6 +40,15 @@ class Moves:
         self.resumed: list[str] = []
         self.refused: Refusal | None = None
         self.may_suspend = True
+        self.hangs = 0  # so many more looks find the driver at work
+
+    def settle(self, lease: Lease) -> None:
+        """As `Mover.settle` where the driver has undone a restore."""
+        if self.hangs:
+            self.hangs -= 1
+            return
+        lease.unsettled = False
+        lease.enter(Phase.SUSPENDED)
 
     def suspend(self, lease: Lease, calls: str, timeout_s: float) -> MoveResult:
         if not self.may_suspend:
@@ -49,6 +58,10 @@ class Moves:
         return MoveResult(done=True)
 
     def resume(self, lease: Lease, timeout_s: float) -> MoveResult:
+        if lease.unsettled:
+            self.settle(lease)
+        if lease.phase is Phase.RESUMING:
+            return MoveResult(done=False, refused=Refusal.BUSY, reason="not finished")
         if self.refused is not None:
             return MoveResult(done=False, refused=self.refused, reason="not now")
         if lease.phase is Phase.RUNNING:
@@ -72,7 +85,7 @@ class Helper:
         parts = SimpleNamespace(
             nvml=SimpleNamespace(gpus=gpus),
             state=self.state,
-            processes=SimpleNamespace(unread=()),
+            processes=SimpleNamespace(unread=(), signal=lambda *_: True),
             seats=SeatTable(),
         )
         parts.files = DeviceFiles(None, gpus, folder / "device-files", "boot", owns=False)
@@ -246,6 +259,55 @@ def test_nothing_is_taken_from_a_lease_that_may_not_have_ended(
         assert helper.ask(ada).refused is Refusal.NO_MEMORY
     assert helper.look() == []
     assert (ada.phase, ada.unconfirmed) == (Phase.SUSPENDED, False)
+
+
+def test_a_lease_that_is_dropped_meanwhile_is_left_alone(
+    helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job, ada = helper.ended(), helper.asleep("ada")
+
+    def has_unread(_uid: int) -> bool:
+        helper.registry.drop(Drop(lease="job"), EPOCH)
+        return False
+
+    monkeypatch.setattr(helper.registry, "has_unread", has_unread)
+    assert helper.ask(ada).done
+    assert job.phase is Phase.RUNNING
+
+
+def test_a_resume_that_came_to_nothing_late_is_claimed_again(helper: Helper) -> None:
+    ada = helper.asleep("ada", 60 * GIB)
+    ada.enter(Phase.RESUMING)
+    ada.unsettled = ada.unconfirmed = True
+    helper.moves.hangs = 1
+    assert helper.ask(ada).refused is Refusal.BUSY
+    assert helper.ask(ada).done
+    assert ada.unconfirmed
+    with pytest.raises(HelperError, match="lease ada was resumed"):
+        helper.lease("job", 60 * GIB)
+
+
+def test_each_reason_to_stay_asleep_is_logged_once(helper: Helper, caplog: pytest.LogCaptureFixture) -> None:
+    helper.lease("job", 60 * GIB)
+    helper.asleep("ada")
+    helper.asleep("bo")
+    for _ in range(5):
+        assert helper.look() == []
+    assert sorted(record.getMessage().partition(" ")[0] for record in caplog.records) == [
+        "lease=ada",
+        "lease=bo",
+    ]
+
+
+def test_an_ended_lease_that_keeps_its_part_is_logged_once(
+    helper: Helper, caplog: pytest.LogCaptureFixture
+) -> None:
+    helper.ended()
+    helper.asleep("ada")
+    helper.moves.may_suspend = False
+    for _ in range(5):
+        assert helper.look() == []
+    assert caplog.text.count("keeps its part") == 1
 
 
 def test_a_broker_that_cannot_store_anything_asks_for_it(

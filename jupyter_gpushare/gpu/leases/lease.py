@@ -92,6 +92,7 @@ class Lease:
         self.wanted = False
         self.queries_only = False
         self.stalled = False  # a process seems to wait in a call that is not counted
+        self.stays_for = ""  # why it was not resumed while no broker answered, as last logged
         self.wanted_published_at = 0.0
         self.compared_account = b""  # the account as the wake detector last compared it
 
@@ -192,7 +193,7 @@ class Lease:
         if phase is Phase.SUSPENDED:
             self.unconfirmed = False
         self.wanted = self.queries_only = self.stalled = False
-        self.wanted_published_at, self.compared_account = 0.0, b""
+        self.wanted_published_at, self.compared_account, self.stays_for = 0.0, b"", ""
         return before
 
     def create_files(self, contexts: Mapping[str, int]) -> None:

@@ -7,7 +7,8 @@ are the broker's to judge).  A broker that answers, but whose database takes not
 
 * A lease that has ended gives its part of the devices back, whether the broker could record its
   end or not: it is put to sleep, which moves nothing, is in the journal first, and keeps what
-  carries its name from the GPU.
+  carries its name from the GPU.  So is a job of which only the runner has begun: the broker
+  resumes it.
 * The lease is resumed only where `LeaseRegistry.claim` then finds its part of the devices free
   and no borrower on them, and as any other only into memory that the driver shows free
   (`reservations`).  Where one of these is not known, nothing is done.
@@ -39,7 +40,6 @@ class UnattendedResumes:
         self._registry = registry
         self._mover = mover
         self._end = threading.Event()
-        self._refused = ("", "")  # lease and reason, as last logged
 
     def stop(self) -> None:
         """End the thread."""
@@ -64,8 +64,8 @@ class UnattendedResumes:
             moved = resume_unrecorded(self._registry, self._mover, lease, 0.0, asked=False)
         finally:
             lease.moving.release()
-        if not moved.done and self._refused != (lease.name, moved.reason):
-            self._refused = (lease.name, moved.reason)
+        if not moved.done and lease.stays_for != moved.reason:
+            lease.stays_for = moved.reason
             log.warning(
                 "lease=%s stays %s while no broker answers: %s", lease.name, lease.phase, moved.reason
             )
@@ -78,13 +78,17 @@ def resume_unrecorded(
 
     ``asked``: a broker asks for it.
     """
+    if lease.unsettled:
+        mover.settle(lease)  # here, since what is suspended then has to be claimed
+    if lease.unsettled:
+        return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
     if lease.phase is not Phase.SUSPENDED:
         return mover.resume(lease, timeout_s)
-    for ended in _ended_beside(registry, lease):
-        _put_to_sleep(mover, ended)
+    kept = [_put_to_sleep(mover, ended) for ended in _ended_beside(registry, lease)]
     if not registry.claim(lease, asked=asked):
-        reason = "another lease has its part of the devices, or may get it"
-        return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason=reason)
+        reasons = [reason for reason in kept if reason]
+        reason = reasons[0] if reasons else "another lease has its part of the devices, or may get it"
+        return _refused(Refusal.NO_MEMORY, reason)
     try:
         moved = mover.resume(lease, timeout_s)
     finally:
@@ -98,7 +102,7 @@ def resume_unrecorded(
 def _ended_beside(registry: LeaseRegistry, lease: Lease) -> list[Lease]:
     """Return leases on its devices that have ended, looked up now; the broker has not dropped them yet.
 
-    Nothing is left of them but, of a job, its runner, which uses no GPU and reports the end.
+    Nothing of them lives but, of a job, its runner, which uses no GPU: it reports the end, or the start.
 
     Raises:
         OSError: no descriptor or memory is left to look.
@@ -115,12 +119,18 @@ def _ended_beside(registry: LeaseRegistry, lease: Lease) -> list[Lease]:
     ]
 
 
-def _put_to_sleep(mover: Mover, lease: Lease) -> None:
+def _put_to_sleep(mover: Mover, lease: Lease) -> str:
+    """Return why a lease that has ended keeps its part, or ""."""
     if not lease.moving.acquire(blocking=False):
-        return
+        return f"lease {lease.name} has ended and is being moved"
     try:
+        if lease.dropped:
+            return ""
         moved = mover.suspend(lease, "", REST_S)
     finally:
         lease.moving.release()
-    if not moved.done:
-        log.warning("lease=%s has ended and keeps its part: %s", lease.name, moved.reason)
+    return "" if moved.done else f"lease {lease.name} has ended and keeps its part: {moved.reason}"
+
+
+def _refused(refused: Refusal, reason: str) -> MoveResult:
+    return MoveResult(done=False, refused=refused, reason=reason)
