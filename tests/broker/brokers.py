@@ -158,9 +158,9 @@ class SteppingStore(Store):
         registry = self._broker.registry
         held: Counter[str] = Counter()
         for record in registry.leases.values():
-            # What ends in its sleep holds no device until it is gone.
+            # What ends in its sleep holds no device until it is gone, nor does what the helper has dropped.
             known = self._broker.site.held.get(record.handle)
-            asleep = known is not None and known.phase is Phase.SUSPENDED
+            asleep = known is None or known.phase is Phase.SUSPENDED
             parked = record.state is State.STOPPING and (record.lease.saved_bytes or asleep)
             if record.state in HOLDS_CAPACITY and not parked:
                 held.update(dict.fromkeys(record.lease.devices, record.lease.held_milli))

@@ -189,6 +189,40 @@ async def test_a_job_that_succeeded_while_the_disk_was_full_does_not_run_again(t
 
 
 @in_virtual_time
+@pytest.mark.parametrize("commits", [0, 1])
+async def test_a_disk_that_fills_up_again_forgets_no_reported_end(tmp_path, commits):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada, job = await lent(site, broker, checkpoint="sigterm")
+        site.programs[job.id].heeds_sigterm = False
+        site.programs[job.id].work_s = 4  # of the 5 s that it has
+        cell = site.later(site.gpu_cell(ada))
+        await until(lambda: broker.state(job) == "stopping", 60)
+        disk = SmallDisk(broker.store)
+        disk.fill_all()
+        await until(lambda: site.held[broker.lease(job).handle].command_ended, 600)
+        await asyncio.sleep(3)
+        site.kill_job(job.id)
+        await asyncio.wait_for(cell, 30)
+        commit, tried = broker.store.commit, 0
+
+        async def full_again(changes: Any) -> None:
+            nonlocal tried
+            if any(isinstance(each, JobRecord) for each in changes):
+                tried += 1
+                if tried == commits + 1:
+                    disk.fill_all()
+            await commit(changes)
+
+        broker.store.commit = full_again  # type: ignore[method-assign]
+        disk.clear()
+        await until(lambda: tried > commits, 60)
+        await asyncio.sleep(5)
+        disk.clear()
+        await is_recorded(broker, ada, job)
+
+
+@in_virtual_time
 async def test_a_session_that_waits_wakes_once_the_job_on_its_gpu_has_ended(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()

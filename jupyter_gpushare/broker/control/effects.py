@@ -413,6 +413,8 @@ class Effects:
         observation = self.registry.observations.get(record.id)
         if job.exit_code is None and observation is not None and observation.end is not None:
             job = with_end(job, observation.end, self.registry.iso_now())
+            # By itself: with the commit of what follows, a full disk would undo the observation too.
+            await self.registry.put_job(job)
         self.ended_servers[ServerKey(record.lease.user, record.handle)] = None
         outcome = outcome_of(record, job)
         if outcome.result:
