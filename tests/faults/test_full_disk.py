@@ -189,6 +189,20 @@ async def test_a_job_that_succeeded_while_the_disk_was_full_does_not_run_again(t
 
 
 @in_virtual_time
+async def test_of_a_reported_end_no_more_is_kept_than_is_stored(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        _, job = await lent(site, broker)
+        await fill(broker)
+        report = wire.JobReport(state="ended", exit_code=1, reason="long " * 100_000)
+        with pytest.raises(DiskFull):
+            await broker.requests.report("bo", job.id, 1, report)
+        end = broker.registry.observations[broker.lease(job).id].end
+        assert end is not None
+        assert len(end.reason) == 300
+
+
+@in_virtual_time
 @pytest.mark.parametrize("commits", [0, 1])
 async def test_a_disk_that_fills_up_again_forgets_no_reported_end(tmp_path, commits):
     async with Site(tmp_path) as site:

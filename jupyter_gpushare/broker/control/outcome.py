@@ -30,13 +30,18 @@ class Outcome:
     job: JobRecord  # with this attempt counted
 
 
+def bounded(report: wire.JobReport) -> wire.JobReport:
+    """Return a report with no more of its reason than is stored."""
+    return wire.replace(report, reason=_plain(report.reason))
+
+
 def with_end(job: JobRecord, report: wire.JobReport, at: str) -> JobRecord:
-    """Return a job with what its runner reported of its end; ``at`` is the time (ISO 8601) of the report."""
+    """Return a job with a `bounded` report of its end; ``at`` is the time (ISO 8601) of the report."""
     return replace(
         job,
         exit_code=1 if report.exit_code is None else report.exit_code,
         stopped=report.stopped,
-        reason=_plain(report.reason),
+        reason=report.reason,
         reason_texts=(),
         done=job.done if report.done is None else report.done,
         total=job.total if report.total is None else report.total,

@@ -17,7 +17,7 @@ from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.forecast import Forecast, seconds
 from jupyter_gpushare.broker.control.job_request import check_job, default_name, job_lease, job_spec
-from jupyter_gpushare.broker.control.outcome import outcome_told, with_end
+from jupyter_gpushare.broker.control.outcome import bounded, outcome_told, with_end
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.keep_budget import keep_left
@@ -274,8 +274,9 @@ class RequestService:
                 else:
                     await registry.journal.durable()
             case "ended":
-                registry.observations[record.id].end = report  # a full disk may refuse it
-                job = with_end(job, report, registry.iso_now())
+                end = bounded(report)
+                registry.observations[record.id].end = end  # a full disk may refuse it
+                job = with_end(job, end, registry.iso_now())
                 if record.state is State.GRANTED:
                     await registry.advance(record, Started(), job=job)
                 else:

@@ -1,7 +1,7 @@
 """Work that goes on while nothing can be stored: the disk is full, or the database does not answer.
 
-* What was stored before is carried out; what becomes of it is stored later (`carry_out`).  Jobs do
-  not start.
+* On a full disk, what was stored before is carried out; what becomes of it is stored later
+  (`carry_out`).  Jobs do not start.  Where a commit hangs, an effect that has not begun waits for it.
 * Sessions that are wanted wake (`wake`).  Their resume is the one effect without a stored intent:
   the device helper makes it where no living lease has their part of the devices, writes it down
   first, and refuses what does not fit beside it.  A broker that can store, this or the next, reads it
@@ -32,7 +32,7 @@ _ASLEEP = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
 
 
 class Unstored:
-    """Carries out what was stored, and wakes sessions, while nothing can be stored."""
+    """Wakes sessions while nothing can be stored; on a full disk, also carries out what was stored."""
 
     def __init__(self, registry: Registry, devices: Devices, effects: Effects) -> None:
         self._registry = registry
