@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from jupyter_gpushare.gpu.leases.journal import Record, StateDirectory
+from jupyter_gpushare.protocol.helper import Phase
 from tests.faults.site import SESSION_MIB, Site
 from tests.faults.story import Story, begun
 from tests.faults.workload import SETTLED, TRAIN
@@ -235,6 +240,29 @@ def test_what_stores_meets_the_end_of_the_disk(disk: Path, code: str) -> None:
         text=True,
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_no_record_is_written_over_into_blocks_that_its_file_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    state = StateDirectory(tmp_path, "boot")
+    ada = Record(boot_id="boot", lease="ada", uid=1000, limits={"GPU-0": 1 << 30}, phase=Phase.RUNNING)
+    wide = replace(ada, counted={f"{pid}:1": "1:1" for pid in range(100, 200)})
+    state.save(ada)
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    fstat = os.fstat
+    monkeypatch.setattr(Path, "rename", full)
+    # Blocks of 1 KiB.
+    monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_size=fstat(fd).st_size, st_blocks=2))
+    with pytest.raises(OSError, match="No space"):
+        state.save(wide)
+    assert state.records() == (ada,)
+    state.save(replace(ada, phase=Phase.RESUMING))
+    assert state.records() == (replace(ada, phase=Phase.RESUMING),)
+    state.close()
 
 
 def test_a_full_disk_refuses_writes_at_once_and_a_session_wakes(site: Site, disk: Path) -> None:

@@ -47,6 +47,7 @@ from jupyter_gpushare.protocol.helper import ErrorKind, Phase
 # ENOSPC, and what a quota on the disk answers.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 _PAGE_BYTES = 4096
+_STAT_BLOCK_BYTES = 512  # stat(2), st_blocks
 _PID_BYTES = 32
 # Of the leases that self-tests make for themselves: no process of a user carries them.
 SELF_TEST_PREFIX = "canary-"
@@ -267,7 +268,9 @@ def _replace(path: Path, content: bytes, sync: bool = False) -> None:
 
 
 def _overwrite(path: Path, content: bytes, sync: bool) -> bool:
-    """Write over a file within the page that it has; False: there is none, or a page does not hold it.
+    """Write over a file within the blocks that it has, a page at most; False: they do not hold it.
+
+    More could be cut short by the full disk, after the old content is lost.
 
     Raises:
         OSError: the disk does not take it.
@@ -277,11 +280,11 @@ def _overwrite(path: Path, content: bytes, sync: bool) -> bool:
     except FileNotFoundError:
         return False
     try:
-        size = os.fstat(fd).st_size
-        if not 0 < size <= _PAGE_BYTES or len(content) > _PAGE_BYTES:
+        file = os.fstat(fd)
+        if max(file.st_size, len(content)) > min(_PAGE_BYTES, _STAT_BLOCK_BYTES * file.st_blocks):
             return False
         # Blanks at its end mean nothing: no second call has to shorten the file.
-        os.pwrite(fd, content.ljust(size), 0)
+        os.pwrite(fd, content.ljust(file.st_size), 0)
         if sync:
             os.fsync(fd)
     finally:
