@@ -186,9 +186,24 @@ async def test_an_epoch_that_a_full_disk_refused_is_taken_once_there_is_space(tm
         store.raise_epoch(50)
     assert store.epoch == 1
     disk.clear()
+    await store.retry()
     store.raise_epoch(50)
     await store.commit([LEASE])
     assert (store.epoch, store.load().leases) == (50, (LEASE,))
+    store.close()
+
+
+async def test_an_epoch_lets_no_commit_pass_one_that_was_refused(tmp_path):
+    store = opened(tmp_path)
+    disk = SmallDisk(store)
+    disk.fill_all()
+    with pytest.raises(DiskFull):
+        await store.commit([LEASE])
+    disk.clear()
+    with pytest.raises(DiskFull):
+        store.raise_epoch(50)
+    with pytest.raises(DiskFull):
+        await store.commit([LEASE])
     store.close()
 
 

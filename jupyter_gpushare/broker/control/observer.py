@@ -47,7 +47,7 @@ class Observer:
         if not self.epoch_checked.is_set():
             # A restored database has an old epoch.  Only at start: a broker that the helper
             # refuses later has a successor, and must not pass it again.
-            registry.raise_epoch_above(await self._devices.epoch())
+            await registry.raise_epoch_above(await self._devices.epoch())
             self.epoch_checked.set()
         if self._inventory_due:
             state.inventory = await self._devices.inventory()

@@ -45,7 +45,7 @@ from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition,
 from jupyter_gpushare.broker.state.usage import Counted, Usage
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Event, Kind, Lease, Notice, State, advance
-from jupyter_gpushare.errors import Conflict, NotFound
+from jupyter_gpushare.errors import Conflict, DiskFull, NotFound
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import iso_now
 
@@ -134,7 +134,7 @@ class Registry:
 
     # ---- changes -------------------------------------------------------------
 
-    def raise_epoch_above(self, epoch: int) -> None:
+    async def raise_epoch_above(self, epoch: int) -> None:
         """Take an epoch above ``epoch``.
 
         Raises:
@@ -142,6 +142,8 @@ class Registry:
             StoreError: a newer broker uses the database, or it failed; the broker ends.
         """
         if epoch >= self.store.epoch:
+            if self.journal.is_disk_full and not await self.journal.retry():
+                raise DiskFull
             self.journal.raise_epoch(epoch + 1)
             self.notifications.enter(self.store.epoch)
 

@@ -362,10 +362,9 @@ class Store:
         """Take a higher epoch; possible only while the database has this broker's own.
 
         Raises:
-            DiskFull: the epoch stays as it was; it may be raised again.
+            DiskFull: the epoch stays as it was, and nothing is taken until `retry` has succeeded.
             StoreError: a newer broker is at work, or the database failed; this broker must end.
         """
-        self._is_full = False  # no change was refused that it rests on
         self._write((), epoch=epoch)
         self.epoch = epoch
 
