@@ -186,10 +186,9 @@ class Effects:
 
     async def _suspend(self, record: LeaseRecord) -> None:
         sample, calls = self.registry.observations[record.id].sample, ""
-        is_own_choice = record.why in (Why.IDLE, Why.LEND_NOW)  # what others may claim is taken all the same
-        if (
-            is_own_choice and sample is not None and sample.unconfirmed
-        ):  # it slept, and was resumed unrecorded
+        # Of a session that slept and was resumed unrecorded; what others may claim is taken all the same.
+        is_own_choice = record.why in (Why.IDLE, Why.LEND_NOW)
+        if is_own_choice and sample is not None and sample.unconfirmed:
             called = "a process of the lease entered a CUDA call"
             await self._suspend_refused(record, _refused(Refusal.WANTED, called))
             return
