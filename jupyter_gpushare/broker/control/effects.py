@@ -432,18 +432,12 @@ class Effects:
             Conflict: the lease has ended already.
             StoreError: the database failed; the broker ends.
         """
-        registry = self.registry
+        registry, why = self.registry, messages.english(reason)
         job = job or registry.job_of(record)
         if job is not None:
-            job = replace(
-                job,
-                result=result,
-                reason=messages.english(reason),
-                reason_texts=(reason,),
-                ended_at=registry.iso_now(),
-                attempts=record.attempt,
-            )
-        why = messages.english(reason)
+            ended_at, attempts = registry.iso_now(), record.attempt
+            job = replace(job, result=result, reason=why, ended_at=ended_at, attempts=attempts)
+            job = replace(job, reason_texts=(reason,))
         ended = Failed(reason=why) if result in ("failed", "timed_out") else Released(reason=why)
         await registry.advance(record, ended, job=job)
         if job is not None:
