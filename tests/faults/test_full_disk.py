@@ -189,6 +189,25 @@ async def test_a_job_that_succeeded_while_the_disk_was_full_does_not_run_again(t
 
 
 @in_virtual_time
+async def test_a_borrower_wakes_on_a_full_disk_only_where_the_records_have_its_part_free(tmp_path):
+    async with Site(tmp_path, gpus=2) as site:
+        broker = await site.start_broker()
+        (await site.session("ada", "1")).suspendable = False
+        more = await site.session("ada", "1/2", server="more")
+        job = await site.submit("bo", "1", program=Program(work_s=30))
+        await until(lambda: broker.state(job) == "running", 60)
+        assert more.phase is Phase.SUSPENDED
+        disk = await fill(broker)
+        cell = site.later(site.gpu_cell(more))
+        await until(lambda: site.held[broker.lease(job).handle].command_ended, 60)
+        await asyncio.sleep(30)
+        assert more.phase is Phase.SUSPENDED
+        disk.clear()
+        await asyncio.wait_for(cell, 60)
+        await until(lambda: broker.job(job).result == "succeeded", 60)
+
+
+@in_virtual_time
 async def test_of_a_reported_end_no_more_is_kept_than_is_stored(tmp_path):
     async with Site(tmp_path) as site:
         broker = await site.start_broker()

@@ -224,6 +224,17 @@ def test_a_lease_that_has_ended_makes_way(helper: Helper, ended: Callable[[Helpe
         helper.lease("job2", 60 * GIB)
 
 
+def test_a_lease_that_has_ended_on_another_device_is_left_alone(helper: Helper) -> None:
+    request = SetLimit(lease="job", uid=os.geteuid(), limits={UUIDS[1]: HALF})
+    helper.registry.set_limit(request, EPOCH)
+    job = helper.registry.get("job")
+    assert job is not None
+    job.lived = True
+    helper.asleep("ada")
+    assert helper.look() == ["ada"]
+    assert job.phase is Phase.RUNNING
+
+
 def its_command_lives(helper: Helper, _job: Lease) -> None:
     helper.living["job"] = (RUNNER, COMMAND)
 
