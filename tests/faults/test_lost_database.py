@@ -87,6 +87,7 @@ def test_a_session_wakes_when_the_job_on_its_gpu_ends_while_the_database_refuses
     story.judge()
 
 
+@pytest.mark.long
 def test_a_session_wakes_when_the_job_on_its_gpu_ends_while_the_database_hangs(
     site: Site, database: Database
 ) -> None:
