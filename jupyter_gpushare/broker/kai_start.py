@@ -74,9 +74,7 @@ class Start:
         self.until = min(asyncio.get_running_loop().time() + self._seat_s, self._latest)
         try:
             async with asyncio.timeout_at(self.until):
-                return await self._wait_for(
-                    lambda s: s.seating not in (Seating.WAITING, Seating.PLACED) or s.devices
-                )
+                return await self._wait_for(_is_settled)
         except TimeoutError:
             return self._too_late()
 
@@ -130,3 +128,10 @@ class Start:
             if seat is not None and until(seat):
                 return seat
             await self._seats.wait(ROUND_S)
+
+
+def _is_settled(seat: Seat) -> bool:
+    """Return whether a seat is connected, or will never be; a node may be faster than the news of its pod."""
+    if seat.seating is Seating.PLACED:
+        return bool(seat.devices)
+    return seat.seating is not Seating.WAITING

@@ -17,9 +17,9 @@ from tests.kube.kai_broker import Broker, objects
 from tests.kube.rbac import Rights
 
 VISION, NLP = Project(name="vision", quota_milli=1000), Project(name="nlp", quota_milli=0)
-PLACE_S = 0.3
+PLACE_S = 1.0  # KAI decides within 0.1 s, on a machine that does nothing else
 # So long nothing may happen that would happen once `PLACE_S` has passed.
-QUIET_S = 4 * PLACE_S
+QUIET_S = 1.5 * PLACE_S
 
 
 @asynccontextmanager
@@ -211,6 +211,21 @@ class TestBinding:
             await broker.until(lambda: not objects(broker.bed))
             await broker.bed.until(lambda: not list(broker.bed.store.all("pods")))
             await broker.bed.until(lambda: not list(broker.bed.store.all("bindrequests")))
+
+    @pytest.mark.model
+    async def test_a_node_may_connect_a_seat_before_the_news_of_its_pod(self):
+        async with one_gpu(place_s=20) as broker:
+            bed, binder = broker.bed, broker.bed.kai.binder
+            binder.works = False
+            start = begun(broker, "a")
+            await bed.until(lambda: phase(broker, "a") is StartPhase.RESERVING)
+            bed.server.faults.frozen.clear()
+            binder.works = True
+            await bed.until(lambda: bed.nodes.devices)
+            await asyncio.sleep(0.2)  # the engine has looked
+            assert not start.done()
+            bed.server.faults.frozen.set()
+            assert isinstance(await start, Grant)
 
     @pytest.mark.model
     async def test_without_the_right_to_see_what_kai_binds_sessions_start(self):
