@@ -246,7 +246,7 @@ class Undisturbed:
         self.leases[lease.id] = changed
 
 
-HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "400"))
+HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "150"))
 
 
 @pytest.mark.long_form

@@ -18,6 +18,9 @@ from tests.faults.site import Site
 from tests.faults.story import begun
 from tests.waiting import until
 
+# Beside the orders in virtual time of test_full_disk.py.
+pytestmark = pytest.mark.long
+
 
 class Database:
     """One database of a server that others use too."""
@@ -87,7 +90,6 @@ def test_a_session_wakes_when_the_job_on_its_gpu_ends_while_the_database_refuses
     story.judge()
 
 
-@pytest.mark.long
 def test_a_session_wakes_when_the_job_on_its_gpu_ends_while_the_database_hangs(
     site: Site, database: Database
 ) -> None:

@@ -216,6 +216,7 @@ def test_a_session_wakes_when_the_job_on_its_gpu_ends_on_a_full_disk(
     story.judge()
 
 
+@pytest.mark.long
 def test_a_session_wakes_while_neither_broker_nor_helper_can_write_a_byte(
     small_site: SmallSite, story: Story
 ) -> None:
