@@ -22,6 +22,7 @@ lender wakes, the job's memory needs a place while the lender's copy is there.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from math import ceil
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
@@ -264,7 +265,7 @@ class ClusterState:
             if self.has_claim(lease):  # wakes up
                 capacity.suspended_claims -= held_milli
             elif claim:
-                capacity.claimed += held_milli
+                self._claim(capacity, held_milli)
         if claim:
             self._changing(lease).claimed += size
         self._count(lease, size, in_quota=claim)
@@ -274,11 +275,19 @@ class ClusterState:
         for uuid in devices:
             capacity = self.capacities[uuid]
             self._will_change(capacity)
-            capacity.claimed += held_milli
+            self._claim(capacity, held_milli)
             capacity.suspended_claims += held_milli
         account = self._changing(lease)
         account.claimed += held_milli * len(devices)
         account.capped += held_milli * len(devices)
+
+    def _claim(self, capacity: DeviceCapacity, held_milli: int) -> None:
+        """Count a new claim; jobs that run on what it claims need host memory from now on."""
+        capacity.claimed += held_milli
+        for lease in capacity.on_lent(self.quotas.claimants):
+            if lease.id not in self.reserved_bytes:
+                self._undo[lease.id] = partial(self.reserved_bytes.pop, lease.id, None)
+                self.reserve_host_memory(lease)
 
     def reserve(self, lease: Lease, devices: Iterable[str], held_milli: int) -> None:
         """Reserve capacity that is free or being released for ``lease``."""

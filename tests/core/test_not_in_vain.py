@@ -264,6 +264,7 @@ HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "150"))
 @example(seed=17_644)  # claims of borrowed sessions
 @example(seed=20_843)  # jobs that did not wait for a device take parts of it
 @example(seed=39_875)  # a suspended job can return to its own devices only
+@example(seed=908_712)  # a new claim makes a job that runs there need host memory
 def test_a_lease_starts_after_others_made_way_for_it(seed):
     Undisturbed(any_cluster(seed), seed).run(80)
 
