@@ -9,7 +9,7 @@ import pytest
 from jupyter_gpushare.broker.state import transitions
 from jupyter_gpushare.broker.state.observations import WANTED, Observation, WakeRequest
 from jupyter_gpushare.broker.state.transitions import Cancelled, Released, Stopping, Transition
-from jupyter_gpushare.core.model import Event, State
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, Event, State
 from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Refusal
 from tests.broker.machine import Program
@@ -77,6 +77,16 @@ def test_a_request_to_wake_counts_only_where_the_table_says_so() -> None:
         observation.wanted_at = 1.0
         observation.enter(state)
         assert observation.wanted is (request is WakeRequest.KEPT)
+
+
+def test_a_lease_that_keeps_its_devices_has_made_way_for_nobody() -> None:
+    for state in HOLDS_CAPACITY - LEAVING:
+        observation = Observation()
+        observation.enter(State.SUSPENDING, "job")
+        observation.enter(State.SUSPENDED)
+        assert observation.made_way_for == "job"
+        observation.enter(state)
+        assert observation.made_way_for == "", state
 
 
 @in_virtual_time

@@ -10,7 +10,7 @@ from statistics import median, quantiles
 
 from jupyter_gpushare.broker.state.low_use import LowUse
 from jupyter_gpushare.core.idle import PauseHistory
-from jupyter_gpushare.core.model import State
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, State
 from jupyter_gpushare.protocol.helper import LeaseSample
 from jupyter_gpushare.protocol.wire import JobReport
 
@@ -157,7 +157,7 @@ class Observation:
             self.seen_alive, self.gone_since_at, self.sample, self.end = False, None, None, None
             self.measured_at = float("-inf")
         self.low_use.reset()
-        if for_lease or state in (State.GRANTED, State.RESUMING):
+        if for_lease or state in HOLDS_CAPACITY - LEAVING:
             self.made_way_for = for_lease
         if WANTED[state] is not WakeRequest.KEPT:
             self.wanted_at, self.declined = None, False
