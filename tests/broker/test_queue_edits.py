@@ -188,6 +188,24 @@ async def test_a_job_that_started_or_ended_meanwhile_is_a_conflict(tmp_path):
 
 
 @in_virtual_time
+async def test_nobody_made_way_for_what_a_job_asks_for_only_now(tmp_path):
+    async with Site(tmp_path) as site:
+        site.move_s = 20.0
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1")
+        await asyncio.sleep(site.policy.idle_timeout_s * 2)
+        job = await site.submit("bo", "2", program=HOUR)
+        made_way = broker.registry.observations[broker.lease(ada.handle).id]
+        await until(lambda: broker.state(ada.handle) == "suspending", 600)
+        assert made_way.made_way_for == broker.lease(job).id
+        await change(broker, job, priority=-1)
+        assert made_way.made_way_for == broker.lease(job).id
+        await change(broker, job, gpus="1")
+        assert made_way.made_way_for == ""
+        await until(lambda: broker.state(job) == "running", 600)
+
+
+@in_virtual_time
 async def test_a_full_disk_leaves_request_and_order(tmp_path):
     async with Site(tmp_path) as site:
         broker, jobs = await queue_of(site, "bo", "bo")

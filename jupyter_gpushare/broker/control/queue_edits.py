@@ -72,6 +72,8 @@ class QueueEdits:
         notice = messages.text("notice.job_changed", subject, _numbers(asked), _numbers(before))
         changed = replace(job, project=project, request=wire.encode(asked).decode())
         registry.journal.check()
+        if (lease.project, lease.size) != (record.lease.project, record.lease.size):
+            registry.forget_promises(record.id)
         entry = registry.decisions.add(record, "edit", notice)
         await registry.edit(record, Altered(lease=lease), changed, entry)
         log.info("job=%s user=%s %s", job.id, job.user, messages.english(notice))
