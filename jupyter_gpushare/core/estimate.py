@@ -14,7 +14,7 @@ every start where several projects or users share the GPUs (new jobs of another
 project move the shares, and no future of the jobs that are there knows them).
 
 The future counts GPUs.  Whether a job starts at all once those before it have ended is
-asked of the rules themselves (`explain.may_start`): none is told a start that never comes.
+asked of the rules themselves (`explain.obstacle`): none is told a start that never comes.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dataclasses import dataclass, field, replace
 from math import exp, inf
 from types import MappingProxyType
 
-from jupyter_gpushare.core.explain import may_start
+from jupyter_gpushare.core.explain import obstacle
 from jupyter_gpushare.core.future import replayed
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
@@ -37,8 +37,10 @@ from jupyter_gpushare.core.model import (
     Lease,
     Settings,
     State,
+    Why,
 )
 from jupyter_gpushare.core.order import attained_gpu_s, gpus, is_waiting, order_of, rank
+from jupyter_gpushare.core.scheduler import BLOCKS_NOTHING
 
 # Fewer ended jobs than this say nothing.
 LEAST = 10
@@ -178,11 +180,14 @@ class _Possible:
         self._now = now
         self._is_strict = order_of(cluster.settings).strict
         self._waiting = [x for x in cluster.leases if x.kind is Kind.TRAIN and is_waiting(x)]
-        self._known: dict[Lease, bool] = {}  # by what jobs have in common that start or fail alike
+        self._known: dict[Lease, Why | None] = {}  # by what jobs have in common that start or fail alike
 
     def starts(self, job: Lease) -> bool:
-        """Return whether a job starts; in a strict order those before it must start as well."""
-        return self._is_able(job) and (not self._is_strict or all(map(self._is_able, self._before(job))))
+        """Return whether a job starts; in a strict order those before it must start or block nothing."""
+        if self._obstacle(job) is not None:
+            return False
+        obstacles = map(self._obstacle, self._before(job) if self._is_strict else ())
+        return all(why is None or why in BLOCKS_NOTHING for why in obstacles)
 
     def _before(self, job: Lease) -> Iterator[Lease]:
         """Yield the waiting jobs that come before ``job`` in its project."""
@@ -191,7 +196,7 @@ class _Possible:
             if other.project == job.project and rank(other, self._now, self._cluster.settings) < place:
                 yield other
 
-    def _is_able(self, job: Lease) -> bool:
+    def _obstacle(self, job: Lease) -> Why | None:
         alike = Lease(
             id=job.id if job.devices else "",
             project=job.project,
@@ -207,7 +212,7 @@ class _Possible:
             saved_bytes=job.saved_bytes,
         )
         if alike not in self._known:
-            self._known[alike] = may_start(self._cluster, alike, self._now)
+            self._known[alike] = obstacle(self._cluster, alike, self._now)
         return self._known[alike]
 
 

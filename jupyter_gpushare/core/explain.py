@@ -109,12 +109,16 @@ def offers(cluster: Cluster, project: str, sizes: Iterable[Size], now: float) ->
     return tuple(_offer(cluster, done, replace(session, size=size)) for size in sizes)
 
 
-def may_start(cluster: Cluster, job: Lease, now: float) -> bool:
-    """Return whether ``job`` starts if it is the only one, once sessions that are idle now may be lent."""
+def obstacle(cluster: Cluster, job: Lease, now: float) -> Why | None:
+    """Return why ``job`` does not start if it is the only one; None: it does.
+
+    Sessions that are idle now may be lent by then.
+    """
     lent_at = (eligible_at(x, cluster.settings) for x in cluster.leases)
     at = max([now, *(at for at in lent_at if at is not None)])
     done = dry_run(replace(cluster, leases=(*cluster.leases, job)), at).run()
-    return job.id not in done.waiting or done.waiting[job.id] is Why.AWAITING_RELEASE
+    why = done.waiting.get(job.id)
+    return None if why is Why.AWAITING_RELEASE else why
 
 
 def _may_ever_start(cluster: Cluster, lease: Lease) -> bool:

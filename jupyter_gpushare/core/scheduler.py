@@ -41,7 +41,7 @@ from jupyter_gpushare.core.reservations import Reservations
 REVIEW_S = 900.0
 COSTS_APART = 50.0  # a lag is made up within no less than so many times the cost of a preemption
 # A job that waits for one of these reasons does not block the jobs behind it in a strict order.
-_BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN, Why.DRAINING})
+BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN, Why.DRAINING})
 # Reasons of a job that capacity is reserved for.
 _KEEPS = frozenset({Why.RESERVED, Why.NOT_BYPASSED})
 
@@ -257,7 +257,7 @@ class SchedulingRound:
                 cursor.advance()
                 return not self.order.strict or job.id not in self.waiting
             elif self._holds_up_its_project(job) or (
-                self.order.strict and self.waiting[job.id] not in _BLOCKS_NOTHING
+                self.order.strict and self.waiting[job.id] not in BLOCKS_NOTHING
             ):
                 self._mark_blocked(cursor)
                 return False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jupyter_gpushare.core.estimate import (
@@ -14,9 +16,9 @@ from jupyter_gpushare.core.estimate import (
     forecast,
     median_left_s,
 )
-from jupyter_gpushare.core.model import Order
+from jupyter_gpushare.core.model import Order, Why
 from jupyter_gpushare.core.size import Size
-from tests.core.build import ASLEEP, NOW, build, cluster, project, train
+from tests.core.build import ASLEEP, NOW, build, cluster, device, project, started, train, why
 
 # Median: 600.
 RAN_S = [100.0, 200.0, 300.0, 400.0, 500.0, 600.0, 700.0, 800.0, 900.0, 1000.0]
@@ -200,3 +202,11 @@ def test_no_start_is_told_behind_a_job_that_never_starts_in_a_strict_order():
 def test_no_start_is_told_while_a_session_waits_for_its_own():
     new = build("new", 500, waits=True)
     assert not forecast(queue(running(), waiting(), new), NOW, SITE).starts
+
+
+def test_a_start_is_told_behind_a_job_that_blocks_nothing_in_a_strict_order():
+    drains = [device(0), replace(device(1), usable=False, draining=True)]
+    gang, single = waiting("gang", device_count=2), waiting("single", queued_at=NOW + 1)
+    c = queue(running(), gang, single, gpus=drains)
+    assert (why(c, "gang"), started(replace(c, leases=(gang, single)))) == (Why.DRAINING, ["single"])
+    assert forecast(c, NOW, SITE).starts.keys() == {"single"}

@@ -352,7 +352,7 @@ def test_what_is_being_released_for_a_gang_is_not_given_away_in_parts():
     assert actions(replace(c, leases=(*c.leases, later))) == []  # first come, first served
 
 
-def test_a_job_that_would_exceed_the_limit_on_the_device_of_another_evicts_it_not():
+def test_a_job_that_would_exceed_the_limit_on_the_device_of_another_does_not_evict_it():
     """15 GiB are 188 thousandths of a large GPU and 375 of a small one."""
     small = device(0, memory_bytes=40 * GIB)
     c = cluster(
