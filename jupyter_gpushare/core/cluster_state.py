@@ -67,7 +67,7 @@ class ClusterState:
         self._watchers: list[set[DeviceCapacity]] = []
         self._on_lent: dict[DeviceCapacity, list[Lease]] = {}
         self._relent: set[DeviceCapacity] = set()  # devices with an outdated entry in `_on_lent`
-        self._undo: dict[object, Callable[[], None]] = {}  # by what changed
+        self._undo: dict[object, Callable[[], object]] = {}  # by what changed
         self._host_free_before = self.host_free  # when the round began
 
     @classmethod
