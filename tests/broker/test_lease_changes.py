@@ -79,7 +79,7 @@ def test_a_request_to_wake_counts_only_where_the_table_says_so() -> None:
         assert observation.wanted is (request is WakeRequest.KEPT)
 
 
-def test_a_lease_that_keeps_its_devices_has_made_way_for_nobody() -> None:
+def test_a_lease_that_keeps_its_devices_has_made_way_for_no_other() -> None:
     for state in HOLDS_CAPACITY - LEAVING:
         observation = Observation()
         observation.enter(State.SUSPENDING, "job")

@@ -188,7 +188,7 @@ async def test_a_job_that_started_or_ended_meanwhile_is_a_conflict(tmp_path):
 
 
 @in_virtual_time
-async def test_nobody_made_way_for_what_a_job_asks_for_only_now(tmp_path):
+async def test_no_lease_made_way_for_what_a_job_asks_for_only_now(tmp_path):
     async with Site(tmp_path) as site:
         site.move_s = 20.0
         broker = await site.start_broker()

@@ -128,7 +128,7 @@ def test_it_gives_exactly_the_tables_of_the_code(database):
 
 
 def test_other_tables_have_another_revision():
-    """A database of an earlier commit is refused by its revision: who changes the tables changes it too."""
+    """A database of an earlier commit is refused by its revision: a change of the tables changes that too."""
     lines = []
     for table in metadata.sorted_tables:
         lines += [f"{c} {c.type} {c.nullable} {c.primary_key} {c.server_default}" for c in table.columns]

@@ -73,7 +73,7 @@ class QueueEdits:
         changed = replace(job, project=project, request=wire.encode(asked).decode())
         registry.journal.check()
         if (lease.project, lease.size) != (record.lease.project, record.lease.size):
-            registry.forget_promises(record.id)
+            _forget_promises(registry, record.id)
         entry = registry.decisions.add(record, "edit", notice)
         await registry.edit(record, Altered(lease=lease), changed, entry)
         log.info("job=%s user=%s %s", job.id, job.user, messages.english(notice))
@@ -139,3 +139,10 @@ def _numbers(request: wire.JobRequest) -> wire.Text:
         return messages.text("job.numbers", size, project, request.priority)
     longest = messages.duration_text(request.max_run_s)
     return messages.text("job.numbers_limit", size, project, request.priority, longest)
+
+
+def _forget_promises(registry: Registry, lease_id: str) -> None:
+    """Forget which leases made way for a lease: what it asks for is not what they left for."""
+    for observation in registry.observations.values():
+        if observation.made_way_for == lease_id:
+            observation.made_way_for = ""

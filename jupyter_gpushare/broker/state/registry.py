@@ -147,12 +147,6 @@ class Registry:
             self.journal.raise_epoch(epoch + 1)
             self.notifications.enter(self.store.epoch)
 
-    def forget_promises(self, lease_id: str) -> None:
-        """Forget which leases made way for a lease: what it asks for is not what they left for."""
-        for observation in self._observations.values():
-            if observation.made_way_for == lease_id:
-                observation.made_way_for = ""
-
     async def edit(self, record: LeaseRecord, edit: Edit, *also: Change) -> LeaseRecord:
         """Change a lease within its state and store it with ``also``; returns the new record.
 
