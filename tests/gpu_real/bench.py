@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib.util
+import itertools
 import json
 import os
 import signal
@@ -21,6 +24,9 @@ from tests.gpu_real.site import ROOT, Helper, end
 CLEAR_S = 20.0
 # By how much later a scenario is ended that did not end itself.
 LATER_S = 10.0
+NO_TIME = "no time is left"
+WARM = "import torch; torch.ones(1, device='cuda')"
+WARM_S = 120.0
 
 
 @dataclass
@@ -32,6 +38,21 @@ class Result:
     reason: str = ""
     took_s: float = 0.0
     rows: list[list[str]] = field(default_factory=list)
+
+
+def new_folder(out: Path, name: str) -> Path:
+    """A new folder in ``out``, which is made too: ``name``, or ``name-2``, ... where earlier runs have it.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    out.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        folder = out / (name if number == 1 else f"{name}-{number}")
+        with contextlib.suppress(FileExistsError):
+            folder.mkdir()
+            break
+    return folder
 
 
 class Bench:
@@ -46,13 +67,19 @@ class Bench:
         budget_s: float,
         why_not: str = "",
     ) -> None:
-        """``out``: a folder for gpu.json, gpu.md and the helper's log; ``budget_s`` bounds all together.
+        """``out``: a folder for what is kept, `folder` where None; ``budget_s`` bounds all together.
 
+        Kept are gpu.json, gpu.md, the helper's log and, as they are measured, the rows of each scenario.
+        ``folder`` should be one that every user can reach: the self-test runs as another one.
         ``why_not`` says why nothing can run here, or is empty.
         """
         self._folder = folder
         self._environment = dict(environment)
-        self._out = out
+        self._out = out.resolve() if out else folder
+        if out:
+            (folder / "helper.log").symlink_to(self._out / "helper.log")
+        self._rows = self._out / "rows"
+        self._rows.mkdir(exist_ok=True)
         self._until = time.monotonic() + budget_s
         self.simulated = "GPUSHARE_SIM_STATE" in environment
         self._scale_bytes = 4 * MIB if self.simulated else GIB
@@ -61,25 +88,23 @@ class Bench:
         self.helper: Helper | None = None
         self.title = why_not
         self._failures = 0
+        self._is_warm = False
         self._given_up = why_not
 
     def run(self, scenario: Scenario) -> Result:
         """Run one scenario in a process of its own; never raises for what happens in it."""
         began = time.monotonic()
-        result = self._run(scenario, min(scenario.limit_s, self._until - began))
+        result = self._run(scenario)
         result.took_s = round(time.monotonic() - began, 2)
         print(f"{result.outcome} in {result.took_s:.1f} s: {scenario.name} {result.reason}", flush=True)
         self.results.append(result)
         self._keep()
         return result
 
-    def _run(self, scenario: Scenario, limit_s: float) -> Result:
+    def _run(self, scenario: Scenario) -> Result:
         result = Result(scenario.name, "skipped")
-        if self._given_up:
-            result.reason = self._given_up
-            return result
-        if limit_s < 1:
-            result.reason = "no time is left"
+        if self._given_up or self._left_s() < 1:
+            result.reason = self._given_up or NO_TIME
             return result
         if self.simulated and not scenario.everywhere:
             result.reason = "frameworks do not run on the simulated driver"
@@ -97,8 +122,12 @@ class Bench:
         if reason:
             result.reason = f"the device is out of service: {reason}"
             return result
-        said = self._folder / f"{scenario.name}.jsonl"
-        said.touch()
+        limit_s = min(scenario.limit_s, self._left_s())
+        if limit_s < 1:
+            result.reason = NO_TIME
+            return result
+        said = self._rows / f"{scenario.name}.jsonl"
+        said.write_text("")
         command = [
             sys.executable, "-m", "tests.gpu_real.one", scenario.name,
             "--folder", str(self._folder), "--said", str(said),
@@ -131,12 +160,36 @@ class Bench:
         if self.helper is not None and self.helper.ended():
             self._end_helper()
         if self.helper is None:
+            self._warm_torch()
             self.helper = Helper(self._folder, self._environment, self._sample_s)
             device = self.helper.device
             kind = "the simulated driver (proves the code, not the GPU)" if self.simulated else "driver"
             version = self.helper.inventory["driver"]
             self.title = f"{device['name']}, {kind} {version}, {time.strftime('%Y-%m-%d')}: `make test-gpu`"
         return self.helper
+
+    def _left_s(self) -> float:
+        return self._until - time.monotonic()
+
+    def _warm_torch(self) -> None:
+        """Let PyTorch be read from the disk once, which can take longer than a scenario may."""
+        if self._is_warm or self.simulated or importlib.util.find_spec("torch") is None:
+            return
+        self._is_warm = True
+        began = time.monotonic()
+        result = Result("torch_is_warmed", "failed")
+        try:
+            done = subprocess.run(
+                [sys.executable, "-c", WARM], env=self._environment, capture_output=True, text=True,
+                timeout=min(WARM_S, max(1.0, self._left_s())),
+            )  # fmt: skip
+            result.outcome = "failed" if done.returncode else "passed"
+            result.reason = done.stderr[-300:] if done.returncode else ""
+        except subprocess.TimeoutExpired as error:
+            result.reason = f"not imported after {error.timeout:.0f} s"
+        result.took_s = round(time.monotonic() - began, 2)
+        result.rows = [["the first import of torch, with a context", f"{result.took_s:.1f} s"]]
+        self.results.append(result)
 
     def _end_helper(self) -> None:
         if self.helper is not None:
@@ -155,18 +208,19 @@ class Bench:
 
     def _keep(self) -> None:
         """Write down what is known so far: the machine may be gone with the next scenario."""
-        folder = self._out or self._folder
         plain = {
             "title": self.title,
             "simulated": self.simulated,
             "inventory": self.helper.inventory if self.helper else None,
             "results": [asdict(result) for result in self.results],
         }
-        (folder / "gpu.json").write_text(json.dumps(plain, indent=1))
-        (folder / "gpu.md").write_text(self.table())
-        log = self._folder / "helper.log"
-        if self._out and log.exists():
-            (folder / "helper.log").write_bytes(log.read_bytes())
+        for name, text in (("gpu.json", json.dumps(plain, indent=1)), ("gpu.md", self.table())):
+            new = self._out / f"{name}.new"
+            with new.open("w") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            new.rename(self._out / name)
 
     def close(self) -> None:
         """End the helper, with what is left on it, and print the whole table."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 
 def sleep(seconds: float) -> int:
@@ -16,11 +17,17 @@ def sleep(seconds: float) -> int:
 def serve(**commands: Callable[..., object]) -> None:
     """Say that all is ready; then do what is told until the input ends.
 
-    A command is called with its numbers; what it returns is the answer.
+    A command is called with its words, numbers as such; what it returns is the answer.
     """
     known: dict[str, Callable[..., object]] = {"sleep": sleep, **commands}
     print("ready 0", flush=True)
     for line in sys.stdin:
         verb, *words = line.split()
-        numbers = [int(word) if word.isdigit() else float(word) for word in words]
-        print(verb, known[verb](*numbers) if verb in known else "unknown", flush=True)
+        print(verb, known[verb](*map(_value, words)) if verb in known else "unknown", flush=True)
+
+
+def _value(word: str) -> int | float | str:
+    for kind in (int, float):
+        with suppress(ValueError):
+            return kind(word)
+    return word

@@ -13,18 +13,18 @@ STEPS = 400
 
 
 def its_memory_comes_back_as_it_was(site: Site, kind: str) -> None:
+    """By the helper, or where that cannot suspend (a container that hides processes) by the driver alone."""
     need(kind)
-    site.needs_suspending()
     name = f"back-{kind}"
     worker = site.worker(kind, site.lease(name, 8 * GIB), 2048)
+    move = site.by_the_helper if site.device["suspendable"] else site.by_the_driver
     for _ in range(3):
-        moved = site.ask("suspend", lease=name, calls=site.rests(name))
-        assert moved["done"], moved
-        back = site.ask("resume", lease=name)
-        assert back["done"], back
+        out_s, back_s = move(name, worker)
         assert do(worker, "check") == "ok"
-    rate = f"{moved['took_s']:.2f} s out, {back['took_s']:.2f} s back"
-    site.report.add(f"{kind}, {moved['bytes'] / GIB:.1f} GiB, third time", rate)
+    site.report.add(
+        f"{kind}, tensors of 2 GiB, third time, {move.__name__.replace('_', ' ')}",
+        f"{out_s:.2f} s out, {back_s:.2f} s back",
+    )
     site.end(worker)
 
 
@@ -56,7 +56,8 @@ def every_allocator_of_torch_sees_and_keeps_the_limit(site: Site, allocator: str
     assert do(worker, "check") == "ok"
     site.report.add(f"torch, {allocator}, limit 4 GiB", f"{got} MiB of tensors")
     assert got >= 2048
-    site.report.add("what the driver shows of it", f"{site.used_bytes(name) / GIB:.2f} GiB")
+    shown = site.blind or f"{site.used_bytes(name) / GIB:.2f} GiB"
+    site.report.add("what the driver shows of it", shown)
     site.end(worker)
 
 

@@ -1,9 +1,10 @@
 """Which scenarios there are, in the order in which they are worth a GPU's time.
 
-First what nothing else can show (is state kept, how does the driver behave?), then
-whether a limit holds, then what it costs; last what may hang the machine.  Each has a
-bound in seconds, far above what it should take: one that hangs must not cost the
-others their turn.
+There are four parts, as a GPU may be lent for half an hour, ten minutes a command.  First
+what nothing else can show (is state kept, PyTorch's too, and does a call wake?), then how
+the driver behaves and whether limits hold, then what it costs, last what damages processes
+or may hang the machine.  Each scenario has a bound in seconds, far above what it should
+take: one that hangs must not cost the others their turn.
 """
 
 from __future__ import annotations
@@ -35,47 +36,61 @@ class Scenario:
         return self.function.__module__ in here or self.given == ("numba",)
 
 
-SCENARIOS = (
-    Scenario(scenarios.the_driver_is_found, 60),
-    Scenario(scenarios.the_driver_moves_a_process_by_itself, 90, (1,)),
-    Scenario(scenarios.the_self_test_gives_a_verdict, 30),
-    Scenario(driver_facts.these_calls_wait_while_a_process_is_locked, 60),
-    Scenario(driver_facts.these_calls_end_a_process_while_it_is_checkpointed, 120),
-    Scenario(driver_facts.a_process_that_only_called_cu_init_is_listed, 60),
-    Scenario(scenarios.memory_comes_back_as_it_was, 60, (1,)),
-    Scenario(driver_facts.a_restore_without_memory_leaves_the_process_in_a_state, 120),
-    Scenario(driver_facts.a_new_thread_and_a_new_module_wake, 60, ("thread",)),
-    Scenario(driver_facts.a_new_thread_and_a_new_module_wake, 60, ("module",)),
-    Scenario(driver_facts.a_new_thread_and_a_new_module_wake, 60, ("synchronize",)),
-    Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("torch",)),
-    Scenario(frameworks.training_that_is_stopped_has_the_same_loss_curve, 120),
-    Scenario(scenarios.the_cpu_works_on_while_the_gpu_is_lent_and_a_call_wakes, 60),
-    Scenario(scenarios.a_lender_gets_its_memory_back_from_a_borrower, 90),
-    Scenario(scenarios.a_limit_holds_for_all_processes_of_a_lease_together, 60),
-    Scenario(frameworks.every_allocator_of_torch_sees_and_keeps_the_limit, 60, ("native",)),
-    Scenario(frameworks.every_allocator_of_torch_sees_and_keeps_the_limit, 60, ("expandable_segments:True",)),
-    Scenario(driver_facts.a_pool_keeps_what_was_freed, 60),
-    Scenario(driver_facts.a_process_grows_over_cycles, 180),
-    Scenario(driver_facts.the_host_memory_of_a_checkpoint_has_an_overhead, 90),
-    Scenario(driver_facts.two_tenants_divide_the_time, 60),
-    Scenario(driver_facts.a_helper_without_root_may_not_lock, 60),
-    Scenario(driver_facts.entry_points_are_their_symbols, 60),
-    Scenario(scenarios.memory_comes_back_as_it_was, 90, (8,)),
-    Scenario(scenarios.memory_comes_back_as_it_was, 180, (32,)),
-    Scenario(scenarios.the_driver_moves_a_process_by_itself, 90, (8,)),
-    Scenario(scenarios.the_driver_moves_a_process_by_itself, 180, (32,)),
-    Scenario(scenarios.what_the_library_adds_to_calls, 120),
-    Scenario(frameworks.what_the_library_adds_to_a_training_loop, 120),
-    Scenario(scenarios.a_context_has_its_price, 60),
-    Scenario(scenarios.a_process_around_the_library_is_noticed, 60),
-    Scenario(scenarios.a_kernel_of_jupyter_sleeps_and_is_woken_by_its_cell, 120),
-    Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("torch",)),
-    Scenario(frameworks.every_allocator_of_torch_sees_and_keeps_the_limit, 60, ("backend:cudaMallocAsync",)),
-    Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("cupy",)),
-    Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("cupy",)),
-    Scenario(frameworks.its_memory_comes_back_as_it_was, 120, ("jax",)),
-    Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 90, ("jax",)),
-    Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("numba",)),
-    Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("numba",)),
-    Scenario(driver_facts.killing_a_resumed_process_does_no_harm, 120),
+#: In seconds, for the scenarios of a part together: with what hangs at its end a part takes 7 minutes at most.
+PART_S = 340.0
+
+PARTS = (
+    (
+        Scenario(scenarios.the_driver_is_found, 60),
+        Scenario(scenarios.the_driver_moves_a_process_by_itself, 90, (1,)),
+        Scenario(scenarios.the_self_test_gives_a_verdict, 30),
+        Scenario(driver_facts.these_calls_wait_while_a_process_is_locked, 60),
+        Scenario(scenarios.memory_comes_back_as_it_was, 60, (1,)),
+        Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("torch",)),
+        Scenario(frameworks.training_that_is_stopped_has_the_same_loss_curve, 120),
+        Scenario(driver_facts.a_new_thread_and_a_new_module_wake, 60, ("thread",)),
+        Scenario(driver_facts.a_new_thread_and_a_new_module_wake, 60, ("module",)),
+        Scenario(driver_facts.a_new_thread_and_a_new_module_wake, 60, ("synchronize",)),
+        Scenario(scenarios.the_cpu_works_on_while_the_gpu_is_lent_and_a_call_wakes, 60),
+        Scenario(scenarios.a_lender_gets_its_memory_back_from_a_borrower, 90),
+        Scenario(scenarios.a_limit_holds_for_all_processes_of_a_lease_together, 60),
+        Scenario(frameworks.every_allocator_of_torch_sees_and_keeps_the_limit, 60, ("native",)),
+        Scenario(
+            frameworks.every_allocator_of_torch_sees_and_keeps_the_limit, 60, ("expandable_segments:True",)
+        ),
+    ),
+    (
+        Scenario(driver_facts.a_process_that_only_called_cu_init_is_listed, 60),
+        Scenario(driver_facts.these_calls_end_a_process_while_it_is_checkpointed, 120),
+        Scenario(driver_facts.a_restore_without_memory_leaves_the_process_in_a_state, 120),
+        Scenario(driver_facts.a_pool_keeps_what_was_freed, 60),
+        Scenario(driver_facts.a_process_grows_over_cycles, 180),
+        Scenario(driver_facts.the_host_memory_of_a_checkpoint_has_an_overhead, 90),
+        Scenario(driver_facts.a_helper_without_root_may_not_lock, 60),
+        Scenario(driver_facts.entry_points_are_their_symbols, 60),
+        Scenario(
+            frameworks.every_allocator_of_torch_sees_and_keeps_the_limit, 60, ("backend:cudaMallocAsync",)
+        ),
+        Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("torch",)),
+    ),
+    (
+        Scenario(scenarios.memory_comes_back_as_it_was, 90, (8,)),
+        Scenario(scenarios.memory_comes_back_as_it_was, 180, (32,)),
+        Scenario(scenarios.the_driver_moves_a_process_by_itself, 90, (8,)),
+        Scenario(scenarios.the_driver_moves_a_process_by_itself, 180, (32,)),
+        Scenario(scenarios.what_the_library_adds_to_calls, 120),
+        Scenario(frameworks.what_the_library_adds_to_a_training_loop, 120),
+        Scenario(scenarios.a_context_has_its_price, 60),
+        Scenario(driver_facts.two_tenants_divide_the_time, 60),
+        Scenario(scenarios.a_process_around_the_library_is_noticed, 60),
+        Scenario(scenarios.a_kernel_of_jupyter_sleeps_and_is_woken_by_its_cell, 120),
+        Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("cupy",)),
+        Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("cupy",)),
+        Scenario(frameworks.its_memory_comes_back_as_it_was, 120, ("jax",)),
+        Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 90, ("jax",)),
+        Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("numba",)),
+        Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("numba",)),
+    ),
+    (Scenario(driver_facts.killing_a_resumed_process_does_no_harm, 120),),
 )
+SCENARIOS = tuple(scenario for part in PARTS for scenario in part)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from statistics import median
 from typing import Any
@@ -19,10 +20,19 @@ from jupyter_gpushare.gpu.driver.nvml import Nvml, Usage
 from jupyter_gpushare.native import build
 from tests.gpu.machine import GIB, MIB, Client, until
 from tests.gpu_real.overhead import PAIRS, added, in_turn
-from tests.gpu_real.site import PATIENCE_S, ROOT, WORKERS, Site, Skip, do, need, run_program, without_library
-
-# How long one call of the driver may take.
-CALL_S = 30.0
+from tests.gpu_real.site import (
+    CALL_S,
+    PATIENCE_S,
+    ROOT,
+    WORKERS,
+    Site,
+    Skip,
+    do,
+    need,
+    persistence_mode,
+    run_program,
+    without_library,
+)
 
 
 def the_driver_is_found(site: Site) -> None:
@@ -38,7 +48,8 @@ def the_driver_is_found(site: Site) -> None:
         site.report.add(
             f"{gpu.name} ({gpu.profile or 'whole'})",
             f"{usage.used_bytes / GIB:.2f} of {gpu.memory_bytes / GIB:.1f} GiB, "
-            f"uncorrectable errors: {ecc}, island {gpu.island or '-'}",
+            f"uncorrectable errors: {ecc}, island {gpu.island or '-'}, "
+            f"persistence mode {persistence_mode(gpu.uuid)}",
         )
     with nvml.listen() as listener:
         site.report.add("devices that report XIDs", str(len(listener.devices)))
@@ -57,10 +68,12 @@ def the_self_test_gives_a_verdict(site: Site) -> None:
     site.report.add("device", f"{device['name']}, {device['memory_bytes'] / GIB:.1f} GiB")
     site.report.add("ladder", ladder)
     site.report.add("suspendable", f"{device['suspendable']} {device['suspend_reason']}".strip())
+    ran = re.findall(r"self-test (uid=\d+ features=\S+)", (site.folder / "helper.log").read_text())
+    site.report.add("self-test ran with", ran[-1] if ran else "nothing: helper.log says why")
     if device["suspendable"]:
         rates = device["suspend_bytes_per_s"] / 1e9, device["resume_bytes_per_s"] / 1e9
         site.report.add("self-test, 64 MiB and a context", "{:.2f} GB/s out, {:.2f} GB/s back".format(*rates))
-    assert device["level"] in ("preload", "cgroup", "mig")
+    assert device["level"] in ("preload", "cgroup", "mig") or site.blind
 
 
 def the_driver_moves_a_process_by_itself(site: Site, gib: int) -> None:
@@ -101,7 +114,6 @@ def the_driver_moves_a_process_by_itself(site: Site, gib: int) -> None:
 
 def a_context_has_its_price(site: Site) -> None:
     worker = site.worker("driver", site.lease("context", 4 * GIB))
-    until(lambda: site.sees("context", worker.pid), "its context", PATIENCE_S)
     used = site.used_bytes("context")
     assert 0 < used < 2 * GIB
     site.report.add("one context", f"{used / MIB:.0f} MiB")
@@ -187,17 +199,17 @@ def a_limit_holds_for_all_processes_of_a_lease_together(site: Site) -> None:
     assert do(second, "alloc 5120") == "2"
     assert do(second, "alloc 1024") == "0"
     assert [do(first, "check"), do(second, "check")] == ["ok", "ok"]
-    until(lambda: site.sees("limit", second.pid), "both are seen", PATIENCE_S)
     site.report.add("two processes, limit 6 GiB", "what goes beyond it together is denied (code 2)")
-    used = site.used_bytes("limit")
-    assert used <= 6 * GIB
-    site.report.add("what the driver shows of them", f"{used / GIB:.2f} GiB")
+    if not site.blind:
+        until(lambda: site.sees("limit", second.pid), "both are seen", PATIENCE_S)
+    site.report.add("what the driver shows of them", site.shown("limit", 6 * GIB))
     site.end(first, second)
 
 
 def a_process_around_the_library_is_noticed(site: Site) -> None:
     worker = site.worker("driver", site.lease("evader", 2 * GIB, preload=False))
-    site.used_bytes("evader")
+    if site.blind:
+        raise Skip(site.blind)
     watch = Client(site.socket)
     watch.ask("watch")
     asked = time.monotonic()

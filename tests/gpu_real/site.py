@@ -9,9 +9,11 @@ import contextlib
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,12 +22,15 @@ import psutil
 import pynvml
 
 from jupyter_gpushare import native
+from jupyter_gpushare.gpu.checks.canary import NO_WATCHDOG
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from tests.gpu.machine import GIB, Client, Worker, until
 from tests.gpu_real.overhead import MOST, Added
 
 ROOT = Path(__file__).resolve().parents[2]
 WORKERS = {
     "driver": ROOT / "tests/gpu/worker.py",
+    "calls": Path(__file__).with_name("calls_worker.py"),
     "facts": Path(__file__).with_name("facts_worker.py"),
     "torch": Path(__file__).with_name("torch_worker.py"),
     "cupy": Path(__file__).with_name("cupy_worker.py"),
@@ -33,6 +38,8 @@ WORKERS = {
     "numba": Path(__file__).with_name("numba_worker.py"),
 }
 PATIENCE_S = 120.0
+# How long one call of the driver may take.
+CALL_S = 30.0
 # A process that was killed and is not gone after this hangs in the driver.
 KILLED_S = 10.0
 # Counters that move for longer than this without being asked to do not come to rest.
@@ -63,10 +70,21 @@ class Report:
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps([what, figure]) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+
+
+def _package(folder: Path) -> Path:
+    """A copy of the package without its pages: the self-test's user may not reach a checkout below /root."""
+    copy = folder / "package"
+    if not copy.exists():
+        left_out = shutil.ignore_patterns("ui", "labextension", "__pycache__")
+        shutil.copytree(ROOT / "jupyter_gpushare", copy / "jupyter_gpushare", ignore=left_out)
+    return copy
 
 
 class Helper:
-    """A device helper with its state below a folder."""
+    """A device helper with its state and its log below a folder."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], sample_s: float) -> None:
         self.socket = folder / "h.sock"
@@ -78,7 +96,7 @@ class Helper:
             "--state-dir", str(folder / "state"), "--socket", str(self.socket), "--sample-s", str(sample_s),
         ]  # fmt: skip
         with self.log.open("ab") as log:
-            self._process = subprocess.Popen(command, stderr=log, cwd=ROOT, env=dict(environment))
+            self._process = subprocess.Popen(command, stderr=log, cwd=_package(folder), env=dict(environment))
         try:
             self.inventory = until(self._examined, "the self-test ends", PATIENCE_S)
         except BaseException:
@@ -183,9 +201,21 @@ class Site:
         if not self.device["suspendable"]:
             raise Skip(f"this machine cannot suspend: {self.device['suspend_reason']}")
 
+    @property
+    def blind(self) -> str:
+        """Why the driver's list does not say what a process holds; "" where it does (a container is likely).
+
+        The level is then ``hints``, as the watchdog cannot compare, though the library denies what it did.
+        """
+        rung = next(each for each in self.device["ladder"] if each["level"] == "preload")
+        return str(rung["reason"]) if rung["reason"] == NO_WATCHDOG else ""
+
     def needs_a_limit(self) -> None:
-        if self.device["level"] not in ("preload", "cgroup"):
-            raise Skip(f"the limit is {self.device['level']}'s here")
+        if self.device["level"] not in ("preload", "cgroup") and not self.blind:
+            reasons = [
+                f"{each['level']}: {each['reason']}" for each in self.device["ladder"] if each["reason"]
+            ]
+            raise Skip(f"nothing limits memory here ({'; '.join(reasons)})")
 
     def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
         """A request that may take long, on a connection of its own."""
@@ -240,6 +270,27 @@ class Site:
             assert do(worker, f"alloc {mib}") == "0"
         return worker
 
+    def by_the_helper(self, name: str, worker: Worker) -> tuple[float, float]:
+        """Suspend and resume a lease with this process; the seconds of each."""
+        moved = self.ask("suspend", lease=name, calls=self.rests(name))
+        assert moved["done"], moved
+        back = self.ask("resume", lease=name)
+        assert back["done"], back
+        return moved["took_s"], back["took_s"]
+
+    def by_the_driver(self, _name: str, worker: Worker) -> tuple[float, float]:
+        """The same by the driver's own calls, for a process that makes none meanwhile."""
+        checkpoint = Checkpoint()
+        if checkpoint.unavailable or self.device["profile"]:
+            raise Skip(checkpoint.unavailable or "the driver cannot checkpoint on MIG")
+        began = time.monotonic()
+        checkpoint.lock(worker.pid, CALL_S)
+        checkpoint.checkpoint(worker.pid, CALL_S)
+        parked = time.monotonic()
+        checkpoint.restore(worker.pid, CALL_S)
+        checkpoint.unlock(worker.pid)
+        return parked - began, time.monotonic() - parked
+
     def of(self, name: str) -> dict[str, Any]:
         """A lease as the last sample shows it."""
         leases = self.client.ask("sample")["leases"]
@@ -248,12 +299,21 @@ class Site:
 
     def used_bytes(self, name: str) -> int:
         """What the driver shows of a lease; skips where it does not show memory by process."""
+        if self.blind:
+            raise Skip(self.blind)
+        used: dict[str, int] = until(
+            lambda: self.of(name)["used_bytes"], f"the driver shows memory of {name}", PATIENCE_S
+        )
         self.fresh()
-        shown = self.of(name)["used_bytes"]
-        if not shown:
-            raise Skip("the driver does not show processes by their pids here")
-        used: int = shown[self.uuid]
-        return used
+        return used[self.uuid]
+
+    def shown(self, name: str, limit_bytes: int) -> str:
+        """What the driver shows of a lease, which must be within its limit; or why it shows nothing."""
+        if self.blind:
+            return self.blind
+        used = self.used_bytes(name)
+        assert used <= limit_bytes, f"{used / GIB:.2f} GiB are shown"
+        return f"{used / GIB:.2f} GiB"
 
     def sees(self, name: str, pid: int) -> bool:
         return pid in [process["pid"] for process in self.of(name)["processes"]]
@@ -346,6 +406,18 @@ def pcie_bytes_per_s(uuid: str) -> float | None:
         return lane[generation] * int(pynvml.nvmlDeviceGetMaxPcieLinkWidth(handle)) or None
     except (pynvml.NVMLError, KeyError):
         return None
+
+
+def persistence_mode(uuid: str) -> str:
+    """``on`` or ``off``, or the error of NVML.
+
+    A driver may refuse to checkpoint without it (cuda-checkpoint issue 25).  It is never set.
+    """
+    try:
+        pynvml.nvmlInit()
+        return "on" if pynvml.nvmlDeviceGetPersistenceMode(pynvml.nvmlDeviceGetHandleByUUID(uuid)) else "off"
+    except pynvml.NVMLError as error:
+        return str(error)
 
 
 def do(worker: Worker, command: str) -> str:

@@ -5,12 +5,17 @@ numba and jupyter_client for what names them.  The largest device is used; no se
 device is changed.  Each scenario has a process and a bound of its own, in the order
 of `order`; figures are printed as they come and not judged.
 
+``PART`` is one of its four parts; without it all run.  ``OUT`` is a folder: each run makes a
+folder of its own in it and keeps there each row as it is measured.
+
 Where ``GPUSHARE_SIM_STATE`` is set the simulated driver is used, and the table says so.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,8 +24,8 @@ import pytest
 
 from jupyter_gpushare import native
 from jupyter_gpushare.errors import GpuShareError
-from tests.gpu_real.bench import Bench
-from tests.gpu_real.order import SCENARIOS, Scenario
+from tests.gpu_real.bench import Bench, new_folder
+from tests.gpu_real.order import PART_S, PARTS, SCENARIOS, Scenario
 
 
 def why_not() -> str:
@@ -37,21 +42,41 @@ def why_not() -> str:
     return ""
 
 
+def chosen(part: str) -> tuple[str, tuple[Scenario, ...]]:
+    """The name of what is to run, and its scenarios.
+
+    Raises:
+        pytest.UsageError: there is no such part.
+    """
+    if not part:
+        return "all", SCENARIOS
+    if part not in [str(number + 1) for number in range(len(PARTS))]:
+        raise pytest.UsageError(f"PART is 1 to {len(PARTS)}, or not set for all of them; it is {part!r}")
+    return f"part-{part}", PARTS[int(part) - 1]
+
+
+NAME, CHOSEN = chosen(os.environ.get("PART", ""))
+
+
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
+def bench() -> Iterator[Bench]:
+    # Not pytest's folder, which is root's alone: the self-test runs as another user.
+    folder = Path(tempfile.mkdtemp(prefix="gpushare-real-", dir="/tmp"))
+    folder.chmod(0o755)
     out = os.environ.get("OUT")
     bench = Bench(
-        tmp_path_factory.mktemp("real"),
+        folder,
         os.environ,
-        out=Path(out) if out and Path(out).is_dir() else None,
-        budget_s=float(os.environ.get("GPUSHARE_TEST_GPU_S", "3600")),
+        out=new_folder(Path(out), NAME) if out else None,
+        budget_s=PART_S if NAME != "all" else PART_S * len(PARTS),
         why_not=why_not(),
     )
     yield bench
     bench.close()
+    shutil.rmtree(folder, ignore_errors=True)
 
 
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.name)
+@pytest.mark.parametrize("scenario", CHOSEN, ids=lambda scenario: scenario.name)
 def test_real(bench: Bench, scenario: Scenario) -> None:
     result = bench.run(scenario)
     if result.outcome == "skipped":

@@ -92,6 +92,24 @@ def test_calls_that_touch_the_gpu_wait(machine: Simulator, driver: Checkpoint, c
         kernel.answer()
 
 
+def test_a_thread_without_a_context_is_refused_and_does_not_wait(
+    machine: Simulator, driver: Checkpoint
+) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run("""
+import threading
+cuda = ctypes.CDLL("libcuda.so.1")
+codes = []
+def allocate():
+    codes.append(cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(4096)))
+gpu.allocate("1MiB")
+thread = threading.Thread(target=allocate)
+""")
+        assert driver.lock(kernel.pid) == 0
+        assert kernel.ask("[thread.start(), thread.join(5.0), codes][-1]") == [201]
+        assert driver.unlock(kernel.pid) == 0
+
+
 def test_lock_waits_for_running_work_and_gives_up_in_time(machine: Simulator, driver: Checkpoint) -> None:
     with Worker(machine.env()) as kernel:
         kernel.run("b = gpu.allocate('1MiB'); b.fill()")

@@ -56,7 +56,8 @@ CANARY_BYTES = 64 << 20
 FEATURE_BYTES = 32 << 20
 # A context, the pattern, and as much again.
 FREE_BYTES = 1 << 30
-START_TIMEOUT_S = 60.0
+# PyTorch, where it is there, may be read from a cold disk.
+START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 30.0
 # The driver's list of processes may lag behind an allocation, or a checkpoint.
 SHOWN_TIMEOUT_S = 2.0
