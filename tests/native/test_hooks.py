@@ -313,6 +313,24 @@ def test_dlsym_still_knows_its_caller(machine: Simulator, half: Lease) -> None:
         assert kernel.ask("gpu.memory()[1]") == 40 * GIB
 
 
+def test_a_library_opened_with_dlmopen_passes_the_library_by(machine: Simulator, half: Lease) -> None:
+    """A known hole (docs/isolation.md): LD_PRELOAD does not reach into another namespace (dlmopen(3))."""
+    with Worker(machine.env(**half.env()), open_gpu=False) as kernel:
+        kernel.run("""
+libc, new_namespace, void = ctypes.CDLL(None), ctypes.c_long(-1), ctypes.c_void_p
+libc.dlmopen.restype = libc.dlsym.restype = void
+another = void(libc.dlmopen(new_namespace, b"libcuda.so.1", os.RTLD_NOW))
+def call(name, *arguments): return ctypes.CFUNCTYPE(ctypes.c_int)(libc.dlsym(another, name))(*arguments)
+context, at = void(), ctypes.c_uint64()
+assert call(b"cuInit", 0) == 0
+assert call(b"cuDevicePrimaryCtxRetain", ctypes.byref(context), 0) == 0
+assert call(b"cuCtxSetCurrent", context) == 0
+""")
+        assert kernel.ask(f"call(b'cuMemAlloc_v2', ctypes.byref(at), ctypes.c_size_t({60 * GIB}))") == 0
+        assert machine.device_used(0) == 60 * GIB
+        assert half.slots() == {}  # so the lease is not put to sleep: its library is not loaded
+
+
 def test_a_program_linked_against_the_driver_is_limited_too(machine: Simulator, half: Lease) -> None:
     source = machine.folder / "linked.c"
     source.write_text("""
