@@ -48,6 +48,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.untested": "the self-test has not finished",
         "reason.deaths": "%1 processes ended while the driver suspended or resumed them on this device; "
         "stop and start the device helper to try again",
+        "reason.container": "driver %1 cannot suspend in a container with some of the machine's GPUs",
         "reason.mig": "the driver cannot checkpoint on MIG",
         "reason.blind": "the driver does not say how much memory a process holds here",
         "reason.no_pids": (

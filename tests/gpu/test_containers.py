@@ -28,7 +28,7 @@ from jupyter_gpushare.gpu.leases.living import keys_by_inner
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.service import options
 from tests.gpu.containers import engine_cgroup, escaped, in_container, pod_cgroup
-from tests.gpu.machine import GIB, MIB, PATIENCE_S, Machine
+from tests.gpu.machine import GIB, MIB, PATIENCE_S, Machine, machine_in
 from tests.gpu.test_seats import Node
 from tests.waiting import until
 
@@ -333,6 +333,49 @@ def test_a_container_has_its_lease_without_the_pids_of_the_machine_and_is_watche
         assert liar.process.wait(PATIENCE_S) != 0
         assert "action=stop" in bare.log.read_text()
         assert [ada.do("check"), hidden.do("check")] == ["ok", "ok"]
+
+
+@pytest.fixture
+def of_driver(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """Two devices of the driver that the test names; no helper yet."""
+    yield from machine_in(tmp_path, spec=f"2xH100-80GB,host=512GiB,driver={request.param}")
+
+
+@needs_root
+@pytest.mark.parametrize(
+    ("of_driver", "sleeps"), [("575.51.02", False), ("575.57.08", True)], indirect=["of_driver"]
+)
+def test_a_container_with_some_gpus_is_left_awake_by_drivers_that_fail_there(
+    of_driver: Machine, sleeps: bool
+) -> None:
+    """NVIDIA/cuda-checkpoint issues 12, 18 and 24: the self-test passes, it runs in no container."""
+    machine = of_driver
+    machine.start(examine=True)
+    assert all(device["suspendable"] for device in machine.ask("inventory")["devices"])
+    with engine_cgroup() as one, engine_cgroup() as two:
+        some, every = machine.lease("b1-1"), machine.lease("b2-1", 20 * GIB, devices=(0, 1))
+        contained = [
+            in_container(machine, "b1-1", cgroup=one, mounts=(some,)),
+            in_container(machine, "b2-1", cgroup=two, mounts=(every,)),
+        ]
+        machine.lease("c-1", 10 * GIB)
+        outside = machine.worker("c-1", mib=64)
+        for worker, name in zip(contained, ("b1-1", "b2-1"), strict=True):
+            assert worker.do("alloc 64") == "0"
+            until(lambda name=name: machine.of(name)["used_bytes"], "it is seen")
+        until(lambda: machine.of("b1-1")["suspendable"] is sleeps, "the sample says so")
+        for lease in ("b2-1", "c-1", *(["b1-1"] if sleeps else [])):
+            moved = machine.ask("suspend", lease=lease)
+            assert moved["done"], moved
+            assert machine.ask("resume", lease=lease)["done"]
+        if not sleeps:
+            reason = (
+                "driver 575.51.02-simulated cannot suspend in a container with some of the machine's GPUs"
+            )
+            assert machine.of("b1-1")["suspend_reason"] == reason
+            moved = machine.ask("suspend", lease="b1-1")  # forced too
+            assert (moved["refused"], moved["reason"]) == ("not_suspendable", reason)
+        assert [worker.do("check") for worker in (*contained, outside)] == ["ok", "ok", "ok"]
 
 
 def test_containers_of_ended_leases_are_forgotten_first(

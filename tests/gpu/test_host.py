@@ -121,7 +121,9 @@ def test_a_limit_that_cannot_hold_the_copy_makes_a_lease_not_suspendable(
     record = Record(boot_id="", lease="ada", uid=1, limits={}, phase=Phase.RUNNING)
     lease = Lease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
     lease.memory_too_small = small
-    can: Any = SimpleNamespace(unavailable="")
+    can: Any = SimpleNamespace(
+        checkpoint=SimpleNamespace(unavailable=""), nvml=SimpleNamespace(gpus=(), driver="580.95.05")
+    )
     assert SuspendBlockers(can, DeviceStates(())).reason(lease, None, [(1, 1)], forced=True) == small
 
 

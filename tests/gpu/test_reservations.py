@@ -49,6 +49,8 @@ class Paper:
 
     unavailable = ""
     gpus = (GPU,)
+    left_out = ()
+    driver = "999"
 
     def __init__(self, chance: random.Random, folder: Path) -> None:
         self.chance = chance

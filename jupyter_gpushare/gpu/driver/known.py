@@ -18,13 +18,30 @@ class DriverNote:
     note: str
     source: str
     is_warning: bool
+    # Checkpoint or Restore fails in a container with some of the machine's GPUs: not tried there.
+    refused_in_containers: bool = False
 
 
 _ISSUES = "github.com/NVIDIA/cuda-checkpoint/issues"
 
 # The first match counts, so longer prefixes come first.
 NOTES = (
-    DriverNote("570", "cannot checkpoint a process that uses PyTorch", f"{_ISSUES}/34", True),
+    DriverNote(
+        "570",
+        "cannot checkpoint a process that uses PyTorch, "
+        "nor one in a container with some of the machine's GPUs",
+        f"{_ISSUES}/34",
+        True,
+        refused_in_containers=True,
+    ),
+    DriverNote(
+        "575.51",
+        "Checkpoint (800) or Restore fails in a container with some of the machine's GPUs, "
+        "so nothing is suspended there",
+        f"{_ISSUES}/24",
+        True,
+        refused_in_containers=True,
+    ),
     DriverNote("575.57", "first version reported to suspend PyTorch", f"{_ISSUES}/34", False),
     DriverNote(
         "580",
@@ -32,6 +49,8 @@ NOTES = (
         f"{_ISSUES}/44",
         False,
     ),
+    DriverNote("590", "ended jobs on 4 GPUs with SIGSEGV (A100)", f"{_ISSUES}/27", True),
+    DriverNote("595.58", "does not restore jobs on 2 GPUs", f"{_ISSUES}/27", True),
     DriverNote(
         "595.71",
         "the whole machine hung about 35 s after a restored process was killed (seen with CRIU)",

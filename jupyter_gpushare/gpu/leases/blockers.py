@@ -1,7 +1,8 @@
 """Why a lease cannot be suspended now, in words for its owner.
 
-In this order: the machine or the device cannot, the driver failed at it lately,
-a process used something that the driver cannot checkpoint (taints), its memory limit
+In this order: the machine or the device cannot, the driver is known to fail in the lease's
+container (`known`: the self-test sees all devices, and would not notice), the driver failed at it
+lately, a process used something that the driver cannot checkpoint (taints), its memory limit
 cannot hold the copy, the library is not loaded or the account file is broken.  A failure
 of the driver is believed for a minute, then for twice as long each time it happens again
 to the same process (`Lease.block`): retrying is harmless, retrying all the time is not.
@@ -12,17 +13,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+from jupyter_gpushare.gpu.driver.known import note_of
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import Account, words_of
 from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.machine import Machine
 
 
 class SuspendBlockers:
     """Answers why a lease cannot be suspended."""
 
-    def __init__(self, checkpoint: Checkpoint, devices: DeviceStates) -> None:
-        self._checkpoint = checkpoint
+    def __init__(self, machine: Machine, devices: DeviceStates) -> None:
+        self._machine = machine
         self._devices = devices
 
     def reason(self, lease: Lease, account: Account | None, keys: Iterable[Key], *, forced: bool) -> str:
@@ -35,11 +37,13 @@ class SuspendBlockers:
         blind = bool(lease.processes) and any(self._devices.is_blind(uuid) for uuid in lease.limits)
         if not keys and not blind:
             return ""
-        if self._checkpoint.unavailable:
-            return self._checkpoint.unavailable
+        if reason := self._machine.checkpoint.unavailable:
+            return reason
         for uuid in lease.limits:
             if reason := self._devices.suspend_blocker(uuid):
                 return reason
+        if reason := self._in_container(lease):
+            return reason
         now = time.monotonic()
         for key, failure in list(lease.failures.items()):
             if key in keys and failure.until > now:
@@ -54,3 +58,13 @@ class SuspendBlockers:
         if not forced and not keys <= slots.keys():
             return "a process in it does not load the library that limits memory"
         return ""
+
+    def _in_container(self, lease: Lease) -> str:
+        """Why the driver fails in the container of a lease, which has the devices of the lease alone."""
+        driver, note = self._machine.nvml.driver, note_of(self._machine.nvml.driver)
+        has_all = len(lease.limits) == len(self._machine.nvml.gpus)
+        if note is None or not note.refused_in_containers or has_all:
+            return ""
+        if not any(map(self._machine.processes.is_contained, lease.processes)):
+            return ""
+        return f"driver {driver} cannot suspend in a container with some of the machine's GPUs"

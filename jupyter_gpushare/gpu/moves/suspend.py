@@ -65,7 +65,7 @@ class Mover:
         self._machine = machine
         self._registry = registry
         self._devices = devices
-        self.blockers = SuspendBlockers(machine.checkpoint, devices)
+        self.blockers = SuspendBlockers(machine, devices)
         self._sharing = OwnMemoryReader(shares_memory_of_nccl)
         self._processes = ProcessMoves(machine, registry, devices)
         self._reservations = MemoryReservations(machine.nvml, devices, registry)

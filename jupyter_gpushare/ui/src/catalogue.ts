@@ -37,6 +37,7 @@ export const CATALOGUE: {
   'reason.out_of_service': (trans, args) => trans.__('the device is out of service: %1', ...args),
   'reason.untested': (trans, args) => trans.__('the self-test has not finished', ...args),
   'reason.deaths': (trans, args) => trans.__('%1 processes ended while the driver suspended or resumed them on this device; stop and start the device helper to try again', ...args),
+  'reason.container': (trans, args) => trans.__('driver %1 cannot suspend in a container with some of the machine\'s GPUs', ...args),
   'reason.mig': (trans, args) => trans.__('the driver cannot checkpoint on MIG', ...args),
   'reason.blind': (trans, args) => trans.__('the driver does not say how much memory a process holds here', ...args),
   'reason.no_pids': (trans, args) => trans.__('the driver does not show processes by their pids here (a container without the host\'s?)', ...args),
