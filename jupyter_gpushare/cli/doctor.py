@@ -139,15 +139,19 @@ def check_devices(status: wire.Status, devices: wire.Devices) -> Check:
     name = "devices"
     if not status.devices_known:
         return _fail(name, "The device helper does not answer the broker.", "the administrator restarts it")
+    left_out = "".join(f" {reason}." for reason in devices.left_out)
     if not devices.devices:
-        return _fail(name, "The device helper found no device.", "check `nvidia-smi` on the GPU machine")
+        said = f"The device helper found no device.{left_out}"
+        return _fail(name, said, "check `nvidia-smi` on the GPU machine")
     broken = [d for d in devices.devices if not d.healthy]
     if broken:
         said = "; ".join(f"{d.name} ({d.uuid}): {d.reason or 'not healthy'}" for d in broken)
         return _fail(name, said, "the administrator takes it out of service or resets it")
     stuck = [d for d in devices.devices if not d.suspendable]
     kind = "simulated devices" if devices.simulated else "devices"
-    said = f"{len(devices.devices)} {kind}, driver {devices.driver}."
+    said = f"{len(devices.devices)} {kind}, driver {devices.driver}.{left_out}"
+    if left_out:
+        return _warn(name, said, "the others work; see docs/isolation.md, Devices in trouble")
     if stuck:
         why = stuck[0].suspend_reason or "the driver's checkpoint did not pass its test"
         advice = "idle sessions keep their GPU there; driver r575 or later is needed to put them to sleep"
@@ -227,7 +231,8 @@ def _driver() -> str:
         nvml = Nvml()
     except DeviceError as error:
         return f"!{error}"
-    return f"{nvml.driver}: {', '.join(gpu.name for gpu in nvml.gpus) or 'no device'}"
+    found = [*(gpu.name for gpu in nvml.gpus), *nvml.left_out]
+    return f"{nvml.driver}: {', '.join(found) or 'no device'}"
 
 
 def check_driver(found: str, simulated: bool, options: str = "") -> Check:

@@ -167,6 +167,7 @@ class Inventory:
     host_budget_bytes: int  # how much suspended state this machine may hold in RAM
     at: float
     watchdog: WatchdogAction = WatchdogAction.WARN
+    left_out: tuple[str, ...] = ()  # a sentence for each device that cannot be leased
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -59,6 +60,16 @@ async def test_health_is_degraded_without_the_helper(http):
     health = await client.get("health", wire.Health)
     assert (health.status, health.reasons) == ("degraded", reasons)
     await client.close()
+
+
+async def test_a_machine_with_every_gpu_left_out_says_why(http):
+    devices = http.broker.registry.devices
+    left_out = "NVIDIA GB10 (GPU-1) is left out: the driver does not say how much memory it has"
+    devices.inventory = replace(devices.inventory, devices=(), left_out=(left_out,))
+    response = await http.ask("GET", "health", None)
+    assert response.json()["reasons"][:2] == ["The device helper found no GPU.", f"{left_out}."]
+    answer = await http.ask("GET", "devices", "ada")
+    assert (answer.json()["devices"], answer.json()["left_out"]) == ([], [left_out])
 
 
 async def test_the_page_shows_what_is_mine_and_escapes_it(http):

@@ -62,7 +62,7 @@ def reasons_in(path: Path) -> Iterator[str]:
                 yield from said(value)
             case ast.Return(value=value) if path.name in RETURNED:
                 yield from said(value)
-            case ast.Assign(targets=[ast.Name(id="NO_PIDS" | "BLIND" | "LOST")], value=value):
+            case ast.Assign(targets=[ast.Name(id="NO_PIDS" | "BLIND" | "LOST" | "LEFT_OUT")], value=value):
                 yield from said(value)
 
 

@@ -44,6 +44,7 @@ LENDING = wire.Lending(mode="on", configured="on", set_by="", set_at="", tried=1
 DEVICES = wire.Devices(
     devices=[DEVICE], driver="580.65", simulated=False, host_budget_bytes=1 << 38, host_saved_bytes=0
 )
+LEFT_OUT = "NVIDIA GB10 (GPU-1) is left out: the driver does not say how much memory it has"
 RUNGS = [
     wire.Rung(level="whole_gpu", offered=True, reason=""),
     wire.Rung(level="mig", offered=False, reason="the GPU is not in MIG mode"),
@@ -111,6 +112,8 @@ def test_degraded_broker_is_a_warning_in_its_own_words():
             Result.WARN,
             "driver too old",
         ),
+        (True, changed(DEVICES, left_out=[LEFT_OUT]), Result.WARN, LEFT_OUT),
+        (True, changed(DEVICES, devices=[], left_out=[LEFT_OUT]), Result.FAIL, f"no device. {LEFT_OUT}."),
     ],
 )
 def test_trouble_with_devices_is_named(status, known, devices, result, says):

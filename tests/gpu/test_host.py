@@ -122,7 +122,8 @@ def test_a_limit_that_cannot_hold_the_copy_makes_a_lease_not_suspendable(
     lease = Lease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
     lease.memory_too_small = small
     can: Any = SimpleNamespace(
-        checkpoint=SimpleNamespace(unavailable=""), nvml=SimpleNamespace(gpus=(), driver="580.95.05")
+        checkpoint=SimpleNamespace(unavailable=""),
+        nvml=SimpleNamespace(gpus=(), left_out=(), driver="580.95.05"),
     )
     assert SuspendBlockers(can, DeviceStates(())).reason(lease, None, [(1, 1)], forced=True) == small
 

@@ -225,9 +225,9 @@ def test_an_instance_that_gives_more_than_it_says_is_no_level(tmp_path: Path) ->
     code = (
         "import dataclasses; from jupyter_gpushare.gpu.driver import nvml; find = nvml._find\n"
         "def lies():\n"
-        "    driver, found = find()\n"
+        "    driver, found, left_out = find()\n"
         "    return driver, [(dataclasses.replace(gpu, memory_bytes=gpu.memory_bytes // 4), at)\n"
-        "                    for gpu, at in found]\n"
+        "                    for gpu, at in found], left_out\n"
         "nvml._find = lies"
     )
     for machine in machine_in(tmp_path, spec="1xH100 MIG 1g.10gb-10GB,host=512GiB,mig"):

@@ -15,7 +15,7 @@ import pytest
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.checks.canary import BLIND, NO_WATCHDOG
 from jupyter_gpushare.gpu.driver.known import NOTES, note_of
-from tests.gpu.machine import GIB, MIB, Machine, machine_in, until
+from tests.gpu.machine import GIB, MIB, Machine, Refused, machine_in, until
 from tests.simulator import Fault
 
 ONE = "1xH100-80GB,host=512GiB"
@@ -295,3 +295,74 @@ def test_what_is_published_about_a_driver_is_known_by_its_version(version: str, 
     note = note_of(version)
     assert (says in note.note) if note and says else note is None
     assert all(note.source for note in NOTES)
+
+
+@pytest.fixture
+def odd(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """A machine with the devices that the test names; no helper yet."""
+    yield from machine_in(tmp_path, spec=f"{request.param},host=512GiB")
+
+
+@pytest.mark.parametrize("odd", ["1xH100-80GB+1xGB10-120GB"], indirect=True)
+def test_a_device_that_does_not_say_how_much_memory_it_has_is_left_out_with_a_reason(odd: Machine) -> None:
+    """GB10: github.com/XuehaiPan/nvitop pull request 208, NVIDIA-NeMo/RL pull request 2203."""
+    odd.start()
+    inventory = odd.ask("inventory")
+    assert [device["uuid"] for device in inventory["devices"]] == [odd.sim.uuid(0)]
+    gb10 = f"Simulated GB10-120GB ({odd.sim.uuid(1)})"
+    left_out = f"{gb10} is left out: the driver does not say how much memory it has"
+    assert inventory["left_out"] == [left_out]
+    assert left_out in odd.log.read_text()
+    assert [device["uuid"] for device in odd.ask("sample")["devices"]] == [odd.sim.uuid(0)]
+    odd.lease("ada")
+    worker = odd.worker("ada", mib=64)
+    assert odd.ask("suspend", lease="ada")["done"]
+    assert odd.ask("resume", lease="ada")["done"]
+    assert worker.do("check") == "ok"
+
+
+@pytest.mark.parametrize(
+    ("odd", "reason"),
+    [
+        ("1xGB10-120GB", "the driver does not say how much memory it has"),
+        ("1xH100-80GB,bytes=refused", "the driver does not list its processes"),
+    ],
+    indirect=["odd"],
+)
+def test_a_helper_without_a_device_that_can_be_leased_says_why(odd: Machine, reason: str) -> None:
+    odd.start()
+    inventory = odd.ask("inventory")
+    assert inventory["devices"] == odd.ask("sample")["devices"] == []
+    (left_out,) = inventory["left_out"]
+    assert left_out.endswith(reason)
+    with pytest.raises(Refused) as refused:
+        odd.lease("ada")
+    assert refused.value.kind == "bad_request"
+
+
+@pytest.mark.parametrize("odd", ["2xH100-80GB"], indirect=True)
+def test_a_device_that_is_lost_when_the_helper_starts_keeps_no_other_from_service(odd: Machine) -> None:
+    odd.start()
+    odd.lease("ada", devices=(0,))
+    odd.lease("bo", devices=(1,))
+    ada, bo = odd.worker("ada", mib=64), odd.worker("bo", device=1, mib=64)
+    assert odd.ask("suspend", lease="ada")["done"]
+    odd.stop(signal.SIGKILL)
+    odd.sim.fault(Fault.DEVICE_LOST, device=0, count=-1)
+    odd.start()
+    inventory = odd.ask("inventory")
+    assert [device["uuid"] for device in inventory["devices"]] == [odd.sim.uuid(1)]
+    assert inventory["left_out"] == ["GPU 0 is left out: it answers GPU is lost"]
+    moved = odd.ask("resume", lease="ada")
+    assert (moved["done"], moved["refused"]) == (False, "busy")
+    assert moved["reason"] == "the device is out of service: the device helper left it out at its start"
+    assert odd.of("ada")["phase"] == "suspended"
+    assert odd.ask("suspend", lease="bo")["done"]
+    assert odd.ask("resume", lease="bo")["done"]
+    assert bo.do("check") == "ok"
+    # It is back, and so is the helper.
+    odd.sim.clear_faults()
+    odd.stop()
+    odd.start()
+    assert odd.ask("resume", lease="ada")["done"]
+    assert ada.do("check") == "ok"

@@ -178,6 +178,41 @@ def test_a_process_on_a_mig_instance_answers_out_of_memory_at_checkpoint(tmp_pat
             assert is_damaged(kernel)
 
 
+@source("https://github.com/XuehaiPan/nvitop/pull/208 (driver 580.173.02)")
+def test_a_gb10_does_not_say_how_much_memory_it_has(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "1xGB10-120GB")
+    with Worker(machine.env(), open_gpu=False) as outside:
+        outside.run(NVML)
+        outside.run("""
+def code(*more):
+    try: n.nvmlDeviceGetMemoryInfo(h, *more)
+    except n.NVMLError as error: return error.value
+    return 0
+""")
+        assert outside.ask("[code(), code(n.nvmlMemory_v2), shown()]") == [3, 3, {}]
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/51 (driver 580.142, GB10)")
+@damaged
+def test_a_process_on_a_gb10_is_locked_and_not_checkpointed(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "1xGB10-120GB,context=0GiB,free-delay=0")
+    for checkpoint in checkpoint_in(machine.env()):
+        with Worker(machine.env()) as kernel:
+            assert checkpoint.lock(kernel.pid) == 0
+            assert checkpoint.checkpoint(kernel.pid) == NOT_SUPPORTED
+            assert checkpoint.unlock(kernel.pid) == 0
+
+
+@source("https://docs.nvidia.com/cuda/wsl-user-guide (CUDA on WSL User Guide 12.2, limitations)")
+def test_nvml_may_refuse_to_list_the_processes(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path, "bytes=refused")
+    with Worker(machine.env()) as kernel:
+        kernel.run(NVML)
+        assert kernel.ask("n.nvmlDeviceGetMemoryInfo(h).total") == 80 * GIB
+        with pytest.raises(WorkerError, match="Not Supported"):
+            kernel.ask("shown()")
+
+
 @source(f"{CUDA_CHECKPOINT}/issues/34 (drivers 570.86.15 and 570.158.01)")
 @damaged
 @with_options("driver=570.158.01")

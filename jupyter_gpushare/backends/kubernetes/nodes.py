@@ -124,6 +124,11 @@ class NodeDevices(Devices):
             host_budget_bytes=min(node.inventory.host_budget_bytes for node in known if node.inventory),
             at=self._clock(),
             watchdog=first.watchdog,
+            left_out=tuple(
+                f"{node.name}: {reason}"
+                for node in known
+                for reason in (node.inventory.left_out if node.inventory else ())
+            ),
         )
 
     async def sample(self) -> Sample:

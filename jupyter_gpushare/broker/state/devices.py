@@ -44,6 +44,11 @@ class DeviceState:
         return WHOLE_GPU * len(self.listed)
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """A sentence for each device that cannot be leased."""
+        return self.inventory.left_out if self.inventory else ()
+
+    @property
     def host_budget_bytes(self) -> int:
         """Host memory that suspended leases may take."""
         return self.inventory.host_budget_bytes if self.inventory else 0

@@ -336,6 +336,7 @@ class Views:
             host_budget_bytes=inventory.host_budget_bytes,
             host_saved_bytes=registry.devices.host_saved_bytes,
             watchdog=inventory.watchdog.value,
+            left_out=list(registry.devices.left_out),
             guaranteed_milli=sum(project.quota_milli for project in cluster.projects),
         )
 
@@ -396,7 +397,7 @@ class Views:
             age = f"{now - devices.sampled_at:.0f} s"
             reasons.append(f"The last measurement of the GPUs is {age} old: no GPU is given until a new one.")
         elif not devices.listed:
-            reasons.append("The device helper found no GPU.")
+            reasons += ["The device helper found no GPU.", *(f"{said}." for said in devices.left_out)]
         if self.registry.journal.is_disk_full:
             reasons.append(
                 "The disk of the broker's database is full: what changes something is refused (507)."
@@ -406,8 +407,7 @@ class Views:
         held_jobs, held_said = held(self.registry)
         reasons += [*held_said, *undated(self.registry)]
         measured = {d.uuid: d for d in devices.measured}
-        found = devices.inventory.devices if devices.inventory is not None else ()
-        now_found = (measured.get(device.uuid, device) for device in found)
+        now_found = (measured.get(device.uuid, device) for device in devices.listed)
         reasons += [f"GPU {d.uuid}: {d.reason}" for d in now_found if not d.healthy]
         reasons += [
             f"GPU {uuid}: the server of lease {lease} runs on it, and the database does not know it (was an "

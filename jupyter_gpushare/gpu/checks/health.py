@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.nvml import Nvml, is_restart
+from jupyter_gpushare.gpu.driver.xids import listen
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
@@ -188,7 +189,7 @@ class Health:
                     time.sleep(EVENT_RETRY_S)
 
     def _listen(self) -> None:
-        with self._nvml.listen() as listener:
+        with listen(self._nvml.gpus) as listener:
             if listener.devices:
                 log.info("the events of %d device(s) are heard", len(listener.devices))
             else:

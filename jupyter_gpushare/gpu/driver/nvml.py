@@ -13,9 +13,13 @@ Facts used here (NVML API reference, driver r570 and later):
 * ``nvmlDeviceGetProcessUtilization`` answers NOT_FOUND when no process used the
   device since the time stamp, and takes microseconds of the wall clock;
 * a MIG instance has memory and processes of its own, no utilization, and cannot
-  be checkpointed; its name ends in ``MIG <profile>``; events come from its parent;
-* ``nvmlEventSetWait`` blocks in the driver and answers TIMEOUT when nothing
-  happened; devices without ECC or events answer NOT_SUPPORTED;
+  be checkpointed; its name ends in ``MIG <profile>``;
+* devices without ECC answer NOT_SUPPORTED;
+* a device may refuse to say how much memory it has (GB10, DGX Spark, whose memory is the
+  host's: NOT_SUPPORTED with drivers 580.126 and 580.173, github.com/XuehaiPan/nvitop pull
+  request 208, NVIDIA-NeMo/RL pull request 2203), or to list its processes (WSL: "active
+  compute process" under the limits of NVIDIA's CUDA on WSL User Guide).  Nothing can be
+  limited or lent there; such a device is left out, and so is one that answers nothing;
 * the recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, of whole GPUs) is what an
   administrator has to do before a GPU can be trusted (docs.nvidia.com/deploy,
   "Error Recovery and Response Flags"); older drivers do not know the field;
@@ -30,9 +34,10 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -40,6 +45,8 @@ import pynvml
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT, BoundedWorker, Job
+
+log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3.0
 # nvmlInit attaches to every device of the machine: seconds each without persistence mode.
@@ -51,8 +58,10 @@ NO_LIMIT = (1 << 64) - 1  # NVML_DEVICE_MEMORY_LIMIT_MAX
 
 # The driver, or nvidia-ml-py, has no such call.
 NOT_OFFERED = int(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+NOT_FOUND = int(pynvml.NVML_ERROR_NOT_FOUND)
+LEFT_OUT = "the device helper left it out at its start"
 
-_ALL_INSTANCES = 0xFFFFFFFF
+ALL_INSTANCES = 0xFFFFFFFF
 _RESTARTED = (
     pynvml.NVML_ERROR_UNINITIALIZED,
     pynvml.NVML_ERROR_DRIVER_NOT_LOADED,
@@ -60,6 +69,7 @@ _RESTARTED = (
 )
 
 _Value = TypeVar("_Value")
+_Found = tuple[str, list[tuple["Gpu", Any]], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ class Gpu:
     minor: int = -1  # of its device file /dev/nvidiaN, or of its parent's
     profile: str = ""  # of a MIG instance, such as 1g.10gb
     parent: str = ""  # UUID of the GPU that reports this device's events
-    instance: int = _ALL_INSTANCES  # of a MIG instance: its GPU instance there
+    instance: int = ALL_INSTANCES  # of a MIG instance: its GPU instance there
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,11 +116,15 @@ class Nvml:
 
         Raises:
             DeviceError: there is no NVIDIA driver, or it does not answer.
+
+        A device that cannot be leased is left out: ``left_out`` has a sentence for each.
         """
         self._timeout_s = timeout_s
         self._system = BoundedWorker("nvml")
-        self.driver, found = self._system.call("nvmlInit", _find, INIT_TIMEOUT_S)
+        self.driver, found, self.left_out = self._system.call("nvmlInit", _find, INIT_TIMEOUT_S)
         self._handles = {gpu.uuid: handle for gpu, handle in found}
+        for reason in self.left_out:
+            log.warning("%s", reason)
         self._parents = {gpu.uuid: gpu.parent if gpu.mig else "" for gpu, _ in found}
         self._workers = {gpu.uuid: BoundedWorker(gpu.uuid) for gpu, _ in found}
         self._seen_us = dict.fromkeys(self._handles, int(time.time() * 1e6))
@@ -139,7 +153,7 @@ class Nvml:
                 try:
                     found[uuid] = job.result()
                 except pynvml.NVMLError as error:
-                    found[uuid] = _device_error(job.name, error)
+                    found[uuid] = device_error(job.name, error)
             elif time.monotonic() - job.began_at >= self._timeout_s:
                 found[uuid] = self._workers[uuid].abandon(job, self._timeout_s)
             else:
@@ -152,7 +166,7 @@ class Nvml:
         Raises:
             DeviceError: the call failed or hangs (code ``bounded.TIMED_OUT``).
         """
-        call = functools.partial(_usage, self._handles[uuid], int(time.time() * 1e6), self._parents[uuid])
+        call = functools.partial(_usage, self._handle(uuid), int(time.time() * 1e6), self._parents[uuid])
         return self._call(uuid, "nvmlDeviceGetMemoryInfo", call)
 
     def _begin_usage(self, uuid: str) -> Job[Usage]:
@@ -168,29 +182,13 @@ class Nvml:
             DeviceError: the driver is not back.
         """
 
-        def again() -> tuple[str, list[tuple[Gpu, Any]]]:
+        def again() -> _Found:
             with suppress(pynvml.NVMLError):
                 pynvml.nvmlShutdown()
             return _find()
 
-        self.driver, found = self._system.call("nvmlInit", again, INIT_TIMEOUT_S)
+        self.driver, found, _ = self._system.call("nvmlInit", again, INIT_TIMEOUT_S)
         self._handles |= {gpu.uuid: handle for gpu, handle in found if gpu.uuid in self._handles}
-
-    @contextmanager
-    def listen(self) -> Iterator[Listener]:
-        """A listener for the devices' events; it blocks in the driver, so it needs its own thread.
-
-        Raises:
-            DeviceError: the driver was restarted, or has no events at all.
-        """
-        try:
-            listener = Listener(self.gpus)
-        except pynvml.NVMLError as error:
-            raise _device_error("nvmlEventSetCreate", error) from None
-        try:
-            yield listener
-        finally:
-            listener.close()
 
     def set_memory_limits(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int) -> None:
         """Limit what the processes of a cgroup may allocate on a device; `NO_LIMIT` and 0 clear it.
@@ -198,7 +196,7 @@ class Nvml:
         Raises:
             DeviceError: this driver, device or user cannot; or the call hangs.
         """
-        handle = self._handles[uuid]
+        handle = self._handle(uuid)
         limits = getattr(pynvml, "c_nvmlSetMemoryLimits_v1_t", None)
         name = "nvmlDeviceSetMemoryLimits_v1"
         if limits is None:
@@ -212,7 +210,7 @@ class Nvml:
         Raises:
             DeviceError: as `usage`.
         """
-        handle = self._handles[uuid]
+        handle = self._handle(uuid)
         return self._call(uuid, "nvmlDeviceGetMPSComputeRunningProcesses", lambda: _under_mps(handle))
 
     def free_bytes(self, uuid: str) -> int:
@@ -221,7 +219,7 @@ class Nvml:
         Raises:
             DeviceError: as `usage`.
         """
-        handle = self._handles[uuid]
+        handle = self._handle(uuid)
         return self._call(uuid, "nvmlDeviceGetMemoryInfo", lambda: int(_memory(handle).free))
 
     def processes(self, uuid: str, wait_s: float | None = None) -> dict[int, int | None]:
@@ -230,56 +228,19 @@ class Nvml:
         Raises:
             DeviceError: as `usage`.
         """
-        handle = self._handles[uuid]
+        handle = self._handle(uuid)
         return self._call(uuid, "nvmlDeviceGetComputeRunningProcesses", lambda: _processes(handle), wait_s)
+
+    def _handle(self, uuid: str) -> Any:
+        if uuid not in self._handles:  # of a lease that an earlier helper left
+            raise DeviceError("nvmlDeviceGetHandleByUUID", NOT_FOUND, LEFT_OUT)
+        return self._handles[uuid]
 
     def _call(self, uuid: str, name: str, call: Callable[[], _Value], wait_s: float | None = None) -> _Value:
         try:
             return self._workers[uuid].call(name, call, self._timeout_s, wait_s)
         except pynvml.NVMLError as error:
-            raise _device_error(name, error) from None
-
-
-class Listener:
-    """An event set of all devices that have events."""
-
-    def __init__(self, gpus: tuple[Gpu, ...]) -> None:
-        self._gpus = gpus
-        self._set = pynvml.nvmlEventSetCreate()
-        self.devices: set[str] = set()
-        for parent in dict.fromkeys(gpu.parent for gpu in gpus):
-            try:
-                handle = pynvml.nvmlDeviceGetHandleByUUID(parent)
-                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._set)
-                self.devices.add(parent)
-            except pynvml.NVMLError:
-                continue  # a virtual GPU, or one that is lost: the sampler notices
-
-    def wait(self, timeout_ms: int) -> list[tuple[str, int]]:
-        """The devices (MIG instances apart) that reported an XID within ``timeout_ms``, with its number.
-
-        Raises:
-            DeviceError: the driver was restarted, or cannot be waited for.
-        """
-        try:
-            event = pynvml.nvmlEventSetWait_v2(self._set, timeout_ms)
-            parent = _text(pynvml.nvmlDeviceGetUUID(event.device))
-        except pynvml.NVMLError_Timeout:
-            return []
-        except pynvml.NVMLError_GpuIsLost:
-            return []  # the sampler notices which
-        except pynvml.NVMLError as error:
-            raise _device_error("nvmlEventSetWait", error) from None
-        return [
-            (gpu.uuid, int(event.eventData))
-            for gpu in self._gpus
-            if gpu.parent == parent and event.gpuInstanceId in (_ALL_INSTANCES, gpu.instance)
-        ]
-
-    def close(self) -> None:
-        """Free the event set."""
-        with suppress(pynvml.NVMLError):
-            pynvml.nvmlEventSetFree(self._set)
+            raise device_error(name, error) from None
 
 
 def is_restart(error: DeviceError) -> bool:
@@ -297,39 +258,78 @@ def is_gone(error: DeviceError) -> bool:
     )
 
 
-def _device_error(call: str, error: pynvml.NVMLError) -> DeviceError:
+def device_error(call: str, error: pynvml.NVMLError) -> DeviceError:
     return DeviceError(call, int(error.value), str(error))
 
 
-def _find() -> tuple[str, list[tuple[Gpu, Any]]]:
+def _find() -> _Found:
+    """The driver's version, the devices that can be leased with their handles, and why not the others."""
+    found: list[tuple[Gpu, Any]] = []
+    left_out: list[str] = []
     try:
         pynvml.nvmlInit()
-        driver = _text(pynvml.nvmlSystemGetDriverVersion())
-        found: list[tuple[Gpu, Any]] = []
+        driver = text_of(pynvml.nvmlSystemGetDriverVersion())
         for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            parent = _text(pynvml.nvmlDeviceGetUUID(handle))
-            instances = _instances(handle)
-            minor = -1
-            with suppress(pynvml.NVMLError):  # WSL has none
-                minor = int(pynvml.nvmlDeviceGetMinorNumber(handle))
-            for each in instances or [handle]:
-                gpu = Gpu(
-                    uuid=_text(pynvml.nvmlDeviceGetUUID(each)),
-                    index=len(found),
-                    name=_text(pynvml.nvmlDeviceGetName(each)),
-                    memory_bytes=int(_memory(each).total),
-                    mig=bool(instances),
-                    minor=minor,
-                    parent=parent,
-                )
-                if instances:
-                    profile = gpu.name.rpartition(" MIG ")[2]
-                    gpu = replace(gpu, profile=profile, instance=int(pynvml.nvmlDeviceGetGpuInstanceId(each)))
-                found.append((gpu, each))
+            _look_at(index, found, left_out)
     except pynvml.NVMLError as error:
-        raise _device_error("nvmlInit", error) from None
-    return driver, found
+        raise device_error("nvmlInit", error) from None
+    return driver, found, tuple(left_out)
+
+
+def _look_at(index: int, found: list[tuple[Gpu, Any]], left_out: list[str]) -> None:
+    """Add a device, or its instances, to those that were found, or to those left out."""
+    name = f"GPU {index}"
+    try:
+        handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+        parent = text_of(pynvml.nvmlDeviceGetUUID(handle))
+        name = f"{text_of(pynvml.nvmlDeviceGetName(handle))} ({parent})"
+        instances = _instances(handle)
+        for each in instances or [handle]:
+            if reason := _obstacle(each):
+                left_out.append(f"{name} is left out: {reason}")
+            else:
+                found.append((_gpu(each, len(found), parent, _minor(handle), mig=bool(instances)), each))
+    except pynvml.NVMLError as error:
+        if error.value in _RESTARTED:
+            raise
+        left_out.append(f"{name} is left out: it answers {error}")
+
+
+def _obstacle(handle: Any) -> str:
+    """Why a device cannot be leased, or ""."""
+    try:
+        if not _memory(handle).total:
+            return "the driver does not say how much memory it has"
+    except pynvml.NVMLError_NotSupported:
+        return "the driver does not say how much memory it has"
+    try:
+        _processes(handle)
+    except pynvml.NVMLError_NotSupported:
+        return "the driver does not list its processes"
+    return ""
+
+
+def _minor(handle: Any) -> int:
+    try:
+        return int(pynvml.nvmlDeviceGetMinorNumber(handle))
+    except pynvml.NVMLError:  # WSL has none
+        return -1
+
+
+def _gpu(handle: Any, index: int, parent: str, minor: int, *, mig: bool) -> Gpu:
+    gpu = Gpu(
+        uuid=text_of(pynvml.nvmlDeviceGetUUID(handle)),
+        index=index,
+        name=text_of(pynvml.nvmlDeviceGetName(handle)),
+        memory_bytes=int(_memory(handle).total),
+        mig=mig,
+        minor=minor,
+        parent=parent,
+    )
+    if not mig:
+        return gpu
+    profile, instance = gpu.name.rpartition(" MIG ")[2], int(pynvml.nvmlDeviceGetGpuInstanceId(handle))
+    return replace(gpu, profile=profile, instance=instance)
 
 
 def _instances(handle: Any) -> list[Any]:
@@ -384,7 +384,7 @@ def _usage(handle: Any, since_us: int, parent: str) -> Usage:
     try:
         percent = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
     except pynvml.NVMLError as error:
-        if is_gone(_device_error("nvmlDeviceGetUtilizationRates", error)):
+        if is_gone(device_error("nvmlDeviceGetUtilizationRates", error)):
             raise
         percent = 0
     return Usage(
@@ -425,7 +425,7 @@ def _uncorrected(handle: Any) -> int | None:
             )
         )
     except pynvml.NVMLError as error:
-        if is_gone(_device_error("nvmlDeviceGetTotalEccErrors", error)):
+        if is_gone(device_error("nvmlDeviceGetTotalEccErrors", error)):
             raise
         return None
 
@@ -446,5 +446,5 @@ def _under_mps(handle: Any) -> frozenset[int]:
         return frozenset()  # not supported here: the driver refuses to checkpoint such processes itself
 
 
-def _text(value: str | bytes) -> str:
+def text_of(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value

@@ -62,7 +62,7 @@ class SuspendBlockers:
     def _in_container(self, lease: Lease) -> str:
         """Why the driver fails in the container of a lease, which has the devices of the lease alone."""
         driver, note = self._machine.nvml.driver, note_of(self._machine.nvml.driver)
-        has_all = len(lease.limits) == len(self._machine.nvml.gpus)
+        has_all = len(lease.limits) == len(self._machine.nvml.gpus) + len(self._machine.nvml.left_out)
         if note is None or not note.refused_in_containers or has_all:
             return ""
         if not any(map(self._machine.processes.is_contained, lease.processes)):

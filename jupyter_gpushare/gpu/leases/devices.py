@@ -14,7 +14,7 @@ from typing import Any
 
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gpu.driver.ladder import level_of, margin_bytes, reserve_bytes, strongest, weakest
-from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.driver.nvml import LEFT_OUT, Gpu, Usage
 from jupyter_gpushare.gpu.leases.device_files import Access, DeviceFiles
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.protocol import helper
@@ -110,7 +110,10 @@ class DeviceStates:
 
     def out_of_service(self, uuid: str) -> str:
         """Why a device is out of service; "" when it is not."""
-        return self._out_of_service.get(uuid, "")
+        if uuid in self._out_of_service:
+            return self._out_of_service[uuid]
+        # A lease of an earlier helper may have one that is not there any more.
+        return "" if uuid in self._gpus else LEFT_OUT
 
     def set_out_of_service(self, uuid: str, reason: str) -> None:
         """Take a device out of service, or back with ""."""

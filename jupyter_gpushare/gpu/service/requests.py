@@ -138,6 +138,7 @@ class Requests:
             host_budget_bytes=self._machine.host.budget_bytes(),
             at=time.monotonic(),
             watchdog=self._watchdog.action,
+            left_out=self._machine.nvml.left_out,
         )
 
     def _device(self, gpu: Gpu) -> Device:

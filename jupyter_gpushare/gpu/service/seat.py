@@ -205,9 +205,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: None)
     try:
-        devices = tuple(gpu.uuid for gpu in Nvml().gpus)
+        nvml = Nvml()
+        devices = tuple(gpu.uuid for gpu in nvml.gpus)
         if not devices:
-            raise HelperError("no_device", "the driver shows no device in this container")
+            reason = "; ".join(nvml.left_out) or "the driver shows no device in this container"
+            raise HelperError("no_device", reason)
         outcome = Seat(options, devices, stop).run()
     except GpuShareError as error:
         print(f"gpushare seat: {error}", file=sys.stderr, flush=True)

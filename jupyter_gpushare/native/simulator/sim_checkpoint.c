@@ -16,6 +16,7 @@
  *   - Checkpoint of a process on a MIG instance answers 2 (issue 42, A100).
  *   - Checkpoint of a PyTorch process answers 801 with driver 570.86.15 and 570.158.01, after a
  *     Lock that succeeds; a program without loaded modules passes (issue 34).
+ *   - Checkpoint of a process on a GB10 answers 801 (issue 51, driver 580.142).
  *   - Managed memory, IPC and peer access answer 801 at Checkpoint (README, "Functionality"); so
  *     does a process that CUPTI traces (issue 15: not supported).
  *   - A process that only called cuInit answers 3, CUDA_ERROR_NOT_INITIALIZED
@@ -231,6 +232,9 @@ static bool exceeds_host_group(const struct sim_process *process, uint64_t bytes
 static CUresult refusal(const struct sim_process *process, uint64_t bytes)
 {
     uint64_t host = sim_host_used();
+    for (uint32_t d = 0; d < sim->device_count; d++)
+        if (process->contexts >> d & 1u && sim->device[d].shares_host_memory)
+            return CUDA_ERROR_NOT_SUPPORTED;
     if (process->hindrances || (process->modules && !strncmp(sim->driver, "570.", 4)))
         return CUDA_ERROR_NOT_SUPPORTED;
     if (sim->mig || host > sim->host_total_bytes || bytes > sim->host_total_bytes - host)

@@ -6,6 +6,8 @@
  *                                COUNTxNAME-SIZE[+COUNTxNAME-SIZE...][,OPTION...]
  *                                for example 2xH100-80GB,host=512GiB,checkpoint=any-uid
  *
+ *   A device with GB10 in its NAME has no memory of its own, and NVML does not say how much it has.
+ *
  *     host=SIZE context=SIZE copy=SIZE/s   host memory, one context, speed of a checkpoint
  *     cgroup                    the driver limits cgroups (r615)
  *     mig                       the devices are MIG instances of one GPU, named "... MIG PROFILE"
@@ -13,7 +15,7 @@
  *     checkpoint=root|any-uid|yama   which processes may checkpoint another
  *     lost=checkpointed|failed  state of a process after a restore that found no memory
  *     listed=initialized|allocated   which processes NVML lists
- *     bytes=shown|zero|unavailable   what NVML says about each process's memory
+ *     bytes=shown|zero|unavailable|refused   what NVML says about each process's memory
  *     growth=SIZE               what a context grows by with its first restore
  *     unusable=SIZE             part of the free memory that no process can take
  *     reserved=SIZE             what the driver keeps for itself of each device, and shows as used
@@ -75,7 +77,7 @@ enum sim_hindrance {
 /* Which processes may checkpoint another; see sim_checkpoint.c. */
 enum sim_by { SIM_BY_ROOT = 0, SIM_BY_ANY_UID = 1, SIM_BY_YAMA = 2 };
 enum sim_lost { SIM_LOST_CHECKPOINTED = 0, SIM_LOST_FAILED = 1 };
-enum sim_shown { SIM_BYTES_SHOWN = 0, SIM_BYTES_ZERO = 1, SIM_BYTES_UNAVAILABLE = 2 };
+enum sim_shown { SIM_BYTES_SHOWN = 0, SIM_BYTES_ZERO = 1, SIM_BYTES_UNAVAILABLE = 2, SIM_BYTES_REFUSED = 3 };
 
 /* Defaults. */
 enum {
@@ -129,6 +131,7 @@ struct sim_device {
     uint64_t xid;  /* the last one */
     uint64_t uncorrected;
     uint32_t recovery_action; /* nvmlDeviceGpuRecoveryAction_t */
+    bool shares_host_memory;  /* a GB10 */
 };
 
 /* A limit of a cgroup on a device; without a path: free. */

@@ -8,6 +8,10 @@
  *   - In a container with its own pid namespace usedGpuMemory is 0 for a pid that matches
  *     (github.com/Project-HAMi/HAMi-core issue 112, driver 560.35) or not available
  *     (github.com/NVIDIA/open-gpu-kernel-modules pull request 614): bytes=zero, bytes=unavailable.
+ *   - Under WSL "active compute process" is a query that is not supported (CUDA on WSL User Guide,
+ *     limitations): bytes=refused.
+ *   - GB10 (DGX Spark) shares the host's memory: GetMemoryInfo and its _v2 answer NOT_SUPPORTED
+ *     (github.com/XuehaiPan/nvitop pull request 208, driver 580.173.02).
  */
 #define _GNU_SOURCE
 #include <stdlib.h>
@@ -62,6 +66,8 @@ static void sweep(void)
 API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
 {
     ENTER(device);
+    if (sim->device[device->index].shares_host_memory)
+        return NVML_ERROR_NOT_SUPPORTED;
     sim_lock();
     sweep();
     memory->total = sim->device[device->index].total_bytes;
@@ -125,6 +131,8 @@ static unsigned long long shown_bytes(uint64_t bytes)
 API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
 {
     ENTER(device);
+    if (sim->shown_bytes == SIM_BYTES_REFUSED)
+        return NVML_ERROR_NOT_SUPPORTED;
     unsigned capacity = *count, found = 0;
     sim_lock();
     sweep();

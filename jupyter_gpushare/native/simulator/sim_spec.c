@@ -72,6 +72,7 @@ static bool parse_devices(struct sim_state *state, const char **at)
             snprintf(device->name, sizeof device->name, "Simulated %.*s", (int)((mig ? dash : *at) - name), name);
             make_uuid(device->uuid, device->name, state->device_count++);
             device->total_bytes = bytes;
+            device->shares_host_memory = strstr(device->name, "GB10") != NULL;
         }
     } while (**at == '+' && (*at)++);
     return true;
@@ -111,7 +112,8 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
     static const struct choice by[] = {{"root", SIM_BY_ROOT}, {"any-uid", SIM_BY_ANY_UID}, {"yama", SIM_BY_YAMA}, {0}};
     static const struct choice lost[] = {{"checkpointed", SIM_LOST_CHECKPOINTED}, {"failed", SIM_LOST_FAILED}, {0}};
     static const struct choice shown[] = {
-        {"shown", SIM_BYTES_SHOWN}, {"zero", SIM_BYTES_ZERO}, {"unavailable", SIM_BYTES_UNAVAILABLE}, {0}};
+        {"shown", SIM_BYTES_SHOWN}, {"zero", SIM_BYTES_ZERO}, {"unavailable", SIM_BYTES_UNAVAILABLE},
+        {"refused", SIM_BYTES_REFUSED}, {0}};
     static const struct choice listed[] = {{"allocated", 0}, {"initialized", 1}, {0}};
     static const struct choice points[] = {{"symbols", 0}, {"apart", 1}, {0}};
     static const struct choice queries[] = {{"answer", 0}, {"wait", 1}, {0}};

@@ -311,6 +311,7 @@ class Devices(Answer, frozen=True):
     # Action on processes beyond their limit or without a lease: report, stop, or none.
     watchdog: Literal["warn", "stop", "off"] = "warn"
     guaranteed_milli: int = 0  # quotas of all projects together, in thousandths of a GPU
+    left_out: list[str] = []  # a sentence for each device that cannot be leased
 
 
 class Leases(Answer, frozen=True):
