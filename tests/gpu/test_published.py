@@ -366,3 +366,24 @@ def test_a_device_that_is_lost_when_the_helper_starts_keeps_no_other_from_servic
     odd.start()
     assert odd.ask("resume", lease="ada")["done"]
     assert ada.do("check") == "ok"
+
+
+OLD_DRIVER = """
+import pynvml
+find = pynvml._nvmlGetFunctionPointer
+def of_before_r510(name):
+    if name.endswith("RunningProcesses_v3"):
+        raise pynvml.NVMLError(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
+    return find(name)
+pynvml._nvmlGetFunctionPointer = of_before_r510
+"""
+
+
+@pytest.mark.parametrize("odd", ["1xH100-80GB"], indirect=True)
+def test_a_driver_without_a_function_of_nvml_is_said_and_ends_nothing(odd: Machine) -> None:
+    odd.start(before=OLD_DRIVER)
+    inventory = odd.ask("inventory")
+    assert inventory["devices"] == []
+    (left_out,) = inventory["left_out"]
+    assert left_out.endswith("is left out: it answers Function Not Found")
+    assert odd.ask("sample")["at"] > 0

@@ -58,7 +58,6 @@ NO_LIMIT = (1 << 64) - 1  # NVML_DEVICE_MEMORY_LIMIT_MAX
 
 # The driver, or nvidia-ml-py, has no such call.
 NOT_OFFERED = int(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
-NOT_FOUND = int(pynvml.NVML_ERROR_NOT_FOUND)
 LEFT_OUT = "the device helper left it out at its start"
 
 ALL_INSTANCES = 0xFFFFFFFF
@@ -233,7 +232,7 @@ class Nvml:
 
     def _handle(self, uuid: str) -> Any:
         if uuid not in self._handles:  # of a lease that an earlier helper left
-            raise DeviceError("nvmlDeviceGetHandleByUUID", NOT_FOUND, LEFT_OUT)
+            raise DeviceError("nvmlDeviceGetHandleByUUID", pynvml.NVML_ERROR_NOT_FOUND, LEFT_OUT)
         return self._handles[uuid]
 
     def _call(self, uuid: str, name: str, call: Callable[[], _Value], wait_s: float | None = None) -> _Value:
@@ -399,8 +398,9 @@ def _usage(handle: Any, since_us: int, parent: str) -> Usage:
 
 
 def _processes(handle: Any) -> dict[int, int | None]:
+    # By version: the plain name hides "not found" of a driver before r510 behind an error of its own.
     found: dict[int, int | None] = {}
-    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+    for process in pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle):
         pid, count = int(process.pid), process.usedGpuMemory
         before = found.get(pid, 0)
         found[pid] = None if count is None or before is None else before + int(count)
@@ -441,7 +441,7 @@ def _recovery_action(handle: Any, parent: str) -> int | None:
 
 def _under_mps(handle: Any) -> frozenset[int]:
     try:
-        return frozenset(int(each.pid) for each in pynvml.nvmlDeviceGetMPSComputeRunningProcesses(handle))
+        return frozenset(int(each.pid) for each in pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handle))
     except pynvml.NVMLError:
         return frozenset()  # not supported here: the driver refuses to checkpoint such processes itself
 
