@@ -226,12 +226,15 @@ def _own_lease(status: wire.Status | None, environment: Mapping[str, str]) -> wi
 def _driver() -> str:
     """Return ``<version>: <names>`` as this process finds them, or "" and why not after a ``!``."""
     try:
+        from jupyter_gpushare.gpu.driver.denied import without_persistence
         from jupyter_gpushare.gpu.driver.nvml import Nvml
 
         nvml = Nvml()
+        off = without_persistence(nvml, [gpu.uuid for gpu in nvml.gpus])
     except DeviceError as error:
         return f"!{error}"
-    found = [*(gpu.name for gpu in nvml.gpus), *nvml.left_out]
+    names = [gpu.name + (" (persistence mode off)" if gpu.uuid in off else "") for gpu in nvml.gpus]
+    found = [*names, *nvml.left_out]
     return f"{nvml.driver}: {', '.join(found) or 'no device'}"
 
 

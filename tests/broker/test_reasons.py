@@ -84,6 +84,9 @@ FOUND = sorted({reason for path in SOURCES for reason in reasons_in(path)})
         "3 processes ended while the driver suspended or resumed them on this device; "
         "stop and start the device helper to try again",
         DRIVER,
+        f"{DRIVER}: the helper needs root or CAP_SYS_PTRACE",
+        f"{DRIVER}: persistence mode is off on GPU-1, GPU-2",
+        f"self-test failed: {DRIVER}: this GPU or driver may not support it",
         "cuInit failed with code 3",
         "the Hub did not start j1-1: status 503",
         "Ended by SIGKILL. It last printed:\nstep 7",

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import msgspec
@@ -15,6 +17,7 @@ from jupyter_gpushare.gpu.driver.known import NOTES, PROGRAMS
 from jupyter_gpushare.gpu.leases.files import VERSION
 from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.protocol import wire
+from tests.simulator import Simulator
 
 UUID = "GPU-5f1c0000-0000-4000-8000-000000000001"
 HOLDER = {
@@ -128,6 +131,20 @@ def test_driver_that_is_found_is_ok_and_a_missing_one_a_warning():
     check = doctor.check_driver("!nvmlInit failed with code 12", True)
     assert check.result is Result.WARN
     assert "simulated" in check.advice
+
+
+def test_driver_is_told_with_persistence_mode_and_what_is_left_out(tmp_path):
+    machine = Simulator(tmp_path, "1xH100-80GB+1xGB10-120GB,persistence=off")
+    found = subprocess.run(
+        [sys.executable, "-c", "from jupyter_gpushare.cli import doctor; print(doctor._driver())"],
+        env=machine.env(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    ).stdout.strip()
+    gb10 = f"Simulated GB10-120GB ({machine.uuid(1)}) is left out"
+    assert f": Simulated H100-80GB (persistence mode off), {gb10}: " in found
 
 
 def test_a_simulated_driver_that_lets_every_user_suspend_says_so():

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -366,6 +367,37 @@ def test_a_device_that_is_lost_when_the_helper_starts_keeps_no_other_from_servic
     odd.start()
     assert odd.ask("resume", lease="ada")["done"]
     assert ada.do("check") == "ok"
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root: other users get 304 anyway")
+@pytest.mark.parametrize(
+    ("published", "code", "cause"),
+    [
+        ("persistence=off", 800, "persistence mode is off on GPU-"),
+        ("checkpoint=nobody", 304, "this GPU or driver may not support it"),
+    ],
+    indirect=["published"],
+)
+def test_a_driver_that_denies_root_names_persistence_mode_or_the_gpu(
+    published: Machine, code: int, cause: str
+) -> None:
+    """NVIDIA/cuda-checkpoint issues 25 and 37: it is not that the helper needs root."""
+    published.start()  # its self-test passed once
+    published.lease("ada")
+    worker = published.worker("ada", mib=64)
+    moved = published.ask("suspend", lease="ada")
+    assert (moved["done"], moved["refused"]) == (False, "not_suspendable")
+    assert f"failed with code {code} (" in moved["reason"]
+    assert f"): {cause}" in moved["reason"]
+    assert published.of("ada")["phase"] == "running"
+    assert worker.do("alloc 64") == ("999" if code == 800 else "0")  # a checkpoint that fails damages
+    until(lambda: cause in published.ask("inventory")["devices"][0]["suspend_reason"], "it is tested again")
+    assert "needs root" not in published.log.read_text()
+    # The administrator may have mended it: the next helper looks for itself.
+    tested = published.log.read_text().count("self-test failed")
+    published.stop()
+    published.start(examine=True)
+    assert published.log.read_text().count("self-test failed") > tested
 
 
 OLD_DRIVER = """

@@ -18,6 +18,7 @@ from tests.simulator import GIB, MIB, Fault, Lease, Phase, Simulator
 from tests.waiting import PATIENCE_S
 
 OUT_OF_MEMORY, NOT_INITIALIZED, OPERATING_SYSTEM, ILLEGAL_STATE, NOT_SUPPORTED = 2, 3, 304, 401, 801
+NOT_PERMITTED = 800
 RUNNING, LOCKED, CHECKPOINTED, FAILED = range(4)
 CUDA_CHECKPOINT = "https://github.com/NVIDIA/cuda-checkpoint"
 source = pytest.mark.source
@@ -176,6 +177,32 @@ def test_a_process_on_a_mig_instance_answers_out_of_memory_at_checkpoint(tmp_pat
             assert checkpoint.checkpoint(kernel.pid) == OUT_OF_MEMORY
             assert checkpoint.unlock(kernel.pid) == 0
             assert is_damaged(kernel)
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/25 (driver 565.57.01, A100)")
+@damaged
+@with_options("persistence=off")
+def test_without_persistence_mode_a_checkpoint_is_not_permitted(driver: tuple[Simulator, Checkpoint]) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel:
+        kernel.run(NVML)
+        assert kernel.ask("n.nvmlDeviceGetPersistenceMode(h)") == 0
+        assert checkpoint.lock(kernel.pid) == 0
+        assert checkpoint.checkpoint(kernel.pid) == NOT_PERMITTED
+        assert checkpoint.unlock(kernel.pid) == 0
+        assert is_damaged(kernel)
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/37 (2025-09; depends on the GPU)")
+@with_options("checkpoint=nobody")
+def test_on_some_gpus_no_process_may_be_asked_about_not_even_by_root(
+    driver: tuple[Simulator, Checkpoint],
+) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel:
+        assert get_state(checkpoint, kernel.pid) == OPERATING_SYSTEM
+        assert checkpoint.lock(kernel.pid) == OPERATING_SYSTEM
+        kernel.run("gpu.synchronize()")
 
 
 @source("https://github.com/XuehaiPan/nvitop/pull/208 (driver 580.173.02)")

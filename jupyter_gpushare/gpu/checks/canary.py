@@ -36,9 +36,8 @@ from pathlib import Path
 
 from jupyter_gpushare import native, procfs
 from jupyter_gpushare.errors import DeviceError, GpuShareError
-from jupyter_gpushare.gpu.driver import probe
+from jupyter_gpushare.gpu.driver import denied, probe
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
-from jupyter_gpushare.gpu.driver.checkpoint import NO_PERMISSION
 from jupyter_gpushare.gpu.driver.ladder import ladder_of
 from jupyter_gpushare.gpu.driver.nvml import NOT_OFFERED, Gpu
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
@@ -237,9 +236,11 @@ class Canary:
             grown = (nvml.processes(gpu.uuid).get(child.pid) or held) - held
         except (DeviceError, OSError, _Failed) as error:
             log.warning("device=%s self-test failed: %s", gpu.uuid, error)
-            denied = isinstance(error, DeviceError) and error.code in NO_PERMISSION
-            hint = "; suspending needs a helper that runs as root" if denied and os.geteuid() else ""
-            return Verdict(suspendable=False, reason=f"self-test failed: {error}{hint}")
+            if not isinstance(error, DeviceError):
+                return Verdict(suspendable=False, reason=f"self-test failed: {error}")
+            why = denied.explained(error, nvml, [gpu.uuid])
+            is_denied = error.code in denied.CODES
+            return Verdict(suspendable=False, reason=f"self-test failed: {why}", denied=is_denied)
         return Verdict(
             suspendable=True,
             suspend_bytes_per_s=int(held / max(parked - began, 1e-6)),

@@ -19,8 +19,7 @@ are declared here by hand, so that no CUDA header is needed):
   (CUDA_ERROR_OUT_OF_MEMORY) and loses the process: it stays CHECKPOINTED, every later
   Restore answers 304, Unlock 401 (NVIDIA/cuda-checkpoint issue 44, driver 580.95.05).
   Callers check free memory first and never retry after 2;
-* only root, or the tracer of a process, may checkpoint it: 304 otherwise
-  (NVIDIA/cuda-checkpoint issues 6, 41), or 800 (issue 25, driver 565.57.01).
+* only root, or the tracer of a process, may checkpoint it: 304 otherwise (`denied`).
 
 libcuda is loaded once and cuInit called once: attaching to the driver takes
 seconds, so no tool is started per call.  No context is ever created here, so the
@@ -46,8 +45,6 @@ MAX_STUCK = 16
 
 _NO_MPS = "/nonexistent/no-mps"
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
-# OPERATING_SYSTEM and NOT_PERMITTED: neither root nor the tracer of the process.
-NO_PERMISSION = frozenset({304, 800})
 
 
 class State(enum.IntEnum):

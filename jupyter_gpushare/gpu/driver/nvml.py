@@ -14,12 +14,9 @@ Facts used here (NVML API reference, driver r570 and later):
   device since the time stamp, and takes microseconds of the wall clock;
 * a MIG instance has memory and processes of its own, no utilization, and cannot
   be checkpointed; its name ends in ``MIG <profile>``;
-* devices without ECC answer NOT_SUPPORTED;
-* a device may refuse to say how much memory it has (GB10, DGX Spark, whose memory is the
-  host's: NOT_SUPPORTED with drivers 580.126 and 580.173, github.com/XuehaiPan/nvitop pull
-  request 208, NVIDIA-NeMo/RL pull request 2203), or to list its processes (WSL: "active
-  compute process" under the limits of NVIDIA's CUDA on WSL User Guide).  Nothing can be
-  limited or lent there; such a device is left out, and so is one that answers nothing;
+* devices without ECC answer NOT_SUPPORTED; so does a GB10 that is asked for its memory
+  (580.126, 580.173: XuehaiPan/nvitop PR 208, NVIDIA-NeMo/RL PR 2203), and WSL that is asked
+  for processes (CUDA on WSL User Guide, limitations): such devices are left out;
 * the recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, of whole GPUs) is what an
   administrator has to do before a GPU can be trusted (docs.nvidia.com/deploy,
   "Error Recovery and Response Flags"); older drivers do not know the field;
@@ -212,6 +209,15 @@ class Nvml:
         handle = self._handle(uuid)
         return self._call(uuid, "nvmlDeviceGetMPSComputeRunningProcesses", lambda: _under_mps(handle))
 
+    def persistence_mode(self, uuid: str) -> bool | None:
+        """Whether persistence mode is on; None: not said."""
+        try:
+            handle = self._handle(uuid)
+            ask = functools.partial(pynvml.nvmlDeviceGetPersistenceMode, handle)
+            return bool(self._call(uuid, "nvmlDeviceGetPersistenceMode", ask))
+        except DeviceError:
+            return None
+
     def free_bytes(self, uuid: str) -> int:
         """Free memory of one device, now.
 
@@ -280,14 +286,13 @@ def _look_at(index: int, found: list[tuple[Gpu, Any]], left_out: list[str]) -> N
     name = f"GPU {index}"
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-        parent = text_of(pynvml.nvmlDeviceGetUUID(handle))
-        name = f"{text_of(pynvml.nvmlDeviceGetName(handle))} ({parent})"
+        name = f"{text_of(pynvml.nvmlDeviceGetName(handle))} ({text_of(pynvml.nvmlDeviceGetUUID(handle))})"
         instances = _instances(handle)
         for each in instances or [handle]:
             if reason := _obstacle(each):
                 left_out.append(f"{name} is left out: {reason}")
             else:
-                found.append((_gpu(each, len(found), parent, _minor(handle), mig=bool(instances)), each))
+                found.append((_gpu(each, len(found), handle, mig=bool(instances)), each))
     except pynvml.NVMLError as error:
         if error.value in _RESTARTED:
             raise
@@ -308,14 +313,10 @@ def _obstacle(handle: Any) -> str:
     return ""
 
 
-def _minor(handle: Any) -> int:
-    try:
-        return int(pynvml.nvmlDeviceGetMinorNumber(handle))
-    except pynvml.NVMLError:  # WSL has none
-        return -1
-
-
-def _gpu(handle: Any, index: int, parent: str, minor: int, *, mig: bool) -> Gpu:
+def _gpu(handle: Any, index: int, whole: Any, *, mig: bool) -> Gpu:
+    minor = -1
+    with suppress(pynvml.NVMLError):  # WSL has none
+        minor = int(pynvml.nvmlDeviceGetMinorNumber(whole))
     gpu = Gpu(
         uuid=text_of(pynvml.nvmlDeviceGetUUID(handle)),
         index=index,
@@ -323,7 +324,7 @@ def _gpu(handle: Any, index: int, parent: str, minor: int, *, mig: bool) -> Gpu:
         memory_bytes=int(_memory(handle).total),
         mig=mig,
         minor=minor,
-        parent=parent,
+        parent=text_of(pynvml.nvmlDeviceGetUUID(whole)),
     )
     if not mig:
         return gpu

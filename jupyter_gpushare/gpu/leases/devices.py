@@ -40,11 +40,17 @@ class Verdict:
     grown_bytes: int = 0  # bytes that the child held after the cycle beyond those before
     context_bytes: int = 0  # bytes that the driver showed of the child beyond what the library counted
     final: bool = True  # False: it could not be tested now, test again
+    denied: bool = False  # the driver denied it to this helper: the next one tests again
 
     @property
     def level(self) -> Level:
         """The strongest level for a part of the device."""
         return strongest(self.ladder)
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether it holds for the next helper on the same boot and driver."""
+        return self.final and not self.denied
 
     def offers(self, level: Level) -> bool:
         """Whether a level passed its test."""
@@ -191,7 +197,7 @@ class DeviceStates:
         """What `load` reads again for the same boot and driver."""
         return {
             "key": self._key,
-            "devices": {uuid: asdict(each) for uuid, each in list(self._verdicts.items()) if each.final},
+            "devices": {uuid: asdict(each) for uuid, each in list(self._verdicts.items()) if each.is_kept},
             "hidden_bytes": dict(self._hidden_bytes),
             "deaths": dict(self._deaths),
         }

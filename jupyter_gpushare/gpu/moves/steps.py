@@ -31,8 +31,9 @@ from contextlib import suppress
 from dataclasses import replace
 
 from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver import denied
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
-from jupyter_gpushare.gpu.driver.checkpoint import NO_PERMISSION, State
+from jupyter_gpushare.gpu.driver.checkpoint import State
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import Account
 from jupyter_gpushare.gpu.leases.journal import Parked
@@ -178,11 +179,11 @@ class ProcessMoves:
                 return
             if error.code in (_NOT_READY, TIMED_OUT):
                 raise MoveRefused(Refusal.BUSY, f"process {key[0]} did not come to rest: {error}") from None
-            hint = ": the helper needs root or CAP_SYS_PTRACE" if error.code in NO_PERMISSION else ""
-            self._failed(lease, key, f"the driver cannot lock it ({error}){hint}")
-            if error.code in NO_PERMISSION:
+            reason = denied.explained(error, self._machine.nvml, lease.limits)
+            self._failed(lease, key, f"the driver cannot lock it ({reason})")
+            if error.code in denied.CODES:
                 lease.parked.pop(key, None)  # its state cannot be asked for either
-            raise MoveRefused(Refusal.NOT_SUSPENDABLE, f"{error}{hint}") from None
+            raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason) from None
         if self._ended(lease, key, "Lock"):
             # The driver knows pids only: another process that has this one by now would stay locked.
             with suppress(DeviceError):
@@ -218,7 +219,8 @@ class ProcessMoves:
         except DeviceError as error:
             if self._ended(lease, key, "Checkpoint"):
                 return
-            reason = f"the driver failed to checkpoint it ({error})"
+            why = denied.explained(error, self._machine.nvml, lease.limits)
+            reason = f"the driver failed to checkpoint it ({why})"
             if error.code != TIMED_OUT:  # that one may still succeed
                 reason += ": its GPU state may be damaged"
                 alive = self._machine.processes.alive

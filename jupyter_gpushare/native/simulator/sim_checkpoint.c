@@ -17,6 +17,8 @@
  *   - Checkpoint of a PyTorch process answers 801 with driver 570.86.15 and 570.158.01, after a
  *     Lock that succeeds; a program without loaded modules passes (issue 34).
  *   - Checkpoint of a process on a GB10 answers 801 (issue 51, driver 580.142).
+ *   - Without persistence mode a checkpoint answers 800 (issue 25, driver 565.57.01, A100).  Lock and
+ *     Checkpoint were one command there; here it is the later one.
  *   - Managed memory, IPC and peer access answer 801 at Checkpoint (README, "Functionality"); so
  *     does a process that CUPTI traces (issue 15: not supported).
  *   - A process that only called cuInit answers 3, CUDA_ERROR_NOT_INITIALIZED
@@ -232,6 +234,8 @@ static bool exceeds_host_group(const struct sim_process *process, uint64_t bytes
 static CUresult refusal(const struct sim_process *process, uint64_t bytes)
 {
     uint64_t host = sim_host_used();
+    if (sim->lacks_persistence)
+        return CUDA_ERROR_NOT_PERMITTED;
     for (uint32_t d = 0; d < sim->device_count; d++)
         if (process->contexts >> d & 1u && sim->device[d].shares_host_memory)
             return CUDA_ERROR_NOT_SUPPORTED;

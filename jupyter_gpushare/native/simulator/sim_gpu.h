@@ -12,7 +12,8 @@
  *     cgroup                    the driver limits cgroups (r615)
  *     mig                       the devices are MIG instances of one GPU, named "... MIG PROFILE"
  *     driver=VERSION            570.x cannot checkpoint a process with modules
- *     checkpoint=root|any-uid|yama   which processes may checkpoint another
+ *     checkpoint=root|any-uid|yama|nobody   which processes may checkpoint another
+ *     persistence=on|off        persistence mode of the devices
  *     lost=checkpointed|failed  state of a process after a restore that found no memory
  *     listed=initialized|allocated   which processes NVML lists
  *     bytes=shown|zero|unavailable|refused   what NVML says about each process's memory
@@ -75,7 +76,7 @@ enum sim_hindrance {
 };
 
 /* Which processes may checkpoint another; see sim_checkpoint.c. */
-enum sim_by { SIM_BY_ROOT = 0, SIM_BY_ANY_UID = 1, SIM_BY_YAMA = 2 };
+enum sim_by { SIM_BY_ROOT = 0, SIM_BY_ANY_UID = 1, SIM_BY_YAMA = 2, SIM_BY_NOBODY = 3 };
 enum sim_lost { SIM_LOST_CHECKPOINTED = 0, SIM_LOST_FAILED = 1 };
 enum sim_shown { SIM_BYTES_SHOWN = 0, SIM_BYTES_ZERO = 1, SIM_BYTES_UNAVAILABLE = 2, SIM_BYTES_REFUSED = 3 };
 
@@ -185,7 +186,7 @@ struct sim_state {
     uint64_t ledger_bytes;
     uint64_t growth_bytes, unusable_bytes, reserved_bytes, free_delay_ns;
     uint32_t checkpoint_by, lost_state, shown_bytes, lists_initialized, entry_points_apart, queries_wait;
-    uint32_t restarts_unused_only, finishes_abandoned;
+    uint32_t restarts_unused_only, finishes_abandoned, lacks_persistence;
     char driver[40];
     bool limits_cgroups, mig;
     struct {

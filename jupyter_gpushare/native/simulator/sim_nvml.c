@@ -271,7 +271,7 @@ API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t device, int *ma
 API nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t device, unsigned *mode)
 {
     ENTER(device);
-    *mode = 1;
+    *mode = !sim->lacks_persistence;
     return NVML_SUCCESS;
 }
 

@@ -109,7 +109,8 @@ static bool parse_milliseconds(const char **at, uint64_t *ns)
 
 static bool parse_option(struct sim_state *state, const char *key, size_t length, const char **at)
 {
-    static const struct choice by[] = {{"root", SIM_BY_ROOT}, {"any-uid", SIM_BY_ANY_UID}, {"yama", SIM_BY_YAMA}, {0}};
+    static const struct choice by[] = {{"root", SIM_BY_ROOT}, {"any-uid", SIM_BY_ANY_UID}, {"yama", SIM_BY_YAMA},
+        {"nobody", SIM_BY_NOBODY}, {0}};
     static const struct choice lost[] = {{"checkpointed", SIM_LOST_CHECKPOINTED}, {"failed", SIM_LOST_FAILED}, {0}};
     static const struct choice shown[] = {
         {"shown", SIM_BYTES_SHOWN}, {"zero", SIM_BYTES_ZERO}, {"unavailable", SIM_BYTES_UNAVAILABLE},
@@ -118,6 +119,7 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
     static const struct choice points[] = {{"symbols", 0}, {"apart", 1}, {0}};
     static const struct choice queries[] = {{"answer", 0}, {"wait", 1}, {0}};
     static const struct choice restart[] = {{"any-time", 0}, {"unused", 1}, {0}};
+    static const struct choice persistence[] = {{"on", 0}, {"off", 1}, {0}};
     static const struct choice abandoned[] = {{"undone", 0}, {"done", 1}, {0}};
     const struct {
         const char *name;
@@ -138,6 +140,7 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
         {"entry-points", points, &state->entry_points_apart, NULL},
         {"queries", queries, &state->queries_wait, NULL},
         {"restart", restart, &state->restarts_unused_only, NULL},
+        {"persistence", persistence, &state->lacks_persistence, NULL},
         {"caller-dies", abandoned, &state->finishes_abandoned, NULL},
     };
     for (size_t i = 0; i < sizeof options / sizeof *options; i++)
