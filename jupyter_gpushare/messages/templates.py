@@ -46,6 +46,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.no_library": "a process in it does not load the library that limits memory",
         "reason.out_of_service": "the device is out of service: %1",
         "reason.left_out": "the device helper left it out at its start",
+        "reason.out_of_step": "the driver fails at every call about process %1",
         "reason.untested": "the self-test has not finished",
         "reason.deaths": "%1 processes ended while the driver suspended or resumed them on this device; "
         "stop and start the device helper to try again",

@@ -402,7 +402,7 @@ def test_a_suspension_is_undone_while_the_device_shows_its_memory_as_used(
     assert paper.states[lease.processes[0].pid] is State.RUNNING
 
 
-@pytest.mark.parametrize(("code", "final"), [(2, 1), (304, 2), (801, 2), (999, 2), (719, 0)])
+@pytest.mark.parametrize(("code", "final"), [(2, 1), (304, 2), (401, 2), (801, 2), (999, 2), (719, 0)])
 def test_the_codes_of_a_restore_say_whether_its_process_is_lost(
     tmp_path: Path, impatient: None, monkeypatch: pytest.MonkeyPatch, code: int, final: int
 ) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -76,8 +77,14 @@ def test_killed_while_resuming(bare: Machine, point: str) -> None:
 @pytest.mark.parametrize("during", ["Lock", "Checkpoint", "Restore"])
 def test_killed_within_a_call_of_the_driver(tmp_path: Path, during: str, then: str) -> None:
     """What becomes of the call is not documented: it is undone, or the driver brings it to its end."""
+    for machine in killed_within(tmp_path, during, then):
+        ends_well(machine)
+
+
+def killed_within(folder: Path, during: str, then: str) -> Iterator[Machine]:
+    """A machine with a lease of two processes, and a helper that died within a call for the first one."""
     spec = f"1xH100-80GB,host=512GiB,context=0GiB,copy=1GB/s,caller-dies={then}"
-    for machine in machine_in(tmp_path, spec=spec):
+    for machine in machine_in(folder, spec=spec):
         machine.start()
         machine.lease("ada")
         machine.workers = [machine.worker("ada", mib=256) for _ in range(2)]
@@ -98,7 +105,71 @@ def test_killed_within_a_call_of_the_driver(tmp_path: Path, during: str, then: s
         else:
             until(lambda sim=machine.sim: sim.device_used(0) > 0, "the copy begins")
         machine.stop(signal.SIGKILL)
-        ends_well(machine)
+        yield machine
+
+
+#: The bounds on calls for the state, and until a process counts as lost.
+IMPATIENT = """
+from jupyter_gpushare.gpu.driver import checkpoint
+from jupyter_gpushare.gpu.moves import steps
+checkpoint.SHORT_TIMEOUT_S = 0.5
+steps.copy_s = lambda parked: 3.0
+"""
+
+
+@pytest.mark.parametrize(
+    ("during", "then"),
+    [
+        ("Checkpoint", "hangs"),
+        ("Restore", "hangs"),
+        ("Checkpoint", "400"),
+        ("Restore", "999"),
+        pytest.param("Checkpoint", "999", marks=pytest.mark.long),
+        pytest.param("Restore", "400", marks=pytest.mark.long),
+    ],
+)
+def test_a_process_with_which_the_driver_is_out_of_step_is_lost_and_its_device_drained(
+    tmp_path: Path, during: str, then: str
+) -> None:
+    """checkpoint-restore/criu pull request 2547: a caller that is killed in a call may leave them so."""
+    for machine in killed_within(tmp_path, during, then):
+        machine.start(before=IMPATIENT)
+        until(lambda m=machine: not m.ask("sample")["devices"][0]["healthy"], "the device is drained")
+        until(lambda m=machine: m.of("ada")["phase"] == "lost", "the lease is lost")
+        for verb in ("suspend", "resume"):
+            moved = machine.ask(verb, lease="ada")
+            assert (moved["refused"], "restart the kernel" in moved["reason"]) == ("lost", True)
+        device = machine.ask("inventory")["devices"][0]
+        stuck = next(each for each in machine.workers if device["reason"].endswith(f" process {each.pid}"))
+        assert device["reason"] == f"the driver fails at every call about process {stuck.pid}"
+        others = [each for each in machine.workers if each is not stuck]
+        assert [each.do("check") for each in others] == ["ok"]
+        # The next helper knows it too, and nothing is tested there before that process has ended.
+        machine.stop(signal.SIGKILL)
+        machine.start(before=IMPATIENT)
+        until(lambda m=machine: not m.ask("sample")["devices"][0]["healthy"], "the device is drained again")
+        assert machine.of("ada")["phase"] == "lost"
+        assert machine.log.read_text().count("self-test uid=") == 0
+        stuck.kill()
+        until(lambda m=machine: m.ask("sample")["devices"][0]["healthy"], "it is back after its self-test")
+        assert machine.of("ada")["phase"] == "running"
+        assert machine.ask("suspend", lease="ada")["done"]
+        assert machine.ask("resume", lease="ada")["done"]
+        assert [each.do("check") for each in others] == ["ok"]
+
+
+def test_a_process_that_the_driver_never_unlocks_is_lost_and_its_device_drained(bare: Machine) -> None:
+    killed_during(bare, "suspend", "after lock 2")
+    stuck, other = bare.workers
+    bare.sim.fault(Fault.UNLOCK_FAILS, pid=stuck.pid, count=-1)
+    bare.start(before=IMPATIENT)
+    until(lambda: bare.of("ada")["phase"] == "lost", "the driver has failed for long enough")
+    assert other.do("check") == "ok"
+    (device,) = bare.ask("sample")["devices"]
+    assert device["reason"] == f"the driver fails at every call about process {stuck.pid}"
+    stuck.kill()
+    until(lambda: bare.ask("sample")["devices"][0]["healthy"], "it is back")
+    assert bare.of("ada")["phase"] == "running"
 
 
 @pytest.mark.parametrize(

@@ -290,6 +290,40 @@ def test_the_death_of_the_suspending_process_loses_nothing(tmp_path: Path, step:
             assert kernel.ask("b.is_intact()")
 
 
+@pytest.mark.parametrize(("then", "code"), [("hangs", None), ("999", 999), ("400", 400)])
+@pytest.mark.parametrize("step", ["checkpoint", "restore"])
+def test_a_suspending_process_that_dies_may_leave_the_driver_out_of_step(
+    tmp_path: Path, step: str, then: str, code: int | None
+) -> None:
+    """checkpoint-restore/criu pull request 2547 (2024-12); what the driver does then is not documented."""
+    spec = "1xH100-80GB,host=64GiB,context=0GiB,free-delay=0,copy=4GB/s"
+    machine = Simulator(tmp_path, f"{spec},caller-dies={then}")
+    with Worker(machine.env()) as kernel, Worker(machine.env()) as other:
+        kernel.run("b = gpu.allocate('2GiB')")
+        for doomed in checkpoint_in(machine.env()):
+            assert doomed.lock(kernel.pid) == 0
+            if step == "restore":
+                assert doomed.checkpoint(kernel.pid) == 0
+            doomed.worker.start(f"cuda.cuCheckpointProcess{step.capitalize()}({kernel.pid}, None)")
+            assert doomed.worker.is_waiting(0.1)
+            doomed.worker.process.send_signal(signal.SIGKILL)
+            doomed.worker.process.wait(PATIENCE_S)
+        for driver in checkpoint_in(machine.env()):
+            driver.suspend(other.pid)
+            driver.resume(other.pid)  # no other process is concerned
+            assert (machine.device_used(0), machine.host_memory()[1]) == (2 * GIB, 62 * GIB)
+            if code is None:
+                driver.worker.start(f"cuda.cuCheckpointProcessUnlock({kernel.pid}, None)")
+                assert driver.worker.is_waiting(0.5)
+            else:
+                state = driver.call("cuCheckpointProcessGetState", kernel.pid, "ctypes.byref(ctypes.c_int())")
+                assert [state, driver.unlock(kernel.pid), driver.restore(kernel.pid)] == [code] * 3
+        kernel.start("gpu.allocate(8)")
+        assert kernel.is_waiting()
+    assert machine.device_used(0) == 0
+    assert machine.host_memory()[1] == 64 * GIB
+
+
 def test_a_killed_suspended_process_frees_host_memory(machine: Simulator, driver: Checkpoint) -> None:
     with Worker(machine.env()) as kernel:
         kernel.run("b = gpu.allocate('6GiB')")

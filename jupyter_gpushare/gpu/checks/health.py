@@ -13,6 +13,9 @@ XIDs caused by an application, or that ask for nothing, drain nothing
 unknown XID costs one self-test.  XID 154 (recovery action changed) may mean that a
 reset is required, so it is none of them.  While an action is asked for no self-test is
 made: it could pass on a GPU that the driver does not trust.
+
+A device is drained as well while the driver fails at every call about a process that it was moving
+there (`moves.steps`), and not tested before that process has ended.
 """
 
 from __future__ import annotations
@@ -27,6 +30,7 @@ from jupyter_gpushare.gpu.driver.nvml import Nvml, is_restart
 from jupyter_gpushare.gpu.driver.xids import listen
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.protocol.helper import EventKind
 
@@ -97,7 +101,14 @@ class Health:
     def due(self, uuid: str, now: float) -> bool:
         """Whether a drained device may be tested now."""
         drain = self._drained.get(uuid)
-        return drain is not None and now >= drain.test_at and not self._recovery_actions.get(uuid)
+        if drain is None or now < drain.test_at or self._recovery_actions.get(uuid):
+            return False
+        return not any(uuid in lease.out_of_step for lease in self._registry.all())
+
+    def out_of_step(self, lease: Lease) -> None:
+        """Drain the devices on which the driver fails about a process of a lease, until that has ended."""
+        for uuid, pid in lease.out_of_step.items():
+            self.drain(uuid, f"the driver fails at every call about process {pid}")
 
     def errors(self, uuid: str, count: int | None) -> None:
         """Drain a device when its count of uncorrectable memory errors grew; None: not counted."""

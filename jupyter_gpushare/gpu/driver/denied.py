@@ -24,11 +24,16 @@ def explained(error: DeviceError, nvml: Nvml, uuids: Iterable[str]) -> str:
     """An error of a checkpoint call for a process on these devices, and the likely cause of `CODES`."""
     if error.code not in CODES:
         return str(error)
-    if not _may_trace():
+    if is_of_helper(error):
         return f"{error}: the helper needs root or CAP_SYS_PTRACE"
     if off := without_persistence(nvml, uuids):
         return f"{error}: persistence mode is off on {', '.join(off)}"
     return f"{error}: this GPU or driver may not support it"
+
+
+def is_of_helper(error: DeviceError) -> bool:
+    """Whether an error is one that this helper gets for want of rights."""
+    return error.code in CODES and not _may_trace()
 
 
 def without_persistence(nvml: Nvml, uuids: Iterable[str]) -> list[str]:

@@ -61,6 +61,7 @@ class Parked:
     start_ticks: int
     saved_bytes: dict[str, int]
     core_filter: int = -1  # /proc/PID/coredump_filter before it was suspended; -1: not changed
+    out_of_step: bool = False  # lost because the driver fails at every call about it
 
     @property
     def key(self) -> tuple[int, int]:

@@ -86,6 +86,8 @@ class Lease:
         # While not RUNNING: processes that are locked or checkpointed, and the counters at suspension.
         self.parked = {each.key: each for each in record.parked}
         self.lost = {each.key: each for each in record.lost}
+        # Since when every call of the driver fails about a process that is being moved.
+        self.failing: dict[Key, float] = {}
         # Living processes that a failed checkpoint may have damaged.
         self.damaged = {_key_of(process) for process in record.damaged}
         self.baseline = counters_of(record)
@@ -134,6 +136,13 @@ class Lease:
             for uuid, count in parked.saved_bytes.items():
                 total[uuid] = total.get(uuid, 0) + (count if key in living else 0)
         return total
+
+    @property
+    def out_of_step(self) -> dict[str, int]:
+        """Devices with a process of the lease about which the driver fails at every call, with its pid."""
+        found = [self.parked.get(key) for key in list(self.failing)]
+        found += [each for each in list(self.lost.values()) if each.out_of_step]
+        return {uuid: each.pid for each in found if each for uuid in each.saved_bytes or self.limits}
 
     def counted_bytes(self, account: Account | None, uuid: str, keys: Iterable[Key]) -> dict[Key, int]:
         """Bytes that the library counts for these processes on a device, contexts not included.

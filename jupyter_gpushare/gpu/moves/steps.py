@@ -15,7 +15,10 @@ Each step makes one checkpoint call for one process and sorts out its failures:
 * Checkpoint failed: the driver "does not attempt to keep the process in a good state"
   (README of cuda-checkpoint), so its owner is warned that it may be damaged until it has
   ended (``Lease.damaged``);
-* a call hangs: `suspend` settles the lease later.
+* a call hangs: `suspend` settles the lease later;
+* every call about it hangs or fails, for as long as its copy may take (`copy_s`): a helper that was
+  killed in a call may leave driver and process out of step (checkpoint-restore/criu PR 2547).  It
+  goes to ``Lease.lost`` too, and its devices are out of service until it has ended (`health`).
 
 `suspend` has the order of steps.
 """
@@ -59,10 +62,13 @@ UNEXPLAINED_BYTES = 256 << 20
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600  # the lock timed out
 # INVALID_VALUE and NOT_INITIALIZED: the process does not use CUDA (ai-dynamo/snapshot PR 109,
-# llm-d-rl-time-slicing PR 148); INVALID_HANDLE and NOT_FOUND after an exec.
-_NO_CUDA_PROCESS = frozenset({1, 3, 400, 500})
-# OPERATING_SYSTEM, NOT_SUPPORTED, UNKNOWN: what Restore answers for a process that it lost.
-_LOST_WHEN_REPEATED = frozenset({304, 801, 999})
+# llm-d-rl-time-slicing PR 148).
+_NO_CUDA_PROCESS = frozenset({1, 3})
+# INVALID_HANDLE and NOT_FOUND: nor does it after an exec, which leaves nothing on a device.
+_AFTER_EXEC = frozenset({400, 500})
+# OPERATING_SYSTEM, NOT_SUPPORTED, UNKNOWN: what Restore answers for a process that it lost;
+# INVALID_HANDLE, ILLEGAL_STATE: for one that it says is checkpointed.
+_LOST_WHEN_REPEATED = frozenset({304, 400, 401, 801, 999})
 LOST_AFTER = 2
 # A process that ended by one of these was ended by its user, an administrator or the kernel (memory).
 _ORDINARY_ENDS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE})
@@ -80,7 +86,7 @@ class ProcessMoves:
         """The state of each process of the move; those that ended or were lost leave the move.
 
         Raises:
-            DeviceError: the driver does not answer.
+            DeviceError: the driver does not answer, or not yet for long enough to count as out of step.
         """
         alive = self._machine.processes.alive
         states: dict[Key, State] = {}
@@ -88,9 +94,10 @@ class ProcessMoves:
             try:
                 state = self._machine.checkpoint.state(key[0])
             except DeviceError as error:
-                if alive(key) and error.code not in _NO_CUDA_PROCESS:
-                    raise
-                del lease.parked[key]
+                if alive(key) and not self._uses_no_cuda(lease, key, error):
+                    self._lose_if_out_of_step(lease, key, error)
+                else:
+                    del lease.parked[key]
                 continue
             if not alive(key):
                 del lease.parked[key]
@@ -174,14 +181,14 @@ class ProcessMoves:
         except DeviceError as error:
             if self._ended(lease, key, "Lock"):
                 return
-            if error.code in _NO_CUDA_PROCESS:
+            if self._uses_no_cuda(lease, key, error):
                 lease.parked.pop(key, None)
                 return
             if error.code in (_NOT_READY, TIMED_OUT):
                 raise MoveRefused(Refusal.BUSY, f"process {key[0]} did not come to rest: {error}") from None
             reason = denied.explained(error, self._machine.nvml, lease.limits)
             self._failed(lease, key, f"the driver cannot lock it ({reason})")
-            if error.code in denied.CODES:
+            if error.code in denied.CODES | _AFTER_EXEC:
                 lease.parked.pop(key, None)  # its state cannot be asked for either
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason) from None
         if self._ended(lease, key, "Lock"):
@@ -301,11 +308,11 @@ class ProcessMoves:
             try:
                 self._machine.checkpoint.unlock(key[0])
                 return
-            except DeviceError:
+            except DeviceError as error:
                 if self.states(lease).get(key) is not State.LOCKED:
                     return
                 if attempt == RETRIES - 1:
-                    raise
+                    self._lose_if_out_of_step(lease, key, error)
 
     def save(self, lease: Lease, phase: Phase | None = None) -> None:
         """Write the lease to the journal, as it will be in ``phase`` (default: as it is).
@@ -320,6 +327,30 @@ class ProcessMoves:
         except OSError as error:
             lease.unsaved = True
             raise MoveRefused(Refusal.BUSY, f"the state directory cannot be written: {error}") from None
+
+    def _uses_no_cuda(self, lease: Lease, key: Key, error: DeviceError) -> bool:
+        """Whether an error says that a process uses no CUDA, or not any more.
+
+        Raises:
+            DeviceError: the driver does not answer.
+        """
+        if error.code in _AFTER_EXEC:
+            return not any(self._machine.nvml.processes(uuid).get(key[0]) for uuid in lease.limits)
+        return error.code in _NO_CUDA_PROCESS
+
+    def _lose_if_out_of_step(self, lease: Lease, key: Key, error: DeviceError) -> None:
+        """Lose a process if the driver has failed about it for as long as its copy may take.
+
+        Raises:
+            DeviceError: this one: not yet, or it is the helper that cannot ask.
+        """
+        if self._machine.checkpoint.unavailable or denied.is_of_helper(error):
+            raise error
+        began_at = lease.failing.setdefault(key, time.monotonic())
+        if time.monotonic() - began_at < copy_s(lease.parked[key]):
+            raise error
+        lease.parked[key] = replace(lease.parked[key], out_of_step=True)
+        self._lose(lease, key, str(error))
 
     def _lose(self, lease: Lease, key: Key, why: str) -> None:
         log.error(

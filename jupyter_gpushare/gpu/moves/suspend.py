@@ -142,13 +142,14 @@ class Mover:
         try:
             states = self._processes.states(lease)
             if lease.phase is Phase.SUSPENDED and not states and not lease.lost:
-                lease.unsettled = False  # it held no device memory, or its processes have ended
+                # It held no device memory, or its processes have ended.
+                lease.unsettled, lease.failing = False, {}
                 return
             if any(state in (State.CHECKPOINTING, State.RESTORING) for state in states.values()):
                 lease.unsettled = True
                 return
             parked = [key for key, state in states.items() if state is State.CHECKPOINTED]
-            if lease.parked and len(parked) == len(states):
+            if lease.parked and len(parked) == len(states) and not lease.lost:
                 self._enter(lease, Phase.SUSPENDED, "found checkpointed")
             elif not parked:
                 self._finish_running(lease, "found in device memory")
@@ -359,6 +360,8 @@ class Mover:
             except MoveRefused as error:
                 log.error("lease=%s phase=%s is not in the journal: %s", lease.name, phase, error)
         lease.unsettled = phase in (Phase.SUSPENDING, Phase.RESUMING)
+        if not lease.unsettled:
+            lease.failing = {}
         if before is phase:
             return
         self._registry.phase_changed(lease)

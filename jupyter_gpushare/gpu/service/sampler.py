@@ -145,11 +145,12 @@ class Sampler:
 
     def run_settle(self) -> None:
         """Settle leases until stopped; in its own thread: the driver calls may hang."""
-        while not self._end.wait(SETTLE_EVERY_S):
+        while not self._stopped:
             try:
                 self._settle()
             except Exception:  # the outermost loop
                 log.exception("leases could not be settled")
+            self._end.wait(SETTLE_EVERY_S)
 
     def measure(self) -> None:
         """One pass; it shows what was true when it began."""
@@ -296,6 +297,7 @@ class Sampler:
                     self._mover.forget_lost(lease)
                 if lease.unsaved:
                     self._mover.save_again(lease)
+                self._health.out_of_step(lease)
             finally:
                 lease.moving.release()
 

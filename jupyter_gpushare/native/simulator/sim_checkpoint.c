@@ -78,7 +78,9 @@ static CUresult aim(int pid, struct target *target)
             *target = (struct target){process, pid, process->start_ticks};
             return CUDA_SUCCESS;
         }
-        sim_unlock(); /* the driver still works on what its caller began */
+        sim_unlock(); /* the driver still works on what its caller began, or is out of step with it */
+        if (sim->abandoned >= SIM_ANSWERS_UNKNOWN)
+            return sim->abandoned == SIM_ANSWERS_UNKNOWN ? CUDA_ERROR_UNKNOWN : CUDA_ERROR_INVALID_HANDLE;
         sim_sleep_ns(poll_ns);
     }
 }

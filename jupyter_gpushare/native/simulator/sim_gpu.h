@@ -24,7 +24,7 @@
  *     entry-points=symbols|apart     where cuGetProcAddress points
  *     queries=answer|wait       whether pointer, context and capture queries wait while locked
  *     restart=unused|any-time   when the driver may restart
- *     caller-dies=undone|done   what becomes of a move with a caller that ends half-way
+ *     caller-dies=undone|done|hangs|999|400   what becomes of a move with a caller that ends half-way
  *
  * Rules.  A process is its pid and its start time.  The mutex is robust and is never
  * held while something waits.  Sums are always made from the processes' entries, so a
@@ -77,6 +77,7 @@ enum sim_hindrance {
 
 /* Which processes may checkpoint another; see sim_checkpoint.c. */
 enum sim_by { SIM_BY_ROOT = 0, SIM_BY_ANY_UID = 1, SIM_BY_YAMA = 2, SIM_BY_NOBODY = 3 };
+enum sim_abandoned { SIM_UNDONE = 0, SIM_DONE = 1, SIM_HANGS = 2, SIM_ANSWERS_UNKNOWN = 3, SIM_ANSWERS_NO_HANDLE = 4 };
 enum sim_lost { SIM_LOST_CHECKPOINTED = 0, SIM_LOST_FAILED = 1 };
 enum sim_shown { SIM_BYTES_SHOWN = 0, SIM_BYTES_ZERO = 1, SIM_BYTES_UNAVAILABLE = 2, SIM_BYTES_REFUSED = 3 };
 
@@ -186,7 +187,7 @@ struct sim_state {
     uint64_t ledger_bytes;
     uint64_t growth_bytes, unusable_bytes, reserved_bytes, free_delay_ns;
     uint32_t checkpoint_by, lost_state, shown_bytes, lists_initialized, entry_points_apart, queries_wait;
-    uint32_t restarts_unused_only, finishes_abandoned, lacks_persistence;
+    uint32_t restarts_unused_only, abandoned, lacks_persistence;
     char driver[40];
     bool limits_cgroups, mig;
     struct {

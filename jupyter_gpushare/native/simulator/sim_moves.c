@@ -4,6 +4,11 @@
  * caller-dies=undone the process is where it was before; with caller-dies=done the driver, which
  * works in the process itself (cuCheckpointProcessGetRestoreThreadId), brings it to its end, and
  * calls about the process wait for that.
+ * A caller that is killed may also leave driver and process out of step (NVIDIA in
+ * github.com/checkpoint-restore/criu pull request 2547, 2024-12: "in the middle of operations").  What the
+ * driver does then is not documented either: the process stays where it was in the move, its calls
+ * wait for ever, and every later call about it never returns (caller-dies=hangs) or answers that code
+ * (999, 400).
  */
 #define _GNU_SOURCE
 #include "sim_gpu.h"
@@ -120,8 +125,10 @@ void sim_abandon(struct sim_process *process)
 {
     uint64_t now = sim_now_ns();
     bool quiet = !atomic_load(&process->inside) && sim_busy_until(process) <= now;
-    if (!sim->finishes_abandoned)
+    if (sim->abandoned == SIM_UNDONE)
         undo(process);
+    else if (sim->abandoned != SIM_DONE)
+        return;
     else if (process->move == SIM_MOVE_LOCK && quiet)
         sim_end_lock(process);
     else if (process->move == SIM_MOVE_CHECKPOINT && process->move_ends_ns <= now)

@@ -120,7 +120,8 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
     static const struct choice queries[] = {{"answer", 0}, {"wait", 1}, {0}};
     static const struct choice restart[] = {{"any-time", 0}, {"unused", 1}, {0}};
     static const struct choice persistence[] = {{"on", 0}, {"off", 1}, {0}};
-    static const struct choice abandoned[] = {{"undone", 0}, {"done", 1}, {0}};
+    static const struct choice abandoned[] = {{"undone", SIM_UNDONE}, {"done", SIM_DONE}, {"hangs", SIM_HANGS},
+        {"999", SIM_ANSWERS_UNKNOWN}, {"400", SIM_ANSWERS_NO_HANDLE}, {0}};
     const struct {
         const char *name;
         const struct choice *choices;
@@ -141,7 +142,7 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
         {"queries", queries, &state->queries_wait, NULL},
         {"restart", restart, &state->restarts_unused_only, NULL},
         {"persistence", persistence, &state->lacks_persistence, NULL},
-        {"caller-dies", abandoned, &state->finishes_abandoned, NULL},
+        {"caller-dies", abandoned, &state->abandoned, NULL},
     };
     for (size_t i = 0; i < sizeof options / sizeof *options; i++)
         if (strlen(options[i].name) == length && !strncmp(options[i].name, key, length)) {

@@ -36,6 +36,7 @@ export const CATALOGUE: {
   'reason.no_library': (trans, args) => trans.__('a process in it does not load the library that limits memory', ...args),
   'reason.out_of_service': (trans, args) => trans.__('the device is out of service: %1', ...args),
   'reason.left_out': (trans, args) => trans.__('the device helper left it out at its start', ...args),
+  'reason.out_of_step': (trans, args) => trans.__('the driver fails at every call about process %1', ...args),
   'reason.untested': (trans, args) => trans.__('the self-test has not finished', ...args),
   'reason.deaths': (trans, args) => trans.__('%1 processes ended while the driver suspended or resumed them on this device; stop and start the device helper to try again', ...args),
   'reason.container': (trans, args) => trans.__('driver %1 cannot suspend in a container with some of the machine\'s GPUs', ...args),
