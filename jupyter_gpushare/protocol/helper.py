@@ -358,7 +358,7 @@ class Event:
     reason: str = ""
     # WANTED: queries_only ("true" or "false").  OVER_LIMIT, UNLEASED_PROCESS: used_bytes,
     # action, pid, name; UNLEASED_PROCESS also uid.  PHASE: from, to, bytes.  DEVICE: healthy, or suspendable
-    # and level (what changed): request the inventory again.  It is published once for the
+    # and level, or reserve_bytes (what changed): request the inventory again.  It is published once for the
     # device, and where its health changed once for each lease on it.  SEAT: seat, state.
     fields: dict[str, str] = field(default_factory=dict)
 

@@ -16,7 +16,7 @@ from jupyter_gpushare.backends.base import Devices, Holder, Prepared
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
-from tests.broker.machine import DEVICE_BYTES, GB, RESERVE_BYTES, Held
+from tests.broker.machine import DEVICE_BYTES, GB, Held
 
 if TYPE_CHECKING:
     from tests.broker.brokers import Broker
@@ -69,7 +69,7 @@ class SiteDevices(Devices):
                     index=n,
                     name="H100-80GB",
                     memory_bytes=DEVICE_BYTES,
-                    reserve_bytes=RESERVE_BYTES,
+                    reserve_bytes=self.site.reserve_bytes,
                     suspendable=not self.site.profile,
                     resume_bytes_per_s=4 * GB,
                     profile=self.site.profile,
@@ -212,7 +212,7 @@ class SiteDevices(Devices):
             return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason=reason)
         for uuid, count in held.saved.items():
             used = sum(h.used.get(uuid, 0) for h in self.site.held.values())
-            if used + count > DEVICE_BYTES - RESERVE_BYTES:
+            if used + count > DEVICE_BYTES - self.site.reserve_bytes:
                 return MoveResult(
                     done=False, refused=Refusal.NO_MEMORY, reason="the driver shows too little free memory"
                 )

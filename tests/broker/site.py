@@ -78,6 +78,7 @@ class Site:
         self.unmeasured: set[str] = set()
         self.unleased: dict[str, list[UnleasedProcess]] = {}  # by device
         self.utilization: dict[str, int] = {}  # percent, by UUID
+        self.reserve_bytes = RESERVE_BYTES  # of each device, never granted
         self.spawn_s = 0.2
         self.move_s = 1.0
         self.epoch = 0
@@ -210,7 +211,7 @@ class Site:
         held.used = used
         for uuid in self.uuids:
             total = sum(h.used.get(uuid, 0) for h in self.held.values())
-            if total > DEVICE_BYTES - RESERVE_BYTES:
+            if total > DEVICE_BYTES - self.reserve_bytes:
                 self.wrong.append(f"{uuid} is double-booked at {self.now}: {total}")
 
     def emit(self, kind: helper.EventKind, lease: str = "", reason: str = "", **fields: str) -> None:
@@ -233,9 +234,8 @@ class Site:
         here = [h for h in beside if h.limits.keys() & held.limits.keys()]
         borrows = any(h.guaranteed.get(u, x) < x for h in here for u, x in h.limits.items())
         taken = {u: sum(h.limits.get(u, 0) for h in here) for u in held.limits}
-        return not borrows and all(
-            taken[u] + x <= DEVICE_BYTES - RESERVE_BYTES for u, x in held.limits.items()
-        )
+        grantable = DEVICE_BYTES - self.reserve_bytes
+        return not borrows and all(taken[u] + x <= grantable for u, x in held.limits.items())
 
     def resume_unattended(self, held: Held) -> None:
         """Resume a lease as the helper does while no broker answers."""
@@ -250,7 +250,7 @@ class Site:
         """Why a lease may not be on its devices now, as `LeaseRegistry.conflict` says it."""
         beside = [h for h in self.held.values() if h.handle != handle and h.phase is not Phase.SUSPENDED]
         taken = {uuid: sum(h.limits.get(uuid, 0) for h in beside) for uuid in limits}
-        fits = all(taken[uuid] + count <= DEVICE_BYTES - RESERVE_BYTES for uuid, count in limits.items())
+        fits = all(taken[uuid] + count <= DEVICE_BYTES - self.reserve_bytes for uuid, count in limits.items())
         is_unknown = any(h.unconfirmed and h.limits.keys() & limits.keys() for h in beside)
         return "a lease was resumed on its device" if is_unknown and not fits else ""
 

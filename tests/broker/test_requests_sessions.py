@@ -20,8 +20,9 @@ from jupyter_gpushare.errors import (
     TooMany,
 )
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import EventKind
 from jupyter_gpushare.wall_clock import seconds_between
-from tests.broker.machine import Program
+from tests.broker.machine import GB, Program
 from tests.broker.site import Site, spawn
 from tests.broker.virtual_time import in_virtual_time, until
 
@@ -62,6 +63,20 @@ async def test_a_session_gets_its_part_and_says_which(tmp_path):
         assert grant.message.endswith(" of H100-80GB) is ready.")
         site.held[grant.lease].alive = True
         await until(lambda: broker.state(grant.lease) == "running", 5)
+
+
+@in_virtual_time
+async def test_what_a_device_no_longer_keeps_back_is_granted_without_a_restart(tmp_path):
+    async with Site(tmp_path, gpus=1) as site:
+        site.reserve_bytes = 10 * GB
+        broker = await site.start_broker()
+        first = await site.session("ada", "1/2")
+        assert first.limits == {"GPU-0": 35 * GB}
+        site.reserve_bytes = 2 * GB
+        site.emit(EventKind.DEVICE, reserve_bytes=str(2 * GB))
+        await until(lambda: broker.registry.devices.listed[0].reserve_bytes == 2 * GB, 10)
+        second = await site.session("bo", "1/2")
+        assert (first.limits, second.limits) == ({"GPU-0": 35 * GB}, {"GPU-0": 39 * GB})
 
 
 @in_virtual_time

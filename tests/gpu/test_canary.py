@@ -232,7 +232,7 @@ def test_a_verdict_is_kept_for_its_boot_and_driver_only() -> None:
     devices.load({}, "boot driver")
     devices.set_verdict("GPU-1", verdict)
     devices.set_verdict("GPU-2", later)
-    devices.measure_hidden("GPU-1", Usage((1 << 30) + 5, (79 << 30) - 5, 0, {7: 1 << 30}, None))
+    devices.measure_hidden("GPU-1", Usage((1 << 30) + 5, (79 << 30) - 5, 0, {7: 1 << 30}, None), 0)
     plain = json.loads(json.dumps(devices.saved()))
 
     def loaded(saved: dict[str, Any], key: str) -> DeviceStates:

@@ -32,24 +32,40 @@ def test_what_is_never_granted_leaves_the_margin_of_a_lease_on_all_of_the_device
     assert largest + margin_bytes(largest) <= total - hidden_bytes
 
 
-def test_what_an_empty_device_shows_as_used_is_measured_once() -> None:
+def reserve_after(devices: DeviceStates, *samples: tuple[float, int, dict[int, int | None]]) -> int:
+    """The hidden bytes after samples: each at so many seconds, with used bytes and those of processes."""
+    for at, used, processes in samples:
+        before = devices.reserve_bytes(GPU)
+        fell = devices.measure_hidden("GPU-1", Usage(used, GPU.memory_bytes - used, 0, processes, None), at)
+        assert fell is (0 < devices.reserve_bytes(GPU) < before)
+    return devices.reserve_bytes(GPU) - margin_bytes(GPU.memory_bytes)
+
+
+def test_the_first_sample_says_what_an_empty_device_shows_as_used() -> None:
     devices = DeviceStates((GPU,))
-    assert devices.reserve_bytes(GPU) == margin_bytes(GPU.memory_bytes)
+    assert reserve_after(devices, (0, GIB, {7: None})) == 0  # part of it may be the process's
+    assert reserve_after(devices, (1, GIB, {7: 2 * GIB})) == 0  # the list is older than the sum
+    assert reserve_after(devices, (2, 3 * GIB, {7: 2 * GIB, 8: 0})) == GIB
+    assert reserve_after(devices, (3, 60 * GIB, {}), (30, 60 * GIB, {})) == GIB
 
-    def usage(used: int, processes: dict[int, int | None]) -> Usage:
-        return Usage(used, GPU.memory_bytes - used, 0, processes, None)
 
-    devices.measure_hidden("GPU-1", usage(GIB, {7: None}))  # part of it may be the process's
-    assert devices.reserve_bytes(GPU) == margin_bytes(GPU.memory_bytes)
-    devices.measure_hidden("GPU-1", usage(3 * GIB, {7: 2 * GIB, 8: 0}))
-    assert devices.reserve_bytes(GPU) == GIB + margin_bytes(GPU.memory_bytes)
-    devices.measure_hidden("GPU-1", usage(60 * GIB, {}))
-    assert devices.reserve_bytes(GPU) == GIB + margin_bytes(GPU.memory_bytes)
+def test_what_was_freed_late_is_granted_once_samples_agree() -> None:
+    devices = DeviceStates((GPU,))
+    assert reserve_after(devices, (0, 8 * GIB, {}), (1, GIB, {}), (2, 2 * GIB, {})) == 8 * GIB
+    assert reserve_after(devices, (3, GIB, {}), (6, GIB, {})) == 2 * GIB
+    assert reserve_after(devices, (7, GIB, {}), (12, GIB, {})) == GIB
+
+
+def test_a_list_that_lags_behind_what_is_free_lowers_nothing() -> None:
+    devices = DeviceStates((GPU,))
+    listed: dict[int, int | None] = {7: GIB // 2}
+    assert reserve_after(devices, (0, GIB, {}), (1, GIB, listed), (3, GIB, listed), (4, GIB, {})) == GIB
+    assert reserve_after(devices, (5, GIB, listed), (9, GIB, {7: 2 * GIB}), (10, GIB, listed)) == GIB
 
 
 def test_memory_that_no_process_explains_takes_at_most_an_eighth_of_a_device() -> None:
     devices = DeviceStates((GPU,))
-    devices.measure_hidden("GPU-1", Usage(60 * GIB, 20 * GIB, 0, {}, None))
+    devices.measure_hidden("GPU-1", Usage(60 * GIB, 20 * GIB, 0, {}, None), 0)
     assert devices.reserve_bytes(GPU) == 10 * GIB + margin_bytes(GPU.memory_bytes)
 
 
@@ -120,7 +136,7 @@ def test_an_account_that_claims_more_than_the_limit_is_not_believed() -> None:
 
 def test_bytes_of_processes_that_the_driver_hides_are_not_reserved() -> None:
     devices = DeviceStates((GPU,))
-    devices.measure_hidden("GPU-1", Usage(4 * GIB, 76 * GIB, 0, {7: 0}, None))
+    devices.measure_hidden("GPU-1", Usage(4 * GIB, 76 * GIB, 0, {7: 0}, None), 0)
     assert devices.reserve_bytes(GPU) == 4 * GIB + margin_bytes(GPU.memory_bytes)
     devices.set_verdict("GPU-1", Verdict(suspendable=False, blind=True))
     assert devices.reserve_bytes(GPU) == margin_bytes(GPU.memory_bytes)

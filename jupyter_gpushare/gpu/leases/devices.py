@@ -24,6 +24,8 @@ from jupyter_gpushare.protocol.helper import Level, Rung
 DEATHS_TOLERATED = 1
 # More than this part of a device that no process explains is a tenant that the driver does not list.
 HIDDEN_PART = 8
+# For so long the used bytes and the list of processes may disagree after a free (`canary.SHOWN_TIMEOUT_S`).
+HIDDEN_SETTLES_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class DeviceStates:
         self._verdicts: dict[str, Verdict] = {}
         self._out_of_service: dict[str, str] = {}
         self._hidden_bytes: dict[str, int] = {}
+        # Of devices with fewer hidden bytes than that: since when, and the most since then.
+        self._fewer_hidden: dict[str, tuple[float, int]] = {}
         self._deaths: dict[str, int] = {}
         self._doubted: set[str] = set()
         self._key = ""
@@ -154,15 +158,27 @@ class DeviceStates:
 
     # Memory
 
-    def measure_hidden(self, uuid: str, usage: Usage) -> None:
-        """Remember once what a device does not show as free though no listed process holds it.
+    def measure_hidden(self, uuid: str, usage: Usage, at: float) -> bool:
+        """Note what a device does not show as free though no listed process holds it.
 
-        On an idle H100 that is the driver's own memory and what graphics sessions hold.
+        On an idle H100 that is the driver's own memory and what graphics sessions hold.  The first
+        sample may also count memory of a process that ended.  So it falls to the most that the
+        samples of `HIDDEN_SETTLES_S` show, and never rises.  ``at`` is when this one was taken,
+        in seconds.  Returns whether it fell.
         """
-        if uuid in self._hidden_bytes or None in usage.processes.values():
-            return
-        limit = self._gpus[uuid].memory_bytes // HIDDEN_PART
-        self._hidden_bytes[uuid] = max(0, min(usage.unexplained_bytes, limit))
+        if None in usage.processes.values() or usage.unexplained_bytes < 0:
+            self._fewer_hidden.pop(uuid, None)
+            return False
+        found = min(usage.unexplained_bytes, self._gpus[uuid].memory_bytes // HIDDEN_PART)
+        if found >= self._hidden_bytes.setdefault(uuid, found):
+            self._fewer_hidden.pop(uuid, None)
+            return False
+        since, most = self._fewer_hidden.get(uuid, (at, found))
+        self._fewer_hidden[uuid] = since, max(most, found)
+        if at - since < HIDDEN_SETTLES_S:
+            return False
+        _, self._hidden_bytes[uuid] = self._fewer_hidden.pop(uuid)
+        return True
 
     def reserve_bytes(self, gpu: Gpu) -> int:
         """Bytes of a device that are never granted, so that a full lease can be restored (`ladder`)."""

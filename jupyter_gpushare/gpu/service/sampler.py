@@ -157,7 +157,7 @@ class Sampler:
         began_at = time.monotonic()
         answers = self._machine.nvml.usages()
         for gpu in self._machine.nvml.gpus:
-            self._device(gpu, answers[gpu.uuid])
+            self._device(gpu, answers[gpu.uuid], began_at)
         usages = {uuid: usage for uuid, usage in answers.items() if isinstance(usage, Usage)}
         # A device that is late keeps its last usage; one that failed has none.
         shown = {uuid: last for uuid, last in self._last.items() if answers[uuid] is None} | usages
@@ -181,14 +181,19 @@ class Sampler:
 
     # One pass
 
-    def _device(self, gpu: Gpu, answer: Usage | DeviceError | None) -> None:
+    def _device(self, gpu: Gpu, answer: Usage | DeviceError | None, at: float) -> None:
         before = self._devices.get(gpu.uuid)
         used, percent = (before.used_bytes, before.utilization_percent) if before else (0, 0)
         if isinstance(answer, Usage):
             used, percent = answer.used_bytes, answer.utilization_percent
             self._health.errors(gpu.uuid, answer.uncorrected)
             self._health.recovery(gpu.uuid, answer.recovery_action)
-            self._states.measure_hidden(gpu.uuid, answer)
+            if self._states.measure_hidden(gpu.uuid, answer, at):
+                reserve = str(self._states.reserve_bytes(gpu))
+                log.info("device=%s reserve_bytes=%s", gpu.uuid, reserve)
+                self._machine.events.publish(
+                    EventKind.DEVICE, device=gpu.uuid, fields={"reserve_bytes": reserve}
+                )
         elif answer is not None:
             percent = 0
             self._health.lost(gpu.uuid, answer)
