@@ -15,7 +15,7 @@ from tests.native.conftest import Checkpoint, checkpoint_in
 from tests.native.test_hooks import compile_shared
 from tests.native.worker import Worker, WorkerError
 from tests.simulator import GIB, MIB, Fault, Lease, Phase, Simulator
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 OUT_OF_MEMORY, NOT_INITIALIZED, OPERATING_SYSTEM, ILLEGAL_STATE, NOT_SUPPORTED = 2, 3, 304, 401, 801
 NOT_PERMITTED = 800
@@ -508,6 +508,72 @@ def test_memory_comes_free_some_time_after_the_end_of_its_process(tmp_path: Path
             time.sleep(0.01)
         assert time.monotonic() - ended_at > 2.5
         other.run("gpu.allocate('60GiB')")
+
+
+FORK = """
+child = os.fork()
+if not child:
+    time.sleep(3600)
+"""
+
+
+@source(
+    "https://github.com/NVIDIA/Megatron-LM/pull/3684, "
+    "https://github.com/NVIDIA-NeMo/Megatron-Bridge/pull/5984 (2026-09): 51 descriptors, 1,135 MiB; "
+    "listed: https://github.com/GaTech-RL2/EgoVerse/pull/682, not: https://github.com/pytorch/pytorch/issues/5736"
+)
+@pytest.mark.parametrize("more", ["", "dead=unlisted"])
+def test_a_forked_process_keeps_the_memory_of_its_dead_parent(tmp_path: Path, more: str) -> None:
+    machine = machine_with(tmp_path, more)
+    with Worker(machine.env()) as kernel, Worker(machine.env(), open_gpu=False) as other:
+        kernel.run("b = gpu.allocate('60GiB')")
+        kernel.run(FORK)
+        worker = int(kernel.ask("child"))
+        other.run(NVML)
+        assert other.ask("shown()") == {str(kernel.pid): 60 * GIB}
+        kernel.kill()
+        time.sleep(0.3)
+        assert machine.device_used(0) == 60 * GIB
+        assert other.ask("shown()") == ({} if more else {str(kernel.pid): 60 * GIB})
+        other.run("gpu = demo_gpu.open()")
+        with pytest.raises(WorkerError, match="Out of GPU memory"):
+            other.run("gpu.allocate('60GiB')")
+        os.kill(worker, signal.SIGKILL)
+        until(lambda: machine.device_used(0) == 0, "its memory is free")
+        other.run("gpu.allocate('60GiB')")
+
+
+@source(
+    "execve(2) (2024-06): descriptors that are marked close-on-exec, as those of the driver are, are closed"
+)
+def test_a_program_that_a_process_starts_keeps_nothing_of_it(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as kernel:
+        kernel.run(
+            "import subprocess; b = gpu.allocate('60GiB'); child = subprocess.Popen(['sleep', '3600'])"
+        )
+        child = int(kernel.ask("child.pid"))
+        kernel.kill()
+        try:
+            until(lambda: machine.device_used(0) == 0, "its memory is free")
+        finally:
+            os.kill(child, signal.SIGKILL)
+
+
+@source(f"{CUDA_CHECKPOINT} README (driver 570): checkpointed, it has no memory on the device")
+def test_a_forked_process_keeps_nothing_of_a_parent_that_ended_while_checkpointed(
+    driver: tuple[Simulator, Checkpoint],
+) -> None:
+    machine, checkpoint = driver
+    with Worker(machine.env()) as kernel:
+        kernel.run("b = gpu.allocate('60GiB')")
+        kernel.run(FORK)
+        worker = int(kernel.ask("child"))
+        checkpoint.suspend(kernel.pid)
+        kernel.kill()
+        assert machine.device_used(0) == 0
+        assert machine.host_memory()[0] == machine.host_memory()[1]
+        os.kill(worker, signal.SIGKILL)
 
 
 @source("NVML API reference r590, nvmlMemory_t: used is reserved and allocated; some is always set aside")

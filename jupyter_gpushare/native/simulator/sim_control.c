@@ -23,7 +23,7 @@ static bool is_in_use(void)
 {
     sim_sweep();
     for (int i = 0; i < SIM_PROCESSES; i++)
-        if (sim->process[i].pid > 0)
+        if (sim->process[i].pid > 0 || sim->process[i].kept)
             return true;
     for (int i = 0; i < SIM_NVML_CLIENTS; i++)
         if (sim->nvml_client[i].pid &&

@@ -120,7 +120,7 @@ API CUresult cuInit(unsigned flags)
         else if (!process->visible_count)
             process->pid = 0, result = CUDA_ERROR_NO_DEVICE;
         else
-            sim_note(process, "start", -1, 0), sim_me = process;
+            sim_open_device_files(process), sim_note(process, "start", -1, 0), sim_me = process;
         sim_unlock();
         if (!hooked)
             hooked = !pthread_atfork(NULL, NULL, in_child);

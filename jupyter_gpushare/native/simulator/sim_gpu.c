@@ -14,11 +14,13 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "sim_process.h"
+
 struct sim_state *sim;
 
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 static char state_path[PATH_MAX];
-static int ledger_fd = -1;
+static int state_fd = -1, ledger_fd = -1;
 
 /* ---- time and waiting ---- */
 
@@ -130,19 +132,23 @@ static int attach(const char *path)
     int fd = strlen(path) + sizeof ".ledger" < sizeof state_path ? open_shared(path, O_RDWR) : -1;
     if (fd < 0)
         return fail(path, strerror(errno));
-    struct flock whole = {.l_type = F_WRLCK};
+    struct flock whole = {.l_type = F_WRLCK, .l_len = sizeof(struct sim_state)};
     while (fcntl(fd, F_OFD_SETLKW, &whole) && errno == EINTR) {
     }
     struct sim_state *state = map_state(fd, path);
-    whole.l_type = F_UNLCK; /* explicit: the mapping keeps the description, and its lock, alive past close() */
+    whole.l_type = F_UNLCK;
     fcntl(fd, F_OFD_SETLK, &whole);
-    close(fd);
-    if (!state)
+    if (!state) {
+        close(fd);
         return -1;
+    }
     if (sim)
         munmap(sim, sizeof *sim);
+    if (state_fd >= 0)
+        close(state_fd);
     if (ledger_fd >= 0)
         close(ledger_fd);
+    state_fd = fd;
     ledger_fd = -1;
     strcpy(state_path, path);
     sim = state;
@@ -163,6 +169,32 @@ int sim_open(void)
         return 0;
     const char *path = getenv("GPUSHARE_SIM_STATE");
     return path && *path ? sim_attach(path) : fail("GPUSHARE_SIM_STATE", "is not set");
+}
+
+/* ---- device files ---- */
+
+static struct flock byte_of(const struct sim_process *process)
+{
+    off_t at = (off_t)(sizeof *sim + (size_t)(process - sim->process));
+    return (struct flock){.l_type = F_WRLCK, .l_start = at, .l_len = 1};
+}
+
+/* Opened through /proc: this process may not reach the state by its path any more. */
+void sim_open_device_files(const struct sim_process *process)
+{
+    char path[PATH_MAX];
+    snprintf(path, sizeof path, "%.*s/self/fd/%d", PATH_MAX - 64, sim_proc(), state_fd);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    struct flock byte = byte_of(process);
+    if (fd < 0 || fcntl(fd, F_OFD_SETLK, &byte))
+        fail(path, strerror(errno));
+}
+
+/* A lock of an open file description lasts until the last process has closed it (fcntl(2)). */
+bool sim_are_device_files_open(const struct sim_process *process)
+{
+    struct flock byte = byte_of(process);
+    return !fcntl(state_fd, F_OFD_GETLK, &byte) && byte.l_type != F_UNLCK;
 }
 
 /* ---- sums and processes ---- */

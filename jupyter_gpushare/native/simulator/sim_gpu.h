@@ -21,6 +21,7 @@
  *     unusable=SIZE             part of the free memory that no process can take
  *     reserved=SIZE             what the driver keeps for itself of each device, and shows as used
  *     free-delay=MS             how long the memory of a dead process stays taken
+ *     dead=listed|unlisted      whether NVML lists a dead process whose memory a forked one keeps
  *     entry-points=symbols|apart     where cuGetProcAddress points
  *     queries=answer|wait       whether pointer, context and capture queries wait while locked
  *     restart=unused|any-time   when the driver may restart
@@ -28,8 +29,11 @@
  *
  * Rules.  A process is its pid and its start time.  The mutex is robust and is never
  * held while something waits.  Sums are always made from the processes' entries, so a
- * process that dies inside the mutex leaves nothing half counted.  A dead process holds
- * nothing: it is swept when a process asks or when memory is short.  Sizes are bytes.
+ * process that dies inside the mutex leaves nothing half counted.  A dead process is swept when a
+ * process asks or when memory is short.  Sizes are bytes.
+ *
+ * Device files.  For /dev/nvidia* stands the state itself: it stays open in every process that uses it,
+ * and cuInit opens it once more, with a lock on a byte of its own behind the end (struct sim_process).
  */
 #ifndef GPUSHARE_SIM_GPU_H
 #define GPUSHARE_SIM_GPU_H
@@ -86,6 +90,7 @@ enum {
     SIM_BY_DEFAULT = SIM_BY_ROOT,
     SIM_LOST_DEFAULT = SIM_LOST_CHECKPOINTED,
     SIM_LISTS_INITIALIZED = 1,
+    SIM_LISTS_DEAD = 1,
     SIM_RESTARTS_UNUSED_ONLY = 1,
     SIM_FREE_DELAY_NS = 200000000,
     SIM_UNUSABLE_BYTES = 64 << 20,
@@ -155,6 +160,7 @@ struct sim_process {
     uint32_t state;
     uint64_t start_ticks;
     uint64_t ends_ns;
+    bool kept;             /* dead, and a process that it forked has its device files open */
     bool used_cuda;        /* ever had a context */
     bool lost, damaged;    /* see sim_checkpoint.c */
     bool grown;            /* its contexts, by a restore */
@@ -186,7 +192,7 @@ struct sim_state {
     uint64_t copy_bytes_per_s; /* 0: checkpoint and restore take no time */
     uint64_t ledger_bytes;
     uint64_t growth_bytes, unusable_bytes, reserved_bytes, free_delay_ns;
-    uint32_t checkpoint_by, lost_state, shown_bytes, lists_initialized, entry_points_apart, queries_wait;
+    uint32_t checkpoint_by, lost_state, shown_bytes, lists_initialized, lists_dead, entry_points_apart, queries_wait;
     uint32_t restarts_unused_only, abandoned, lacks_persistence;
     char driver[40];
     bool limits_cgroups, mig;
@@ -216,6 +222,10 @@ uint64_t sim_now_ns(void);
 void sim_sleep_ns(uint64_t ns);
 void sim_lock(void);
 void sim_unlock(void);
+
+/* The device files of a process (see above): open them for this one; whether any process has them open. */
+void sim_open_device_files(const struct sim_process *process);
+bool sim_are_device_files_open(const struct sim_process *process);
 
 /* All of these want the mutex held. */
 struct sim_process *sim_find(int32_t pid);

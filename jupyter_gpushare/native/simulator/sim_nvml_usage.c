@@ -107,13 +107,18 @@ API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilizat
 }
 
 /* Whether NVML lists a process on a device: those with a context there (a checkpointed one has
- * none: README of cuda-checkpoint), and with listed=initialized those that only called cuInit. */
+ * none: README of cuda-checkpoint), and with listed=initialized those that only called cuInit.  A dead one
+ * whose memory a forked process keeps: nvidia-smi shows "memory against PIDs that are not in /proc"
+ * (github.com/GaTech-RL2/EgoVerse pull request 682), or memory and no process (github.com/pytorch/pytorch
+ * issue 5736): dead=unlisted. */
 static bool is_listed(const struct sim_process *process, uint32_t device)
 {
+    if (process->pid < 0 && !(process->kept && sim->lists_dead))
+        return false;
+    if (process->pid && sim_process_device_used(process, device))
+        return true;
     if (process->pid <= 0)
         return false;
-    if (sim_process_device_used(process, device))
-        return true;
     bool has_context = process->contexts >> device & 1u;
     bool moved = process->state != SIM_RUNNING && process->state != SIM_LOCKED;
     if (!sim->lists_initialized || moved)
@@ -142,7 +147,7 @@ API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, un
             continue;
         uint64_t bytes = sim_process_device_used(process, device->index);
         if (found < capacity && list)
-            list[found] = (nvmlProcessInfo_t){(unsigned)process->pid, shown_bytes(bytes), ~0u, ~0u};
+            list[found] = (nvmlProcessInfo_t){(unsigned)abs(process->pid), shown_bytes(bytes), ~0u, ~0u};
         found++;
     }
     sim_unlock();

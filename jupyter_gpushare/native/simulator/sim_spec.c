@@ -116,6 +116,7 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
         {"shown", SIM_BYTES_SHOWN}, {"zero", SIM_BYTES_ZERO}, {"unavailable", SIM_BYTES_UNAVAILABLE},
         {"refused", SIM_BYTES_REFUSED}, {0}};
     static const struct choice listed[] = {{"allocated", 0}, {"initialized", 1}, {0}};
+    static const struct choice dead[] = {{"unlisted", 0}, {"listed", 1}, {0}};
     static const struct choice points[] = {{"symbols", 0}, {"apart", 1}, {0}};
     static const struct choice queries[] = {{"answer", 0}, {"wait", 1}, {0}};
     static const struct choice restart[] = {{"any-time", 0}, {"unused", 1}, {0}};
@@ -138,6 +139,7 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
         {"lost", lost, &state->lost_state, NULL},
         {"bytes", shown, &state->shown_bytes, NULL},
         {"listed", listed, &state->lists_initialized, NULL},
+        {"dead", dead, &state->lists_dead, NULL},
         {"entry-points", points, &state->entry_points_apart, NULL},
         {"queries", queries, &state->queries_wait, NULL},
         {"restart", restart, &state->restarts_unused_only, NULL},
@@ -174,6 +176,7 @@ bool sim_parse_spec(struct sim_state *state, const char *spec)
     state->checkpoint_by = SIM_BY_DEFAULT;
     state->lost_state = SIM_LOST_DEFAULT;
     state->lists_initialized = SIM_LISTS_INITIALIZED;
+    state->lists_dead = SIM_LISTS_DEAD;
     state->restarts_unused_only = SIM_RESTARTS_UNUSED_ONLY;
     snprintf(state->driver, sizeof state->driver, "580.00.00-simulated");
     if (!parse_devices(state, &spec))
