@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -61,6 +63,33 @@ def test_a_list_that_lags_behind_what_is_free_lowers_nothing() -> None:
     listed: dict[int, int | None] = {7: GIB // 2}
     assert reserve_after(devices, (0, GIB, {}), (1, GIB, listed), (3, GIB, listed), (4, GIB, {})) == GIB
     assert reserve_after(devices, (5, GIB, listed), (9, GIB, {7: 2 * GIB}), (10, GIB, listed)) == GIB
+
+
+def reserve_of(machine: Machine) -> int:
+    (device,) = machine.ask("inventory")["devices"]
+    count: int = device["reserve_bytes"]
+    return count
+
+
+@pytest.fixture
+def unlisted(tmp_path: Path) -> Iterator[Machine]:
+    """A machine whose driver does not list a dead process that still holds memory."""
+    yield from machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,context=0,dead=unlisted")
+
+
+def test_memory_that_comes_free_after_the_helper_started_is_granted(unlisted: Machine) -> None:
+    stranger = unlisted.worker(mib=8 * 1024)
+    worker = int(stranger.do("fork"))
+    stranger.kill()
+    unlisted.start(before="from jupyter_gpushare.gpu.leases import devices; devices.HIDDEN_SETTLES_S = 0.5")
+    least = margin_bytes(80 * GIB)
+    assert reserve_of(unlisted) == 8 * GIB + least
+    events = unlisted.watch()
+    os.kill(worker, signal.SIGKILL)
+    until(lambda: reserve_of(unlisted) == least, "the reserve falls")
+    changed = events.event("device")
+    assert changed is not None
+    assert changed["fields"] == {"reserve_bytes": str(least)}
 
 
 def test_memory_that_no_process_explains_takes_at_most_an_eighth_of_a_device() -> None:

@@ -21,6 +21,7 @@ thread            as check, from a second thread                -> "thread ok" /
 spawn MIB         start a child that allocates MIB              -> "spawn PID CODE", or "spawn PID ended"
 bare MIB          as spawn, with an environment that names no lease -> "bare PID CODE"
 detach MIB        as spawn, double-forked in a session of its own -> "detach PID CODE"
+fork              fork a child that sleeps                      -> "fork PID"
 save              end at the next SIGTERM, after a check        -> "save 0", then "saved ok" / "saved bad"
 exit              end
 """
@@ -169,6 +170,15 @@ def spawn(mib, environment):
     return f"{child.pid} {said[1] if said else 'ended'}"
 
 
+def fork():
+    """A child as a worker of a DataLoader, with all descriptors of its parent but the pipes of the test."""
+    pid = os.fork()
+    if not pid:
+        os.closerange(0, 2)
+        time.sleep(3600)
+    return pid
+
+
 def detach(mib):
     """A grandchild in a session of its own after its parent has ended: a daemon."""
     script = (
@@ -251,6 +261,8 @@ def main():
             answer = spawn(int(words[0]), {k: v for k, v in os.environ.items() if k.startswith(driver)})
         elif verb == "detach":
             answer = detach(int(words[0]))
+        elif verb == "fork":
+            answer = fork()
         elif verb == "save":
             answer = save_at_sigterm(context)
         elif verb == "exit":
