@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import select
 import signal
@@ -32,6 +33,8 @@ USER_TICKS = 11
 SYSTEM_TICKS = 12
 THREADS = 17
 START_TICKS = 19
+START_CODE = 23
+START_STACK = 25
 BLOCKED_SIGNALS = 29  # of the first thread; masks of the signals 1 to 31
 CAUGHT_SIGNALS = 31
 _EXIT_CODE = 49
@@ -95,6 +98,29 @@ def read_whole(pid: int, name: str, limit_bytes: int) -> bytes:
     return bytes(found)
 
 
+def descriptors(pid: int, limit: int) -> list[str]:
+    """The open descriptors of a process, ``limit`` at most; none when it is gone or may not be read.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    try:
+        with os.scandir(path(pid, "fd")) as entries:
+            return [entry.name for entry in itertools.islice(entries, limit)]
+    except OSError as error:
+        if error.errno in _COULD_NOT_LOOK:
+            raise
+        return []
+
+
+def opened(pid: int, descriptor: str) -> str:
+    """The path that the kernel names for an open descriptor of a process; empty when it is closed."""
+    try:
+        return os.readlink(path(pid, f"fd/{descriptor}"))
+    except OSError:
+        return ""
+
+
 def stat_fields(pid: int) -> list[bytes]:
     """The fields of /proc/PID/stat from the third, state, on; empty when it is gone.
 
@@ -115,6 +141,16 @@ def start_ticks(pid: int) -> int:
     """
     fields = stat_fields(pid)
     return int(fields[START_TICKS]) if fields else -1
+
+
+def image(fields: list[bytes]) -> tuple[int, int]:
+    """Return the addresses of the program and of the stack of a process; zeros: this process may not know.
+
+    The kernel draws them at exec (randomize_va_space in sysctl/kernel.rst); fork keeps them.  ``fields``
+    are `stat_fields`.
+    """
+    program, stack = int(fields[START_CODE]), int(fields[START_STACK])
+    return (program, stack) if stack else (0, 0)
 
 
 def ticks(since_boot_s: float) -> int:

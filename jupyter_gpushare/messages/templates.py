@@ -44,6 +44,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "taint.nccl": "NCCL between processes",
         "reason.broken_account": "its account file is broken",
         "reason.no_library": "a process in it does not load the library that limits memory",
+        "reason.left": "GPU memory of an ended process is kept by processes that it started",
         "reason.out_of_service": "the device is out of service: %1",
         "reason.left_out": "the device helper left it out at its start",
         "reason.out_of_step": "the driver fails at every call about process %1",

@@ -180,6 +180,8 @@ class ProcessSample:
     used_bytes: int  # all devices together, as NVML shows it, else as counted (0 while suspended)
     calls: int  # CUDA calls entered, as the preload library counts them; -1 if it is not loaded
     kernel: str = ""  # Jupyter kernel id, where the command line has it
+    # It keeps the memory of a dead process that forked it; the first of such has all of the bytes.
+    keeps: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -317,7 +319,8 @@ class Signal:
     lease: str
     number: int
     # leader: the oldest process that carries the lease, with a parent that does not.
-    to: str = "leader"  # or "all", or "others": all but the runner of a job
+    # others: all but the runner of a job.  keepers: those that keep the memory of dead processes.
+    to: str = "leader"  # or "all", "others" or "keepers"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -142,6 +142,20 @@ def test_a_suspended_lease_that_still_has_device_memory_is_ended_at_the_deadline
     assert signal.SIGKILL in [number for _, number in node.sent]
 
 
+@pytest.mark.parametrize("phase", [Phase.RUNNING, Phase.SUSPENDED])
+def test_processes_that_keep_the_memory_of_a_dead_one_are_ended_at_the_deadline(
+    node: Node, phase: Phase
+) -> None:
+    lease = node.lease(phase=phase)
+    lease.keepers = lease.processes
+    lease.left_bytes = {"GPU-0": 1 << 30}
+    node.goes_on(UNKNOWN_GRACE_S - MARGIN_S - 1)
+    assert node.sent == []
+    node.goes_on(2 + TERM_S)
+    assert node.sent[0] == (lease.keepers[0].key, signal.SIGTERM)
+    assert (lease.keepers[0].key, signal.SIGKILL) in node.sent
+
+
 def test_one_failed_look_ends_no_process_and_repeated_ones_those_last_seen_on_the_device(node: Node) -> None:
     on_device, beside = node.lease("b1-1"), node.lease("b2-1")
     node.hold(on_device)

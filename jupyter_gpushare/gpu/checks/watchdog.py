@@ -74,7 +74,7 @@ class Watchdog:
                     name = owner[pid][0].name
                     by_lease[name] = by_lease.get(name, 0) + count
             for lease in leases:
-                used = by_lease.get(lease.name, 0)
+                used = by_lease.get(lease.name, 0) + lease.left_bytes.get(uuid, 0)
                 if used > lease.allowed_bytes(uuid) + TOLERANCE_BYTES:
                     over.add((lease.name, uuid))
                     if (lease.name, uuid) in self._over:

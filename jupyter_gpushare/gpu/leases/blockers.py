@@ -1,11 +1,11 @@
 """Why a lease cannot be suspended now, in words for its owner.
 
-In this order: the machine or the device cannot, the driver is known to fail in the lease's
-container (`known`: the self-test sees all devices, and would not notice), the driver failed at it
-lately, a process used something that the driver cannot checkpoint (taints), its memory limit
-cannot hold the copy, the library is not loaded or the account file is broken.  A failure
-of the driver is believed for a minute, then for twice as long each time it happens again
-to the same process (`Lease.block`): retrying is harmless, retrying all the time is not.
+In this order: a dead process left memory (`leftovers`), the machine or the device cannot, the driver
+is known to fail in the lease's container (`known`: the self-test sees all devices, and would not
+notice), the driver failed at it lately, a process used something that the driver cannot checkpoint
+(taints), its memory limit cannot hold the copy, the library is not loaded or the account file is
+broken.  A failure of the driver is believed for a minute, then for twice as long each time it happens
+again to the same process (`Lease.block`): retrying is harmless, retrying all the time is not.
 """
 
 from __future__ import annotations
@@ -18,6 +18,9 @@ from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import Account, words_of
 from jupyter_gpushare.gpu.leases.lease import Key, Lease
 from jupyter_gpushare.gpu.leases.machine import Machine
+
+# A checkpoint takes only the memory of living processes.
+LEFT = "GPU memory of an ended process is kept by processes that it started"
 
 
 class SuspendBlockers:
@@ -33,6 +36,8 @@ class SuspendBlockers:
         A ``forced`` suspension (of a job) needs neither the library nor its counters.  Where the
         driver does not say how many bytes a process holds, any living process may use the GPU.
         """
+        if lease.left_bytes:
+            return LEFT
         keys = set(keys)
         blind = bool(lease.processes) and any(self._devices.is_blind(uuid) for uuid in lease.limits)
         if not keys and not blind:

@@ -34,6 +34,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.driver.nvml import Gpu
 
 log = logging.getLogger(__name__)
@@ -43,6 +44,8 @@ _ACL = "system.posix_acl_access"
 _HEAD, _ENTRY, _VERSION, _NO_ID = struct.Struct("<I"), struct.Struct("<HHI"), 2, 0xFFFFFFFF
 _OWNER, _USER, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
 _READ_WRITE = 6
+# So many descriptors of a process are looked at.
+DESCRIPTORS = 1024
 _WITHOUT_LISTS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
@@ -110,6 +113,10 @@ class DeviceFiles:
         self._owns = owns
         self._saved, self._boot_id = saved, boot_id
         self._paths = {gpu.uuid: folder / f"nvidia{gpu.minor}" for gpu in gpus} if folder else {}
+        # As processes see them, also in a container.  The state of the simulated driver stands for its files.
+        simulated = os.environ.get("GPUSHARE_SIM_STATE", "")
+        self._names = {f"/dev/{path.name}" for path in self._paths.values()}
+        self._names |= {os.path.realpath(simulated)} if simulated else set()
         self._guard = threading.Lock()
         self._users: Mapping[str, Collection[int]] = {}
         self._tested: tuple[str, int] | None = None  # the device that is tested, and the test's user
@@ -122,6 +129,19 @@ class DeviceFiles:
     def access(self, uuid: str) -> Access:
         """Who may open the file of a device, as last seen."""
         return self._access.get(uuid, Access())
+
+    def are_open_in(self, pid: int) -> bool:
+        """Whether a process has any of them open; one with more than `DESCRIPTORS` open files counts as such.
+
+        Reads names alone, so that no file system of a user is waited for.
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        numbers = procfs.descriptors(pid, DESCRIPTORS + 1)
+        return len(numbers) > DESCRIPTORS or any(
+            procfs.opened(pid, number) in self._names for number in numbers
+        )
 
     def let_in(self, users: Mapping[str, Collection[int]]) -> None:
         """Let in the users of leases, by device, and no others; nothing is changed without ``owns``."""

@@ -182,9 +182,12 @@ class DeviceStates:
 
     def reserve_bytes(self, gpu: Gpu) -> int:
         """Bytes of a device that are never granted, so that a full lease can be restored (`ladder`)."""
+        return reserve_bytes(gpu, self.hidden_bytes(gpu.uuid))
+
+    def hidden_bytes(self, uuid: str) -> int:
+        """Bytes that a device shows as used when it is empty."""
         # Where the driver hides what processes hold, theirs would count as hidden; nothing is restored there.
-        hidden = 0 if self.is_blind(gpu.uuid) else self._hidden_bytes.get(gpu.uuid, 0)
-        return reserve_bytes(gpu, hidden)
+        return 0 if self.is_blind(uuid) else self._hidden_bytes.get(uuid, 0)
 
     def margin_bytes(self, uuid: str, saved_bytes: int) -> int:
         """Bytes that must be free beyond the saved ones before a restore (`ladder`)."""

@@ -70,6 +70,21 @@ class Parked:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Leftover:
+    """What a dead process held by device, while a process that it forked keeps it (`leftovers`)."""
+
+    pid: int
+    start_ticks: int
+    image: tuple[int, ...]  # `Process.image`
+    held_bytes: dict[str, int]
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Pid and start time, which together name one process of this boot."""
+        return self.pid, self.start_ticks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
     """One lease in the journal."""
 
@@ -80,6 +95,7 @@ class Record:
     phase: Phase
     parked: tuple[Parked, ...] = ()
     lost: tuple[Parked, ...] = ()
+    left: tuple[Leftover, ...] = ()
     damaged: tuple[str, ...] = ()  # "PID:START" of processes that a failed checkpoint may have damaged
     guaranteed: dict[str, int] = field(default_factory=dict)
     # Counters at the moment of suspension: "PID:START" -> "CALLS:QUERIES".

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account, Counters, LeaseDirectory, PagePhase
-from jupyter_gpushare.gpu.leases.journal import Parked, Record
+from jupyter_gpushare.gpu.leases.journal import Leftover, Parked, Record
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
 from jupyter_gpushare.protocol.helper import Phase
 
@@ -88,6 +88,9 @@ class Lease:
         self.lost = {each.key: each for each in record.lost}
         # Since when every call of the driver fails about a process that is being moved.
         self.failing: dict[Key, float] = {}
+        # What dead processes held, and the processes that keep it (`leftovers`).
+        self.left: dict[Key, Leftover] = {each.key: each for each in record.left}
+        self.keepers: tuple[Process, ...] = ()
         # Living processes that a failed checkpoint may have damaged.
         self.damaged = {_key_of(process) for process in record.damaged}
         self.baseline = counters_of(record)
@@ -103,6 +106,8 @@ class Lease:
         self.processes: tuple[Process, ...] = ()
         self.used_bytes: dict[str, int] = {}
         self.by_process: dict[int, int] = {}
+        self.held: dict[Key, dict[str, int]] = {}  # bytes by process and device
+        self.left_bytes: dict[str, int] = {}  # the part of `used_bytes` that dead processes hold
         self.account: Account | None = None
         self.seen = NO_COUNTERS
         self.active_at = time.monotonic()
@@ -255,6 +260,7 @@ class Lease:
             phase=self.phase,
             parked=tuple(self.parked.values()),
             lost=tuple(self.lost.values()),
+            left=tuple(self.left.values()),
             damaged=tuple(f"{pid}:{start}" for pid, start in sorted(self.damaged)),
             unattended=self.unattended,
             stops=self.stops,

@@ -89,6 +89,8 @@ class Process:
     unread: bool = False  # its environment and arguments did not answer
     inner_pid: int = 0  # in the innermost pid namespace that it is in: the pid that it knows itself by
     container: str = ""  # UID of its pod, or id of its container
+    # Where its program and its stack begin: those of what it forks too, until exec; zeros: not shown.
+    image: tuple[int, ...] = ()
 
     @property
     def inner_key(self) -> Key:
@@ -414,6 +416,7 @@ def _of_kernel(pid: int, now: float, own_container: str = "") -> Process | None:
         lease=carries,
         inner_pid=(_field(status, b"NSpid:") or [pid])[-1],
         container=container_of(cgroup, own_container),
+        image=procfs.image(fields),
     )
 
 

@@ -171,9 +171,12 @@ class Evictions:
         return lease.phase in (Phase.SUSPENDED, Phase.LOST) and self._shown(lease) == (set(), True)
 
     def _shown(self, lease: Lease) -> tuple[set[Key], bool]:
-        """The processes of a lease that the driver shows on a device, and whether all devices answered."""
+        """The processes of a lease that hold device memory, and whether all devices answered.
+
+        They are those that the driver shows there, and those that keep what dead ones held.
+        """
         keys = {process.pid: process.key for process in self._registry.living(lease.name)}
-        found: set[Key] = set()
+        found = {process.key for process in lease.keepers} if lease.left_bytes else set()
         all_answered = True
         for uuid in lease.limits:
             try:

@@ -213,8 +213,8 @@ class Requests:
         return moved
 
     def _signal(self, request: helper.Signal, epoch: int) -> helper.Signalled:
-        if request.to not in ("leader", "all", "others"):
-            raise InvalidRequest("a signal goes to 'leader', 'all' or 'others'")
+        if request.to not in ("leader", "all", "others", "keepers"):
+            raise InvalidRequest("a signal goes to 'leader', 'all', 'others' or 'keepers'")
         try:
             number = signal.Signals(request.number)
         except ValueError:
@@ -233,6 +233,8 @@ class Requests:
             if request.to == "leader":
                 first = leader(targets)
                 targets = (first,) if first else ()
+            elif request.to == "keepers":
+                targets = lease.keepers if lease.left_bytes else ()
             elif request.to == "others":
                 targets = tuple(each for each in targets if not each.is_runner)
             new = [each.key for each in targets if each.key not in sent]

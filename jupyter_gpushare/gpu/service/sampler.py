@@ -24,7 +24,8 @@ from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.leftovers import Leftovers
 from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
@@ -69,6 +70,7 @@ class Sampler:
         self._mover = mover
         self._health = health
         self._watchdog = watchdog
+        self._leftovers = Leftovers(machine.processes, machine.files, devices)
         self._period_s = period_s
         self._pass = threading.Condition()
         self._begun = 0
@@ -165,6 +167,7 @@ class Sampler:
         leases = list(self._registry.all())
         self._machine.processes.on_devices = {pid for usage in shown.values() for pid in usage.processes}
         living = self._registry.scan()
+        self._leftovers.find(leases, living, shown)
         # A call of an earlier pass may have seen what was true then.
         late = self._late.union(uuid for uuid, answer in answers.items() if answer is None)
         fresh = {uuid: usage for uuid, usage in usages.items() if uuid not in late}
@@ -235,22 +238,27 @@ class Sampler:
         self._registry.place(lease)
         before = lease.account
         account = lease.files.account()
-        pids = {process.pid for process in lease.processes}
         used: dict[str, int] = {}
         by_process: dict[int, int] = {}
+        held: dict[Key, dict[str, int]] = {}
+        keys = {process.pid: process.key for process in lease.processes}
         computing = False
         for uuid, usage in usages.items():
             for pid, count in self._held(lease, account, uuid, usage).items():
                 used[uuid] = used.get(uuid, 0) + count
                 by_process[pid] = by_process.get(pid, 0) + count
+                held.setdefault(keys[pid], {})[uuid] = count
+            if count := lease.left_bytes.get(uuid, 0):
+                used[uuid] = used.get(uuid, 0) + count
             if usage.computing is not None:
-                computing = computing or bool(pids & usage.computing)
+                computing = computing or not usage.computing.isdisjoint(keys)
             elif usage.utilization_percent and uuid in used:
                 computing = True
         # The account and the driver's answer match only where no allocation happened in between.
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
             self._charge_contexts(lease, account, used)
         lease.used_bytes, lease.by_process, lease.account = used, by_process, account
+        lease.held = held
         if lease.phase is Phase.RUNNING:
             lease.memory_too_small = self._machine.host.too_small(by_process)
         counters = account.counters() if account else NO_COUNTERS
@@ -316,7 +324,9 @@ class Sampler:
             for process in lease.processes
             if process.pid in lease.by_process or process.key in slots or process.key in lease.parked
         ]
-        by_process = lease.by_process
+        by_process, left = lease.by_process, sum(lease.left_bytes.values())
+        keepers = lease.keepers if left else ()
+        shown = [process for process in shown if process not in keepers]
         keys = [process.key for process in shown if process.pid in by_process]
         reason = self._mover.blockers.reason(lease, account, keys, forced=False)
         return LeaseSample(
@@ -344,6 +354,18 @@ class Sampler:
                     kernel=process.kernel,
                 )
                 for process in shown[:processes_shown]
+            )
+            + tuple(
+                ProcessSample(
+                    pid=process.pid,
+                    started_at=process.started_at,
+                    name=process.name,
+                    used_bytes=left if index == 0 else 0,
+                    calls=-1,
+                    kernel=process.kernel,
+                    keeps=True,
+                )
+                for index, process in enumerate(keepers[: max(1, processes_shown - len(shown))])
             ),
             wanted=lease.wanted,
             queries_only=lease.queries_only,

@@ -34,6 +34,7 @@ export const CATALOGUE: {
   'taint.nccl': (trans, args) => trans.__('NCCL between processes', ...args),
   'reason.broken_account': (trans, args) => trans.__('its account file is broken', ...args),
   'reason.no_library': (trans, args) => trans.__('a process in it does not load the library that limits memory', ...args),
+  'reason.left': (trans, args) => trans.__('GPU memory of an ended process is kept by processes that it started', ...args),
   'reason.out_of_service': (trans, args) => trans.__('the device is out of service: %1', ...args),
   'reason.left_out': (trans, args) => trans.__('the device helper left it out at its start', ...args),
   'reason.out_of_step': (trans, args) => trans.__('the driver fails at every call about process %1', ...args),

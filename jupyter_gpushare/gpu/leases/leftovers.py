@@ -1,0 +1,121 @@
+"""Device memory that outlives its process, because a process that it forked keeps it.
+
+A forked process has the descriptors of ``/dev/nvidia*`` of its parent until it calls exec: a worker of
+PyTorch's DataLoader, for example.  When the parent ends, the driver keeps its memory until the last
+of them is closed (NVIDIA-NeMo/Megatron-Bridge pull request 5984: 51 descriptors, 1,135 MiB), and lists
+the dead process (GaTech-RL2/EgoVerse pull request 682) or none.
+
+So what each process held is remembered in every sample.  When one with memory ends, the living ones that
+have its image, are younger, have a device open and no memory of their own keep its memory: its *keepers*.
+It is counted to the lease as far as the device shows that much of no living process.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from heapq import nlargest
+
+from jupyter_gpushare.gpu.driver.nvml import Usage
+from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.journal import Leftover
+from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader
+from jupyter_gpushare.gpu.leases.processes import Process, Processes
+
+# Of a lease: the dead processes that are remembered, those with most memory, and the living ones of which
+# it is looked up whether they have a device open.
+MOST = 64
+# Less may be the driver's own.
+LEAST_BYTES = 64 << 20
+
+Living = Mapping[str, tuple[Process, ...]]  # by lease
+
+
+class Leftovers:
+    """Finds them sample after sample; `Sampler` calls it in its thread."""
+
+    def __init__(self, processes: Processes, files: DeviceFiles, devices: DeviceStates) -> None:
+        self._processes = processes
+        self._devices = devices
+        self._open_files = OwnMemoryReader(files.are_open_in)
+
+    def find(self, leases: Sequence[Lease], living: Living, usages: Mapping[str, Usage]) -> None:
+        """Note what processes left that ended since the last sample, and which living ones keep it.
+
+        A process that does not say in time what it has open counts as a keeper.
+
+        Raises:
+            OSError: no descriptor or memory is left to look; nothing is noted.
+        """
+        left = {lease: self._left(lease, living.get(lease.name, ())) for lease in leases}
+        forks = {
+            lease: _forks(found, lease, living.get(lease.name, ())) for lease, found in left.items() if found
+        }
+        users = {each.key: each.uid for found in forks.values() for each in found}
+        said = self._open_files.read(users) if users else {}
+        closed = {key for key, answer in said.items() if not answer.value}
+        for lease, found in left.items():
+            keepers = tuple(each for each in forks.get(lease, ()) if each.key not in closed)
+            images = {each.image for each in keepers}
+            kept = _largest({key: each for key, each in found.items() if each.image in images})
+            devices = {uuid for each in kept.values() for uuid in each.held_bytes}
+            held = {uuid: self._held(kept, uuid, usages[uuid]) for uuid in devices & usages.keys()}
+            lease.left_bytes = {uuid: count for uuid, count in held.items() if count >= LEAST_BYTES}
+            if not lease.left_bytes and devices <= usages.keys():  # the driver has freed it
+                kept, keepers = {}, ()
+            lease.unsaved |= kept.keys() != lease.left.keys()
+            lease.left, lease.keepers = kept, keepers
+
+    def _left(self, lease: Lease, living: tuple[Process, ...]) -> dict[Key, Leftover]:
+        """What processes of a lease left: those noted before, and those that ended since."""
+        present = {process.key for process in living}
+        ended = {
+            process.key: Leftover(
+                pid=process.pid,
+                start_ticks=process.start_ticks,
+                image=process.image,
+                held_bytes=dict(held),
+            )
+            for process in lease.processes
+            if process.key not in present and (held := lease.held.get(process.key)) and any(process.image)
+        }
+        return lease.left | {key: each for key, each in ended.items() if not self._processes.alive(key)}
+
+    def _held(self, left: Mapping[Key, Leftover], uuid: str, usage: Usage) -> int:
+        """Bytes of a device that these dead processes still hold."""
+        count = sum(each.held_bytes.get(uuid, 0) for each in left.values())
+        if self._devices.is_blind(uuid):
+            return count
+        listed = sum(usage.processes.get(pid) or 0 for pid, _ in filter(self._is_dead, left))
+        beyond = usage.unexplained_bytes - self._devices.hidden_bytes(uuid)
+        return min(count, listed + max(0, beyond))
+
+    def _is_dead(self, key: Key) -> bool:
+        """Whether what the driver lists under a pid is this dead process, and no later one."""
+        known = self._processes.find(key[0])
+        return known is None or known.key == key
+
+
+def _largest(left: Mapping[Key, Leftover]) -> dict[Key, Leftover]:
+    return dict(nlargest(MOST, left.items(), key=lambda item: sum(item[1].held_bytes.values())))
+
+
+def _forks(left: Mapping[Key, Leftover], lease: Lease, living: tuple[Process, ...]) -> tuple[Process, ...]:
+    """The living processes of a lease that a dead one may have forked, without memory of their own.
+
+    Not those that a living parent of the dead one forked: they have the same image.
+    """
+    begun: dict[tuple[int, ...], int] = {}
+    for each in left.values():
+        begun[each.image] = min(each.start_ticks, begun.get(each.image, each.start_ticks))
+    found: list[Process] = []
+    others: set[int] = set()
+    for process in living:  # oldest first
+        if process.image not in begun:
+            continue
+        if process.start_ticks < begun[process.image] or process.parent in others:
+            others.add(process.pid)
+        elif process.key not in lease.held:
+            found.append(process)
+    return tuple(found[:MOST])

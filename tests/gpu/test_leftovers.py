@@ -1,0 +1,285 @@
+"""Memory of a dead process that processes forked by it keep: found, counted, shown and ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare import procfs
+from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.leases.device_files import DESCRIPTORS, DeviceFiles
+from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory
+from jupyter_gpushare.gpu.leases.journal import Record
+from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.leftovers import MOST, Leftovers
+from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.protocol.helper import Phase
+from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in
+from tests.waiting import until
+
+LEFT = "GPU memory of an ended process is kept by processes that it started"
+
+
+@pytest.fixture(params=["dead=listed", "dead=unlisted"])
+def any_list(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Machine]:
+    """A machine whose driver lists dead processes with memory, and one whose driver does not."""
+    yield from machine_in(tmp_path, spec=f"1xH100-80GB,host=512GiB,context=0,{request.param}")
+
+
+@pytest.fixture
+def plain(tmp_path: Path) -> Iterator[Machine]:
+    yield from machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,context=0")
+
+
+def used(machine: Machine, name: str = "ada") -> int:
+    """Bytes that a lease uses, as the last sample says."""
+    return sum(machine.of(name)["used_bytes"].values())
+
+
+def holders(machine: Machine, name: str = "ada") -> list[int]:
+    """The pids of the processes of a lease that hold memory."""
+    return [p["pid"] for p in machine.of(name)["processes"] if p["used_bytes"]]
+
+
+def keepers(machine: Machine, name: str = "ada") -> dict[int, int]:
+    """The bytes of each process that keeps what a dead one held, by pid."""
+    return {p["pid"]: p["used_bytes"] for p in machine.of(name)["processes"] if p["keeps"]}
+
+
+def left_by(machine: Machine, kernel: Worker) -> int:
+    """End a process and not the one that it forked; the pid of that, once the helper knows."""
+    pid = int(kernel.do("fork"))
+    until(lambda: kernel.pid in holders(machine), "the helper sees its memory")
+    kernel.kill()
+    until(lambda: pid in keepers(machine), "the helper sees who keeps the memory")
+    return pid
+
+
+def test_what_a_forked_process_keeps_counts_to_the_lease_until_it_is_released(any_list: Machine) -> None:
+    machine = any_list
+    machine.start()
+    machine.lease("ada", 10 * GIB)
+    old = machine.worker("ada", mib=6 * 1024)
+    worker = left_by(machine, old)
+    assert keepers(machine) == {worker: 6 * GIB}
+    assert used(machine) == 6 * GIB
+    # A new kernel has what is left of the limit.
+    new = machine.worker("ada", mib=1)
+    until(lambda: new.do("alloc 5120") == "2", "the library denies it")
+    assert new.do("alloc 3072") == "0"
+    moved = machine.ask("suspend", lease="ada")
+    assert (moved["refused"], moved["reason"]) == ("not_suspendable", LEFT)
+    assert machine.of("ada")["suspend_reason"] == LEFT
+    assert machine.ask("signal", lease="ada", number=signal.SIGKILL, to="keepers") == {"count": 1}
+    until(lambda: used(machine) == 3 * GIB + 2 * MIB, "only the new kernel holds memory")
+    assert keepers(machine) == {}
+    assert machine.ask("suspend", lease="ada")["done"]
+    assert machine.ask("resume", lease="ada")["done"]
+    assert new.do("check") == "ok"
+
+
+def test_workers_of_a_living_kernel_are_left_alone(plain: Machine) -> None:
+    plain.start()
+    plain.lease("ada")
+    kernel = plain.worker("ada", mib=1024)
+    worker = int(kernel.do("fork"))
+    plain.settled("ada")
+    assert keepers(plain) == {}
+    assert plain.ask("signal", lease="ada", number=signal.SIGKILL, to="keepers") == {"count": 0}
+    assert plain.ask("suspend", lease="ada")["done"]
+    assert plain.ask("resume", lease="ada")["done"]
+    assert kernel.do("check") == "ok"
+    os.kill(worker, 0)
+
+
+def test_a_program_that_a_dead_kernel_started_keeps_nothing(plain: Machine) -> None:
+    plain.start()
+    plain.lease("ada")
+    kernel = plain.worker("ada", mib=1024)
+    started = int(kernel.do("spawn 512").split()[0])  # with a context of its own
+    worker = left_by(plain, kernel)
+    assert keepers(plain) == {worker: GIB}
+    assert used(plain) == GIB + 512 * MIB
+    assert plain.ask("signal", lease="ada", number=signal.SIGKILL, to="keepers") == {"count": 1}
+    until(lambda: used(plain) == 512 * MIB, "the memory of the dead is free")
+    os.kill(started, 0)
+
+
+def test_the_next_helper_knows_what_was_left(plain: Machine) -> None:
+    plain.start()
+    plain.lease("ada")
+    worker = left_by(plain, plain.worker("ada", mib=1024))
+    until(lambda: '"left": [{' in (plain.state_dir / "private/journal/ada").read_text(), "it is written")
+    plain.stop(signal.SIGKILL)
+    plain.start()
+    until(lambda: keepers(plain) == {worker: GIB}, "the next helper sees it")
+    assert plain.ask("drop", lease="ada", end_processes=True)["known"]
+    until(lambda: plain.sim.device_used(0) == 0, "it ends with the lease")
+
+
+def test_the_watchdog_counts_what_was_left(plain: Machine) -> None:
+    plain.start("--watchdog", "warn")
+    plain.lease("ada", 4 * GIB)
+    left_by(plain, plain.worker("ada", mib=3 * 1024))
+    events = plain.watch()
+    plain.worker("ada", mib=2 * 1024, preload=False)
+    said = events.event("over_limit", "ada")
+    assert said is not None
+    assert said["reason"] == "uses 5.0 GiB, its limit is 4.0 GiB"
+
+
+# ---- which processes, and how much
+
+
+GPU = Gpu("GPU-1", 0, "H100", 80 * GIB, mig=False, minor=0)
+
+
+class Table:
+    """Stands for `Processes`: which are alive, and what the last scan said of a pid."""
+
+    def __init__(self) -> None:
+        self.living: tuple[Process, ...] = ()
+
+    def alive(self, key: tuple[int, int]) -> bool:
+        return key in [each.key for each in self.living]
+
+    def find(self, pid: int) -> Process | None:
+        return next((each for each in self.living if each.pid == pid), None)
+
+
+class Files(DeviceFiles):
+    """Device files that all processes but some have open."""
+
+    def __init__(self) -> None:
+        self.closed: set[int] = set()
+
+    def are_open_in(self, pid: int) -> bool:
+        return pid not in self.closed
+
+
+def process(pid: int, start: int, image: tuple[int, ...] = (1, 1), parent: int = 1) -> Process:
+    return Process(
+        pid=pid, start_ticks=start, started_at=0, uid=7, parent=parent, name="python", kernel="",
+        carries="ada", lease="ada", image=image,
+    )  # fmt: skip
+
+
+class Scene:
+    """One lease with process 10, which held 8 GiB and has ended, and what is measured then."""
+
+    def __init__(self) -> None:
+        self.table, self.files, self.devices = Table(), Files(), DeviceStates((GPU,))
+        self.lease = Lease(
+            Record(boot_id="", lease="ada", uid=7, limits={"GPU-1": 40 * GIB}, phase=Phase.RUNNING),
+            LeaseDirectory(Path("/nonexistent"), "ada"),
+        )
+        self.lease.processes = (process(10, 100),)
+        self.lease.held = {(10, 100): {"GPU-1": 8 * GIB}}
+        self._leftovers = Leftovers(self.table, self.files, self.devices)  # type: ignore[arg-type]
+
+    def sees(self, *living: Process, used: int = 8 * GIB, **listed: Any) -> tuple[list[int], int]:
+        """Measure once: the pids of the keepers, and the bytes that they keep."""
+        self.table.living = living
+        shown = {int(name[1:]): count for name, count in listed.items()}
+        usages = {"GPU-1": Usage(used, 80 * GIB - used, 0, shown, None)}
+        self._leftovers.find([self.lease], {"ada": living}, usages)
+        self.lease.processes = living
+        self.lease.held = {p.key: {"GPU-1": count} for p in living if (count := shown.get(p.pid))}
+        return [each.pid for each in self.lease.keepers], sum(self.lease.left_bytes.values())
+
+
+def test_keepers_are_forks_with_a_device_open_and_no_memory_of_their_own() -> None:
+    scene = Scene()
+    older, fork, other = process(9, 90), process(11, 110), process(12, 120, (2, 2))
+    quiet, own = process(13, 130), process(14, 140)
+    scene.lease.held[own.key] = {"GPU-1": GIB}
+    scene.files.closed = {13}
+    assert scene.sees(older, fork, other, quiet, own, used=9 * GIB, p14=GIB) == ([11], 8 * GIB)
+    assert scene.sees(older, other, own, used=9 * GIB, p14=GIB) == ([], 0)
+
+
+def test_siblings_of_the_dead_are_no_keepers() -> None:
+    scene = Scene()
+    parent, sibling, its_worker = process(9, 90), process(11, 110, parent=9), process(12, 120, parent=11)
+    worker = process(13, 130)  # its parent has ended
+    assert scene.sees(parent, sibling, its_worker, worker) == ([13], 8 * GIB)
+
+
+def test_a_pid_that_another_process_has_by_now_is_not_taken_for_the_dead() -> None:
+    scene, fork, later = Scene(), process(11, 110), process(10, 150, (3, 3))
+    assert scene.sees(fork, p10=8 * GIB) == ([11], 8 * GIB)
+    assert scene.sees(fork, later, used=10 * GIB, p10=8 * GIB) == ([11], 2 * GIB)
+
+
+def test_what_the_driver_has_freed_is_not_counted_and_is_forgotten() -> None:
+    scene, fork = Scene(), process(11, 110)
+    assert scene.sees(fork, used=3 * GIB) == ([11], 3 * GIB)
+    assert scene.sees(fork, used=GIB // 32) == ([], 0)
+    assert scene.sees(fork) == ([], 0)  # of another process
+
+
+def test_where_the_driver_shows_no_bytes_what_was_counted_last_is_believed() -> None:
+    scene, fork = Scene(), process(11, 110)
+    scene.devices.set_verdict("GPU-1", Verdict(suspendable=False, blind=True))
+    assert scene.sees(fork, used=40 * GIB) == ([11], 8 * GIB)
+
+
+def test_a_process_that_left_its_lease_has_not_ended() -> None:
+    scene, fork = Scene(), process(11, 110)
+    scene.table.living = scene.lease.processes
+    scene._leftovers.find([scene.lease], {"ada": (fork,)}, {"GPU-1": Usage(8 * GIB, 0, 0, {}, None)})
+    assert (scene.lease.left, scene.lease.keepers) == ({}, ())
+
+
+def test_any_number_of_the_living_and_of_the_dead_is_remembered_within_a_bound() -> None:
+    scene = Scene()
+    forks = [process(1000 + n, 110) for n in range(2 * MOST)]
+    pids, kept = scene.sees(*forks)
+    assert (len(pids), kept) == (MOST, 8 * GIB)
+    small = [process(100 + n, 120) for n in range(2 * MOST)]
+    scene.lease.processes += tuple(small)
+    scene.lease.held = {each.key: {"GPU-1": MIB} for each in small}
+    assert scene.sees(*forks, used=20 * GIB)[1] == 8 * GIB + (MOST - 1) * MIB
+
+
+@pytest.mark.parametrize(
+    ("path", "is_open"), [("/dev/nvidia0", True), ("/dev/nvidia1", False), ("/dev/nvidiactl", False)]
+)
+def test_only_files_of_the_machines_own_gpus_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, is_open: bool
+) -> None:
+    files = DeviceFiles(tmp_path / "host/dev", (GPU,), tmp_path / "saved", "boot", owns=False)
+    monkeypatch.setattr(procfs, "descriptors", lambda pid, limit: ["0", "51"])
+    monkeypatch.setattr(procfs, "opened", lambda pid, number: path if number == "51" else "/dev/null")
+    assert files.are_open_in(7) is is_open
+
+
+@pytest.mark.parametrize(
+    ("opens", "is_open"), [(0, False), (DESCRIPTORS + 8, True)], ids=["none", "too many to look"]
+)
+def test_descriptors_of_a_process_are_looked_at_by_name_within_a_bound(
+    tmp_path: Path, opens: int, is_open: bool
+) -> None:
+    files = DeviceFiles(Path("/dev"), (GPU,), tmp_path / "saved", "boot", owns=False)
+    code = f"""
+import os, resource, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, ({opens + 64}, {opens + 64}))
+for _ in range({opens}): os.dup(0)
+print("x", flush=True)
+sys.stdin.read()
+"""
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=pipe) as child:
+        assert child.stdout
+        child.stdout.read(1)
+        assert files.are_open_in(child.pid) is is_open
+        child.kill()
+    assert not files.are_open_in(child.pid)
