@@ -173,9 +173,10 @@ class Devices(abc.ABC):
 
     @abc.abstractmethod
     async def signal(self, handle: str, number: int, to: str) -> int:
-        """Signal processes of a lease and return how many: its ``leader``, ``all``, or ``others``.
+        """Signal the ``leader`` of a lease, ``all``, ``others`` or ``keepers``; return how many processes.
 
-        ``others`` are all but the runner of a job.  An unknown lease has none.
+        ``others`` are all but the runner of a job, ``keepers`` those that keep the memory of dead ones.
+        An unknown lease has none.
 
         Raises:
             HelperError: no answer, or a newer broker is at work.

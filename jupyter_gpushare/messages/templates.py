@@ -400,6 +400,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "notice.admin_stay-asleep": "%2 asked that %1 stays asleep.",
         "notice.admin_keep": "%2 asked that %1 keeps its GPU for a while.",
         "notice.admin_lend": "%2 asked to lend the GPU of %1.",
+        "notice.admin_release": "%2 asked to free GPU memory that an ended process of %1 left behind.",
         "notice.admin_never-sleep": "%2 asked that %1 is never put to sleep.",
         "notice.admin_may-sleep": "%2 asked that %1 may be put to sleep again.",
         "notice.admin_stop": "%2 asked to stop %1.",

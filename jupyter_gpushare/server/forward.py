@@ -47,6 +47,7 @@ FORWARDS: tuple[Forward, ...] = (
     Forward("POST", "leases/{}/stay-asleep", wire.LeaseStatus, _LEASE),
     Forward("POST", "leases/{}/keep", wire.LeaseStatus, _LEASE, body=wire.KeepRequest),
     Forward("POST", "leases/{}/lend", wire.LeaseStatus, _LEASE),
+    Forward("POST", "leases/{}/release", wire.LeaseStatus, _LEASE),
     Forward("PUT", "leases/{}/size", wire.LeaseStatus, _LEASE, body=wire.SizeRequest),
 )
 

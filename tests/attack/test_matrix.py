@@ -42,6 +42,7 @@ GET    leases                            401  401  403  200  200  200  200  200 
 POST   leases/{lease}/resume             401  401  403  409  409  404  404  409  404  401
 POST   leases/{lease}/keep               401  401  403  200  200  404  404  200  404  401
 POST   leases/{lease}/lend               401  401  403  409  409  404  404  409  404  401
+POST   leases/{lease}/release            401  401  403  409  409  404  404  409  404  401
 POST   leases/{lease}/kernels/k-1/release 401 401  403  409  409  404  404  403  404  401
 PUT    leases/{lease}/size               401  401  403  403  409  404  404  404  403  401
 GET    projects                          401  401  403  200  200  200  200  200  200  401
@@ -79,7 +80,7 @@ TABLE = [
     for cells in map(str.split, EXPECTED.strip().splitlines()[1:])
 ]
 TRACES = ("jobs", "cells")
-ACTIONS = ("resume", "stay-asleep", "keep", "lend", "never-sleep", "may-sleep", "stop")
+ACTIONS = ("resume", "stay-asleep", "keep", "lend", "release", "never-sleep", "may-sleep", "stop")
 BODIES = {
     "PUT jobs/{job}": {"priority": -1},
     "place": {"before": "nosuchjob"},

@@ -118,6 +118,12 @@ class SiteDevices(Devices):
                     unread_since=h.unread_since,
                     stalled=h.stalled,
                     unconfirmed=h.unconfirmed,
+                    processes=tuple(
+                        helper.ProcessSample(
+                            pid=pid, started_at=0, name="python3", used_bytes=count, calls=-1, keeps=True
+                        )
+                        for pid, count in h.left.items()
+                    ),
                 )
                 for h in site.held.values()
             ),
@@ -224,6 +230,11 @@ class SiteDevices(Devices):
     async def signal(self, handle: str, number: int, to: str) -> int:
         await self.effect(f"signal {signal.Signals(number).name} {to}", handle)
         held = self.site.held.get(handle)
+        if to == "keepers":
+            ended = len(held.left) if held is not None else 0
+            if held is not None:
+                held.left = {}
+            return ended
         count = int(held is not None and held.alive)
         for run in [r for r in self.site.runs if f"j{r.job.id}-{r.job.attempt}" == handle]:
             if number == signal.SIGKILL and to == "others":

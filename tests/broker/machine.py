@@ -36,6 +36,7 @@ class Held:
     damaged: bool = False
     unread_since: float = 0.0
     unattended: bool = False
+    left: dict[int, int] = field(default_factory=dict)  # bytes of dead processes, by the pid that keeps them
     stops: bool = False
     unconfirmed: bool = False
 

@@ -80,6 +80,31 @@ async def test_what_a_device_no_longer_keeps_back_is_granted_without_a_restart(t
 
 
 @in_virtual_time
+async def test_what_an_ended_kernel_left_is_shown_with_who_keeps_it_and_released_by_its_owner(tmp_path):
+    async with Site(tmp_path) as site:
+        broker = await site.start_broker()
+        ada = await site.session("ada", "1/2")
+        await until(lambda: broker.state(ada.handle) == "running", 30)
+        with pytest.raises(Conflict, match="no ended process of this session left GPU memory behind"):
+            await broker.requests.release(broker.lease(ada.handle))
+        ada.left = {4711: 3 * GB, 4712: 0}
+        await asyncio.sleep(2)
+        shown = broker.views.lease(broker.lease(ada.handle)).processes
+        assert [(each.pid, each.used_bytes, each.keeps) for each in shown] == [
+            (4711, 3 * GB, True),
+            (4712, 0, True),
+        ]
+        site.fault("signal SIGKILL keepers", HelperError("silent", "the device helper did not answer"))
+        with pytest.raises(Conflict, match="the processes were not ended: the device helper did not answer"):
+            await broker.requests.release(broker.lease(ada.handle))
+        await broker.requests.release(broker.lease(ada.handle))
+        assert site.effects[-1] == f"signal SIGKILL keepers {ada.handle}"
+        await asyncio.sleep(2)
+        assert broker.views.lease(broker.lease(ada.handle)).processes == []
+        assert broker.state(ada.handle) == "running"
+
+
+@in_virtual_time
 async def test_two_sessions_that_start_at_once_do_not_get_the_same_capacity(tmp_path):
     async with Site(tmp_path, gpus=1) as site:
         broker = await site.start_broker()

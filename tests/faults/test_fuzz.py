@@ -112,7 +112,7 @@ class Chance(random.Random):
             "{id}": [job, f"j{job}"],
             "{n}": ["1"],
             "{name}": ["nlp", "vision"],
-            "{action}": ["resume", "stay-asleep", "keep", "lend", "never-sleep", "may-sleep"],
+            "{action}": ["resume", "stay-asleep", "keep", "lend", "release", "never-sleep", "may-sleep"],
             "{kernel}": ["k-1"],
         }
         for place, names in likely.items():

@@ -81,7 +81,7 @@ def test_cookie_alone_writes_nothing_without_the_xsrf_token(server, broker, gold
 
 def test_lease_verbs_and_jobs_are_passed_on_with_this_servers_identity(server, broker, golden):
     lease = golden("status_active")["leases"][0]
-    for verb in ("resume", "stay-asleep", "keep", "lend"):
+    for verb in ("resume", "stay-asleep", "keep", "lend", "release"):
         broker.answer(f"POST leases/b7q2mzk4x9/{verb}", lease)
         assert server.request("POST", f"gpushare/leases/b7q2mzk4x9/{verb}").json() == lease
     assert broker.asked("POST leases/b7q2mzk4x9/keep")[0].json == {"minutes": 30.0}

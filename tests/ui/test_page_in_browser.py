@@ -104,6 +104,17 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
     await expect(dialog).to_contain_text("all of its variables are lost")
     await dialog.get_by_role("button", name="Restart the kernel").click()
     await expect(page.locator(".Toastify")).to_contain_text("no such kernel")
+    status = golden("status_active")
+    (lease,) = status["leases"]
+    (process,) = lease["processes"]
+    left = [process | {"pid": 4801, "keeps": True}, process | {"pid": 4802, "used_bytes": 0, "keeps": True}]
+    broker.answer("POST leases/b7q2mzk4x9/release", lease)
+    lab.say(status | {"leases": [lease | {"processes": [process, *left]}]})
+    await panel.get_by_role("button", name="Release the GPU memory of train.ipynb (ended)").click()
+    await expect(dialog).to_contain_text("ended at once (4801, 4802)")
+    await picture(page, "release-left")
+    await dialog.get_by_role("button", name="End the processes").click()
+    await asyncio.to_thread(eventually, lambda: len(broker.asked("POST leases/b7q2mzk4x9/release")) == 1)
 
 
 CHARTED = "() => document.querySelector('.gpushare-days canvas')?.toDataURL()"

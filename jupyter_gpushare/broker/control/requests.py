@@ -8,6 +8,7 @@ the caller.
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Sequence
 from dataclasses import replace
 from math import floor
@@ -28,6 +29,7 @@ from jupyter_gpushare.core import measure, order
 from jupyter_gpushare.core.model import State, Why
 from jupyter_gpushare.errors import (
     Conflict,
+    HelperError,
     InvalidRequest,
     KeyReused,
     NotAllowed,
@@ -389,6 +391,22 @@ class RequestService:
         if self.registry.lending_switch.obstacle:
             raise Conflict("lending is switched off, or only watched, on this machine", reason="lending_off")
         await self.registry.edit(record, Lent())
+
+    async def release(self, record: LeaseRecord) -> None:
+        """End the processes of a lease that keep GPU memory of dead ones.
+
+        Raises:
+            Conflict: none does, or the device helper does not end them.
+        """
+        sample = self.registry.observations[record.id].sample
+        keepers = [each.pid for each in sample.processes if each.keeps] if sample else []
+        if not keepers:
+            raise Conflict("no ended process of this session left GPU memory behind")
+        try:
+            await self.effects.devices.signal(record.handle, signal.SIGKILL, "keepers")
+        except HelperError as error:
+            raise Conflict("the processes were not ended: %1", str(error)) from None
+        log.info("lease=%s releases what an ended process left: processes %s end", record.handle, keepers)
 
     async def allow_sleep(self, record: LeaseRecord, allowed: bool) -> None:
         """Mark a session as never to be suspended, or take the mark away; a marked one that sleeps wakes.

@@ -249,6 +249,7 @@ class Leases(Base):
 class LeaseAction(Base):
     """Wake, keep, lend or stop a lease of mine, or let it sleep; mark it never to sleep, or undo that.
 
+    ``release`` ends the processes that keep GPU memory of ended ones (``keeps``).
     Of any user's lease for an admin, with a line in the log of decisions.
     """
 
@@ -287,6 +288,8 @@ async def act(
             await requests.keep(record, minutes)
         case "lend":
             await requests.lend(record)
+        case "release":
+            await requests.release(record)
         case "stop" if job is not None:
             await requests.cancel(job)
         case "stop" if record.lease.user in registry.owners.absent:  # the Hub would stop that of another user

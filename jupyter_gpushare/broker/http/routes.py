@@ -25,7 +25,7 @@ _ID = {
     "id": "[a-z0-9]{1,40}",
     "n": "[0-9]{1,6}",
     "name": "[^/]{1,255}",
-    "action": "resume|stay-asleep|keep|lend|stop|never-sleep|may-sleep",
+    "action": "resume|stay-asleep|keep|lend|release|stop|never-sleep|may-sleep",
     "kernel": "[a-z0-9-]{1,64}",
     "trace": "jobs|cells",
     "process": "[0-9]{1,10}-[0-9]{1,20}",

@@ -110,6 +110,7 @@ class Views:
                     kernel=kernels.get(p.kernel, p.kernel),
                     used_bytes=p.used_bytes,
                     kernel_id=p.kernel,
+                    keeps=p.keeps,
                 )
                 for p in (sample.processes if sample else ())
             ],

@@ -152,6 +152,7 @@ class ProcessUse(Answer, frozen=True):
     kernel: str  # path of its notebook, or the kernel's name
     used_bytes: int
     kernel_id: str = ""
+    keeps: bool = False  # the memory of a process that forked it and has ended
 
 
 class LeaseStatus(Answer, frozen=True):

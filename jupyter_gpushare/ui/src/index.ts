@@ -17,6 +17,7 @@ import { Actions } from './actions';
 import { CellLines } from './cells';
 import { listen } from './events';
 import { Interrupts } from './interrupts';
+import { owner } from './kernels';
 import { jobsPlugin } from './jobsplugin';
 import { GpuModel } from './model';
 import { ISeenJobs, seenJobs } from './state';
@@ -136,17 +137,27 @@ function linksOf(app: JupyterFrontEnd, gpu: IGpuModel, trans: TranslationBundle)
   return {
     history: () => gpu.requests.history(),
     release: async (lease, process) => {
-      const name = process.kernel || process.name;
+      const name = owner(trans, process);
+      const pids = lease.processes.filter(each => each.keeps).map(each => each.pid);
       const answer = await showDialog({
         title: trans.__('Release the GPU memory of %1?', name),
-        body: trans.__('Its kernel is restarted: all of its variables are lost.'),
-        buttons: [Dialog.cancelButton(), Dialog.warnButton({ label: trans.__('Restart the kernel') })]
+        body: process.keeps
+          ? trans.__('The processes that keep it are ended at once (%1). Running kernels go on.', pids.join(', '))
+          : trans.__('Its kernel is restarted: all of its variables are lost.'),
+        buttons: [
+          Dialog.cancelButton(),
+          Dialog.warnButton({
+            label: process.keeps ? trans.__('End the processes') : trans.__('Restart the kernel')
+          })
+        ]
       });
       if (!answer.button.accept) {
         return;
       }
       try {
-        await gpu.requests.releaseKernel(lease.id, process.kernel_id);
+        await (process.keeps
+          ? gpu.requests.releaseLeft(lease.id)
+          : gpu.requests.releaseKernel(lease.id, process.kernel_id));
         await gpu.model.refresh();
       } catch (error) {
         Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 });

@@ -6,7 +6,7 @@ import React from 'react';
 
 import { Action, Actions } from './actions';
 import { Button } from './button';
-import { byKernel } from './kernels';
+import { byKernel, owner } from './kernels';
 import { Meter, Sparkline } from './meter';
 import { GpuState, phaseOf } from './state';
 import { ISample } from './samples';
@@ -261,7 +261,11 @@ function Memory(props: {
       <History lease={lease} samples={samples} trans={trans} />
       {!asleep &&
         byKernel(lease.processes).map(process => (
-          <Process key={process.kernel_id || process.pid} process={process} {...props} />
+          <Process
+            key={process.keeps ? 'left' : process.kernel_id || process.pid}
+            process={process}
+            {...props}
+          />
         ))}
       <p className="gpushare-muted">
         {trans.__('%1 on %2, project %3', lease.size, lease.device_name, lease.project)}
@@ -314,7 +318,7 @@ function Process(props: {
   trans: TranslationBundle;
 }): JSX.Element {
   const { process, lease, trans } = props;
-  const name = process.kernel || process.name;
+  const name = owner(trans, process);
   const [busy, setBusy] = React.useState(false);
   const release = async (): Promise<void> => {
     setBusy(true);
@@ -328,10 +332,14 @@ function Process(props: {
       </span>
       <span>
         {memory(trans, process.used_bytes)}
-        {process.kernel_id !== '' && (
+        {(process.keeps || process.kernel_id !== '') && (
           <Button
             className="gpushare-link"
-            title={trans.__('Free its GPU memory by restarting the kernel')}
+            title={
+              process.keeps
+                ? trans.__('Free this GPU memory by ending the processes that keep it')
+                : trans.__('Free its GPU memory by restarting the kernel')
+            }
             aria-label={trans.__('Release the GPU memory of %1', name)}
             off={busy}
             run={() => void release()}

@@ -66,6 +66,11 @@ export class Requests {
     return this._send('POST', `leases/${a}/kernels/${b}/release`);
   }
 
+  /** Ends the processes of a lease that keep GPU memory of ended ones. */
+  releaseLeft(lease: string): Promise<unknown> {
+    return this._send('POST', `leases/${encodeURIComponent(lease)}/release`);
+  }
+
   history(): Promise<IHistory> {
     return this._get<IHistory>('history');
   }

@@ -357,6 +357,8 @@ export interface IProcessUse {
   readonly kernel: string;
   readonly used_bytes: number;
   readonly kernel_id: string;
+  /** the memory of a process that forked it and has ended */
+  readonly keeps: boolean;
 }
 
 /** Usage of a project in thousandths of a GPU, and the host memory of its suspended leases. */
