@@ -17,6 +17,7 @@ from typing import Any
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, State
 from jupyter_gpushare.gpu.driver.nvml import Nvml, Usage
+from jupyter_gpushare.gpu.driver.xids import listen
 from jupyter_gpushare.native import build
 from tests.gpu.machine import GIB, MIB, Client, until
 from tests.gpu_real.overhead import PAIRS, added, in_turn
@@ -51,7 +52,7 @@ def the_driver_is_found(site: Site) -> None:
             f"uncorrectable errors: {ecc}, island {gpu.island or '-'}, "
             f"persistence mode {persistence_mode(gpu.uuid)}",
         )
-    with nvml.listen() as listener:
+    with listen(nvml.gpus) as listener:
         site.report.add("devices that report XIDs", str(len(listener.devices)))
     if not checkpoint.unavailable:
         try:
