@@ -62,7 +62,7 @@ struct gpushare_limit_page {
 _Static_assert(sizeof(struct gpushare_limit_page) == 16 + 32 * GPUSHARE_DEVICES, "layout");
 
 struct gpushare_slot {
-    int32_t pid;              /* 0: free */
+    _Atomic int32_t pid;      /* 0: free; written last */
     uint32_t taints;          /* enum gpushare_taint, or-ed */
     uint64_t start_ticks;     /* field 22 of /proc/PID/stat: a pid alone is reused */
     /* Driver functions entered; each call counts in one of the three (see preload/hooks.h). */

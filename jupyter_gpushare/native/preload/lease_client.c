@@ -23,7 +23,8 @@ const _Atomic uint32_t *_Atomic gpushare_phase = &unknown_phase;
 /* The counters of a process without a lease. */
 static _Atomic uint64_t unleased[LEASE_COUNTERS];
 
-static bool leased, reserved;
+/* Settled by the first that asks: another library's constructor may start threads before ours has run. */
+static _Atomic enum membership { UNKNOWN, WITHOUT_LEASE, LEASED, RESERVED } membership;
 static const struct gpushare_limit_page *_Atomic page;
 static struct gpushare_account *_Atomic account;
 static struct gpushare_slot *_Atomic mine;
@@ -35,14 +36,29 @@ static uint64_t small_bytes[GPUSHARE_DEVICES];
 
 static const uint64_t page_bytes = (uint64_t)2 << 20, small_limit = (uint64_t)1 << 20;
 
+static enum membership find_membership(void)
+{
+    enum membership first = UNKNOWN, found = atomic_load_explicit(&membership, memory_order_acquire);
+    if (found)
+        return found;
+    found = !getenv("GPUSHARE_LEASE") ? WITHOUT_LEASE : getenv("GPUSHARE_MEMORY_LIMIT") ? LEASED : RESERVED;
+    if (!atomic_compare_exchange_strong(&membership, &first, found))
+        found = first;
+    if (found == WITHOUT_LEASE) {
+        atomic_store(&gpushare_counters, unleased);
+        atomic_store(&gpushare_phase, &unleased_phase);
+    }
+    return found;
+}
+
 bool lease_is_set(void)
 {
-    return leased;
+    return find_membership() != WITHOUT_LEASE;
 }
 
 bool lease_is_reserved(void)
 {
-    return reserved;
+    return find_membership() == RESERVED;
 }
 
 /* ---- the two files ---- */
@@ -59,7 +75,7 @@ static const struct gpushare_limit_page *get_page(void)
     }
     if (at && at->magic == GPUSHARE_LIMIT_MAGIC && at->version == GPUSHARE_VERSION &&
         at->device_count <= GPUSHARE_DEVICES) {
-        atomic_store_explicit(&gpushare_phase, &at->phase, memory_order_relaxed);
+        atomic_store_explicit(&gpushare_phase, &at->phase, memory_order_release);
         return at;
     }
     if (at)
@@ -215,15 +231,8 @@ static struct gpushare_slot *get_slot(struct gpushare_account *at)
 void lease_load(void)
 {
     struct stat file;
-    leased = getenv("GPUSHARE_LEASE") != NULL;
-    reserved = leased && !getenv("GPUSHARE_MEMORY_LIMIT");
-    if (!leased) {
-        atomic_store(&gpushare_counters, unleased);
-        atomic_store(&gpushare_phase, &unleased_phase);
-        return;
-    }
     /* After an exec this process may still be charged for what the driver has freed. */
-    if (!find_lease_file("account", sizeof(struct gpushare_account), &file))
+    if (!lease_is_set() || !find_lease_file("account", sizeof(struct gpushare_account), &file))
         return;
     struct gpushare_account *at = get_account();
     int32_t pid = getpid();
@@ -235,7 +244,7 @@ void lease_load(void)
 void lease_in_child(void)
 {
     atomic_store(&mine, NULL);
-    atomic_store(&gpushare_counters, leased ? NULL : unleased);
+    atomic_store(&gpushare_counters, lease_is_set() ? NULL : unleased);
     pthread_mutex_init(&opening, NULL);
 }
 
@@ -243,9 +252,9 @@ void lease_in_child(void)
 
 static void count(enum lease_counter counter)
 {
-    _Atomic uint64_t *counters = atomic_load_explicit(&gpushare_counters, memory_order_relaxed);
+    _Atomic uint64_t *counters = atomic_load_explicit(&gpushare_counters, memory_order_acquire);
     if (!counters) {
-        struct gpushare_account *at = leased ? get_account() : NULL;
+        struct gpushare_account *at = lease_is_set() ? get_account() : NULL;
         struct gpushare_slot *slot = at ? get_slot(at) : NULL;
         if (!at)
             return;
@@ -257,7 +266,7 @@ static void count(enum lease_counter counter)
 
 void lease_taint(enum gpushare_taint taint)
 {
-    struct gpushare_account *at = leased ? get_account() : NULL;
+    struct gpushare_account *at = lease_is_set() ? get_account() : NULL;
     struct gpushare_slot *slot = at ? get_slot(at) : NULL;
     if (slot && lock_account(at)) {
         slot->taints |= (uint32_t)taint;
@@ -293,13 +302,13 @@ void lease_enter(enum lease_counter counter)
 {
     count(counter);
     atomic_thread_fence(memory_order_seq_cst);
-    if (leased && atomic_load_explicit(atomic_load(&gpushare_phase), memory_order_acquire) != GPUSHARE_RUNNING)
+    if (atomic_load_explicit(atomic_load(&gpushare_phase), memory_order_acquire) != GPUSHARE_RUNNING && lease_is_set())
         wait_for_turn(counter, false);
 }
 
 bool lease_wait_for_turn(void)
 {
-    return !leased || wait_for_turn(LEASE_CALLS, true);
+    return !lease_is_set() || wait_for_turn(LEASE_CALLS, true);
 }
 
 /* ---- the account ---- */

@@ -28,8 +28,9 @@ extern _Atomic uint64_t *_Atomic gpushare_counters;
  * it after they have counted. */
 extern const _Atomic uint32_t *_Atomic gpushare_phase;
 
-/* Whether the process belongs to a lease.  Read once, at load. */
+/* Whether the process belongs to a lease.  Read once, at load or at the first question before. */
 bool lease_is_set(void);
+/* Called once, before the program runs.  Other threads may use everything here before and meanwhile. */
 void lease_load(void);
 /* After fork, in the child: another process, which has its own slot, lazily. */
 void lease_in_child(void);
@@ -45,7 +46,7 @@ void lease_taint(enum gpushare_taint taint);
 bool lease_wait_for_turn(void);
 
 /* Whether this process began in a server without a GPU, which may get one while it runs: it has the
- * name of a lease, and no limit.  Read once, at load. */
+ * name of a lease, and no limit.  Read once, as above. */
 bool lease_is_reserved(void);
 enum { LEASE_UUID_BYTES = 41 };
 /* The UUID of the device at an index of the limit page, as NVML writes it; false beyond the last, and

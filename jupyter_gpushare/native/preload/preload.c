@@ -77,19 +77,17 @@ extern int __register_atfork(void (*)(void), void (*)(void), void (*)(void), voi
 extern void *__dso_handle __attribute__((visibility("hidden")));
 #pragma weak pthread_atfork
 
-/* Also called from dlsym, which other libraries' constructors may use before ours. */
+/* Other libraries' constructors, and threads that they start, may call all of this library before: each
+ * part of it is found by the first that needs it. */
 __attribute__((constructor)) static void load(void)
 {
-    static _Atomic bool done;
-    if (atomic_exchange(&done, true))
-        return;
-    find_dlsym();
-    lease_load();
-    visible_load();
     if (__register_atfork)
         __register_atfork(NULL, NULL, in_child, __dso_handle);
     else if (pthread_atfork)
         pthread_atfork(NULL, NULL, in_child);
+    find_dlsym();
+    lease_load();
+    visible_load();
 }
 
 /* ---- the functions behind the hooks ---- */
@@ -129,15 +127,14 @@ static int hook_named(const char *name)
 void *gpushare_dlsym(void *handle, const char *name);
 void *gpushare_dlsym(void *handle, const char *name)
 {
-    if (!gpushare_real_dlsym)
-        load();
-    if (!lease_is_set() || handle == RTLD_NEXT || handle == RTLD_DEFAULT || !name ||
-        (strncmp(name, "cu", 2) && strncmp(name, "nvml", 4)))
+    dlsym_function *real_dlsym = find_dlsym();
+    if (handle == RTLD_NEXT || handle == RTLD_DEFAULT || !name || (strncmp(name, "cu", 2) && strncmp(name, "nvml", 4)) ||
+        !lease_is_set())
         return NULL;
     int index = hook_named(name);
     if (index < 0)
         return NULL;
-    void *found = gpushare_real_dlsym(handle, name);
+    void *found = real_dlsym(handle, name);
     return found && found == real_of((unsigned)index) ? hooks[index].ours : NULL;
 }
 
@@ -163,7 +160,8 @@ static void *spare_for(void *function, enum hook_kind kind)
         void *bound = atomic_load(&gpushare_real[HOOKS + i]);
         if (bound && bound != function)
             continue;
-        spare_kind[i] = kind;
+        if (!bound) /* a bound one may be in use */
+            spare_kind[i] = kind;
         atomic_store(&gpushare_real[HOOKS + i], function);
         ours = (void *)(uintptr_t)(gpushare_spares + GPUSHARE_SPARE_BYTES * i);
         break;

@@ -7,7 +7,7 @@
 
 #include "preload_symbols.h"
 
-dlsym_function *gpushare_real_dlsym;
+dlsym_function *_Atomic gpushare_real_dlsym;
 void *_Atomic gpushare_real[HOOKS + GPUSHARE_SPARES];
 
 static const char *const names[HOOKS] = {
@@ -22,15 +22,19 @@ static void *no_symbol(void *handle, const char *name)
     return NULL;
 }
 
-void find_dlsym(void)
+dlsym_function *find_dlsym(void)
 {
-    static const char *const versions[] = {"GLIBC_2.34", "GLIBC_2.17", "GLIBC_2.2.5"};
-    for (size_t i = 0; dlvsym && !gpushare_real_dlsym && i < sizeof versions / sizeof *versions; i++)
-        gpushare_real_dlsym = (dlsym_function *)dlvsym(RTLD_NEXT, "dlsym", versions[i]);
-    if (!gpushare_real_dlsym)
-        gpushare_real_dlsym = (dlsym_function *)search_symbol("dlsym");
-    if (!gpushare_real_dlsym)
-        gpushare_real_dlsym = no_symbol;
+    dlsym_function *found = atomic_load_explicit(&gpushare_real_dlsym, memory_order_acquire);
+    if (!found) {
+        if (dlvsym)
+            found = (dlsym_function *)dlvsym(RTLD_NEXT, "dlsym", GPUSHARE_OLDEST);
+        if (!found)
+            found = (dlsym_function *)search_symbol("dlsym");
+        if (!found)
+            found = no_symbol;
+        atomic_store(&gpushare_real_dlsym, found);
+    }
+    return found;
 }
 
 static bool is_nvml(const char *name)
@@ -49,9 +53,9 @@ static const char missing; /* in place of a function that the loaded driver does
 static void *look_up(const char *name)
 {
     void *library = dlopen(is_nvml(name) ? "libnvidia-ml.so.1" : "libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
-    if (!library || !gpushare_real_dlsym)
+    if (!library)
         return NULL;
-    void *function = gpushare_real_dlsym(library, name);
+    void *function = find_dlsym()(library, name);
     dlclose(library); /* NOLOAD took a reference; the loader keeps its own */
     return function ? function : (void *)(uintptr_t)&missing;
 }

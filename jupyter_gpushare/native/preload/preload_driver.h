@@ -23,10 +23,11 @@ enum hook {
 typedef void *dlsym_function(void *, const char *);
 
 /* glibc's dlsym, once `find_dlsym` has run; the function behind each hook, NULL while it is not known. */
-extern dlsym_function *gpushare_real_dlsym;
+extern dlsym_function *_Atomic gpushare_real_dlsym;
 extern void *_Atomic gpushare_real[HOOKS + GPUSHARE_SPARES];
 
-void find_dlsym(void);
+/* Threads may find it at once: each finds the same. */
+dlsym_function *find_dlsym(void);
 
 /* The driver's function behind a hook, and one without a hook (kept in `kept`); NULL while there is
  * none. */

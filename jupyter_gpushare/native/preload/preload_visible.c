@@ -50,12 +50,22 @@ static char **find_entry(void)
     return NULL;
 }
 
-/* Not by putenv(3): a shell with a function of that name is not ready for calls yet. */
-void visible_load(void)
+/* Under `showing`, before the program runs or at a call of cuInit before that.  Not by putenv(3): a shell
+ * with a function of that name is not ready for calls yet. */
+static void take_over(void)
 {
-    char **at = lease_is_reserved() ? find_entry() : NULL;
+    static bool done;
+    char **at = !done && lease_is_reserved() ? find_entry() : NULL;
     if (at && !(*at)[VALUE_AT])
         *at = all;
+    done = true;
+}
+
+void visible_load(void)
+{
+    pthread_mutex_lock(&showing);
+    take_over();
+    pthread_mutex_unlock(&showing);
 }
 
 /* A number as strtoul(3) reads it, GPUSHARE_DEVICES for each that is larger; -1: it is none. */
@@ -154,6 +164,7 @@ API CUresult cuInit(unsigned flags)
     if (!lease_is_set() || atomic_load(&done))
         return real(flags);
     pthread_mutex_lock(&showing);
+    take_over();
     if (!calls++)
         show();
     pthread_mutex_unlock(&showing);
