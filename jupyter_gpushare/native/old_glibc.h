@@ -27,6 +27,7 @@
 #define GPUSHARE_BIND(name, version) __asm__(".symver " #name ", " #name "@" version)
 GPUSHARE_BIND(dlopen, GPUSHARE_OLDEST);
 GPUSHARE_BIND(dlclose, GPUSHARE_OLDEST);
+GPUSHARE_BIND(dladdr, GPUSHARE_OLDEST);
 GPUSHARE_BIND(dlvsym, GPUSHARE_OLDEST);
 GPUSHARE_BIND(pthread_create, GPUSHARE_OLDEST);
 GPUSHARE_BIND(pthread_detach, GPUSHARE_OLDEST);

@@ -1,4 +1,4 @@
-"""The preload library beside libraries that begin before it."""
+"""The preload library beside libraries that begin first, and in programs that close the driver."""
 
 from __future__ import annotations
 
@@ -12,12 +12,15 @@ import pytest
 
 from jupyter_gpushare import native
 from jupyter_gpushare.native import build
+from tests.native.calls import CALLS
+from tests.native.test_hooks import compile_shared
 from tests.native.test_sanitizers import SANITIZERS, UUID, compile_preload_into, without_aslr, works
+from tests.native.worker import Worker
 from tests.simulator import GIB, Lease
 from tests.waiting import PATIENCE_S
 
 HERE = Path(__file__).parent
-DRIVER = {"libcuda.so.1": "-DCUDA", "libnvidia-ml.so.1": "-DNVML"}
+DRIVER = {"libcuda.so.1": "-DCUDA", "libnvidia-ml.so.1": "-DNVML", "libcupti.so.12": "-DCUPTI"}
 STARTS = int(os.environ.get("GPUSHARE_TEST_STARTS", "200"))
 
 
@@ -92,3 +95,65 @@ def test_threads_that_begin_before_the_library_is_loaded_race_with_nothing(
             [*without_aslr(), str(program)], env=env, capture_output=True, text=True, timeout=120, check=False
         )
         assert (done.returncode, done.stderr) == (0, "")
+
+
+# ---- a program that closes the driver and opens it again ----
+
+#: `reopen` closes a library and opens it again.  What is unloaded meanwhile comes to another address.
+REOPEN = """
+import _ctypes
+libc = ctypes.CDLL(None)
+def spans(name):
+    lines = [line.split() for line in open("/proc/self/maps")]
+    return [[int(end, 16) for end in line[0].split("-")] for line in lines if line[-1].endswith("/" + name)]
+def reopen(library, *names):
+    before = {name: spans(name) for name in names}
+    _ctypes.dlclose(library._handle)
+    for name in names:
+        for start, end in before[name] if not spans(name) else []:  # private, anonymous, at this very place
+            libc.mmap(ctypes.c_void_p(start), size(end - start), 0, 0x32, -1, size(0))
+    return ctypes.CDLL(names[0])
+"""
+
+
+def test_functions_of_a_driver_that_was_closed_are_limited_and_counted(folder: Path, lease: Lease) -> None:
+    with Worker(environment(folder, **lease.env()), open_gpu=False) as kernel:
+        kernel.run(CALLS + REOPEN)
+        for work in (3, 6, 9):
+            assert kernel.ask("[cuda.cuLaunchKernel(1), alloc(2 << 30)[0], alloc(1 << 20)[0]]") == [0, 2, 0]
+            assert lease.slots()[kernel.pid].work == work
+            kernel.run("cuda = reopen(cuda, 'libcuda.so.1')")
+
+
+@pytest.mark.parametrize("leased", [True, False], ids=["lease", "no lease"])
+def test_a_closed_library_that_is_linked_with_the_driver_finds_it_again(
+    folder: Path, tmp_path: Path, lease: Lease, leased: bool
+) -> None:
+    source = "int cuMemAlloc_v2(long *, long); int take(long n) { long at; return cuMemAlloc_v2(&at, n); }"
+    compile_shared(source, tmp_path / "libuser.so", "-Wl,--no-as-needed", str(folder / "libcuda.so.1"))
+    env = environment(folder, **(lease.env() if leased else {"LD_PRELOAD": str(native.preload_path())}))
+    env["LD_LIBRARY_PATH"] += f":{tmp_path}"
+    with Worker(env, open_gpu=False) as kernel:
+        kernel.run(CALLS + REOPEN + "_ctypes.dlclose(cuda._handle); user = ctypes.CDLL('libuser.so')")
+        for _ in range(2):
+            assert kernel.ask("user.take(ctypes.c_long(2 << 30))") == (2 if leased else 0)
+            kernel.run("user = reopen(user, 'libuser.so', 'libcuda.so.1')")
+
+
+def test_nvml_that_was_closed_shows_the_lease_alone(folder: Path, lease: Lease) -> None:
+    with Worker(environment(folder, **lease.env()), open_gpu=False) as kernel:
+        kernel.run(CALLS + REOPEN + "nvml = ctypes.CDLL('libnvidia-ml.so.1'); sizes = (u64 * 3)()")
+        for _ in range(2):
+            kernel.run("assert nvml.nvmlDeviceGetMemoryInfo(sizes, sizes) == 0")
+            assert kernel.ask("sizes[0]") == GIB
+            kernel.run("nvml = reopen(nvml, 'libnvidia-ml.so.1')")
+
+
+def test_cupti_that_was_closed_still_taints(folder: Path, lease: Lease) -> None:
+    with Worker(environment(folder, **lease.env()), open_gpu=False) as kernel:
+        kernel.run(CALLS + REOPEN + "cupti = ctypes.CDLL('libcupti.so.12')")
+        assert kernel.ask("cupti.cuptiActivityEnable(4)") == 1
+        assert lease.slots()[kernel.pid].taints == 0
+        kernel.run("cupti = reopen(cupti, 'libcupti.so.12')")
+        assert kernel.ask("cupti.cuptiActivityEnable(3)") == 0
+        assert lease.slots()[kernel.pid].taints == 16

@@ -1,4 +1,9 @@
-/* The driver's functions behind the hooks, looked up by name when the driver is loaded. */
+/* The driver's functions behind the hooks, looked up by name when the driver is loaded.
+ *
+ * Addresses are kept here and in programs, so a library in which one was found is never unloaded again
+ * (RTLD_NODELETE): a program that closes the driver and opens it again gets the same one.  Only the copy
+ * with the name libcuda.so.1 that was loaded first is hooked.
+ */
 #define _GNU_SOURCE
 #include "preload_driver.h"
 
@@ -49,15 +54,32 @@ static bool is_cupti(const char *name)
 
 static const char missing; /* in place of a function that the loaded driver does not have */
 
+/* NULL where the library is not loaded. */
+static void *keep_loaded(const char *file)
+{
+    void *library = dlopen(file, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
+    if (library)
+        dlclose(library); /* the reference of this call: it stays loaded without */
+    return library;
+}
+
 /* NULL where the driver is not loaded. */
 static void *look_up(const char *name)
 {
-    void *library = dlopen(is_nvml(name) ? "libnvidia-ml.so.1" : "libcuda.so.1", RTLD_LAZY | RTLD_NOLOAD);
+    void *library = keep_loaded(is_nvml(name) ? "libnvidia-ml.so.1" : "libcuda.so.1");
     if (!library)
         return NULL;
     void *function = find_dlsym()(library, name);
-    dlclose(library); /* NOLOAD took a reference; the loader keeps its own */
     return function ? function : (void *)(uintptr_t)&missing;
+}
+
+static void *cupti_function(const char *name)
+{
+    Dl_info found;
+    void *function = search_symbol(name);
+    if (function && dladdr(function, &found))
+        keep_loaded(found.dli_fname);
+    return function;
 }
 
 static void *driver_function(const char *name)
@@ -72,7 +94,7 @@ void *real_of(unsigned index)
     if (function || index >= HOOKS)
         return function;
     const char *name = names[index];
-    function = is_cupti(name) ? search_symbol(name) : driver_function(name);
+    function = is_cupti(name) ? cupti_function(name) : driver_function(name);
     if (function)
         atomic_store(&gpushare_real[index], function);
     return function;
