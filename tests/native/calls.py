@@ -40,6 +40,9 @@ def mapped(n=2 << 20, device=0):
 def unmap(at, n): return cuda.cuMemUnmap(u64(at), size(n))
 def release(handle): return cuda.cuMemRelease(u64(handle))
 def retain(at): return made("cuMemRetainAllocationHandle", ctypes.c_void_p(at))
+def export(handle):
+    shared = ctypes.c_int(-1)
+    return [cuda.cuMemExportToShareableHandle(ctypes.byref(shared), u64(handle), 1, u64(0)), shared.value]
 def free(at): return cuda.cuMemFree_v2(u64(at))
 def free_async(at, suffix=""): return getattr(cuda, "cuMemFreeAsync" + suffix)(u64(at), None)
 def array(width, height): return made("cuArrayCreate_v2", ctypes.byref(Array(width, height, 32, 4)))

@@ -142,6 +142,24 @@ def test_physical_memory_is_charged_until_released_and_unmapped(machine: Simulat
         assert half.slots()[kernel.pid].used_bytes[0] == machine.device_used(0) == 20 * GIB
 
 
+@pytest.mark.parametrize("end", ["[release(handle), unmap(at, n)]", "[unmap(at, n), release(handle)]"])
+def test_exported_memory_is_charged_until_the_process_ends(machine: Simulator, half: Lease, end: str) -> None:
+    """The driver keeps it while another process holds it, which this one cannot see."""
+    with in_lease(machine, half) as kernel, in_lease(machine, half) as other:
+        kernel.run("n = 10 << 30; at, handle = reserve(n)[1], create(n)[1]; map(at, n, handle)")
+        kernel.run("code, shared = export(handle)")
+        assert kernel.ask(f"[code, *{end}]") == [0, 0, 0]
+        assert used(half, kernel) == machine.device_used(0) == 10 * GIB
+        kernel.run("os.close(shared)")
+        # What is not exported comes and goes as before, with a handle that may have been that one.
+        assert kernel.ask("release(create(20 << 30)[1])") == 0
+        assert (used(half, kernel), machine.device_used(0)) == (10 * GIB, 0)
+        assert kernel.ask("export(handle)[0]") == 1
+        assert other.ask("[create(31 << 30)[0], create(30 << 30)[0]]") == [2, 0]
+        kernel.kill()
+        assert other.ask("create(10 << 30)[0]") == 0
+
+
 def test_what_the_driver_refuses_is_given_back(machine: Simulator, half: Lease) -> None:
     with Worker(machine.env()) as neighbour, in_lease(machine, half) as kernel:
         neighbour.run("b = gpu.allocate('79GiB')")

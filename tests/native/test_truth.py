@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.native.calls import CALLS
 from tests.native.conftest import Checkpoint, checkpoint_in
 from tests.native.test_hooks import compile_shared
 from tests.native.worker import Worker, WorkerError
@@ -574,6 +575,22 @@ def test_a_forked_process_keeps_nothing_of_a_parent_that_ended_while_checkpointe
         assert machine.device_used(0) == 0
         assert machine.host_memory()[0] == machine.host_memory()[1]
         os.kill(worker, signal.SIGKILL)
+
+
+@source("cuda.h 13.5, cuMemRelease: memory is freed when its shareable counterparts are released too")
+def test_exported_memory_is_used_until_every_descriptor_of_it_is_closed(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as kernel:
+        kernel.run(CALLS)
+        kernel.run("import subprocess; handle = create(1 << 30)[1]; code, shared = export(handle)")
+        assert kernel.ask("[code, release(handle), release(handle)]") == [0, 0, 1]
+        kernel.run("other = subprocess.Popen(['cat'], stdin=subprocess.PIPE, pass_fds=[shared])")
+        for end in ("os.close(shared)", "other.communicate()"):
+            assert kernel.ask("release(create(2 << 20)[1])") == 0
+            assert machine.device_used(0) == GIB
+            kernel.run(end)
+        assert kernel.ask("release(create(2 << 20)[1])") == 0
+        assert machine.device_used(0) == 0
 
 
 @source("NVML API reference r590, nvmlMemory_t: used is reserved and allocated; some is always set aside")

@@ -19,8 +19,6 @@ TAINTS(GPUSHARE_TAINT_IPC, cuIpcOpenMemHandle_v2, (CUdeviceptr * out, CUipcMemHa
        (out, handle, flags))
 TAINTS(GPUSHARE_TAINT_IPC, cuIpcGetEventHandle, (CUipcEventHandle * out, CUevent event), (out, event))
 TAINTS(GPUSHARE_TAINT_IPC, cuIpcOpenEventHandle, (CUevent * out, CUipcEventHandle handle), (out, handle))
-TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemExportToShareableHandle,
-       (void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags), (out, handle, type, flags))
 TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemImportFromShareableHandle,
        (CUmemGenericAllocationHandle * out, void *shared, int type), (out, shared, type))
 TAINTS(GPUSHARE_TAINT_EXPORTED, cuMemPoolExportToShareableHandle,

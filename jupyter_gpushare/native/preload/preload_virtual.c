@@ -1,7 +1,11 @@
 /* The preload library's hooks of physical memory and its mappings (virtual memory management).
  *
- * Rule: a call of the driver that names a physical allocation holds a use of its record from
- * before the call until the result is recorded, so that no other thread ends the record meanwhile.
+ * Rules.
+ *   - A call of the driver that names a physical allocation holds a use of its record from before
+ *     the call until the result is recorded, so that no other thread ends the record meanwhile.
+ *   - Exported memory stays charged until the process ends: the driver frees it when its shareable
+ *     counterparts are released too (cuda.h 13.5, cuMemRelease), and those may be in other processes.
+ *     What is imported is not charged: the process that exported it is.
  */
 #include "preload_virtual.h"
 
@@ -18,6 +22,7 @@ struct physical {
     unsigned holders, maps; /* as the driver counts them */
     unsigned uses;          /* calls of the driver under way */
     int device;
+    bool exported;
 };
 
 struct mapping {
@@ -47,7 +52,7 @@ static struct physical *physical_with(CUmemGenericAllocationHandle handle)
     return at;
 }
 
-/* Under mappings_lock: ends a use, and takes the record out when the driver has freed the memory.
+/* Under mappings_lock: ends a use, and takes the record out when this process holds the memory no more.
  * Ended records are collected in a list, which the caller gives back. */
 static void end_use(struct physical *known, struct physical **gone)
 {
@@ -80,7 +85,8 @@ static void give_physicals(struct physical *gone)
 {
     while (gone) {
         struct physical *next = gone->next;
-        lease_give(gone->device, gone->bytes);
+        if (!gone->exported)
+            lease_give(gone->device, gone->bytes);
         free(gone);
         gone = next;
     }
@@ -105,7 +111,7 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const 
         lease_taint(GPUSHARE_TAINT_FABRIC);
     if (made) {
         pthread_mutex_lock(&mappings_lock);
-        *made = (struct physical){physicals, *out, taken.bytes, 1, 0, 0, taken.device};
+        *made = (struct physical){physicals, *out, taken.bytes, 1, 0, 0, taken.device, false};
         physicals = made;
         pthread_mutex_unlock(&mappings_lock);
     }
@@ -126,6 +132,25 @@ API CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
     pthread_mutex_lock(&mappings_lock);
     if (known && result)
         known->holders++;
+    end_use(known, &gone);
+    pthread_mutex_unlock(&mappings_lock);
+    give_physicals(gone);
+    return result;
+}
+
+API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type,
+                                          unsigned long long flags)
+{
+    lease_enter(LEASE_CALLS);
+    FIND_REAL(cuMemExportToShareableHandle);
+    struct physical *gone = NULL;
+    pthread_mutex_lock(&mappings_lock);
+    struct physical *known = use(physical_with(handle));
+    pthread_mutex_unlock(&mappings_lock);
+    CUresult result = tainted_by(real(out, handle, type, flags), GPUSHARE_TAINT_EXPORTED);
+    pthread_mutex_lock(&mappings_lock);
+    if (known && !result)
+        known->exported = true;
     end_use(known, &gone);
     pthread_mutex_unlock(&mappings_lock);
     give_physicals(gone);

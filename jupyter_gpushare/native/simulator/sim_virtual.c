@@ -1,13 +1,19 @@
 /* The simulated libcuda.so.1: virtual memory management, and what is shared with other processes.
  *
- * Fact (CUDA Driver API reference 13.0, "Virtual Memory Management"): a physical
- * allocation (cuMemCreate) lives until it is released *and* no longer mapped.
+ * Fact (CUDA Driver API reference 13.0, "Virtual Memory Management"; cuda.h 13.5, cuMemRelease): a
+ * physical allocation (cuMemCreate) lives until it is released *and* no longer mapped *and* its shareable
+ * counterparts are released, wherever they are.
+ *
+ * Not simulated: memory that outlives its process because another one has a counterpart.
  */
 #define _GNU_SOURCE
 #include "sim_virtual.h"
 
+#include <fcntl.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/file.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -15,7 +21,8 @@
 #include "sim_account.h"
 #include "sim_blocks.h"
 
-/* A physical allocation of cuMemCreate: a file, so that it can be mapped anywhere. */
+/* A physical allocation of cuMemCreate: a file, so that it can be mapped anywhere.  A shareable counterpart
+ * is another description of it, with a lock that lasts until its last descriptor is closed. */
 struct physical {
     struct physical *next;
     int fd;
@@ -54,9 +61,25 @@ static struct physical *find_physical(CUmemGenericAllocationHandle handle)
     return at && at->holders ? at : NULL;
 }
 
+static int share(const struct physical *physical)
+{
+    char path[32];
+    snprintf(path, sizeof path, "/proc/self/fd/%d", physical->fd);
+    int fd = open(path, O_RDWR | O_CLOEXEC);
+    if (fd < 0 || !flock(fd, LOCK_SH))
+        return fd;
+    close(fd);
+    return -1;
+}
+
+static bool is_shared(const struct physical *physical)
+{
+    return flock(physical->fd, LOCK_EX | LOCK_NB) || flock(physical->fd, LOCK_UN);
+}
+
 static void end_physical(struct physical *ended)
 {
-    if (ended->holders || ended->maps)
+    if (ended->holders || ended->maps || is_shared(ended))
         return;
     struct physical **at = &physicals;
     while (*at != ended)
@@ -65,6 +88,15 @@ static void end_physical(struct physical *ended)
     close(ended->fd);
     sim_give(ended->device, ended->bytes);
     free(ended);
+}
+
+/* That a descriptor was closed is seen at the next allocation. */
+static void end_all(void)
+{
+    for (struct physical *next, *at = physicals; at; at = next) {
+        next = at->next;
+        end_physical(at);
+    }
 }
 
 API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *properties,
@@ -84,6 +116,7 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const 
     }
     *made = (struct physical){NULL, fd, bytes, properties->location.id, 1, 0};
     pthread_mutex_lock(&sim_local);
+    end_all();
     CUresult result = sim_take(made->device, bytes);
     if (!result)
         made->next = physicals, physicals = made;
@@ -246,7 +279,7 @@ API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandl
         return CUDA_ERROR_NOT_SUPPORTED;
     pthread_mutex_lock(&sim_local);
     struct physical *physical = find_physical(handle);
-    int fd = physical ? dup(physical->fd) : -1;
+    int fd = physical ? share(physical) : -1;
     pthread_mutex_unlock(&sim_local);
     if (fd < 0)
         return CUDA_ERROR_INVALID_VALUE;
