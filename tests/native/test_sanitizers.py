@@ -29,7 +29,8 @@ PLANTED = {
 }
 
 
-#: A driver of virtual memory management that holds a call until it may return, but none of the first thread.
+#: A driver that holds a call, when it has done what it was asked for, until it may return, but none of the
+#: first thread.  Of a handle that is free it makes the next one.
 SLOW_DRIVER = """
 #define _GNU_SOURCE
 #include <string.h>
@@ -38,9 +39,10 @@ SLOW_DRIVER = """
 #include <unistd.h>
 #define API __attribute__((visibility("default"))) int
 __attribute__((visibility("default"))) _Atomic int calls_in_driver, driver_may_return;
+static int is_first(void) { return syscall(SYS_gettid) == getpid(); }
 static int slow(void)
 {
-    if (syscall(SYS_gettid) == getpid())
+    if (is_first())
         return 0;
     for (calls_in_driver++; !driver_may_return;)
         nanosleep(&(struct timespec){0, 1000000}, 0);
@@ -49,20 +51,31 @@ static int slow(void)
 API cuDeviceGetUuid_v2(char uuid[16], int device) { memset(uuid, 0x11, 16); return device; }
 API cuDeviceGetCount(int *count) { return *count = 1, 0; }
 API cuDevicePrimaryCtxGetState(int device, unsigned *flags, int *active)
-{ return *active = 1, *flags = 0, device; }
+{ return *active = is_first(), *flags = 0, slow() + device; }
+API cuDevicePrimaryCtxReset_v2(int device) { return device; }
+API cuCtxGetDevice(int *device) { return *device = 0; }
+API cuCtxGetCurrent(void **context) { return *context = &calls_in_driver, 0; }
+API cuCtxCreate_v2(void **context, unsigned flags, int device)
+{ return *context = &calls_in_driver, (int)flags + device; }
+API cuCtxDestroy_v2(void *context) { return !context + slow(); }
+static unsigned long long next, last = 7;
+API cuMemAlloc_v2(unsigned long long *at, size_t n) { return *at = next += n, 0; }
+API cuMemFree_v2(unsigned long long at) { return !at; }
 API cuMemCreate(unsigned long long *out, size_t n, void *p, unsigned long long f)
-{ return *out = 7, (void)n, (void)p, (void)f, 0; }
+{ return *out = ++last, (void)n, (void)p, (void)f, 0; }
 API cuMemRelease(unsigned long long handle) { return (void)handle, slow(); }
 API cuMemMap(unsigned long long at, size_t n, size_t o, unsigned long long h, unsigned long long f)
 { return (void)at, (void)n, (void)o, (void)h, (void)f, slow(); }
-API cuMemUnmap(unsigned long long at, size_t n) { return (void)at, (void)n, 0; }
-API cuMemRetainAllocationHandle(unsigned long long *out, void *at) { return (void)at, *out = 7, slow(); }
+API cuMemUnmap(unsigned long long at, size_t n) { return (void)at, (void)n, slow(); }
+API cuMemRetainAllocationHandle(unsigned long long *out, void *at) { return (void)at, *out = last, slow(); }
+API cuMemExportToShareableHandle(void *out, unsigned long long handle, int type, unsigned long long f)
+{ return (void)out, (void)handle, (void)f, slow() + type - 1; }
 """
 UUID = "GPU-" + "11" * 16
 
 
 @pytest.mark.parametrize("kind", SANITIZERS)
-def test_overlapping_calls_of_virtual_memory_end_no_record_in_use(tmp_path: Path, kind: str) -> None:
+def test_calls_that_overlap_end_no_record_in_use_and_give_back_their_own(tmp_path: Path, kind: str) -> None:
     flags = ["-Werror", "-g", "-O1", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
     if reason := works(flags, tmp_path):
         pytest.skip(reason)

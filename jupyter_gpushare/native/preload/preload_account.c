@@ -10,9 +10,11 @@ bool take_or_trim(int device, uint64_t bytes)
 {
     if (lease_take(device, bytes))
         return true;
-    for (CUdevice ordinal = 0; ordinal < GPUSHARE_DEVICES && page_device(ordinal) >= 0; ordinal++)
+    for (CUdevice ordinal = 0; ordinal < GPUSHARE_DEVICES && page_device(ordinal) >= 0; ordinal++) {
+        uint64_t last = last_record();
         if (!primary_is_active(ordinal))
-            forget_primary_context(ordinal);
+            forget_primary_context(ordinal, last);
+    }
     trim_pools(device);
     bool granted = lease_take(device, bytes);
     if (!granted)

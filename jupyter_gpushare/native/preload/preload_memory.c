@@ -64,36 +64,41 @@ CREATES_CONTEXT(cuCtxCreate_v3, (CUcontext * out, void *affinity, int count, uns
 CREATES_CONTEXT(cuCtxCreate_v4, (CUcontext * out, void *parameters, unsigned flags, CUdevice ordinal),
                 (out, parameters, flags, ordinal))
 
-static CUresult after_primary(CUresult result, CUdevice ordinal)
+static CUresult after_primary(CUresult result, CUdevice ordinal, uint64_t last)
 {
     if (!result && lease_is_set() && !primary_is_active(ordinal)) {
-        forget_primary_context(ordinal);
+        forget_primary_context(ordinal, last);
         settle_pools(ordinal);
     }
     return result;
 }
 
-#define ENDS_PRIMARY(name)               \
-    API CUresult name(CUdevice ordinal)  \
-    {                                    \
-        lease_enter(LEASE_CALLS);              \
-        FIND_REAL(name);                 \
-        return after_primary(real(ordinal), ordinal); \
+#define ENDS_PRIMARY(name)                                  \
+    API CUresult name(CUdevice ordinal)                     \
+    {                                                       \
+        lease_enter(LEASE_CALLS);                           \
+        FIND_REAL(name);                                    \
+        uint64_t last = last_record();                      \
+        return after_primary(real(ordinal), ordinal, last); \
     }
 ENDS_PRIMARY(cuDevicePrimaryCtxRelease)
 ENDS_PRIMARY(cuDevicePrimaryCtxRelease_v2)
 ENDS_PRIMARY(cuDevicePrimaryCtxReset)
 ENDS_PRIMARY(cuDevicePrimaryCtxReset_v2)
 
-#define ENDS_CONTEXT(name)               \
-    API CUresult name(CUcontext context) \
-    {                                    \
-        lease_enter(LEASE_CALLS);              \
-        FIND_REAL(name);                 \
-        CUresult result = real(context); \
-        if (!result && context)          \
-            forget_context(context);     \
-        return result;                   \
+#define ENDS_CONTEXT(name)                          \
+    API CUresult name(CUcontext context)            \
+    {                                               \
+        lease_enter(LEASE_CALLS);                   \
+        FIND_REAL(name);                            \
+        uint64_t last = last_record();              \
+        bool is_own = forget_own_context(context);  \
+        CUresult result = real(context);            \
+        if (!result && context)                     \
+            forget_context(context, last);          \
+        else if (is_own)                            \
+            remember_own_context(context);          \
+        return result;                              \
     }
 ENDS_CONTEXT(cuCtxDestroy)
 ENDS_CONTEXT(cuCtxDestroy_v2)

@@ -13,6 +13,7 @@
 static pthread_mutex_t records_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct record *records; /* open addressing, a power of two */
 static size_t record_capacity, record_count;
+static uint64_t last_serial;
 
 /* Contexts of cuCtxCreate.  Every other context is a primary one, also one that the CUDA runtime
  * made by a table of cuGetExportTable, which no hook sees. */
@@ -73,6 +74,7 @@ void remember(struct record record)
             record.in_own_context = record.in_own_context || (record.context && own_contexts[i] == record.context);
         before = *place;
         record_count += !before.key;
+        record.serial = ++last_serial;
         *place = record;
     }
     pthread_mutex_unlock(&records_lock);
@@ -103,9 +105,17 @@ struct record forget(uint64_t key)
     return record;
 }
 
+uint64_t last_record(void)
+{
+    pthread_mutex_lock(&records_lock);
+    uint64_t serial = last_serial;
+    pthread_mutex_unlock(&records_lock);
+    return serial;
+}
+
 /* Gives back every record of a context, or with context NULL those of the primary context of an
  * ordinal: one pass, which moves the others into a new table. */
-static void forget_records(CUcontext context, CUdevice ordinal)
+static void forget_records(CUcontext context, CUdevice ordinal, uint64_t last)
 {
     pthread_mutex_lock(&records_lock);
     size_t capacity = record_capacity;
@@ -114,7 +124,7 @@ static void forget_records(CUcontext context, CUdevice ordinal)
         struct record *record = &old[i];
         bool ends = context ? record->context == context
                             : record->ordinal == ordinal && !record->in_own_context && !own_overflowed;
-        if (!record->key || ends)
+        if (!record->key || (ends && record->serial <= last))
             continue;
         *place_in(kept, capacity, record->key) = *record;
         record->key = 0;
@@ -129,19 +139,27 @@ static void forget_records(CUcontext context, CUdevice ordinal)
         free(old);
 }
 
-void forget_context(CUcontext context)
+void forget_context(CUcontext context, uint64_t last)
 {
-    pthread_mutex_lock(&records_lock);
-    for (int i = 0; i < OWN_CONTEXTS; i++)
-        if (own_contexts[i] == context)
-            own_contexts[i] = NULL;
-    pthread_mutex_unlock(&records_lock);
-    forget_records(context, -1);
+    forget_records(context, -1, last);
 }
 
-void forget_primary_context(CUdevice ordinal)
+void forget_primary_context(CUdevice ordinal, uint64_t last)
 {
-    forget_records(NULL, ordinal);
+    forget_records(NULL, ordinal, last);
+}
+
+bool forget_own_context(CUcontext context)
+{
+    bool found = false;
+    pthread_mutex_lock(&records_lock);
+    for (int i = 0; context && i < OWN_CONTEXTS; i++)
+        if (own_contexts[i] == context) {
+            own_contexts[i] = NULL;
+            found = true;
+        }
+    pthread_mutex_unlock(&records_lock);
+    return found;
 }
 
 void remember_own_context(CUcontext context)

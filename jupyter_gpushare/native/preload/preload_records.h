@@ -17,13 +17,22 @@ struct record {
     CUdevice ordinal;
     int device; /* in the limit page */
     bool in_own_context;
+    uint64_t serial; /* set by `remember` */
 };
 void remember(struct record record);
 struct record forget(uint64_t key);
 void give_record(struct record record);
-void forget_context(CUcontext context);
-void forget_primary_context(CUdevice ordinal);
+
+/* The serial of the last record.  A caller reads it before it asks the driver to end a context: what is
+ * remembered later may belong to a new context that has the handle of the old one. */
+uint64_t last_record(void);
+/* Give back every record of a context that has ended, up to a serial. */
+void forget_context(CUcontext context, uint64_t last);
+void forget_primary_context(CUdevice ordinal, uint64_t last);
+
+/* A context of cuCtxCreate; `forget_own_context` returns whether it was one. */
 void remember_own_context(CUcontext context);
+bool forget_own_context(CUcontext context);
 
 /* After fork, in the child. */
 void records_in_child(void);

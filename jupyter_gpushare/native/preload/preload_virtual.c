@@ -3,6 +3,8 @@
  * Rules.
  *   - A call of the driver that names a physical allocation holds a use of its record from before
  *     the call until the result is recorded, so that no other thread ends the record meanwhile.
+ *   - cuMemUnmap marks what it ends before the call: afterwards another thread may have mapped other
+ *     memory at the same address.
  *   - Exported memory stays charged until the process ends: the driver frees it when its shareable
  *     counterparts are released too (cuda.h 13.5, cuMemRelease), and those may be in other processes.
  *     What is imported is not charged: the process that exported it is.
@@ -28,6 +30,7 @@ struct physical {
 struct mapping {
     uint64_t address, bytes;
     struct physical *physical;
+    const void *ends_in; /* the call of cuMemUnmap that ends it; NULL: none */
 };
 
 static pthread_mutex_t mappings_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -75,10 +78,15 @@ static struct physical *use(struct physical *known)
 
 static struct physical *mapped_at(uint64_t address)
 {
-    for (size_t i = 0; i < mapping_count; i++)
-        if (address - mappings[i].address < mappings[i].bytes)
+    struct physical *ending = NULL;
+    for (size_t i = 0; i < mapping_count; i++) {
+        if (address - mappings[i].address >= mappings[i].bytes)
+            continue;
+        if (!mappings[i].ends_in)
             return mappings[i].physical;
-    return NULL;
+        ending = mappings[i].physical;
+    }
+    return ending;
 }
 
 static void give_physicals(struct physical *gone)
@@ -204,7 +212,7 @@ API CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGen
     if (known && !result) {
         known->maps++; /* without memory for the mapping it stays charged until the process ends */
         if (grow_mappings())
-            mappings[mapping_count++] = (struct mapping){address, bytes, known};
+            mappings[mapping_count++] = (struct mapping){address, bytes, known, NULL};
     }
     end_use(known, &gone);
     pthread_mutex_unlock(&mappings_lock);
@@ -217,15 +225,24 @@ API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemUnmap);
     struct physical *gone = NULL;
+    pthread_mutex_lock(&mappings_lock);
+    for (size_t i = 0; i < mapping_count; i++)
+        if (mappings[i].address - address < bytes && !mappings[i].ends_in)
+            mappings[i].ends_in = &gone;
+    pthread_mutex_unlock(&mappings_lock);
     CUresult result = real(address, bytes);
     pthread_mutex_lock(&mappings_lock);
-    for (size_t i = mapping_count; !result && i > 0; i--) {
-        struct mapping mapping = mappings[i - 1];
-        if (mapping.address - address >= bytes)
+    for (size_t i = mapping_count; i > 0; i--) {
+        struct mapping *mapping = &mappings[i - 1];
+        if (mapping->ends_in != &gone)
             continue;
-        mappings[i - 1] = mappings[--mapping_count];
-        mapping.physical->maps--;
-        end_use(use(mapping.physical), &gone);
+        mapping->ends_in = NULL;
+        if (result)
+            continue;
+        struct physical *physical = mapping->physical;
+        *mapping = mappings[--mapping_count];
+        physical->maps--;
+        end_use(use(physical), &gone);
     }
     pthread_mutex_unlock(&mappings_lock);
     give_physicals(gone);
@@ -237,9 +254,11 @@ static int home_of(CUdeviceptr address, size_t bytes)
 {
     int home = -1;
     pthread_mutex_lock(&mappings_lock);
-    for (size_t i = 0; i < mapping_count && home < 0; i++)
-        if (mappings[i].address - address < bytes || address - mappings[i].address < mappings[i].bytes)
-            home = mappings[i].physical->device;
+    for (size_t i = 0; i < mapping_count; i++) {
+        const struct mapping *at = &mappings[i];
+        if ((home < 0 || !at->ends_in) && (at->address - address < bytes || address - at->address < at->bytes))
+            home = at->physical->device;
+    }
     pthread_mutex_unlock(&mappings_lock);
     return home;
 }
