@@ -54,6 +54,7 @@ LIBRARIES = (
             "simulator/sim_virtual.c",
             "simulator/sim_copy.c",
             "simulator/sim_stream.c",
+            "simulator/sim_module.c",
             "simulator/sim_access.c",
             "simulator/sim_checkpoint.c",
             "simulator/sim_control.c",

@@ -1,0 +1,123 @@
+/* The simulated libcuda.so.1: modules, and the kernels in them.
+ *
+ * Only the kernels of `jupyter_gpushare/demo_gpu` are known, by name: see `kernels`.
+ */
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "sim_account.h"
+#include "sim_blocks.h"
+#include "sim_stream.h"
+
+/* ---- kernels: what the PTX of demo_gpu does ---- */
+
+static uint64_t argument(void **arguments, int index)
+{
+    uint64_t value;
+    memcpy(&value, arguments[index], sizeof value);
+    return value;
+}
+
+/* words, count, seed: word i becomes seed * 0x9e3779b97f4a7c15 + i * 0xbf58476d1ce4e5b9 */
+static CUresult run_fill(void **arguments, uint64_t *busy_ns)
+{
+    uint64_t at = argument(arguments, 0), count = argument(arguments, 1), seed = argument(arguments, 2);
+    if (count > UINT64_MAX / 8 || !sim_is_device_memory(at, count * 8))
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t *word = (uint64_t *)(uintptr_t)at, value = seed * 0x9e3779b97f4a7c15u;
+    for (uint64_t i = 0; i < count; i++, value += 0xbf58476d1ce4e5b9u)
+        word[i] = value;
+    *busy_ns = 0;
+    return CUDA_SUCCESS;
+}
+
+/* words, count, busy_ns: one step; not idempotent, so a lost or repeated one shows */
+static CUresult run_step(void **arguments, uint64_t *busy_ns)
+{
+    uint64_t at = argument(arguments, 0), count = argument(arguments, 1);
+    if (count > UINT64_MAX / 8 || !sim_is_device_memory(at, count * 8))
+        return CUDA_ERROR_INVALID_VALUE;
+    uint64_t *word = (uint64_t *)(uintptr_t)at;
+    for (uint64_t i = 0; i < count; i++)
+        word[i] = word[i] * 0x5851f42d4c957f2du + 0x14057b7ef767814fu;
+    *busy_ns = argument(arguments, 2);
+    return CUDA_SUCCESS;
+}
+
+/* words, count, sum: adds up word i * (2 i + 1) */
+static CUresult run_sum(void **arguments, uint64_t *busy_ns)
+{
+    uint64_t at = argument(arguments, 0), count = argument(arguments, 1), to = argument(arguments, 2), sum = 0;
+    if (count > UINT64_MAX / 8 || !sim_is_device_memory(at, count * 8) || !sim_is_device_memory(to, 8))
+        return CUDA_ERROR_INVALID_VALUE;
+    const uint64_t *word = (const uint64_t *)(uintptr_t)at;
+    for (uint64_t i = 0; i < count; i++)
+        sum += word[i] * (2 * i + 1);
+    *(uint64_t *)(uintptr_t)to += sum;
+    *busy_ns = 0;
+    return CUDA_SUCCESS;
+}
+
+static struct CUfunc_st kernels[] = {
+    {"gpushare_demo_fill", run_fill},
+    {"gpushare_demo_step", run_step},
+    {"gpushare_demo_sum", run_sum},
+};
+
+struct CUmod_st {
+    unsigned entries; /* bit: kernel of that index is in the image */
+};
+
+API CUresult cuModuleLoadData(CUmodule *out, const void *image)
+{
+    char entry[64];
+    ENTER(SIM_NEED_CONTEXT);
+    if (!out || !image)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!strstr(image, ".version")) /* only PTX text can be read here */
+        return CUDA_ERROR_INVALID_IMAGE;
+    struct CUmod_st *made = calloc(1, sizeof *made);
+    /* Code takes device memory (CUDA C++ Programming Guide 13.0, "Lazy Loading"), in pages. */
+    CUresult result = made && sim->context_bytes ? sim_charge(sim_current_device(), SIM_PAGE_BYTES, true, "context")
+                                                 : CUDA_SUCCESS;
+    if (!made || result) {
+        free(made);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    sim_me->modules++;
+    for (unsigned i = 0; i < sizeof kernels / sizeof *kernels; i++) {
+        snprintf(entry, sizeof entry, ".entry %s(", kernels[i].name);
+        made->entries |= strstr(image, entry) ? 1u << i : 0;
+    }
+    *out = made;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuModuleLoadDataEx(CUmodule *out, const void *image, unsigned options, int *names, void **values)
+{
+    (void)options, (void)names, (void)values;
+    return cuModuleLoadData(out, image);
+}
+
+API CUresult cuModuleUnload(CUmodule module)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!module)
+        return CUDA_ERROR_INVALID_HANDLE;
+    free(module);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *name)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!out || !module || !name)
+        return CUDA_ERROR_INVALID_VALUE;
+    for (unsigned i = 0; i < sizeof kernels / sizeof *kernels; i++)
+        if ((module->entries >> i & 1u) && !strcmp(kernels[i].name, name)) {
+            *out = &kernels[i];
+            return CUDA_SUCCESS;
+        }
+    return CUDA_ERROR_NOT_FOUND;
+}
