@@ -93,6 +93,51 @@ def test_memory_of_a_graph_stays_reserved_until_the_device_is_trimmed(tmp_path: 
         assert (kernel.ask("get(2)"), machine.device_used(0)) == (0, 0)
 
 
+NODES = """
+from jupyter_gpushare.demo_gpu import PTX
+cuda = ctypes.CDLL("libcuda.so.1")
+made, graph, node, module, function, context = (ctypes.c_void_p() for _ in range(6))
+at, words = ctypes.c_uint64(), (ctypes.c_uint64 * 4)()
+set_node = (ctypes.c_uint64 * 5)()  # CUDA_MEMSET_NODE_PARAMS
+kernel_node = (ctypes.c_uint64 * 9)()  # CUDA_KERNEL_NODE_PARAMS_v2
+def ok(code): assert code == 0, code
+ok(cuda.cuCtxGetCurrent(ctypes.byref(context)))
+ok(cuda.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(32)))
+ok(cuda.cuModuleLoadData(ctypes.byref(module), PTX.encode()))
+ok(cuda.cuModuleGetFunction(ctypes.byref(function), module, b"gpushare_demo_fill"))
+ok(cuda.cuGraphCreate(ctypes.byref(graph), 0))
+none, one = ctypes.c_size_t(0), ctypes.c_size_t(1)
+set_node[:] = [at.value, 0, 7 | 4 << 32, 8, 1]  # 8 elements of 4 bytes
+def add_set(): return cuda.cuGraphAddMemsetNode(ctypes.byref(node), graph, None, none, set_node, context)
+given = [ctypes.c_uint64(value) for value in (at.value, 1, 3)]  # one word, seed 3
+arguments = (ctypes.c_void_p * 3)(*(ctypes.addressof(each) for each in given))
+ones = 1 | 1 << 32  # two members of the grid or the block
+kernel_node[:] = [function.value, ones, ones, ones, 0, ctypes.addressof(arguments), 0, 0, 0]
+ok(add_set())
+ok(cuda.cuGraphAddKernelNode_v2(ctypes.byref(node), graph, ctypes.byref(node), one, kernel_node))
+ok(cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, ctypes.c_uint64(0)))
+def read():
+    ok(cuda.cuMemcpyDtoH_v2(words, at, ctypes.c_size_t(32)))
+    return list(words)
+"""
+SET, FILLED = 0x700000007, 3 * 0x9E3779B97F4A7C15 % 2**64
+
+
+@source("cuda.h 13.5: cuGraphAddKernelNode copies the parameters; cuGraphInstantiate, cuGraphLaunch")
+def test_a_graph_runs_its_nodes_at_each_launch_as_they_were_when_it_was_instantiated(tmp_path: Path) -> None:
+    with Worker(machine_with(tmp_path).env()) as kernel:
+        kernel.run(NODES)
+        assert kernel.ask("read()") == [0] * 4  # adding and instantiating run nothing
+        kernel.run("given[2].value = 9; ok(cuda.cuGraphLaunch(made, None))")
+        assert kernel.ask("read()") == [FILLED, SET, SET, SET]
+        kernel.run(
+            "ok(cuda.cuMemsetD8_v2(at, 0, ctypes.c_size_t(32))); set_node[2] = 8 | 4 << 32; ok(add_set())"
+        )
+        kernel.run("ok(cuda.cuGraphDestroy(graph)); ok(cuda.cuGraphLaunch(made, None))")
+        assert kernel.ask("read()") == [FILLED, SET, SET, SET]
+        assert kernel.ask("cuda.cuGraphExecDestroy(made)") == 0
+
+
 # ---- what is only inferred ----
 
 

@@ -120,47 +120,42 @@ API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstr
     return copy(to, false, from, false, bytes);
 }
 
-static CUresult set8(CUdeviceptr to, unsigned char value, size_t count)
+CUresult sim_set(CUdeviceptr to, unsigned value, unsigned element_bytes, size_t count)
 {
-    if (!sim_is_device_memory(to, count))
+    if (to % element_bytes || count > SIZE_MAX / element_bytes || !sim_is_device_memory(to, count * element_bytes))
         return CUDA_ERROR_INVALID_VALUE;
-    memset((void *)(uintptr_t)to, value, count);
-    return CUDA_SUCCESS;
-}
-
-static CUresult set32(CUdeviceptr to, unsigned value, size_t count)
-{
-    if (to % sizeof value || !sim_is_device_memory(to, count * sizeof value))
-        return CUDA_ERROR_INVALID_VALUE;
-    for (size_t i = 0; i < count; i++)
-        ((unsigned *)(uintptr_t)to)[i] = value;
+    unsigned char *at = (unsigned char *)(uintptr_t)to;
+    for (size_t i = 0; element_bytes > 1 && i < count; i++)
+        memcpy(at + i * element_bytes, &value, element_bytes);
+    if (element_bytes == 1)
+        memset(at, (int)(value & 0xff), count);
     return CUDA_SUCCESS;
 }
 
 API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count)
 {
     ENTER(SIM_NEED_CONTEXT);
-    return set8(to, value, count);
+    return sim_set(to, value, 1, count);
 }
 
 API CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count)
 {
     ENTER(SIM_NEED_CONTEXT);
-    return set32(to, value, count);
+    return sim_set(to, value, sizeof value, count);
 }
 
 API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
     (void)stream;
-    return set8(to, value, count);
+    return sim_set(to, value, 1, count);
 }
 
 API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
     (void)stream;
-    return set32(to, value, count);
+    return sim_set(to, value, sizeof value, count);
 }
 
 /* The per-thread default stream variants differ only in the stream that 0 names. */

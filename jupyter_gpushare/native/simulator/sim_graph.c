@@ -1,5 +1,8 @@
-/* The simulated libcuda.so.1: graphs, as far as they allocate memory.
+/* The simulated libcuda.so.1: graphs that allocate, set memory and launch kernels.
  *
+ * Facts (cuda.h 13.5): the parameters of a kernel node are copied when it is added; an executable
+ * graph does not change with its graph any more; a node is added after those that it depends on, so
+ * the order of adding is one in which a launch may run them.
  * Facts (CUDA C++ Programming Guide 13.0, "Graph Memory Nodes"; comments of CUgraphMem_attribute in
  * cuda.h 13.5): memory of allocation nodes is backed when a graph is launched; the device keeps it for
  * further launches, reserved, until cuDeviceGraphMemTrim; used and reserved bytes are attributes of the
@@ -10,10 +13,22 @@
 #include <string.h>
 
 #include "sim_account.h"
+#include "sim_stream.h"
+
+/* A kernel, or without a function a set of memory. */
+struct work {
+    struct work *next;
+    CUfunction function;
+    uint64_t argument[SIM_KERNEL_ARGUMENTS];
+    CUdeviceptr to;
+    unsigned value, element_bytes;
+    size_t count;
+};
 
 typedef struct CUgraph_st {
     uint64_t bytes;
     CUdevice device;
+    struct work *first; /* in the order of adding */
 } *CUgraph;
 
 typedef struct CUgraphExec_st {
@@ -29,6 +44,23 @@ struct allocation_node {
     CUdeviceptr address;
 };
 
+/* CUDA_KERNEL_NODE_PARAMS_v2 */
+struct kernel_node {
+    CUfunction function;
+    unsigned grid[3], block[3], shared_bytes;
+    void **arguments, **extra;
+    void *kernel;
+    CUcontext context;
+};
+
+/* CUDA_MEMSET_NODE_PARAMS */
+struct set_node {
+    CUdeviceptr to;
+    size_t pitch;
+    unsigned value, element_bytes;
+    size_t width, height;
+};
+
 static uint64_t used[SIM_DEVICES], reserved[SIM_DEVICES]; /* by ordinal; guarded by sim_local */
 
 API CUresult cuGraphCreate(CUgraph *out, unsigned flags)
@@ -40,11 +72,65 @@ API CUresult cuGraphCreate(CUgraph *out, unsigned flags)
     return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
+static void free_all(struct work *first)
+{
+    for (struct work *next; first; first = next) {
+        next = first->next;
+        free(first);
+    }
+}
+
+/* A copy of `work` at the end of the list, or NULL. */
+static struct work *append(struct work **list, struct work work)
+{
+    struct work *made = malloc(sizeof *made);
+    if (!made)
+        return NULL;
+    *made = work;
+    made->next = NULL;
+    while (*list)
+        list = &(*list)->next;
+    return *list = made;
+}
+
 API CUresult cuGraphDestroy(CUgraph graph)
 {
     ENTER(SIM_NEED_INIT);
+    if (!graph)
+        return CUDA_ERROR_INVALID_VALUE;
+    free_all(graph->first);
     free(graph);
-    return graph ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuGraphAddKernelNode_v2(void **node, CUgraph graph, const void *dependencies, size_t count,
+                                     const struct kernel_node *parameters)
+{
+    ENTER(SIM_NEED_INIT);
+    (void)dependencies, (void)count;
+    struct work work = {0};
+    if (!node || !graph || !parameters || !parameters->function || !parameters->arguments || parameters->extra)
+        return CUDA_ERROR_INVALID_VALUE;
+    work.function = parameters->function;
+    for (int i = 0; i < SIM_KERNEL_ARGUMENTS; i++)
+        memcpy(&work.argument[i], parameters->arguments[i], sizeof work.argument[i]);
+    *node = append(&graph->first, work);
+    return *node ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+}
+
+API CUresult cuGraphAddMemsetNode(void **node, CUgraph graph, const void *dependencies, size_t count,
+                                  const struct set_node *parameters, CUcontext context)
+{
+    ENTER(SIM_NEED_INIT);
+    (void)dependencies, (void)count;
+    if (!node || !graph || !parameters || !context || parameters->height != 1 || /* one row: others are not needed here */
+        (parameters->element_bytes != 1 && parameters->element_bytes != 2 && parameters->element_bytes != 4))
+        return CUDA_ERROR_INVALID_VALUE;
+    *node = append(&graph->first, (struct work){.to = parameters->to,
+                                                .value = parameters->value,
+                                                .element_bytes = parameters->element_bytes,
+                                                .count = parameters->width});
+    return *node ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 API CUresult cuGraphAddMemAllocNode(void **node, CUgraph graph, const void *dependencies, size_t count,
@@ -67,16 +153,34 @@ API CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph graph, unsign
     (void)flags;
     if (!out || !graph)
         return CUDA_ERROR_INVALID_VALUE;
-    *out = calloc(1, sizeof **out);
-    if (*out)
-        (*out)->graph = *graph;
-    return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    CUgraphExec made = calloc(1, sizeof *made);
+    bool whole = made != NULL;
+    if (made)
+        made->graph = (struct CUgraph_st){graph->bytes, graph->device, NULL};
+    for (const struct work *work = graph->first; whole && work; work = work->next)
+        whole = append(&made->graph.first, *work) != NULL;
+    if (!whole) {
+        free_all(made ? made->graph.first : NULL);
+        free(made);
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    }
+    *out = made;
+    return CUDA_SUCCESS;
+}
+
+static CUresult run(const struct work *work, CUstream stream)
+{
+    void *arguments[SIM_KERNEL_ARGUMENTS];
+    if (!work->function)
+        return sim_set(work->to, work->value, work->element_bytes, work->count);
+    for (int i = 0; i < SIM_KERNEL_ARGUMENTS; i++)
+        arguments[i] = (void *)(uintptr_t)&work->argument[i];
+    return sim_launch(work->function, stream, arguments);
 }
 
 API CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
     if (!executable)
         return CUDA_ERROR_INVALID_VALUE;
     CUdevice device = executable->graph.device;
@@ -90,6 +194,8 @@ API CUresult cuGraphLaunch(CUgraphExec executable, CUstream stream)
         executable->is_launched = true;
     }
     pthread_mutex_unlock(&sim_local);
+    for (const struct work *work = executable->graph.first; !result && work; work = work->next)
+        result = run(work, stream);
     return result;
 }
 
@@ -101,6 +207,7 @@ API CUresult cuGraphExecDestroy(CUgraphExec executable)
     pthread_mutex_lock(&sim_local);
     used[executable->graph.device] -= executable->is_launched ? executable->graph.bytes : 0;
     pthread_mutex_unlock(&sim_local);
+    free_all(executable->graph.first);
     free(executable);
     return CUDA_SUCCESS;
 }

@@ -244,7 +244,7 @@ API CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
 
 /* ---- launches ---- */
 
-static CUresult launch(CUfunction function, CUstream stream, void **arguments)
+CUresult sim_launch(CUfunction function, CUstream stream, void **arguments)
 {
     uint64_t busy_ns = 0;
     if (!function || !arguments)
@@ -272,7 +272,7 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_
     (void)shared_bytes;
     if (extra || !grid_x || !grid_y || !grid_z || !block_x || !block_y || !block_z)
         return CUDA_ERROR_INVALID_VALUE;
-    return launch(function, stream, arguments);
+    return sim_launch(function, stream, arguments);
 }
 
 API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra)
@@ -280,7 +280,7 @@ API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function,
     ENTER(SIM_NEED_CONTEXT);
     if (!config || extra || !config->gridDimX || !config->blockDimX)
         return CUDA_ERROR_INVALID_VALUE;
-    return launch(function, config->hStream, arguments);
+    return sim_launch(function, config->hStream, arguments);
 }
 
 API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data)

@@ -12,4 +12,9 @@ struct CUfunc_st {
 /* When everything submitted to a stream (or to all of this process's) is done. */
 uint64_t sim_stream_done_ns(CUstream stream);
 
+/* Work of a call that is past the gate: what a launch and a set do. */
+enum { SIM_KERNEL_ARGUMENTS = 3 }; /* every known kernel has so many, of 8 bytes each */
+CUresult sim_launch(CUfunction function, CUstream stream, void **arguments);
+CUresult sim_set(CUdeviceptr to, unsigned value, unsigned element_bytes, size_t count);
+
 #endif
