@@ -138,6 +138,28 @@ def test_a_graph_runs_its_nodes_at_each_launch_as_they_were_when_it_was_instanti
         assert kernel.ask("cuda.cuGraphExecDestroy(made)") == 0
 
 
+MANAGED = """
+cuda = ctypes.CDLL("libcuda.so.1")
+module, at, size = ctypes.c_void_p(), ctypes.c_uint64(), ctypes.c_size_t()
+image = b".version 6.0 .visible .global .attribute(.managed) .align 4 .u32 shared_by_all;"
+def find(name): return cuda.cuModuleGetGlobal_v2(ctypes.byref(at), ctypes.byref(size), module, name)
+assert cuda.cuModuleLoadData(ctypes.byref(module), image) == 0
+"""
+
+
+@source("CUDA C++ Programming Guide 11.8, Unified Memory Programming: as memory of cudaMallocManaged")
+def test_a_managed_variable_of_a_module_keeps_its_process_from_being_checkpointed(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path)
+    for checkpoint in checkpoint_in(machine.env()):
+        with Worker(machine.env()) as kernel:
+            kernel.run(MANAGED)
+            assert kernel.ask("[find(b'other'), find(b'shared_by_all'), size.value]") == [500, 0, 4]
+            # From the host, as `x = 5` does.
+            kernel.run("ctypes.c_uint32.from_address(at.value).value = 5")
+            assert checkpoint.lock(kernel.pid) == 0
+            assert checkpoint.checkpoint(kernel.pid) == 801
+
+
 # ---- what is only inferred ----
 
 

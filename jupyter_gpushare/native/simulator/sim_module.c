@@ -8,6 +8,7 @@
 
 #include "sim_account.h"
 #include "sim_blocks.h"
+#include "sim_memory.h"
 #include "sim_stream.h"
 
 /* ---- kernels: what the PTX of demo_gpu does ---- */
@@ -67,7 +68,21 @@ static struct CUfunc_st kernels[] = {
 
 struct CUmod_st {
     unsigned entries; /* bit: kernel of that index is in the image */
+    char managed[64]; /* the name of a __managed__ variable of 4 bytes, or "" */
+    CUdeviceptr managed_at;
 };
+
+/* A __managed__ variable behaves as memory of cudaMallocManaged (CUDA C++ Programming Guide 11.8, "Unified
+ * Memory Programming"); in PTX it has the attribute .managed. */
+static CUresult allocate_managed(struct CUmod_st *module, const char *image)
+{
+    static const char attribute[] = ".attribute(.managed)";
+    const char *at = strstr(image, attribute);
+    if (!at || sscanf(at + strlen(attribute), " .align 4 .u32 %63[A-Za-z0-9_$]", module->managed) != 1)
+        return at ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS; /* no other can be read here */
+    sim_hinder(SIM_HINDERED_MANAGED);
+    return sim_allocate(&module->managed_at, 4, sim_context->device, BLOCK_MANAGED, NULL);
+}
 
 API CUresult cuModuleLoadData(CUmodule *out, const void *image)
 {
@@ -81,9 +96,11 @@ API CUresult cuModuleLoadData(CUmodule *out, const void *image)
     /* Code takes device memory (CUDA C++ Programming Guide 13.0, "Lazy Loading"), in pages. */
     CUresult result = made && sim->context_bytes ? sim_charge(sim_current_device(), SIM_PAGE_BYTES, true, "context")
                                                  : CUDA_SUCCESS;
+    if (made && !result)
+        result = allocate_managed(made, image);
     if (!made || result) {
         free(made);
-        return CUDA_ERROR_OUT_OF_MEMORY;
+        return made ? result : CUDA_ERROR_OUT_OF_MEMORY;
     }
     sim_me->modules++;
     for (unsigned i = 0; i < sizeof kernels / sizeof *kernels; i++) {
@@ -106,6 +123,20 @@ API CUresult cuModuleUnload(CUmodule module)
     if (!module)
         return CUDA_ERROR_INVALID_HANDLE;
     free(module);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuModuleGetGlobal_v2(CUdeviceptr *address, size_t *bytes, CUmodule module, const char *name)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!module || !name)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (!*name || strcmp(module->managed, name))
+        return CUDA_ERROR_NOT_FOUND;
+    if (address)
+        *address = module->managed_at;
+    if (bytes)
+        *bytes = 4;
     return CUDA_SUCCESS;
 }
 
