@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
 from tests.gpu.machine import MIB, until
 from tests.gpu_real import driver_facts, scenarios
 from tests.gpu_real.bench import Bench
@@ -139,6 +140,25 @@ def test_a_fact_about_the_driver_is_reported(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     assert "cuDriverGetVersion" not in waiting
+
+
+def test_between_two_scenarios_a_self_test_goes_on(tmp_path: Path) -> None:
+    """The helper tests a device again after its driver failed: its process is in no scenario's lease."""
+    env = environment(Simulator(tmp_path, "1xH100-80GB,host=512GiB"))
+    helper = Helper(tmp_path, env, 0.2)
+    started = []
+    try:
+        for name in (f"{SELF_TEST_PREFIX}0", "left"):
+            leased = env | {"GPUSHARE_LEASE_DIR": str(tmp_path / "state" / "leases" / name)}
+            started.append(subprocess.Popen(["sleep", "60"], env=leased))
+        assert helper.clear(20)
+        assert started[1].wait(20)
+        assert started[0].poll() is None
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+        helper.close()
 
 
 def command(tmp_path: Path, part: str, chosen: str) -> subprocess.CompletedProcess[str]:

@@ -24,6 +24,7 @@ import pynvml
 from jupyter_gpushare import native
 from jupyter_gpushare.gpu.checks.canary import NO_WATCHDOG
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
 from tests.gpu.machine import GIB, Client, Worker, until
 from tests.gpu_real.overhead import MOST, Added
 
@@ -90,7 +91,7 @@ class Helper:
         self.socket = folder / "h.sock"
         self.sample_s = sample_s
         self.log = folder / "helper.log"
-        self._leases = str(folder / "state" / "leases")
+        self._leases = folder / "state" / "leases"
         command = [
             sys.executable, "-m", "jupyter_gpushare.gpu.service.helper",
             "--state-dir", str(folder / "state"), "--socket", str(self.socket), "--sample-s", str(sample_s),
@@ -119,11 +120,15 @@ class Helper:
             client.close()
 
     def clear(self, within_s: float) -> bool:
-        """End every process of its leases and forget them; False: the helper does not answer."""
+        """End every process of its leases and forget them; False: the helper does not answer.
+
+        A self-test goes on: its failure would make a device unfit for every scenario that follows.
+        """
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
                 # By its directory: another run on this machine has leases of the same names.
-                if process.environ().get("GPUSHARE_LEASE_DIR", "").startswith(self._leases):
+                directory = Path(process.environ().get("GPUSHARE_LEASE_DIR", ""))
+                if directory.parent == self._leases and not directory.name.startswith(SELF_TEST_PREFIX):
                     process.kill()
         try:
             for lease in self.ask("sample", within_s)["leases"]:
