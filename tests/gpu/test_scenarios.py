@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,12 +12,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
 from tests.gpu.machine import MIB, until
-from tests.gpu_real import driver_facts, scenarios
+from tests.gpu_real import callers, driver_facts, other_gpu, scenarios, survival, timing
 from tests.gpu_real.bench import Bench
 from tests.gpu_real.order import SCENARIOS, Scenario
 from tests.gpu_real.site import ROOT, Helper, Report, Site, Skip
@@ -35,11 +37,54 @@ APART = [
         driver_facts.a_helper_without_root_may_not_lock,
     )
 ]
+#: As APART, by module: the options of the machine, and parts of rows that this driver makes certain.
+OF_LIFE = {
+    survival: (
+        "copy=2GiB/s",
+        {
+            "graph: replay before and after a suspension by the helper": "ok, ok",
+            "children, suspended with 2 forked children": r"^done, 0 MiB of \d\d\d MiB, ok",
+            "children, killed with forked children alive": r"^not .*MiB with 2 alive, .*; \d+ ms",
+            "managed_variable, the driver alone": r"Checkpoint 801 \(LOCKED\), Unlock 0 .*; memory bad",
+            "exported, the driver alone": r"Checkpoint 801 \(LOCKED\), Unlock 0 .*; memory bad",
+            "exported in a lease": "it uses memory shared with another process; memory ok",
+        },
+    ),
+    timing: (
+        "free-delay=400",
+        {
+            "lag after Checkpoint": r"\d+ ms, \d+ ms",
+            "lag after SIGKILL": r"\d+ ms, ([4-9]|\d\d)\d\d ms",
+            "Lock within 1 s, in a kernel of 2 s": r"^600, .*, RUNNING; nothing to .*; kernel ok, memory ok",
+            "Lock within 30 s, in a kernel of 2 s": r"^0, .*, LOCKED; Unlock 0 .*; kernel ok, memory ok",
+        },
+    ),
+    callers: (
+        "copy=1GiB/s,caller-dies=done",
+        {
+            "caller killed in checkpoint": r"^in the call, .*CHECKPOINTED; Restore 0, Unlock 0 .*; ok",
+            "caller killed in restore": r"^in the call, .*LOCKED; Unlock 0 \(RUNNING\); ok",
+            "helper killed in suspend": "done, ok",
+            "helper killed in resume": "done, ok",
+        },
+    ),
+    other_gpu: (
+        "growth=0",
+        {
+            "restored from GPU A on B: codes": r"one pair 1, all pairs 0, Unlock 0 \(RUNNING\); memory ok",
+            "restored from GPU B on A: codes": r"all pairs 0, Unlock 0 \(RUNNING\); memory ok",
+            "restored from GPU A on B: ordinal": r"0 A,B -> 0 B,A; A not listed, B \d+ MiB",
+        },
+    ),
+}
 # Those of "the driver" are run by the commands below.
 HERE = [
     each
     for each in SCENARIOS
-    if each.everywhere and each not in APART and not each.name.startswith("the_driver")
+    if each.everywhere
+    and each not in APART
+    and sys.modules[each.function.__module__] not in OF_LIFE
+    and not each.name.startswith("the_driver")
 ]
 #: On a bare GPU machine there is the standard library, nvidia-ml-py, psutil, pytest and maybe torch.
 BARE = """
@@ -140,6 +185,43 @@ def test_a_fact_about_the_driver_is_reported(tmp_path: Path) -> None:
         )
     ]  # fmt: skip
     assert "cuDriverGetVersion" not in waiting
+
+
+@pytest.mark.parametrize("module", OF_LIFE, ids=lambda module: module.__name__.rpartition(".")[2])
+def test_what_lives_across_a_suspension_is_reported(tmp_path: Path, module: ModuleType) -> None:
+    options, rows = OF_LIFE[module]
+    bench = Bench(
+        tmp_path,
+        environment(Simulator(tmp_path, f"2xH100-80GB,host=512GiB,{options}")),
+        out=None,
+        budget_s=600,
+    )
+    try:
+        shown = [bench.run(each) for each in SCENARIOS if sys.modules[each.function.__module__] is module]
+    finally:
+        bench.close()
+    assert {each.scenario: (each.outcome, each.reason) for each in shown} == {
+        each.scenario: ("passed", "") for each in shown
+    }
+    figures = {what: figure for each in shown for what, figure in each.rows}
+    for what, pattern in rows.items():
+        (figure,) = (figure for name, figure in figures.items() if name.startswith(what))
+        assert re.search(pattern, figure), (what, figure)
+
+
+def test_on_one_gpu_whose_driver_hides_bytes_there_is_an_answer_or_a_reason(tmp_path: Path) -> None:
+    """A container: the helper cannot suspend there, the driver's calls can."""
+    by_name = {scenario.name: scenario for scenario in SCENARIOS}
+    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,bytes=unavailable")
+    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
+    try:
+        graph = bench.run(by_name["a_graph_is_launched_again_after_a_suspension"])
+        move = bench.run(by_name["a_process_moves_to_another_gpu"])
+    finally:
+        bench.close()
+    what = "graph: replay before and after a suspension by the driver"
+    assert (graph.outcome, graph.rows) == ("passed", [[what, "ok, ok"]])
+    assert (move.outcome, move.reason) == ("skipped", "there are not two equal devices")
 
 
 def test_between_two_scenarios_a_self_test_goes_on(tmp_path: Path) -> None:

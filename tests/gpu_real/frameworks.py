@@ -5,9 +5,11 @@ from __future__ import annotations
 import time
 from statistics import median
 
+from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB
 from tests.gpu_real.overhead import PAIRS, added, in_turn
-from tests.gpu_real.site import PATIENCE_S, Site, do, need, without_library
+from tests.gpu_real.site import PATIENCE_S, Site, Skip, do, need, without_library
+from tests.gpu_real.survival import children_live_through, works_again
 
 STEPS = 400
 
@@ -98,3 +100,23 @@ def what_the_library_adds_to_a_training_loop(site: Site) -> None:
         f"training loop, 1000 steps, {PAIRS} times", f"{before:.3f} s, with the library {after:.3f} s"
     )
     site.judge("what the library adds to a training loop", added(pairs))
+
+
+def loaders_live_through_a_suspension(site: Site) -> None:
+    """The forked workers of a DataLoader, while the kernel sleeps and after it was killed."""
+    need("torch")
+    free = Nvml().free_bytes(site.uuid)
+    worker = site.worker("torch-life", site.lease("loaders", 4 * GIB))
+    children = [int(pid) for pid in do(worker, "loaders").split(",")]
+    children_live_through(site, "loaders", worker, children, free, "batches")
+
+
+def what_torch_made_before_works_after_a_suspension(site: Site, make: str, use: str) -> None:
+    """A captured graph, and compiled code."""
+    need("torch")
+    worker = site.worker("torch-life", site.lease(make, 4 * GIB))
+    made = do(worker, make)
+    if made.startswith("no "):
+        raise Skip(f"torch.{make} does not work here: {made}")
+    assert made == "ok"
+    works_again(site, make, worker, use)

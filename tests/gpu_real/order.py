@@ -2,9 +2,9 @@
 
 There are four parts, as a GPU may be lent for half an hour, ten minutes a command.  First
 what nothing else can show (is state kept, PyTorch's too, and does a call wake?), then how
-the driver behaves and whether limits hold, then what it costs, last what damages processes
-or may hang the machine.  Each scenario has a bound in seconds, far above what it should
-take: one that hangs must not cost the others their turn.
+the driver behaves and whether limits hold, then what it costs, last what else lives across
+a suspension, and what damages processes or may hang the machine.  Each scenario has a bound
+in seconds, far above what it should take: one that hangs must not cost the others their turn.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.gpu_real import driver_facts, frameworks, scenarios
+from tests.gpu_real import callers, driver_facts, frameworks, other_gpu, scenarios, survival, timing
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,11 +32,10 @@ class Scenario:
     @property
     def everywhere(self) -> bool:
         """Whether the simulated driver can run it too."""
-        here = (scenarios.__name__, driver_facts.__name__)
-        return self.function.__module__ in here or self.given == ("numba",)
+        return self.function.__module__ != frameworks.__name__ or self.given == ("numba",)
 
 
-#: In seconds, for the scenarios of a part together: with what hangs at its end a part takes 7 minutes at most.
+#: Seconds for the scenarios of a part together: with what hangs at its end a part takes 7 minutes at most.
 PART_S = 340.0
 
 PARTS = (
@@ -91,6 +90,21 @@ PARTS = (
         Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("numba",)),
         Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("numba",)),
     ),
-    (Scenario(driver_facts.killing_a_resumed_process_does_no_harm, 120),),
+    (
+        Scenario(survival.a_graph_is_launched_again_after_a_suspension, 30),
+        Scenario(frameworks.what_torch_made_before_works_after_a_suspension, 45, ("capture", "replay")),
+        Scenario(survival.forked_children_live_through_a_suspension, 60),
+        Scenario(frameworks.loaders_live_through_a_suspension, 60),
+        Scenario(timing.a_lock_waits_for_a_kernel, 30),
+        Scenario(timing.lists_and_free_memory_lag_behind, 45),
+        Scenario(frameworks.what_torch_made_before_works_after_a_suspension, 75, ("compile", "compiled")),
+        Scenario(other_gpu.a_process_moves_to_another_gpu, 45),
+        Scenario(survival.what_the_driver_may_refuse, 45, ("managed_pool",)),
+        Scenario(survival.what_the_driver_may_refuse, 45, ("managed_variable",)),
+        Scenario(survival.what_the_driver_may_refuse, 45, ("exported",)),
+        Scenario(callers.a_helper_is_killed_in_a_move, 90),
+        Scenario(callers.a_caller_is_killed_in_a_move, 60),
+        Scenario(driver_facts.killing_a_resumed_process_does_no_harm, 120),
+    ),
 )
 SCENARIOS = tuple(scenario for part in PARTS for scenario in part)

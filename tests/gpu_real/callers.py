@@ -1,0 +1,130 @@
+"""A caller that is killed while the driver moves memory: the driver's state, and what the next helper does.
+
+CRIU's pull request 2547 names it as what leaves driver and process out of step.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from jupyter_gpushare.gpu.driver.checkpoint import State
+from tests.gpu.machine import GIB, MIB, until
+from tests.gpu_real.direct import CALL_S, bring_back, checkpoint_of, park, says, state_of, states_of
+from tests.gpu_real.site import ROOT, Helper, Site, do, end
+
+# How long a helper may take to bring a process to rest, and a process to read its memory.
+REST_S = 30.0
+
+CALLER = """
+import sys
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+call = getattr(Checkpoint(), sys.argv[1])
+print("ready", flush=True)
+sys.stdin.readline()
+call(int(sys.argv[2]), 60.0)
+print("done", flush=True)
+"""
+
+
+def killed_in(site: Site, name: str, pid: int, after_s: float) -> str:
+    """Make a call in a process that is killed ``after_s`` later: whether it had returned."""
+    caller = subprocess.Popen(
+        [sys.executable, "-c", CALLER, name, str(pid)],
+        cwd=ROOT, env=site.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert caller.stdin
+    assert caller.stdout
+    assert caller.stdout.readline() == "ready\n"
+    caller.stdin.write("\n")
+    caller.stdin.flush()
+    time.sleep(after_s)
+    end(caller)
+    with caller.stdin, caller.stdout:
+        return "after its return" if "done" in caller.stdout.read() else "in the call"
+
+
+def half_of(call: Callable[..., object], *given: object) -> float:
+    """Half of the seconds that a call takes."""
+    began = time.monotonic()
+    call(*given)
+    return (time.monotonic() - began) / 2
+
+
+def a_caller_is_killed_in_a_move(site: Site) -> None:
+    """SIGKILL to the caller, half-way in Checkpoint and in Restore: the driver's states and codes."""
+    checkpoint, size = checkpoint_of(site), 4 * site.scale_bytes
+    site.needs_memory(size)
+    worker = site.worker("driver", site.lease("caller", size + 2 * GIB, preload=False))
+    pid = worker.pid
+    assert do(worker, f"fill {size // MIB}") == "0"
+    checkpoint.lock(pid, CALL_S)
+    after_s = {name: half_of(getattr(checkpoint, name), pid, CALL_S) for name in ("checkpoint", "restore")}
+    for name in after_s:
+        if name == "restore":
+            park(checkpoint, pid)
+        killed = killed_in(site, name, pid, after_s[name])
+        states = states_of(checkpoint, pid, 1.0 + 4 * after_s[name])
+        codes = bring_back(checkpoint, pid)
+        site.report.add(
+            f"caller killed in {name} after {after_s[name]:.2f} s: when, states since; undone by; memory",
+            f"{killed}, {states}; {codes}; {says(worker, 'verify', REST_S)}",
+        )
+        if state_of(checkpoint, pid) != State.RUNNING.name:
+            break
+    site.end(worker)
+
+
+def a_helper_is_killed_in_a_move(site: Site) -> None:
+    """A second helper, with a folder of its own, killed half-way in a suspension and in waking up."""
+    site.needs_suspending()
+    size, folder = 4 * site.scale_bytes, site.folder / "second"
+    site.needs_memory(size)
+    folder.mkdir(exist_ok=True)
+    helper = Helper(folder, site.environment, site.sample_s)
+    own = Site(folder, site.environment, site.report, scale_bytes=site.scale_bytes, sample_s=site.sample_s)
+    try:
+        own.needs_suspending()
+        worker = own.worker("driver", own.lease("moved", size + 2 * GIB))
+        assert do(worker, f"fill {size // MIB}") == "0"
+        until(lambda: own.sees("moved", worker.pid), "its memory", CALL_S)
+        after_s = {verb: helper.ask(verb, lease="moved")["took_s"] / 2 for verb in ("suspend", "resume")}
+        for verb in after_s:
+            if verb == "resume":
+                assert helper.ask("suspend", lease="moved")["done"]
+            asked = threading.Thread(target=_ask, args=(helper, verb))
+            asked.start()
+            time.sleep(after_s[verb])
+            helper.kill()
+            asked.join()
+            began, helper = time.monotonic(), Helper(folder, site.environment, site.sample_s)
+            phase, took_s = _phase_at_rest(helper), time.monotonic() - began
+            back = helper.ask("resume", lease="moved")
+            kept = says(worker, "verify", REST_S)
+            site.report.add(
+                f"helper killed in {verb} after {after_s[verb]:.2f} s: the next one's answer, resume, memory",
+                f"{phase} {took_s:.1f} s later, {back['reason'] or 'done'}, {kept}",
+            )
+            assert back["done"], back
+            assert kept == "ok"
+    finally:
+        own.close()
+        helper.clear(REST_S)
+        helper.close()
+
+
+def _ask(helper: Helper, verb: str) -> None:
+    with suppress(AssertionError, OSError):
+        helper.ask(verb, lease="moved")
+
+
+def _phase_at_rest(helper: Helper) -> str:
+    def phase() -> str:
+        return str(helper.ask("sample")["leases"][0]["phase"])
+
+    until(lambda: phase() in ("running", "suspended", "lost"), "it is at rest", REST_S)
+    return phase()

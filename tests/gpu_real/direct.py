@@ -1,0 +1,115 @@
+"""The driver's checkpoint calls as scenarios make them, without the helper, and what NVML shows meanwhile."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, State
+from jupyter_gpushare.gpu.driver.nvml import Nvml
+from tests.gpu.machine import MIB, Worker
+from tests.gpu_real.site import Site, Skip
+
+# How long one call of the driver may take.
+CALL_S = 30.0
+# How long a process may take over an answer that is right only if it survived.
+ANSWER_S = 8.0
+# Since CUDA 13.1; earlier drivers show the state before.
+MOVING = (State.CHECKPOINTING.name, State.RESTORING.name)
+
+
+def checkpoint_of(site: Site) -> Checkpoint:
+    """The checkpoint calls; skips where the driver has none, or refuses them on this device."""
+    checkpoint = Checkpoint()
+    if checkpoint.unavailable:
+        raise Skip(checkpoint.unavailable)
+    if site.device["profile"]:
+        raise Skip("the driver cannot checkpoint on MIG")
+    return checkpoint
+
+
+def code_of(call: Callable[..., object], *given: object) -> str:
+    """The code that a call of the driver answers."""
+    try:
+        call(*given)
+    except DeviceError as error:
+        return str(error.code)
+    return "0"
+
+
+def state_of(checkpoint: Checkpoint, pid: int) -> str:
+    """The state of a process as the driver says, or the code of the question."""
+    try:
+        return checkpoint.state(pid).name
+    except DeviceError as error:
+        return f"code {error.code}"
+
+
+def states_of(checkpoint: Checkpoint, pid: int, for_s: float) -> str:
+    """The states that a process passes through; longer than ``for_s`` while the driver names a move."""
+    began, seen = time.monotonic(), [state_of(checkpoint, pid)]
+    while (past_s := time.monotonic() - began) < for_s or (seen[-1] in MOVING and past_s < CALL_S):
+        time.sleep(0.01)
+        if (state := state_of(checkpoint, pid)) != seen[-1]:
+            seen.append(state)
+    return " > ".join(seen)
+
+
+def park(checkpoint: Checkpoint, pid: int) -> str:
+    """Lock and Checkpoint: their codes, and the state after them."""
+    codes = f"Lock {code_of(checkpoint.lock, pid, CALL_S)}"
+    if state_of(checkpoint, pid) == State.LOCKED.name:
+        codes += f", Checkpoint {code_of(checkpoint.checkpoint, pid, CALL_S)}"
+    return f"{codes} ({state_of(checkpoint, pid)})"
+
+
+def bring_back(checkpoint: Checkpoint, pid: int) -> str:
+    """Restore and Unlock, each where the state asks for it: their codes, and the state after them."""
+    codes = []
+    if state_of(checkpoint, pid) == State.CHECKPOINTED.name:
+        codes.append(f"Restore {code_of(checkpoint.restore, pid, CALL_S)}")
+    if state_of(checkpoint, pid) == State.LOCKED.name:
+        codes.append(f"Unlock {code_of(checkpoint.unlock, pid)}")
+    return f"{', '.join(codes) or 'nothing to undo'} ({state_of(checkpoint, pid)})"
+
+
+def says(worker: Worker, command: str, within_s: float = ANSWER_S) -> str:
+    """What a process answers that may be damaged: "no answer" where it hangs, or how it ended."""
+    answer = ""
+    with suppress(BrokenPipeError):
+        worker.tell(command)
+        answer = worker.answer(within_s)
+    verb, _, found = answer.partition(" ")
+    if verb == command.split()[0]:  # and not what it was asked before
+        return found
+    try:
+        return f"ended with status {worker.process.wait(0.5)}"
+    except subprocess.TimeoutExpired:
+        return "no answer"
+
+
+def mib(count: int | None) -> str:
+    """A number of bytes for a row; None: NVML hides them."""
+    return "hidden" if count is None else f"{count / MIB:.0f} MiB"
+
+
+def listed(nvml: Nvml, uuid: str, pid: int) -> str:
+    """What NVML's list says of a process on a device."""
+    processes = nvml.processes(uuid)
+    return mib(processes[pid]) if pid in processes else "not listed"
+
+
+def lags(most_s: float, **conditions: Callable[[], bool]) -> dict[str, str]:
+    """How long until each condition is true, by name; all are polled every millisecond."""
+    began, found = time.monotonic(), dict.fromkeys(conditions, f"not within {most_s:.0f} s")
+    waiting = dict(conditions)
+    while waiting and time.monotonic() - began < most_s:
+        for name, condition in [*waiting.items()]:
+            if condition():
+                found[name] = f"{1e3 * (time.monotonic() - began):.0f} ms"
+                del waiting[name]
+        time.sleep(0.001)
+    return found

@@ -1,0 +1,89 @@
+"""A process that is restored on another GPU of the same kind (gpuPairs, driver r580).
+
+cuda.h 13.5: the pairs must name every checkpointed GPU.  Whether one that is visible and unused counts is
+not said (NVIDIA/cuda-checkpoint issues 18, 35 and 46).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import uuid
+from collections.abc import Mapping
+
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.bounded import BoundedWorker
+from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.driver.nvml import Nvml
+from tests.gpu.machine import GIB, MIB
+from tests.gpu_real.direct import CALL_S, bring_back, checkpoint_of, listed, park, says, state_of
+from tests.gpu_real.site import Site, Skip, do
+
+
+class _Pair(ctypes.Structure):  # CUcheckpointGpuPair
+    _fields_ = [("old", ctypes.c_ubyte * 16), ("new", ctypes.c_ubyte * 16)]
+
+
+class _Arguments(ctypes.Structure):  # CUcheckpointRestoreArgs
+    _fields_ = [
+        ("pairs", ctypes.POINTER(_Pair)),
+        ("count", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+        ("rest", ctypes.c_uint64 * 6),
+    ]
+
+
+def restore(pid: int, onto: Mapping[str, str]) -> str:
+    """Restore with pairs of UUIDs, from old to new; the code."""
+
+    def raw(text: str) -> ctypes.Array[ctypes.c_ubyte]:
+        return (ctypes.c_ubyte * 16)(*uuid.UUID(text.removeprefix("GPU-")).bytes)
+
+    cuda = ctypes.CDLL("libcuda.so.1")
+    pairs = (_Pair * len(onto))(*(_Pair(raw(old), raw(new)) for old, new in onto.items()))
+    arguments = _Arguments(pairs, len(onto))
+
+    def call() -> int:
+        return int(cuda.cuInit(0) or cuda.cuCheckpointProcessRestore(pid, ctypes.byref(arguments)))
+
+    try:
+        return str(BoundedWorker("pairs").call("cuCheckpointProcessRestore", call, CALL_S))
+    except DeviceError as error:
+        return str(error.code)
+
+
+def a_process_moves_to_another_gpu(site: Site) -> None:
+    """There with a pair for the GPU in use alone, or with all visible ones; and back the same way."""
+    checkpoint, nvml, size = checkpoint_of(site), Nvml(), 2 * site.scale_bytes
+    first, second = equal_devices(site)
+    site.needs_memory(size)
+    environment = site.lease("moving", size + 2 * GIB, preload=False)
+    worker = site.worker("held", environment | {"CUDA_VISIBLE_DEVICES": f"{first},{second}"})
+    assert do(worker, "open") == "0"
+    assert do(worker, f"fill {size // MIB}") == "0"
+    both, names = {first: second, second: first}, {first: "A", second: "B"}
+    for used, other in both.items():
+        before, codes = says(worker, "sees"), [park(checkpoint, worker.pid)]
+        tries = [("one pair", {used: other}), ("all pairs", both)]
+        for what, pairs in tries if used == first else reversed(tries):
+            if state_of(checkpoint, worker.pid) == State.CHECKPOINTED.name:
+                codes.append(f"{what} {restore(worker.pid, pairs)}")
+        codes.append(bring_back(checkpoint, worker.pid))
+        kept, after = says(worker, "verify"), says(worker, "sees")
+        shown = [f"{name} {listed(nvml, each, worker.pid)}" for each, name in names.items()]
+        what = f"restored from GPU {names[used]} on {names[other]}"
+        site.report.add(f"{what}: codes", f"{', '.join(codes)}; memory {kept}")
+        seen = f"{before} -> {after}".replace(first, "A").replace(second, "B")
+        site.report.add(f"{what}: ordinal and UUIDs that it sees, bytes shown", f"{seen}; {', '.join(shown)}")
+        assert kept == "ok", codes
+        if "pair 0" not in codes[1] and "pairs 0" not in codes[-2]:
+            break
+    site.end(worker)
+
+
+def equal_devices(site: Site) -> tuple[str, str]:
+    """The site's device and another of the same name and size."""
+    for each in site.client.ask("inventory")["devices"]:
+        same = [each[key] == site.device[key] for key in ("name", "memory_bytes", "profile")]
+        if all(same) and each["uuid"] != site.uuid:
+            return site.uuid, each["uuid"]
+    raise Skip("there are not two equal devices")
