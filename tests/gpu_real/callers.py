@@ -14,8 +14,8 @@ from contextlib import suppress
 
 from jupyter_gpushare.gpu.driver.checkpoint import State
 from tests.gpu.machine import GIB, MIB, until
-from tests.gpu_real.direct import CALL_S, bring_back, checkpoint_of, park, says, state_of, states_of
-from tests.gpu_real.site import ROOT, Helper, Site, do, end
+from tests.gpu_real.direct import bring_back, checkpoint_of, park, says, state_of, states_of
+from tests.gpu_real.site import CALL_S, ROOT, Helper, Site, do, end
 
 # How long a helper may take to bring a process to rest, and a process to read its memory.
 REST_S = 30.0

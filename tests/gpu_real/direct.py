@@ -11,10 +11,8 @@ from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, State
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import MIB, Worker
-from tests.gpu_real.site import Site, Skip
+from tests.gpu_real.site import CALL_S, Site, Skip
 
-# How long one call of the driver may take.
-CALL_S = 30.0
 # How long a process may take over an answer that is right only if it survived.
 ANSWER_S = 8.0
 # Since CUDA 13.1; earlier drivers show the state before.

@@ -18,35 +18,17 @@ from pathlib import Path
 
 import psutil
 
-from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB, MIB, Client, Worker, until
+from tests.gpu_real.direct import checkpoint_of, code_of
 from tests.gpu_real.site import CALL_S, PATIENCE_S, ROOT, Site, Skip, do
 
 OTHER_UID = 65534
 
 
-def _checkpoint(site: Site) -> Checkpoint:
-    checkpoint = Checkpoint()
-    if checkpoint.unavailable:
-        raise Skip(checkpoint.unavailable)
-    if site.device["profile"]:
-        raise Skip("the driver cannot checkpoint on MIG")
-    return checkpoint
-
-
-def _code(call: object, *given: object) -> str:
-    try:
-        call(*given)  # type: ignore[operator]
-    except DeviceError as error:
-        return str(error.code)
-    return "0"
-
-
 def a_restore_without_memory_leaves_the_process_in_a_state(site: Site) -> None:
     """Codes and states after a restore that ran out of memory (cuda-checkpoint issue 44)."""
-    checkpoint, nvml = _checkpoint(site), Nvml()
+    checkpoint, nvml = checkpoint_of(site), Nvml()
     size = 2 * site.scale_bytes
     site.needs_memory(size)
     before = nvml.free_bytes(site.uuid)
@@ -66,12 +48,12 @@ def a_restore_without_memory_leaves_the_process_in_a_state(site: Site) -> None:
         raise Skip(
             f"the device could not be filled: {left / MIB:.0f} MiB stay free of {held / MIB:.0f} needed"
         )
-    first = _code(checkpoint.restore, victim.pid, CALL_S)
+    first = code_of(checkpoint.restore, victim.pid, CALL_S)
     state = checkpoint.state(victim.pid).name
-    second = _code(checkpoint.restore, victim.pid, CALL_S)
+    second = code_of(checkpoint.restore, victim.pid, CALL_S)
     site.end(filler)
-    freed = _code(checkpoint.restore, victim.pid, CALL_S)
-    unlock = _code(checkpoint.unlock, victim.pid)
+    freed = code_of(checkpoint.restore, victim.pid, CALL_S)
+    unlock = code_of(checkpoint.unlock, victim.pid)
     site.report.add(
         "restore without memory: code, state, code again, code with memory free again, Unlock",
         f"{first}, {state}, {second}, {freed}, {unlock}",
@@ -94,7 +76,7 @@ def these_calls_wait_while_a_process_is_locked(site: Site) -> None:
     Each is called by a thread that had the context before the lock: without one a call answers 201
     and waits for nothing.
     """
-    checkpoint = _checkpoint(site)
+    checkpoint = checkpoint_of(site)
     worker = _caller(site, site.lease("locked", 4 * GIB, preload=False))
     unproved = do(worker, "failed")
     checkpoint.lock(worker.pid, CALL_S)
@@ -114,7 +96,7 @@ def these_calls_end_a_process_while_it_is_checkpointed(site: Site) -> None:
 
     The preload library holds them back, as every call that it counts (native/preload/lease_client.h).
     """
-    checkpoint = _checkpoint(site)
+    checkpoint = checkpoint_of(site)
     environment = site.lease("polled", 4 * GIB, preload=False)
     worker = _caller(site, environment)
     ended: list[str] = []
@@ -155,12 +137,12 @@ def a_pool_keeps_what_was_freed(site: Site) -> None:
 
 def a_process_that_only_called_cu_init_is_listed(site: Site) -> None:
     """With how many bytes, and what GetState and Lock answer (llm-d-rl-time-slicing PR 148)."""
-    checkpoint, nvml = _checkpoint(site), Nvml()
+    checkpoint, nvml = checkpoint_of(site), Nvml()
     worker = site.worker("facts", site.lease("initialized", 2 * GIB, preload=False))
     assert do(worker, "init") == "0"
     listed = nvml.processes(site.uuid)
     shown = str(listed[worker.pid]) if worker.pid in listed else "not listed"
-    state, lock = _code(checkpoint.state, worker.pid), _code(checkpoint.lock, worker.pid, CALL_S)
+    state, lock = code_of(checkpoint.state, worker.pid), code_of(checkpoint.lock, worker.pid, CALL_S)
     if lock == "0":
         checkpoint.unlock(worker.pid)
     site.report.add("cuInit alone: bytes listed, code of GetState, of Lock", f"{shown}, {state}, {lock}")
@@ -275,7 +257,7 @@ except DeviceError as error:
 
 def a_helper_without_root_may_not_lock(site: Site) -> None:
     """The code of Lock by another user than root (cuda-checkpoint issues 6, 25, 41)."""
-    _checkpoint(site)
+    checkpoint_of(site)
     if os.geteuid() != 0:
         raise Skip("needs root, to become another user")
     worker = site.worker("facts", site.lease("foreign", 2 * GIB, preload=False))

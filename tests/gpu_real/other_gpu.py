@@ -15,8 +15,8 @@ from jupyter_gpushare.gpu.driver.bounded import BoundedWorker
 from jupyter_gpushare.gpu.driver.checkpoint import State
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB, MIB
-from tests.gpu_real.direct import CALL_S, bring_back, checkpoint_of, listed, park, says, state_of
-from tests.gpu_real.site import Site, Skip, do
+from tests.gpu_real.direct import bring_back, checkpoint_of, listed, park, says, state_of
+from tests.gpu_real.site import CALL_S, Site, Skip, do
 
 
 class _Pair(ctypes.Structure):  # CUcheckpointGpuPair

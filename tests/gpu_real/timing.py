@@ -13,7 +13,6 @@ from collections.abc import Callable
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB
 from tests.gpu_real.direct import (
-    CALL_S,
     bring_back,
     checkpoint_of,
     code_of,
@@ -21,7 +20,7 @@ from tests.gpu_real.direct import (
     says,
     state_of,
 )
-from tests.gpu_real.site import Site, do
+from tests.gpu_real.site import CALL_S, Site, do
 
 # How long memory may take to be shown free.
 FREE_S = 10.0
