@@ -30,7 +30,7 @@ LEFT = "GPU memory of an ended process is kept by processes that it started"
 
 @pytest.fixture(params=["dead=listed", "dead=unlisted"])
 def any_list(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Machine]:
-    """A machine whose driver lists dead processes with memory, and one whose driver does not."""
+    """A machine with a driver that lists dead processes with memory, and one that does not list them."""
     yield from machine_in(tmp_path, spec=f"1xH100-80GB,host=512GiB,context=0,{request.param}")
 
 

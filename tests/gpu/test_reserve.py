@@ -73,7 +73,7 @@ def reserve_of(machine: Machine) -> int:
 
 @pytest.fixture
 def unlisted(tmp_path: Path) -> Iterator[Machine]:
-    """A machine whose driver does not list a dead process that still holds memory."""
+    """A machine with a driver that does not list a dead process with memory."""
     yield from machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,context=0,dead=unlisted")
 
 

@@ -1,7 +1,6 @@
 """The REST interface: each handler checks rights, decodes the request and encodes the answer.
 
-`ROUTES` is the whole interface as a table; `openapi.py` describes the same
-table, and a test holds the two together.
+`ROUTES` is the whole interface as a table, which `openapi.py` describes; a test holds the two together.
 """
 
 from __future__ import annotations
@@ -249,7 +248,7 @@ class Leases(Base):
 class LeaseAction(Base):
     """Wake, keep, lend or stop a lease of mine, or let it sleep; mark it never to sleep, or undo that.
 
-    ``release`` ends the processes that keep GPU memory of ended ones (``keeps``).
+    ``release`` ends the processes that keep GPU memory of ended ones.
     Of any user's lease for an admin, with a line in the log of decisions.
     """
 
@@ -267,9 +266,7 @@ class LeaseAction(Base):
         self.answer(self.service.views.lease(left))
 
 
-async def act(
-    handler: Base, record: LeaseRecord, action: str, identity: Identity, minutes: float = 30
-) -> None:
+async def act(handler: Base, record: LeaseRecord, action: str, identity: Identity, minutes: float) -> None:
     """Do what a path of `LeaseAction` says; noted before, where ``identity`` is not the owner.
 
     Raises:

@@ -200,7 +200,7 @@ class AdminPage(Page):
             raise InvalidRequest("this page wakes, lends and stops")
         if wanted == "stop" and not self.get_body_argument("sure", ""):
             raise InvalidRequest("say that it is to be stopped: tick the box beside the button")
-        await act(self, record, wanted, identity)
+        await act(self, record, wanted, identity, wire.KeepRequest().minutes)
 
     async def _end_process(self, device: str, process: str, identity: Identity) -> None:
         if not self.get_body_argument("sure", ""):

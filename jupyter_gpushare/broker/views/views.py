@@ -64,6 +64,7 @@ class Views:
         sample = registry.observations[record.id].sample if record.id in registry.observations else None
         kernels = registry.observations[record.id].kernels if record.id in registry.observations else {}
         badge, sentence = messages.badge(facts), messages.sentence(facts)
+        level = registry.devices.level(lease.devices[0]) if lease.devices else ""
         return wire.LeaseStatus(
             id=record.id,
             user=lease.user,
@@ -81,11 +82,7 @@ class Views:
             memory_used_bytes=facts.memory_used_bytes,
             memory_saved_bytes=facts.memory_saved_bytes,
             utilization_percent=self._utilization(lease),
-            level=str(sample.level)
-            if sample
-            else registry.devices.level(lease.devices[0])
-            if lease.devices
-            else "",
+            level=str(sample.level) if sample else level,
             suspendable=facts.suspendable,
             borrowed=facts.borrowed,
             wanted=facts.wanted,

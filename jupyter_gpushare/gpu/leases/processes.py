@@ -2,15 +2,13 @@
 
 A process belongs to a lease when its user is the lease's user and
 
-1. one of its cgroups is named ``gpushare-<lease>`` (with or without a systemd
-   suffix), or
+1. one of its cgroups is named ``gpushare-<lease>`` (with or without a systemd suffix), or
 2. its environment has ``GPUSHARE_LEASE=<lease>``, and ``GPUSHARE_LEASE_DIR`` is
    that lease's directory here or is not set (another helper on this machine has
    directories of its own, maybe with leases of the same names), or, where the
    environment may not be read, one of its arguments is ``GPUSHARE_LEASE=<lease>``, or
-3. its parent belonged to the lease when it was first seen (a child that cleared
-   its environment).  This is remembered, so that a child that outlives
-   its parent (double fork) stays.
+3. its parent belonged to the lease when it was first seen (a child that cleared its environment).
+   This is remembered, so that a child that outlives its parent (double fork) stays.
 
 The user is compared last: whatever a process writes into its own environment, it
 never joins another user's lease.  A process in a container belongs to the lease of its container, and
@@ -89,8 +87,7 @@ class Process:
     unread: bool = False  # its environment and arguments did not answer
     inner_pid: int = 0  # in the innermost pid namespace that it is in: the pid that it knows itself by
     container: str = ""  # UID of its pod, or id of its container
-    # Where its program and its stack begin: those of what it forks too, until exec; zeros: not shown.
-    image: tuple[int, ...] = ()
+    image: tuple[int, ...] = ()  # `procfs.image`: what it forks has the same until exec; zeros: not shown
 
     @property
     def inner_key(self) -> Key:
