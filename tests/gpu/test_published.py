@@ -374,7 +374,7 @@ def test_a_device_that_is_lost_when_the_helper_starts_keeps_no_other_from_servic
     ("published", "code", "cause"),
     [
         ("persistence=off", 800, "persistence mode is off on GPU-"),
-        ("checkpoint=nobody", 304, "this GPU or driver may not support it"),
+        ("checkpoint=none", 304, "this GPU or driver may not support it"),
     ],
     indirect=["published"],
 )

@@ -195,7 +195,7 @@ def test_without_persistence_mode_a_checkpoint_is_not_permitted(driver: tuple[Si
 
 
 @source(f"{CUDA_CHECKPOINT}/issues/37 (2025-09; depends on the GPU)")
-@with_options("checkpoint=nobody")
+@with_options("checkpoint=none")
 def test_on_some_gpus_no_process_may_be_asked_about_not_even_by_root(
     driver: tuple[Simulator, Checkpoint],
 ) -> None:

@@ -4,7 +4,7 @@
  *   - The caller needs root or ptrace access to the target: 304 otherwise (issues 6, 25, 41).
  *     checkpoint=yama also allows what ptrace_scope 1 does: a process of the same user below the
  *     caller (Linux, Documentation/admin-guide/LSM/Yama.rst).
- *   - On some GPUs root gets 304 as well, from every call (issue 37): checkpoint=nobody.
+ *   - On some GPUs root gets 304 as well, from every call (issue 37): checkpoint=none.
  *   - While one process that uses NCCL is locked or checkpointed, every action on another one,
  *     GetState included, waits until the first is unlocked (issue 30, driver 575.57.08; 45).
  */
@@ -49,7 +49,7 @@ bool sim_may_checkpoint(int32_t pid)
 {
     enum { CAP_SYS_PTRACE = 19 }; /* linux/capability.h */
     int32_t self = sim_self();
-    if (sim->checkpoint_by == SIM_BY_NOBODY)
+    if (sim->checkpoint_by == SIM_BY_NONE)
         return false;
     if (sim->checkpoint_by == SIM_BY_ANY_UID || geteuid() == 0 || pid == self)
         return true;

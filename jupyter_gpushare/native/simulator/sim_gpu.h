@@ -12,7 +12,7 @@
  *     cgroup                    the driver limits cgroups (r615)
  *     mig                       the devices are MIG instances of one GPU, named "... MIG PROFILE"
  *     driver=VERSION            570.x cannot checkpoint a process with modules
- *     checkpoint=root|any-uid|yama|nobody   which processes may checkpoint another
+ *     checkpoint=root|any-uid|yama|none   which processes may checkpoint another
  *     persistence=on|off        persistence mode of the devices
  *     lost=checkpointed|failed  state of a process after a restore that found no memory
  *     listed=initialized|allocated   which processes NVML lists
@@ -80,7 +80,7 @@ enum sim_hindrance {
 };
 
 /* Which processes may checkpoint another; see sim_checkpoint.c. */
-enum sim_by { SIM_BY_ROOT = 0, SIM_BY_ANY_UID = 1, SIM_BY_YAMA = 2, SIM_BY_NOBODY = 3 };
+enum sim_by { SIM_BY_ROOT = 0, SIM_BY_ANY_UID = 1, SIM_BY_YAMA = 2, SIM_BY_NONE = 3 };
 enum sim_abandoned { SIM_UNDONE = 0, SIM_DONE = 1, SIM_HANGS = 2, SIM_ANSWERS_UNKNOWN = 3, SIM_ANSWERS_NO_HANDLE = 4 };
 enum sim_lost { SIM_LOST_CHECKPOINTED = 0, SIM_LOST_FAILED = 1 };
 enum sim_shown { SIM_BYTES_SHOWN = 0, SIM_BYTES_ZERO = 1, SIM_BYTES_UNAVAILABLE = 2, SIM_BYTES_REFUSED = 3 };

@@ -110,7 +110,7 @@ static bool parse_milliseconds(const char **at, uint64_t *ns)
 static bool parse_option(struct sim_state *state, const char *key, size_t length, const char **at)
 {
     static const struct choice by[] = {{"root", SIM_BY_ROOT}, {"any-uid", SIM_BY_ANY_UID}, {"yama", SIM_BY_YAMA},
-        {"nobody", SIM_BY_NOBODY}, {0}};
+        {"none", SIM_BY_NONE}, {0}};
     static const struct choice lost[] = {{"checkpointed", SIM_LOST_CHECKPOINTED}, {"failed", SIM_LOST_FAILED}, {0}};
     static const struct choice shown[] = {
         {"shown", SIM_BYTES_SHOWN}, {"zero", SIM_BYTES_ZERO}, {"unavailable", SIM_BYTES_UNAVAILABLE},
