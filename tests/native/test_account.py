@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 from tests.native.calls import in_lease
-from tests.simulator import GIB, MIB, Lease, Simulator
+from tests.native.test_sanitizers import UUID, compile_preload_into
+from tests.simulator import GIB, MIB, Lease, Phase, Simulator
+from tests.waiting import PATIENCE_S
 
 RACE = """
 import random, threading
@@ -162,3 +166,22 @@ print(os.getpid(), *gpu.memory())
     pid, free, total = map(int, done.stdout.split())
     assert (free, total) == (10 * GIB, 40 * GIB)
     assert list(half.slots()) == [pid]
+
+
+def test_a_thread_in_its_first_call_while_the_files_are_replaced_counts_in_the_new_ones(
+    tmp_path: Path,
+) -> None:
+    proc, pipe = tmp_path / "proc", tmp_path / "pipe"
+    proc.mkdir()
+    program = compile_preload_into(tmp_path / "replaced", "replaced.c", [f'-DPROC_FOLDER="{proc}"'])
+    lease = Lease(tmp_path / "lease", [(UUID, GIB)])
+    limit, account = lease.folder / "limit", lease.folder / "account"
+    for file in (limit, account):
+        shutil.copy(file, f"{file}.new")
+    lease.write(Phase.SUSPENDED)
+    env = {"GPUSHARE_LEASE": "test", "GPUSHARE_LEASE_DIR": str(lease.folder), "GPUSHARE_MEMORY_LIMIT": "1"}
+    done = subprocess.run(
+        [str(program), str(limit), str(account), str(pipe)],
+        env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")

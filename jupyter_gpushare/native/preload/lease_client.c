@@ -209,22 +209,32 @@ static struct gpushare_slot *claim(struct gpushare_account *at)
     return free_slot;
 }
 
+/* Of an account that was replaced meanwhile, a slot is for the call alone that claimed it. */
+static void keep_slot(const struct gpushare_account *at, struct gpushare_slot *slot)
+{
+    pthread_mutex_lock(&opening);
+    if (atomic_load(&account) == at) {
+        atomic_store(&mine, slot);
+        atomic_store(&gpushare_counters, &slot->work);
+    }
+    pthread_mutex_unlock(&opening);
+}
+
 static struct gpushare_slot *get_slot(struct gpushare_account *at)
 {
     struct gpushare_slot *slot = atomic_load_explicit(&mine, memory_order_acquire);
     if (slot || !lock_account(at))
         return slot;
     slot = atomic_load(&mine);
-    if (!slot) {
+    bool is_new = !slot;
+    if (is_new) {
         slot = claim(at);
         if (!slot && sweep(at))
             slot = claim(at);
-        if (slot) {
-            atomic_store(&mine, slot);
-            atomic_store(&gpushare_counters, &slot->work);
-        }
     }
     unlock_account(at);
+    if (is_new && slot)
+        keep_slot(at, slot);
     return slot;
 }
 
