@@ -209,7 +209,23 @@ def test_what_lives_across_a_suspension_is_reported(tmp_path: Path, module: Modu
         assert re.search(pattern, figure), (what, figure)
 
 
-def test_on_one_gpu_whose_driver_hides_bytes_there_is_an_answer_or_a_reason(tmp_path: Path) -> None:
+@pytest.mark.long
+def test_a_process_that_is_lost_with_its_mover_is_reported(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,copy=1GiB/s,caller-dies=400")
+    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
+    of_callers = [each for each in SCENARIOS if each.function.__module__ == callers.__name__]
+    try:
+        shown = {each.function: bench.run(each) for each in of_callers}
+    finally:
+        bench.close()
+    assert [each.outcome for each in shown.values()] == ["passed", "passed"]
+    ((_, of_helper),) = shown[callers.a_helper_is_killed_in_a_move].rows
+    assert of_helper.startswith("lost ")
+    ((_, of_driver),) = shown[callers.a_caller_is_killed_in_a_move].rows
+    assert of_driver == "in the call, code 400; nothing to undo (code 400); no answer"
+
+
+def test_on_one_gpu_with_bytes_hidden_there_is_an_answer_or_a_reason(tmp_path: Path) -> None:
     """A container: the helper cannot suspend there, the driver's calls can."""
     by_name = {scenario.name: scenario for scenario in SCENARIOS}
     machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,bytes=unavailable")

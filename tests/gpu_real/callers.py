@@ -14,11 +14,13 @@ from contextlib import suppress
 
 from jupyter_gpushare.gpu.driver.checkpoint import State
 from tests.gpu.machine import GIB, MIB, until
-from tests.gpu_real.direct import bring_back, checkpoint_of, park, says, state_of, states_of
+from tests.gpu_real.direct import ANSWER_S, bring_back, checkpoint_of, park, says, states_of
 from tests.gpu_real.site import CALL_S, ROOT, Helper, Site, do, end
 
-# How long a helper may take to bring a process to rest, and a process to read its memory.
-REST_S = 30.0
+# How long a process may take to read its memory.
+READ_S = 30.0
+# How long a helper may take to bring a process to rest, or to give it up (`moves.steps.copy_s`).
+REST_S = 60.0
 
 CALLER = """
 import sys
@@ -70,11 +72,13 @@ def a_caller_is_killed_in_a_move(site: Site) -> None:
         killed = killed_in(site, name, pid, after_s[name])
         states = states_of(checkpoint, pid, 1.0 + 4 * after_s[name])
         codes = bring_back(checkpoint, pid)
+        is_back = codes.endswith(f"({State.RUNNING.name})")
+        kept = says(worker, "verify", READ_S if is_back else ANSWER_S)
         site.report.add(
             f"caller killed in {name} after {after_s[name]:.2f} s: when, states since; undone by; memory",
-            f"{killed}, {states}; {codes}; {says(worker, 'verify', REST_S)}",
+            f"{killed}, {states}; {codes}; {kept}",
         )
-        if state_of(checkpoint, pid) != State.RUNNING.name:
+        if not is_back:
             break
     site.end(worker)
 
@@ -104,16 +108,18 @@ def a_helper_is_killed_in_a_move(site: Site) -> None:
             began, helper = time.monotonic(), Helper(folder, site.environment, site.sample_s)
             phase, took_s = _phase_at_rest(helper), time.monotonic() - began
             back = helper.ask("resume", lease="moved")
-            kept = says(worker, "verify", REST_S)
+            kept = says(worker, "verify", READ_S if back["done"] else ANSWER_S)
             site.report.add(
                 f"helper killed in {verb} after {after_s[verb]:.2f} s: the next one's answer, resume, memory",
                 f"{phase} {took_s:.1f} s later, {back['reason'] or 'done'}, {kept}",
             )
+            if phase == "lost":
+                break
             assert back["done"], back
             assert kept == "ok"
     finally:
         own.close()
-        helper.clear(REST_S)
+        helper.clear(READ_S)
         helper.close()
 
 
@@ -126,5 +132,7 @@ def _phase_at_rest(helper: Helper) -> str:
     def phase() -> str:
         return str(helper.ask("sample")["leases"][0]["phase"])
 
-    until(lambda: phase() in ("running", "suspended", "lost"), "it is at rest", REST_S)
+    ends_at = time.monotonic() + REST_S
+    while phase() not in ("running", "suspended", "lost") and time.monotonic() < ends_at:
+        time.sleep(0.2)
     return phase()

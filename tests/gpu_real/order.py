@@ -103,7 +103,7 @@ PARTS = (
         Scenario(survival.what_the_driver_may_refuse, 45, ("managed_variable",)),
         Scenario(survival.what_the_driver_may_refuse, 45, ("exported",)),
         Scenario(callers.a_caller_is_killed_in_a_move, 60),
-        Scenario(callers.a_helper_is_killed_in_a_move, 90),
+        Scenario(callers.a_helper_is_killed_in_a_move, 120),
         Scenario(driver_facts.killing_a_resumed_process_does_no_harm, 120),
     ),
 )
