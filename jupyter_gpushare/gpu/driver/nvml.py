@@ -212,8 +212,7 @@ class Nvml:
     def persistence_mode(self, uuid: str) -> bool | None:
         """Whether persistence mode is on; None: not said."""
         try:
-            handle = self._handle(uuid)
-            ask = functools.partial(pynvml.nvmlDeviceGetPersistenceMode, handle)
+            ask = functools.partial(pynvml.nvmlDeviceGetPersistenceMode, self._handle(uuid))
             return bool(self._call(uuid, "nvmlDeviceGetPersistenceMode", ask))
         except DeviceError:
             return None
