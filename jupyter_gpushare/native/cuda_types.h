@@ -52,12 +52,21 @@ typedef struct {
     uint8_t bytes[16];
 } CUuuid;
 
-enum { CU_MEM_LOCATION_TYPE_DEVICE = 1 };
+enum {
+    CU_MEM_LOCATION_TYPE_NONE = 0,
+    CU_MEM_LOCATION_TYPE_DEVICE = 1,
+    CU_MEM_LOCATION_TYPE_HOST = 2,
+    CU_MEM_LOCATION_TYPE_HOST_NUMA = 3,
+    CU_MEM_LOCATION_TYPE_INVISIBLE = 5,              /* cuda.h 13.5, as the next */
+    CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN = 6,
+};
 
 typedef struct {
     int type;
-    int id;
+    int id; /* of a locality domain: the device in the lowest byte, the domain in the next */
 } CUmemLocation;
+
+enum { CU_MEM_ALLOCATION_TYPE_PINNED = 1, CU_MEM_ALLOCATION_TYPE_MANAGED = 2 /* cuda.h 13.0 */ };
 
 typedef struct {
     int type;

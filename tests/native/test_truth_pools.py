@@ -57,9 +57,114 @@ def test_trimming_a_pool_gives_back_what_is_not_in_use(tmp_path: Path) -> None:
     with Worker(machine.env()) as kernel:
         kernel.run(POOL)
         kernel.run("threshold(2**64 - 1); one, two = alloc(1), alloc(5); free(two)")
+        assert kernel.ask("[cuda.cuMemPoolTrimTo(pool, ctypes.c_size_t(0)), get(5)]") == [
+            0,
+            6,
+        ]  # not seen complete
+        kernel.run("gpu.synchronize()")
         for keep, reserved in ((8, 6), (3, 3), (0, 1)):
             assert kernel.ask(f"cuda.cuMemPoolTrimTo(pool, ctypes.c_size_t({keep} << 30))") == 0
             assert (kernel.ask("get(5)"), machine.device_used(0)) == (reserved, reserved * GIB)
+
+
+@source("CUDA Programming Guide 13.0, 4.3.4.4.3: reused by waiting where the device has no more")
+@pytest.mark.parametrize(("policies", "reserved"), [((1, 1), 3), ((0, 1), 6), ((0, 0), 6)])
+def test_what_another_stream_freed_is_reused_when_it_is_finished_or_nothing_else_is_left(
+    tmp_path: Path, policies: tuple[int, int], reserved: int
+) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as kernel:
+        kernel.run(POOL)
+        for attribute, value in zip((2, 3), policies, strict=True):
+            value_at = f"ctypes.byref(ctypes.c_int({value}))"
+            assert kernel.ask(f"cuda.cuMemPoolSetAttribute(pool, {attribute}, {value_at})") == 0
+        kernel.run("stream = ctypes.c_void_p(); cuda.cuStreamCreate(ctypes.byref(stream), 0)")
+        kernel.run("free(alloc(3)); free(alloc(3))")  # of its own stream always
+        assert kernel.ask("get(5)") == 3
+        at = "ctypes.byref(ctypes.c_uint64())"
+        assert kernel.ask(f"cuda.cuMemAllocAsync({at}, ctypes.c_size_t(3 << 30), stream)") == 0
+        assert (kernel.ask("get(5)"), machine.device_used(0)) == (reserved, reserved * GIB)
+        kernel.run("threshold(2**64 - 1); free(alloc(30))")
+        code = kernel.ask(f"cuda.cuMemAllocAsync({at}, ctypes.c_size_t(50 << 30), stream)")
+        assert code == (2 if policies == (0, 0) else 0)
+
+
+PLACES = """
+def place(kind, allocation, call="cuMemGetDefaultMemPool", pool=None):
+    location, found = (ctypes.c_int * 2)(kind, 0), ctypes.c_void_p()
+    if call == "cuMemPoolCreate":
+        properties = (ctypes.c_int * 22)(allocation, 0, kind, 0)
+        return cuda.cuMemPoolCreate(ctypes.byref(found), properties), found
+    if call == "cuMemSetMemPool":
+        return cuda.cuMemSetMemPool(location, allocation, pool), pool
+    return getattr(cuda, call)(ctypes.byref(found), location, allocation), found
+def facts(pool):
+    values = [ctypes.c_int() for _ in range(3)]
+    codes = [cuda.cuMemPoolGetAttribute(pool, n, ctypes.byref(v)) for n, v in zip((9, 11, 12), values)]
+    return [v.value for v in values] if codes == [0, 0, 0] else codes
+def alloc_from(pool, n):
+    at = ctypes.c_uint64()
+    return [cuda.cuMemAllocFromPoolAsync(ctypes.byref(at), ctypes.c_size_t(n << 30), pool, None), at]
+"""
+
+
+@source("cuda.h 13.5, cuMemPoolCreate, cuMemGetDefaultMemPool, cuMemSetMemPool")
+def test_each_place_has_a_default_pool_and_a_current_one(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as kernel:
+        kernel.run(POOL + PLACES)
+        for kind, allocation in ((1, 1), (2, 1), (3, 1), (0, 2), (1, 2), (2, 2)):
+            kernel.run(f"code, first = place({kind}, {allocation})")
+            assert kernel.ask("[code, facts(first)]") == [0, [allocation, 0, kind]]
+            kernel.run(f"code, made = place({kind}, {allocation}, 'cuMemPoolCreate')")
+            assert kernel.ask("[code, facts(made), made.value != first.value]") == [
+                0,
+                [allocation, 0, kind],
+                True,
+            ]
+            assert kernel.ask(f"place({kind}, {allocation}, 'cuMemSetMemPool', made)[0]") == 0
+            current = f"place({kind}, {allocation}, 'cuMemGetMemPool')[1].value"
+            assert kernel.ask(f"{current} == made.value")
+            assert kernel.ask(f"[cuda.cuMemPoolDestroy(made), {current} == first.value]") == [0, True]
+            assert kernel.ask("cuda.cuMemPoolDestroy(first)") == 1
+        for kind, allocation in ((0, 1), (4, 1), (5, 1), (6, 2), (1, 0), (1, 3)):
+            assert kernel.ask(f"place({kind}, {allocation})[0]") == 1
+            assert kernel.ask(f"place({kind}, {allocation}, 'cuMemPoolCreate')[0]") == 1
+        assert kernel.ask("place(1, 2, 'cuMemSetMemPool', pool)[0]") == 1  # of another type
+
+
+@source("cuda.h 12.9 has no managed pools and no attributes of places; libcu++ 3.2: host pools since 12.6")
+def test_a_driver_before_cuda_13_has_pools_of_hosts_and_does_not_name_places(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path, "driver=570.86.15")
+    with Worker(machine.env()) as kernel:
+        kernel.run(POOL + PLACES)
+        assert kernel.ask("[place(2, 1, 'cuMemPoolCreate')[0], place(1, 2, 'cuMemPoolCreate')[0]]") == [0, 1]
+        assert kernel.ask("facts(pool)") == [1, 1, 1]
+
+
+@source("cuda.h 13.5, CU_MEM_LOCATION_TYPE_HOST: no memory of a device")
+def test_a_pool_of_a_host_takes_no_memory_of_a_device(tmp_path: Path) -> None:
+    machine = machine_with(tmp_path)
+    with Worker(machine.env()) as kernel:
+        kernel.run(POOL + PLACES)
+        kernel.run("code, at = alloc_from(place(2, 1)[1], 200)")
+        assert (kernel.ask("code"), machine.device_used(0)) == (0, 0)
+        kernel.run("kind = ctypes.c_uint(); cuda.cuPointerGetAttribute(ctypes.byref(kind), 2, at)")
+        assert kernel.ask("[kind.value, cuda.cuMemFreeAsync(at, None), cuda.cuCtxSynchronize()]") == [1, 0, 0]
+
+
+@source("README of NVIDIA/cuda-checkpoint, 2025-08: no UVM; that a pool alone hinders is not documented")
+@pytest.mark.parametrize(("allocation", "hindered"), [(1, False), (2, True)])
+def test_a_process_with_a_managed_pool_is_not_checkpointed(
+    tmp_path: Path, allocation: int, hindered: bool
+) -> None:
+    machine = machine_with(tmp_path)
+    for checkpoint in checkpoint_in(machine.env()):
+        with Worker(machine.env()) as kernel:
+            kernel.run(POOL + PLACES)
+            assert kernel.ask(f"place(1, {allocation}, 'cuMemPoolCreate')[0]") == 0
+            assert checkpoint.lock(kernel.pid) == 0
+            assert (checkpoint.checkpoint(kernel.pid) != 0) is hindered
 
 
 GRAPH = """

@@ -7,18 +7,29 @@
 
 #include "sim_account.h"
 #include "sim_pool.h"
+#include "sim_stream.h"
 
 /* ---- plain, pitched, managed ---- */
 
-static void give_block(const struct block *block)
+/* A managed pool takes memory of the device for each of its allocations. */
+static void give_block(const struct block *block, const struct sim_free *how)
 {
     if (block->pool)
-        sim_pool_give(block->pool, block->bytes);
-    else
+        sim_pool_give(block->pool, block->bytes, how);
+    if (!block->pool || block->kind == BLOCK_MANAGED)
         sim_give(block->device, block->bytes);
 }
 
-CUresult sim_allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enum block_kind kind, CUmemoryPool pool)
+static CUresult take_block(const struct block *block, CUstream stream)
+{
+    if (block->pool && block->kind != BLOCK_MANAGED)
+        return sim_pool_take(block->pool, block->bytes, stream);
+    CUresult result = sim_take(block->device, block->bytes);
+    return result || !block->pool ? result : sim_pool_take(block->pool, block->bytes, stream);
+}
+
+static CUresult allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enum block_kind kind, CUmemoryPool pool,
+                         CUstream stream)
 {
     if (!out || !bytes)
         return CUDA_ERROR_INVALID_VALUE;
@@ -29,9 +40,9 @@ CUresult sim_allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enum b
         return CUDA_ERROR_OUT_OF_MEMORY;
     struct block block = {(uint64_t)(uintptr_t)memory, bytes, kind, ordinal, sim_context, NULL, pool, true};
     pthread_mutex_lock(&sim_local);
-    CUresult result = pool ? sim_pool_take(pool, bytes) : sim_take(ordinal, bytes);
+    CUresult result = take_block(&block, stream);
     if (!result && !sim_insert_block(block)) {
-        give_block(&block);
+        give_block(&block, NULL);
         result = CUDA_ERROR_OUT_OF_MEMORY;
     }
     pthread_mutex_unlock(&sim_local);
@@ -42,7 +53,12 @@ CUresult sim_allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enum b
     return result;
 }
 
-CUresult sim_release(CUdeviceptr address)
+CUresult sim_allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enum block_kind kind)
+{
+    return allocate(out, bytes, ordinal, kind, NULL, NULL);
+}
+
+static CUresult release(CUdeviceptr address, const struct sim_free *how)
 {
     if (!address)
         return CUDA_SUCCESS;
@@ -52,10 +68,15 @@ CUresult sim_release(CUdeviceptr address)
         struct block block = *found;
         sim_remove_block((size_t)(found - sim_blocks));
         munmap((void *)(uintptr_t)block.address, block.bytes);
-        give_block(&block);
+        give_block(&block, how);
     }
     pthread_mutex_unlock(&sim_local);
     return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+CUresult sim_release(CUdeviceptr address)
+{
+    return release(address, NULL);
 }
 
 void sim_drop_context_memory(CUcontext context)
@@ -65,15 +86,15 @@ void sim_drop_context_memory(CUcontext context)
             struct block block = sim_blocks[at - 1];
             sim_remove_block(at - 1);
             munmap((void *)(uintptr_t)block.address, block.bytes);
-            give_block(&block);
+            give_block(&block, NULL);
         }
-    sim_pools_release(true);
+    sim_pools_release(NULL, true);
 }
 
 API CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    return sim_allocate(out, bytes, sim_context->device, BLOCK_PLAIN, NULL);
+    return sim_allocate(out, bytes, sim_context->device, BLOCK_PLAIN);
 }
 
 API CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
@@ -82,7 +103,7 @@ API CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, s
     if (!pitch || (element != 4 && element != 8 && element != 16))
         return CUDA_ERROR_INVALID_VALUE;
     *pitch = (width + 511) / 512 * 512;
-    return sim_allocate(out, *pitch * height, sim_context->device, BLOCK_PLAIN, NULL);
+    return sim_allocate(out, *pitch * height, sim_context->device, BLOCK_PLAIN);
 }
 
 API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
@@ -90,7 +111,7 @@ API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
     ENTER(SIM_NEED_CONTEXT);
     if (flags != 1 && flags != 2)
         return CUDA_ERROR_INVALID_VALUE;
-    CUresult result = sim_allocate(out, bytes, sim_context->device, BLOCK_MANAGED, NULL);
+    CUresult result = sim_allocate(out, bytes, sim_context->device, BLOCK_MANAGED);
     if (!result)
         sim_hinder(SIM_HINDERED_MANAGED);
     return result;
@@ -104,25 +125,33 @@ API CUresult cuMemFree_v2(CUdeviceptr address)
 
 /* ---- stream ordered ---- */
 
+/* In the order of every stream in turn; 0 to 2 are the default ones, which wait for each other here. */
+static CUstream ordered_by(CUstream stream)
+{
+    return (uintptr_t)stream > 2 ? stream : NULL;
+}
+
 API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return sim_allocate(out, bytes, sim_context->device, BLOCK_PLAIN, sim_pool_of(sim_context->device));
+    CUmemoryPool pool = sim_pool_of(sim_context->device);
+    return pool ? allocate(out, bytes, sim_context->device, BLOCK_PLAIN, pool, ordered_by(stream)) : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
 API CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return pool ? sim_allocate(out, bytes, sim_pool_device(pool), BLOCK_PLAIN, pool) : CUDA_ERROR_INVALID_VALUE;
+    if (!pool)
+        return CUDA_ERROR_INVALID_VALUE;
+    CUdevice ordinal = sim_pool_device(pool) < 0 ? sim_context->device : sim_pool_device(pool);
+    return allocate(out, bytes, ordinal, sim_pool_is_managed(pool) ? BLOCK_MANAGED : BLOCK_PLAIN, pool, ordered_by(stream));
 }
 
 API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return address ? sim_release(address) : CUDA_ERROR_INVALID_VALUE;
+    struct sim_free how = {ordered_by(stream), sim_stream_done_ns(stream)};
+    return address ? release(address, &how) : CUDA_ERROR_INVALID_VALUE;
 }
 
 /* The per-thread default stream variants differ only in the stream that 0 names. */
@@ -167,8 +196,8 @@ API CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr addres
     pthread_mutex_lock(&sim_local);
     struct block *block = sim_holder_of(address);
     CUresult result = block ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    if (block && attribute == 2) /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE */
-        *(unsigned *)data = 2;   /* CU_MEMORYTYPE_DEVICE */
+    if (block && attribute == 2) /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE: of the host or of the device */
+        *(unsigned *)data = block->pool && sim_pool_device(block->pool) < 0 && block->kind == BLOCK_PLAIN ? 1 : 2;
     else if (block && attribute == 3)
         *(CUdeviceptr *)data = address;
     else if (block && attribute == 8) /* CU_POINTER_ATTRIBUTE_IS_MANAGED */
@@ -190,7 +219,7 @@ API CUresult cuArrayCreate_v2(CUarray *out, const CUDA_ARRAY_DESCRIPTOR *shape)
     uint64_t element = shape->Format == 1 || shape->Format == 8 ? 1 : shape->Format == 3 || shape->Format == 10 || shape->Format == 32 ? 4 : 2;
     CUdeviceptr address;
     CUresult result = sim_allocate(&address, element * shape->NumChannels * shape->Width * (shape->Height ? shape->Height : 1),
-                               sim_context->device, BLOCK_PLAIN, NULL);
+                               sim_context->device, BLOCK_PLAIN);
     if (!result)
         *out = (CUarray)(uintptr_t)address;
     return result;

@@ -5,7 +5,7 @@
 #include "sim_blocks.h"
 
 /* Takes sim_local. */
-CUresult sim_allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enum block_kind kind, CUmemoryPool pool);
+CUresult sim_allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enum block_kind kind);
 CUresult sim_release(CUdeviceptr address);
 /* With sim_local held. */
 void sim_drop_context_memory(CUcontext context);

@@ -4,15 +4,24 @@
 
 #include "sim_gate.h"
 
-/* The current pool of an ordinal (takes sim_local); the ordinal of a pool. */
+/* The current pool of an ordinal (takes sim_local); the ordinal of a pool, -1 where it has none. */
 CUmemoryPool sim_pool_of(CUdevice ordinal);
 CUdevice sim_pool_device(CUmemoryPool pool);
+bool sim_pool_is_managed(CUmemoryPool pool);
 
-/* With sim_local held: bytes of a pool; what pools keep beyond their threshold (all of what is
- * unused, when the context ends). */
-CUresult sim_pool_take(CUmemoryPool pool, uint64_t bytes);
-void sim_pool_give(CUmemoryPool pool, uint64_t bytes);
-void sim_pools_release(bool context_ends);
+/* A free in the order of a stream: the work before it is done at `done_ns`. */
+struct sim_free {
+    CUstream stream;
+    uint64_t done_ns;
+};
+
+/* With sim_local held: bytes of a pool; a free is outstanding until its stream is synchronized (NULL: it
+ * is done). */
+CUresult sim_pool_take(CUmemoryPool pool, uint64_t bytes, CUstream stream);
+void sim_pool_give(CUmemoryPool pool, uint64_t bytes, const struct sim_free *how);
+/* A stream was synchronized (NULL: every one): pools give back what they keep beyond their threshold,
+ * all of what is unused when the context ends. */
+void sim_pools_release(const CUstream *stream, bool context_ends);
 
 /* After fork, in the child. */
 void sim_forget_pools(void);

@@ -23,6 +23,7 @@ struct CUstream_st {
 
 struct CUevent_st {
     uint64_t done_ns; /* 0: never recorded, which counts as done */
+    CUstream stream;
 };
 
 static struct CUstream_st *streams;
@@ -82,13 +83,14 @@ static void wait_for_host_calls(void)
         sim_sleep_ns(HOST_CALL_POLL_NS);
 }
 
-/* Nothing is left to release in a process that is locked. */
-static void release_pools(const struct sim_call *call)
+/* A default stream, which waits for all others, is synchronized as its context is.  Nothing is left to
+ * release in a process that is locked. */
+static void release_pools(const struct sim_call *call, CUstream stream)
 {
     if (!call->inside)
         return;
     pthread_mutex_lock(&sim_local);
-    sim_pools_release(false);
+    sim_pools_release((uintptr_t)stream > 2 ? &stream : NULL, false);
     pthread_mutex_unlock(&sim_local);
 }
 
@@ -142,7 +144,7 @@ API CUresult cuStreamSynchronize(CUstream stream)
     POLL;
     sleep_until(sim_stream_done_ns(stream));
     wait_for_host_calls();
-    release_pools(&sim_call_);
+    release_pools(&sim_call_, stream);
     return CUDA_SUCCESS;
 }
 
@@ -179,7 +181,7 @@ API CUresult cuCtxSynchronize(void)
     POLL;
     sleep_until(sim_stream_done_ns(NULL));
     wait_for_host_calls();
-    release_pools(&sim_call_);
+    release_pools(&sim_call_, NULL);
     return CUDA_SUCCESS;
 }
 
@@ -212,6 +214,7 @@ API CUresult cuEventRecord(CUevent event, CUstream stream)
         return CUDA_ERROR_INVALID_HANDLE;
     uint64_t done = sim_stream_done_ns(stream), now = sim_now_ns();
     event->done_ns = done > now ? done : now;
+    event->stream = stream;
     return CUDA_SUCCESS;
 }
 
@@ -229,7 +232,8 @@ API CUresult cuEventSynchronize(CUevent event)
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
     sleep_until(event->done_ns);
-    release_pools(&sim_call_);
+    if (event->done_ns)
+        release_pools(&sim_call_, event->stream);
     return CUDA_SUCCESS;
 }
 
