@@ -43,6 +43,13 @@ CUcontext current_context(void)
     return ask && !ask(&context) ? context : NULL;
 }
 
+CUdevice ordinal_of_location(CUmemLocation location)
+{
+    if (location.type == CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN)
+        return location.id & 0xff;
+    return location.type == CU_MEM_LOCATION_TYPE_DEVICE ? location.id : -1;
+}
+
 typedef CUresult get_state(CUdevice, unsigned *, int *);
 
 bool primary_is_active(CUdevice ordinal)

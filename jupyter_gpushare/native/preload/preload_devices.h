@@ -12,6 +12,8 @@ int page_device(CUdevice ordinal);
 /* The current context's device, or -1; the current context, or NULL. */
 CUdevice current_ordinal(void);
 CUcontext current_context(void);
+/* Of memory at a location of a device, its ordinal; -1: elsewhere. */
+CUdevice ordinal_of_location(CUmemLocation location);
 bool primary_is_active(CUdevice ordinal);
 
 /* Whether this process sees more than one device, and whether one other than `home` (in the limit

@@ -68,7 +68,7 @@ static CUresult after_primary(CUresult result, CUdevice ordinal, uint64_t last)
 {
     if (!result && lease_is_set() && !primary_is_active(ordinal)) {
         forget_primary_context(ordinal, last);
-        settle_pools(ordinal);
+        ask_pools(ordinal);
     }
     return result;
 }

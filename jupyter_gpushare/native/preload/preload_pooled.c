@@ -7,8 +7,6 @@ typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphNode_st *CUgraphNode;
 typedef struct CUgraphExec_st *CUgraphExec;
 
-static const uint64_t page_bytes = (uint64_t)2 << 20;
-
 /* ---- what the driver says of a stream ---- */
 
 static CUdevice ordinal_of_stream(CUstream stream)
@@ -34,41 +32,52 @@ static bool is_capturing(CUstream stream, bool per_thread)
 /* ---- allocation ---- */
 
 struct pooled {
-    struct pool *pool; /* NULL: charged by request */
+    struct pool *pool; /* NULL: charged by request, or not at all */
+    struct pool_share share;
+    uint64_t bytes;
     struct taken taken;
 };
 
-/* On denial waits for what the stream has freed, so that the pool can release it. */
+static uint64_t bytes_in_pool(size_t bytes)
+{
+    enum { UNIT = 512 };
+    return bytes <= UINT64_MAX / 4 ? (bytes + UNIT - 1) / UNIT * UNIT : UINT64_MAX;
+}
+
 static struct pooled begin_pooled(CUmemoryPool handle, size_t bytes, CUstream stream, bool per_thread)
 {
-    struct pooled pooled = {NULL, {0, -1, -1, true}};
+    struct pooled pooled = {.taken = {0, -1, -1, true}, .bytes = bytes_in_pool(bytes)};
+    struct taken *taken = &pooled.taken;
     CUdevice ordinal = lease_is_set() ? ordinal_of_stream(stream) : -1;
     if (ordinal < 0)
         return pooled; /* no lease, or the driver's own answer */
-    pooled.taken.granted = lease_wait_for_turn();
-    if (!pooled.taken.granted)
+    taken->granted = lease_wait_for_turn();
+    if (!taken->granted)
         return pooled;
-    if (is_capturing(stream, per_thread)) {
-        pool_with(NULL, ordinal, true);
-        return pooled; /* takes memory when its graph is launched */
-    }
-    bool is_current = !handle;
-    handle = is_current ? pool_of_device(ordinal, false) : handle;
-    pooled.pool = handle ? pool_with(handle, is_current ? ordinal : -1, false) : NULL;
-    if (!pooled.pool) {
-        pooled.taken = begin_allocation(ordinal, bytes);
+    bool captures = is_capturing(stream, per_thread);
+    struct pool_place place = handle ? (struct pool_place){POOL_UNKNOWN, -1} : (struct pool_place){POOL_OF_DEVICE, ordinal};
+    handle = handle || captures ? handle : pool_of_device(ordinal, false);
+    struct pool *pool = handle ? pool_with(handle, &place) : NULL;
+    if (captures) { /* takes memory when its graph is launched */
+        place.kind = place.kind == POOL_OF_DEVICE ? POOL_OF_GRAPHS : place.kind;
+        if (place.kind == POOL_OF_GRAPHS)
+            pool_with(NULL, &place);
         return pooled;
     }
-    struct taken *taken = &pooled.taken;
-    taken->ordinal = pooled.pool->ordinal;
-    taken->device = pooled.pool->device;
-    taken->bytes = bytes <= UINT64_MAX / 4 ? (bytes + page_bytes - 1) / page_bytes * page_bytes : UINT64_MAX;
-    CUresult (*wait)(CUstream) = real_of(per_thread ? HOOK_cuStreamSynchronize_ptsz : HOOK_cuStreamSynchronize);
-    taken->granted = lease_take(taken->device, taken->bytes);
-    if (!taken->granted && wait && !wait(stream))
-        taken->granted = take_or_trim(taken->device, taken->bytes);
-    if (taken->granted)
-        pool_awaits(pooled.pool, taken->bytes);
+    if (place.kind == POOL_OF_HOST)
+        return pooled;
+    if (!pool || place.kind != POOL_OF_DEVICE) {
+        *taken = begin_allocation(place.ordinal < 0 ? ordinal : place.ordinal, bytes);
+        return pooled;
+    }
+    pooled.pool = pool;
+    pooled.share = share_pool(pool, pooled.bytes, stream_number(stream, per_thread));
+    *taken = (struct taken){pooled.share.taken, pool->place.ordinal, pool->device, true};
+    taken->granted = !taken->bytes || take_or_trim(taken->device, taken->bytes);
+    if (!taken->granted) {
+        pooled.share.taken = 0;
+        settle_pool(pool, pooled.share, 0);
+    }
     return pooled;
 }
 
@@ -77,12 +86,27 @@ static CUresult end_pooled(struct pooled pooled, CUresult result, CUdeviceptr ad
     struct pool *pool = pooled.pool;
     if (!pool)
         return end_allocation(pooled.taken, result, address);
-    if (!result) {
-        pool_allocated(pool);
-        remember((struct record){.key = address, .context = current_context(), .pool = pool,
-                                 .ordinal = pool->ordinal, .device = pool->device});
-    }
-    settle_pool(pool, pooled.taken.bytes);
+    bool grew = settle_pool(pool, pooled.share, result ? 0 : pooled.bytes);
+    if (!result)
+        remember((struct record){.key = address, .bytes = pooled.bytes, .context = current_context(), .pool = pool,
+                                 .ordinal = pool->place.ordinal, .device = pool->device});
+    if (grew && exceeds_limit(pool->device))
+        trim_pools(pool->device);
+    if (grew && exceeds_limit(pool->device))
+        pool_may_release(pool);
+    return result;
+}
+
+static CUresult free_in_order(CUdeviceptr address, CUresult (*real)(CUdeviceptr, CUstream), CUstream stream, bool per_thread)
+{
+    struct record record = forget((uint64_t)address);
+    CUresult result = real(address, stream);
+    if (record.key && result)
+        remember(record);
+    else if (record.pool)
+        pool_freed(record.pool, record.bytes, stream_number(stream, per_thread));
+    else
+        give_record(record);
     return result;
 }
 
@@ -109,20 +133,65 @@ static CUresult end_pooled(struct pooled pooled, CUresult result, CUdeviceptr ad
     }                                                                                                             \
     API CUresult cuMemFreeAsync##suffix(CUdeviceptr address, CUstream stream)                                     \
     {                                                                                                             \
-        RELEASE(cuMemFreeAsync##suffix, address, real(address, stream));                                          \
+        lease_enter(LEASE_CALLS);                                                                                 \
+        FIND_REAL(cuMemFreeAsync##suffix);                                                                        \
+        return free_in_order(address, real, stream, per_thread);                                                  \
     }
 STREAM_ORDERED(, false)
 STREAM_ORDERED(_ptsz, true)
+
+/* ---- pools ---- */
+
+static CUresult after_pool(CUresult result, const CUmemoryPool *pool, int allocation_type, const CUmemLocation *location)
+{
+    if (!result && lease_is_set()) {
+        struct pool_place place = pool_place(allocation_type, *location);
+        pool_with(*pool, &place);
+    }
+    return result;
+}
 
 API CUresult cuMemPoolCreate(CUmemoryPool *out, const CUmemPoolProps *properties)
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemPoolCreate);
     CUresult result = real(out, properties);
-    if (!result && lease_is_set() && properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE)
-        pool_with(*out, properties->location.id, false);
     if (!result && properties->handleTypes & CU_MEM_HANDLE_TYPE_FABRIC)
         lease_taint(GPUSHARE_TAINT_FABRIC);
+    return result ? result : after_pool(result, out, properties->allocType, &properties->location);
+}
+
+#define NAMES_POOL(counter, name, parameters, arguments)              \
+    API CUresult name parameters                                      \
+    {                                                                 \
+        lease_enter(counter);                                         \
+        FIND_REAL(name);                                              \
+        return after_pool(real arguments, out, type, location);       \
+    }
+NAMES_POOL(LEASE_QUERIES, cuMemGetDefaultMemPool, (CUmemoryPool *out, CUmemLocation *location, int type),
+           (out, location, type))
+NAMES_POOL(LEASE_QUERIES, cuMemGetMemPool, (CUmemoryPool *out, CUmemLocation *location, int type), (out, location, type))
+
+API CUresult cuMemSetMemPool(CUmemLocation *location, int type, CUmemoryPool pool)
+{
+    lease_enter(LEASE_CALLS);
+    FIND_REAL(cuMemSetMemPool);
+    return after_pool(real(location, type, pool), &pool, type, location);
+}
+
+enum { RELEASE_THRESHOLD = 4 };
+
+/* A lower release threshold has its effect at the next synchronisation. */
+API CUresult cuMemPoolSetAttribute(CUmemoryPool handle, int attribute, void *value)
+{
+    lease_enter(LEASE_CALLS);
+    FIND_REAL(cuMemPoolSetAttribute);
+    CUresult result = real(handle, attribute, value);
+    struct pool_place place = {POOL_UNKNOWN, -1};
+    bool changes = !result && attribute == RELEASE_THRESHOLD && lease_is_set();
+    struct pool *pool = changes ? pool_with(handle, &place) : NULL;
+    if (pool)
+        pool_may_release(pool);
     return result;
 }
 
@@ -139,24 +208,45 @@ API CUresult cuMemPoolDestroy(CUmemoryPool handle)
 
 /* ---- calls after which a pool may have released memory ---- */
 
-#define SETTLES(counter, name, parameters, arguments)        \
-    API CUresult name parameters                             \
-    {                                                        \
-        lease_enter(counter);                                \
-        FIND_REAL(name);                                     \
-        CUresult result = real arguments;                    \
-        settle_released();                                   \
-        return result;                                       \
+#define SYNCHRONIZES(name, parameters, arguments, stream)                            \
+    API CUresult name parameters                                                     \
+    {                                                                                \
+        lease_enter(LEASE_WORK);                                                     \
+        FIND_REAL(name);                                                             \
+        CUresult result = real arguments;                                            \
+        if (pools_may_release())                                                     \
+            pools_synchronized(result ? NO_STREAM : stream, current_ordinal());      \
+        return result;                                                               \
     }
-SETTLES(LEASE_WORK, cuStreamSynchronize, (CUstream stream), (stream))
-SETTLES(LEASE_WORK, cuStreamSynchronize_ptsz, (CUstream stream), (stream))
-SETTLES(LEASE_WORK, cuCtxSynchronize, (void), ())
-SETTLES(LEASE_WORK, cuCtxSynchronize_v2, (CUcontext context), (context))
-SETTLES(LEASE_WORK, cuEventSynchronize, (CUevent event), (event))
-SETTLES(LEASE_CALLS, cuMemPoolTrimTo, (CUmemoryPool pool, size_t keep), (pool, keep))
-SETTLES(LEASE_CALLS, cuDeviceGraphMemTrim, (CUdevice ordinal), (ordinal))
+SYNCHRONIZES(cuStreamSynchronize, (CUstream stream), (stream), stream_number(stream, false))
+SYNCHRONIZES(cuStreamSynchronize_ptsz, (CUstream stream), (stream), stream_number(stream, true))
+SYNCHRONIZES(cuCtxSynchronize, (void), (), ALL_STREAMS)
+SYNCHRONIZES(cuCtxSynchronize_v2, (CUcontext context), (context), context == current_context() ? ALL_STREAMS : NO_STREAM)
+SYNCHRONIZES(cuEventSynchronize, (CUevent event), (event), NO_STREAM)
+
+#define TRIMS(name, parameters, arguments) \
+    API CUresult name parameters           \
+    {                                      \
+        lease_enter(LEASE_CALLS);          \
+        FIND_REAL(name);                   \
+        CUresult result = real arguments;  \
+        ask_pools(-1);                     \
+        return result;                     \
+    }
+TRIMS(cuMemPoolTrimTo, (CUmemoryPool pool, size_t keep), (pool, keep))
+TRIMS(cuDeviceGraphMemTrim, (CUdevice ordinal), (ordinal))
 
 /* ---- graphs ---- */
+
+/* Memory of the host takes none of a device. */
+static void graph_allocates(const CUmemPoolProps *properties)
+{
+    struct pool_place place = {POOL_OF_GRAPHS, ordinal_of_location(properties->location)};
+    if (properties->allocType == CU_MEM_ALLOCATION_TYPE_MANAGED)
+        lease_taint(GPUSHARE_TAINT_MANAGED);
+    if (place.ordinal >= 0)
+        pool_with(NULL, &place);
+}
 
 /* CUDA_MEM_ALLOC_NODE_PARAMS begins with the pool's properties. */
 API CUresult cuGraphAddMemAllocNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *dependencies, size_t count,
@@ -166,7 +256,7 @@ API CUresult cuGraphAddMemAllocNode(CUgraphNode *out, CUgraph graph, const CUgra
     FIND_REAL(cuGraphAddMemAllocNode);
     CUresult result = real(out, graph, dependencies, count, parameters);
     if (!result && lease_is_set())
-        pool_with(NULL, parameters->location.id, true);
+        graph_allocates(parameters);
     return result;
 }
 
@@ -180,7 +270,7 @@ enum { GRAPH_NODE_MEM_ALLOC = 10 };
 static CUresult after_node(CUresult result, const struct node_parameters *parameters)
 {
     if (!result && lease_is_set() && parameters && parameters->type == GRAPH_NODE_MEM_ALLOC)
-        pool_with(NULL, parameters->pool.location.id, true);
+        graph_allocates(&parameters->pool);
     return result;
 }
 
@@ -203,12 +293,6 @@ API CUresult cuGraphAddNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *
 ADDS_NODE(cuGraphAddNode_v2)
 ADDS_NODE(cuGraphAddNode_v3)
 
-static bool exceeds_limit(int device)
-{
-    struct lease_memory lease;
-    return lease_memory(device, &lease) && lease.used_bytes > lease.limit_bytes;
-}
-
 #define LAUNCHES_GRAPH(name, counter)                                       \
     API CUresult name(CUgraphExec graph, CUstream stream)                   \
     {                                                                       \
@@ -222,7 +306,7 @@ static bool exceeds_limit(int device)
         }                                                                   \
         CUresult result = real(graph, stream);                              \
         if (memory)                                                         \
-            settle_pool(memory, 0);                                              \
+            ask_pool(memory);                                               \
         return result;                                                      \
     }
 LAUNCHES_GRAPH(cuGraphLaunch, LEASE_WORK)

@@ -1,14 +1,31 @@
 /* Memory pools and graph memory of this process: the account charges what they reserve.  Their hooks
  * are in preload_pooled.c.
  *
- * Rules (CUDA Driver API reference 13.0, "Stream Ordered Memory Allocator", "Graph Management").
+ * Rules (CUDA Driver API reference 13.0, "Stream Ordered Memory Allocator", "Graph Management"; CUDA
+ * Programming Guide 13.0, 4.3; comments of cuMemPoolCreate and cuMemPoolTrimTo in cuda.h 13.5).
  *   - A pool keeps freed memory up to its release threshold, which frameworks set to all of the
  *     device, so the account charges what the pool has reserved
  *     (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT), not what is allocated from it.
- *   - The bytes of an allocation are taken before the driver is called; afterwards the charge
- *     becomes what the pool has reserved then.
- *   - A pool releases memory when a stream, an event or a context is synchronized, or when it is
- *     trimmed, so after those it is asked again.
+ *   - Its free part, for a stream, is what is charged for it, less its recorded allocations, what
+ *     allocations under way count on (`promised`), and what was freed in other streams since they were
+ *     synchronized: the driver reserves more before it makes a stream wait for another
+ *     (cudaMemPoolReuseAllowInternalDependencies).  A request that fits takes nothing from the account; of
+ *     one that does not, the rest is taken before the driver is called.  Afterwards the charge becomes
+ *     what the pool has reserved then; while others are under way, not less than what is allocated and
+ *     promised.
+ *   - The driver may have to reserve more for a request that fits, for the free part may be in pieces.
+ *     That is charged afterwards, beyond the limit too, for the driver has it already.  Allocations in use
+ *     stay within the limit; what is beyond it is free memory of pools, which is trimmed at once, and
+ *     again at synchronisations until the lease is within its limit.
+ *   - Nothing here waits for a stream: what is enqueued in it may end only after this thread has enqueued
+ *     more (github.com/tensorflow/tensorflow pull request 50699).  cuMemPoolTrimTo does not wait, and
+ *     keeps what was freed but not seen to complete by the host.  Frameworks that can wait synchronize
+ *     after a denial and allocate again (the same; github.com/pytorch/pytorch pull request 188110).
+ *   - A pool releases memory when a stream, an event or a context is synchronized, or when it is trimmed.
+ *     After a trim it is asked again; after a synchronisation if memory was freed since the last one of
+ *     the same stream or of the device's context, or if its release threshold was changed.
+ *   - Pools of host memory take none of a device: nothing is charged.  Managed pools are charged by
+ *     request, as cuMemAllocManaged is, and put on record: their process cannot be suspended.
  *   - Graph memory of a device is a pool without a handle (CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT).
  *     What a launch needs is not known before: a launch is denied once the limit is exceeded.
  *   - No lock across a call of the driver: what a pool has reserved is read between two looks at
@@ -22,13 +39,15 @@
 #include "preload_devices.h"
 #include "preload_driver.h"
 
-/* Further pools are charged by request, like other allocations. */
+/* Further pools of a device are charged by request, like other allocations. */
 enum { POOLS = 128, SETTLE_TRIES = 8 };
-enum { MEMPOOL_RESERVED_CURRENT = 5, MEMPOOL_USED_CURRENT = 7, GRAPH_RESERVED_CURRENT = 2, GRAPH_USED_CURRENT = 0 };
+enum { RESERVED_CURRENT = 5, ALLOCATION_TYPE = 9, LOCATION_ID = 11, LOCATION_TYPE = 12, GRAPH_RESERVED_CURRENT = 2 };
+
+static const uint64_t page_bytes = (uint64_t)2 << 20;
 
 static pthread_mutex_t pools_lock = PTHREAD_MUTEX_INITIALIZER;
 static struct pool pools[POOLS];
-static _Atomic bool any_dirty; /* a pool may release memory at the next synchronisation */
+static _Atomic bool any_freed; /* a pool may release memory at a synchronisation */
 
 /* The parent's memory is not the child's. */
 void pools_in_child(void)
@@ -37,20 +56,39 @@ void pools_in_child(void)
     memset(pools, 0, sizeof pools);
 }
 
+static uint64_t pages(uint64_t bytes)
+{
+    return bytes <= UINT64_MAX / 4 ? (bytes + page_bytes - 1) / page_bytes * page_bytes : UINT64_MAX;
+}
+
+bool exceeds_limit(int device)
+{
+    struct lease_memory lease;
+    return lease_memory(device, &lease) && lease.used_bytes > lease.limit_bytes;
+}
+
 /* ---- what the driver says ---- */
 
 typedef CUresult pool_attribute(CUmemoryPool, int, void *);
 typedef CUresult graph_attribute(CUdevice, int, void *);
 typedef CUresult device_pool(CUmemoryPool *, CUdevice);
 
-static bool read_bytes(const struct pool *pool, bool used, uint64_t *bytes)
+/* Also of attributes with a value of 4 bytes. */
+static bool ask_attribute(CUmemoryPool handle, int attribute, uint64_t *value)
 {
-    static void *_Atomic of_pool, *_Atomic of_graph;
-    pool_attribute *ask_pool = (pool_attribute *)plain_function(&of_pool, "cuMemPoolGetAttribute");
-    graph_attribute *ask_graph = (graph_attribute *)plain_function(&of_graph, "cuDeviceGetGraphMemAttribute");
-    if (pool->is_graph)
-        return ask_graph && !ask_graph(pool->ordinal, used ? GRAPH_USED_CURRENT : GRAPH_RESERVED_CURRENT, bytes);
-    return ask_pool && !ask_pool(pool->handle, used ? MEMPOOL_USED_CURRENT : MEMPOOL_RESERVED_CURRENT, bytes);
+    static void *_Atomic kept;
+    pool_attribute *ask = (pool_attribute *)plain_function(&kept, "cuMemPoolGetAttribute");
+    *value = 0;
+    return ask && !ask(handle, attribute, value);
+}
+
+static bool read_reserved(const struct pool *pool, uint64_t *bytes)
+{
+    static void *_Atomic kept;
+    graph_attribute *ask = (graph_attribute *)plain_function(&kept, "cuDeviceGetGraphMemAttribute");
+    if (pool->place.kind == POOL_OF_GRAPHS)
+        return ask && !ask(pool->place.ordinal, GRAPH_RESERVED_CURRENT, bytes);
+    return ask_attribute(pool->handle, RESERVED_CURRENT, bytes);
 }
 
 CUmemoryPool pool_of_device(CUdevice ordinal, bool is_default)
@@ -62,79 +100,190 @@ CUmemoryPool pool_of_device(CUdevice ordinal, bool is_default)
     return ask && !ask(&pool, ordinal) ? pool : NULL;
 }
 
+/* CU_MEM_LOCATION_TYPE_INVISIBLE is the memory of an imported pool, which makes no allocations. */
+struct pool_place pool_place(int allocation_type, CUmemLocation location)
+{
+    CUdevice ordinal = ordinal_of_location(location);
+    if (allocation_type == CU_MEM_ALLOCATION_TYPE_MANAGED)
+        return (struct pool_place){POOL_MANAGED, ordinal};
+    if (ordinal >= 0)
+        return (struct pool_place){POOL_OF_DEVICE, ordinal};
+    bool is_host = location.type >= CU_MEM_LOCATION_TYPE_HOST && location.type <= CU_MEM_LOCATION_TYPE_INVISIBLE;
+    return (struct pool_place){is_host ? POOL_OF_HOST : POOL_UNKNOWN, -1};
+}
+
+/* Of a pool that no hook saw being made.  Drivers before CUDA 13 do not say, and have no default pools but
+ * those of devices. */
+static struct pool_place described_place(CUmemoryPool handle)
+{
+    struct pool_place place = {POOL_UNKNOWN, -1};
+    uint64_t allocation, type, id;
+    if (ask_attribute(handle, ALLOCATION_TYPE, &allocation) && ask_attribute(handle, LOCATION_TYPE, &type) &&
+        ask_attribute(handle, LOCATION_ID, &id))
+        place = pool_place((int)allocation, (CUmemLocation){(int)type, (int)id});
+    for (CUdevice ordinal = 0; place.kind == POOL_UNKNOWN && ordinal < GPUSHARE_DEVICES; ordinal++)
+        if (pool_of_device(ordinal, true) == handle)
+            place = (struct pool_place){POOL_OF_DEVICE, ordinal};
+    return place.kind == POOL_UNKNOWN ? (struct pool_place){POOL_OF_DEVICE, current_ordinal()} : place;
+}
+
 /* ---- the table ---- */
 
-struct pool *pool_with(CUmemoryPool handle, CUdevice ordinal, bool is_graph)
+/* Under pools_lock. */
+static struct pool *find_pool(CUmemoryPool handle, struct pool_place place)
 {
-    struct pool *found = NULL, *unused = NULL;
-    for (int pass = 0; !found && pass < 2; pass++) {
-        if (pass && ordinal < 0)
-            for (ordinal = 0; ordinal < GPUSHARE_DEVICES && pool_of_device(ordinal, true) != handle; ordinal++) {
-            }
-        if (pass && ordinal == GPUSHARE_DEVICES)
-            ordinal = current_ordinal();
-        int device = pass ? page_device(ordinal) : -1;
-        pthread_mutex_lock(&pools_lock);
-        for (int i = 0; i < POOLS && !found; i++) {
-            struct pool *pool = &pools[i];
-            bool is_it = is_graph ? pool->is_graph && pool->ordinal == ordinal : pool->handle == handle;
-            if (pool->is_used && pool->is_graph == is_graph && !pool->is_destroyed && is_it)
-                found = pool;
-            unused = !pool->is_used && !unused ? pool : unused;
-        }
-        if (!found && device >= 0 && unused) {
-            found = unused;
-            *found = (struct pool){.handle = handle, .ordinal = ordinal, .device = device, .is_used = true,
-                                   .is_graph = is_graph, .version = found->version + 1};
-        }
-        pthread_mutex_unlock(&pools_lock);
+    bool of_graphs = place.kind == POOL_OF_GRAPHS;
+    for (struct pool *pool = pools; pool < pools + POOLS; pool++) {
+        bool is_it = of_graphs ? pool->place.ordinal == place.ordinal : pool->handle == handle;
+        if (pool->is_used && !pool->is_destroyed && (pool->place.kind == POOL_OF_GRAPHS) == of_graphs && is_it)
+            return pool;
     }
+    return NULL;
+}
+
+static struct pool *known_pool(CUmemoryPool handle, struct pool_place *place)
+{
+    pthread_mutex_lock(&pools_lock);
+    struct pool *found = find_pool(handle, *place);
+    if (found)
+        *place = found->place;
+    pthread_mutex_unlock(&pools_lock);
     return found;
 }
 
-void settle_pool(struct pool *pool, uint64_t mine)
+static struct pool *added_pool(CUmemoryPool handle, struct pool_place place)
+{
+    bool is_charged = place.kind == POOL_OF_DEVICE || place.kind == POOL_OF_GRAPHS;
+    int device = is_charged ? page_device(place.ordinal) : -1;
+    if (is_charged && device < 0)
+        return NULL;
+    pthread_mutex_lock(&pools_lock);
+    struct pool *found = find_pool(handle, place);
+    for (int i = 0; !found && i < POOLS; i++)
+        if (!pools[i].is_used) {
+            found = &pools[i];
+            *found = (struct pool){.handle = handle, .place = place, .device = device, .is_used = true,
+                                   .version = found->version + 1};
+        }
+    pthread_mutex_unlock(&pools_lock);
+    return found;
+}
+
+struct pool *pool_with(CUmemoryPool handle, struct pool_place *place)
+{
+    struct pool *found = known_pool(handle, place);
+    if (!found) {
+        if (place->kind == POOL_UNKNOWN)
+            *place = described_place(handle);
+        found = added_pool(handle, *place);
+    }
+    if (place->kind == POOL_MANAGED)
+        lease_taint(GPUSHARE_TAINT_MANAGED);
+    return found;
+}
+
+struct pool *graph_memory(void)
+{
+    bool any = false;
+    pthread_mutex_lock(&pools_lock);
+    for (int i = 0; i < POOLS && !any; i++)
+        any = pools[i].is_used && pools[i].place.kind == POOL_OF_GRAPHS;
+    pthread_mutex_unlock(&pools_lock);
+    struct pool_place here = {POOL_OF_GRAPHS, any ? current_ordinal() : -1};
+    return any ? known_pool(NULL, &here) : NULL;
+}
+
+/* ---- charges ---- */
+
+/* Under pools_lock. */
+static uint64_t freed_elsewhere(const struct pool *pool, int stream)
+{
+    uint64_t bytes = 0;
+    for (int i = 0; i < STREAMS; i++)
+        bytes += i == stream ? 0 : pool->freed[i];
+    return bytes;
+}
+
+struct pool_share share_pool(struct pool *pool, uint64_t bytes, int stream)
+{
+    pthread_mutex_lock(&pools_lock);
+    uint64_t held = pool->live_bytes + pool->promised + freed_elsewhere(pool, stream);
+    uint64_t left = pool->charged > held ? pool->charged - held : 0;
+    struct pool_share share = {bytes < left ? bytes : left, bytes > left ? pages(bytes - left) : 0, stream, true};
+    pool->promised += share.promised;
+    pool->under_way++;
+    pthread_mutex_unlock(&pools_lock);
+    return share;
+}
+
+/* Under pools_lock: what to charge for the pool, when it has reserved so much.  A destroyed one cannot be
+ * asked, and lives on until its last allocation is freed. */
+static uint64_t charge_for(const struct pool *pool, bool is_known, uint64_t reserved)
+{
+    uint64_t held = pages(pool->live_bytes + pool->promised);
+    if (pool->is_destroyed)
+        return pool->live_bytes ? pool->charged : 0;
+    if (!is_known)
+        return held > pool->charged ? held : pool->charged;
+    return pool->promised && held > reserved ? held : reserved;
+}
+
+/* Under pools_lock: no stream has freed more than is unused. */
+static void bound_freed(struct pool *pool, uint64_t reserved)
+{
+    uint64_t unused = reserved > pool->live_bytes ? reserved - pool->live_bytes : 0;
+    for (int i = 0; i < STREAMS; i++)
+        pool->freed[i] = pool->freed[i] < unused ? pool->freed[i] : unused;
+}
+
+bool settle_pool(struct pool *pool, struct pool_share mine, uint64_t allocated)
 {
     for (int tries = 0;; tries++) {
-        uint64_t reserved = 0, used = 0;
+        uint64_t reserved = 0;
         pthread_mutex_lock(&pools_lock);
         struct pool seen = *pool;
         pthread_mutex_unlock(&pools_lock);
-        bool known = !seen.is_destroyed && read_bytes(&seen, false, &reserved) && read_bytes(&seen, true, &used);
-        if (seen.is_destroyed && seen.live)
-            reserved = seen.charged;
-        else if (!seen.is_destroyed && !known)
-            reserved = seen.charged + mine;
+        if (seen.device < 0)
+            return false;
+        bool is_known = !seen.is_destroyed && read_reserved(&seen, &reserved);
         pthread_mutex_lock(&pools_lock);
-        bool is_last = pool->version == seen.version || tries == SETTLE_TRIES;
-        uint64_t before = pool->charged + mine, after = reserved;
-        if (is_last) {
-            if (pool->version != seen.version && after < pool->charged)
-                after = pool->charged; /* rather too much than too little */
-            pool->charged = after;
-            pool->pending -= mine;
-            pool->version++;
-            pool->is_used = !pool->is_destroyed || pool->live || pool->pending;
-            if (known && reserved > used)
-                atomic_store(&any_dirty, true);
+        bool is_changed = pool->version != seen.version;
+        if (is_changed && tries < SETTLE_TRIES) {
+            pthread_mutex_unlock(&pools_lock);
+            continue;
         }
-        int device = pool->device;
+        if (allocated && mine.promised)
+            pool->freed[mine.stream] -= mine.promised < pool->freed[mine.stream] ? mine.promised : pool->freed[mine.stream];
+        pool->live_bytes += allocated;
+        pool->promised -= mine.promised;
+        pool->under_way -= mine.is_set;
+        if (is_known)
+            bound_freed(pool, reserved);
+        uint64_t before = pool->charged + mine.taken, after = charge_for(pool, is_known, reserved);
+        if (is_changed && after < pool->charged)
+            after = pool->charged; /* rather too much than too little */
+        pool->charged = after;
+        pool->version++;
+        pool->is_used = !pool->is_destroyed || pool->live_bytes || pool->under_way;
         pthread_mutex_unlock(&pools_lock);
-        if (is_last) {
-            lease_change(device, before, after);
-            return;
-        }
+        lease_change(seen.device, before, after);
+        return after > before;
     }
 }
 
-void settle_pools(CUdevice ordinal)
+void ask_pool(struct pool *pool)
 {
-    atomic_store(&any_dirty, false);
-    for (int i = 0; i < POOLS; i++) {
+    settle_pool(pool, (struct pool_share){0}, 0);
+}
+
+void ask_pools(CUdevice ordinal)
+{
+    for (struct pool *pool = pools; pool < pools + POOLS; pool++) {
         pthread_mutex_lock(&pools_lock);
-        bool is_meant = pools[i].is_used && (ordinal < 0 || pools[i].ordinal == ordinal);
+        bool is_meant = pool->is_used && (ordinal < 0 || pool->place.ordinal == ordinal);
         pthread_mutex_unlock(&pools_lock);
         if (is_meant)
-            settle_pool(&pools[i], 0);
+            ask_pool(pool);
     }
 }
 
@@ -143,79 +292,94 @@ void trim_pools(int device)
     static void *_Atomic of_graph;
     CUresult (*trim)(CUmemoryPool, size_t) = real_of(HOOK_cuMemPoolTrimTo);
     CUresult (*trim_graph)(CUdevice) = (CUresult(*)(CUdevice))plain_function(&of_graph, "cuDeviceGraphMemTrim");
-    for (int i = 0; i < POOLS; i++) {
+    for (struct pool *pool = pools; pool < pools + POOLS; pool++) {
         pthread_mutex_lock(&pools_lock);
-        struct pool seen = pools[i];
+        struct pool seen = *pool;
         pthread_mutex_unlock(&pools_lock);
         if (!seen.is_used || seen.device != device || seen.is_destroyed)
             continue;
-        if (seen.is_graph && trim_graph)
-            trim_graph(seen.ordinal);
-        else if (!seen.is_graph && trim)
+        if (seen.place.kind == POOL_OF_GRAPHS && trim_graph)
+            trim_graph(seen.place.ordinal);
+        else if (seen.place.kind == POOL_OF_DEVICE && trim)
             trim(seen.handle, 0);
-        settle_pool(&pools[i], 0);
+        ask_pool(pool);
     }
 }
 
-void settle_released(void)
+/* ---- frees and synchronisations ---- */
+
+/* A thread's own default stream has the number of the thread. */
+int stream_number(CUstream stream, bool per_thread)
 {
-    if (atomic_load_explicit(&any_dirty, memory_order_relaxed))
-        settle_pools(-1);
+    enum { LEGACY = 1, PER_THREAD = 2 };
+    uint64_t key = (uintptr_t)stream;
+    if (key == PER_THREAD || (!key && per_thread))
+        key = (uint64_t)(uintptr_t)pthread_self();
+    else if (key == LEGACY)
+        key = 0;
+    return (int)((key * 0x9e3779b97f4a7c15u >> 32) % STREAMS);
 }
 
-void pool_awaits(struct pool *pool, uint64_t bytes)
+void pool_freed(struct pool *pool, uint64_t bytes, int stream)
 {
     pthread_mutex_lock(&pools_lock);
-    pool->pending += bytes;
+    pool->live_bytes -= bytes < pool->live_bytes ? bytes : pool->live_bytes;
+    if (stream >= 0)
+        pool->freed[stream] += bytes;
+    pool->is_due = pool->is_due || stream < 0;
+    bool ends = pool->is_destroyed && !pool->live_bytes;
     pthread_mutex_unlock(&pools_lock);
-}
-
-void pool_allocated(struct pool *pool)
-{
-    pthread_mutex_lock(&pools_lock);
-    pool->live++;
-    pthread_mutex_unlock(&pools_lock);
-}
-
-void pool_freed(struct pool *pool)
-{
-    pthread_mutex_lock(&pools_lock);
-    pool->live--;
-    bool ends = pool->is_destroyed && !pool->live;
-    pthread_mutex_unlock(&pools_lock);
-    atomic_store(&any_dirty, true);
+    atomic_store(&any_freed, true);
     if (ends)
-        settle_pool(pool, 0);
+        ask_pool(pool);
+}
+
+void pool_may_release(struct pool *pool)
+{
+    pool_freed(pool, 0, NO_STREAM);
+}
+
+bool pools_may_release(void)
+{
+    return atomic_load_explicit(&any_freed, memory_order_relaxed);
+}
+
+void pools_synchronized(int stream, CUdevice ordinal)
+{
+    bool any_left = false;
+    atomic_store(&any_freed, false);
+    for (struct pool *pool = pools; pool < pools + POOLS; pool++) {
+        pthread_mutex_lock(&pools_lock);
+        bool is_due = pool->is_used && (pool->is_due || freed_elsewhere(pool, NO_STREAM));
+        int device = pool->device;
+        pool->is_due = false;
+        if (stream >= 0)
+            pool->freed[stream] = 0;
+        else if (stream == ALL_STREAMS && pool->place.ordinal == ordinal)
+            memset(pool->freed, 0, sizeof pool->freed);
+        any_left = any_left || (is_due && freed_elsewhere(pool, NO_STREAM));
+        pthread_mutex_unlock(&pools_lock);
+        if (!is_due)
+            continue;
+        ask_pool(pool);
+        if (exceeds_limit(device))
+            trim_pools(device);
+        if (exceeds_limit(device))
+            pool_may_release(pool);
+    }
+    if (any_left)
+        atomic_store(&any_freed, true);
 }
 
 void pool_destroyed(CUmemoryPool handle)
 {
-    struct pool *destroyed = NULL;
     pthread_mutex_lock(&pools_lock);
-    for (int i = 0; i < POOLS && !destroyed; i++)
-        if (pools[i].is_used && !pools[i].is_graph && !pools[i].is_destroyed && pools[i].handle == handle) {
-            destroyed = &pools[i];
-            destroyed->is_destroyed = true;
-        }
+    struct pool *destroyed = find_pool(handle, (struct pool_place){POOL_UNKNOWN, -1});
+    if (destroyed) {
+        destroyed->is_destroyed = true;
+        destroyed->is_used = destroyed->device >= 0;
+    }
     pthread_mutex_unlock(&pools_lock);
     if (destroyed)
-        settle_pool(destroyed, 0);
-}
-
-struct pool *graph_memory(void)
-{
-    struct pool *found = NULL;
-    CUdevice ordinal = -1;
-    pthread_mutex_lock(&pools_lock);
-    bool any = false;
-    for (int i = 0; i < POOLS && !any; i++)
-        any = pools[i].is_used && pools[i].is_graph;
-    pthread_mutex_unlock(&pools_lock);
-    if (!any || (ordinal = current_ordinal()) < 0)
-        return NULL;
-    pthread_mutex_lock(&pools_lock);
-    for (int i = 0; i < POOLS && !found; i++)
-        found = pools[i].is_used && pools[i].is_graph && pools[i].ordinal == ordinal ? &pools[i] : NULL;
-    pthread_mutex_unlock(&pools_lock);
-    return found;
+        ask_pool(destroyed);
 }

@@ -57,7 +57,7 @@ static bool grow_records(void)
 void give_record(struct record record)
 {
     if (record.key && record.pool)
-        pool_freed(record.pool);
+        pool_freed(record.pool, record.bytes, NO_STREAM);
     else if (record.key)
         lease_give(record.device, record.bytes);
 }

@@ -13,7 +13,7 @@ struct record {
     uint64_t key; /* address, or array handle; 0: none */
     uint64_t bytes;
     CUcontext context; /* its end frees the allocation */
-    struct pool *pool; /* charged there, not here */
+    struct pool *pool; /* whose charge has the bytes; NULL: they are charged themselves */
     CUdevice ordinal;
     int device; /* in the limit page */
     bool in_own_context;

@@ -105,10 +105,10 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const 
 {
     lease_enter(LEASE_WORK);
     FIND_REAL(cuMemCreate);
-    bool on_device = properties && properties->location.type == CU_MEM_LOCATION_TYPE_DEVICE;
+    CUdevice ordinal = properties ? ordinal_of_location(properties->location) : -1;
     struct taken taken = {0, -1, -1, true};
-    if (on_device)
-        taken = begin_allocation(properties->location.id, bytes);
+    if (ordinal >= 0)
+        taken = begin_allocation(ordinal, bytes);
     if (!taken.granted)
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUresult result = real(out, bytes, properties, flags);
