@@ -37,7 +37,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.uses": "it uses %1",
         "taint.managed": "managed memory",
         "taint.ipc": "CUDA IPC",
-        "taint.exported": "memory shared with another process",
+        "taint.exported": "memory shared with another process or with graphics",
         "taint.peer": "peer access between GPUs",
         "taint.traced": "tracing with CUPTI (torch.profiler)",
         "taint.fabric": "memory with fabric handles",

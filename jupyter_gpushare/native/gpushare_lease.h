@@ -37,9 +37,9 @@ enum gpushare_phase {
 
 /* Things that make a process not suspendable. */
 enum gpushare_taint {
-    GPUSHARE_TAINT_MANAGED = 1,    /* cuMemAllocManaged */
+    GPUSHARE_TAINT_MANAGED = 1,    /* cuMemAllocManaged, managed pools and variables */
     GPUSHARE_TAINT_IPC = 2,        /* cuIpcGetMemHandle, cuIpcOpenMemHandle, ... */
-    GPUSHARE_TAINT_EXPORTED = 4,   /* cuMemExportToShareableHandle and the like, and every import */
+    GPUSHARE_TAINT_EXPORTED = 4,   /* cuMemExportToShareableHandle and the like, every import, graphics */
     GPUSHARE_TAINT_PEER = 8,       /* cuCtxEnablePeerAccess, cuMemSetAccess to another device, ... */
     GPUSHARE_TAINT_TRACED = 16,    /* cuptiSubscribe, cuptiActivityEnable, ...: torch.profiler */
     GPUSHARE_TAINT_FABRIC = 32,    /* memory with fabric handles (multi-node NVLink) */

@@ -169,10 +169,11 @@ def test_what_other_leases_have_suspended_counts_against_the_budget(machine: Mac
     assert machine.ask("suspend", lease="bo")["done"]
 
 
-def test_a_taint_is_named_as_the_reason(machine: Machine) -> None:
+@pytest.mark.parametrize("use", ["taint", "managed"])
+def test_a_taint_is_named_as_the_reason(machine: Machine, use: str) -> None:
     machine.lease("ada")
     worker = machine.worker("ada", mib=64)
-    assert worker.do("taint") == "0"
+    assert worker.do(use) == "0"
     until(lambda: not machine.of("ada")["suspendable"], "the taint is seen")
     assert "managed memory" in machine.of("ada")["suspend_reason"]
     moved = machine.ask("suspend", lease="ada")

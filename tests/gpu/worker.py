@@ -6,6 +6,7 @@ verify            read every byte of what was filled back   -> "verify ok" / "ve
 check             read every block back                        -> "check ok" / "check bad"
 query             ask for the state of a stream                 -> "query CODE"
 taint             allocate managed memory                       -> "taint CODE"
+managed           make a managed pool, allocate from it         -> "managed CODE"
 second MIB        as alloc, on the second device                -> "second CODE"
 peer              let the first device use the second's memory  -> "peer CODE"
 nccl              map what NCCL's ranks on one host share       -> "nccl 0"
@@ -70,6 +71,13 @@ def alloc(mib):
 def second(mib, context):
     code = init(1)[0] or alloc(mib)
     return cuda.cuCtxSetCurrent(context) or code
+
+
+def managed():
+    pool, properties = ctypes.c_void_p(), (ctypes.c_int * 22)(2, 0, 1, 0)
+    return cuda.cuMemPoolCreate(ctypes.byref(pool), properties) or cuda.cuMemAllocFromPoolAsync(
+        ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(1 << 20), pool, None
+    )
 
 
 def peer(context):
@@ -215,6 +223,8 @@ def main():
         elif verb == "taint":
             size = ctypes.c_size_t(1 << 20)
             answer = cuda.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), size, ctypes.c_uint(1))
+        elif verb == "managed":
+            answer = managed()
         elif verb == "second":
             answer = second(int(words[0]), context)
         elif verb == "peer":

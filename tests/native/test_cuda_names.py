@@ -102,7 +102,8 @@ def test_every_launch_and_copy_is_work() -> None:
 
 def test_written_out_hooks_know_every_version_of_their_function() -> None:
     """From CUDA 3.2 on: those before had sizes of 32 bits."""
-    typedefs = part("nvidia-cuda-runtime", r"cudaTypedefs\.h").read_text()
+    headers = (r"cudaTypedefs\.h", r"cudaGLTypedefs\.h", r"cudaEGLTypedefs\.h", r"cudaVDPAUTypedefs\.h")
+    typedefs = "".join(part("nvidia-cuda-runtime", header).read_text() for header in headers)
     since: dict[str, set[int]] = {}
     for name, version in re.findall(r"\(CUDAAPI \*PFN_(cu\w+?)_v(\d+)(?:_ptsz|_ptds)?\)", typedefs):
         since.setdefault(name, set()).add(int(version))
@@ -123,7 +124,10 @@ def test_written_out_hooks_know_every_version_of_their_function() -> None:
         "cuStreamSynchronize",
         "cuCtxSynchronize",
         "cuEventSynchronize",
+        "cuGLCtxCreate",
+        "cuVDPAUCtxCreate",
     }
+    whole |= {name for name in ours if re.match(r"cuGraphics|cuGLRegister", name)}
     known = {name: {v for v in since[name] if v >= 3020 or name in whole} for name in ours}
     assert ours == known
 

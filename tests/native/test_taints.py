@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,9 @@ import pytest
 from jupyter_gpushare import native
 from jupyter_gpushare.gpu.leases.files import Taint, words_of
 from tests.native.calls import in_lease
-from tests.native.test_hooks import compile_shared
+from tests.native.test_cuda_names import part, symbols
+from tests.native.test_hooks import KINDS, compile_shared
+from tests.native.test_pools import KEEP
 from tests.native.worker import Worker
 from tests.simulator import GIB, Lease, Simulator
 
@@ -33,12 +36,27 @@ from tests.simulator import GIB, Lease, Simulator
         ("cuda.cuMemPoolSetAccess(pool(), ctypes.byref(Access(1, 1, 3)), size(1))", 8),
         ("cuda.cuMemPoolSetAccess(pool(), ctypes.byref(Access(1, 1, 0)), size(1))", 0),
         ("cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), u64(1)) - 1", 0),
+        ("created(0, DEVICE, MANAGED) and 0", 1),
+        ("created(0, 0, MANAGED) and 0", 1),
+        ("created(0, HOST) and 0", 0),
+        ("default(DEVICE, MANAGED) and 0", 1),
+        ("default(HOST, MANAGED, 'cuMemGetMemPool') and 0", 1),
+        ("default(DEVICE, PINNED, 'cuMemGetMemPool') and 0", 0),
+        ("default(HOST) and 0", 0),
+        ("set_pool(MANAGED, created(0, DEVICE, MANAGED))", 1),
+        ("set_pool(PINNED, created(0))", 0),
+        ("set_pool(MANAGED, created(0)) - 1", 0),
     ],
 )
 def test_what_prevents_suspension_is_on_record(machine: Simulator, call: str, taint: int) -> None:
     lease = Lease(machine.folder / "lease", [(machine.uuid(i), 40 * GIB) for i in (0, 1)])
     with in_lease(machine, lease) as kernel:
+        kernel.run(KEEP)
         kernel.run("other = demo_gpu.open(1); cuda.cuCtxSetCurrent(gpu._context); at = alloc(1 << 21)[1]")
+        kernel.run(
+            "def set_pool(kind, pool):\n"
+            "    return cuda.cuMemSetMemPool((ctypes.c_int * 2)(DEVICE, 0), kind, ctypes.c_void_p(pool))"
+        )
         assert lease.slots()[kernel.pid].taints == 0
         assert kernel.ask(call) == 0
         assert lease.slots()[kernel.pid].taints == taint
@@ -48,6 +66,110 @@ def test_a_device_that_is_alone_has_no_peers(machine: Simulator, half: Lease) ->
     with in_lease(machine, half, CUDA_VISIBLE_DEVICES=machine.uuid(0)) as kernel:
         assert kernel.ask("cuda.cuMemPoolSetAccess(pool(), ctypes.byref(Access(1, 0, 3)), size(1))") == 0
         assert half.slots()[kernel.pid].taints == 0
+
+
+#: Finds the driver past the library, as libraries opened with RTLD_DEEPBIND do.
+UNSEEN = """
+int cuMemGetDefaultMemPool(void **, void *, int);
+int unseen_pool(void **out, int type)
+{ int location[2] = {1, 0}; return cuMemGetDefaultMemPool(out, location, type); }
+"""
+
+
+@pytest.mark.parametrize(("kind", "taint"), [("PINNED", 0), ("MANAGED", 1)])
+def test_an_allocation_from_a_managed_pool_that_no_hook_saw_is_on_record(
+    machine: Simulator, half: Lease, kind: str, taint: int
+) -> None:
+    driver = native.sim_dir() / "libcuda.so.1"
+    library = compile_shared(UNSEEN, machine.folder / "unseen.so", "-Wl,--no-as-needed", str(driver))
+    with in_lease(machine, half) as kernel:
+        kernel.run(KEEP)
+        kernel.run(f"library, unseen = ctypes.CDLL({str(library)!r}, os.RTLD_DEEPBIND), ctypes.c_void_p()")
+        assert kernel.ask(f"library.unseen_pool(ctypes.byref(unseen), {kind})") == 0
+        assert half.slots()[kernel.pid].taints == 0
+        assert kernel.ask("from_pool(unseen.value, 1 << 30)[0]") == 0
+        slot = half.slots()[kernel.pid]
+        assert (slot.taints, slot.used_bytes[0]) == (taint, GIB)
+
+
+#: A driver whose functions of graphics interfaces answer `code`; the second of two variables is managed.
+GRAPHICS = """
+int code;
+int cuModuleGetGlobal_v2(unsigned long *out, void *bytes, void *module, const char *name)
+{ (void)bytes, (void)module; *out = name[0] == 'm' ? 0x2000 : 0x1000; return code; }
+int cuPointerGetAttribute(int *out, int attribute, unsigned long at)
+{ *out = at == 0x2000; return attribute != 8; }
+int cuLibraryGetManaged(void) { return code; }
+int cuCtxCreate_v4(void **out) { *out = &code; return code; }
+"""
+
+#: Gives to another what memory it already shares, takes it back, or asks.
+SHARES_NOTHING_NEW = re.compile(
+    r"cuGLInit|cu(GL|WGL|VDPAU)GetDevices?(_v2)?|cu\w+(Unmap|Unregister|Disconnect|MapFlags|GetMapped)\w*"
+    r"|cuGLMapBufferObject\w*|cuEGLStream\w+Frame"
+)
+
+
+def graphics() -> list[str]:
+    found = symbols(
+        "".join(part("nvidia-cuda-runtime", f"cuda{name}.h").read_text() for name in ("GL", "EGL", "VDPAU"))
+    )
+    found |= {"cuGraphicsMapResources", "cuGraphicsMapResources_ptsz", "cuImportExternalSemaphore"}
+    return sorted(name for name in found if not SHARES_NOTHING_NEW.fullmatch(name))
+
+
+@pytest.fixture
+def driver_folder(machine: Simulator) -> Path:
+    """Where the driver above lies, compiled."""
+    made = {True: "*out = &code; ", False: ""}
+    functions = "".join(
+        f"int {name}(void **out) {{ (void)out; {made['CtxCreate' in name]}return code; }}\n"
+        for name in graphics()
+    )
+    compile_shared(GRAPHICS + functions, machine.folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+    return machine.folder
+
+
+def taints_of(machine: Simulator, lease: Lease, driver_folder: Path, call: str) -> list[int]:
+    """After the call failed, and after it succeeded."""
+    taints = []
+    with Worker(machine.env(**lease.env(), LD_LIBRARY_PATH=str(driver_folder)), open_gpu=False) as kernel:
+        kernel.run("cuda = ctypes.CDLL('libcuda.so.1'); code = ctypes.c_int.in_dll(cuda, 'code')")
+        kernel.run(
+            "def call(name, *more): return getattr(cuda, name)(ctypes.byref(ctypes.c_uint64()), *more)"
+        )
+        for code in (999, 0):
+            kernel.run(f"code.value = {code}")
+            assert kernel.ask(call) == code
+            taints.append(lease.slots()[kernel.pid].taints)
+    return taints
+
+
+def test_every_function_that_shares_with_graphics_is_on_record(
+    machine: Simulator, half: Lease, driver_folder: Path
+) -> None:
+    names = graphics()
+    assert len(names) > 15
+    assert [name for name in names if KINDS[name] != "TYPED"] == []
+    for name in names:
+        assert taints_of(machine, half, driver_folder, f"call({name!r}, 0, 0, 0, 0)") == [0, 4], name
+
+
+@pytest.mark.parametrize(
+    ("call", "taint"),
+    [
+        ("call('cuModuleGetGlobal_v2', None, None, b'plain')", 0),
+        ("call('cuModuleGetGlobal_v2', None, None, b'managed')", 1),
+        ("call('cuLibraryGetManaged', None, None, b'managed')", 1),
+        ("call('cuCtxCreate_v4', None, 0, 0)", 0),
+        ("call('cuCtxCreate_v4', (ctypes.c_void_p * 3)(None, None, None), 0, 0)", 0),
+        ("call('cuCtxCreate_v4', (ctypes.c_void_p * 3)(None, None, 8), 0, 0)", 4),
+    ],
+)
+def test_managed_variables_and_contexts_for_graphics_are_on_record(
+    machine: Simulator, half: Lease, driver_folder: Path, call: str, taint: int
+) -> None:
+    assert taints_of(machine, half, driver_folder, call) == [0, taint]
 
 
 #: In place of NVIDIA's: PyTorch's library links it, and is loaded into a scope of its own.

@@ -88,6 +88,11 @@ PROGRAMS = (
         "github.com/llvm/llvm-project, asan_linux.cpp",
     ),
     ProgramNote("CUPTI (torch.profiler)", "not suspended once it traces", f"{_ISSUES}/15"),
+    ProgramNote(
+        "cudf.pandas, cudf-polars, cuml.accel with their defaults; managed pools of RMM and CCCL",
+        "not suspended: managed memory",
+        "docs/isolation.md",
+    ),
     ProgramNote("fabric handles", "not suspended", "github.com/ai-dynamo/snapshot/pull/217"),
     ProgramNote("several NCCL ranks", "not suspended", f"{_ISSUES}/30"),
     ProgramNote("64-bit Arm, every program", "not suspended: Checkpoint is for x64 alone", f"{_ISSUES}/51"),

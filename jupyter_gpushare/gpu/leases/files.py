@@ -89,7 +89,7 @@ class Taint(enum.IntFlag):
 TAINT_WORDS = {
     Taint.MANAGED: "managed memory",
     Taint.IPC: "CUDA IPC",
-    Taint.EXPORTED: "memory shared with another process",
+    Taint.EXPORTED: "memory shared with another process or with graphics",
     Taint.PEER: "peer access between GPUs",
     Taint.TRACED: "tracing with CUPTI (torch.profiler)",
     Taint.FABRIC: "memory with fabric handles",

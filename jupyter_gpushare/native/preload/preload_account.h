@@ -41,9 +41,10 @@ bool take_or_trim(int device, uint64_t bytes);
         give_record(record);                                 \
     return result
 
+/* Taint 0: none. */
 static inline CUresult tainted_by(CUresult result, enum gpushare_taint taint)
 {
-    if (!result)
+    if (!result && taint)
         lease_taint(taint);
     return result;
 }

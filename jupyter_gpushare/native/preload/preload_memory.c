@@ -45,7 +45,7 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
     return lease_wait_for_turn() ? real(out, ordinal) : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-#define CREATES_CONTEXT(name, parameters, arguments)         \
+#define CREATES_CONTEXT(taint, name, parameters, arguments)  \
     API CUresult name parameters                             \
     {                                                        \
         lease_enter(LEASE_CALLS);                            \
@@ -55,14 +55,34 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
         CUresult result = real arguments;                    \
         if (!result)                                         \
             remember_own_context(*out);                      \
-        return result;                                       \
+        return tainted_by(result, taint);                    \
     }
-CREATES_CONTEXT(cuCtxCreate, (CUcontext * out, unsigned flags, CUdevice ordinal), (out, flags, ordinal))
-CREATES_CONTEXT(cuCtxCreate_v2, (CUcontext * out, unsigned flags, CUdevice ordinal), (out, flags, ordinal))
-CREATES_CONTEXT(cuCtxCreate_v3, (CUcontext * out, void *affinity, int count, unsigned flags, CUdevice ordinal),
+CREATES_CONTEXT(0, cuCtxCreate, (CUcontext * out, unsigned flags, CUdevice ordinal), (out, flags, ordinal))
+CREATES_CONTEXT(0, cuCtxCreate_v2, (CUcontext * out, unsigned flags, CUdevice ordinal), (out, flags, ordinal))
+CREATES_CONTEXT(0, cuCtxCreate_v3, (CUcontext * out, void *affinity, int count, unsigned flags, CUdevice ordinal),
                 (out, affinity, count, flags, ordinal))
-CREATES_CONTEXT(cuCtxCreate_v4, (CUcontext * out, void *parameters, unsigned flags, CUdevice ordinal),
+
+/* CUctxCreateParams of cuda.h 13.5: with `graphics` the context shares data with Vulkan. */
+struct context_parameters {
+    void *affinity;
+    int affinity_count;
+    void *graphics;
+};
+CREATES_CONTEXT(parameters && parameters->graphics ? GPUSHARE_TAINT_EXPORTED : 0, cuCtxCreate_v4,
+                (CUcontext * out, struct context_parameters *parameters, unsigned flags, CUdevice ordinal),
                 (out, parameters, flags, ordinal))
+
+/* For OpenGL and VDPAU (cudaGL.h, cudaVDPAU.h). */
+CREATES_CONTEXT(GPUSHARE_TAINT_EXPORTED, cuGLCtxCreate, (CUcontext * out, unsigned flags, CUdevice ordinal),
+                (out, flags, ordinal))
+CREATES_CONTEXT(GPUSHARE_TAINT_EXPORTED, cuGLCtxCreate_v2, (CUcontext * out, unsigned flags, CUdevice ordinal),
+                (out, flags, ordinal))
+CREATES_CONTEXT(GPUSHARE_TAINT_EXPORTED, cuVDPAUCtxCreate,
+                (CUcontext * out, unsigned flags, CUdevice ordinal, unsigned display, void *find),
+                (out, flags, ordinal, display, find))
+CREATES_CONTEXT(GPUSHARE_TAINT_EXPORTED, cuVDPAUCtxCreate_v2,
+                (CUcontext * out, unsigned flags, CUdevice ordinal, unsigned display, void *find),
+                (out, flags, ordinal, display, find))
 
 static CUresult after_primary(CUresult result, CUdevice ordinal, uint64_t last)
 {

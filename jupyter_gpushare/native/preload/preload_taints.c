@@ -37,6 +37,50 @@ TAINTS(GPUSHARE_TAINT_PEER, cuCtxEnablePeerAccess, (CUcontext peer, unsigned fla
 TAINTS(GPUSHARE_TAINT_PEER, cuMulticastCreate, (CUmemGenericAllocationHandle * out, const void *properties),
        (out, properties))
 
+/* Memory, frames and events of graphics interfaces (cudaGL.h, cudaEGL.h and cudaVDPAU.h of 13.5; contexts for
+ * them are in preload_memory.c), and semaphores of them or of another process. */
+typedef struct CUgraphicsResource_st *CUgraphicsResource;
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuGraphicsGLRegisterBuffer, (CUgraphicsResource * out, unsigned buffer, unsigned flags),
+       (out, buffer, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuGraphicsGLRegisterImage,
+       (CUgraphicsResource * out, unsigned image, unsigned target, unsigned flags), (out, image, target, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuGLRegisterBufferObject, (unsigned buffer), (buffer))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuGraphicsEGLRegisterImage, (CUgraphicsResource * out, void *image, unsigned flags),
+       (out, image, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuGraphicsVDPAURegisterVideoSurface,
+       (CUgraphicsResource * out, unsigned surface, unsigned flags), (out, surface, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuGraphicsVDPAURegisterOutputSurface,
+       (CUgraphicsResource * out, unsigned surface, unsigned flags), (out, surface, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuGraphicsMapResources, (unsigned count, CUgraphicsResource *all, CUstream stream),
+       (count, all, stream))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuGraphicsMapResources_ptsz, (unsigned count, CUgraphicsResource *all, CUstream stream),
+       (count, all, stream))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuEGLStreamConsumerConnect, (void **out, void *frames), (out, frames))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuEGLStreamConsumerConnectWithFlags, (void **out, void *frames, unsigned flags),
+       (out, frames, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuEGLStreamProducerConnect, (void **out, void *frames, int width, int height),
+       (out, frames, width, height))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuEventCreateFromEGLSync, (CUevent * out, void *sync, unsigned flags), (out, sync, flags))
+TAINTS(GPUSHARE_TAINT_EXPORTED, cuImportExternalSemaphore, (void **out, const void *description), (out, description))
+
+/* Managed variables of modules (`__managed__`), when a program or its CUDA runtime asks where one is. */
+TAINTS(GPUSHARE_TAINT_MANAGED, cuLibraryGetManaged, (CUdeviceptr * out, size_t *bytes, void *library, const char *name),
+       (out, bytes, library, name))
+
+API CUresult cuModuleGetGlobal_v2(CUdeviceptr *out, size_t *bytes, CUmodule module, const char *name)
+{
+    enum { IS_MANAGED = 8 };
+    static void *_Atomic kept;
+    unsigned managed = 0;
+    lease_enter(LEASE_CALLS);
+    FIND_REAL(cuModuleGetGlobal_v2);
+    CUresult result = real(out, bytes, module, name);
+    if (result || !out || !lease_is_set())
+        return result;
+    CUresult (*ask)(void *, int, CUdeviceptr) = (CUresult(*)(void *, int, CUdeviceptr))plain_function(&kept, "cuPointerGetAttribute");
+    return ask && !ask(&managed, IS_MANAGED, *out) && managed ? tainted_by(result, GPUSHARE_TAINT_MANAGED) : result;
+}
+
 /* CUPTI (cupti_callbacks.h, cupti_activity.h and cupti_profiler_target.h of 12.9): a process that it
  * traces cannot be checkpointed (github.com/NVIDIA/cuda-checkpoint issue 15).  PyTorch links the
  * library and calls these when torch.profiler starts, so that it is loaded says nothing. */

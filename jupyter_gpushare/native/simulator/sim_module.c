@@ -81,7 +81,7 @@ static CUresult allocate_managed(struct CUmod_st *module, const char *image)
     if (!at || sscanf(at + strlen(attribute), " .align 4 .u32 %63[A-Za-z0-9_$]", module->managed) != 1)
         return at ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS; /* no other can be read here */
     sim_hinder(SIM_HINDERED_MANAGED);
-    return sim_allocate(&module->managed_at, 4, sim_context->device, BLOCK_MANAGED, NULL);
+    return sim_allocate(&module->managed_at, 4, sim_context->device, BLOCK_MANAGED);
 }
 
 API CUresult cuModuleLoadData(CUmodule *out, const void *image)

@@ -27,7 +27,7 @@ export const CATALOGUE: {
   'reason.uses': (trans, args) => trans.__('it uses %1', ...args),
   'taint.managed': (trans, args) => trans.__('managed memory', ...args),
   'taint.ipc': (trans, args) => trans.__('CUDA IPC', ...args),
-  'taint.exported': (trans, args) => trans.__('memory shared with another process', ...args),
+  'taint.exported': (trans, args) => trans.__('memory shared with another process or with graphics', ...args),
   'taint.peer': (trans, args) => trans.__('peer access between GPUs', ...args),
   'taint.traced': (trans, args) => trans.__('tracing with CUPTI (torch.profiler)', ...args),
   'taint.fabric': (trans, args) => trans.__('memory with fabric handles', ...args),
