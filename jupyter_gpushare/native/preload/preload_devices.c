@@ -74,8 +74,8 @@ bool has_peers(void)
 bool opens_to_peer(const CUmemAccessDesc *access, size_t count, int home)
 {
     for (size_t i = 0; i < count; i++)
-        if (access[i].location.type == CU_MEM_LOCATION_TYPE_DEVICE && access[i].flags &&
-            page_device(access[i].location.id) != home)
+        if (ordinal_of_location(access[i].location) >= 0 && access[i].flags &&
+            page_device(ordinal_of_location(access[i].location)) != home)
             return true;
     return false;
 }

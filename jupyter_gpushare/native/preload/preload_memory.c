@@ -114,10 +114,12 @@ ENDS_PRIMARY(cuDevicePrimaryCtxReset_v2)
         uint64_t last = last_record();              \
         bool is_own = forget_own_context(context);  \
         CUresult result = real(context);            \
-        if (!result && context)                     \
+        if (!result && context) {                   \
             forget_context(context, last);          \
-        else if (is_own)                            \
+            ask_pools(-1); /* none synchronizes */  \
+        } else if (is_own) {                        \
             remember_own_context(context);          \
+        }                                           \
         return result;                              \
     }
 ENDS_CONTEXT(cuCtxDestroy)

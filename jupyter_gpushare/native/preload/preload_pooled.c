@@ -200,9 +200,10 @@ API CUresult cuMemPoolDestroy(CUmemoryPool handle)
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemPoolDestroy);
+    struct pool *ending = pool_ends(handle);
     CUresult result = real(handle);
-    if (!result)
-        pool_destroyed(handle);
+    if (ending)
+        pool_ended(ending, handle, !result);
     return result;
 }
 

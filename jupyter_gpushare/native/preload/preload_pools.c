@@ -182,6 +182,12 @@ struct pool *pool_with(CUmemoryPool handle, struct pool_place *place)
     return found;
 }
 
+struct pool_place place_of_pool(CUmemoryPool handle)
+{
+    struct pool_place place = {POOL_UNKNOWN, -1};
+    return known_pool(handle, &place) ? place : described_place(handle);
+}
+
 struct pool *graph_memory(void)
 {
     bool any = false;
@@ -265,8 +271,8 @@ bool settle_pool(struct pool *pool, struct pool_share mine, uint64_t allocated)
         pool->charged = after;
         pool->version++;
         pool->is_used = !pool->is_destroyed || pool->live_bytes || pool->under_way;
+        lease_change(seen.device, before, after); /* in the order of the charges */
         pthread_mutex_unlock(&pools_lock);
-        lease_change(seen.device, before, after);
         return after > before;
     }
 }
@@ -371,15 +377,23 @@ void pools_synchronized(int stream, CUdevice ordinal)
         atomic_store(&any_freed, true);
 }
 
-void pool_destroyed(CUmemoryPool handle)
+struct pool *pool_ends(CUmemoryPool handle)
 {
     pthread_mutex_lock(&pools_lock);
-    struct pool *destroyed = find_pool(handle, (struct pool_place){POOL_UNKNOWN, -1});
-    if (destroyed) {
-        destroyed->is_destroyed = true;
-        destroyed->is_used = destroyed->device >= 0;
+    struct pool *ending = find_pool(handle, (struct pool_place){POOL_UNKNOWN, -1});
+    if (ending)
+        ending->is_destroyed = true;
+    pthread_mutex_unlock(&pools_lock);
+    return ending;
+}
+
+void pool_ended(struct pool *ending, CUmemoryPool handle, bool is_gone)
+{
+    pthread_mutex_lock(&pools_lock);
+    if (ending->handle == handle) {
+        ending->is_destroyed = is_gone;
+        ending->is_used = ending->is_used && (!is_gone || ending->device >= 0);
     }
     pthread_mutex_unlock(&pools_lock);
-    if (destroyed)
-        ask_pool(destroyed);
+    ask_pool(ending);
 }

@@ -44,6 +44,8 @@ struct pool_place pool_place(int allocation_type, CUmemLocation location);
 /* The pool, added where it is new.  `place` becomes what is known of it, also where the answer is NULL:
  * the table is full, or the device is not the lease's.  A managed pool is put on record as a taint. */
 struct pool *pool_with(CUmemoryPool handle, struct pool_place *place);
+/* The same without adding it: an imported pool is the exporter's. */
+struct pool_place place_of_pool(CUmemoryPool handle);
 /* The current pool of a device, or its first one; NULL: the driver has none. */
 CUmemoryPool pool_of_device(CUdevice ordinal, bool is_default);
 /* The graph memory of the current device, where a graph of this process may use any; else NULL. */
@@ -68,7 +70,10 @@ void pool_may_release(struct pool *pool);
 bool pools_may_release(void);
 void pools_synchronized(int stream, CUdevice ordinal);
 /* The pool with this handle was destroyed. */
-void pool_destroyed(CUmemoryPool handle);
+/* Before the driver destroys it, so that no thread gives it the handle afterwards; NULL: not known.  Then
+ * whether it did. */
+struct pool *pool_ends(CUmemoryPool handle);
+void pool_ended(struct pool *ending, CUmemoryPool handle, bool is_gone);
 
 /* Trim the pools of a device in the limit page; whether the lease is beyond its limit there. */
 void trim_pools(int device);

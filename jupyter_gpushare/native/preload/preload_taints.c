@@ -1,6 +1,7 @@
 /* The preload library's hooks of functions that make a process impossible to suspend. */
 #include "preload_account.h"
 #include "preload_devices.h"
+#include "preload_pools.h"
 
 #define TAINTS(taint, name, parameters, arguments)           \
     API CUresult name parameters                             \
@@ -100,11 +101,14 @@ TRACES(cuptiActivityEnableContext, (CUcontext context, int kind), (context, kind
 TRACES(cuptiActivityEnableAndDump, (int kind), (kind))
 TRACES(cuptiProfilerInitialize, (void *parameters), (parameters))
 
-/* A pool's own device has access without this call: the location here is another device. */
 API CUresult cuMemPoolSetAccess(CUmemoryPool pool, const CUmemAccessDesc *access, size_t count)
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemPoolSetAccess);
     CUresult result = real(pool, access, count);
-    return !result && has_peers() && opens_to_peer(access, count, -1) ? tainted_by(result, GPUSHARE_TAINT_PEER) : result;
+    if (result || !has_peers())
+        return result;
+    struct pool_place place = place_of_pool(pool);
+    bool opens = place.kind != POOL_OF_HOST && opens_to_peer(access, count, page_device(place.ordinal));
+    return opens ? tainted_by(result, GPUSHARE_TAINT_PEER) : result;
 }
