@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import pytest
 
@@ -385,3 +386,54 @@ def test_a_function_that_the_driver_lacks_is_looked_up_once(machine: Simulator, 
         before = kernel.ask("opened.value")
         kernel.run("for _ in range(100): free_async(alloc_async(4096)[1])")
         assert kernel.ask("opened.value") == before > 0
+
+
+def test_the_end_of_a_context_gives_back_what_its_pool_released(machine: Simulator, half: Lease) -> None:
+    with in_lease(machine, half) as kernel:
+        kernel.run(KEEP)
+        kernel.run("code, own = made('cuCtxCreate_v2', 0, 0); at = alloc_async(30 << 30)[1]")
+        assert used(half, kernel) == 30 * GIB
+        assert kernel.ask("cuda.cuCtxDestroy_v2(ctypes.c_void_p(own))") == 0
+        assert machine.device_used(0) == used(half, kernel) == 0
+
+
+#: A driver whose pools are asked and trimmed only while they exist; the end of one takes a while.
+ENDING = """
+#include <stddef.h>
+#include <unistd.h>
+static _Atomic int ending, dead_asks;
+typedef unsigned long long u64;
+int cuInit(unsigned flags) { return (int)flags; }
+int cuDeviceGet(int *out, int n) { return *out = n; }
+int cuDeviceGetCount(int *out) { *out = 1; return 0; }
+int cuDeviceGetUuid_v2(unsigned char *out, int n) { for (int i = 0; i < 16; i++) out[i] = 0x11; return n; }
+int cuCtxGetCurrent(void **out) { *out = &cuInit; return 0; }
+int cuCtxGetDevice(int *out) { return *out = 0; }
+int cuMemAlloc_v2(u64 *out, size_t bytes) { *out = 1 << 21; return !bytes; }
+int cuMemPoolCreate(void **out, const void *properties) { *out = &cuMemAlloc_v2; return !properties; }
+int cuMemPoolGetAttribute(void *pool, int attribute, u64 *out)
+{ dead_asks += ending; *out = 1 << 21; return !pool || !attribute; }
+int cuMemPoolTrimTo(void *pool, size_t keep) { dead_asks += ending; return !pool || keep; }
+int cuMemPoolDestroy(void *pool) { ending = 1; usleep(300000); ending = 0; return !pool; }
+int cuCtxSynchronize(void) { return 0; }
+int dead(void) { return dead_asks; }
+"""
+
+
+def test_a_pool_that_is_being_destroyed_is_given_to_the_driver_by_no_other_thread(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "1xH100-80GB,context=0")
+    compile_shared(ENDING, tmp_path / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+    lease = Lease(tmp_path / "lease", [("GPU-11111111-1111-1111-1111-111111111111", GIB)])
+    with in_lease(machine, lease, open_gpu=False, LD_LIBRARY_PATH=str(tmp_path)) as kernel:
+        kernel.run(KEEP)
+        kernel.run("""
+import threading
+cuda.cuInit(0)
+kept = created(0)
+thread = threading.Thread(target=lambda: cuda.cuMemPoolDestroy(ctypes.c_void_p(kept)))
+thread.start()
+time.sleep(0.1)
+codes = [alloc(4 << 30)[0], sync()]
+thread.join()
+""")
+        assert kernel.ask("[codes, cuda.dead()]") == [[2, 0], 0]

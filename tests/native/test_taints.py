@@ -35,6 +35,8 @@ from tests.simulator import GIB, Lease, Simulator
         ("cuda.cuMemSetAccess(u64(mapped()), size(2 << 20), ctypes.byref(Access(1, 1, 0)), size(1))", 0),
         ("cuda.cuMemPoolSetAccess(pool(), ctypes.byref(Access(1, 1, 3)), size(1))", 8),
         ("cuda.cuMemPoolSetAccess(pool(), ctypes.byref(Access(1, 1, 0)), size(1))", 0),
+        ("cuda.cuMemPoolSetAccess(pool(), ctypes.byref(Access(1, 0, 3)), size(1))", 0),
+        ("cuda.cuMemPoolSetAccess(u64(created(0, HOST)), ctypes.byref(Access(1, 1, 3)), size(1))", 0),
         ("cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), u64(1)) - 1", 0),
         ("created(0, DEVICE, MANAGED) and 0", 1),
         ("created(0, 0, MANAGED) and 0", 1),
