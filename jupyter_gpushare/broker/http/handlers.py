@@ -246,7 +246,7 @@ class Leases(Base):
 
 
 class LeaseAction(Base):
-    """Wake, keep, lend or stop a lease of mine, or let it sleep; mark it never to sleep, or undo that.
+    """Wake, keep, lend, stop or release a lease of mine, let it sleep; mark it never to sleep, or undo that.
 
     ``release`` ends the processes that keep GPU memory of ended ones.
     Of any user's lease for an admin, with a line in the log of decisions.
