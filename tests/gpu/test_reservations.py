@@ -23,7 +23,8 @@ import pytest
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver import denied
-from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
+from jupyter_gpushare.gpu.driver.checkpoint import NotAsked, State
 from jupyter_gpushare.gpu.driver.ladder import margin_bytes
 from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
 from jupyter_gpushare.gpu.events import Events
@@ -420,6 +421,45 @@ def test_the_codes_of_a_restore_say_whether_its_process_is_lost(
     monkeypatch.setattr(paper, "restore", refuse)
     assert not mover.resume(lease, 0.0).done
     assert (len(asked), lease.phase) == ends
+
+
+@pytest.mark.parametrize(
+    ("answers", "is_lost"),
+    [
+        ([DeviceError("cuCheckpointProcessGetState", TIMED_OUT)] * 2, True),
+        ([NotAsked("cuCheckpointProcessGetState", "16 driver calls have not returned")] * 2, False),
+        (
+            [
+                DeviceError("cuCheckpointProcessGetState", TIMED_OUT),
+                State.RESTORING,
+                DeviceError("cuCheckpointProcessGetState", TIMED_OUT),
+            ],
+            False,
+        ),
+    ],
+)
+def test_a_process_is_out_of_step_where_every_question_about_it_fails_for_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[State | DeviceError], is_lost: bool
+) -> None:
+    """Each answer comes 40 s after the one before; a copy takes 30 s at most."""
+    paper, now = Paper(random.Random(1), tmp_path), [0.0]
+    monkeypatch.setattr(paper, "meanwhile", lambda: None)
+    mover, lease = mover_on(paper), paper.leases[0]
+    assert mover.suspend(lease, "", 1.0).done
+    monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(steps, "copy_s", lambda parked: 30.0)
+
+    def answer(pid: int) -> State:
+        said = answers[int(now[0] // 40)]
+        if isinstance(said, DeviceError):
+            raise said
+        return said
+
+    monkeypatch.setattr(paper, "state", answer)
+    for _ in answers:
+        mover.settle(lease)
+        now[0] += 40
+    assert bool(lease.lost) == is_lost
 
 
 def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -156,6 +157,35 @@ def test_a_process_with_which_the_driver_is_out_of_step_is_lost_and_its_device_d
         assert machine.ask("suspend", lease="ada")["done"]
         assert machine.ask("resume", lease="ada")["done"]
         assert [each.do("check") for each in others] == ["ok"]
+
+
+def test_a_call_of_the_helper_that_returns_late_loses_nothing(bare: Machine) -> None:
+    """A lock may be taken late: the process would stay locked if it counted as lost before."""
+    bare.start(before=IMPATIENT)
+    for name in ("ada", "bob"):
+        bare.lease(name, 30 << 30)
+    late, neighbour = bare.worker("ada", mib=64), bare.worker("bob", mib=64)
+    assert bare.ask("suspend", lease="bob")["done"]
+    bare.sim.fault(Fault.HANG_CHECKPOINT, pid=late.pid, count=1, value=6000)
+    assert bare.ask("suspend", lease="ada", timeout_s=0.5)["refused"] == "busy"
+    time.sleep(4.5)  # the process would count as lost after 3 s
+    assert (bare.of("ada")["phase"], bare.ask("sample")["devices"][0]["healthy"]) == ("suspending", True)
+    assert bare.ask("resume", lease="bob")["done"]
+    assert neighbour.do("check") == "ok"
+    until(lambda: bare.of("ada")["phase"] == "running", "it is settled")
+    assert late.do("check") == "ok"
+
+
+def test_a_process_that_the_driver_unlocks_after_all_is_lost_no_more(bare: Machine) -> None:
+    killed_during(bare, "suspend", "after lock 2")
+    stuck, _ = bare.workers
+    bare.sim.fault(Fault.UNLOCK_FAILS, pid=stuck.pid, count=-1)
+    bare.start(before=IMPATIENT)
+    until(lambda: bare.of("ada")["phase"] == "lost", "the driver has failed for long enough")
+    bare.sim.clear_faults()
+    until(lambda: bare.of("ada")["phase"] == "running", "it runs again")
+    assert [each.do("check") for each in bare.workers] == ["ok", "ok"]
+    until(lambda: bare.ask("sample")["devices"][0]["healthy"], "the device is back")
 
 
 def test_a_process_that_the_driver_never_unlocks_is_lost_and_its_device_drained(bare: Machine) -> None:

@@ -14,8 +14,8 @@ unknown XID costs one self-test.  XID 154 (recovery action changed) may mean tha
 reset is required, so it is none of them.  While an action is asked for no self-test is
 made: it could pass on a GPU that the driver does not trust.
 
-A device is drained as well while the driver fails at every call about a process that it was moving
-there (`moves.steps`), and not tested before that process has ended.
+A device is drained as well while it has a process with which the driver is out of step (`moves.steps`),
+and not tested before that process has ended or runs again.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class Health:
         return not any(uuid in lease.out_of_step for lease in self._registry.all())
 
     def out_of_step(self, lease: Lease) -> None:
-        """Drain the devices on which the driver fails about a process of a lease, until that has ended."""
+        """Drain the devices of processes of a lease with which the driver is out of step."""
         for uuid, pid in lease.out_of_step.items():
             self.drain(uuid, f"the driver fails at every call about process {pid}")
 

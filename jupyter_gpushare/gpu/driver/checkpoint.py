@@ -44,7 +44,15 @@ SHORT_TIMEOUT_S = 10.0
 MAX_STUCK = 16
 
 _NO_MPS = "/nonexistent/no-mps"
+_STATE = "cuCheckpointProcessGetState"
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+
+
+class NotAsked(DeviceError):
+    """The driver was not asked about a process, because of calls that have not returned."""
+
+    def __init__(self, call: str, why: str) -> None:
+        super().__init__(call, TIMED_OUT, why)
 
 
 class State(enum.IntEnum):
@@ -91,7 +99,7 @@ class Checkpoint:
             DeviceError: the process is gone or does not use CUDA.
         """
         value = ctypes.c_int(-1)
-        self._call("cuCheckpointProcessGetState", SHORT_TIMEOUT_S, pid, ctypes.byref(value))
+        self._call(_STATE, SHORT_TIMEOUT_S, pid, ctypes.byref(value))
         try:
             return State(value.value)
         except ValueError:
@@ -183,12 +191,14 @@ class Checkpoint:
         the process running, and leave it locked for ever.
 
         Raises:
-            DeviceError: with code ``TIMED_OUT``: an earlier call has not returned.
+            NotAsked: an earlier call that moves the process has not returned.
+            DeviceError: with code ``TIMED_OUT``: an earlier question for its state has not.
         """
         with self._guard:
             self._abandoned = {each: worker for each, worker in self._abandoned.items() if worker.stuck_in}
             if worker := self._abandoned.get(pid):
-                raise DeviceError(name, TIMED_OUT, f"{worker.stuck_in} of process {pid} has not returned")
+                why = f"{worker.stuck_in} of process {pid} has not returned"
+                raise DeviceError(name, TIMED_OUT, why) if worker.stuck_in == _STATE else NotAsked(name, why)
 
     def _take(self, name: str) -> BoundedWorker:
         """A worker without a call in it; calls for different processes run side by side."""
@@ -197,7 +207,7 @@ class Checkpoint:
                 if not worker.stuck_in:
                     return self._free.pop(at)
             if self._workers >= MAX_STUCK:
-                raise DeviceError(name, TIMED_OUT, f"{MAX_STUCK} driver calls have not returned")
+                raise NotAsked(name, f"{MAX_STUCK} driver calls have not returned")
             self._workers += 1
             return BoundedWorker(f"cuda-{self._workers}")
 
@@ -209,7 +219,7 @@ class Checkpoint:
 
 
 _CALLS: dict[str, tuple[Any, ...]] = {
-    "cuCheckpointProcessGetState": (ctypes.c_void_p,),
+    _STATE: (ctypes.c_void_p,),
     "cuCheckpointProcessLock": (ctypes.c_void_p,),
     "cuCheckpointProcessCheckpoint": (ctypes.c_void_p,),
     "cuCheckpointProcessRestore": (ctypes.c_void_p,),

@@ -144,10 +144,9 @@ class Lease:
 
     @property
     def out_of_step(self) -> dict[str, int]:
-        """Devices with a process of the lease about which the driver fails at every call, with its pid."""
-        found = [self.parked.get(key) for key in list(self.failing)]
-        found += [each for each in list(self.lost.values()) if each.out_of_step]
-        return {uuid: each.pid for each in found if each for uuid in each.saved_bytes or self.limits}
+        """Devices with a process of the lease with which the driver is out of step, and its pid."""
+        found = [each for each in list(self.lost.values()) if each.out_of_step]
+        return {uuid: each.pid for each in found for uuid in each.saved_bytes or self.limits}
 
     def counted_bytes(self, account: Account | None, uuid: str, keys: Iterable[Key]) -> dict[Key, int]:
         """Bytes that the library counts for these processes on a device, contexts not included.

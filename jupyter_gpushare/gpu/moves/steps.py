@@ -36,7 +36,7 @@ from dataclasses import replace
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver import denied
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
-from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.driver.checkpoint import NotAsked, State
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import Account
 from jupyter_gpushare.gpu.leases.journal import Parked
@@ -105,6 +105,8 @@ class ProcessMoves:
                 self._lose(lease, key, "the driver says that it failed")
             else:
                 states[key] = state
+                if state is not State.LOCKED:  # it may be Unlock that fails
+                    lease.failing.pop(key, None)
         return states
 
     def on_devices(self, lease: Lease) -> dict[Key, dict[str, int]]:
@@ -344,7 +346,7 @@ class ProcessMoves:
         Raises:
             DeviceError: this one: not yet, or it is the helper that cannot ask.
         """
-        if self._machine.checkpoint.unavailable or denied.is_of_helper(error):
+        if self._machine.checkpoint.unavailable or isinstance(error, NotAsked) or denied.is_of_helper(error):
             raise error
         began_at = lease.failing.setdefault(key, time.monotonic())
         if time.monotonic() - began_at < copy_s(lease.parked[key]):
@@ -352,11 +354,22 @@ class ProcessMoves:
         lease.parked[key] = replace(lease.parked[key], out_of_step=True)
         self._lose(lease, key, str(error))
 
+    def runs_again(self, process: Parked) -> bool:
+        """Whether a process that was lost as out of step runs after all; one that is locked is unlocked."""
+        checkpoint = self._machine.checkpoint
+        try:
+            if process.out_of_step and checkpoint.state(process.pid) is State.LOCKED:
+                checkpoint.unlock(process.pid)
+            return process.out_of_step and checkpoint.state(process.pid) is State.RUNNING
+        except DeviceError:
+            return False
+
     def _lose(self, lease: Lease, key: Key, why: str) -> None:
         log.error(
             "lease=%s process=%d its GPU state is lost (%s): restart the kernel or job",
             lease.name, key[0], why,
         )  # fmt: skip
+        lease.failing.pop(key, None)
         lease.lost[key] = lease.parked.pop(key)
 
     def _ended(self, lease: Lease, key: Key, call: str) -> bool:

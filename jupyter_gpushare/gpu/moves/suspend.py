@@ -167,10 +167,11 @@ class Mover:
             self._processes.save(lease)
 
     def forget_lost(self, lease: Lease) -> None:
-        """Let a lease go on once the processes that the driver lost have ended."""
-        lease.lost = {key: each for key, each in lease.lost.items() if self._machine.processes.alive(key)}
+        """Let a lease go on once the processes that the driver lost have ended, or run after all."""
+        lost = {key: each for key, each in lease.lost.items() if self._machine.processes.alive(key)}
+        lease.lost = {key: each for key, each in lost.items() if not self._processes.runs_again(each)}
         if not lease.lost:
-            self._enter(lease, Phase.RUNNING, "the lost processes have ended")
+            self._enter(lease, Phase.RUNNING, "the lost processes have ended or run again")
 
     def _out_of_service(self, lease: Lease) -> str:
         for uuid in lease.limits:
