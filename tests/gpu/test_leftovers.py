@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -21,6 +24,8 @@ from jupyter_gpushare.gpu.leases.journal import Record
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.leftovers import MOST, Leftovers
 from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.gpu.moves.reservations import MoveRefused
+from jupyter_gpushare.gpu.moves.steps import ProcessMoves
 from jupyter_gpushare.protocol.helper import Phase
 from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in
 from tests.waiting import until
@@ -237,6 +242,45 @@ def test_a_process_that_left_its_lease_has_not_ended() -> None:
     scene.table.living = scene.lease.processes
     scene._leftovers.find([scene.lease], {"ada": (fork,)}, {"GPU-1": Usage(8 * GIB, 0, 0, {}, None)})
     assert (scene.lease.left, scene.lease.keepers) == ({}, ())
+
+
+class Marked(Lease):
+    """A lease that tells what was left at the moment that it was marked as unsaved."""
+
+    at_mark: tuple[int, ...] | None = None
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "unsaved" and value:
+            self.at_mark = tuple(each.pid for each in self.left.values())
+        super().__setattr__(name, value)
+
+
+def test_what_was_left_is_there_before_the_lease_is_marked_as_unsaved() -> None:
+    scene = Scene()
+    scene.lease.__class__ = Marked
+    scene.sees(process(11, 110))
+    assert isinstance(scene.lease, Marked)
+    assert scene.lease.at_mark == (10,)
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["written", "disk full"])
+def test_what_was_left_while_a_record_is_written_is_written_next(fails: bool) -> None:
+    scene = Scene()
+    written: list[Record] = []
+
+    def save(record: Record) -> None:
+        scene.sees(process(11, 110))
+        if fails:
+            raise OSError(errno.ENOSPC, "disk full")
+        written.append(record)
+
+    machine: Any = SimpleNamespace(state=SimpleNamespace(save=save, boot_id="b"))
+    with pytest.raises(MoveRefused) if fails else nullcontext():
+        ProcessMoves(machine, cast(Any, None), scene.devices).save(scene.lease)
+    assert scene.lease.unsaved
+    machine.state.save = written.append
+    ProcessMoves(machine, cast(Any, None), scene.devices).save(scene.lease)
+    assert (scene.lease.unsaved, [each.pid for each in written[-1].left]) == (False, [10])
 
 
 def test_any_number_of_the_living_and_of_the_dead_is_remembered_within_a_bound() -> None:

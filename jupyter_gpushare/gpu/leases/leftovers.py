@@ -64,8 +64,10 @@ class Leftovers:
             lease.left_bytes = {uuid: count for uuid, count in held.items() if count >= LEAST_BYTES}
             if not lease.left_bytes and devices <= usages.keys():  # the driver has freed it
                 kept, keepers = {}, ()
-            lease.unsaved |= kept.keys() != lease.left.keys()
+            changed = kept.keys() != lease.left.keys()
             lease.left, lease.keepers = kept, keepers
+            if changed:  # last: the record must have it
+                lease.unsaved = True
 
     def _left(self, lease: Lease, living: tuple[Process, ...]) -> dict[Key, Leftover]:
         """What processes of a lease left: those noted before, and those that ended since."""

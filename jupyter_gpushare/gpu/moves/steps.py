@@ -322,10 +322,10 @@ class ProcessMoves:
         Raises:
             MoveRefused: the disk does not take it; nothing may be begun.
         """
+        lease.unsaved = False  # first: the sampler may set it again while this is being written
         try:
             record = lease.record(self._machine.state.boot_id)
             self._machine.state.save(replace(record, phase=phase or lease.phase))
-            lease.unsaved = False
         except OSError as error:
             lease.unsaved = True
             raise MoveRefused(Refusal.BUSY, f"the state directory cannot be written: {error}") from None
