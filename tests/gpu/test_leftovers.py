@@ -19,9 +19,9 @@ from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
 from jupyter_gpushare.gpu.leases.device_files import DESCRIPTORS, DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
-from jupyter_gpushare.gpu.leases.files import LeaseDirectory
+from jupyter_gpushare.gpu.leases.files import Account, LeaseDirectory, Slot, Taint
 from jupyter_gpushare.gpu.leases.journal import Record
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.lease import Lease, parked_of
 from jupyter_gpushare.gpu.leases.leftovers import MOST, Leftovers
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
@@ -177,6 +177,11 @@ def process(pid: int, start: int, image: tuple[int, ...] = (1, 1), parent: int =
     )  # fmt: skip
 
 
+def slot(each: Process, calls: int, count: int) -> Slot:
+    """What a process counts in the account of its lease."""
+    return Slot(each.pid, each.start_ticks, Taint(0), 0, calls, 0, (count,), each.key)
+
+
 class Scene:
     """One lease with process 10, which held 8 GiB and has ended, and what is measured then."""
 
@@ -186,6 +191,7 @@ class Scene:
             Record(boot_id="", lease="ada", uid=7, limits={"GPU-1": 40 * GIB}, phase=Phase.RUNNING),
             LeaseDirectory(Path("/nonexistent"), "ada"),
         )
+        self.lease.measured_at = 1.0
         self.lease.processes = (process(10, 100),)
         self.lease.held = {(10, 100): {"GPU-1": 8 * GIB}}
         self._leftovers = Leftovers(self.table, self.files, self.devices)  # type: ignore[arg-type]
@@ -209,6 +215,35 @@ def test_keepers_are_forks_with_a_device_open_and_no_memory_of_their_own() -> No
     scene.files.closed = {13}
     assert scene.sees(older, fork, other, quiet, own, used=9 * GIB, p14=GIB) == ([11], 8 * GIB)
     assert scene.sees(older, other, own, used=9 * GIB, p14=GIB) == ([], 0)
+
+
+def test_what_has_gpu_state_of_its_own_is_no_keeper_nor_what_it_forked() -> None:
+    scene = Scene()
+    fork, new, blind, parked, lost, counts, calls, inits = (process(11 + n, 110 + n) for n in range(8))
+    its_worker = process(30, 130, parent=new.pid)
+    for each, into in ((parked, scene.lease.parked), (lost, scene.lease.lost)):
+        into |= parked_of({each.key: {"GPU-1": GIB}})
+    slots = (slot(fork, 0, 0), slot(counts, 0, GIB), slot(calls, 1, 0))
+    scene.lease.account = Account(denied=0, slots=slots)
+    living = (fork, new, blind, parked, lost, counts, calls, inits, its_worker)
+    seen = scene.sees(*living, used=9 * GIB, p12=GIB, p13=None, p18=0)
+    assert seen == ([fork.pid, inits.pid], 8 * GIB)
+
+
+@pytest.mark.parametrize("unknown", ["never measured", "late", "failed"])
+def test_no_keeper_is_named_while_it_is_not_known_who_has_memory(unknown: str) -> None:
+    scene, fork = Scene(), process(11, 110)
+    usage = Usage(8 * GIB, 0, 0, {}, None)
+    scene.lease.limits["GPU-2"] = 40 * GIB
+    usages = {"GPU-1": usage} | ({} if unknown == "failed" else {"GPU-2": usage})
+    scene.lease.measured_at = 0.0 if unknown == "never measured" else 1.0
+    late = {"GPU-2"} if unknown == "late" else set()
+    scene.table.living = (fork,)
+    scene._leftovers.find([scene.lease], {"ada": (fork,)}, usages, late)
+    assert (scene.lease.keepers, scene.lease.left_bytes) == ((), {"GPU-1": 8 * GIB})
+    scene.lease.processes, scene.lease.measured_at = (fork,), 2.0
+    scene._leftovers.find([scene.lease], {"ada": (fork,)}, {"GPU-1": usage, "GPU-2": usage})
+    assert (scene.lease.keepers, scene.lease.left_bytes) == ((fork,), {"GPU-1": 8 * GIB})
 
 
 def test_siblings_of_the_dead_are_no_keepers() -> None:

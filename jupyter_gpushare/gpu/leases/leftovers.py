@@ -6,13 +6,14 @@ of them is closed (NVIDIA-NeMo/Megatron-Bridge pull request 5984: 51 descriptors
 the dead process (GaTech-RL2/EgoVerse pull request 682) or none.
 
 So what each process held is remembered in every sample.  When one with memory ends, the living ones that
-have its image, are younger, have a device open and no memory of their own keep its memory: its *keepers*.
+have its image, are younger, have a device open and no GPU state of their own keep its memory: its
+*keepers*.  None is named while a device of the lease does not say who has memory there: they may be killed.
 It is counted to the lease as far as the device shows that much of no living process.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from heapq import nlargest
 
 from jupyter_gpushare.gpu.driver.nvml import Usage
@@ -40,17 +41,27 @@ class Leftovers:
         self._devices = devices
         self._open_files = OwnMemoryReader(files.are_open_in)
 
-    def find(self, leases: Sequence[Lease], living: Living, usages: Mapping[str, Usage]) -> None:
+    def find(
+        self,
+        leases: Sequence[Lease],
+        living: Living,
+        usages: Mapping[str, Usage],
+        late: Collection[str] = (),
+    ) -> None:
         """Note what processes left that ended since the last sample, and which living ones keep it.
 
-        A process that does not say in time what it has open counts as a keeper.
+        The usages of ``late`` devices are older than this sample.  A process that does not say in time
+        what it has open counts as a keeper.
 
         Raises:
             OSError: no descriptor or memory is left to look; nothing is noted.
         """
         left = {lease: self._left(lease, living.get(lease.name, ())) for lease in leases}
+        answered = usages.keys() - set(late)
         forks = {
-            lease: _forks(found, lease, living.get(lease.name, ())) for lease, found in left.items() if found
+            lease: _forks(found, living.get(lease.name, ()), _with_state(lease, living, usages))
+            for lease, found in left.items()
+            if found and lease.measured_at and lease.limits.keys() <= answered
         }
         users = {each.key: each.uid for found in forks.values() for each in found}
         said = self._open_files.read(users) if users else {}
@@ -58,11 +69,12 @@ class Leftovers:
         for lease, found in left.items():
             keepers = tuple(each for each in forks.get(lease, ()) if each.key not in closed)
             images = {each.image for each in keepers}
-            kept = _largest({key: each for key, each in found.items() if each.image in images})
+            known = lease in forks
+            kept = _largest({key: each for key, each in found.items() if each.image in images or not known})
             devices = {uuid for each in kept.values() for uuid in each.held_bytes}
             held = {uuid: self._held(kept, uuid, usages[uuid]) for uuid in devices & usages.keys()}
             lease.left_bytes = {uuid: count for uuid, count in held.items() if count >= LEAST_BYTES}
-            if not lease.left_bytes and devices <= usages.keys():  # the driver has freed it
+            if known and not lease.left_bytes and devices <= usages.keys():  # the driver has freed it
                 kept, keepers = {}, ()
             changed = kept.keys() != lease.left.keys()
             lease.left, lease.keepers = kept, keepers
@@ -103,10 +115,22 @@ def _largest(left: Mapping[Key, Leftover]) -> dict[Key, Leftover]:
     return dict(nlargest(MOST, left.items(), key=lambda item: sum(item[1].held_bytes.values())))
 
 
-def _forks(left: Mapping[Key, Leftover], lease: Lease, living: tuple[Process, ...]) -> tuple[Process, ...]:
-    """The living processes of a lease that a dead one may have forked, without memory of their own.
+def _with_state(lease: Lease, living: Living, usages: Mapping[str, Usage]) -> set[Key]:
+    """The processes of a lease that have GPU state of their own, or had in the last sample."""
+    pids = {pid for usage in usages.values() for pid, count in usage.processes.items() if count != 0}
+    shown = (process.key for process in living.get(lease.name, ()) if process.pid in pids)
+    slots = lease.account.slots if lease.account else ()
+    counted = ((slot.pid, slot.start_ticks) for slot in slots if slot.calls or any(slot.used_bytes))
+    return {*lease.held, *lease.parked, *lease.lost, *shown, *counted}
 
-    Not those that a living parent of the dead one forked: they have the same image.
+
+def _forks(
+    left: Mapping[Key, Leftover], living: tuple[Process, ...], with_state: set[Key]
+) -> tuple[Process, ...]:
+    """The living processes of a lease that a dead one may have forked, without GPU state of their own.
+
+    Not those that a living process forked that the dead one did not, as its parent, or that has GPU state
+    of its own: they have the same image.
     """
     begun: dict[tuple[int, ...], int] = {}
     for each in left.values():
@@ -116,8 +140,9 @@ def _forks(left: Mapping[Key, Leftover], lease: Lease, living: tuple[Process, ..
     for process in living:  # oldest first
         if process.image not in begun:
             continue
-        if process.start_ticks < begun[process.image] or process.parent in others:
+        is_older = process.start_ticks < begun[process.image]
+        if is_older or process.parent in others or process.key in with_state:
             others.add(process.pid)
-        elif process.key not in lease.held:
+        else:
             found.append(process)
     return tuple(found[:MOST])

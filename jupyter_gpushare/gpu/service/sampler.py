@@ -167,9 +167,9 @@ class Sampler:
         leases = list(self._registry.all())
         self._machine.processes.on_devices = {pid for usage in shown.values() for pid in usage.processes}
         living = self._registry.scan()
-        self._leftovers.find(leases, living, shown)
         # A call of an earlier pass may have seen what was true then.
         late = self._late.union(uuid for uuid, answer in answers.items() if answer is None)
+        self._leftovers.find(leases, living, shown, late)
         fresh = {uuid: usage for uuid, usage in usages.items() if uuid not in late}
         for lease in leases:
             unread = self._may_hold_unread(lease, fresh)
