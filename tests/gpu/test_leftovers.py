@@ -18,7 +18,7 @@ import pytest
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
 from jupyter_gpushare.gpu.leases.device_files import DESCRIPTORS, DeviceFiles
-from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
+from jupyter_gpushare.gpu.leases.devices import HIDDEN_SETTLES_S, DeviceStates, Verdict
 from jupyter_gpushare.gpu.leases.files import Account, LeaseDirectory, Slot, Taint
 from jupyter_gpushare.gpu.leases.journal import Record
 from jupyter_gpushare.gpu.leases.lease import Lease, parked_of
@@ -191,7 +191,7 @@ class Scene:
             Record(boot_id="", lease="ada", uid=7, limits={"GPU-1": 40 * GIB}, phase=Phase.RUNNING),
             LeaseDirectory(Path("/nonexistent"), "ada"),
         )
-        self.lease.measured_at = 1.0
+        self.now = self.lease.measured_at = 1.0
         self.lease.processes = (process(10, 100),)
         self.lease.held = {(10, 100): {"GPU-1": 8 * GIB}}
         self._leftovers = Leftovers(self.table, self.files, self.devices)  # type: ignore[arg-type]
@@ -201,7 +201,7 @@ class Scene:
         self.table.living = living
         shown = {int(name[1:]): count for name, count in listed.items()}
         usages = {"GPU-1": Usage(used, 80 * GIB - used, 0, shown, None)}
-        self._leftovers.find([self.lease], {"ada": living}, usages)
+        self._leftovers.find([self.lease], {"ada": living}, usages, (), self.now)
         self.lease.processes = living
         self.lease.held = {p.key: {"GPU-1": count} for p in living if (count := shown.get(p.pid))}
         return [each.pid for each in self.lease.keepers], sum(self.lease.left_bytes.values())
@@ -239,10 +239,10 @@ def test_no_keeper_is_named_while_it_is_not_known_who_has_memory(unknown: str) -
     scene.lease.measured_at = 0.0 if unknown == "never measured" else 1.0
     late = {"GPU-2"} if unknown == "late" else set()
     scene.table.living = (fork,)
-    scene._leftovers.find([scene.lease], {"ada": (fork,)}, usages, late)
+    scene._leftovers.find([scene.lease], {"ada": (fork,)}, usages, late, 1.0)
     assert (scene.lease.keepers, scene.lease.left_bytes) == ((), {"GPU-1": 8 * GIB})
     scene.lease.processes, scene.lease.measured_at = (fork,), 2.0
-    scene._leftovers.find([scene.lease], {"ada": (fork,)}, {"GPU-1": usage, "GPU-2": usage})
+    scene._leftovers.find([scene.lease], {"ada": (fork,)}, {"GPU-1": usage, "GPU-2": usage}, (), 2.0)
     assert (scene.lease.keepers, scene.lease.left_bytes) == ((fork,), {"GPU-1": 8 * GIB})
 
 
@@ -262,8 +262,29 @@ def test_a_pid_that_another_process_has_by_now_is_not_taken_for_the_dead() -> No
 def test_what_the_driver_has_freed_is_not_counted_and_is_forgotten() -> None:
     scene, fork = Scene(), process(11, 110)
     assert scene.sees(fork, used=3 * GIB) == ([11], 3 * GIB)
+    assert scene.sees(fork, used=GIB // 32) == ([11], 0)
+    scene.now += HIDDEN_SETTLES_S
     assert scene.sees(fork, used=GIB // 32) == ([], 0)
     assert scene.sees(fork) == ([], 0)  # of another process
+
+
+def test_what_was_left_is_not_forgotten_after_samples_that_fall_into_a_neighbours_free() -> None:
+    scene, fork = Scene(), process(11, 110)
+    for _ in range(3):
+        assert scene.sees(fork, used=0) == ([11], 0)
+        scene.now += 2 * HIDDEN_SETTLES_S
+        assert scene.sees(fork) == ([11], 8 * GIB)
+        scene.now += 2 * HIDDEN_SETTLES_S
+
+
+def test_what_another_process_leaves_is_not_forgotten_with_what_was_left_before() -> None:
+    scene, fork, own = Scene(), process(11, 110), process(12, 115, (2, 2))
+    its_fork = process(13, 120, (2, 2))
+    for _ in range(2):
+        assert scene.sees(fork, own, its_fork, used=GIB, p12=GIB) == ([11], 0)
+        scene.now += 0.9 * HIDDEN_SETTLES_S
+    assert scene.sees(fork, its_fork, used=0) == ([11, 13], 0)
+    assert scene.sees(fork, its_fork, used=GIB) == ([11, 13], GIB)
 
 
 def test_where_the_driver_shows_no_bytes_what_was_counted_last_is_believed() -> None:
@@ -275,7 +296,8 @@ def test_where_the_driver_shows_no_bytes_what_was_counted_last_is_believed() -> 
 def test_a_process_that_left_its_lease_has_not_ended() -> None:
     scene, fork = Scene(), process(11, 110)
     scene.table.living = scene.lease.processes
-    scene._leftovers.find([scene.lease], {"ada": (fork,)}, {"GPU-1": Usage(8 * GIB, 0, 0, {}, None)})
+    usages = {"GPU-1": Usage(8 * GIB, 0, 0, {}, None)}
+    scene._leftovers.find([scene.lease], {"ada": (fork,)}, usages, (), 1.0)
     assert (scene.lease.left, scene.lease.keepers) == ({}, ())
 
 

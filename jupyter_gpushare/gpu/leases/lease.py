@@ -91,6 +91,7 @@ class Lease:
         # What dead processes held, and the processes that keep it (`leftovers`).
         self.left: dict[Key, Leftover] = {each.key: each for each in record.left}
         self.keepers: tuple[Process, ...] = ()
+        self.free_since = 0.0  # since when its devices show nothing of that any more; 0: they do
         # Living processes that a failed checkpoint may have damaged.
         self.damaged = {_key_of(process) for process in record.damaged}
         self.baseline = counters_of(record)

@@ -8,7 +8,8 @@ the dead process (GaTech-RL2/EgoVerse pull request 682) or none.
 So what each process held is remembered in every sample.  When one with memory ends, the living ones that
 have its image, are younger, have a device open and no GPU state of their own keep its memory: its
 *keepers*.  None is named while a device of the lease does not say who has memory there: they may be killed.
-It is counted to the lease as far as the device shows that much of no living process.
+It is counted to the lease as far as the device shows that much of no living process, and forgotten once
+the device has not for `HIDDEN_SETTLES_S`: used bytes and processes are asked one after the other.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from heapq import nlargest
 
 from jupyter_gpushare.gpu.driver.nvml import Usage
 from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
-from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.devices import HIDDEN_SETTLES_S, DeviceStates
 from jupyter_gpushare.gpu.leases.journal import Leftover
 from jupyter_gpushare.gpu.leases.lease import Key, Lease
 from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader
@@ -46,12 +47,13 @@ class Leftovers:
         leases: Sequence[Lease],
         living: Living,
         usages: Mapping[str, Usage],
-        late: Collection[str] = (),
+        late: Collection[str],
+        at: float,
     ) -> None:
         """Note what processes left that ended since the last sample, and which living ones keep it.
 
-        The usages of ``late`` devices are older than this sample.  A process that does not say in time
-        what it has open counts as a keeper.
+        The sample was taken at ``at``, in seconds; the usages of ``late`` devices are older.  A process
+        that does not say in time what it has open counts as a keeper.
 
         Raises:
             OSError: no descriptor or memory is left to look; nothing is noted.
@@ -74,7 +76,11 @@ class Leftovers:
             devices = {uuid for each in kept.values() for uuid in each.held_bytes}
             held = {uuid: self._held(kept, uuid, usages[uuid]) for uuid in devices & usages.keys()}
             lease.left_bytes = {uuid: count for uuid, count in held.items() if count >= LEAST_BYTES}
-            if known and not lease.left_bytes and devices <= usages.keys():  # the driver has freed it
+            if not known or lease.left_bytes or not devices <= usages.keys():
+                lease.free_since = 0.0
+            elif not lease.free_since or kept.keys() - lease.left.keys():
+                lease.free_since = at
+            elif at - lease.free_since >= HIDDEN_SETTLES_S:  # the driver has freed it
                 kept, keepers = {}, ()
             changed = kept.keys() != lease.left.keys()
             lease.left, lease.keepers = kept, keepers

@@ -169,7 +169,7 @@ class Sampler:
         living = self._registry.scan()
         # A call of an earlier pass may have seen what was true then.
         late = self._late.union(uuid for uuid, answer in answers.items() if answer is None)
-        self._leftovers.find(leases, living, shown, late)
+        self._leftovers.find(leases, living, shown, late, began_at)
         fresh = {uuid: usage for uuid, usage in usages.items() if uuid not in late}
         for lease in leases:
             unread = self._may_hold_unread(lease, fresh)
