@@ -293,6 +293,20 @@ def test_where_the_driver_shows_no_bytes_what_was_counted_last_is_believed() -> 
     assert scene.sees(fork, used=40 * GIB) == ([11], 8 * GIB)
 
 
+def test_what_a_device_shows_is_charged_to_one_lease_only() -> None:
+    scenes = {name: Scene() for name in ("ada", "bob", "eve")}
+    leases = [scene.lease for scene in scenes.values()]
+    for n, (name, lease) in enumerate(zip(scenes, leases, strict=True)):
+        lease.name, lease.processes = name, (process(10 + n, 100),)
+        lease.held = {(10 + n, 100): {"GPU-1": (4 + n) * GIB}}
+    forks = {name: (process(20 + n, 110),) for n, name in enumerate(scenes)}
+    # The dead process of ada is listed, those of the others are not.
+    usages = {"GPU-1": Usage(13 * GIB, 0, 0, {10: 4 * GIB}, None)}
+    scenes["ada"]._leftovers.find(leases, forks, usages, (), 1.0)
+    shares = [sum(lease.left_bytes.values()) // GIB for lease in leases]
+    assert shares == [4, 3, 6]
+
+
 def test_a_process_that_left_its_lease_has_not_ended() -> None:
     scene, fork = Scene(), process(11, 110)
     scene.table.living = scene.lease.processes

@@ -68,24 +68,23 @@ class Leftovers:
         users = {each.key: each.uid for found in forks.values() for each in found}
         said = self._open_files.read(users) if users else {}
         closed = {key for key, answer in said.items() if not answer.value}
+        keepers = {
+            lease: tuple(each for each in found if each.key not in closed) for lease, found in forks.items()
+        }
+        kept: dict[Lease, dict[Key, Leftover]] = {}
         for lease, found in left.items():
-            keepers = tuple(each for each in forks.get(lease, ()) if each.key not in closed)
-            images = {each.image for each in keepers}
+            images = {each.image for each in keepers.get(lease, ())}
             known = lease in forks
-            kept = _largest({key: each for key, each in found.items() if each.image in images or not known})
-            devices = {uuid for each in kept.values() for uuid in each.held_bytes}
-            held = {uuid: self._held(kept, uuid, usages[uuid]) for uuid in devices & usages.keys()}
+            kept[lease] = _largest(
+                {k: each for k, each in found.items() if each.image in images or not known}
+            )
+        shares = {uuid: self._shares(kept, uuid, usage) for uuid, usage in usages.items()}
+        for lease in leases:
+            held = {uuid: by_lease[lease] for uuid, by_lease in shares.items()}
             lease.left_bytes = {uuid: count for uuid, count in held.items() if count >= LEAST_BYTES}
-            if not known or lease.left_bytes or not devices <= usages.keys():
-                lease.free_since = 0.0
-            elif not lease.free_since or kept.keys() - lease.left.keys():
-                lease.free_since = at
-            elif at - lease.free_since >= HIDDEN_SETTLES_S:  # the driver has freed it
-                kept, keepers = {}, ()
-            changed = kept.keys() != lease.left.keys()
-            lease.left, lease.keepers = kept, keepers
-            if changed:  # last: the record must have it
-                lease.unsaved = True
+            devices = {uuid for each in kept[lease].values() for uuid in each.held_bytes}
+            is_free = lease in forks and not lease.left_bytes and devices <= usages.keys()
+            _note(lease, kept[lease], keepers.get(lease, ()), is_free, at)
 
     def _left(self, lease: Lease, living: tuple[Process, ...]) -> dict[Key, Leftover]:
         """What processes of a lease left: those noted before, and those that ended since."""
@@ -102,19 +101,47 @@ class Leftovers:
         }
         return lease.left | {key: each for key, each in ended.items() if not self._processes.alive(key)}
 
-    def _held(self, left: Mapping[Key, Leftover], uuid: str, usage: Usage) -> int:
-        """Bytes of a device that these dead processes still hold."""
-        count = sum(each.held_bytes.get(uuid, 0) for each in left.values())
+    def _shares(
+        self, left: Mapping[Lease, Mapping[Key, Leftover]], uuid: str, usage: Usage
+    ) -> dict[Lease, int]:
+        """Bytes of a device that the dead processes of each lease still hold.
+
+        What the device shows beyond all that it lists is shared out once, to who had most first.
+        """
+        counts = {
+            lease: sum(each.held_bytes.get(uuid, 0) for each in found.values())
+            for lease, found in left.items()
+        }
         if self._devices.is_blind(uuid):
-            return count
-        listed = sum(usage.processes.get(pid) or 0 for pid, _ in filter(self._is_dead, left))
-        beyond = usage.unexplained_bytes - self._devices.hidden_bytes(uuid)
-        return min(count, listed + max(0, beyond))
+            return counts
+        beyond = max(0, usage.unexplained_bytes - self._devices.hidden_bytes(uuid))
+        shares: dict[Lease, int] = {}
+        for lease in sorted(counts, key=counts.__getitem__, reverse=True):
+            listed = sum(usage.processes.get(pid) or 0 for pid, _ in filter(self._is_dead, left[lease]))
+            shares[lease] = min(counts[lease], listed + beyond)
+            beyond -= max(0, shares[lease] - listed)
+        return shares
 
     def _is_dead(self, key: Key) -> bool:
         """Whether what the driver lists under a pid is this dead process, and no later one."""
         known = self._processes.find(key[0])
         return known is None or known.key == key
+
+
+def _note(
+    lease: Lease, left: dict[Key, Leftover], keepers: tuple[Process, ...], is_free: bool, at: float
+) -> None:
+    """Note what was left of a lease, unless its devices have shown nothing of it for long enough."""
+    if not is_free:
+        lease.free_since = 0.0
+    elif not lease.free_since or left.keys() - lease.left.keys():
+        lease.free_since = at
+    elif at - lease.free_since >= HIDDEN_SETTLES_S:  # the driver has freed it
+        left, keepers = {}, ()
+    changed = left.keys() != lease.left.keys()
+    lease.left, lease.keepers = left, keepers
+    if changed:  # last: the record must have it
+        lease.unsaved = True
 
 
 def _largest(left: Mapping[Key, Leftover]) -> dict[Key, Leftover]:
