@@ -22,6 +22,7 @@ import sys
 from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_RANDOMIZE = Path("/proc/sys/kernel/randomize_va_space")
 _COULD_NOT_LOOK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _STAT_BYTES = 2048
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -39,6 +40,7 @@ BLOCKED_SIGNALS = 29  # of the first thread; masks of the signals 1 to 31
 CAUGHT_SIGNALS = 31
 _EXIT_CODE = 49
 
+_ADDR_NO_RANDOMIZE = 0x0040000  # linux/personality.h
 # linux/nsfs.h, _IO(0xb7, n): a descriptor of the user namespace that owns a namespace; the uid that made it.
 _NS_GET_USERNS = 0xB701
 _NS_GET_OWNER_UID = 0xB704
@@ -146,11 +148,25 @@ def start_ticks(pid: int) -> int:
 def image(fields: list[bytes]) -> tuple[int, int]:
     """Return the addresses of the program and of the stack of a process; zeros: this process may not know.
 
-    The kernel draws them at exec (randomize_va_space in sysctl/kernel.rst); fork keeps them.  ``fields``
-    are `stat_fields`.
+    The kernel draws them at exec (randomize_va_space in sysctl/kernel.rst); fork keeps them.  Where it
+    draws none, they tell nothing: zeros.  ``fields`` are `stat_fields`.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
     """
     program, stack = int(fields[START_CODE]), int(fields[START_STACK])
-    return (program, stack) if stack else (0, 0)
+    return (program, stack) if stack and int(_RANDOMIZE.read_bytes()) else (0, 0)
+
+
+def is_randomized(pid: int) -> bool:
+    """Whether the kernel draws the addresses of a process at exec (ADDR_NO_RANDOMIZE in personality(2)).
+
+    Waits while the process is in exec, which it can make last.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    return not int(read(pid, "personality", 16) or b"0", 16) & _ADDR_NO_RANDOMIZE
 
 
 def ticks(since_boot_s: float) -> int:

@@ -36,7 +36,9 @@ class Node:
         machine: Any = SimpleNamespace(
             seats=self.seats,
             nvml=SimpleNamespace(processes=self._processes),
-            processes=SimpleNamespace(signal=self._signal, alive=lambda key: True),
+            processes=SimpleNamespace(
+                signal=self._signal, alive=lambda key: True, image=lambda pid: (pid, 1)
+            ),
             events=SimpleNamespace(publish=lambda *_, **__: None),
         )
         registry: Any = SimpleNamespace(
@@ -60,7 +62,7 @@ class Node:
         limits = dict.fromkeys(devices, 1 << 30)
         record = Record(boot_id="", lease=name, uid=1, limits=limits, phase=phase, stops=stops)
         lease = Lease(record, SimpleNamespace())  # type: ignore[arg-type]
-        process = SimpleNamespace(pid=pid, key=(pid, 1), parent=1, carries=name, lease=name)
+        process = SimpleNamespace(pid=pid, key=(pid, 1), parent=1, carries=name, lease=name, image=(pid, 1))
         lease.processes = (process,)  # type: ignore[assignment]
         self.leases.append(lease)
         return lease

@@ -26,7 +26,8 @@ from jupyter_gpushare.gpu.leases.leftovers import MOST, Leftovers
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
 from jupyter_gpushare.gpu.moves.steps import ProcessMoves
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.gpu.service.requests import Requests
+from jupyter_gpushare.protocol.helper import Phase, Signal
 from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in
 from tests.waiting import until
 
@@ -152,6 +153,15 @@ class Table:
 
     def __init__(self) -> None:
         self.living: tuple[Process, ...] = ()
+        self.now: dict[int, tuple[int, ...]] = {}  # images of those that called exec since
+        self.fixed: set[int] = set()  # with addresses that are not drawn
+
+    def image(self, pid: int) -> tuple[int, ...]:
+        first = next((each.image for each in self.living if each.pid == pid), (0, 0))
+        return self.now.get(pid, first)
+
+    def is_randomized(self, pid: int) -> bool:
+        return pid not in self.fixed
 
     def alive(self, key: tuple[int, int]) -> bool:
         return key in [each.key for each in self.living]
@@ -206,6 +216,22 @@ class Scene:
         self.lease.held = {p.key: {"GPU-1": count} for p in living if (count := shown.get(p.pid))}
         return [each.pid for each in self.lease.keepers], sum(self.lease.left_bytes.values())
 
+    def release(self) -> list[int]:
+        """Have the keepers ended: the pids of those that got the signal."""
+        sent: list[int] = []
+
+        def send(key: tuple[int, int], number: int) -> bool:
+            sent.append(key[0])
+            return number == signal.SIGKILL
+
+        registry: Any = SimpleNamespace(get=lambda name: self.lease, living=lambda name: self.table.living)
+        processes = SimpleNamespace(image=self.table.image, signal=send)
+        machine: Any = SimpleNamespace(processes=processes)
+        nothing: Any = None
+        requests = Requests(machine, registry, self.devices, nothing, nothing, nothing, nothing)
+        requests._signal(Signal(lease="ada", number=signal.SIGKILL, to="keepers"), 1)
+        return sent
+
 
 def test_keepers_are_forks_with_a_device_open_and_no_memory_of_their_own() -> None:
     scene = Scene()
@@ -244,6 +270,52 @@ def test_no_keeper_is_named_while_it_is_not_known_who_has_memory(unknown: str) -
     scene.lease.processes, scene.lease.measured_at = (fork,), 2.0
     scene._leftovers.find([scene.lease], {"ada": (fork,)}, {"GPU-1": usage, "GPU-2": usage}, (), 2.0)
     assert (scene.lease.keepers, scene.lease.left_bytes) == ((fork,), {"GPU-1": 8 * GIB})
+
+
+def test_another_program_is_no_keeper_though_it_was_seen_before_its_exec() -> None:
+    scene, fork, program, fixed = Scene(), process(11, 110), process(12, 120), process(13, 130)
+    scene.table.now, scene.table.fixed = {12: (2, 2)}, {13}
+    assert scene.sees(fork, program, fixed) == ([11], 8 * GIB)
+
+
+def test_release_ends_those_keepers_that_have_not_called_exec_since() -> None:
+    scene, fork, later = Scene(), process(11, 110), process(12, 120)
+    assert scene.sees(fork, later) == ([11, 12], 8 * GIB)
+    scene.table.now[12] = (2, 2)
+    assert scene.release() == [11]
+
+
+def test_forks_are_found_of_a_program_that_was_seen_before_its_exec() -> None:
+    scene, parent, dead = Scene(), process(9, 90), process(20, 200)
+    fork, sibling = process(21, 210, (2, 2)), process(22, 220, (2, 2), parent=9)
+    its_worker = process(23, 230, (2, 2), parent=22)
+    scene.table.now = {9: (2, 2), 20: (2, 2)}
+    assert scene.sees(parent, dead, fork, used=GIB, p20=GIB) == ([], 0)
+    scene.table.now[20] = (0, 0)  # it ends after the scan
+    assert scene.sees(parent, dead, fork, used=GIB, p20=GIB) == ([], 0)
+    assert scene.sees(parent, fork, sibling, its_worker, used=GIB) == ([21], GIB)
+
+
+@pytest.mark.parametrize("kernel", [b"0\n", b"2\n"])
+def test_without_drawn_addresses_no_process_has_an_image(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kernel: bytes
+) -> None:
+    setting = tmp_path / "randomize_va_space"
+    setting.write_bytes(kernel)
+    monkeypatch.setattr(procfs, "_RANDOMIZE", setting)
+    assert any(procfs.image(procfs.stat_fields(os.getpid()))) is (kernel != b"0\n")
+
+
+@pytest.mark.parametrize(
+    ("personality", "is_drawn"),
+    [(b"00000000\n", True), (b"00040000\n", False), (b"00c60008\n", False), (b"", True)],
+)
+def test_a_process_tells_whether_its_addresses_are_drawn(
+    monkeypatch: pytest.MonkeyPatch, personality: bytes, is_drawn: bool
+) -> None:
+    assert procfs.read(os.getpid(), "personality", 16).endswith(b"\n")
+    monkeypatch.setattr(procfs, "read", lambda pid, name, limit: personality)
+    assert procfs.is_randomized(7) is is_drawn
 
 
 def test_siblings_of_the_dead_are_no_keepers() -> None:
@@ -302,6 +374,7 @@ def test_what_a_device_shows_is_charged_to_one_lease_only() -> None:
     forks = {name: (process(20 + n, 110),) for n, name in enumerate(scenes)}
     # The dead process of ada is listed, those of the others are not.
     usages = {"GPU-1": Usage(13 * GIB, 0, 0, {10: 4 * GIB}, None)}
+    scenes["ada"].table.living = tuple(each for found in forks.values() for each in found)
     scenes["ada"]._leftovers.find(leases, forks, usages, (), 1.0)
     shares = [sum(lease.left_bytes.values()) // GIB for lease in leases]
     assert shares == [4, 3, 6]

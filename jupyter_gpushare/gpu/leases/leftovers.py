@@ -39,8 +39,11 @@ class Leftovers:
 
     def __init__(self, processes: Processes, files: DeviceFiles, devices: DeviceStates) -> None:
         self._processes = processes
+        self._files = files
         self._devices = devices
-        self._open_files = OwnMemoryReader(files.are_open_in)
+        self._images = OwnMemoryReader(self._image)
+        # Of those with GPU state, as last seen: they may have called exec since they were first seen.
+        self._last_images: dict[Key, tuple[int, ...]] = {}
 
     def find(
         self,
@@ -53,23 +56,32 @@ class Leftovers:
         """Note what processes left that ended since the last sample, and which living ones keep it.
 
         The sample was taken at ``at``, in seconds; the usages of ``late`` devices are older.  A process
-        that does not say in time what it has open counts as a keeper.
+        that does not say in time what it has open counts as a keeper, until `keepers_of`.
 
         Raises:
             OSError: no descriptor or memory is left to look; nothing is noted.
         """
         left = {lease: self._left(lease, living.get(lease.name, ())) for lease in leases}
         answered = usages.keys() - set(late)
+        with_state = {lease: _with_state(lease, living, usages) for lease in leases}
         forks = {
-            lease: _forks(found, living.get(lease.name, ()), _with_state(lease, living, usages))
+            lease: self._without_siblings(
+                _forks(found, living.get(lease.name, ()), with_state[lease]), living.get(lease.name, ())
+            )
             for lease, found in left.items()
             if found and lease.measured_at and lease.limits.keys() <= answered
         }
         users = {each.key: each.uid for found in forks.values() for each in found}
-        said = self._open_files.read(users) if users else {}
-        closed = {key for key, answer in said.items() if not answer.value}
+        said = self._images.read(users) if users else {}
         keepers = {
-            lease: tuple(each for each in found if each.key not in closed) for lease, found in forks.items()
+            lease: tuple(each for each in found if each.key not in said or said[each.key].value == each.image)
+            for lease, found in forks.items()
+        }
+        self._last_images = {
+            process.key: self._last_image(process)
+            for lease in leases
+            for process in living.get(lease.name, ())
+            if process.key in with_state[lease]
         }
         kept: dict[Lease, dict[Key, Leftover]] = {}
         for lease, found in left.items():
@@ -86,6 +98,28 @@ class Leftovers:
             is_free = lease in forks and not lease.left_bytes and devices <= usages.keys()
             _note(lease, kept[lease], keepers.get(lease, ()), is_free, at)
 
+    def _image(self, pid: int) -> tuple[int, ...]:
+        """What a process that may be a keeper has as its image now; empty: it is none."""
+        if not self._files.are_open_in(pid) or not self._processes.is_randomized(pid):
+            return ()
+        return self._processes.image(pid)
+
+    def _last_image(self, process: Process) -> tuple[int, ...]:
+        """The image of a process now, or where that has just ended, as last seen."""
+        now = self._processes.image(process.pid)
+        return now if any(now) else self._last_images.get(process.key, process.image)
+
+    def _without_siblings(self, found: Sequence[Process], living: tuple[Process, ...]) -> tuple[Process, ...]:
+        """Those of these forks that no living process forked, which called exec since it was first seen."""
+        others = {process.pid for process in living} - {each.pid for each in found}
+        keepers: list[Process] = []
+        for each in found:  # oldest first
+            if each.parent in others and self._processes.image(each.parent) == each.image:
+                others.add(each.pid)
+            else:
+                keepers.append(each)
+        return tuple(keepers)
+
     def _left(self, lease: Lease, living: tuple[Process, ...]) -> dict[Key, Leftover]:
         """What processes of a lease left: those noted before, and those that ended since."""
         present = {process.key for process in living}
@@ -93,11 +127,13 @@ class Leftovers:
             process.key: Leftover(
                 pid=process.pid,
                 start_ticks=process.start_ticks,
-                image=process.image,
+                image=image,
                 held_bytes=dict(held),
             )
             for process in lease.processes
-            if process.key not in present and (held := lease.held.get(process.key)) and any(process.image)
+            if process.key not in present
+            and (held := lease.held.get(process.key))
+            and any(image := self._last_images.get(process.key, process.image))
         }
         return lease.left | {key: each for key, each in ended.items() if not self._processes.alive(key)}
 
@@ -126,6 +162,16 @@ class Leftovers:
         """Whether what the driver lists under a pid is this dead process, and no later one."""
         known = self._processes.find(key[0])
         return known is None or known.key == key
+
+
+def keepers_of(lease: Lease, processes: Processes) -> tuple[Process, ...]:
+    """Return the keepers of a lease that have not called exec since they were found, to be signalled now.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    keepers = lease.keepers if lease.left_bytes else ()
+    return tuple(each for each in keepers if processes.image(each.pid) == each.image)
 
 
 def _note(

@@ -87,7 +87,8 @@ class Process:
     unread: bool = False  # its environment and arguments did not answer
     inner_pid: int = 0  # in the innermost pid namespace that it is in: the pid that it knows itself by
     container: str = ""  # UID of its pod, or id of its container
-    image: tuple[int, ...] = ()  # `procfs.image`: what it forks has the same until exec; zeros: not shown
+    # `procfs.image` when it was first seen: what it forks has the same until exec; zeros: not shown.
+    image: tuple[int, ...] = ()
 
     @property
     def inner_key(self) -> Key:
@@ -245,6 +246,19 @@ class Processes:
             OSError: no descriptor or memory is left to look.
         """
         return procfs.send_signal(*key, number)
+
+    def image(self, pid: int) -> tuple[int, ...]:
+        """`procfs.image` of the process that has a pid now; zeros: it has ended, or that is not shown.
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        fields = procfs.stat_fields(pid)
+        return procfs.image(fields) if fields else (0, 0)
+
+    def is_randomized(self, pid: int) -> bool:
+        """`procfs.is_randomized`, which may wait for a process: only in a thread of its user."""
+        return procfs.is_randomized(pid)
 
     def core_filter(self, key: Key) -> int:
         """The bit mask of mappings that a process writes into a core file (core(5)); -1 when unknown."""

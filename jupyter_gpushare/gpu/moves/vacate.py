@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.leftovers import keepers_of
 from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import leader
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
@@ -176,7 +177,7 @@ class Evictions:
         They are those that the driver shows there, and those that keep what dead ones held.
         """
         keys = {process.pid: process.key for process in self._registry.living(lease.name)}
-        found = {process.key for process in lease.keepers} if lease.left_bytes else set()
+        found = {process.key for process in keepers_of(lease, self._machine.processes)}
         all_answered = True
         for uuid in lease.limits:
             try:

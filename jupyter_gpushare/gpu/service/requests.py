@@ -25,6 +25,7 @@ from jupyter_gpushare.gpu.driver.nvml import Gpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory, check_lease
 from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.leftovers import keepers_of
 from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import leader
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
@@ -234,7 +235,7 @@ class Requests:
                 first = leader(targets)
                 targets = (first,) if first else ()
             elif request.to == "keepers":
-                targets = lease.keepers if lease.left_bytes else ()
+                targets = keepers_of(lease, self._machine.processes)
             elif request.to == "others":
                 targets = tuple(each for each in targets if not each.is_runner)
             new = [each.key for each in targets if each.key not in sent]
