@@ -257,7 +257,7 @@ def test_what_has_gpu_state_of_its_own_is_no_keeper_nor_what_it_forked() -> None
 
 
 @pytest.mark.parametrize("unknown", ["never measured", "late", "failed"])
-def test_no_keeper_is_named_while_it_is_not_known_who_has_memory(unknown: str) -> None:
+def test_no_keeper_is_named_while_a_device_does_not_answer(unknown: str) -> None:
     scene, fork = Scene(), process(11, 110)
     usage = Usage(8 * GIB, 0, 0, {}, None)
     scene.lease.limits["GPU-2"] = 40 * GIB

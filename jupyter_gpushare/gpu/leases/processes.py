@@ -3,9 +3,8 @@
 A process belongs to a lease when its user is the lease's user and
 
 1. one of its cgroups is named ``gpushare-<lease>`` (with or without a systemd suffix), or
-2. its environment has ``GPUSHARE_LEASE=<lease>``, and ``GPUSHARE_LEASE_DIR`` is
-   that lease's directory here or is not set (another helper on this machine has
-   directories of its own, maybe with leases of the same names), or, where the
+2. its environment has ``GPUSHARE_LEASE=<lease>``, and ``GPUSHARE_LEASE_DIR`` is that lease's directory
+   here or is not set (another helper on this machine may have leases of the same names), or, where the
    environment may not be read, one of its arguments is ``GPUSHARE_LEASE=<lease>``, or
 3. its parent belonged to the lease when it was first seen (a child that cleared its environment).
    This is remembered, so that a child that outlives its parent (double fork) stays.
@@ -14,23 +13,21 @@ The user is compared last: whatever a process writes into its own environment, i
 never joins another user's lease.  A process in a container belongs to the lease of its container, and
 nothing else counts (`containers`).
 
-A process is (pid, start time), held open by a pidfd (`procfs`).  A pidfd that polls
-readable is an exit, zombies included, so exits are noticed without a scan.  At most
-half of the descriptors that the helper may open are pidfds; processes beyond that
-are looked up in each scan, so no user can exhaust the helper's descriptors.
+A process is (pid, start time), held open by a pidfd (`procfs`).  A pidfd that polls readable is an
+exit, zombies included, so exits are noticed without a scan.  At most half of the descriptors that the
+helper may open are pidfds; processes beyond that are looked up in each scan, so no user can exhaust them.
 
-A process that could not be looked at for want of descriptors or memory has not
-ended: that raises `OSError`, and the caller changes nothing.
+A process that could not be looked at for want of descriptors or memory has not ended: that raises
+`OSError`, and the caller changes nothing.
 
-Environment and arguments lie in the process's own memory, and a process can keep a reader of
-them waiting (`own_memory`).  Such a process is *unread*: it belongs where its cgroup, its
-parent or `claim` says.  If none of them does, it may belong to any lease of its user, and none of
-these on the same devices may be taken as ended.  No scan waits longer than `own_memory.LOOK_S`.
+Environment and arguments lie in the process's own memory, and a process can keep a reader of them
+waiting (`own_memory`).  Such a process is *unread*: it belongs where its cgroup, its parent or `claim`
+says.  If none of them does, it may belong to any lease of its user, and none of these on the same devices
+may be taken as ended.  No scan waits longer than `own_memory.LOOK_S`.
 
-A scan must be cheap, because it runs every second: the names and inodes in /proc
-are one directory read; only a (pid, inode) that is new is opened, or one younger
-than `SETTLES_S`, which may be between fork and exec and get its environment or its user
-later.  One on a device (`on_devices`) that belongs to no lease is looked at in each scan.
+A scan must be cheap, because it runs every second: the names and inodes in /proc are one directory read;
+only a (pid, inode) that is new is opened, or one younger than `SETTLES_S`, which may be between fork and
+exec.  One on a device (`on_devices`) that belongs to no lease is looked at in each scan.
 """
 
 from __future__ import annotations
@@ -87,8 +84,7 @@ class Process:
     unread: bool = False  # its environment and arguments did not answer
     inner_pid: int = 0  # in the innermost pid namespace that it is in: the pid that it knows itself by
     container: str = ""  # UID of its pod, or id of its container
-    # `procfs.image` when it was first seen: what it forks has the same until exec; zeros: not shown.
-    image: tuple[int, ...] = ()
+    image: tuple[int, ...] = ()  # `procfs.image` when first seen: of what it forks too, until exec
 
     @property
     def inner_key(self) -> Key:
@@ -226,11 +222,7 @@ class Processes:
             return self._exit_statuses.get(key)
 
     def alive(self, key: Key) -> bool:
-        """Whether this process has not ended (a zombie has).
-
-        Raises:
-            OSError: no descriptor or memory is left to look.
-        """
+        """Whether this process has not ended (a zombie has)."""
         pidfd = procfs.open_pidfd(*key)
         if pidfd is None:
             return False
@@ -240,19 +232,11 @@ class Processes:
             os.close(pidfd)
 
     def signal(self, key: Key, number: int) -> bool:
-        """Send a signal to this process; False when it has ended.
-
-        Raises:
-            OSError: no descriptor or memory is left to look.
-        """
+        """Send a signal to this process; False when it has ended."""
         return procfs.send_signal(*key, number)
 
     def image(self, pid: int) -> tuple[int, ...]:
-        """`procfs.image` of the process that has a pid now; zeros: it has ended, or that is not shown.
-
-        Raises:
-            OSError: no descriptor or memory is left to look.
-        """
+        """`procfs.image` of the process that has a pid now; zeros: it has ended, or that is not shown."""
         fields = procfs.stat_fields(pid)
         return procfs.image(fields) if fields else (0, 0)
 
