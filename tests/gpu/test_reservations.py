@@ -462,6 +462,27 @@ def test_a_process_is_out_of_step_where_every_question_about_it_fails_for_long(
     assert bool(lease.lost) == is_lost
 
 
+def test_a_process_that_the_driver_answers_for_again_writes_core_files_as_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paper, filters = Paper(random.Random(1), tmp_path), []
+    monkeypatch.setattr(paper, "meanwhile", lambda: None)
+    mover, lease = mover_on(paper), paper.leases[0]
+    assert mover.suspend(lease, "", 1.0).done
+    ((key, parked),) = lease.parked.items()
+    lease.lost, lease.parked = {key: replace(parked, out_of_step=True, core_filter=0x33)}, {}
+    lease.enter(Phase.LOST)
+    monkeypatch.setattr(mover._machine.processes, "alive", lambda key: True)
+    monkeypatch.setattr(
+        mover._machine.processes, "set_core_filter", lambda *given: filters.append(given), raising=False
+    )
+    mover.forget_lost(lease)
+    assert (lease.phase, filters) == (Phase.LOST, [])
+    paper.states[key[0]] = State.LOCKED
+    mover.forget_lost(lease)
+    assert (lease.phase, paper.states[key[0]], filters) == (Phase.RUNNING, State.RUNNING, [(key, 0x33)])
+
+
 def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path: Path) -> None:
     paper = Paper(random.Random(1), tmp_path)
     bo = paper.leases[1]

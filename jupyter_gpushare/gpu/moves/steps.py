@@ -359,6 +359,8 @@ class ProcessMoves:
         checkpoint = self._machine.checkpoint
         try:
             if process.out_of_step and checkpoint.state(process.pid) is State.LOCKED:
+                if process.core_filter > 0:
+                    self._machine.processes.set_core_filter(process.key, process.core_filter)
                 checkpoint.unlock(process.pid)
             return process.out_of_step and checkpoint.state(process.pid) is State.RUNNING
         except DeviceError:
