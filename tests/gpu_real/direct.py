@@ -29,6 +29,32 @@ def checkpoint_of(site: Site) -> Checkpoint:
     return checkpoint
 
 
+def move_of(site: Site) -> Callable[[Site, str, Worker], tuple[float, float]]:
+    """How a process is suspended and woken here, which gives the seconds of each."""
+    return by_the_helper if site.device["suspendable"] else by_the_driver
+
+
+def by_the_helper(site: Site, name: str, _worker: Worker) -> tuple[float, float]:
+    """Suspend and resume a lease at rest."""
+    moved = site.ask("suspend", lease=name, calls=site.rests(name))
+    assert moved["done"], moved
+    back = site.ask("resume", lease=name)
+    assert back["done"], back
+    return moved["took_s"], back["took_s"]
+
+
+def by_the_driver(site: Site, _name: str, worker: Worker) -> tuple[float, float]:
+    """The same by the driver's own calls, for a process that makes none meanwhile."""
+    checkpoint = checkpoint_of(site)
+    began = time.monotonic()
+    checkpoint.lock(worker.pid, CALL_S)
+    checkpoint.checkpoint(worker.pid, CALL_S)
+    parked = time.monotonic()
+    checkpoint.restore(worker.pid, CALL_S)
+    checkpoint.unlock(worker.pid)
+    return parked - began, time.monotonic() - parked
+
+
 def code_of(call: Callable[..., object], *given: object) -> str:
     """The code that a call of the driver answers."""
     try:

@@ -7,6 +7,7 @@ from statistics import median
 
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB
+from tests.gpu_real.direct import move_of
 from tests.gpu_real.overhead import PAIRS, added, in_turn
 from tests.gpu_real.site import PATIENCE_S, Site, Skip, do, need, without_library
 from tests.gpu_real.survival import children_live_through, works_again
@@ -19,9 +20,9 @@ def its_memory_comes_back_as_it_was(site: Site, kind: str) -> None:
     need(kind)
     name = f"back-{kind}"
     worker = site.worker(kind, site.lease(name, 8 * GIB), 2048)
-    move = site.by_the_helper if site.device["suspendable"] else site.by_the_driver
+    move = move_of(site)
     for _ in range(3):
-        out_s, back_s = move(name, worker)
+        out_s, back_s = move(site, name, worker)
         assert do(worker, "check") == "ok"
     site.report.add(
         f"{kind}, tensors of 2 GiB, third time, {move.__name__.replace('_', ' ')}",

@@ -13,7 +13,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,7 +22,6 @@ import pynvml
 
 from jupyter_gpushare import native
 from jupyter_gpushare.gpu.checks.canary import NO_WATCHDOG
-from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
 from tests.gpu.machine import GIB, Client, Worker, until
 from tests.gpu_real.overhead import MOST, Added
@@ -276,27 +274,6 @@ class Site:
         if mib:
             assert do(worker, f"alloc {mib}") == "0"
         return worker
-
-    def by_the_helper(self, name: str, worker: Worker) -> tuple[float, float]:
-        """Suspend and resume a lease with this process; the seconds of each."""
-        moved = self.ask("suspend", lease=name, calls=self.rests(name))
-        assert moved["done"], moved
-        back = self.ask("resume", lease=name)
-        assert back["done"], back
-        return moved["took_s"], back["took_s"]
-
-    def by_the_driver(self, _name: str, worker: Worker) -> tuple[float, float]:
-        """The same by the driver's own calls, for a process that makes none meanwhile."""
-        checkpoint = Checkpoint()
-        if checkpoint.unavailable or self.device["profile"]:
-            raise Skip(checkpoint.unavailable or "the driver cannot checkpoint on MIG")
-        began = time.monotonic()
-        checkpoint.lock(worker.pid, CALL_S)
-        checkpoint.checkpoint(worker.pid, CALL_S)
-        parked = time.monotonic()
-        checkpoint.restore(worker.pid, CALL_S)
-        checkpoint.unlock(worker.pid)
-        return parked - began, time.monotonic() - parked
 
     def of(self, name: str) -> dict[str, Any]:
         """A lease as the last sample shows it."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from jupyter_gpushare.gpu.driver.checkpoint import State
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB, MIB, Worker
-from tests.gpu_real.direct import bring_back, checkpoint_of, lags, listed, mib, park, says
+from tests.gpu_real.direct import bring_back, checkpoint_of, lags, listed, mib, move_of, park, says
 from tests.gpu_real.site import Site, Skip, do, end
 
 FILLED_MIB = 64
@@ -114,9 +114,9 @@ def a_graph_is_launched_again_after_a_suspension(site: Site) -> None:
 
 def works_again(site: Site, name: str, worker: Worker, asked: str) -> None:
     """Give a command before and after a suspension."""
-    move = site.by_the_helper if site.device["suspendable"] else site.by_the_driver
+    move = move_of(site)
     before = do(worker, asked)
-    move(name, worker)
+    move(site, name, worker)
     after = says(worker, asked)
     how = move.__name__.replace("_", " ")
     site.report.add(f"{name}: {asked} before and after a suspension {how}", f"{before}, {after}")
