@@ -110,6 +110,10 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
     left = [process | {"pid": 4801, "keeps": True}, process | {"pid": 4802, "used_bytes": 0, "keeps": True}]
     broker.answer("POST leases/b7q2mzk4x9/release", lease)
     lab.say(status | {"leases": [lease | {"processes": [process, *left]}]})
+    ended = panel.get_by_text("train.ipynb (ended)")
+    assert await ended.evaluate("node => node.scrollWidth <= node.clientWidth || !node.clientWidth")
+    assert await panel.evaluate(TOO_WIDE) == []
+    await picture(page, "panel-left")
     await panel.get_by_role("button", name="Release the GPU memory of train.ipynb (ended)").click()
     await expect(dialog).to_contain_text("ended at once (4801, 4802)")
     await picture(page, "release-left")

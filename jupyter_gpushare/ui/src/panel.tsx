@@ -327,7 +327,8 @@ function Process(props: {
   };
   return (
     <div className="gpushare-row gpushare-muted">
-      <span className="gpushare-name" title={name}>
+      {/* "(ended)" is the end of the name: it wraps. */}
+      <span className={process.keeps ? '' : 'gpushare-name'} title={name}>
         {name}
       </span>
       <span>
