@@ -100,6 +100,7 @@ def replay_jobs(
     projects: Sequence[Project] = (),
     preempt_cost_s: float = 0.0,
     grace_s: float = 0.0,
+    survival: CheckpointMode = CheckpointMode.SIGTERM,
     reports: Callable[[int], Reports | None] = lambda number: None,
     users: Callable[[int], str] = lambda number: "",
     progress: Progress | None = None,
@@ -107,16 +108,24 @@ def replay_jobs(
     """Replay training jobs to their end; job n belongs to project n mod their number.
 
     A preempted job is stopped, which takes ``grace_s``, and starts again
-    anywhere; there it makes no progress for ``preempt_cost_s``.  ``reports`` and
-    ``users``: what each job, by its number, reports of its progress, and its user.
+    anywhere; there it makes no progress for ``preempt_cost_s``.  With ``survival`` suspend
+    its GPU memory (`DeviceState`) is copied to the host, and it goes on where it was.
+    ``reports`` and ``users`` give what a job reports of its progress, and its user, by its number.
     """
     projects = projects or (Project(name="p0", quota_milli=fleet.gpus * WHOLE_GPU),)
     devices = fleet.devices()
     meter = Meter(devices, projects, settings)
     cluster = Cluster(devices=devices, projects=tuple(projects), leases=(), settings=settings)
-    replay = Replay(cluster, Costs(restart_s=preempt_cost_s, grace_s=grace_s), watcher=meter)
+    state = DeviceState()
+    costs = Costs(restart_s=preempt_cost_s, grace_s=grace_s, copy_bytes_per_s=state.copy_bytes_per_s)
+    replay = Replay(cluster, costs, watcher=meter)
+    suspends = survival is CheckpointMode.SUSPEND
     for number, job in enumerate(jobs):
-        lease = _job_lease(number, job, projects[number % len(projects)].name, fleet, user=users(number))
+        project = projects[number % len(projects)].name
+        used = job.gpus * state.bytes_per_gpu if suspends else 0
+        lease = _job_lease(
+            number, job, project, fleet, user=users(number), survival=survival, used_bytes=used
+        )
         replay.add_job(lease, job.duration_s, reports(number))
     return _run(replay, meter, fleet, lambda: len(meter.completion_s) / len(jobs), progress)
 

@@ -12,8 +12,9 @@ Orders are compared in the same way, and with a share of the jobs reporting prog
     python -m tests.benchmarks.jittered --order las --save /tmp/las.json
     python -m tests.benchmarks.jittered --progress 0.5,0.3 --against /tmp/las.json
 
-With ``--users N`` the jobs belong to N users at random, the n-th with a part of 1/n of
-the jobs of the first.
+Jobs are suspended, as by default, and go on where they were (16 GiB per GPU at 8 GB/s).  With
+``--checkpoint sigterm`` they stop and start again anywhere.  With ``--users N`` the jobs belong
+to N users at random, the n-th with a part of 1/n of the jobs of the first.
 """
 
 from __future__ import annotations
@@ -27,7 +28,14 @@ from pathlib import Path
 from random import Random
 from statistics import mean, stdev
 
-from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, Order, Project, Settings
+from jupyter_gpushare.core.model import (
+    DEFAULT_ORDER,
+    DEFAULT_POLICY,
+    CheckpointMode,
+    Order,
+    Project,
+    Settings,
+)
 from jupyter_gpushare.core.simulated_lease import Reports
 from jupyter_gpushare.sim import report
 from jupyter_gpushare.sim.reporting import some
@@ -67,6 +75,7 @@ def measure(
     order: Order,
     reports: Callable[[int], Reports | None],
     users: Callable[[int], str],
+    survival: CheckpointMode,
     guard_s: float | None = DEFAULT_POLICY.starvation_guard_s,
 ) -> Sample:
     """Replay one copy with nodes of 8 GPUs and 30 s per preemption."""
@@ -93,6 +102,7 @@ def measure(
         grace_s=grace_s,
         reports=reports,
         users=users,
+        survival=survival,
     )
     numbers = report.job_numbers(result)
     found = {name: float(str(numbers[name])) for name in FIGURES[:3]}
@@ -118,6 +128,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--copies", type=int, default=5)
     parser.add_argument("--order", type=Order, default=DEFAULT_ORDER)
+    parser.add_argument("--checkpoint", type=CheckpointMode, default=CheckpointMode.SUSPEND)
     parser.add_argument("--progress", default="0,0", metavar="SHARE,SIGMA")
     parser.add_argument("--users", type=int, default=1, metavar="N")
     parser.add_argument("--no-guard", action="store_true")
@@ -137,6 +148,7 @@ def main() -> None:
                 args.order,
                 some(share, sigma, seed),
                 users_of(args.users, seed, len(jobs)),
+                args.checkpoint,
                 guard_s,
             )
             for seed, jobs in enumerate(copies(file, args.copies))
