@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,16 @@ def _link_here(app: Any, name: str, source: list[str]) -> None:
     source[0] = source[0].replace("](../helm-values/README.md)", "](project/helm-values.md)")
 
 
+def _measure(app: Any, name: str, source: list[str]) -> None:
+    """Put the table of `make figures` where a page asks for it; a copy without the tests has none."""
+    program = _ROOT / "tests" / "setup" / "figures.py"
+    if "<!-- figures -->" in source[0] and program.exists():
+        result = subprocess.run([sys.executable, program], check=True, capture_output=True, text=True)
+        source[0] = source[0].replace("<!-- figures -->", result.stdout)
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
     app.connect("source-read", _link_here)
+    app.connect("source-read", _measure)
     app.connect("build-finished", _copy_pictures)
