@@ -113,7 +113,6 @@ check-python:
 	ruff check .
 	mypy
 	lint-imports --no-logo
-	python tests/setup/language.py
 
 check-core:
 	@PATH=$(BIN):$$PATH python -m pytest tests/core -q --durations=30 --cov=jupyter_gpushare.core --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
@@ -131,9 +130,8 @@ pins: setup-test $(STAMPS)/docs  ## renew the versions of the development tools 
 	mv constraints.txt.new constraints.txt
 	touch $(STAMPS)/test $(STAMPS)/docs
 
-figures: setup  ## measure the code: sizes, folders, docstrings, unclear words
+figures: setup  ## measure the code: sizes, folders, docstrings
 	@$(BIN)/python tests/setup/figures.py
-	$(BIN)/python tests/setup/language.py --report
 
 docs: $(STAMPS)/docs  ## build the documentation into docs/_build; a warning or a dead link is an error
 	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build
