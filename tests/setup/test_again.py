@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from types import SimpleNamespace
 
-from tests import again, order
+from tests import order
 from tests.setup.test_common_fixtures import ROOT, run_pytest
 
 # Fails beside others: workers of pytest-xdist know their number.
@@ -80,17 +80,6 @@ def test_many_that_fail_beside_others_fail_the_run(tmp_path):
     status, said = run(tmp_path, BESIDE, 6)
     assert status == 1
     assert "More than 5: the tests disturb each other." in said
-
-
-def test_tests_of_attacks_crashes_and_the_first_promises_are_oracles():
-    assert not [each for each in again.ORACLES if not (ROOT / each).exists()]
-    judged = {
-        path.relative_to(ROOT).as_posix()
-        for path in (ROOT / "tests").rglob("test_*.py")
-        if again.is_oracle(path, ROOT)
-    }
-    assert {"tests/attack/test_tokens.py", "tests/faults/test_kills.py", "tests/gpu/test_seeds.py"} <= judged
-    assert not {name for name in judged if name.startswith(("tests/ui", "tests/core"))}
 
 
 def test_the_longest_file_runs_first_and_stored_files_exist(tmp_path, monkeypatch):

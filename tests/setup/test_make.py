@@ -57,41 +57,6 @@ def old_python_only(tmp_path: Path) -> str:
     return str(tools)
 
 
-def test_help_names_every_verb_that_people_use(checkout):
-    said = make("help", cwd=checkout).stdout
-    for verb in (
-        "setup",
-        "setup-test",
-        "hub",
-        "test",
-        "test-long",
-        "test-engine",
-        "check",
-        "mutants",
-        "pins",
-        "figures",
-        "docs",
-        "test-gpu",
-        "build",
-        "clean",
-    ):
-        assert f"make {verb} " in said
-
-
-@pytest.mark.parametrize(
-    ("goal", "said"),
-    [
-        ("test", "-n 4 --dist loadfile --no-loadscope-reorder --durations=30  tests/core -k idle"),
-        ("test-engine", "-m 'not model and not long' --timeout 900 tests/kube/test_kai_model.py tests/kube/"),
-        ("test-engine", "tests/kube/test_story_faults.py tests/core -k idle"),
-        ("test-long", "-m 'long or long_form' --timeout 7200 -s --durations=30 tests/core -k idle"),
-    ],
-)
-def test_arguments_for_pytest_come_last(goal, said):
-    made = make("-n", "-o", "setup-test", goal, "PYTEST_ARGS=tests/core -k idle", cwd=ROOT)
-    assert said in made.stdout
-
-
 @pytest.mark.parametrize(
     ("tests", "needs", "needs_not"),
     [

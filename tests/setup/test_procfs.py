@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import ast
 import errno
 import os
-import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from jupyter_gpushare import procfs
-
-PACKAGE = Path(procfs.__file__).parent
 
 
 @pytest.fixture
@@ -76,39 +71,3 @@ def test_no_descriptor_left_is_not_taken_for_ended(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(os, "open", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         procfs.start_ticks(os.getpid())
-
-
-# Files of /proc that belong to no process.
-NOT_OF_A_PROCESS = {
-    "cli/doctor.py": "/proc/driver/nvidia/params",  # settings of the driver
-    "hub/process.py": "/proc/sys/net/ipv4/ip_local_port_range",  # setting of the kernel
-}
-
-
-def test_no_other_module_builds_a_path_of_proc() -> None:
-    found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
-        tree = ast.parse(path.read_text())
-        documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
-        prose = {
-            ast.get_docstring(node, clean=False) for node in ast.walk(tree) if isinstance(node, documented)
-        }
-        texts = [node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)]
-        paths = [
-            text
-            for text in texts
-            if isinstance(text, str) and re.search(r"/proc\b", text) and text not in prose
-        ]
-        if paths and "node_modules" not in path.parts and path.name != "procfs.py":
-            found[str(path.relative_to(PACKAGE))] = ", ".join(paths)
-    assert found == NOT_OF_A_PROCESS
-
-
-def test_one_module_writes_times_as_text() -> None:
-    found = {
-        str(path.relative_to(PACKAGE))
-        for path in PACKAGE.rglob("*.py")
-        if "node_modules" not in path.parts
-        and re.search(r"strftime\(|now\([^)]*\)\.isoformat|timespec", path.read_text())
-    }
-    assert found == {"wall_clock.py"}
