@@ -1,4 +1,4 @@
-# Everything that is downloaded or built lies in .venv, jupyter_gpushare/native/lib,
+# Everything that is downloaded or built lies in .venv, jupyter_gpushare/native/lib, jupyter_gpushare/gpu/leases,
 # jupyter_gpushare/labextension and jupyter_gpushare/ui/node_modules; `make clean` removes it.
 #
 # Each step of the set-up leaves a stamp and names what it depends on, so that a
@@ -159,7 +159,7 @@ build: $(STAMPS)/builder  ## build sdist and wheels into dist/; RELEASE=1 fails 
 	done
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo
+	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/gpu/leases/pod_resources.binpb jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo
 
 # ---- the steps of the set-up -----------------------------------------------------
 
@@ -195,8 +195,8 @@ $(STAMPS)/docs: pyproject.toml constraints.txt | $(STAMPS)/package
 	@$(STEP) "Installing Sphinx for the documentation" $(STAMPS)/docs.log -- $(PIP) --editable '.[docs]'
 	touch $@
 
-# Editable, with the metadata of pyproject.toml; the wheel build compiles the C libraries too.
-$(STAMPS)/package: pyproject.toml | $(STAMPS)/venv
+# Editable, with the metadata of pyproject.toml; the wheel build compiles the C libraries and the kubelet's messages too.
+$(STAMPS)/package: pyproject.toml $(wildcard jupyter_gpushare/gpu/leases/*.proto) | $(STAMPS)/venv
 	@$(STEP) "Installing JupyterHub, JupyterLab and this package into .venv" $(STAMPS)/package.log -- \
 	    $(PIP) --editable '.[lab]' '$(UI_BUILDER)'
 	touch $@

@@ -1,7 +1,7 @@
 # Broker, device helpers and seats: docker build -f images/gpushare.Dockerfile DIST, where DIST has the wheel of `make build`.
 FROM python:3.13-slim
 COPY jupyter_gpushare-*.whl /tmp/
-RUN pip install --no-cache-dir jupyterhub==5.5.0 "$(ls /tmp/jupyter_gpushare-*-manylinux*_$(uname -m).whl)[kube,postgres]"
+RUN pip install --no-cache-dir jupyterhub==5.5.0 "$(ls /tmp/jupyter_gpushare-*-manylinux*_$(uname -m).whl)[kube,node,postgres]"
 # Helpers and seats ask the driver; which GPUs a container gets is never said here.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 # Root: the driver lets only root suspend processes of others.  The chart runs the broker as another user.

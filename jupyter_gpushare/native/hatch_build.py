@@ -1,10 +1,10 @@
 """Hatchling's build hook: wheel and sdist are complete, or are not built.
 
-A wheel gets the C libraries, compiled for the machine that the compiler targets, and
-the JupyterLab extension; an sdist gets the extension, so that a wheel is built from it
+A wheel gets the C libraries, compiled for the machine that the compiler targets, the
+kubelet's messages and the JupyterLab extension; an sdist gets the extension, so that a wheel is built from it
 without Node.  The libraries belong to one machine architecture but to no Python
-version: the tag is ``py3-none-<platform>``.  An editable installation gets the libraries
-only (`make setup` builds the extension after it).
+version: the tag is ``py3-none-<platform>``.  An editable installation gets all
+but the extension (`make setup` builds it afterwards).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from grpc_tools import protoc
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
@@ -24,6 +25,7 @@ from hatchling.metadata.plugin.interface import MetadataHookInterface
 _OLDEST_GLIBC = (2, 17)
 _VERSION = re.compile(r"\bGLIBC_(\d+)\.(\d+)")
 _LIB = "jupyter_gpushare/native/lib"
+_MESSAGES = "jupyter_gpushare/gpu/leases/pod_resources"
 
 
 # A link or picture of README.md with a path of the repository as its address.
@@ -63,6 +65,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
 
         Raises:
             GpuShareError: the C compiler is missing or refused.
+            OSError: protoc refused; it has printed why.
             BuildFailed: the extension could not be built.
         """
         if version != "editable":
@@ -76,6 +79,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
         build_data["pure_python"] = False
         build_data["infer_tag"] = False
         build_data["tag"] = f"py3-none-{platform_tag(native.machine(), list(files))}"
+        files[self._compile_messages()] = f"{_MESSAGES}.binpb"
         if version != "editable":
             build_data["force_include"].update({str(source): target for source, target in files.items()})
 
@@ -85,6 +89,18 @@ class NativeBuildHook(BuildHookInterface[Any]):
         if version == "editable" or machine == native.own_machine():
             return Path(self.root, _LIB)
         return Path(self.root, "build", f"native-{machine}")
+
+    def _compile_messages(self) -> Path:
+        made = Path(self.root, f"{_MESSAGES}.binpb")
+        command = [
+            "protoc",
+            f"-I{self.root}",
+            f"--descriptor_set_out={made}",
+            f"{self.root}/{_MESSAGES}.proto",
+        ]
+        if protoc.main(command):
+            raise OSError(f"protoc cannot compile {_MESSAGES}.proto")
+        return made
 
     def _module(self, part: str) -> ModuleType:
         sys.path.insert(0, self.root)

@@ -3,36 +3,29 @@
 from __future__ import annotations
 
 import socket
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
 
+from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.gpu.leases import pod_resources
-from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods, Unreadable, gpu_pods, listed
+from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods, Unreadable
 from jupyter_gpushare.protocol.seats import GpuPod
 
 
-def field(number: int, value: bytes) -> bytes:
-    size, length = len(value), b""
-    while size >= 128:
-        length += bytes((size & 127 | 128,))
-        size >>= 7
-    return bytes((number << 3 | 2,)) + length + bytes((size,)) + value
+def pod(namespace: str, name: str, *ids: str, resource: str = "nvidia.com/gpu") -> dict[str, Any]:
+    devices = {"resource_name": resource, "device_ids": ids}
+    return {"namespace": namespace, "name": name, "containers": [{"devices": [devices]}]}
 
 
-def pod(namespace: str, name: str, *ids: str, resource: str = "nvidia.com/gpu") -> bytes:
-    """A ``PodResources``, with a topology and CPU ids that nothing here reads."""
-    devices = (
-        field(1, resource.encode())
-        + b"".join(field(2, each.encode()) for each in ids)
-        + field(3, b"\x08\x01")
-    )
-    container = field(1, b"main") + field(2, devices) + b"\x18\x05"
-    return field(1, field(1, name.encode()) + field(2, namespace.encode()) + field(3, container))
+def answer(*pods: dict[str, Any]) -> bytes:
+    return bytes(pod_resources._response_class()(pod_resources=pods).SerializeToString())
 
 
 @pytest.fixture
@@ -58,20 +51,29 @@ def kubelet(tmp_path: Path) -> Iterator[Callable[[bytes], Path]]:
 
 
 def test_pods_with_gpus_are_listed_and_others_are_not(kubelet):
-    answer = (
-        pod("gpushare", "seat-1", "GPU-1", "GPU-2")
-        + pod("web", "nginx")
-        + pod("net", "nic", "eth0", resource="vendor.com/nic")
+    pods = (
+        pod("gpushare", "seat-1", "GPU-1", "GPU-2"),
+        pod("web", "nginx"),
+        pod("net", "nic", "eth0", resource="vendor.com/nic"),
     )
-    assert gpu_pods(listed(kubelet(answer))) == (
+    assert KubeletPods(kubelet(answer(*pods))).listed() == (
         GpuPod(namespace="gpushare", name="seat-1", devices=("GPU-1", "GPU-2")),
     )
 
 
-def test_a_long_answer_is_read_whole(kubelet):
-    many = b"".join(pod("web", f"nginx-{n}" + "x" * 200) for n in range(4000)) + pod("a", "b", "GPU-1")
+def test_fields_of_a_newer_kubelet_are_passed_over(kubelet):
+    field_9 = b"\x4a\x03new"  # of three bytes
+    assert KubeletPods(kubelet(answer(pod("a", "b", "GPU-1")) + field_9)).listed()
+
+
+def test_a_long_answer_is_read_whole_and_a_longer_one_is_refused(kubelet, monkeypatch):
+    many = answer(*(pod("web", f"nginx-{n}" + "x" * 200) for n in range(4000)), pod("a", "b", "GPU-1"))
     assert len(many) > 900_000
-    assert gpu_pods(listed(kubelet(many))) == (GpuPod(namespace="a", name="b", devices=("GPU-1",)),)
+    known = KubeletPods(kubelet(many))
+    assert known.listed() == (GpuPod(namespace="a", name="b", devices=("GPU-1",)),)
+    monkeypatch.setattr(pod_resources, "MAX_BYTES", len(many) - 1)
+    with pytest.raises(Unreadable, match="larger than max"):
+        known.listed()
 
 
 def test_no_pods_are_an_answer(kubelet):
@@ -81,12 +83,30 @@ def test_no_pods_are_an_answer(kubelet):
     assert known.pods() == ()
 
 
-def test_a_kubelet_that_refuses_is_no_empty_list(kubelet, tmp_path: Path):
+def test_a_kubelet_that_refuses_is_no_empty_list(kubelet, tmp_path: Path, caplog):
     known = KubeletPods(kubelet(b"", "Other"))
     known.look()
+    known.look()
     assert known.pods() is None
-    with pytest.raises(OSError, match="No such file"):
-        listed(tmp_path / "none")
+    (said,) = (record.getMessage() for record in caplog.records)
+    assert "kubelet.sock does not list the pods with GPUs: Method not found" in said
+    with pytest.raises(Unreadable, match="No such file"):
+        KubeletPods(tmp_path / "none").listed()
+
+
+def test_a_kubelet_that_does_not_answer_is_waited_for_no_longer_than_the_limit(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(pod_resources, "ANSWER_S", 0.2)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(tmp_path / "peer.sock"))
+        server.listen()
+        with pytest.raises(Unreadable, match="Deadline"):
+            KubeletPods(tmp_path / "peer.sock").listed()
+
+
+def test_without_its_packages_the_extra_is_named(monkeypatch, tmp_path: Path):
+    monkeypatch.setitem(sys.modules, "grpc", None)
+    with pytest.raises(GpuShareError, match=r'pip install "jupyter-gpushare\[node\]"'):
+        KubeletPods(tmp_path / "kubelet.sock")
 
 
 @pytest.mark.parametrize("said", [b"", b"HTTP/1.1 400 Bad Request\r\n\r\n", bytes(9), b"\xff" * 60])
@@ -103,29 +123,24 @@ def test_a_peer_that_is_no_kubelet_is_no_empty_list(tmp_path: Path, said: bytes)
 
         thread = threading.Thread(target=talk)
         thread.start()
-        with pytest.raises((Unreadable, OSError)):
-            listed(path)
+        with pytest.raises(Unreadable):
+            KubeletPods(path).listed()
         thread.join()
 
 
-def test_what_is_no_list_of_pods_is_refused():
-    whole = pod("a", "b", "GPU-1")
-    for cut in range(1, len(whole)):
-        with pytest.raises(Unreadable):
-            gpu_pods(whole[:cut])
-    with pytest.raises(Unreadable):
-        gpu_pods(b"\x0b")
-    assert gpu_pods(b"\x09" + bytes(8) + b"\x0d" + bytes(4) + whole) == gpu_pods(whole)
+def test_what_is_no_list_of_pods_is_refused(kubelet):
+    with pytest.raises(Unreadable, match="deserializing"):
+        KubeletPods(kubelet(answer(pod("a", "b", "GPU-1"))[:-1])).listed()
 
 
-def test_more_pods_than_a_node_has_are_refused(monkeypatch):
+def test_more_pods_than_a_node_has_are_refused(kubelet, monkeypatch):
     monkeypatch.setattr(pod_resources, "MAX_PODS", 1)
     with pytest.raises(Unreadable, match="more than 1"):
-        gpu_pods(pod("a", "b", "GPU-1") + pod("a", "c", "GPU-2"))
+        KubeletPods(kubelet(answer(pod("a", "b", "GPU-1"), pod("a", "c", "GPU-2")))).listed()
 
 
 def test_a_list_that_grew_old_is_not_known(kubelet, monkeypatch):
-    known = KubeletPods(kubelet(pod("a", "b", "GPU-1")))
+    known = KubeletPods(kubelet(answer(pod("a", "b", "GPU-1"))))
     known.look()
     assert known.pods() is not None
     monkeypatch.setattr(pod_resources, "STALE_S", 0.0)

@@ -99,7 +99,15 @@ def test_pip_installs_it_into_an_empty_environment_without_node(sdist, tmp_path,
     venv.create(folder, with_pip=False)
     command = [sys.executable, "-m", "pip", "--python", folder / "bin" / "python", "install", "--quiet"]
     # What the build needs comes from the environment of the tests, not from an index.
-    for package in ("hatchling", "packaging", "pathspec", "pluggy", "trove_classifiers"):
+    for package in (
+        "grpc",
+        "grpc_tools",
+        "hatchling",
+        "packaging",
+        "pathspec",
+        "pluggy",
+        "trove_classifiers",
+    ):
         (tmp_path / "builder" / package).parent.mkdir(exist_ok=True)
         (tmp_path / "builder" / package).symlink_to(Path(import_module(package).__file__).parent)
     subprocess.run(

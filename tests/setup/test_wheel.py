@@ -81,6 +81,10 @@ def test_type_checkers_use_its_annotations(names):
     assert "jupyter_gpushare/py.typed" in names
 
 
+def test_it_brings_the_messages_of_the_kubelet(names):
+    assert "jupyter_gpushare/gpu/leases/pod_resources.binpb" in names
+
+
 def test_it_brings_the_migrations_of_the_database(names):
     assert any(name.startswith("jupyter_gpushare/broker/state/migrations/versions/v1_") for name in names)
 
