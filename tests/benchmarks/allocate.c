@@ -1,5 +1,5 @@
 /* Allocates and frees 1 MiB of GPU memory in a loop; prints nanoseconds per pair.
- * `allocate LOOPS 1` does so in the order of a stream (cuMemAllocAsync), `allocate 0` prints the UUID of the first device instead.  See preload_overhead.py. */
+ * `allocate LOOPS 1` does so in the order of a stream (cuMemAllocAsync).  See preload_overhead.py. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -7,7 +7,6 @@
 
 typedef int (*init_fn)(unsigned);
 typedef int (*device_fn)(int *, int);
-typedef int (*uuid_fn)(unsigned char *, int);
 typedef int (*retain_fn)(void **, int);
 typedef int (*current_fn)(void *);
 typedef int (*alloc_fn)(unsigned long long *, size_t);
@@ -23,23 +22,17 @@ static double now_ns(void) {
 
 int main(int argc, char **argv) {
     int loops = argc > 1 ? atoi(argv[1]) : 10000, in_stream = argc > 2, device = 0;
-    unsigned char uuid[16];
     void *context = NULL, *lib = dlopen("libcuda.so.1", RTLD_NOW);
     if (lib == NULL) { fprintf(stderr, "%s\n", dlerror()); return 1; }
     init_fn init = (init_fn)dlsym(lib, "cuInit");
     device_fn get = (device_fn)dlsym(lib, "cuDeviceGet");
-    uuid_fn get_uuid = (uuid_fn)dlsym(lib, "cuDeviceGetUuid_v2");
     retain_fn retain = (retain_fn)dlsym(lib, "cuDevicePrimaryCtxRetain");
     current_fn set = (current_fn)dlsym(lib, "cuCtxSetCurrent");
     alloc_fn alloc = (alloc_fn)dlsym(lib, "cuMemAlloc_v2");
     free_fn release = (free_fn)dlsym(lib, "cuMemFree_v2");
     alloc_async_fn alloc_async = (alloc_async_fn)dlsym(lib, "cuMemAllocAsync");
     free_async_fn release_async = (free_async_fn)dlsym(lib, "cuMemFreeAsync");
-    if (init(0) || get(&device, 0) || get_uuid(uuid, device)) { fprintf(stderr, "no device\n"); return 1; }
-    if (loops == 0) {
-        for (int i = 0; i < 16; i++) printf("%02x", uuid[i]);
-        return 0;
-    }
+    if (init(0) || get(&device, 0)) { fprintf(stderr, "no device\n"); return 1; }
     unsigned long long held = 0, memory = 0;
     if (retain(&context, device) || set(context) || alloc(&held, 64u << 20)) {
         fprintf(stderr, "no memory\n");

@@ -2,16 +2,11 @@
 
 ``.venv/bin/python -m tests.benchmarks.preload_overhead [rounds]``
 
-A C program (allocate.c) opens ``libcuda.so.1`` as CUDA programs do, holds one big
-allocation and then allocates and frees 1 MiB in a loop.  It runs on the
-simulated driver with and without the library, alternating, and each run takes
-the fastest of several repetitions; of the runs the fastest counts, so that other
-work on the machine does not.
-The simulated driver's allocation is far cheaper than a real one, so the
-percentage is an upper bound; the nanoseconds are what carries over.
-
-The same against a driver whose functions return at once (`EMPTY_DRIVER`) shows the
-nanoseconds alone, also of allocations in the order of a stream, from a memory pool.
+C programs open ``libcuda.so.1`` as CUDA programs do, with and without the library,
+alternating, against a driver whose functions return at once (`EMPTY_DRIVER`).  Each run
+takes the fastest of several repetitions; of the runs the fastest counts, so that other
+work on the machine does not.  allocate.c allocates and frees 1 MiB in a loop, also in the
+order of a stream, from a memory pool.
 Launches are timed by launches.c against that driver, by one thread and by two that share
 the counter of their process.
 """
@@ -25,8 +20,8 @@ import tempfile
 from pathlib import Path
 
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase
-from jupyter_gpushare.native import preload_path, sim_dir
-from tests.benchmarks.report import print_table, spread
+from jupyter_gpushare.native import preload_path
+from tests.benchmarks.report import print_table
 
 PROGRAM = Path(__file__).with_name("allocate.c")
 LAUNCHES = Path(__file__).with_name("launches.c")
@@ -80,47 +75,17 @@ def run(program: Path, *numbers: int, environment: dict[str, str]) -> str:
 def main(rounds: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
         home = Path(folder)
-        program = home / "allocate"
-        subprocess.run(["cc", "-O2", "-o", program, PROGRAM, "-ldl"], check=True, timeout=60)
-        plain = {
-            **os.environ,
-            "GPUSHARE_SIMULATE": "1xH100-80GB,host=64GiB",
-            "GPUSHARE_SIM_STATE": str(home / "state"),
-            "LD_LIBRARY_PATH": str(sim_dir()),
-        }
-        lease = LeaseDirectory(home, "bench")
-        lease.create(os.getuid(), {f"GPU-{run(program, 0, environment=plain)}": 40 << 30}, PagePhase.RUNNING)
-        held = {
-            **plain,
-            "LD_PRELOAD": str(preload_path()),
-            "GPUSHARE_LEASE": "bench",
-            "GPUSHARE_LEASE_DIR": str(lease.path),
-        }
-        without, with_library = [], []
-        for _ in range(rounds):
-            without.append(float(run(program, 20_000, environment=plain)))
-            with_library.append(float(run(program, 20_000, environment=held)))
-        empty = empty_driver(home, held)
+        empty = empty_driver(home)
         allocations = time_allocations(home, empty, rounds)
         launches = time_launches(home, empty, rounds)
-    added_ns = min(with_library) - min(without)
     print_table(
         "tests.benchmarks.preload_overhead",
-        ["one allocation and its free, 1 MiB", f"fastest of {rounds} runs", "median (range)"],
-        [
-            ["simulated driver alone", f"{min(without):.0f} ns", spread(without)],
-            ["with the preload library", f"{min(with_library):.0f} ns", spread(with_library)],
-            ["added", f"{added_ns:.0f} ns ({100 * added_ns / min(without):.1f} %)", ""],
-        ],
-    )
-    print_table(
-        "tests.benchmarks.preload_overhead",
-        ["one allocation and its free, empty driver", "driver alone", "with the preload library", "added"],
+        ["one allocation and its free, 1 MiB", "driver alone", "with the preload library", "added"],
         [[name, *in_ns(alone, held_ns)] for name, alone, held_ns in allocations],
     )
     print_table(
         "tests.benchmarks.preload_overhead",
-        ["one kernel launch, empty driver", "driver alone", "with the preload library", "added"],
+        ["one kernel launch", "driver alone", "with the preload library", "added"],
         [[f"{threads} thread{'s' * (threads > 1)}", *in_ns(*times)] for threads, *times in launches],
     )
 
@@ -130,16 +95,22 @@ def in_ns(alone: float, held_ns: float) -> list[str]:
     return [f"{alone:.1f} ns", f"{held_ns:.1f} ns", f"{held_ns - alone:.1f} ns"]
 
 
-def empty_driver(home: Path, held: dict[str, str]) -> dict[str, str]:
+def empty_driver(home: Path) -> dict[str, str]:
     """Environment of a lease on a driver whose functions return at once."""
     driver = home / "empty" / "libcuda.so.1"
     driver.parent.mkdir()
     (home / "empty.c").write_text(EMPTY_DRIVER)
     soname = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     subprocess.run(["cc", "-O2", *soname, "-o", driver, home / "empty.c"], check=True, timeout=60)
-    lease = LeaseDirectory(home, "empty-lease")
+    lease = LeaseDirectory(home, "bench")
     lease.create(os.getuid(), {f"GPU-{'11' * 16}": 40 << 30}, PagePhase.RUNNING)
-    return held | {"LD_LIBRARY_PATH": str(driver.parent), "GPUSHARE_LEASE_DIR": str(lease.path)}
+    return {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(driver.parent),
+        "LD_PRELOAD": str(preload_path()),
+        "GPUSHARE_LEASE": "bench",
+        "GPUSHARE_LEASE_DIR": str(lease.path),
+    }
 
 
 def fastest(
@@ -157,6 +128,7 @@ def fastest(
 def time_allocations(home: Path, environment: dict[str, str], rounds: int) -> list[tuple[str, float, float]]:
     """(function, ns alone, ns with the library) of one allocation and its free."""
     program = home / "allocate"
+    subprocess.run(["cc", "-O2", "-o", program, PROGRAM, "-ldl"], check=True, timeout=60)
     return [
         ("`cuMemAlloc`", *fastest(program, [200_000], environment, rounds)),
         ("`cuMemAllocAsync`, from a pool", *fastest(program, [200_000, 1], environment, rounds)),
