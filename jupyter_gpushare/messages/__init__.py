@@ -3,7 +3,6 @@
 * `templates`  the table
 * `texts`      a key with its arguments, and their English
 * `units`      sizes, memory, durations, times
-* `leases`     badge and sentence of a lease
 * `queue`      why jobs wait, when they start, why work was preempted
 * `news`       what webhooks and mails say of a job
 * `progress`   remaining time of jobs
@@ -14,7 +13,6 @@
 
 from jupyter_gpushare.gibibytes import gibibytes
 from jupyter_gpushare.messages.decisions import DecisionFacts, decision, to_reader
-from jupyter_gpushare.messages.leases import LeaseFacts, badge, sentence
 from jupyter_gpushare.messages.news import job_news, news_line
 from jupyter_gpushare.messages.progress import doubt, left_s, measured
 from jupyter_gpushare.messages.queue import (

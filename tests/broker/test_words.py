@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import itertools
 import re
-from datetime import datetime
+from datetime import UTC, datetime
+from types import SimpleNamespace
 
 import pytest
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.core.model import Kind, State, Why
+from jupyter_gpushare.broker.engine import Estimate
+from jupyter_gpushare.broker.state.records import LeaseRecord
+from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
+from jupyter_gpushare.broker.views.lease_view import LeaseView, Lending
+from jupyter_gpushare.core.model import Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
-from jupyter_gpushare.messages import DecisionFacts, LeaseFacts
+from jupyter_gpushare.messages import DecisionFacts
 from jupyter_gpushare.protocol.wire import Text
 from jupyter_gpushare.wall_clock import clock_time
 
@@ -23,27 +28,42 @@ def said(function, *args, **more) -> str:
     return messages.english(function(*args, **more))
 
 
-def facts(state: State, kind: Kind = Kind.BUILD, **more) -> LeaseFacts:
-    given = {
-        "size": "1/2 GPU",
-        "device_name": "H100-80GB",
-        "memory_limit_bytes": 40 * 1000**3,
-        "memory_used_bytes": 7 * 1000**3,
-        "memory_saved_bytes": 7 * 1000**3,
-        "idle_s": 600.0,
-        "lend_in_s": 300.0,
-        "warned": True,
-        "waiting": 2,
-        "why": Why.IDLE,
-        "note": "",
-        "borrowed": False,
-        "wanted": False,
-        "since": "14:20",
-        "lent_to": messages.text("part.job_of_project", "nlp"),
-        "suspendable": True,
-        "suspend_reason": "",
-    }
-    return LeaseFacts(kind=kind, state=state, **given | more)
+# An idle session of half a GPU, whose owner is warned; unless a test gives other values.
+_OF_LEASE = {"used_bytes": 7 * 1000**3, "saved_bytes": 7 * 1000**3, "lend_now": False, "wanted": False}
+_OF_RECORD = {"why": Why.IDLE, "note": "", "given_to": "", "lost": False, "suspend_reason": ""}
+_OF_LENDING = {"lend_in_s": 300.0, "warned": True}
+_OF_VIEW = {
+    "memory_limit_bytes": 40 * 1000**3,
+    "device_name": "H100-80GB",
+    "idle_s": 600.0,
+    "lent_to": messages.text("part.job_of_project", "nlp"),
+    "waits": (messages.text("waiting.owner_gone"),),
+    **dict.fromkeys(("obstacle", "taken_back_by"), ""),
+    **dict.fromkeys(("damaged", "borrowed", "unclaimed", "is_timed_out"), False),
+    **dict.fromkeys(("asks_again_at", "kept_until", "stays_until", "usually_wakes", "starts_in")),
+    **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position")),
+    "progress": (),
+}
+
+
+def seen(state: State, kind: Kind = Kind.BUILD, *, waiting: int = 2, **more) -> LeaseView:
+    of_lease, of_record, of_lending = (
+        {name: more.pop(name, value) for name, value in given.items()}
+        for given in (_OF_LEASE, _OF_RECORD, _OF_LENDING)
+    )
+    assert more.keys() <= _OF_VIEW.keys()
+    since = datetime.now().astimezone().replace(hour=14, minute=20).astimezone(UTC)
+    lease = Lease(id="b7", project="p", kind=kind, size=Size(500), state=state, **of_lease)
+    view = object.__new__(LeaseView)
+    # What is set is not computed.
+    vars(view).update(
+        _OF_VIEW | more,
+        lease=lease,
+        record=LeaseRecord(lease=lease, since_at=since.isoformat(), **of_record),
+        lending=Lending(**of_lending),
+        cluster=SimpleNamespace(waiting=waiting),
+    )
+    return view
 
 
 @pytest.mark.parametrize("state", State)
@@ -52,115 +72,114 @@ def test_every_state_is_said_in_plain_words(state, kind):
     for why, wanted, borrowed, suspendable, idle, lend in itertools.product(
         ["", *Why], (True, False), (True, False), (True, False), (None, 0.0, 1e6), (None, 0.0)
     ):
-        case = facts(
+        case = seen(
             state,
             kind,
             why=why,
             wanted=wanted,
             borrowed=borrowed,
-            suspendable=suspendable,
-            suspend_reason="" if suspendable else "it uses CUDA IPC",
+            obstacle="" if suspendable else "it uses CUDA IPC",
             idle_s=idle,
             lend_in_s=lend,
         )
-        text, badge = said(messages.sentence, case), said(messages.badge, case)
+        text, shown = said(sentence, case), said(badge, case)
         assert text.strip().endswith((".", "!"))
-        assert badge
-        assert len(badge) <= 20
-        assert not AWAY.search(text + badge), text
-        assert not CODE.search(text + badge), text
+        assert shown
+        assert len(shown) <= 20
+        assert not AWAY.search(text + shown), text
+        assert not CODE.search(text + shown), text
 
 
 def test_a_warned_owner_reads_what_waits_when_and_what_becomes_of_the_memory():
-    text = said(messages.sentence, facts(State.RUNNING))
+    text = said(sentence, seen(State.RUNNING))
     for part in ("Idle for 10 min", "2 jobs are waiting", "In 5 min", "RAM", "Your variables stay"):
         assert part in text
-    assert said(messages.badge, facts(State.RUNNING)) == "Lent in 5 min"
+    assert said(badge, seen(State.RUNNING)) == "Lent in 5 min"
 
 
 def test_an_owner_keeps_the_gpu_while_no_job_waits():
-    case = facts(State.RUNNING, waiting=0, lend_in_s=None, warned=False)
-    assert said(messages.sentence, case) == "Idle for 10 min. Nobody is waiting, so your GPU stays with you."
-    assert said(messages.badge, case) == "Idle 10 min"
+    case = seen(State.RUNNING, waiting=0, lend_in_s=None, warned=False)
+    assert said(sentence, case) == "Idle for 10 min. Nobody is waiting, so your GPU stays with you."
+    assert said(badge, case) == "Idle 10 min"
 
 
 def test_an_owner_that_keeps_or_lends_the_gpu_reads_it():
     alone = {"waiting": 0, "lend_in_s": None, "warned": False}
-    kept = facts(State.RUNNING, kept_until="15:10", stays_until="15:10", **alone)
-    assert said(messages.sentence, kept) == "Idle for 10 min. Your GPU stays with you until 15:10."
-    busy = facts(State.RUNNING, idle_s=None, kept_until="15:10", **alone)
-    assert said(messages.sentence, busy) == "Your 1/2 GPU is in use. You keep it until 15:10."
+    kept = seen(State.RUNNING, kept_until="15:10", stays_until="15:10", **alone)
+    assert said(sentence, kept) == "Idle for 10 min. Your GPU stays with you until 15:10."
+    busy = seen(State.RUNNING, idle_s=None, kept_until="15:10", **alone)
+    assert said(sentence, busy) == "Your 1/2 GPU is in use. You keep it until 15:10."
     assert "the next who needs a GPU gets yours" in said(
-        messages.sentence, facts(State.RUNNING, lend_now=True, **alone)
+        sentence, seen(State.RUNNING, lend_now=True, **alone)
     )
 
 
 def test_a_sleeping_session_says_since_when_to_which_job_and_how_to_wake():
-    text = said(messages.sentence, facts(State.SUSPENDED))
+    text = said(sentence, seen(State.SUSPENDED))
     assert "since 14:20" in text
     assert "training job of project nlp" in text
     assert "Run any GPU cell" in text
-    assert "Your GPU is unused just now" in said(messages.sentence, facts(State.SUSPENDED, lent_to=None))
-    assert said(messages.badge, facts(State.SUSPENDED)) == "Asleep, GPU lent"
-    assert said(messages.badge, facts(State.SUSPENDED, lent_to=None)) == "Asleep"
+    assert "Your GPU is unused just now" in said(sentence, seen(State.SUSPENDED, lent_to=None))
+    assert said(badge, seen(State.SUSPENDED)) == "Asleep, GPU lent"
+    assert said(badge, seen(State.SUSPENDED, lent_to=None)) == "Asleep"
     assert "to wake it; your variables are safe." in text
     assert "to wake it, usually 8 s (5-12)." in said(
-        messages.sentence, facts(State.SUSPENDED, usually_wakes=messages.usually(5.1, 8.4, 12.4))
+        sentence, seen(State.SUSPENDED, usually_wakes=messages.usually(5.1, 8.4, 12.4))
     )
 
 
 def test_waking_up_says_which_job_gives_the_gpu_back_and_how_long_that_takes():
-    gives = facts(State.SUSPENDED, wanted=True, back_in=messages.range_text(5, 42))
-    assert said(messages.sentence, gives) == (
+    gives = seen(State.SUSPENDED, wanted=True, back=Estimate(5, 42))
+    assert said(sentence, gives) == (
         "Getting the GPU back from a training job of project nlp, then copying 6.5 GiB. "
         "Your cell runs after that. The GPU is back in 5 to 42 s."
     )
-    assert said(messages.badge, gives) == "Waking up"
-    copies = facts(State.RESUMING)
-    assert said(messages.sentence, copies) == "Copying 6.5 GiB back to the GPU. Your cell runs after that."
-    asleep = facts(State.SUSPENDED, back_in=messages.range_text(5, 42))
-    assert "to wake it, which takes 5 to 42 s; your variables are safe." in said(messages.sentence, asleep)
+    assert said(badge, gives) == "Waking up"
+    copies = seen(State.RESUMING)
+    assert said(sentence, copies) == "Copying 6.5 GiB back to the GPU. Your cell runs after that."
+    asleep = seen(State.SUSPENDED, back=Estimate(5, 42))
+    assert "to wake it, which takes 5 to 42 s; your variables are safe." in said(sentence, asleep)
 
 
 def test_an_owner_that_has_to_wait_reads_for_which_job_and_how_long():
-    saves = facts(State.SUSPENDED, wanted=True, held_up_s=30.2)
-    assert said(messages.sentence, saves) == (
+    saves = seen(State.SUSPENDED, wanted=True, held_up_s=30.2)
+    assert said(sentence, saves) == (
         "Your GPU is guaranteed but busy for up to 30 s more: a job is saving its checkpoint."
     )
-    assert said(messages.badge, saves) == "Waiting to wake"
-    guest = facts(State.SUSPENDED, wanted=True, unclaimed=True)
-    assert "guaranteed" not in said(messages.sentence, guest)
-    assert said(messages.badge, guest) == "Waiting to wake"
+    assert said(badge, saves) == "Waiting to wake"
+    guest = seen(State.SUSPENDED, wanted=True, unclaimed=True)
+    assert "guaranteed" not in said(sentence, guest)
+    assert said(badge, guest) == "Waiting to wake"
 
 
 def test_a_lease_with_gpu_memory_that_cannot_return_yet_reads_when_it_asks_again():
     told = "The cluster chose another GPU; memory returns to its own. It asks again at 14:21."
-    session = facts(State.SUSPENDED, wanted=True, unclaimed=True, asks_again_at="14:21")
-    assert said(messages.sentence, session) == told
-    assert said(messages.badge, session) == "Waiting to wake"
-    job = facts(State.SUSPENDED, Kind.TRAIN, asks_again_at="14:21", position=2)
-    assert said(messages.sentence, job).endswith(f"Number 2. {told}")
+    session = seen(State.SUSPENDED, wanted=True, unclaimed=True, asks_again_at="14:21")
+    assert said(sentence, session) == told
+    assert said(badge, session) == "Waiting to wake"
+    job = seen(State.SUSPENDED, Kind.TRAIN, asks_again_at="14:21", position=2)
+    assert said(sentence, job).endswith(f"Number 2. {told}")
 
 
 def test_an_idle_owner_reads_until_when_the_gpu_stays_in_any_case():
-    early = facts(State.RUNNING, warned=False, stays_until="14:20")
-    assert said(messages.sentence, early) == "Idle for 10 min. Your GPU stays with you until 14:20."
-    over = facts(State.RUNNING, warned=False, lend_in_s=None)
-    assert said(messages.sentence, over) == (
+    early = seen(State.RUNNING, warned=False, stays_until="14:20")
+    assert said(sentence, early) == "Idle for 10 min. Your GPU stays with you until 14:20."
+    over = seen(State.RUNNING, warned=False, lend_in_s=None)
+    assert said(sentence, over) == (
         "Idle for 10 min. 2 jobs are waiting: your GPU is lent as soon as that helps. Your variables stay."
     )
-    assert said(messages.badge, over) == "Idle 10 min"
+    assert said(badge, over) == "Idle 10 min"
 
 
 def test_a_paused_job_says_why_that_nothing_was_lost_and_where_it_stands():
-    paused = facts(
+    paused = seen(
         State.SUSPENDED,
         Kind.TRAIN,
         why=Why.OVER_QUOTA,
         given_to="nlp",
         position=1,
     )
-    assert said(messages.sentence, paused) == (
+    assert said(sentence, paused) == (
         "Paused at 14:20 because nlp took back its guaranteed GPU. Nothing was lost. Number 1."
     )
     requeued = said(
@@ -177,24 +196,22 @@ def test_a_paused_job_says_why_that_nothing_was_lost_and_where_it_stands():
 
 
 def test_a_job_on_borrowed_capacity_says_which_project_may_take_it_back():
-    borrowed = facts(State.RUNNING, Kind.TRAIN, borrowed=True, taken_back_by="nlp")
-    assert said(messages.sentence, borrowed).endswith("It may be paused when project nlp needs its own.")
-    of_several = facts(State.RUNNING, Kind.TRAIN, borrowed=True)
-    assert said(messages.sentence, of_several).endswith(
-        "It may be paused when another project needs its own."
-    )
+    borrowed = seen(State.RUNNING, Kind.TRAIN, borrowed=True, taken_back_by="nlp")
+    assert said(sentence, borrowed).endswith("It may be paused when project nlp needs its own.")
+    of_several = seen(State.RUNNING, Kind.TRAIN, borrowed=True)
+    assert said(sentence, of_several).endswith("It may be paused when another project needs its own.")
 
 
 def test_a_session_that_cannot_sleep_says_why():
-    case = facts(State.RUNNING, suspendable=False, suspend_reason="it uses CUDA IPC", warned=False)
-    assert "it uses CUDA IPC" in said(messages.sentence, case)
-    assert said(messages.badge, case) == "Held"
+    case = seen(State.RUNNING, obstacle="it uses CUDA IPC", warned=False)
+    assert "it uses CUDA IPC" in said(sentence, case)
+    assert said(badge, case) == "Held"
 
 
 def test_lost_state_says_what_to_do():
-    lost = facts(State.RUNNING, lost=True, suspend_reason="the driver lost it", reference="b7-1")
-    text = said(messages.sentence, lost)
-    assert said(messages.badge, lost) == "GPU state lost"
+    lost = seen(State.RUNNING, lost=True, suspend_reason="the driver lost it")
+    text = said(sentence, lost)
+    assert said(badge, lost) == "GPU state lost"
     assert "restart" in text
     assert "(the driver lost it)" in text
     assert text.endswith("Files are safe. Reference b7-1.")
@@ -203,13 +220,11 @@ def test_lost_state_says_what_to_do():
 @pytest.mark.parametrize("kind", Kind)
 @pytest.mark.parametrize("state", [State.RUNNING, State.SUSPENDING, State.SUSPENDED, State.RESUMING])
 def test_a_process_that_may_be_damaged_is_not_called_safe(state, kind):
-    text = said(messages.sentence, facts(state, kind, damaged=True, reference="b7-1"))
+    text = said(sentence, seen(state, kind, damaged=True))
     assert "may be damaged: check" in text
     assert text.endswith("Reference b7-1.")
     assert not re.search("safe|Nothing was lost", text)
-    assert "damaged" not in said(
-        messages.sentence, facts(state, kind, damaged=True, lost=True, reference="b7-1")
-    )
+    assert "damaged" not in said(sentence, seen(state, kind, damaged=True, lost=True))
 
 
 @pytest.mark.parametrize("why", Why)
@@ -359,8 +374,8 @@ def test_a_time_is_an_argument_that_each_reader_writes_in_an_own_zone(india):
 @pytest.mark.parametrize("key", [key for key in messages.TEMPLATES if key.startswith("session.")])
 def test_an_administrator_reads_no_sentence_that_addresses_the_owner(key):
     template = messages.TEMPLATES[key]
-    for sentence in [template] if isinstance(template, str) else template:
-        told = messages.about(sentence, "ada")
+    for each in [template] if isinstance(template, str) else template:
+        told = messages.about(each, "ada")
         assert not re.search(r"\b(you|your|yours)\b", told, re.IGNORECASE), told
 
 
@@ -374,35 +389,35 @@ def test_another_reader_is_told_of_the_owner_by_name():
     ("more", "told"),
     [
         (
-            {"memory_saved_bytes": 0},
+            {"saved_bytes": 0},
             "Your GPU is lent to a training job of project nlp; it comes back with your first GPU cell.",
         ),
         (
-            {"memory_saved_bytes": 0, "lent_to": None},
+            {"saved_bytes": 0, "lent_to": None},
             "Your GPU is unused just now. It comes back with your first GPU cell.",
         ),
         (
-            {"memory_saved_bytes": 0, "wanted": True},
+            {"saved_bytes": 0, "wanted": True},
             "Getting the GPU back from a training job of project nlp. Your cell runs after that.",
         ),
     ],
 )
 def test_nothing_is_called_safe_or_copied_where_nothing_is_held(more, told):
-    assert said(messages.sentence, facts(State.SUSPENDED, **more)) == told
+    assert said(sentence, seen(State.SUSPENDED, **more)) == told
 
 
 def test_no_copy_of_nothing_is_told():
-    nothing = {"memory_saved_bytes": 0, "memory_used_bytes": 0}
-    assert said(messages.sentence, facts(State.RESUMING, **nothing)) == (
+    nothing = {"saved_bytes": 0, "used_bytes": 0}
+    assert said(sentence, seen(State.RESUMING, **nothing)) == (
         "Getting the GPU back. Your cell runs after that."
     )
-    assert said(messages.sentence, facts(State.SUSPENDING, **nothing)) == (
+    assert said(sentence, seen(State.SUSPENDING, **nothing)) == (
         "Your GPU is being lent. If you run a cell now, it waits and then runs."
     )
 
 
 def test_no_variables_are_promised_to_a_session_that_holds_no_memory():
-    assert said(messages.sentence, facts(State.RUNNING, memory_used_bytes=0)) == (
+    assert said(sentence, seen(State.RUNNING, used_bytes=0)) == (
         "Idle for 10 min and 2 jobs are waiting. In 5 min your GPU is lent; "
         "it comes back with your next GPU cell."
     )
@@ -412,6 +427,6 @@ def test_no_variables_are_promised_to_a_session_that_holds_no_memory():
 def test_a_lease_that_uses_more_than_its_limit_says_so(kind):
     for idle_s, over in itertools.product((None, 600.0), (False, True)):
         used = 41 << 30 if over else (40 << 30) + (64 << 20)  # the watchdog's tolerance
-        case = facts(State.RUNNING, kind, idle_s=idle_s, memory_used_bytes=used, memory_limit_bytes=40 << 30)
-        text = said(messages.sentence, case)
+        case = seen(State.RUNNING, kind, idle_s=idle_s, used_bytes=used, memory_limit_bytes=40 << 30)
+        text = said(sentence, case)
         assert ("It uses 41 GiB of GPU memory, more than the 40 GiB that it was given" in text) is over

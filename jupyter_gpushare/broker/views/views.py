@@ -16,8 +16,9 @@ from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views import job_order
 from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
 from jupyter_gpushare.broker.views.drains import drain_of
+from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
+from jupyter_gpushare.broker.views.lease_view import LeaseView
 from jupyter_gpushare.broker.views.owners import held, undated
-from jupyter_gpushare.broker.views.sentence_inputs import SentenceInputs
 from jupyter_gpushare.broker.views.unleased import unleased_on
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size
@@ -50,7 +51,6 @@ class Views:
         self.engine = engine
         self.forecast = forecast
         self.cluster_views = ClusterViewCache(registry, engine)
-        self._sentence_inputs = SentenceInputs(registry, self.cluster_views, forecast)
 
     # ---- leases --------------------------------------------------------------
 
@@ -60,10 +60,9 @@ class Views:
 
     def lease(self, record: LeaseRecord) -> wire.LeaseStatus:
         """Return one lease with its measurements and sentences."""
-        facts, lease, registry = self._sentence_inputs.of(record), record.lease, self.registry
-        sample = registry.observations[record.id].sample if record.id in registry.observations else None
-        kernels = registry.observations[record.id].kernels if record.id in registry.observations else {}
-        badge, sentence = messages.badge(facts), messages.sentence(facts)
+        seen, lease, registry = self._seen(record), record.lease, self.registry
+        sample, kernels = registry.observations[record.id].sample, registry.observations[record.id].kernels
+        shown, said = badge(seen), sentence(seen)
         level = registry.devices.level(lease.devices[0]) if lease.devices else ""
         return wire.LeaseStatus(
             id=record.id,
@@ -77,24 +76,24 @@ class Views:
             fraction_milli=lease.held_milli or lease.size.fraction_milli,
             device_count=lease.size.device_count,
             devices=list(lease.devices),
-            device_name=facts.device_name,
-            memory_limit_bytes=facts.memory_limit_bytes,
-            memory_used_bytes=facts.memory_used_bytes,
-            memory_saved_bytes=facts.memory_saved_bytes,
+            device_name=seen.device_name,
+            memory_limit_bytes=seen.memory_limit_bytes,
+            memory_used_bytes=seen.lease.used_bytes,
+            memory_saved_bytes=seen.lease.saved_bytes,
             utilization_percent=self._utilization(lease),
             level=str(sample.level) if sample else level,
-            suspendable=facts.suspendable,
-            borrowed=facts.borrowed,
-            wanted=facts.wanted,
-            badge=messages.english(badge),
-            badge_texts=[badge],
+            suspendable=not seen.obstacle,
+            borrowed=seen.borrowed,
+            wanted=seen.lease.wanted,
+            badge=messages.english(shown),
+            badge_texts=[shown],
             lost=record.lost and record.state is State.RUNNING,
-            sentence=messages.english(sentence),
-            sentence_texts=list(sentence),
-            idle_s=facts.idle_s,
-            lend_in_s=facts.lend_in_s,
-            back_in=seconds(self._sentence_inputs.back(record)),
-            warned=facts.warned,
+            sentence=messages.english(said),
+            sentence_texts=list(said),
+            idle_s=seen.idle_s,
+            lend_in_s=seen.lending.lend_in_s,
+            back_in=seconds(seen.back),
+            warned=seen.lending.warned,
             resizable=self.engine.resizable(lease),
             keep_until=self._kept_until(lease),
             keep_left_minutes=None if record.is_job else keep_left(registry, lease.user, lease.project),
@@ -112,6 +111,10 @@ class Views:
                 for p in (sample.processes if sample else ())
             ],
         )
+
+    def _seen(self, record: LeaseRecord, *, is_new: bool = False) -> LeaseView:
+        view = self.cluster_views.recent() if is_new else self.cluster_views.now()
+        return LeaseView(self.registry, view, self.forecast, record)
 
     def _kept_until(self, lease: Lease) -> str | None:
         left_s = lease.keep_until_at - self.registry.clock()
@@ -140,13 +143,14 @@ class Views:
         if record is not None and not job.result and record.state is State.RUNNING:
             ran_s += max(0.0, now - record.entered_at)
         waited_s = seconds_between(job.submitted_at, job.ended_at or self.registry.iso_now()) - ran_s
-        state, reason, position = self._standing(job, record, is_new=is_new)
+        seen = None if job.result or record is None else self._seen(record, is_new=is_new)
+        reason = sentence(seen) if seen else job.reason_texts or messages.reason_texts(job.reason)
         request = wire.decode(job.request.encode(), wire.JobRequest)
         size = request.size()
         return wire.Job(
             id=job.id,
             name=job.name,
-            state=state,
+            state=_JOB_STATES[seen.record.state] if seen else result_state(job.result),
             exit_code=job.exit_code if job.result else None,
             attempt=record.attempt if record else job.attempts,
             reason=messages.english(reason),
@@ -157,7 +161,7 @@ class Views:
             size_texts=[messages.size_text(size)],
             command=list(job.command),
             checkpoint=request.checkpoint,
-            position=position,
+            position=seen.position if seen and seen.record.state is State.PENDING else None,
             submitted_at=job.submitted_at,
             started_at=job.started_at,
             ended_at=job.ended_at,
@@ -186,16 +190,6 @@ class Views:
             grace_s=request.grace_s,
             max_run_s=request.max_run_s,
         )
-
-    def _standing(
-        self, job: JobRecord, record: LeaseRecord | None, *, is_new: bool
-    ) -> tuple[wire.JobState, messages.Texts, int | None]:
-        """Return the state of a job, its reason, and the position of one that is queued."""
-        if job.result or record is None:
-            return result_state(job.result), job.reason_texts or messages.reason_texts(job.reason), None
-        facts = self._sentence_inputs.of(record, is_new=is_new)
-        position = facts.position if record.state is State.PENDING else None
-        return _JOB_STATES[record.state], messages.sentence(facts), position
 
     # ---- projects, devices, the rest ------------------------------------------
 

@@ -1,0 +1,227 @@
+"""Badge and sentence of a session, or of the job of a lease."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from jupyter_gpushare.broker.views.lease_view import LeaseView
+from jupyter_gpushare.core.model import State
+from jupyter_gpushare.gibibytes import compared
+from jupyter_gpushare.messages import (
+    Texts,
+    duration_text,
+    is_preemption,
+    memory,
+    range_text,
+    reason_text,
+    reason_texts,
+    size_text,
+    text,
+    time_text,
+)
+from jupyter_gpushare.protocol.wire import Text
+
+# As the watchdog: allocations are rounded up and counted a moment later than made.
+TOLERANCE_BYTES = 64 << 20
+
+_BADGES: Mapping[State, str] = {
+    State.PENDING: "badge.queued",
+    State.GRANTED: "badge.starting",
+    State.RUNNING: "badge.running",
+    State.SUSPENDING: "badge.suspending",
+    State.SUSPENDED: "badge.asleep_lent",
+    State.RESUMING: "badge.waking",
+    State.STOPPING: "badge.stopping",
+    State.RELEASED: "badge.ended",
+    State.FAILED: "badge.failed",
+}
+
+
+# States in which the processes of a lease go on, or will.
+_WITH_PROCESSES = frozenset({State.RUNNING, State.SUSPENDING, State.SUSPENDED, State.RESUMING})
+
+
+def badge(seen: LeaseView) -> Text:
+    """Return the two or three words of the status bar."""
+    record = seen.record
+    match record.state:
+        case State.RUNNING if record.is_job:
+            return text("badge.running_borrowed" if seen.borrowed else "badge.running")
+        case State.RUNNING if record.lost:
+            return text("badge.lost")
+        case State.RUNNING if seen.idle_s is None:
+            return text("badge.active")
+        case State.RUNNING if seen.lending.warned and seen.lending.lend_in_s is not None:
+            return text("badge.warned", duration_text(seen.lending.lend_in_s))
+        case State.RUNNING if seen.obstacle:
+            return text("badge.held")
+        case State.RUNNING:
+            return text("badge.idle", duration_text(seen.idle_s or 0.0))
+        case State.SUSPENDED if record.is_job:
+            return text("badge.paused")
+        case State.SUSPENDED if seen.lease.wanted:
+            is_held_up = seen.held_up_s is not None or seen.unclaimed or seen.asks_again_at
+            return text("badge.waiting_to_wake" if is_held_up else "badge.waking")
+        case State.SUSPENDED if seen.lent_to is None:
+            return text("badge.asleep")
+        case state:
+            return text(_BADGES[state])
+
+
+def sentence(seen: LeaseView) -> Texts:
+    """Return the sentences of the panel, for a session or for the job of a lease."""
+    record = seen.record
+    said = _job_sentence(seen) if record.is_job else _session_sentence(seen)
+    if seen.drain is not None and not record.is_job:
+        by = seen.drain.until
+        said = *said, text("session.drains_by", time_text(by)) if by else text("session.drains")
+    if seen.damaged and not record.lost and record.state in _WITH_PROCESSES:
+        return *said, text("job.damaged" if record.is_job else "session.damaged", record.handle)
+    return said
+
+
+def _session_sentence(seen: LeaseView) -> Texts:
+    used, saved = seen.lease.used_bytes, seen.lease.saved_bytes
+    match seen.record.state:
+        case State.PENDING | State.GRANTED:
+            size, limit = size_text(seen.lease.size), memory(seen.memory_limit_bytes)
+            if seen.device_name:
+                return (text("session.starting_on", size, limit, seen.device_name),)
+            return (text("session.starting", size, limit),)
+        case State.RUNNING:
+            return _running_sentence(seen)
+        case State.SUSPENDING:
+            return (text("session.suspending", memory(used)) if used else text("session.suspending_empty"),)
+        case State.SUSPENDED if seen.lease.wanted and seen.asks_again_at:
+            return (text("lease.misplaced", seen.asks_again_at),)
+        case State.SUSPENDED if seen.lease.wanted:
+            return _waking_sentence(seen), *_back_in(seen)
+        case State.SUSPENDED:
+            return _asleep_sentence(seen)
+        case State.RESUMING:
+            copying = text("session.copying", memory(saved)) if saved else text("session.waking_empty")
+            return copying, *_back_in(seen)
+        case State.STOPPING:
+            return (text("session.stopping"),)
+        case State.FAILED:
+            if seen.record.note:
+                return (text("session.failed", reason_text(seen.record.note)),)
+            return (text("session.failed_unknown"),)
+        case State.RELEASED:
+            return (text("session.ended"),)
+
+
+def _asleep_sentence(seen: LeaseView) -> Texts:
+    if not seen.lease.saved_bytes:  # a new server or a restarted kernel: nothing sleeps, nothing is safe
+        if seen.lent_to:
+            return (text("session.lent_empty", seen.lent_to),)
+        return text("session.not_used"), text("session.how_to_wake_empty")
+    lent = text("session.lent_to", seen.lent_to) if seen.lent_to else text("session.not_used")
+    wake = text("session.how_to_wake_damaged" if seen.damaged else "session.how_to_wake")
+    if seen.usually_wakes:
+        wake = text("session.how_to_wake_usually", seen.usually_wakes)
+    elif seen.back and not seen.damaged:
+        wake = text("session.how_to_wake_in", range_text(seen.back.low_s, seen.back.high_s))
+    return text("session.asleep", time_text(seen.record.since_at)), lent, wake
+
+
+def _waking_sentence(seen: LeaseView) -> Text:
+    if seen.unclaimed:
+        return text("session.waits_for_capacity")
+    if seen.held_up_s is not None:
+        return text("session.waits_for_checkpoint", duration_text(seen.held_up_s))
+    if not seen.lease.saved_bytes:
+        if seen.lent_to:
+            return text("session.waking_empty_from", seen.lent_to)
+        return text("session.waking_empty")
+    saved = memory(seen.lease.saved_bytes)
+    return text("session.waking_from", seen.lent_to, saved) if seen.lent_to else text("session.waking", saved)
+
+
+def _back_in(seen: LeaseView) -> Texts:
+    back = seen.back
+    return (text("session.back_in", range_text(back.low_s, back.high_s)),) if back else ()
+
+
+def _running_sentence(seen: LeaseView) -> Texts:
+    record = seen.record
+    if record.lost:
+        if record.suspend_reason:
+            return (text("session.lost_because", record.handle, reason_text(record.suspend_reason)),)
+        return (text("session.lost", record.handle),)
+    if seen.idle_s is None:
+        borrowed = *_over_limit(seen), *((text("session.borrowed"),) if seen.borrowed else ())
+        kept = (text("session.kept", seen.kept_until),) if seen.kept_until else ()
+        active = text("session.active", size_text(seen.lease.size))
+        return active, *_processor_only(seen), *borrowed, *kept
+    return *_processor_only(seen), _idle_sentence(seen, duration_text(seen.idle_s)), *_over_limit(seen)
+
+
+def _processor_only(seen: LeaseView) -> Texts:
+    """Return that kernels of a session compute on the processor alone, where that is bounded."""
+    if seen.processor_only is None:
+        return ()
+    since = duration_text(seen.processor_only.since_s)
+    if seen.holds_until is None:
+        return (text("session.processor_only", since),)
+    return (text("session.processor_until", since, seen.holds_until),)
+
+
+def _over_limit(seen: LeaseView) -> Texts:
+    """Return that a lease uses more than its limit, as the driver shows it; nothing within it."""
+    used, limit = seen.lease.used_bytes, seen.memory_limit_bytes
+    if not limit or used <= limit + TOLERANCE_BYTES:
+        return ()
+    return (text("lease.over_limit", *map(reason_text, compared(used, limit))),)
+
+
+def _idle_sentence(seen: LeaseView, idle: Text) -> Text:
+    if seen.obstacle:
+        return text("session.held", idle, reason_text(seen.obstacle))
+    lending, waiting = seen.lending, seen.cluster.waiting
+    if lending.warned and lending.lend_in_s is not None:
+        jobs, lend_in = text("part.jobs_waiting", waiting), duration_text(lending.lend_in_s)
+        if not seen.lease.used_bytes:
+            return text("session.warned_empty", idle, jobs, lend_in)
+        return text("session.warned", idle, jobs, lend_in, memory(seen.lease.used_bytes))
+    if seen.stays_until:
+        return text("session.stays", idle, seen.stays_until)
+    if waiting:
+        return text("session.overdue", idle, text("part.jobs_waiting", waiting))
+    return text("session.lend_now" if seen.lease.lend_now else "session.idle", idle)
+
+
+def _job_sentence(seen: LeaseView) -> Texts:
+    record, size = seen.record, size_text(seen.lease.size)
+    match record.state:
+        case State.PENDING:
+            return seen.waits
+        case State.GRANTED:
+            return (text("job.starting", size),)
+        case State.RUNNING if seen.borrowed:
+            owner = text("part.another_project")
+            if seen.taken_back_by:
+                owner = text("part.project", seen.taken_back_by)
+            return text("job.running_borrowed", size, owner), *seen.progress, *_over_limit(seen)
+        case State.RUNNING:
+            return text("job.running", size), *seen.progress, *_over_limit(seen)
+        case State.SUSPENDING:
+            return (text("job.pausing", seen.because),)
+        case State.SUSPENDED:
+            number = (text("job.number", seen.position),) if seen.position else ()
+            since = time_text(record.since_at)
+            paused = text("job.requeued" if seen.damaged else "job.paused", since, seen.because)
+            goes_on = (text("job.goes_on_in", seen.starts_in),) if seen.starts_in else ()
+            if seen.asks_again_at:
+                goes_on = (text("lease.misplaced", seen.asks_again_at),)
+            return paused, *number, *goes_on
+        case State.RESUMING:
+            return (text("job.resuming"),)
+        case State.STOPPING if seen.is_timed_out:
+            return (text("job.stopping_time"),)
+        case State.STOPPING if is_preemption(record.why):
+            return (text("job.stopping_because", seen.because),)
+        case State.STOPPING:
+            return (text("job.stopping"),)
+        case State.RELEASED | State.FAILED:
+            return reason_texts(record.note) or (text("job.ended"),)

@@ -1,0 +1,312 @@
+"""A lease as its owner sees it, from its record and its measurements."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import NamedTuple
+
+from jupyter_gpushare import messages
+from jupyter_gpushare.broker.control import snapshot, time_limit
+from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.engine import Estimate
+from jupyter_gpushare.broker.state.lending import lent_milli
+from jupyter_gpushare.broker.state.records import Drain, LeaseRecord
+from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.views.cluster_view import ClusterView
+from jupyter_gpushare.core import idle
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, CheckpointMode, Kind, State
+from jupyter_gpushare.core.notice import OVERDUE_S
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.wall_clock import before
+
+# Times less than this ahead are shown with seconds.
+_CLOSE_S = 120.0
+# Until the broker acts, and the server's processes go on.
+_ROUND_S = 2.0
+
+
+class Lending(NamedTuple):
+    """When an idle session is lent, in seconds from now, and whether its owner is warned."""
+
+    stays_s: float = 0.0  # it is not lent before
+    lend_in_s: float | None = None  # None: no work waits, or lending helps none of it
+    warned: bool = False
+
+
+class ProcessorOnly(NamedTuple):
+    """Kernels run without GPU work, which keeps their session busy for a bounded time."""
+
+    since_s: float
+    left_s: float  # of that time; not positive: it is over
+
+
+class LeaseView:
+    """One lease at the moment of a cluster view; each value is computed when it is first read."""
+
+    def __init__(
+        self, registry: Registry, cluster: ClusterView, forecast: Forecast, record: LeaseRecord
+    ) -> None:
+        self._registry = registry
+        self._forecast = forecast
+        self.cluster = cluster
+        self.record = record
+        self.lease = snapshot.measured(registry, record, cluster.at)
+        self._job = registry.job_of(record)
+
+    @cached_property
+    def memory_limit_bytes(self) -> int:
+        """Its limit on all devices together."""
+        return sum(self.record.limits.values())
+
+    @cached_property
+    def device_name(self) -> str:
+        """Model of its devices."""
+        return self._registry.devices.model_name(self.lease.devices)
+
+    @cached_property
+    def idle_s(self) -> float | None:
+        """For how many seconds it has been idle; None: it is active."""
+        idle_since_at = self.lease.idle_since_at
+        return None if idle_since_at is None else self.cluster.at - idle_since_at
+
+    @cached_property
+    def obstacle(self) -> str:
+        """Why it cannot be suspended; empty: it can."""
+        return snapshot.suspend_obstacle(self._registry, self.record)
+
+    @cached_property
+    def damaged(self) -> bool:
+        """Whether a failed checkpoint may have damaged one of its processes."""
+        sample = self._registry.observations[self.record.id].sample
+        return sample is not None and sample.damaged
+
+    @cached_property
+    def borrowed(self) -> bool:
+        """Whether it is over the quota of its project."""
+        return self.cluster.outlook.borrowed.get(self.record.id, False)
+
+    @cached_property
+    def unclaimed(self) -> bool:
+        """Whether it sleeps over the quota of its project, so that no GPU is kept for it."""
+        return self.record.state is State.SUSPENDED and self.record.id not in self.cluster.outlook.lent
+
+    @cached_property
+    def position(self) -> int | None:
+        """Its number in the queue."""
+        return self.cluster.outlook.position.get(self.record.id)
+
+    @cached_property
+    def asks_again_at(self) -> wire.Text | None:
+        """When it asks again: the cluster gave it another GPU than its memory returns to."""
+        return self._time_in(self.cluster.outlook.misplaced.get(self.record.id, 0.0) - self._registry.clock())
+
+    @cached_property
+    def kept_until(self) -> wire.Text | None:
+        """Until when its owner keeps it, idle or not."""
+        return self._time_in(self.lease.keep_until_at - self._registry.clock())
+
+    @cached_property
+    def stays_until(self) -> wire.Text | None:
+        """Until when it is not lent, whatever waits."""
+        return self._time_in(self.lending.stays_s)
+
+    @cached_property
+    def holds_until(self) -> wire.Text | None:
+        """From when on kernels without GPU work count as idle; None: they do already."""
+        return None if self.processor_only is None else self._time_in(self.processor_only.left_s)
+
+    @cached_property
+    def usually_wakes(self) -> wire.Text | None:
+        """How long a wake-up usually takes on this machine."""
+        usual = self._registry.wake_times.usual()
+        return messages.usually(*usual) if usual else None
+
+    @cached_property
+    def drain(self) -> Drain | None:
+        """That an administrator empties one of its devices: what asks its owner to finish first."""
+        drains = filter(None, map(self._registry.devices.drains.on, self.lease.devices))
+        return min(drains, key=lambda each: each.until or "9", default=None)
+
+    @cached_property
+    def lending(self) -> Lending:
+        """When it is lent while it stays idle."""
+        view, measured = self.cluster, self.lease
+        is_idle = measured.kind is Kind.BUILD and measured.state is State.RUNNING
+        eligible_at = idle.eligible_at(measured, view.cluster.settings) if is_idle else None
+        if eligible_at is None or measured.idle_since_at is None:
+            return Lending()
+        if (notice := self._registry.notices.get(measured.id)) is not None:
+            lend_in_s = max(0.0, notice.until_at - view.at)
+            return Lending(lend_in_s, lend_in_s, warned=True)
+        stays_s = eligible_at - view.at
+        if not view.waiting or stays_s < -OVERDUE_S:
+            return Lending(stays_s)
+        warn_at = idle.warn_at(measured, view.cluster.settings)
+        return Lending(stays_s, max(0.0, stays_s), warned=warn_at is not None and view.at >= warn_at)
+
+    @cached_property
+    def processor_only(self) -> ProcessorOnly | None:
+        """Kernels without GPU work, once that has lasted for an idle timeout or for its bound."""
+        registry, now = self._registry, self.cluster.at
+        until = snapshot.holds_until(registry, self.record)
+        if until is None or not registry.observations[self.record.id].kernel_busy:
+            return None
+        since_s = now - snapshot.gpu_active_at(registry, self.record)
+        is_long = since_s >= idle.idle_timeout_s(self.lease, registry.policy.settings()) or now >= until
+        return ProcessorOnly(since_s, until - now) if is_long else None
+
+    @cached_property
+    def lent_to(self) -> wire.Text | None:
+        """The user of a suspended session's capacity: kind and project, never a user name."""
+        for device in self.lease.devices:
+            there = [other for other in self._registry.leases.values() if device in other.lease.devices]
+            if self.record.id in lent_milli([other.lease for other in there]):
+                holders = (other for other in there if other.state in HOLDS_CAPACITY)
+                user = max(holders, key=lambda other: (other.is_job, other.lease.granted_at))
+                key = "part.job_of_project" if user.is_job else "part.session_of_project"
+                return messages.text(key, user.lease.project)
+        return None
+
+    @cached_property
+    def held_up_s(self) -> float | None:
+        """The rest of the grace period of a stopping job on the same devices; None: no such job."""
+        registry = self._registry
+        left = [
+            other.entered_at + min(job.grace_s, registry.policy.max_grace_s) - self.cluster.at
+            for other in registry.leases.values()
+            if other.state is State.STOPPING and set(other.lease.devices) & set(self.lease.devices)
+            if (job := registry.job_of(other)) is not None
+        ]
+        return max(0.0, *left) if left else None
+
+    @cached_property
+    def back(self) -> Estimate | None:
+        """In how many seconds a suspended session has its GPU, if it is used now; None: not known.
+
+        What is on its devices leaves first; then its memory is copied back.  Copies take
+        from as long as in the self-test to twice that.
+        """
+        state = self.record.state
+        if self.record.is_job or state not in (State.SUSPENDED, State.RESUMING) or self.unclaimed:
+            return None
+        _, bytes_per_s = self._registry.devices.copy_rates(self.lease.devices)
+        saved = self.lease.saved_bytes
+        if saved and not bytes_per_s:
+            return None
+        copy_s = saved / bytes_per_s if saved else 0.0
+        leaving = [] if state is State.RESUMING else self._borrowers()
+        lows, highs = zip((0.0, 0.0), *map(self._leaves_in, leaving), strict=True)
+        return Estimate(max(lows) + copy_s, max(highs) + 2 * copy_s + _ROUND_S)
+
+    def _borrowers(self) -> list[LeaseRecord]:
+        """Return what holds devices of a suspended session, if that is more than the devices have."""
+        here = set(self.lease.devices)
+        found = [
+            other
+            for other in self._registry.leases.values()
+            if here & set(other.lease.devices) and other.state in HOLDS_CAPACITY
+        ]
+        held = dict.fromkeys(here, 0)
+        for other in found:
+            for uuid in here & set(other.lease.devices):
+                held[uuid] += other.lease.held_milli
+        return found if max(held.values()) + self.lease.held_milli > WHOLE_GPU else []
+
+    def _leaves_in(self, record: LeaseRecord) -> tuple[float, float]:
+        """Return in how many seconds, at least and at most, a lease gives its devices back once told to."""
+        registry, now = self._registry, self.cluster.at
+        lease = snapshot.measured(registry, record, now)
+        bytes_per_s, _ = registry.devices.copy_rates(lease.devices)
+        is_copied = lease.survival is CheckpointMode.SUSPEND and lease.suspendable
+        if lease.state is State.SUSPENDING or (is_copied and lease.state is not State.STOPPING):
+            copy_s = lease.used_bytes / bytes_per_s if bytes_per_s else 0.0
+            begun_s = now - record.entered_at if lease.state is State.SUSPENDING else 0.0
+            return max(0.0, copy_s - begun_s), max(0.0, 2 * copy_s - begun_s)
+        job = registry.job_of(record)
+        grace_s = min(job.grace_s, registry.policy.max_grace_s) if job is not None else 0.0
+        begun_s = now - record.entered_at if lease.state is State.STOPPING else 0.0
+        return 0.0, max(0.0, grace_s - begun_s)
+
+    @cached_property
+    def taken_back_by(self) -> str:
+        """The project that may take back what a job borrows; empty: one of several."""
+        owners = self.cluster.owners(self.record.id)
+        return owners.pop() if len(owners) == 1 else ""
+
+    @cached_property
+    def starts_in(self) -> wire.Text | None:
+        """When a waiting job starts."""
+        return _range(self._forecast.start(self.record.id))
+
+    @cached_property
+    def is_timed_out(self) -> bool:
+        """Whether a job has run for its maximum."""
+        return self._job is not None and time_limit.why_over(self._job) is not None
+
+    @cached_property
+    def progress(self) -> messages.Texts:
+        """What the progress of a running job says, or why it is not counted, and its latest end."""
+        job, at = self._job, self.cluster.at
+        if job is None:
+            return ()
+        run_left_s = time_limit.left_s(job, self.record, self._registry.clock())
+        runs_until = self._time_in(run_left_s or 0.0)
+        until = () if runs_until is None else (messages.text("job.runs_until", runs_until),)
+        if (doubt := messages.doubt(self.record.lease, job.measure, at)) is not None:
+            return messages.text("job.doubt", messages.text(f"part.doubt_{doubt}")), *until
+        if (ends_in := _range(self._forecast.end(self.record.id))) is not None:
+            return messages.text("job.ends_in", ends_in), *until
+        left_s = messages.left_s(self.record.lease, job.measure, at)
+        left = () if left_s is None else (messages.text("job.left", messages.duration_text(left_s)),)
+        return *left, *until
+
+    @cached_property
+    def waits(self) -> messages.Texts:
+        """Why a queued job waits."""
+        view, record, lease, job = self.cluster, self.record, self.record.lease, self._job
+        if lease.user in self._registry.owners.absent:
+            return (messages.text("waiting.owner_gone"),)
+        starts_in = () if self.starts_in is None else (messages.text("job.starts_in", self.starts_in),)
+        if view.at < record.entered_at:  # it is not in the view
+            return messages.text("job.waits", lease.size.text), *starts_in
+        waits = messages.waiting(
+            view.outlook.why.get(record.id, ""),  # none: the next plan grants it
+            needs=messages.needs_of(lease),
+            free_milli=view.outlook.free_milli,
+            position=self.position,
+            largest=len(view.cluster.devices),
+            told_until=self._told_until(),
+        )
+        if record.id in view.outlook.why:  # else the next plan grants it
+            waits += starts_in
+        if (smaller := view.smaller(record.id)) is not None:
+            waits += (messages.text("job.smaller", messages.size_text(smaller)),)
+        if job is None or not messages.is_preemption(record.why):
+            return waits
+        checkpoint = wire.decode(job.request.encode(), wire.JobRequest).checkpoint
+        return messages.requeued(messages.time_text(record.since_at), self.because, checkpoint, waits)
+
+    @cached_property
+    def because(self) -> wire.Text:
+        """Why work gave up its GPU."""
+        record = self.record
+        if messages.is_preemption(record.why) and record.note:
+            return messages.reason_text(record.note)
+        return messages.because_of(record.why, record.given_to)
+
+    def _told_until(self) -> wire.Text | None:
+        """Return when the last of the sessions that were told gives its GPU to a job; None: none was."""
+        notices = self._registry.notices.values()
+        until = [notice.until_at for notice in notices if notice.for_lease == self.record.id]
+        return self._time_in(max(until) - self._registry.clock()) if until else None
+
+    def _time_in(self, seconds: float) -> wire.Text | None:
+        """Return the time in so many seconds; None for a past one."""
+        if seconds <= 0:
+            return None
+        at = before(self._registry.iso_now(), seconds=-seconds)
+        return messages.time_text(at, seconds=seconds < _CLOSE_S)
+
+
+def _range(found: Estimate | None) -> wire.Text | None:
+    return None if found is None else messages.range_text(found.low_s, found.high_s)
