@@ -20,7 +20,7 @@ from types import MappingProxyType
 from jupyter_gpushare.cli.output import complain
 from jupyter_gpushare.cli.parser import parser, split_command
 from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, EXIT_UNREACHABLE
-from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, RequestError
+from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError
 
 __all__ = ["main"]
 
@@ -55,15 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.command = command
     try:
         return int(args.run(args))
-    except RequestError as error:
-        complain(args, error.status, error.reason, str(error))
-        return EXIT_REFUSED
-    except BrokerUnavailable as error:
-        complain(args, error.status, "unreachable", str(error))
-        return EXIT_UNREACHABLE
     except GpuShareError as error:
-        complain(args, 500, "failed", str(error))
-        return EXIT_REFUSED
+        complain(args, error)
+        return EXIT_UNREACHABLE if isinstance(error, BrokerUnavailable) else EXIT_REFUSED
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:

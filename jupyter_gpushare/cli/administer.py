@@ -10,16 +10,16 @@ from typing import TYPE_CHECKING, Literal
 from urllib.parse import quote
 
 from jupyter_gpushare.cli.output import (
-    confirmed,
+    for_spreadsheets,
     lending_text,
-    note,
     print_job,
     print_json,
     print_table,
     project_text,
     say,
 )
-from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, checked_id, connect
+from jupyter_gpushare.cli.verbs import EXIT_OK, confirm, connect, shown_by
+from jupyter_gpushare.errors import NotFound
 from jupyter_gpushare.messages import about, local, printable
 from jupyter_gpushare.protocol import wire
 
@@ -30,54 +30,51 @@ Mode = Literal["on", "watch", "off"]
 MODES: tuple[Mode, ...] = ("on", "watch", "off")
 
 
-def lending(args: argparse.Namespace) -> int:
-    """Print the lending mode, after setting it if one is given; return the exit code."""
-    with closing(connect(args)) as client:
-        if args.mode is None:
-            answer = client.get("lending", wire.Lending)
-        else:
-            change = wire.LendingChange(mode=next((m for m in MODES if m == args.mode), None))
-            answer = client.put("lending", change, wire.Lending, repeatable=True)
-    if args.json:
-        print_json(answer)
-        return EXIT_OK
+def _print_lending(answer: wire.Lending) -> None:
     print(printable(f"{answer.mode}: {lending_text(answer)}"))
-    return EXIT_OK
 
 
-def quota(args: argparse.Namespace) -> int:
-    """Print quotas, limits and weights of projects, after changing one project's if values are given."""
-    change = wire.ProjectChange(
-        quota=args.quota,
-        weight=args.weight,
-        limit=args.limit,
-        priority_max=args.priority_max,
-        force=args.force,
-    )
-    is_changed = any(x is not None for x in (args.quota, args.weight, args.limit, args.priority_max))
+@shown_by(_print_lending)
+def lending(client: BlockingClient, args: argparse.Namespace) -> wire.Lending:
+    """Return the lending mode, after setting it if one is given."""
+    if args.mode is None:
+        return client.get("lending", wire.Lending)
+    change = wire.LendingChange(mode=next((m for m in MODES if m == args.mode), None))
+    return client.put("lending", change, wire.Lending, repeatable=True)
+
+
+def _print_projects(answer: wire.Projects) -> None:
+    for project in answer.projects:
+        print(printable(project_text(project)))
+
+
+@shown_by(_print_projects)
+def quota(client: BlockingClient, args: argparse.Namespace) -> wire.Projects:
+    """Return quotas, limits and weights of projects, after changing one project's if values are given.
+
+    Raises:
+        NotFound: there is no such project.
+    """
+    names = ("quota", "weight", "limit", "priority_max")
+    change = wire.ProjectChange(force=args.force, **{name: getattr(args, name) for name in names})
+    is_changed = any(getattr(args, name) is not None for name in names)
     if (is_changed or args.reset) and args.project is None:
         args.parser.error("name the project")
     if is_changed and args.reset:
         args.parser.error("--reset takes all numbers back: give it alone")
-    with closing(connect(args)) as client:
-        path = "projects" if args.project is None else f"projects/{quote(args.project, safe='')}"
-        if args.reset:
-            answer = client.delete(path, wire.Projects, repeatable=True)
-        elif is_changed:
-            answer = client.put(path, change, wire.Projects, repeatable=True)
-        else:
-            answer = client.get("projects", wire.Projects)
-    if args.project is not None:
-        answer = wire.Projects(projects=[p for p in answer.projects if p.name == args.project])
-    if args.json:
-        print_json(answer)
-        return EXIT_OK
-    for project in answer.projects:
-        print(printable(project_text(project)))
-    if args.project is not None and not answer.projects:
-        print(printable(f"There is no project {args.project!r} for you."))
-        return EXIT_REFUSED
-    return EXIT_OK
+    path = "projects" if args.project is None else f"projects/{quote(args.project, safe='')}"
+    if args.reset:
+        answer = client.delete(path, wire.Projects, repeatable=True)
+    elif is_changed:
+        answer = client.put(path, change, wire.Projects, repeatable=True)
+    else:
+        answer = client.get("projects", wire.Projects)
+    if args.project is None:
+        return answer
+    found = [project for project in answer.projects if project.name == args.project]
+    if not found:
+        raise NotFound(f"There is no project {args.project!r} for you.")
+    return wire.Projects(projects=found)
 
 
 _AMOUNTS = ("held_gpu_h", "computing_gpu_h", "borrowed_gpu_h", "lent_gpu_h")
@@ -95,7 +92,7 @@ def usage(args: argparse.Namespace) -> int:
     rows = [[getattr(row, name) for name in (*answer.by, *_AMOUNTS)] for row in answer.rows]
     if args.csv:
         table = csv.writer(sys.stdout, lineterminator="\n")
-        table.writerows([[*answer.by, *_AMOUNTS], *map(_for_spreadsheets, rows)])
+        table.writerows([[*answer.by, *_AMOUNTS], *([for_spreadsheets(x) for x in row] for row in rows)])
         return EXIT_OK
     days = f"from {answer.since} to {answer.until} (UTC)"
     if not rows:
@@ -110,66 +107,67 @@ def usage(args: argparse.Namespace) -> int:
     return EXIT_OK
 
 
-def _for_spreadsheets(row: list[str | float]) -> list[str | float]:
-    """Return a row of which no text starts a formula."""
-    return [f"'{x}" if isinstance(x, str) and x.startswith(("=", "+", "-", "@")) else x for x in row]
-
-
-def leases(args: argparse.Namespace) -> int:
-    """Print all sessions and jobs that hold or wait for GPUs, with their ids."""
-    with closing(connect(args)) as client:
-        answer = client.get("leases", wire.Leases, params={"all": 1})
-    if args.json:
-        print_json(answer)
-        return EXIT_OK
+def _print_leases(answer: wire.Leases) -> None:
     rows = [[x.job or x.id, x.user, x.project, x.size, x.badge, _sentence(x)] for x in answer.leases]
     if rows:
         print_table(["ID", "USER", "PROJECT", "SIZE", "STATE", ""], rows)
     else:
         print("No GPU is held, and no job waits.")
-    return EXIT_OK
 
 
-def act(args: argparse.Namespace) -> int:
-    """Wake, lend or stop a session or job of any user; stopping asks first."""
-    id = checked_id(args, args.id)
-    with closing(connect(args)) as client:
-        lease = _found(client, id)
-        if lease is None:
-            return EXIT_REFUSED
-        if args.action == "stop":
-            what = "job" if lease.job else "session, with all its kernels and their variables,"
-            if not args.yes and not confirmed(args, f"Stop {lease.user}'s {what} of {lease.size}?"):
-                return EXIT_REFUSED
-        answer = client.post(f"leases/{lease.id}/{args.action}", None, wire.LeaseStatus, repeatable=True)
-        if answer is None and args.json:  # a job that had not begun
-            print_json(client.get(f"jobs/{lease.job}", wire.Job))
-            return EXIT_OK
-    if answer is None:
-        say("Stopped.")
-    elif args.json:
-        print_json(answer)
-    else:
-        say(f"{answer.badge}: {_sentence(answer)}")
-    return EXIT_OK
+@shown_by(_print_leases)
+def leases(client: BlockingClient, args: argparse.Namespace) -> wire.Leases:
+    """Return all sessions and jobs that hold or wait for GPUs, with their ids."""
+    return client.get("leases", wire.Leases, params={"all": 1})
 
 
-def priority(args: argparse.Namespace) -> int:
+def _print_act(answer: wire.LeaseStatus | wire.Job | None) -> None:
+    say(f"{answer.badge}: {_sentence(answer)}" if isinstance(answer, wire.LeaseStatus) else "Stopped.")
+
+
+@shown_by(_print_act)
+def wake(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Get the GPU of a sleeping session of any user back."""
+    return _act(client, _found(client, args.id), "resume")
+
+
+@shown_by(_print_act)
+def lend(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Lend the GPU of a session of any user now."""
+    return _act(client, _found(client, args.id), "lend")
+
+
+@shown_by(_print_act)
+def stop(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus | wire.Job:
+    """Stop a session or job of any user; asks first."""
+    lease = _found(client, args.id)
+    what = "job" if lease.job else "session, with all its kernels and their variables,"
+    confirm(args, f"Stop {lease.user}'s {what} of {lease.size}?")
+    # The broker has no lease to show of a job that had not begun.
+    return _act(client, lease, "stop") or client.get(f"jobs/{lease.job}", wire.Job)
+
+
+def _act(client: BlockingClient, lease: wire.LeaseStatus, action: str) -> wire.LeaseStatus:
+    return client.post(f"leases/{lease.id}/{action}", None, wire.LeaseStatus, repeatable=True)
+
+
+@shown_by(print_job)
+def priority(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
     """Raise or lower the priority of a job of any user."""
-    id = checked_id(args, args.id)
-    with closing(connect(args)) as client:
-        change = wire.JobChange(priority=args.priority)
-        print_job(args, client.put(f"jobs/{id}", change, wire.Job, repeatable=True))
-    return EXIT_OK
+    change = wire.JobChange(priority=args.priority)
+    return client.put(f"jobs/{args.id}", change, wire.Job, repeatable=True)
 
 
-def _found(client: BlockingClient, id: str) -> wire.LeaseStatus | None:
-    """Return the session or job with this id, of the lease or of the job; None, and say so: there is none."""
-    leases = client.get("leases", wire.Leases, params={"all": 1}).leases
-    found = next((x for x in leases if id in (x.id, x.job)), None)
-    if found is None:
-        note(f"There is no session or job {id!r}; `gpushare admin leases` lists them.")
-    return found
+def _found(client: BlockingClient, id: str) -> wire.LeaseStatus:
+    """Return the session or job with this id, of the lease or of the job.
+
+    Raises:
+        NotFound: there is none.
+    """
+    for lease in client.get("leases", wire.Leases, params={"all": 1}).leases:
+        if id in (lease.id, lease.job):
+            return lease
+    raise NotFound(f"There is no session or job {id!r}; `gpushare admin leases` lists them.")
 
 
 def _sentence(lease: wire.LeaseStatus) -> str:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import argparse
 import re
-from contextlib import closing
 from datetime import datetime, timedelta
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from jupyter_gpushare.cli.output import day_and_time, note, print_json, say
-from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect
+from jupyter_gpushare.cli.output import day_and_time, say
+from jupyter_gpushare.cli.verbs import shown_by
+from jupyter_gpushare.errors import NotFound
 from jupyter_gpushare.protocol import wire
+
+if TYPE_CHECKING:
+    from jupyter_gpushare.client import BlockingClient
 
 MACHINE = "machine"
 _CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
@@ -34,56 +38,46 @@ def time_of_day(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time like 18:00 or 2026-11-22T18:00") from None
 
 
-def drain(args: argparse.Namespace) -> int:
-    """Let a GPU or the machine take nothing new, or print what does; return the exit code."""
-    if args.by is not None and args.device is None:
-        args.parser.error("name the GPU, or `machine`")
-    with closing(connect(args)) as client:
-        answer = client.get("devices", wire.Devices)
-        if args.device is not None:
-            if (name := _found(answer, args.device)) is None:
-                return EXIT_REFUSED
-            request = wire.DrainRequest(until=args.by)
-            answer = client.put(_path(name), request, wire.Devices, repeatable=True)
-    _print(args, answer)
-    return EXIT_OK
-
-
-def undrain(args: argparse.Namespace) -> int:
-    """Let a GPU or the machine take work again; return the exit code."""
-    with closing(connect(args)) as client:
-        if (name := _found(client.get("devices", wire.Devices), args.device)) is None:
-            return EXIT_REFUSED
-        answer = client.delete(_path(name), wire.Devices, repeatable=True)
-    _print(args, answer)
-    return EXIT_OK
-
-
-def _path(name: str) -> str:
-    return f"devices/{quote(name, safe='')}/drain"
-
-
-def _found(known: wire.Devices, asked: str) -> str | None:
-    """Return the UUID that begins with ``asked``; None, and say so: there is none, or several."""
-    if asked == MACHINE:
-        return MACHINE
-    uuids = [device.uuid for device in known.devices]
-    found = [asked] if asked in uuids else [uuid for uuid in uuids if uuid.startswith(asked)]
-    if len(found) == 1:
-        return found[0]
-    what = "several GPUs begin" if found else "no GPU begins"
-    note(f"{what} with {asked!r}; there are: {', '.join(uuids) or 'none'}. All together: {MACHINE}")
-    return None
-
-
-def _print(args: argparse.Namespace, answer: wire.Devices) -> None:
-    if args.json:
-        print_json(answer)
-        return
+def _print(answer: wire.Devices) -> None:
     for device in answer.devices:
         say(f"{device.uuid} ({device.name}): {_sentence(device.drain)}")
     if not answer.devices:
         say("No GPU is known.")
+
+
+@shown_by(_print)
+def drain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
+    """Let a GPU or the machine take nothing new; without a name return what does."""
+    if args.by is not None and args.device is None:
+        args.parser.error("name the GPU, or `machine`")
+    known = client.get("devices", wire.Devices)
+    if args.device is None:
+        return known
+    request = wire.DrainRequest(until=args.by)
+    return client.put(_path(known, args.device), request, wire.Devices, repeatable=True)
+
+
+@shown_by(_print)
+def undrain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
+    """Let a GPU or the machine take work again."""
+    path = _path(client.get("devices", wire.Devices), args.device)
+    return client.delete(path, wire.Devices, repeatable=True)
+
+
+def _path(known: wire.Devices, asked: str) -> str:
+    """Return the path of the machine, or of the GPU whose UUID begins with ``asked``.
+
+    Raises:
+        NotFound: there is none, or several.
+    """
+    uuids = [device.uuid for device in known.devices]
+    names = [MACHINE, *uuids]
+    found = [asked] if asked in names else [uuid for uuid in uuids if uuid.startswith(asked)]
+    if len(found) != 1:
+        what = "several GPUs begin" if found else "no GPU begins"
+        there = ", ".join(uuids) or "none"
+        raise NotFound(f"{what} with {asked!r}; there are: {there}. All together: {MACHINE}")
+    return f"devices/{quote(found[0], safe='')}/drain"
 
 
 def _sentence(drain: wire.Drain | None) -> str:

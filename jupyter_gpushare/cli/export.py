@@ -8,8 +8,9 @@ import sys
 from contextlib import closing
 from typing import IO
 
-from jupyter_gpushare.cli.output import note, print_json
-from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect
+from jupyter_gpushare.cli.output import for_spreadsheets, note, print_json
+from jupyter_gpushare.cli.verbs import EXIT_OK, connect
+from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.protocol import wire
 
 _MINUTE_S = 60.0
@@ -17,7 +18,11 @@ _COLUMNS = ("num_gpu", "submit_time", "duration", "session", "user", "project", 
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write the jobs or the cells of this site as CSV to a file or to the output; return the exit code."""
+    """Write the jobs or the cells of this site as CSV to a file or to the output; return the exit code.
+
+    Raises:
+        GpuShareError: the file is there already, or cannot be written.
+    """
     params = {"names": 1} if args.names else {}
     with closing(connect(args)) as client:
         answer = client.get(f"trace/{args.kind}", wire.Trace, params=params)
@@ -31,8 +36,7 @@ def export(args: argparse.Namespace) -> int:
             with open(args.file, "x", encoding="utf-8", newline="") as file:
                 _write(file, args.kind, answer)
         except OSError as error:
-            note(f"{args.file}: {error.strerror}")
-            return EXIT_REFUSED
+            raise GpuShareError(f"{args.file}: {error.strerror}") from None
     left = f"; {answer.left_out} never ran and are left out" if answer.left_out else ""
     note(f"{len(answer.rows)} rows, the first at {answer.since or 'no time'}{left}.")
     return EXIT_OK
@@ -45,10 +49,5 @@ def _write(file: IO[str], kind: str, answer: wire.Trace) -> None:
     table.writerow(_COLUMNS)
     for row in answer.rows:
         times = (f"{seconds / unit_s:.6f}" for seconds in (row.submit_s, row.duration_s))
-        names = (_plain(text) for text in (row.session, row.user, row.project))
+        names = (for_spreadsheets(text) for text in (row.session, row.user, row.project))
         table.writerow([row.num_gpu, *times, *names, f"{row.gpus:g}"])
-
-
-def _plain(text: str) -> str:
-    """Return a name that starts no formula in a spreadsheet."""
-    return f"'{text}" if text.startswith(("=", "+", "-", "@")) else text

@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
@@ -28,22 +28,22 @@ from jupyter_gpushare.cli.checks import Check, Result, print_checks
 from jupyter_gpushare.cli.kube_canary import canary
 from jupyter_gpushare.cli.kube_checks import examine
 from jupyter_gpushare.cli.kube_hub import BrokerPod, hub_checks, not_examined
-from jupyter_gpushare.cli.options import Parser
+from jupyter_gpushare.cli.options import JSON
 from jupyter_gpushare.cli.output import print_json
+from jupyter_gpushare.command_line import Option, Parser, Verb
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError
 
 EXAMPLES = """\
-examples:
-  gpushare kube queues --config broker_config.py | kubectl apply -f -
-      create the Queues and priority classes of the configured projects, or change their numbers
-  gpushare kube check --config broker_config.py
-  gpushare kube check --config broker_config.py --canary
-      before users come, with the rights of the broker
-  kubectl -n jhub get deployments,persistentvolumeclaims,networkpolicies -o json |
-      gpushare kube check --config broker_config.py --hub -
-      the Hub's namespace too, in which the broker has no rights
-"""
+gpushare kube queues --config broker_config.py | kubectl apply -f -
+    create the Queues and priority classes of the configured projects, or change their numbers
+gpushare kube check --config broker_config.py
+gpushare kube check --config broker_config.py --canary
+    before users come, with the rights of the broker
+kubectl -n jhub get deployments,persistentvolumeclaims,networkpolicies -o json |
+    gpushare kube check --config broker_config.py --hub -
+    the Hub's namespace too, in which the broker has no rights
+""".splitlines()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +74,7 @@ def configured(file: Path) -> Configured:
     )
 
 
-def _print_queues(site: Configured) -> int:
+def _print_queues(site: Configured, args: argparse.Namespace) -> int:
     items = [*queues(site.projects, site.min_run_s), *priority_classes(site.levels)]
     print_json({"apiVersion": "v1", "kind": "List", "items": items})
     return 0
@@ -119,42 +119,48 @@ def _broker_pod(site: Configured) -> BrokerPod:
     )
 
 
+_CONFIG = Option("--config FILE", "of the broker", Path, required=True)
+VERBS: Mapping[str, Verb] = {
+    "queues": Verb(
+        _print_queues,
+        "print the Queues and priority classes of the configured projects, as JSON",
+        EXAMPLES,
+        [_CONFIG],
+    ),
+    "check": Verb(
+        _check,
+        "examine the cluster: API server, rights, Queues, KAI's settings, nodes",
+        EXAMPLES,
+        [
+            _CONFIG,
+            JSON,
+            Option(
+                "--canary",
+                "also start a pod on a node, at most one minute for each way of telling it a GPU, and "
+                "say which works",
+            ),
+            Option(
+                "--hub FILE",
+                "also examine the Hub's namespace: what kubectl printed of it; - reads standard input",
+                default="",
+            ),
+        ],
+    ),
+}
+
+
 def main(argv: Sequence[str]) -> int:
     """Entry of ``gpushare kube``."""
     parser = Parser(
         prog="gpushare kube",
         description="GPUs of a Kubernetes cluster with KAI-Scheduler.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=EXAMPLES,
     )
-    verbs = parser.add_subparsers(dest="verb", metavar="VERB", required=True)
-    for name, text in (
-        ("queues", "print the Queues and priority classes of the configured projects, as JSON"),
-        ("check", "examine the cluster: API server, rights, Queues, KAI's settings, nodes"),
-    ):
-        verb = verbs.add_parser(
-            name,
-            help=text,
-            description=f"{text[0].upper()}{text[1:]}.",
-            epilog=EXAMPLES,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        verb.add_argument("--config", type=Path, required=True, metavar="FILE", help="of the broker")
-        if name == "check":
-            verb.add_argument("--json", action="store_true", help="print JSON")
-            verb.add_argument(
-                "--canary", action="store_true",
-                help="also start a pod on a node, at most one minute for each way of telling it a GPU, and "
-                "say which works",
-            )  # fmt: skip
-            verb.add_argument(
-                "--hub", default="", metavar="FILE",
-                help="also examine the Hub's namespace: what kubectl printed of it; - reads standard input",
-            )  # fmt: skip
+    parser.add_verbs(VERBS)
     args = parser.parse_args(argv)
     try:
         site = configured(args.config)
-        return _print_queues(site) if args.verb == "queues" else _check(site, args)
+        return int(args.run(site, args))
     except (GpuShareError, TraitError) as error:
         print(f"gpushare kube: {error}", file=sys.stderr)
         return 1

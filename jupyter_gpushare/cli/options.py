@@ -1,74 +1,37 @@
-"""What the parsers of all verbs share: options of every verb, and readers of values."""
+"""Options that verbs of the command line share, and readers of their values."""
 
 from __future__ import annotations
 
 import argparse
-import difflib
 import re
-import sys
-from collections.abc import Callable
-from typing import NoReturn
 
-from jupyter_gpushare.cli.output import wrapped
+from jupyter_gpushare.command_line import Option, count
 
-_INVALID_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
+JSON = Option("--json", "print JSON")
+OF_EVERY_VERB = (
+    JSON,
+    Option("--url URL", "of the Hub or its broker (default: $GPUSHARE_API_URL)"),
+    Option("--token TOKEN", "default: $GPUSHARE_API_TOKEN, else $JUPYTERHUB_API_TOKEN"),
+)
+YES = Option("--yes", "do not ask")
+SERVER = Option("--server NAME", "name of the server (default: this one)")
+PROFILE = Option("--profile NAME", "one MIG instance instead, like 1g.10gb")
+MEMORY = Option("--memory SIZE", "GPU memory of one device instead, like 20GiB")
+PRIORITY = count(-100, 100)
 # As JupyterLab's dialog reads them (`ui/src/times.ts`).
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 
 
-class Parser(argparse.ArgumentParser):
-    """An argument parser that suggests the closest choice for a misspelt one."""
+def job_id(text: str) -> str:
+    """Return the id of a job, which becomes part of an address and of a path.
 
-    def error(self, message: str) -> NoReturn:
-        """Exit with 2, the usage and the message, in a terminal wrapped at words."""
-        if unknown := _INVALID_CHOICE.search(message):
-            choices = re.findall(r"[\w-]+", unknown[2])
-            near = difflib.get_close_matches(unknown[1], choices, 1)
-            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
-            message = f"{message[: unknown.start()]}{unknown[1]!r} is not known: {advice}"
-        self.print_usage(sys.stderr)
-        self.exit(2, wrapped(f"{self.prog}: error: {message}", sys.stderr) + "\n")
-
-
-def add_verb(
-    verbs: argparse._SubParsersAction[Parser],
-    name: str,
-    does: Callable[[argparse.Namespace], int],
-    text: str,
-    *examples: str,
-    usage: str | None = None,
-    json_help: str = "print JSON",
-) -> argparse.ArgumentParser:
-    """Return the parser of a new verb, with its examples and the options of every verb."""
-    verb = verbs.add_parser(
-        name,
-        help=text,
-        usage=usage,
-        description=text[0].upper() + text[1:] + ".",
-        epilog="examples:\n  " + "\n  ".join(examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.add_argument("--json", action="store_true", help=json_help)
-    verb.add_argument("--url", help="of the Hub or its broker (default: $GPUSHARE_API_URL)")
-    verb.add_argument("--token", help="default: $GPUSHARE_API_TOKEN, else $JUPYTERHUB_API_TOKEN")
-    verb.set_defaults(run=does, parser=verb, command=[])
-    return verb
-
-
-def count(low: int, high: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers from ``low`` to ``high``."""
-
-    def parse(text: str) -> int:
-        try:
-            value = int(text)
-        except ValueError:
-            value = low - 1
-        if not low <= value <= high:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
-        return value
-
-    return parse
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    if not (text.isascii() and text.isalnum() and len(text) <= 40):
+        raise argparse.ArgumentTypeError(f"{text[:60]!r} is not the id of a job; `gpushare jobs` lists them")
+    return text
 
 
 def seconds(text: str) -> float:
@@ -102,3 +65,6 @@ def pair(text: str) -> tuple[str, str]:
     if not equals or not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=VALUE")
     return name, value
+
+
+JOB = Option("ID", "of the job, as `gpushare jobs` shows it", job_id)

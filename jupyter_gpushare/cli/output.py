@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime
-from typing import TextIO
+from typing import TypeVar
 
+from jupyter_gpushare.command_line import columns, wrapped
+from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError
 from jupyter_gpushare.messages import duration, local, one_line, printable
 from jupyter_gpushare.protocol import wire
 
-_LEAST_COLUMNS = 40
+Cell = TypeVar("Cell", str, str | float)
 
 
 def print_json(answer: object) -> None:
@@ -28,12 +29,9 @@ def lines(job: wire.Job) -> list[str]:
     return [printable(first), *(f"    {printable(line)}" for line in printed)]
 
 
-def print_job(args: argparse.Namespace, job: wire.Job) -> None:
-    """Print one job, with ``--json`` as JSON."""
-    if args.json:
-        print_json(job)
-    else:
-        print("\n".join(lines(job)))
+def print_job(job: wire.Job) -> None:
+    """Print one job."""
+    print("\n".join(lines(job)))
 
 
 def print_jobs(jobs: Sequence[wire.Job]) -> None:
@@ -55,7 +53,7 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
     table = [head, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     before = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    left = max(_LEAST_COLUMNS, _width() - before) if sys.stdout.isatty() else sys.maxsize
+    left = columns(taken=before) if sys.stdout.isatty() else sys.maxsize
     for row in table:
         first, *more = textwrap.wrap(row[-1], left, break_long_words=False) or [""]
         cells = zip([*row[:-1], first], widths, strict=True)
@@ -69,23 +67,9 @@ def say(text: str, indent: str = "") -> None:
     print(wrapped(printable(text.rstrip()), sys.stdout, indent))
 
 
-def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
-    """Return a line with an indent, for a terminal wrapped at words."""
-    if not stream.isatty():
-        return f"{indent}{text}"
-    return textwrap.fill(
-        text,
-        _width(),
-        initial_indent=indent,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def _width() -> int:
-    """Return the columns of the terminal, with a minimum at which sentences stay readable."""
-    return max(_LEAST_COLUMNS, shutil.get_terminal_size().columns)
+def for_spreadsheets(cell: Cell) -> Cell | str:
+    """Return the cell of a CSV file so that no text starts a formula."""
+    return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
 
 
 def day_and_time(at: str) -> str:
@@ -104,13 +88,15 @@ def note(*lines: str) -> None:
         print(wrapped(printable(line.rstrip()), sys.stderr), file=sys.stderr, flush=True)
 
 
-def complain(args: argparse.Namespace, status: int, reason: str, message: str) -> None:
+def complain(args: argparse.Namespace, error: GpuShareError) -> None:
     """Print an error to standard error, with ``--json`` as JSON."""
-    if getattr(args, "json", False):
-        answer = wire.ErrorAnswer(status=status, reason=reason, message=message)
+    if args.json:
+        otherwise = "unreachable" if isinstance(error, BrokerUnavailable) else "failed"
+        status, reason = getattr(error, "status", 500), getattr(error, "reason", otherwise)
+        answer = wire.ErrorAnswer(status=status, reason=reason, message=str(error))
         print(wire.encode(answer).decode(), file=sys.stderr)
     else:
-        note(f"gpushare: {message}")
+        note(f"gpushare: {error}")
 
 
 def project_text(project: wire.ProjectUse) -> str:
@@ -143,11 +129,3 @@ def lending_text(lending: wire.Lending) -> str:
     if lending.last_reason:
         parts.append(f"Last at {day_and_time(lending.last_at)}: {lending.last_reason.rstrip('.')}.")
     return " ".join(parts)
-
-
-def confirmed(args: argparse.Namespace, question: str) -> bool:
-    """Return whether a person says yes; without a terminal only ``--yes`` does."""
-    if not sys.stdin.isatty():
-        args.parser.error("without a terminal say --yes")
-    print(printable(f"{question} [y/N] "), end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().strip().lower() in ("y", "yes")

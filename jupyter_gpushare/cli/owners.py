@@ -4,18 +4,33 @@ from __future__ import annotations
 
 import argparse
 from contextlib import closing
+from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from jupyter_gpushare.cli.output import confirmed, note, print_json, print_table, say
-from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect
+from jupyter_gpushare.cli.output import complain, print_json, print_table, say
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, confirm, connect, shown_by
 from jupyter_gpushare.errors import RequestError
 from jupyter_gpushare.protocol import wire
 
+if TYPE_CHECKING:
+    from jupyter_gpushare.client import BlockingClient
 
-def owners(args: argparse.Namespace) -> int:
-    """Print the owners of leases that are absent from the Hub; return the exit code."""
-    with closing(connect(args)) as client:
-        return _print(args, client.get("owners", wire.Owners))
+
+def _print(answer: wire.Owners) -> None:
+    if not answer.owners:
+        say("The Hub has the owners of all sessions and jobs.")
+        return
+    rows = [
+        [x.name, x.created or "unknown", str(x.jobs), str(x.others), "held" if x.held else "absent"]
+        for x in answer.owners
+    ]
+    print_table(["OWNER", "MADE AT", "WAITING JOBS", "OTHERS", ""], rows)
+
+
+@shown_by(_print)
+def owners(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
+    """Return the owners of leases that are absent from the Hub."""
+    return client.get("owners", wire.Owners)
 
 
 def adopt(args: argparse.Namespace) -> int:
@@ -31,22 +46,21 @@ def adopt(args: argparse.Namespace) -> int:
             except RequestError as error:
                 if not args.all:
                     raise
-                note(str(error))
+                complain(args, error)
                 code = EXIT_REFUSED
-    return max(code, _print(args, answer))
+    print_json(answer) if args.json else _print(answer)
+    return code
 
 
-def end(args: argparse.Namespace) -> int:
-    """Fail the waiting jobs of one such owner, or of all of them; return the exit code."""
-    with closing(connect(args)) as client:
-        answer = client.get("owners", wire.Owners)
-        names = _names(args, answer)
-        whose = f"of {', '.join(names)}"
-        if names and not args.yes and not confirmed(args, f"Fail the waiting jobs {whose}?"):
-            return EXIT_REFUSED
-        for name in names:
-            answer = client.delete(_path(name), wire.Owners)
-    return _print(args, answer)
+@shown_by(_print)
+def end(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
+    """Fail the waiting jobs of one such owner, or of all of them."""
+    answer = client.get("owners", wire.Owners)
+    if names := _names(args, answer):
+        confirm(args, f"Fail the waiting jobs of {', '.join(names)}?")
+    for name in names:
+        answer = client.delete(_path(name), wire.Owners)
+    return answer
 
 
 def _names(args: argparse.Namespace, answer: wire.Owners) -> list[str]:
@@ -57,17 +71,3 @@ def _names(args: argparse.Namespace, answer: wire.Owners) -> list[str]:
 
 def _path(name: str) -> str:
     return f"owners/{quote(name, safe='')}"
-
-
-def _print(args: argparse.Namespace, answer: wire.Owners) -> int:
-    if args.json:
-        print_json(answer)
-    elif answer.owners:
-        rows = [
-            [x.name, x.created or "unknown", str(x.jobs), str(x.others), "held" if x.held else "absent"]
-            for x in answer.owners
-        ]
-        print_table(["OWNER", "MADE AT", "WAITING JOBS", "OTHERS", ""], rows)
-    else:
-        say("The Hub has the owners of all sessions and jobs.")
-    return EXIT_OK

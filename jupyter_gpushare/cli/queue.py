@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 from contextlib import closing
+from typing import TYPE_CHECKING
 
 from jupyter_gpushare.cli.output import complain, note, print_job, print_json
-from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, checked_id, connect
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, connect, shown_by
 from jupyter_gpushare.errors import RequestError
 from jupyter_gpushare.protocol import wire
+
+if TYPE_CHECKING:
+    from jupyter_gpushare.client import BlockingClient
 
 # As many as the broker lists at once.
 _ALL = 10_000
 
 
-def edit(args: argparse.Namespace) -> int:
+@shown_by(print_job)
+def edit(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
     """Change what a job in the queue asks for."""
     change = wire.JobChange(
         gpus=args.gpus,
@@ -26,31 +31,20 @@ def edit(args: argparse.Namespace) -> int:
     )
     if change == wire.JobChange():
         args.parser.error("say what to change, like: gpushare edit k3v9m2x7qa --gpus 2")
-    id = checked_id(args, args.id)
-    with closing(connect(args)) as client:
-        print_job(args, client.put(f"jobs/{id}", change, wire.Job, repeatable=True))
-    return EXIT_OK
+    return client.put(f"jobs/{args.id}", change, wire.Job, repeatable=True)
 
 
-def move(args: argparse.Namespace) -> int:
+@shown_by(print_job)
+def move(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
     """Move a job in the queue among the user's own of its project and priority."""
-    id = checked_id(args, args.id)
-    with closing(connect(args)) as client:
-        place = wire.JobPlace(
-            before=args.before and checked_id(args, args.before),
-            behind=args.behind and checked_id(args, args.behind),
-        )
-        if args.to is not None:
-            job = client.get(f"jobs/{id}", wire.Job)
-            queue = client.get("jobs", wire.JobList, params={"limit": _ALL}).jobs
-            found = _place(job, queue, args.to)
-            if found is None:
-                note(f"It is the {'first' if args.to in ('up', 'first') else 'last'} of yours already.")
-                print_job(args, job)
-                return EXIT_OK
-            place = found
-        print_job(args, client.put(f"jobs/{id}/place", place, wire.Job, repeatable=True))
-    return EXIT_OK
+    place: wire.JobPlace | None = wire.JobPlace(before=args.before, behind=args.behind)
+    if args.to is not None:
+        job = client.get(f"jobs/{args.id}", wire.Job)
+        place = _place(job, client.get("jobs", wire.JobList, params={"limit": _ALL}).jobs, args.to)
+        if place is None:
+            note(f"It is the {'first' if args.to in ('up', 'first') else 'last'} of yours already.")
+            return job
+    return client.put(f"jobs/{args.id}/place", place, wire.Job, repeatable=True)
 
 
 def _place(job: wire.Job, queue: list[wire.Job], to: str) -> wire.JobPlace | None:
@@ -74,18 +68,17 @@ def _place(job: wire.Job, queue: list[wire.Job], to: str) -> wire.JobPlace | Non
 
 def cancel(args: argparse.Namespace) -> int:
     """Take jobs out of the queue, or stop them; a refusal of one does not keep the others."""
-    ids = list(dict.fromkeys(checked_id(args, each) for each in args.ids))
-    jobs, refused = [], False
+    ids, jobs, code = list(dict.fromkeys(args.ids)), [], EXIT_OK
     with closing(connect(args)) as client:
         for id in ids:
             try:
                 jobs.append(client.delete(f"jobs/{id}", wire.Job, repeatable=True))
             except RequestError as error:
-                complain(args, error.status, error.reason, str(error))
-                refused = True
+                complain(args, error)
+                code = EXIT_REFUSED
     if args.json and len(ids) > 1:
         print_json(wire.JobList(jobs=jobs))
     else:
         for job in jobs:
-            print_job(args, job)
-    return EXIT_REFUSED if refused else EXIT_OK
+            print_json(job) if args.json else print_job(job)
+    return code

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
-from contextlib import closing
 from math import floor
 from typing import TYPE_CHECKING
 
-from jupyter_gpushare.cli.output import print_json, print_table, say
-from jupyter_gpushare.cli.verbs import EXIT_OK, connect
+from jupyter_gpushare.cli.output import print_table, say
+from jupyter_gpushare.cli.verbs import shown_by
 from jupyter_gpushare.errors import NotFound
 from jupyter_gpushare.messages import gibibytes, local
 from jupyter_gpushare.protocol import wire
@@ -20,59 +19,61 @@ if TYPE_CHECKING:
 _HOUR_S = 3600.0
 
 
-def wake(args: argparse.Namespace) -> int:
-    """Request that a suspended session resumes; return the exit code."""
-    _act(args, "resume")
-    return EXIT_OK
+def _print_lease(lease: wire.LeaseStatus) -> None:
+    say(f"{lease.badge}: {local(lease.sentence, lease.sentence_texts)}")
 
 
-def keep(args: argparse.Namespace) -> int:
-    """Keep the GPU of an idle session for a while."""
-    lease = _act(args, "keep", wire.KeepRequest(minutes=args.minutes))
-    if lease.keep_left_minutes is not None and not args.json:
+def _print_keep(lease: wire.LeaseStatus) -> None:
+    _print_lease(lease)
+    if lease.keep_left_minutes is not None:
         left = floor(lease.keep_left_minutes)
         say(f"{left} min of that are left today; `gpushare keep --minutes 0` undoes it.")
-    return EXIT_OK
 
 
-def lend(args: argparse.Namespace) -> int:
-    """Lend the GPU of a session now."""
-    _act(args, "lend")
-    return EXIT_OK
-
-
-def resize(args: argparse.Namespace) -> int:
-    """Give a running session another size on its GPU."""
-    request = wire.SizeRequest(gpus=args.gpus, memory=args.memory, borrow=args.borrow)
-    with closing(connect(args)) as client:
-        lease_id = session_of(client, args.server).id
-        lease = client.put(f"leases/{lease_id}/size", request, wire.LeaseStatus)
-    if args.json:
-        print_json(lease)
-        return EXIT_OK
+def _print_size(lease: wire.LeaseStatus) -> None:
     size, limit = local(lease.size, lease.size_texts), gibibytes(lease.memory_limit_bytes)
     say(
         f"This session has {size} now ({limit}). PyTorch and CuPy see it at once; "
         "JAX and TensorFlow after a restart of their kernel."
     )
-    return EXIT_OK
 
 
-def sleep(args: argparse.Namespace) -> int:
+@shown_by(_print_lease)
+def wake(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Request that a suspended session resumes."""
+    return _act(client, args, "resume")
+
+
+@shown_by(_print_keep)
+def keep(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Keep the GPU of an idle session for a while."""
+    return _act(client, args, "keep", wire.KeepRequest(minutes=args.minutes))
+
+
+@shown_by(_print_lease)
+def lend(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Lend the GPU of a session now."""
+    return _act(client, args, "lend")
+
+
+@shown_by(_print_lease)
+def sleep(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
     """Mark a session as never to be put to sleep, or take the mark away."""
-    _act(args, "never-sleep" if args.may == "never" else "may-sleep")
-    return EXIT_OK
+    return _act(client, args, "never-sleep" if args.may == "never" else "may-sleep")
 
 
-def _act(args: argparse.Namespace, action: str, body: wire.KeepRequest | None = None) -> wire.LeaseStatus:
-    with closing(connect(args)) as client:
-        lease_id = session_of(client, args.server).id
-        lease = client.post(f"leases/{lease_id}/{action}", body, wire.LeaseStatus, repeatable=True)
-    if args.json:
-        print_json(lease)
-    else:
-        say(f"{lease.badge}: {local(lease.sentence, lease.sentence_texts)}")
-    return lease
+@shown_by(_print_size)
+def resize(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Give a running session another size on its GPU."""
+    request = wire.SizeRequest(gpus=args.gpus, memory=args.memory, borrow=args.borrow)
+    return client.put(f"leases/{session_of(client, args.server).id}/size", request, wire.LeaseStatus)
+
+
+def _act(
+    client: BlockingClient, args: argparse.Namespace, action: str, body: wire.KeepRequest | None = None
+) -> wire.LeaseStatus:
+    path = f"leases/{session_of(client, args.server).id}/{action}"
+    return client.post(path, body, wire.LeaseStatus, repeatable=True)
 
 
 def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:
@@ -100,13 +101,7 @@ def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:
     return found[0]
 
 
-def usage(args: argparse.Namespace) -> int:
-    """Print the user's GPU-hours of the last seven days."""
-    with closing(connect(args)) as client:
-        week = client.get("history", wire.History)
-    if args.json:
-        print_json(week)
-        return EXIT_OK
+def _print_usage(week: wire.History) -> None:
     if week.days:
         rows = [[d.day, d.project, _hours(d.used_gpu_s), _hours(d.lent_gpu_s)] for d in week.days]
         total = ["total", "", _hours(week.used_gpu_s), _hours(week.lent_gpu_s)]
@@ -117,7 +112,12 @@ def usage(args: argparse.Namespace) -> int:
     if week.helped_jobs:
         jobs = "1 job" if week.helped_jobs == 1 else f"{week.helped_jobs} jobs"
         say(f"Your idle sessions lent their GPUs to {jobs}.")
-    return EXIT_OK
+
+
+@shown_by(_print_usage)
+def usage(client: BlockingClient, args: argparse.Namespace) -> wire.History:
+    """Return the user's GPU-hours of the last seven days."""
+    return client.get("history", wire.History)
 
 
 def _hours(gpu_s: float) -> str:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import os
 import shlex
+import sys
 import time
 import uuid
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from jupyter_gpushare.cli.job_logs import ENDED
@@ -32,6 +35,10 @@ from jupyter_gpushare.protocol import wire
 if TYPE_CHECKING:
     from jupyter_gpushare.channel import Address
     from jupyter_gpushare.client import BlockingClient
+
+T = TypeVar("T")
+Request: TypeAlias = "Callable[[BlockingClient, argparse.Namespace], T]"
+Verb = Callable[[argparse.Namespace], int]
 
 EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 
@@ -75,13 +82,37 @@ def connect(args: argparse.Namespace, retry_s: float | None = None) -> BlockingC
     )
 
 
-def status(args: argparse.Namespace) -> int:
-    """Print the user's GPUs, projects and jobs."""
-    with closing(connect(args)) as client:
-        status = client.get("status", wire.Status)
-    if args.json:
-        print_json(status)
-        return EXIT_OK
+def shown_by(show: Callable[[T], None]) -> Callable[[Request[T]], Verb]:
+    """Make a verb of a request to the broker: its answer is printed by ``show``, with ``--json`` as JSON."""
+
+    def decorate(request: Request[T]) -> Verb:
+        @functools.wraps(request)
+        def run(args: argparse.Namespace) -> int:
+            with closing(connect(args)) as client:
+                answer = request(client, args)
+            if args.json:
+                print_json(answer)
+            else:
+                show(answer)
+            return EXIT_OK
+
+        return run
+
+    return decorate
+
+
+def confirm(args: argparse.Namespace, question: str) -> None:
+    """Go on only if a person says yes, or said ``--yes``; without a terminal that is a usage error."""
+    if args.yes:
+        return
+    if not sys.stdin.isatty():
+        args.parser.error("without a terminal say --yes")
+    print(printable(f"{question} [y/N] "), end="", file=sys.stderr, flush=True)
+    if sys.stdin.readline().strip().lower() not in ("y", "yes"):
+        sys.exit(EXIT_REFUSED)
+
+
+def _print_status(status: wire.Status) -> None:
     if not status.leases:
         print("No GPU is held.")
     for lease in status.leases:
@@ -113,20 +144,25 @@ def status(args: argparse.Namespace) -> int:
     if unfinished:
         print()
         print_jobs(unfinished)
-    return EXIT_OK
 
 
-def jobs(args: argparse.Namespace) -> int:
-    """Print the user's training jobs."""
-    with closing(connect(args)) as client:
-        answer = client.get("jobs", wire.JobList, params={"limit": args.limit})
-    if args.json:
-        print_json(answer)
-    elif answer.jobs:
+@shown_by(_print_status)
+def status(client: BlockingClient, args: argparse.Namespace) -> wire.Status:
+    """Return the user's GPUs, projects and jobs."""
+    return client.get("status", wire.Status)
+
+
+def _print_list(answer: wire.JobList) -> None:
+    if answer.jobs:
         print_jobs(answer.jobs)
     else:
         print("No jobs.  `gpushare submit -- COMMAND` queues one.")
-    return EXIT_OK
+
+
+@shown_by(_print_list)
+def jobs(client: BlockingClient, args: argparse.Namespace) -> wire.JobList:
+    """Return the user's training jobs."""
+    return client.get("jobs", wire.JobList, params={"limit": args.limit})
 
 
 def submit(args: argparse.Namespace) -> int:
@@ -163,7 +199,8 @@ def submit(args: argparse.Namespace) -> int:
         if args.wait:
             note(*lines(job))
             job = _wait(client, job)
-    print_job(args, job)  # the only line on standard output
+    # The only line on standard output.
+    print_json(job) if args.json else print_job(job)
     return EXIT_REFUSED if args.wait and job.state != "succeeded" else EXIT_OK
 
 
@@ -246,7 +283,7 @@ def logs(args: argparse.Namespace) -> int:
     """Print what a job printed."""
     from jupyter_gpushare.cli import job_logs
 
-    job_id = checked_id(args, args.id)
+    job_id = args.id
     with closing(connect(args, min(RETRY_S, _LOGS_RETRY_S))) as client:
         try:
             job = client.get(f"jobs/{job_id}", wire.Job)
@@ -281,43 +318,33 @@ def _hub_url(address: Address) -> str:
     return address.url.removesuffix(API_PATH) if is_proxy else ""
 
 
-def retry(args: argparse.Namespace) -> int:
+@shown_by(print_job)
+def retry(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
     """Submit a job again that has ended."""
-    job_id = checked_id(args, args.id)
-    with closing(connect(args)) as client:
-        job = client.post(f"jobs/{job_id}/retry", None, wire.Job)
-    print_job(args, job)
-    return EXIT_OK
+    return client.post(f"jobs/{args.id}/retry", None, wire.Job)
 
 
 def show(args: argparse.Namespace) -> int:
     """Print one job with every pause and its reason."""
-    job_id = checked_id(args, args.id)
     with closing(connect(args)) as client:
-        job = client.get(f"jobs/{job_id}", wire.Job)
-        timeline = client.get(f"jobs/{job_id}/timeline", wire.JobTimeline)
+        job = client.get(f"jobs/{args.id}", wire.Job)
+        moments = client.get(f"jobs/{args.id}/timeline", wire.JobTimeline).moments
     if args.json:
-        print_json({"job": job, "timeline": timeline.moments})
+        print_json({"job": job, "timeline": moments})
         return EXIT_OK
     say(f"{job.name} ({job.id}): {job.state}")
-    for told in local(job.reason, job.reason_texts).splitlines():
-        say(told, indent="  ")
-    say(f"{job.size}, project {job.project}, attempt {job.attempt}", indent="  ")
-    say(f"waited {duration(job.waited_s)}, ran {duration(job.ran_s)}", indent="  ")
-    say(shlex.join(job.command), indent="  ")
-    if job.log:
-        say(f"log: {job.log}", indent="  ")
-    if timeline.moments:
+    for line in (
+        *local(job.reason, job.reason_texts).splitlines(),
+        f"{job.size}, project {job.project}, attempt {job.attempt}",
+        f"waited {duration(job.waited_s)}, ran {duration(job.ran_s)}",
+        shlex.join(job.command),
+        *([f"log: {job.log}"] if job.log else []),
+    ):
+        say(line, indent="  ")
+    if moments:
         print()
-        print_table(["AT", ""], [[day_and_time(m.at), one_line(m.sentence)] for m in timeline.moments])
+        print_table(["AT", ""], [[day_and_time(m.at), one_line(m.sentence)] for m in moments])
     return EXIT_OK
-
-
-def checked_id(args: argparse.Namespace, given: str) -> str:
-    """Return the id of a job, which becomes part of an address and of a path; else a usage error."""
-    if not (given.isascii() and given.isalnum() and len(given) <= 40):
-        args.parser.error(f"{given[:60]!r} is not the id of a job; `gpushare jobs` lists them")
-    return given
 
 
 def doctor(args: argparse.Namespace) -> int:
@@ -336,6 +363,3 @@ def doctor(args: argparse.Namespace) -> int:
     if any(c.name == "broker" and c.result is Result.FAIL and url for c in checks):
         return EXIT_UNREACHABLE
     return EXIT_REFUSED if any(c.result is Result.FAIL for c in checks) else EXIT_OK
-
-
-# ---- output ---------------------------------------------------------

@@ -10,10 +10,11 @@ import gzip
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from jupyter_gpushare.command_line import Option, Parser, Verb
 from jupyter_gpushare.core.model import (
     DEFAULT_ORDER,
     DEFAULT_POLICY,
@@ -79,228 +80,123 @@ def _refuse(message: str) -> int:
 # ---- arguments --------------------------------------------------------
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def _parser() -> Parser:
+    parser = Parser(
         prog="gpushare simulate",
         description="Replay a trace against the very policy that the broker runs, in virtual time.",
-        epilog="examples:\n"
-        "  gpushare simulate make jobs jobs.csv --count 5000 --gpus 64\n"
-        "  gpushare simulate jobs jobs.csv --gpus 64\n"
-        "  gpushare simulate jobs --help\n\n"
-        "Exit codes: 0 done, 2 invalid arguments or files.",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=[
+            "gpushare simulate make jobs jobs.csv --count 5000 --gpus 64",
+            "gpushare simulate jobs jobs.csv --gpus 64",
+            "gpushare simulate jobs --help",
+        ],
+        after="Exit codes: 0 done, 2 invalid arguments or files.",
     )
-    verbs = parser.add_subparsers(metavar="WHAT", required=True)
-    _add_jobs(verbs)
-    _add_notebooks(verbs)
-    _add_fractions(verbs)
-    _add_make(verbs)
+    parser.add_verbs(_VERBS, [Option("--json", "print JSON")], metavar="WHAT")
     return parser
 
 
-def _verb(
-    verbs: argparse._SubParsersAction[argparse.ArgumentParser],
-    name: str,
-    run: Callable[[argparse.Namespace], tuple[report.Numbers, Result | None]],
-    text: str,
-    *examples: str,
-) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(
-        name,
-        help=text,
-        description=text[0].upper() + text[1:] + ".",
-        epilog="examples:\n  " + "\n  ".join(f"gpushare simulate {x}" for x in examples),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    verb.add_argument("--json", action="store_true", help="print JSON")
-    verb.set_defaults(run=run)
-    return verb
-
-
-def _add_jobs(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    jobs = _verb(
-        verbs,
-        "jobs",
-        _jobs,
-        "training jobs in a queue",
-        "jobs philly.csv.gz --gpus 40 --nodes 10 --preempt-cost 30 --progress 0.5,0.3",
-        "jobs philly.csv.gz --gpus 40 --placement-nodes none --json    the published ideal",
-        "jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8 --plot use.svg",
-    )
-    jobs.add_argument("file", type=Path, metavar="FILE", help="columns num_gpu, submit_time, duration (s)")
-    _add_cluster(jobs)
-    _add_policy(jobs)
-    jobs.add_argument(
-        "--grace",
-        type=seconds,
+_CLUSTER = (
+    Option("--gpus N", "of the cluster", count, required=True),
+    Option("--nodes M", f"the GPUs lie on (default: {GPUS_PER_NODE} GPUs each)", count),
+    Option("--islands K", "groups linked by NVLink, per node (default 1)", count, default=1),
+    Option(
+        "--placement-nodes",
+        "none: GPUs are only counted, any will do together",
+        ["all", "none"],
+        default="all",
+    ),
+    Option("--plot FILE.svg", "draw allocation and utilization over time", Path),
+    Option("--order", "default %(default)s", list(_ORDERS), default=DEFAULT_ORDER.value),
+    Option(
+        "--preempt-cost S",
+        "seconds that a preempted job holds its GPUs before it goes on (default 0)",
+        seconds,
         default=0.0,
-        metavar="S",
-        help="seconds from telling a job to stop until its GPUs are free (default 0)",
-    )
-    jobs.add_argument(
-        "--progress",
-        type=share_and_error,
-        default=(0.0, 0.0),
-        metavar="SHARE,SIGMA",
-        help="with order progress: this share of the jobs reports progress, by which the remaining work is "
+    ),
+    *(
+        Option(
+            f"--{flag} S",
+            f"{text} (default {getattr(DEFAULT_POLICY, field):g}); none: off, as with "
+            "--placement-nodes none and no preemption cost",
+            seconds_or("none"),
+            dest=field,
+            default=argparse.SUPPRESS,
+        )
+        for flag, (field, text) in _BOUNDS.items()
+    ),
+)
+_JOBS = (
+    Option("FILE", "columns num_gpu, submit_time, duration (s)", Path),
+    *_CLUSTER,
+    Option(
+        "--grace S",
+        "seconds from telling a job to stop until its GPUs are free (default 0)",
+        seconds,
+        default=0.0,
+    ),
+    Option(
+        "--progress SHARE,SIGMA",
+        "with order progress: this share of the jobs reports progress, by which the remaining work is "
         "estimated with a log-normal error (default 0,0)",
-    )
-    jobs.add_argument(
-        "--weights",
-        type=numbers(1, 1_000),
-        metavar="W,W,...",
-        help="as many projects with these weights; job n belongs to project n mod their number",
-    )
-    jobs.add_argument(
-        "--quotas",
-        type=numbers(0, 1_000_000),
-        metavar="G,G,...",
-        help="guaranteed GPUs of these projects (default: all GPUs to one, 0 to several)",
-    )
-
-
-def _add_notebooks(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    notebooks = _verb(
-        verbs,
-        "notebooks",
-        _notebooks,
-        "notebook sessions that lend their idle GPUs, to training jobs if there are any",
-        "notebooks cells.csv.gz --gpus 1200 --nodes 150 --jobs philly.csv.gz --saturate --idle-timeout 900",
-        "notebooks cells.csv.gz --gpus 64 --jobs jobs.csv --idle-timeout adaptive --json",
-    )
-    notebooks.add_argument(
-        "file", type=Path, metavar="CELLS", help="columns num_gpu, submit_time, duration (minutes)"
-    )
-    _add_cluster(notebooks)
-    _add_policy(notebooks)
-    notebooks.add_argument(
-        "--jobs", type=Path, metavar="FILE", help="training jobs, as `simulate jobs` reads"
-    )
-    notebooks.add_argument(
-        "--saturate",
-        action="store_true",
-        help="the jobs come over and over, so that small ones always wait",
-    )
-    notebooks.add_argument(
-        "--idle-timeout",
-        type=seconds_or("adaptive"),
-        default=DEFAULT_POLICY.idle_timeout_s,
-        metavar="S",
-        help="idle seconds after which a session's GPUs may be lent (default 900);"
+        share_and_error,
+        default=(0.0, 0.0),
+    ),
+    Option(
+        "--weights W,W,...",
+        "as many projects with these weights; job n belongs to project n mod their number",
+        numbers(1, 1_000),
+    ),
+    Option(
+        "--quotas G,G,...",
+        "guaranteed GPUs of these projects (default: all GPUs to one, 0 to several)",
+        numbers(0, 1_000_000),
+    ),
+)
+_NOTEBOOKS = (
+    Option("CELLS", "columns num_gpu, submit_time, duration (minutes)", Path, dest="file"),
+    *_CLUSTER,
+    Option("--jobs FILE", "training jobs, as `simulate jobs` reads", Path),
+    Option("--saturate", "the jobs come over and over, so that small ones always wait"),
+    Option(
+        "--idle-timeout S",
+        "idle seconds after which a session's GPUs may be lent (default 900);"
         " adaptive: learned from each session's past",
-    )
-    notebooks.add_argument(
-        "--notice",
-        type=seconds,
-        default=DEFAULT_POLICY.notice_s,
-        metavar="S",
-        help="seconds for which an owner is told before the GPUs are lent, at most a third of the idle"
+        seconds_or("adaptive"),
+        default=DEFAULT_POLICY.idle_timeout_s,
+    ),
+    Option(
+        "--notice S",
+        "seconds for which an owner is told before the GPUs are lent, at most a third of the idle"
         " timeout (default 30)",
-    )
-    notebooks.add_argument(
-        "--state-gib",
-        type=positive,
-        default=16.0,
-        metavar="G",
-        help="GPU memory in use per GPU (default 16)",
-    )
-    notebooks.add_argument(
-        "--copy-gbps",
-        type=positive,
-        default=8.0,
-        metavar="R",
-        help="GB/s of each GPU to host memory and back (default 8)",
-    )
-    notebooks.add_argument(
+        seconds,
+        default=DEFAULT_POLICY.notice_s,
+    ),
+    Option("--state-gib G", "GPU memory in use per GPU (default 16)", positive, default=16.0),
+    Option("--copy-gbps R", "GB/s of each GPU to host memory and back (default 8)", positive, default=8.0),
+    Option(
         "--survival",
-        type=CheckpointMode,
+        "of jobs: sigterm (default) writes its state and goes on anywhere, suspend keeps its place",
+        CheckpointMode,
         choices=[CheckpointMode.SIGTERM, CheckpointMode.SUSPEND],
         default=CheckpointMode.SIGTERM,
-        help="of jobs: sigterm (default) writes its state and goes on anywhere, suspend keeps its place",
-    )
-    notebooks.add_argument(
-        "--host-gib", type=positive, metavar="G", help="host memory for what sleeps (default: enough)"
-    )
-
-
-def _add_cluster(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--gpus", type=count, required=True, metavar="N", help="of the cluster")
-    verb.add_argument(
-        "--nodes", type=count, metavar="M", help=f"the GPUs lie on (default: {GPUS_PER_NODE} GPUs each)"
-    )
-    verb.add_argument(
-        "--islands", type=count, default=1, metavar="K", help="groups linked by NVLink, per node (default 1)"
-    )
-    verb.add_argument(
-        "--placement-nodes",
-        choices=["all", "none"],
-        default="all",
-        help="none: GPUs are only counted, any will do together",
-    )
-    verb.add_argument(
-        "--plot", type=Path, metavar="FILE.svg", help="draw allocation and utilization over time"
-    )
-
-
-def _add_policy(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument(
-        "--order", choices=list(_ORDERS), default=DEFAULT_ORDER.value, help="default %(default)s"
-    )
-    verb.add_argument(
-        "--preempt-cost",
-        type=seconds,
-        default=0.0,
-        metavar="S",
-        help="seconds that a preempted job holds its GPUs before it goes on (default 0)",
-    )
-    for option, (field, text) in _BOUNDS.items():
-        verb.add_argument(
-            f"--{option}",
-            dest=field,
-            type=seconds_or("none"),
-            default=argparse.SUPPRESS,
-            metavar="S",
-            help=f"{text} (default {getattr(DEFAULT_POLICY, field):g}); none: off, as with "
-            "--placement-nodes none and no preemption cost",
-        )
-
-
-def _add_fractions(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    verb = _verb(
-        verbs,
-        "fractions",
-        _fractions,
-        "pods that ask for parts of GPUs fill a cluster",
-        "fractions pods.csv.gz --nodes-file nodes.csv.gz --placement fgd --seed 42",
-    )
-    verb.add_argument("file", type=Path, metavar="PODS")
-    verb.add_argument("--nodes-file", type=Path, required=True, metavar="NODES")
-    verb.add_argument("--placement", choices=PLACEMENTS, default="fgd", help="default fgd")
-    verb.add_argument(
-        "--seed", type=int, default=42, metavar="N", help="of the order of arrival (default 42)"
-    )
-
-
-def _add_make(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    verb = _verb(
-        verbs,
-        "make",
-        _make,
-        "write a made-up trace (its percentiles: docs/simulator.md)",
-        "make jobs jobs.csv --count 5000 --gpus 64 --load 0.9",
-        "make cells cells.csv.gz --count 300 --days 14 --seed 1",
-    )
-    verb.add_argument("kind", choices=["jobs", "cells"])
-    verb.add_argument("file", type=Path, metavar="FILE", help="compressed if it ends in .gz")
-    verb.add_argument("--count", type=count, default=1_000, metavar="N", help="jobs or sessions")
-    verb.add_argument("--seed", type=int, default=0, metavar="N", help="default 0")
-    verb.add_argument("--gpus", type=count, default=64, metavar="N", help="that the jobs load (default 64)")
-    verb.add_argument(
-        "--load", type=positive, default=0.9, metavar="L", help="part of these GPUs asked for (default 0.9)"
-    )
-    verb.add_argument(
-        "--days", type=positive, default=14.0, metavar="D", help="within which sessions begin (default 14)"
-    )
+    ),
+    Option("--host-gib G", "host memory for what sleeps (default: enough)", positive),
+)
+_FRACTIONS = (
+    Option("PODS", kind=Path, dest="file"),
+    Option("--nodes-file NODES", kind=Path, required=True),
+    Option("--placement", "default fgd", PLACEMENTS, default="fgd"),
+    Option("--seed N", "of the order of arrival (default 42)", int, default=42),
+)
+_MAKE = (
+    Option("kind", kind=["jobs", "cells"]),
+    Option("FILE", "compressed if it ends in .gz", Path),
+    Option("--count N", "jobs or sessions", count, default=1_000),
+    Option("--seed N", "default 0", int, default=0),
+    Option("--gpus N", "that the jobs load (default 64)", count, default=64),
+    Option("--load L", "part of these GPUs asked for (default 0.9)", positive, default=0.9),
+    Option("--days D", "within which sessions begin (default 14)", positive, default=14.0),
+)
 
 
 # ---- verbs -------------------------------------------------------------------
@@ -404,3 +300,47 @@ def _make(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
     data = gzip.compress(text.encode(), mtime=0) if args.file.suffix == ".gz" else text.encode()
     report.write_whole(args.file, data)
     return {"file": str(args.file), "rows": rows}, None
+
+
+_VERBS: Mapping[str, Verb] = {
+    "jobs": Verb(
+        _jobs,
+        "training jobs in a queue",
+        [
+            "gpushare simulate jobs philly.csv.gz --gpus 40 --nodes 10 --preempt-cost 30 --progress 0.5,0.3",
+            "gpushare simulate jobs philly.csv.gz --gpus 40 --placement-nodes none --json"
+            "    the published ideal",
+            "gpushare simulate jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8"
+            " --plot use.svg",
+        ],
+        _JOBS,
+    ),
+    "notebooks": Verb(
+        _notebooks,
+        "notebook sessions that lend their idle GPUs, to training jobs if there are any",
+        [
+            "gpushare simulate notebooks cells.csv.gz --gpus 1200 --nodes 150 --jobs philly.csv.gz --saturate"
+            " --idle-timeout 900",
+            "gpushare simulate notebooks cells.csv.gz --gpus 64 --jobs jobs.csv --idle-timeout adaptive"
+            " --json",
+        ],
+        _NOTEBOOKS,
+    ),
+    "fractions": Verb(
+        _fractions,
+        "pods that ask for parts of GPUs fill a cluster",
+        [
+            "gpushare simulate fractions pods.csv.gz --nodes-file nodes.csv.gz --placement fgd --seed 42",
+        ],
+        _FRACTIONS,
+    ),
+    "make": Verb(
+        _make,
+        "write a made-up trace (its percentiles: docs/simulator.md)",
+        [
+            "gpushare simulate make jobs jobs.csv --count 5000 --gpus 64 --load 0.9",
+            "gpushare simulate make cells cells.csv.gz --count 300 --days 14 --seed 1",
+        ],
+        _MAKE,
+    ),
+}

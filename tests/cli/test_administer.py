@@ -70,7 +70,8 @@ def test_half_a_change_of_a_project_is_a_usage_error(gpushare, broker, words):
 def test_a_project_that_does_not_exist_is_named(gpushare, broker, golden):
     broker.answer("GET projects", {"projects": golden("status_active")["projects"]})
     shown = gpushare("admin", "quota", "nosuch")
-    assert (shown.code, shown.out.strip()) == (1, "There is no project 'nosuch' for you.")
+    assert (shown.code, shown.out) == (1, "")
+    assert shown.err == "gpushare: There is no project 'nosuch' for you.\n"
 
 
 def row(**values):

@@ -1,0 +1,157 @@
+"""Command lines as tables: rows for verbs and their options, and the builder of parsers from them."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import shutil
+import sys
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn, TextIO
+
+Kind = Callable[[str], object] | Sequence[str] | None
+
+_INVALID_CHOICE = re.compile(r"invalid choice: '(.*?)' \(choose from (.*)\)")
+_MIN_COLUMNS = 40
+
+
+class Option:
+    """An option or argument of a verb, with its ``usage`` as a usage line has it.
+
+    ``--limit N`` has a value, ``-f --follow`` has none, ``--env K=V ...`` may be repeated; ``ID`` is an
+    argument, ``[ID]`` may be left out, of ``ID ...`` there are one or more.  ``kind`` reads the value or
+    lists the choices.  ``settings`` go to ``argparse`` as they are.
+    """
+
+    def __init__(self, usage: str, help: str = "", kind: Kind = None, **settings: Any) -> None:
+        self.usage, self.help, self.kind, self.settings = usage, help, kind, settings
+
+    def add_to(self, parser: argparse._ActionsContainer) -> None:
+        """Add it to a parser, or to a group of one."""
+        words = self.usage.split()
+        flags = [word for word in words if word.startswith("-")]
+        value = next((word for word in words if word not in (*flags, "...")), "")
+        settings: dict[str, Any] = {"help": self.help} if self.help else {}
+        if self.kind is not None:
+            settings["type" if callable(self.kind) else "choices"] = self.kind
+        elif flags and not value:
+            settings["action"] = "store_true"
+        if words[-1] == "...":
+            settings |= {"action": "append", "default": []} if flags else {"nargs": "+"}
+        settings |= self.settings
+        if not flags:
+            name = value.strip("[]")
+            flags = [settings.pop("dest", name.lower())]
+            settings |= {"nargs": "?"} if name != value else {}
+            value = "" if name.islower() else name
+        if value:
+            settings["metavar"] = value
+        parser.add_argument(*flags, **settings)
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Options that belong together: with a title in the help, else at most one of them may be given."""
+
+    options: Sequence[Option]
+    title: str = ""
+    required: bool = False
+
+
+Options = Sequence[Option | Group]
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """A verb of a command line; ``run`` is an attribute of the parsed words."""
+
+    run: Callable[..., Any]
+    help: str
+    examples: Sequence[str]
+    options: Options = ()
+    usage: str | None = None
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser with examples in its help, that suggests the closest choice for a misspelt one."""
+
+    def __init__(self, *, examples: Sequence[str] = (), after: str = "", **settings: Any) -> None:
+        """Make one; ``after`` ends the help, ``settings`` are those of `argparse.ArgumentParser`."""
+        shown = "\n  ".join(["examples:", *examples]) if examples else ""
+        epilog = "\n\n".join(filter(None, (shown, after)))
+        super().__init__(epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
+
+    def add_options(self, options: Options) -> None:
+        """Add options and groups of them, in this order."""
+        for each in options:
+            if isinstance(each, Option):
+                each.add_to(self)
+                continue
+            within = (
+                self.add_argument_group(each.title)
+                if each.title
+                else self.add_mutually_exclusive_group(required=each.required)
+            )
+            for one in each.options:
+                one.add_to(within)
+
+    def add_verbs(
+        self, verbs: Mapping[str, Verb], every: Options = (), metavar: str = "VERB"
+    ) -> argparse._SubParsersAction[Parser]:
+        """Add verbs, each with the options of ``every`` verb; return what further verbs are added to."""
+        added = self.add_subparsers(metavar=metavar, required=True)
+        for name, verb in verbs.items():
+            description = f"{verb.help[0].upper()}{verb.help[1:]}."
+            parser = added.add_parser(
+                name, help=verb.help, usage=verb.usage, description=description, examples=verb.examples
+            )
+            parser.add_options([*every, *verb.options])
+            parser.set_defaults(run=verb.run, parser=parser)
+        return added
+
+    def error(self, message: str) -> NoReturn:
+        """Exit with 2, the usage and the message, in a terminal wrapped at words."""
+        if unknown := _INVALID_CHOICE.search(message):
+            choices = re.findall(r"[\w-]+", unknown[2])
+            near = difflib.get_close_matches(unknown[1], choices, 1)
+            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+            message = f"{message[: unknown.start()]}{unknown[1]!r} is not known: {advice}"
+        self.print_usage(sys.stderr)
+        self.exit(2, wrapped(f"{self.prog}: error: {message}", sys.stderr) + "\n")
+
+
+def count(low: int, high: int) -> Callable[[str], int]:
+    """Return a reader of whole numbers from ``low`` to ``high``."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from {low} to {high}")
+        return value
+
+    return parse
+
+
+def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
+    """Return a line with an indent, for a terminal wrapped at words."""
+    if not stream.isatty():
+        return f"{indent}{text}"
+    return textwrap.fill(
+        text,
+        columns(),
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def columns(taken: int = 0) -> int:
+    """Return the columns that the terminal has left, with a minimum at which sentences stay readable."""
+    return max(_MIN_COLUMNS, shutil.get_terminal_size().columns - taken)
