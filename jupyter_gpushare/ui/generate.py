@@ -1,7 +1,7 @@
 """Write the TypeScript that follows from Python code: ``python jupyter_gpushare/ui/generate.py``.
 
-`FILES` maps each generated file to its function.  ``tests/wire/test_typescript.py``
-compares the files with the functions, so that they cannot become outdated.
+`FILES` maps each generated file to its function.  `build` and the Makefile run it before they read
+the sources; git does not keep what it writes.
 """
 
 from __future__ import annotations
