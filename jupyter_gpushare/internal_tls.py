@@ -36,13 +36,25 @@ def internal_tls(
     if missing := [name for name in VARIABLES if not env.get(name)]:
         raise GpuShareError(f"the Hub's internal TLS needs {', '.join(missing)} too")
     try:
-        for name in VARIABLES:
-            with Path(env[name]).open("rb"):
+        return mutual_tls(env[CERTIFICATE], env[KEY], env[AUTHORITIES], purpose)
+    except GpuShareError as error:
+        raise GpuShareError(f"the Hub's internal TLS cannot be used: {error}") from None
+
+
+def mutual_tls(certificate: str, key: str, authorities: str, purpose: ssl.Purpose) -> ssl.SSLContext:
+    """Return a context in which both sides show a certificate of these authorities, and of no others.
+
+    Raises:
+        GpuShareError: a file cannot be used.
+    """
+    try:
+        for path in (key, certificate, authorities):
+            with Path(path).open("rb"):
                 pass  # an error of the ssl module names no file
-        context = ssl.create_default_context(purpose, cafile=env[AUTHORITIES])
-        context.load_cert_chain(env[CERTIFICATE], env[KEY])
+        context = ssl.create_default_context(purpose, cafile=authorities)
+        context.load_cert_chain(certificate, key)
     except OSError as error:  # ssl.SSLError among them
-        where = getattr(error, "filename", None) or f"{env[CERTIFICATE]} with {env[KEY]}"
-        raise GpuShareError(f"the Hub's internal TLS cannot be used: {where}: {error.strerror}") from None
+        where = getattr(error, "filename", None) or f"{certificate} with {key}"
+        raise GpuShareError(f"{where}: {error.strerror}") from None
     context.verify_mode = ssl.CERT_REQUIRED
     return context

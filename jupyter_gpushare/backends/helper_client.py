@@ -1,8 +1,8 @@
 """Requests to one device helper, on this machine or another.
 
 The helper's protocol is `protocol.helper`: one line of JSON each way, one connection per request (a
-slow suspension must not delay a sample).  On this machine a line is one line of a unix socket; over
-TCP it is one frame of `protocol.sealed`, below which TLS can be.
+slow suspension must not delay a sample).  A connection is a unix socket on this machine, and TLS
+(`protocol.helper_tls`) to another one.
 """
 
 from __future__ import annotations
@@ -14,12 +14,13 @@ import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
-from jupyter_gpushare.errors import DeviceError, HelperError
-from jupyter_gpushare.protocol import helper, sealed
+from jupyter_gpushare.errors import DeviceError, GpuShareError, HelperError
+from jupyter_gpushare.protocol import helper
+from jupyter_gpushare.protocol.helper_tls import HELPER, TlsFiles, names, reason
 
 T = TypeVar("T")
 
@@ -37,17 +38,25 @@ _KEEPALIVE = (  # a node that is gone is noticed after half a minute
 )
 
 
-class Connection(Protocol):
+class Connection:
     """An open connection to a helper."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
 
     async def send(self, line: bytes) -> None:
         """Send one line, with its end."""
+        self._writer.write(line)
+        await self._writer.drain()
 
     async def receive(self) -> bytes:
         """Return the next line; empty when the helper closed the connection."""
+        return await self._reader.readline()
 
     def close(self) -> None:
-        """Close it."""
+        """Close it at once, without the end of TLS, for which the helper would have to answer again."""
+        self._writer.transport.abort()
 
 
 class Address(abc.ABC):
@@ -78,113 +87,65 @@ class SocketAddress(Address):
             reader, writer = await asyncio.open_unix_connection(self.path, limit=helper.MAX_LINE_BYTES)
         except OSError as error:
             raise HelperError("unreachable", f"no device helper at {self.path}: {error.strerror}") from None
-        return _Plain(reader, writer)
+        return Connection(reader, writer)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeAddress(Address):
-    """A TCP port of a node; helper and broker share the secret."""
+    """A TCP port of a node."""
 
     host: str
     port: int
     node: str
-    secret: bytes
-    tls: ssl.SSLContext | None = None  # None: the connection is sealed, and can be read on the way
-    tls_name: str = ""  # in the helper's certificate; empty: the node
+    tls: TlsFiles  # of the broker
 
     async def connect(self) -> Connection:
-        """Return a new connection after both sides have shown that they know the secret.
+        """Return a new connection after both sides have shown their certificates.
 
         Raises:
             HelperError: no answer within `_CONNECT_S`, or not the helper of this node.
         """
         where = f"node {self.node} at {self.host} port {self.port}"
-        writer: asyncio.StreamWriter | None = None
         try:
             async with asyncio.timeout(_CONNECT_S):
-                reader, writer = await asyncio.open_connection(
-                    self.host,
-                    self.port,
-                    limit=helper.MAX_LINE_BYTES,
-                    ssl=self.tls,
-                    server_hostname=(self.tls_name or self.node) if self.tls else None,
-                )
-                return await self._prove(reader, writer)
-        except sealed.SealError as error:
-            _close(writer)
-            raise HelperError(
-                "not_verified", f"the device helper of {where} is not accepted: {error}"
-            ) from None
-        except (OSError, TimeoutError, asyncio.IncompleteReadError) as error:
-            _close(writer)
-            why = getattr(error, "strerror", "") or str(error) or "no answer in time"
+                return await self._open()
+        except ssl.SSLError as error:
+            refused = reason(error)
+        except OSError as error:  # TimeoutError among them
+            why = error.strerror or str(error) or "no answer in time"
             raise HelperError("unreachable", f"no device helper of {where}: {why}") from None
-        except asyncio.CancelledError:
-            _close(writer)
-            raise
+        except (GpuShareError, ValueError) as error:
+            refused = str(error)
+        raise HelperError("not_verified", f"the device helper of {where} is not accepted: {refused}")
 
-    async def _prove(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> Connection:
-        if (raw := writer.get_extra_info("socket")) is not None:
-            for level, option, value in _KEEPALIVE:
-                raw.setsockopt(level, option, value)
-        handshake = sealed.ClientHandshake(self.secret, self.node)
-        writer.write(handshake.hello())
-        writer.write(handshake.prove(await reader.readexactly(sealed.CHALLENGE_BYTES)))
-        await writer.drain()
-        return _Sealed(reader, writer, handshake.session())
-
-
-class _Plain:
-    """Lines as they are."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    async def send(self, line: bytes) -> None:
-        self._writer.write(line)
-        await self._writer.drain()
-
-    async def receive(self) -> bytes:
-        return await self._reader.readline()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-class _Sealed:
-    """Lines of which each is one frame."""
-
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, session: sealed.Session
-    ) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._session = session
-
-    async def send(self, line: bytes) -> None:
-        self._writer.write(self._session.seal(line))
-        await self._writer.drain()
-
-    async def receive(self) -> bytes:
+    async def _open(self) -> Connection:
+        reader, writer = await asyncio.open_connection(
+            self.host,
+            self.port,
+            limit=helper.MAX_LINE_BYTES,
+            ssl=self.tls.context(ssl.Purpose.SERVER_AUTH),
+        )
+        connection = Connection(reader, writer)
         try:
-            header = await self._reader.readexactly(sealed.HEADER_BYTES)
-            rest = await self._reader.readexactly(self._session.rest_bytes(header))
-            return self._session.open(header, rest)
-        except asyncio.IncompleteReadError as error:
-            if error.partial:
-                raise ConnectionResetError("the connection ended within a frame") from None
-            return b""
-        except sealed.SealError as error:
-            raise ConnectionResetError(str(error)) from None
+            for level, option, value in _KEEPALIVE:
+                writer.get_extra_info("socket").setsockopt(level, option, value)
+            self._verify(names(writer.get_extra_info("peercert")), await connection.receive())
+        except BaseException:
+            connection.close()
+            raise
+        return connection
 
-    def close(self) -> None:
-        self._writer.close()
+    def _verify(self, names: set[str], greeting: bytes) -> None:
+        """Look whether the peer is the helper of this node.
 
-
-def _close(writer: asyncio.StreamWriter | None) -> None:
-    if writer is not None:
-        writer.close()
+        Raises:
+            HelperError: it is not, or does not accept this broker.
+        """
+        if not names & {HELPER, f"{self.node}.{HELPER}"}:
+            raise HelperError("not_verified", f"its certificate has to name {HELPER} or {self.node}.{HELPER}")
+        node = _result(greeting, "connect", dict).get("node")
+        if node != self.node:
+            raise HelperError("not_verified", f"it is the helper of node {node}")
 
 
 class HelperClient:

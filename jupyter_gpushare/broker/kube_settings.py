@@ -15,7 +15,7 @@ from jupyter_gpushare.backends.kubernetes.helpers import HelperPods
 from jupyter_gpushare.backends.kubernetes.objects import SeatPod
 from jupyter_gpushare.broker.kai_engine import PLACE_S, SEAT_S
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.protocol.sealed import read_secret
+from jupyter_gpushare.protocol.helper_tls import BROKER, TlsFiles
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _SITE = SeatPod()
@@ -76,13 +76,18 @@ class GPUShareKube(Configurable):
     helper_port = Integer(
         7710, min=1, max=65_535, help="TCP port of the device helpers (their option --listen)."
     ).tag(config=True)
-    helper_secret_file = Unicode(
-        "", help="File with the secret that broker and device helpers share (their option --secret-file)."
+    helper_certificate_file = Unicode(
+        "",
+        help=f"File with the certificate that the broker shows to device helpers, for the name {BROKER}. "
+        "It is read again when it changes, like the next two.",
+    ).tag(config=True)
+    helper_key_file = Unicode(
+        "", help="File with the key of helper_certificate_file, which no other user may read."
     ).tag(config=True)
     helper_ca_file = Unicode(
         "",
-        help="File with the certificate authority of the helpers' certificates, each for the name of its "
-        "node; without it connections are sealed with the secret, and can be read on the way.",
+        help="File with the certificate of the authority that signs those of the device helpers and the "
+        "broker's. It has to be one that signs these names for nobody else.",
     ).tag(config=True)
     place_timeout = Float(
         PLACE_S,
@@ -135,19 +140,19 @@ class GPUShareKube(Configurable):
         """Return where the device helpers are, and what the broker shows them.
 
         Raises:
-            GpuShareError: their secret or certificate authority is not configured, or cannot be read.
+            GpuShareError: a certificate or the key is not configured, or cannot be used.
         """
-        if not self.helper_secret_file:
-            raise GpuShareError("c.GPUShareKube.helper_secret_file is not set")
-        try:
-            tls = ssl.create_default_context(cafile=self.helper_ca_file) if self.helper_ca_file else None
-        except (OSError, ssl.SSLError) as error:
-            raise GpuShareError("c.GPUShareKube.helper_ca_file cannot be used: %1", str(error)) from None
+        files = {}
+        for name in ("certificate", "key", "ca"):
+            if not (path := getattr(self, f"helper_{name}_file")):
+                raise GpuShareError("c.GPUShareKube.helper_%1_file is not set", name)
+            files[name] = Path(path)
+        tls = TlsFiles(certificate=files["certificate"], key=files["key"], authority=files["ca"])
+        tls.context(ssl.Purpose.SERVER_AUTH)
         return HelperPods(
             namespace=self.namespace,
             selector=self.helper_selector,
             port=self.helper_port,
-            secret=read_secret(Path(self.helper_secret_file)),
             tls=tls,
         )
 

@@ -254,7 +254,7 @@ async def _helpers(cluster: Cluster) -> Check:
         return fail(
             "helpers",
             f"The device helper does not answer on {', '.join(sorted(silent)[:5])}.",
-            f"let this pod reach port {kube.helper_port} of its pod, and compare the secrets",
+            f"let this pod reach port {kube.helper_port} of its pod, and see why in the log of the helper",
         )
     return ok("helpers", f"They answer on {len(addresses)} nodes.")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import ssl
 import struct
 import threading
 import time
@@ -20,7 +19,6 @@ from tornado.netutil import bind_sockets
 
 from jupyter_gpushare import listener
 from jupyter_gpushare.backends.helper_client import Address, NodeAddress, SocketAddress
-from jupyter_gpushare.broker.http.certificate import tls_context
 from jupyter_gpushare.channel import unix_url
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.connections import BACKLOG
@@ -33,6 +31,7 @@ from jupyter_gpushare.protocol.jobfiles import Record
 from tests.attack import crowd
 from tests.broker.http_site import PREFIX, SPAWNER, Http
 from tests.broker.site import Site
+from tests.certificates import broker_and_helper
 from tests.ports import free_ports
 
 # Of the broker's listeners, which have 2,000 connections; the others have 200 at most.
@@ -40,7 +39,6 @@ COUNT, OTHERS = 2_000, int(os.environ.get("GPUSHARE_TEST_CONNECTIONS", "400"))
 # The Hub and a user are answered within this time, where 20 ms are enough without the crowd.
 BOUND_S = 5.0
 ROUNDS = OTHERS // 200
-SECRET = b"s" * 32
 
 Call = Callable[[], Awaitable[object]]
 
@@ -161,19 +159,10 @@ async def helper(tmp_path: Path, way: str) -> AsyncIterator[Target]:
         path.chmod(0o666)
         address, client = str(path), SocketAddress(path)
     else:
-        certificate, key, trusted = None, None, None
-        if way == "tls":
-            certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-            tls_context(certificate, key)  # makes them
-            trusted = ssl.create_default_context(cafile=certificate)
-            trusted.check_hostname = False
-        port = free_ports()
-        endpoint = Endpoint(
-            host="127.0.0.1", port=port, node="n1", secret=SECRET, certificate=certificate, key=key
-        )
-        server = TcpServer(endpoint, echo)
+        (of_broker, of_helper), port = broker_and_helper(tmp_path), free_ports()
+        server = TcpServer(Endpoint(host="127.0.0.1", port=port, node="n1", tls=of_helper), echo)
         address = ("127.0.0.1", port)
-        client = NodeAddress(host="127.0.0.1", port=port, node="n1", secret=SECRET, tls=trusted)
+        client = NodeAddress(host="127.0.0.1", port=port, node="n1", tls=of_broker)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
 
@@ -197,7 +186,7 @@ async def helper(tmp_path: Path, way: str) -> AsyncIterator[Target]:
     "of",
     [
         *("broker unix", "broker port", "broker tls", "job"),
-        *("helper unix", "helper tcp", "helper tls", "helper seats"),
+        *("helper unix", "helper tls", "helper seats"),
     ],
 )
 async def test_connections_that_prove_nothing_keep_neither_the_hub_nor_a_user_waiting(

@@ -50,6 +50,7 @@ from tests.broker import fake_hub
 from tests.broker.fake_devices import SiteDevices
 from tests.broker.fake_hub import SiteHub
 from tests.broker.site import Site
+from tests.certificates import broker_and_helper, helper_options
 from tests.gpu.machine import Machine, Worker, machine_in
 from tests.hub.conftest import ADMIN_TOKEN, SIMPLE, running_hub
 from tests.hub.conftest import Hub as HubProcess
@@ -184,15 +185,12 @@ class NodesBench(LocalBench):
         drop_all(self.second)
 
     def serve(self, name: str, machine: Machine) -> None:
-        secret, port = machine.folder / "secret", free_ports()
-        secret.write_bytes(b"s" * 32)
-        secret.chmod(0o600)
+        (broker, helper), port = broker_and_helper(machine.folder), free_ports()
         machine.start(
-            *("--listen", f"127.0.0.1:{port}", "--secret-file", str(secret), "--node", name),
+            *("--listen", f"127.0.0.1:{port}", *helper_options(helper), "--node", name),
             *("--install-library", str(machine.folder / "lib")),
         )
-        address = NodeAddress(host="127.0.0.1", port=port, node=name, secret=b"s" * 32)
-        self.addresses[name] = address
+        self.addresses[name] = NodeAddress(host="127.0.0.1", port=port, node=name, tls=broker)
 
 
 async def test_a_watch_ends_also_where_an_event_comes_at_that_moment(monkeypatch):

@@ -8,36 +8,40 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from cryptography.x509.oid import ExtendedKeyUsageOID
 
 from jupyter_gpushare import connections
-from jupyter_gpushare.backends.helper_client import Connection, HelperClient, NodeAddress
-from jupyter_gpushare.broker.http.certificate import tls_context
+from jupyter_gpushare.backends.helper_client import HelperClient, NodeAddress
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.service import options
 from jupyter_gpushare.gpu.service import tcp as tcp_module
 from jupyter_gpushare.gpu.service.lines import Lines
 from jupyter_gpushare.gpu.service.peers import MAX_UNPROVEN
 from jupyter_gpushare.gpu.service.tcp import Endpoint, TcpServer
-from jupyter_gpushare.protocol import helper, sealed
+from jupyter_gpushare.protocol import helper
+from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER, TlsFiles
+from tests.certificates import Authority, broker_and_helper, helper_options
 from tests.gpu.machine import Machine
 from tests.ports import free_ports
 from tests.waiting import until
 
-SECRET = b"s" * 32
+
+@pytest.fixture
+def authority(tmp_path: Path) -> Authority:
+    return Authority(tmp_path)
 
 
 class Echo:
     """A server that answers every line with itself, and remembers them."""
 
-    def __init__(self, certificate: Path | None = None, key: Path | None = None) -> None:
+    def __init__(self, tls: TlsFiles) -> None:
         self.heard: list[bytes] = []
-        endpoint = Endpoint(
-            host="127.0.0.1", port=free_ports(), node="n1", secret=SECRET, certificate=certificate, key=key
-        )
+        endpoint = Endpoint(host="127.0.0.1", port=free_ports(), node="n1", tls=tls)
         self.server = TcpServer(endpoint, self.talk)
         self._thread = threading.Thread(target=self.server.run, daemon=True)
         self._thread.start()
@@ -48,8 +52,8 @@ class Echo:
             self.heard.append(line)
             lines.write(line + b"\n")
 
-    def address(self, secret: bytes = SECRET, node: str = "n1", port: int = 0) -> NodeAddress:
-        return NodeAddress(host="127.0.0.1", port=port or self.server.port, node=node, secret=secret)
+    def address(self, broker: TlsFiles, node: str = "n1", port: int = 0) -> NodeAddress:
+        return NodeAddress(host="127.0.0.1", port=port or self.server.port, node=node, tls=broker)
 
     def close(self) -> None:
         self.server.stop()
@@ -57,17 +61,26 @@ class Echo:
 
 
 @pytest.fixture
-def echo() -> Iterator[Echo]:
-    server = Echo()
-    yield server
-    server.close()
+def broker(authority: Authority) -> TlsFiles:
+    return authority.issue(BROKER)
 
 
-async def close(connection: Connection) -> None:
-    """Close a connection and wait for its end: that of TLS takes a few turns of the loop."""
-    connection.close()
-    with contextlib.suppress(OSError):
-        await connection._writer.wait_closed()  # type: ignore[attr-defined]
+@pytest.fixture
+def serve(authority: Authority) -> Iterator[Callable[[TlsFiles], Echo]]:
+    """Start servers with a certificate each."""
+    with contextlib.ExitStack() as stack:
+
+        def start(files: TlsFiles) -> Echo:
+            server = Echo(files)
+            stack.callback(server.close)
+            return server
+
+        yield start
+
+
+@pytest.fixture
+def echo(authority: Authority, serve: Callable[[TlsFiles], Echo]) -> Echo:
+    return serve(authority.issue(HELPER))
 
 
 async def said(address: NodeAddress, *lines: bytes) -> list[bytes]:
@@ -79,7 +92,7 @@ async def said(address: NodeAddress, *lines: bytes) -> list[bytes]:
             found.append(await connection.receive())
         return found
     finally:
-        await close(connection)
+        connection.close()
 
 
 class Wire:
@@ -127,45 +140,128 @@ class Wire:
 
 
 def answered(port: int, raw: list[bytes]) -> bytes:
-    """What a server answers to these bytes before it closes the connection, after the challenge."""
+    """What a server answers to these bytes before it closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as peer:
-        for data in raw:
-            peer.sendall(data)
         found = b""
-        with contextlib.suppress(ConnectionResetError):
+        with contextlib.suppress(ConnectionError):
+            for data in raw:
+                peer.sendall(data)
             while more := peer.recv(65536):
                 found += more
-        return found[sealed.CHALLENGE_BYTES :]
+        return found
 
 
-async def test_lines_pass_in_both_directions(echo: Echo) -> None:
+async def refused(address: NodeAddress) -> str:
+    """Why a request gets no answer."""
+    with pytest.raises(HelperError) as error:
+        await said(address, b"suspend\n")
+    assert error.value.kind == "not_verified"
+    return str(error.value)
+
+
+async def test_lines_pass_in_both_directions(echo: Echo, broker: TlsFiles) -> None:
     long = b"x" * (helper.MAX_LINE_BYTES - 1)
-    assert await said(echo.address(), b"one\n", b"two\n", long + b"\n") == [b"one\n", b"two\n", long + b"\n"]
+    lines = [b"one\n", b"two\n", long + b"\n"]
+    assert await said(echo.address(broker), *lines) == lines
     assert echo.heard == [b"one", b"two", long]
 
 
-@pytest.mark.parametrize(("secret", "node"), [(b"t" * 32, "n1"), (SECRET, "n2")])
-async def test_a_server_that_is_not_the_one_asked_for_gets_no_request(
-    echo: Echo, secret: bytes, node: str
+async def test_a_broker_that_reaches_another_node_sends_it_nothing(echo: Echo, broker: TlsFiles) -> None:
+    assert "it is the helper of node n1" in await refused(echo.address(broker, node="n2"))
+    assert echo.heard == []
+
+
+async def test_a_helper_with_a_certificate_of_its_own_answers_for_no_other_node(
+    authority: Authority, serve: Callable[[TlsFiles], Echo], broker: TlsFiles
 ) -> None:
-    with pytest.raises(HelperError, match="is not accepted") as refused:
-        await said(echo.address(secret, node), b"suspend\n")
-    assert refused.value.kind == "not_verified"
+    own = serve(authority.issue(f"n1.{HELPER}"))
+    assert await said(own.address(broker), b"one\n") == [b"one\n"]
+    of_n2 = serve(authority.issue(f"n2.{HELPER}"))  # it says that it is n1
+    for other in (of_n2, serve(authority.issue("n1")), serve(broker)):
+        assert "has to name gpushare-helper or n1.gpushare-helper" in await refused(other.address(broker))
+        assert other.heard == []
+
+
+async def test_only_the_brokers_certificate_is_served(
+    echo: Echo, authority: Authority, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_module, "LOG_EVERY_S", 0.0)
+    for name in (HELPER, f"n1.{HELPER}", "n1"):
+        why = "the broker's certificate has to name gpushare-broker"
+        assert why in await refused(echo.address(authority.issue(name)))
+        assert why in caplog.text
+        caplog.clear()
+    server_only = authority.issue(BROKER, usage=ExtendedKeyUsageOID.SERVER_AUTH)
+    assert "refuses this certificate" in await refused(echo.address(server_only))
     assert echo.heard == []
 
 
-def test_a_peer_without_the_secret_is_not_served(echo: Echo) -> None:
-    client = sealed.ClientHandshake(SECRET, "n1")
-    assert answered(echo.server.port, [client.hello(), bytes(sealed.PROOF_BYTES), b"suspend\n"]) == b""
-    assert answered(echo.server.port, [b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n".ljust(100)]) == b""
+async def test_another_authority_is_believed_by_neither_side(
+    echo: Echo, broker: TlsFiles, tmp_path: Path
+) -> None:
+    other = Authority(tmp_path, "other").issue("forged")
+    assert "certificate is not accepted" in await refused(
+        echo.address(replace(broker, authority=other.authority))
+    )
+    forged = replace(other, authority=broker.authority)
+    assert "unknown ca: the authority (CA) of both sides" in await refused(echo.address(forged))
     assert echo.heard == []
 
 
-async def test_a_recorded_connection_is_of_no_use_later(echo: Echo) -> None:
+async def test_an_expired_certificate_is_refused_with_advice_until_it_is_renewed(
+    authority: Authority, serve: Callable[[TlsFiles], Echo], broker: TlsFiles
+) -> None:
+    server = serve(authority.issue(HELPER, days=-1))
+    assert "certificate has expired: renew it" in await refused(server.address(broker))
+    authority.issue(HELPER)
+    assert await said(server.address(broker), b"one\n") == [b"one\n"]
+    authority.issue(BROKER, days=-1)
+    assert "certificate expired: renew it" in await refused(server.address(broker))
+    authority.issue(BROKER)
+    assert await said(server.address(broker), b"two\n") == [b"two\n"]
+    assert server.heard == [b"one", b"two"]
+
+
+async def test_files_that_cannot_be_used_are_named(
+    echo: Echo, broker: TlsFiles, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker.key.chmod(0o640)
+    broker.certificate.touch()
+    assert f"{broker.key} can be read by others (mode 640)" in await refused(echo.address(broker))
+    broker.key.unlink()
+    assert f"{broker.key} cannot be read: No such file" in await refused(echo.address(broker))
+    echo.server._endpoint.tls.key.unlink()
+    await asyncio.to_thread(answered, echo.server.port, [])
+    assert "gpushare-helper.key cannot be read: No such file" in caplog.text
+
+
+@pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
+def test_a_peer_without_a_certificate_or_without_tls_is_not_served(
+    echo: Echo, broker: TlsFiles, version: ssl.TLSVersion, caplog: pytest.LogCaptureFixture
+) -> None:
+    context = ssl.create_default_context(cafile=broker.authority)
+    context.check_hostname, context.maximum_version = False, version
+
+    def speak() -> None:
+        with (
+            socket.create_connection(("127.0.0.1", echo.server.port), timeout=30) as peer,
+            context.wrap_socket(peer) as encrypted,
+        ):
+            encrypted.sendall(b"suspend\n")
+            encrypted.recv(100)
+
+    with pytest.raises(OSError):
+        speak()
+    until(lambda: "did not return a certificate" in caplog.text or "unsupported protocol" in caplog.text)
+    assert b"node" not in answered(echo.server.port, [b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n".ljust(100)])
+    assert echo.heard == []
+
+
+async def test_a_recorded_connection_is_of_no_use_later(echo: Echo, broker: TlsFiles) -> None:
     async with Wire(echo.server.port) as wire:
-        await said(echo.address(port=wire.own_port), b"suspend\n")
+        await said(echo.address(broker, port=wire.own_port), b"suspend\n")
     assert echo.heard == [b"suspend"]
-    assert await asyncio.to_thread(answered, echo.server.port, [b"".join(wire.sent)]) == b""
+    await asyncio.to_thread(answered, echo.server.port, [b"".join(wire.sent)])
     assert echo.heard == [b"suspend"]
 
 
@@ -174,28 +270,25 @@ async def test_a_recorded_connection_is_of_no_use_later(echo: Echo) -> None:
     [
         pytest.param(lambda data: data + data, id="repeated"),
         pytest.param(lambda data: data[:-1], id="truncated"),
-        pytest.param(lambda data: data[:5] + b"X" + data[6:], id="changed"),
-        pytest.param(lambda data: b"\xff" + data[1:], id="longer"),
+        pytest.param(lambda data: data[:8] + bytes([data[8] ^ 1]) + data[9:], id="changed"),
+        pytest.param(lambda data: data[:3] + b"\xff" + data[4:], id="longer"),
     ],
 )
-async def test_a_frame_that_was_changed_on_the_way_ends_the_connection(echo: Echo, change: object) -> None:
-    proved = sealed.HELLO_BYTES + sealed.PROOF_BYTES
+async def test_a_request_that_was_changed_on_the_way_ends_the_connection(
+    echo: Echo, broker: TlsFiles, change: Callable[[bytes], bytes]
+) -> None:
+    changes = False
 
-    def first_frame(wire: Wire, data: bytes) -> bytes:
-        is_first = sum(map(len, wire.sent)) - len(data) == proved
-        return change(data) if is_first else data  # type: ignore[operator,no-any-return]
-
-    async with Wire(echo.server.port, first_frame) as wire:
-        connection = await echo.address(port=wire.own_port).connect()
-        while sum(map(len, wire.sent)) < proved:
-            await asyncio.sleep(0.01)
+    async with Wire(echo.server.port, lambda _, data: change(data) if changes else data) as wire:
+        connection = await echo.address(broker, port=wire.own_port).connect()
+        changes = True
         await connection.send(b"suspend\n")
         with contextlib.suppress(OSError, TimeoutError):
             assert await asyncio.wait_for(connection.receive(), 1) in (b"", b"suspend\n")
         with contextlib.suppress(OSError):
             await connection.send(b"resume\n")
             assert await connection.receive() == b""
-        await close(connection)
+        connection.close()
     assert echo.heard in ([], [b"suspend"])  # never changed, never twice, and nothing after it
 
 
@@ -211,18 +304,18 @@ def silent_peers(port: int, count: int) -> Iterator[None]:
 
 
 async def test_a_connection_that_is_served_gives_way_to_none_that_is_not(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch
+    echo: Echo, broker: TlsFiles
 ) -> None:
-    connection = await echo.address().connect()
+    connection = await echo.address(broker).connect()
     with silent_peers(echo.server.port, 2 * MAX_UNPROVEN):
-        assert await said(echo.address(), b"one\n") == [b"one\n"]
+        assert await said(echo.address(broker), b"one\n") == [b"one\n"]
         await connection.send(b"two\n")
         assert await connection.receive() == b"two\n"
-    await close(connection)
+    connection.close()
 
 
 async def test_a_system_without_threads_refuses_a_connection_and_serves_the_next(
-    echo: Echo, monkeypatch: pytest.MonkeyPatch
+    echo: Echo, broker: TlsFiles, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started = threading.Thread.start
 
@@ -234,9 +327,9 @@ async def test_a_system_without_threads_refuses_a_connection_and_serves_the_next
     monkeypatch.setattr(threading.Thread, "start", fails)
     for _ in range(2 * MAX_UNPROVEN):
         with pytest.raises(HelperError, match="no device helper"):
-            await said(echo.address(), b"one\n")
+            await said(echo.address(broker), b"one\n")
     monkeypatch.setattr(threading.Thread, "start", started)
-    assert await said(echo.address(), b"one\n") == [b"one\n"]
+    assert await said(echo.address(broker), b"one\n") == [b"one\n"]
 
 
 def test_handshakes_are_bounded_over_all_addresses(echo: Echo) -> None:
@@ -255,72 +348,23 @@ def test_handshakes_are_bounded_over_all_addresses(echo: Echo) -> None:
 
 
 def test_a_peer_that_sends_byte_by_byte_has_one_deadline(echo: Echo, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "IDLE_S", 0.5)
+    monkeypatch.setattr(connections, "PROOF_S", 0.5)
     with socket.create_connection(("127.0.0.1", echo.server.port), timeout=30) as peer:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = b"\x16\x03\x01\x10\x00" + bytes(4096)  # the head of a long record, which never ends
         sent = 0
         with contextlib.suppress(OSError):
-            for byte in sealed.MAGIC * 1000:
+            for byte in hello:
                 peer.sendall(bytes([byte]))
                 sent += 1
                 time.sleep(0.05)
-        assert sent < len(sealed.MAGIC) * 1000
+        assert sent < len(hello)
 
 
-async def test_a_slot_is_free_again_after_each_connection(echo: Echo) -> None:
+async def test_a_slot_is_free_again_after_each_connection(echo: Echo, broker: TlsFiles) -> None:
     for number in range(50):
         line = b"%d\n" % number
-        assert await said(echo.address(), line) == [line]
-
-
-@pytest.fixture
-def tls(tmp_path: Path) -> Iterator[tuple[Echo, ssl.SSLContext]]:
-    """A server with TLS, and what trusts it."""
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
-    tls_context(certificate, key)  # makes them
-    server = Echo(certificate, key)
-    trusted = ssl.create_default_context(cafile=certificate)
-    trusted.check_hostname = False
-    yield server, trusted
-    server.close()
-
-
-def test_a_peer_that_is_slow_in_tls_has_one_deadline_for_tls_and_challenge(
-    tls: tuple[Echo, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    server, trusted = tls
-    deadlines: list[float] = []
-    lines = tcp_module.SealedLines
-
-    def recorded(peer: socket.socket, secret: bytes, name: str, hello_by: float, deadline: float) -> Lines:
-        deadlines.append(deadline)
-        return lines(peer, secret, name, hello_by, deadline)
-
-    monkeypatch.setattr(tcp_module, "SealedLines", recorded)
-    monkeypatch.setattr(connections, "PROOF_S", 600.0)
-    with socket.create_connection(("127.0.0.1", server.server.port), timeout=30) as peer:
-        until(lambda: len(server.server._peers._connections), "it was accepted")
-        began_tls_at = time.monotonic()
-        with trusted.wrap_socket(peer):
-            until(lambda: deadlines, "TLS is done")
-    assert deadlines[0] <= began_tls_at + 600.0
-
-
-async def test_tls_below_it_verifies_the_certificate(tls: tuple[Echo, ssl.SSLContext]) -> None:
-    server, trusted = tls
-    address = NodeAddress(host="127.0.0.1", port=server.server.port, node="n1", secret=SECRET, tls=trusted)
-    assert await said(address, b"one\n") == [b"one\n"]
-    stranger = NodeAddress(
-        host="127.0.0.1",
-        port=server.server.port,
-        node="n1",
-        secret=SECRET,
-        tls=ssl.create_default_context(),
-    )
-    with pytest.raises(HelperError, match="certificate"):
-        await stranger.connect()
-    with pytest.raises(HelperError):
-        await said(server.address(), b"plain\n")
+        assert await said(echo.address(broker), line) == [line]
 
 
 # ---- the helper itself ---------------------------------------------------------
@@ -328,12 +372,10 @@ async def test_tls_below_it_verifies_the_certificate(tls: tuple[Echo, ssl.SSLCon
 
 async def test_a_helper_answers_a_broker_of_another_machine(machine: Machine, tmp_path: Path) -> None:
     machine.stop()
-    secret = tmp_path / "secret"
-    secret.write_bytes(SECRET)
-    secret.chmod(0o600)
+    broker, helpers = broker_and_helper(tmp_path)
     port = free_ports()
-    machine.start("--listen", f"127.0.0.1:{port}", "--secret-file", str(secret), "--node", "n1")
-    client = HelperClient(NodeAddress(host="127.0.0.1", port=port, node="n1", secret=SECRET), lambda: 1)
+    machine.start("--listen", f"127.0.0.1:{port}", *helper_options(helpers), "--node", "n1")
+    client = HelperClient(NodeAddress(host="127.0.0.1", port=port, node="n1", tls=broker), lambda: 1)
     assert (await client.ask("sample", None, helper.Sample)).leases == ()
     assert (await client.ask("hello", None, helper.Hello)).epoch == 1
     events = client.watch()
@@ -350,10 +392,9 @@ async def test_a_helper_answers_a_broker_of_another_machine(machine: Machine, tm
     [
         (["--listen", "7710"], "HOST:PORT"),
         (["--listen", "0.0.0.0:99999"], "HOST:PORT"),
-        (["--listen", "0.0.0.0:7710"], "needs --secret-file"),
-        (["--secret-file", "s"], "--listen, which is missing"),
-        (["--listen", "0.0.0.0:7710", "--secret-file", "none"], "cannot be read"),
-        (["--listen", "[::]:7710", "--secret-file", "s", "--tls-key", "k"], "belong together"),
+        (["--listen", "[::]:7710"], "needs --tls-certificate, --tls-key and --tls-ca"),
+        (["--listen", "[::]:7710", "--tls-certificate", "c", "--tls-key", "k"], "and --tls-ca"),
+        (["--tls-ca", "a"], "--listen, which is missing"),
     ],
 )
 def test_wrong_options_of_the_port_are_refused_with_a_reason(

@@ -21,6 +21,7 @@ ALL_ON: Json = {
     "projects": PROJECTS,
     "image": {"pullSecrets": ["one", "two"]},
     "hub": {"namespace": "hub", "apiUrl": "http://hub.example/hub/api"},
+    "certManager": True,
     "broker": {"postgres": True, "storage": {"storageClass": "fast"}},
     "helper": {"tlsSecret": "helper-tls", "parkBeforeKill": True},
     "policy": {"everyNode": True},

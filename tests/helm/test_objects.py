@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from jupyter_gpushare.backends.kubernetes.objects import MANAGED_BY, SELECTOR
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.broker.state.policy import parse_project
 from jupyter_gpushare.cli.kube import main
-from tests.helm.conftest import FOLDER, NS, PROJECTS, Chart, Json, answers
+from tests.helm.conftest import FOLDER, NS, PROJECTS, VALUES, Chart, Json, answers
 from tests.kube.store import matches
 
 CLUSTER_WIDE = {
@@ -32,7 +33,7 @@ def closed(**properties: Any) -> Json:
 
 _TEXT, _NUMBER = {"type": "string"}, {"type": "number"}
 _SHARE = closed(quota=_NUMBER, limit=_NUMBER, overQuotaWeight=_NUMBER)
-_DURATION = {"type": "string", "pattern": r"^\d+s$"}
+_DURATION = {"type": "string", "pattern": r"^\d+[hs]$"}
 # The fields that the chart uses, of custom resources: their schemas are none of Kubernetes.
 CUSTOM: dict[str, Json] = {
     # deployments/kai-scheduler/crds/scheduling.run.ai_queues.yaml, v0.16.8
@@ -42,6 +43,20 @@ CUSTOM: dict[str, Json] = {
         preemptMinRuntime=_DURATION,
         reclaimMinRuntime=_DURATION,
         resources=closed(cpu=_SHARE, gpu=_SHARE, memory=_SHARE),
+    ),
+    # https://cert-manager.io/docs/reference/api-docs/
+    "Issuer": closed(selfSigned={"const": {}}, ca=closed(secretName=_TEXT)),
+    "Certificate": closed(
+        isCA={"type": "boolean"},
+        commonName=_TEXT,
+        dnsNames={"type": "array", "items": _TEXT},
+        usages={"type": "array", "items": {"enum": ["digital signature", "client auth", "server auth"]}},
+        secretName=_TEXT,
+        duration=_DURATION,
+        privateKey=closed(
+            algorithm={"const": "ECDSA"}, size={"const": 256}, rotationPolicy={"enum": ["Never", "Always"]}
+        ),
+        issuerRef=closed(name=_TEXT, kind={"const": "Issuer"}),
     ),
     # https://prometheus-operator.dev/docs/api-reference/api/#monitoring.coreos.com/v1.ServiceMonitorSpec
     "ServiceMonitor": closed(
@@ -86,6 +101,20 @@ def test_the_schemas_find_a_field_that_does_not_exist(chart: Chart):
     broker["spec"]["template"]["spec"]["containers"][0]["resourcs"] = {}
     with pytest.raises(kubernetes_validate.ValidationError, match="resourcs"):
         check(broker, "1.35")
+
+
+# A new key or certificate at each upgrade would part broker and helpers.
+_MADE_ANEW = re.compile(r"\b(?:gen(?:CA|SelfSigned|Signed|PrivateKey)\w*|rand\w+|uuidv4|now)\b")
+
+
+def test_an_upgrade_renders_the_same_objects(charts: dict[str, Chart]):
+    for made, again in zip(charts.values(), answers(*VALUES.values()), strict=True):
+        assert made.objects == again["objects"]
+    for template in FOLDER.rglob("templates/*"):
+        # No test has a cluster in which `lookup` would find the last one.
+        text = template.read_text()
+        assert "lookup" in text or not _MADE_ANEW.search(text), template
+    assert _MADE_ANEW.search('{{ $ca := genCA "gpushare" 365 }}')
 
 
 def test_no_object_is_rendered_twice_and_each_is_in_the_namespace_of_the_release(charts: dict[str, Chart]):

@@ -16,6 +16,8 @@ from jupyter_gpushare.cli.kube_checks import examine
 from jupyter_gpushare.core.kube.seats import Demand, Request, SeatClass
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.protocol.helper_tls import BROKER
+from tests.certificates import files_of
 from tests.helm.conftest import NS, Chart
 from tests.kube.bed import Bed, kube_bed
 from tests.kube.rbac import Ask, Rights
@@ -70,7 +72,7 @@ async def test_the_broker_needs_each_of_its_rights_and_lacks_none(chart: Chart, 
     async with kube_bed({"n0": ("GPU-0",), "n1": ("GPU-1",)}, (VISION, NLP), rights=rights) as bed:
         await works(bed)
         await creates_again(bed)
-        site = HelperPods(namespace=NS, selector="app=x", port=1, secret=b"s" * 32)
+        site = HelperPods(namespace=NS, selector="app=x", port=1, tls=files_of(BROKER, tmp_path))
         await lacks(bed.client, site, [VISION, NLP])
         (tmp_path / "token").write_text("t")
         given = {"api_server": bed.server.url, "token_file": str(tmp_path / "token"), "seat_image": "i"}

@@ -17,6 +17,7 @@ from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.gpu.service import options, seat
 from jupyter_gpushare.hub.kube import GPUShareKubeSpawner
 from jupyter_gpushare.protocol.helper import WatchdogAction
+from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER
 from tests.helm.conftest import FOLDER, NS, Chart, Json
 from tests.kube.kubelet import expanded
 
@@ -36,17 +37,13 @@ def broker_of(chart: Chart, folder: Path) -> GPUShareBroker:
     return app
 
 
-def helper_arguments(chart: Chart, folder: Path) -> list[str]:
+def helper_arguments(chart: Chart) -> list[str]:
     container = chart.one("DaemonSet")["spec"]["template"]["spec"]["containers"][0]
-    secret = folder / "helper-secret"
-    if not secret.exists():
-        secret.write_text("s" * 64)
-        secret.chmod(0o400)
     verb, *words = container["args"]
     assert verb == "helper"
     given = {"POD_IP": "10.1.2.3", "NODE_NAME": "gpu-7"}
     assert given.keys() <= {entry["name"] for entry in container["env"]}
-    return [expanded(word, given).replace("=/etc/gpushare/", f"={folder}/") for word in words]
+    return [expanded(word, given) for word in words]
 
 
 def test_the_broker_reads_the_configuration_as_the_values_say(chart: Chart, tmp_path: Path):
@@ -94,8 +91,8 @@ def test_the_schema_has_settings_of_the_broker_and_none_that_the_chart_decides(c
         assert not changeable & charts["all on"].broker_config[owner.__name__].keys()
 
 
-def test_the_helper_takes_the_arguments_of_the_chart(charts: dict[str, Chart], tmp_path: Path):
-    given = options.parse(helper_arguments(charts["default"], tmp_path))
+def test_the_helper_takes_the_arguments_of_the_chart(charts: dict[str, Chart]):
+    given = options.parse(helper_arguments(charts["default"]))
     assert given.endpoint is not None
     assert (given.endpoint.host, given.endpoint.port, given.endpoint.node) == ("10.1.2.3", 7710, "gpu-7")
     assert (str(given.seat_socket), str(given.lease_dir)) == (
@@ -106,10 +103,7 @@ def test_the_helper_takes_the_arguments_of_the_chart(charts: dict[str, Chart], t
         "/var/lib/gpushare/helper",
         "/var/lib/gpushare/lib",
     )
-    given = options.parse(helper_arguments(charts["all on"], tmp_path))
-    assert given.park_before_kill
-    assert given.endpoint is not None
-    assert str(given.endpoint.certificate) == "/etc/gpushare-tls/tls.crt"
+    assert options.parse(helper_arguments(charts["all on"])).park_before_kill
 
 
 def test_the_schema_has_the_watchdogs_actions():
@@ -117,13 +111,13 @@ def test_the_schema_has_the_watchdogs_actions():
     assert set(helper["watchdog"]["enum"]) == set(WatchdogAction)
 
 
-def test_broker_helper_seats_and_spawner_name_the_same_port_folder_label_and_secret(
+def test_broker_helper_seats_and_spawner_name_the_same_port_folder_and_label(
     rendered: Callable[..., Chart], tmp_path: Path
 ):
     made = rendered(helper={"port": 7777, "runDir": "/run/other"})
     kube = GPUShareKube(parent=broker_of(made, tmp_path))
     template = made.one("DaemonSet")["spec"]["template"]
-    given = options.parse(helper_arguments(made, tmp_path))
+    given = options.parse(helper_arguments(made))
     assert given.endpoint is not None
     assert kube.helper_port == given.endpoint.port == 7777
     labels = template["metadata"]["labels"]
@@ -135,18 +129,45 @@ def test_broker_helper_seats_and_spawner_name_the_same_port_folder_label_and_sec
     assert str(given.seat_socket) == str(sits.socket) == f"{volume['hostPath']['path']}/seat.sock"
     assert pod["spec"]["tolerations"] == template["spec"]["tolerations"]
     assert pod["spec"]["runtimeClassName"] == template["spec"]["runtimeClassName"]
-    for workload in made.all("Deployment", "DaemonSet"):
-        spec = workload["spec"]["template"]["spec"]
-        (secret,) = [v["secret"] for v in spec["volumes"] if v["name"] == "secrets"]
-        assert secret == {
-            "secretName": "gpushare-secrets",
-            "defaultMode": 0o400,
-            "items": [{"key": "helper-secret", "path": "helper-secret"}],
-        }
 
 
-def test_the_spawner_mounts_what_the_helper_writes(chart: Chart, tmp_path: Path):
-    given = options.parse(helper_arguments(chart, tmp_path))
+@pytest.mark.parametrize(("values", "secret"), [("default", "gpushare-helper-tls"), ("all on", "helper-tls")])
+def test_broker_and_helper_read_each_file_of_their_own_certificate(
+    charts: dict[str, Chart], tmp_path: Path, values: str, secret: str
+):
+    chart = charts[values]
+    kube = GPUShareKube(parent=broker_of(chart, tmp_path))
+    endpoint = options.parse(helper_arguments(chart)).endpoint
+    assert endpoint is not None
+    read = {
+        "Deployment": (kube.helper_certificate_file, kube.helper_key_file, kube.helper_ca_file),
+        "DaemonSet": (endpoint.tls.certificate, endpoint.tls.key, endpoint.tls.authority),
+    }
+    for kind, name in (("Deployment", "gpushare-broker-tls"), ("DaemonSet", secret)):
+        spec = chart.one(kind)["spec"]["template"]["spec"]
+        (volume,) = [v["secret"] for v in spec["volumes"] if v["name"] == "tls"]
+        assert volume == {"secretName": name, "defaultMode": 0o400}
+        (folder,) = [m["mountPath"] for m in spec["containers"][0]["volumeMounts"] if m["name"] == "tls"]
+        assert [*map(str, read[kind])] == [f"{folder}/{key}" for key in ("tls.crt", "tls.key", "ca.crt")]
+
+
+def test_cert_manager_makes_the_certificates_that_both_sides_accept(charts: dict[str, Chart]):
+    made = charts["all on"]
+    authority = made.one("Issuer", "gpushare-ca")["spec"]["ca"]["secretName"]
+    assert made.one("Certificate", "gpushare-ca")["spec"]["secretName"] == authority
+    for name, usage, secret in (
+        (BROKER, "client auth", "gpushare-broker-tls"),
+        (HELPER, "server auth", "helper-tls"),
+    ):
+        spec = made.one("Certificate", name)["spec"]
+        assert (spec["dnsNames"], spec["secretName"]) == ([name], secret)
+        assert spec["usages"] == ["digital signature", usage]
+        assert spec["issuerRef"] == {"name": "gpushare-ca", "kind": "Issuer"}
+    assert not charts["default"].all("Certificate", "Issuer")
+
+
+def test_the_spawner_mounts_what_the_helper_writes(chart: Chart):
+    given = options.parse(helper_arguments(chart))
     folders = GPUShareKubeSpawner.class_traits()["host_dirs"].default()
     assert folders
     for path in (given.lease_dir, given.library_dir):

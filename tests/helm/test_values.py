@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,8 @@ from jupyter_gpushare.broker.kai_engine import PLACE_S, SEAT_S
 from jupyter_gpushare.hub import compat, distinct
 from jupyter_gpushare.hub.kube import GPUShareKubeSpawner
 from jupyter_gpushare.hub.spawner import GPUShareMixin
+from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER, TlsFiles
+from tests.gpu.test_tcp import Echo, said
 from tests.helm.conftest import FOLDER, NS, ROOT, Chart, Json
 from tests.kube.kubeconfig import write_kubeconfig
 
@@ -233,7 +236,30 @@ def test_the_readme_copies_the_files_that_the_broker_makes(chart: Chart):
     for file in (mixin["broker_token_file"], mixin["broker_certificate_file"]):
         assert Path(file).parent == Path(mount["mountPath"])
         assert f"--from-file={Path(file).name}" in text
-    for secret in ("api-token", "helper-secret"):
-        assert f"--from-file={secret}" in text
-        # A line end would be part of the token in a variable, and of a header then.
-        assert re.search(rf'printf %s "\$\(openssl rand -hex 32\)" > {secret}\b', text)
+    assert "--from-file=api-token" in text
+    # A line end would be part of the token in a variable, and of a header then.
+    assert re.search(r'printf %s "\$\(openssl rand -hex 32\)" > api-token\b', text)
+
+
+async def test_the_certificates_of_the_readme_are_accepted_by_both_sides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    text = (FOLDER / "README.md").read_text()
+    (block,) = [each for each in re.findall(r"```bash\n(.*?)```", text, re.DOTALL) if "-newkey" in each]
+    stub = """
+    kubectl() {
+      [ "$3 $4 $5" = "create secret generic" ] || { cat > /dev/null; return; }
+      mkdir "$6"
+      for each; do case $each in --from-file=*) cp "${each#*=}" "$6" ;; esac; done
+    }
+    """
+    subprocess.run(["bash", "-ec", f"umask 077\n{stub}\n{block}"], cwd=tmp_path, check=True)
+    of_broker, of_helper = (
+        TlsFiles(certificate=made / "tls.crt", key=made / "tls.key", authority=made / "ca.crt")
+        for made in (tmp_path / f"{name}-tls" for name in (BROKER, HELPER))
+    )
+    helper = Echo(of_helper)
+    try:
+        assert await said(helper.address(of_broker), b"one\n") == [b"one\n"]
+    finally:
+        helper.close()

@@ -26,7 +26,7 @@ import httpx
 import yaml
 
 from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
-from tests.kube.certificate import make_certificate
+from tests.certificates import make_certificate
 from tests.kube.kubeconfig import write_kubeconfig
 from tests.kube.real_store import RealStore
 from tests.kube.store import Json, Refused

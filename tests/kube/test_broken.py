@@ -21,6 +21,7 @@ from jupyter_gpushare.cli import kube, kube_checks
 from jupyter_gpushare.cli.checks import Check
 from jupyter_gpushare.cli.kube_checks import examine
 from jupyter_gpushare.cli.kube_hub import BrokerPod, hub_checks
+from tests.certificates import broker_and_helper, broker_settings
 from tests.kube import store
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Rights
@@ -106,10 +107,8 @@ async def examined(site: Installation, folder: Path, monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(kube_checks, "_answers", answers)
     (folder / "token").write_text("t")
-    (folder / "secret").write_text("s" * 40)
-    (folder / "secret").chmod(0o600)
     given = {"api_server": site.server.url, "token_file": str(folder / "token"), "seat_image": "i"}
-    given["helper_secret_file"] = str(folder / "secret")
+    given |= broker_settings(broker_and_helper(folder)[0])
     found = await examine(GPUShareKube(config=Config(GPUShareKube=given)), PROJECTS, 3)
     content = json.dumps({"kind": "List", "items": copy.deepcopy(site.hub)}).encode()
     return {each.name: each for each in [*found, *hub_checks(parse_list(content), BROKER)]}

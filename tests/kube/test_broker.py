@@ -18,6 +18,7 @@ from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.cli.kube import configured
 from jupyter_gpushare.cli.kube_canary import canary
 from jupyter_gpushare.core.model import Project
+from tests.certificates import broker_and_helper, helper_options
 from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node
 from tests.ports import free_ports
@@ -37,7 +38,9 @@ c.GPUShareKube.seat_grace_s = 60
 c.GPUShareKube.host_dir = "{folder}/host"
 c.GPUShareKube.helper_selector = "app=helper"
 c.GPUShareKube.helper_port = {port}
-c.GPUShareKube.helper_secret_file = "{folder}/secret"
+c.GPUShareKube.helper_certificate_file = "{folder}/gpushare-broker.crt"
+c.GPUShareKube.helper_key_file = "{folder}/gpushare-broker.key"
+c.GPUShareKube.helper_ca_file = "{folder}/ca.crt"
 """
 HELPER: dict[str, Any] = {
     "metadata": {"name": "helper-1", "labels": {"app": "helper"}},
@@ -95,9 +98,7 @@ def site() -> Iterator[Site]:
         folder = Path(name)
         machine = Simulator(folder, "1xH100-80GB,host=512GiB")
         (folder / "host").mkdir()
-        secret = folder / "secret"
-        secret.write_text("s" * 40)
-        secret.chmod(0o600)
+        _, helper = broker_and_helper(folder)
         node = Node("n1", gpus=(machine.uuid(0),), environ=machine.env())
         with running_cluster(folder, [node], images={"gpushare": CLI}) as cluster:
             store, port = cluster.server.store, free_ports()
@@ -110,7 +111,7 @@ def site() -> Iterator[Site]:
             made = Site(folder, cluster, machine)
             made.run(
                 *("helper", "--state-dir", f"{name}/helper", "--lease-dir", f"{name}/host/leases"),
-                *("--listen", f"127.0.0.1:{port}", "--secret-file", str(secret), "--node", "n1"),
+                *("--listen", f"127.0.0.1:{port}", *helper_options(helper), "--node", "n1"),
                 *("--seat-socket", f"{name}/host/seat.sock", "--install-library", f"{name}/host/lib"),
                 *("--sample-s", "0.2"),
             )

@@ -25,6 +25,7 @@ from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import main
 from jupyter_gpushare.cli.kube_checks import CLUSTER_RIGHTS, RIGHTS, examine
 from jupyter_gpushare.core.model import Project
+from tests.certificates import broker_and_helper, broker_settings
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Rights
 
@@ -168,17 +169,15 @@ async def check(server: ApiServer, tmp_path: Path, token: str = "t", **settings:
 class TestCheck:
     async def test_a_cluster_that_is_ready(self, server: ApiServer, tmp_path: Path):
         found = await check(server, tmp_path)
-        assert "helper_secret_file is not set" in found.pop("helpers").message
+        assert "helper_certificate_file is not set" in found.pop("helpers").message
         assert {name: each.result for name, each in found.items()} == dict.fromkeys(found, "ok"), found
         assert len(found) == 10
 
     async def test_helpers_that_are_missing_or_do_not_answer_are_named(
         self, server: ApiServer, tmp_path: Path
     ):
-        secret = tmp_path / "secret"
-        secret.write_text("s" * 40)
-        secret.chmod(0o600)
-        given = {"helper_secret_file": str(secret), "helper_selector": "app=helper", "helper_port": 9}
+        broker, _ = broker_and_helper(tmp_path)
+        given = broker_settings(broker) | {"helper_selector": "app=helper", "helper_port": 9}
         assert "No pod" in (await check(server, tmp_path, **given))["helpers"].message
         meta = {"name": "helper-1", "labels": {"app": "helper"}}
         status = {"phase": "Running", "podIP": "127.0.0.1"}

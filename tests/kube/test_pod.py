@@ -19,7 +19,7 @@ from jupyter_gpushare.hub.kube import GPUShareKubeSpawner
 from jupyter_gpushare.hub.kube_pod import escaped, outside
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 from jupyter_gpushare.protocol.wire import HostMount, JobSpec, SpawnGrant
-from tests.kube.certificate import make_certificate
+from tests.certificates import make_certificate
 from tests.kube.kubeconfig import write_kubeconfig
 
 GIB = 1 << 30

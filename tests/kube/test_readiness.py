@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ from jupyter_gpushare.backends.kubernetes.helpers import HelperPods, Helpers
 from jupyter_gpushare.backends.kubernetes.queues import queues
 from jupyter_gpushare.backends.kubernetes.readiness import lacks, shares_gpus
 from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.protocol.helper_tls import BROKER
+from tests.certificates import broker_and_helper, files_of
 from tests.kube import store
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Rights
@@ -26,7 +29,8 @@ from tests.waiting import PATIENCE_S, becomes
 
 NS = "gpushare"
 VISION = Project(name="vision", quota_milli=4000)
-SITE = HelperPods(namespace=NS, selector="app=helper", port=8006, secret=b"x" * 32)
+TLS = files_of(BROKER, Path())
+SITE = HelperPods(namespace=NS, selector="app=helper", port=8006, tls=TLS)
 
 
 def helper_pod(server: ApiServer, name: str, node: str, **status: Any) -> None:
@@ -138,7 +142,9 @@ c.GPUShareBroker.state_dir = {folder!r}
 c.GPUShareKube.api_server = {url!r}
 c.GPUShareKube.seat_image = {image!r}
 c.GPUShareKube.helper_selector = "app=helper"
-c.GPUShareKube.helper_secret_file = {secret!r}
+c.GPUShareKube.helper_certificate_file = {certificate!r}
+c.GPUShareKube.helper_key_file = {key!r}
+c.GPUShareKube.helper_ca_file = {authority!r}
 """
 
 
@@ -147,17 +153,17 @@ c.GPUShareKube.helper_secret_file = {secret!r}
     [
         ({}, "the cluster has no queue vision, vision-build"),
         ({"image": ""}, "c.GPUShareKube.seat_image is not set"),
-        ({"secret": ""}, "c.GPUShareKube.helper_secret_file is not set"),
+        ({"key": ""}, "c.GPUShareKube.helper_key_file is not set"),
+        ({"key": "/none"}, "/none cannot be read: No such file"),
         ({"quota": "'50%'"}, "write quota = 4"),
     ],
     ids=str,
 )
 async def test_a_broker_that_lacks_something_ends_with_its_name(tmp_path: Path, change: Any, named: str):
-    secret = tmp_path / "secret"
-    secret.write_text("s" * 40)
-    secret.chmod(0o600)
+    broker, _ = broker_and_helper(tmp_path)
     async with api_server() as server:
-        given = {"quota": 4, "folder": str(tmp_path), "url": server.url, "image": "i", "secret": str(secret)}
+        given = {"quota": 4, "folder": str(tmp_path), "url": server.url, "image": "i"}
+        given |= {name: str(path) for name, path in asdict(broker).items()}
         config = tmp_path / "config.py"
         config.write_text(CONFIG.format(**given | change))
         environ = os.environ | {

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
+from tests.certificates import make_certificate
 from tests.hub.conftest import Hub, running_hub, wait_for
 from tests.hub.fake_broker import GRANT
-from tests.kube.certificate import make_certificate
 from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node
 

@@ -27,6 +27,8 @@ import pytest
 
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.channel import unix_url
+from jupyter_gpushare.protocol.helper_tls import HELPER
+from tests.certificates import broker_and_helper, files_of, helper_options
 from tests.hub.conftest import Hub, running_hub
 from tests.kube import test_broker
 from tests.kube.cluster import Cluster, running_cluster
@@ -169,9 +171,7 @@ def running_story() -> Iterator[Story]:
         for node in NODES:
             (folder / node / "host").mkdir(parents=True)
             machines[node] = Simulator(folder / node, f"1xH100 of {node}-80GB,host=512GiB")
-        secret = folder / "secret"
-        secret.write_text("s" * 40)
-        secret.chmod(0o600)
+        broker_and_helper(folder)
         nodes = [
             Node(
                 name,
@@ -236,11 +236,11 @@ def address_of(node: str) -> str:
 
 def start_helper(made: Story, node: str) -> None:
     """Start the device helper of a node."""
-    name, own = made.folder, made.folder / node
+    own, tls = made.folder / node, files_of(HELPER, made.folder)
     driver = {k: v for k, v in made.machines[node].env().items() if k.startswith("GPUSHARE_SIM")}
     made.helpers[node] = made.run(
         *("helper", "--state-dir", f"{own}/helper", "--lease-dir", f"{own}/host/leases", "--node", node),
-        *("--listen", f"{address_of(node)}:{made.helper_port}", "--secret-file", f"{name}/secret"),
+        *("--listen", f"{address_of(node)}:{made.helper_port}", *helper_options(tls)),
         *("--seat-socket", f"{own}/host/seat.sock", "--install-library", f"{own}/host/lib"),
         *("--sample-s", "0.2"),
         **driver,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -11,17 +10,17 @@ from jupyter_gpushare.backends.helper_client import Address, NodeAddress
 from jupyter_gpushare.backends.kubernetes.client import NODES, PODS, ApiClient
 from jupyter_gpushare.backends.kubernetes.objects import Node, Pod
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
+from jupyter_gpushare.protocol.helper_tls import TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperPods:
-    """What a site says about the pods of its helpers; ``secret`` is what they share with the broker."""
+    """What a site says about the pods of its helpers, and what the broker shows them (``tls``)."""
 
     namespace: str
     selector: str
     port: int
-    secret: bytes
-    tls: ssl.SSLContext | None = None
+    tls: TlsFiles
 
 
 class Helpers:
@@ -56,7 +55,6 @@ class Helpers:
                 host=pod.status.pod_ip,
                 port=self._site.port,
                 node=pod.spec.node_name,
-                secret=self._site.secret,
                 tls=self._site.tls,
             )
             for pod in pods

@@ -31,7 +31,6 @@ class Exchange:
         Raises:
             Closed: the peer closed it.
             OSError: the peer was too slow, or is gone.
-            SealError: a line is not what the peer sent.
         """
         while True:
             line = lines.read()

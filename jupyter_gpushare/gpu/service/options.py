@@ -12,7 +12,7 @@ from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.gpu.checks.unleased import StopRules
 from jupyter_gpushare.gpu.service.tcp import Endpoint
 from jupyter_gpushare.protocol.helper import WatchdogAction
-from jupyter_gpushare.protocol.sealed import read_secret
+from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER, TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,20 +126,26 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
     network = parser.add_argument_group("a broker on another machine (docs/kubernetes.md)")
     network.add_argument(
         "--listen", metavar="HOST:PORT",
-        help="also listen on this TCP port, for brokers that know the secret",
+        help="also listen on this TCP port, for the broker, with TLS",
     )  # fmt: skip
     network.add_argument(
-        "--secret-file", type=Path, metavar="PATH",
-        help="with --listen: a secret of 32 bytes or more that helpers and broker share; only its owner "
-        "may read the file",
+        "--tls-certificate", type=Path, metavar="PATH",
+        help=f"with --listen: this helper's certificate, for the name NODE.{HELPER}, or {HELPER} where all "
+        "helpers have one; read again when it changes, like the next two",
+    )  # fmt: skip
+    network.add_argument(
+        "--tls-key", type=Path, metavar="PATH",
+        help="with --listen: the key of the certificate; only its owner may read the file",
+    )  # fmt: skip
+    network.add_argument(
+        "--tls-ca", type=Path, metavar="PATH",
+        help="with --listen: certificate of the authority that signs those of the helpers and that of the "
+        f"broker, which has to name {BROKER}",
     )  # fmt: skip
     network.add_argument(
         "--node", default=socket.gethostname(), metavar="NAME",
         help="name of this node at the broker (default: the host's name)",
     )  # fmt: skip
-    network.add_argument(
-        "--tls-certificate", type=Path, metavar="PATH", help="with --listen: speak TLS, with this certificate"
-    )
     network.add_argument(
         "--seat-socket", type=Path, metavar="PATH",
         help="listen for seats here; a lease then has device memory only while a seat of it is connected",
@@ -153,33 +159,29 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "--install-library", type=Path, metavar="FOLDER",
         help="copy the preload library into this folder of the node, for the pods of leases",
     )  # fmt: skip
-    network.add_argument("--tls-key", type=Path, metavar="PATH", help="the key of the certificate")
 
 
 def _endpoint(given: argparse.Namespace) -> Endpoint | None:
     """The TCP port that is asked for.
 
     Raises:
-        GpuShareError: its options are wrong, or the secret cannot be used.
+        GpuShareError: its options are wrong.
     """
+    files = (given.tls_certificate, given.tls_key, given.tls_ca)
     if given.listen is None:
-        if given.secret_file or given.tls_certificate or given.tls_key:
-            raise GpuShareError("--secret-file and TLS are of --listen, which is missing")
+        if any(files):
+            raise GpuShareError("--tls-certificate, --tls-key and --tls-ca are of --listen, which is missing")
         return None
     host, _, port = given.listen.rpartition(":")
     if not host or not port.isascii() or not port.isdigit() or not 0 < int(port) < 65536:
         raise GpuShareError(f"--listen is HOST:PORT, such as 0.0.0.0:7710, not {given.listen!r}")
-    if given.secret_file is None:
-        raise GpuShareError("--listen needs --secret-file")
-    if bool(given.tls_certificate) is not bool(given.tls_key):
-        raise GpuShareError("--tls-certificate and --tls-key belong together")
+    if not all(files):
+        raise GpuShareError("--listen needs --tls-certificate, --tls-key and --tls-ca")
     return Endpoint(
         host=host.strip("[]"),
         port=int(port),
         node=given.node,
-        secret=read_secret(given.secret_file),
-        certificate=given.tls_certificate,
-        key=given.tls_key,
+        tls=TlsFiles(certificate=given.tls_certificate, key=given.tls_key, authority=given.tls_ca),
     )
 
 

@@ -75,12 +75,12 @@ class Peers:
             entry = self._connections.of(peer)
         return entry.expires_at if entry is not None else 0.0
 
-    def counted(self, peer: socket.socket, lines: Lines) -> Lines:
+    def lines(self, peer: socket.socket) -> Lines:
         """Return the lines of a connection, which is idle while it waits for the next one."""
-        return _Counted(self, peer, lines)
+        return _Counted(self, peer)
 
     def idle(self, peer: socket.socket) -> None:
-        """Count the request, or the handshake, of a connection as ended."""
+        """Count the request of a connection as ended."""
         with self._guard:
             self._connections.idle(peer, time.monotonic())
 
@@ -123,18 +123,15 @@ class Peers:
         return self._threads.get(peer)
 
 
-class _Counted:
+class _Counted(Lines):
     """Lines of a connection that is idle between an answer and the next request."""
 
-    def __init__(self, peers: Peers, peer: socket.socket, lines: Lines) -> None:
+    def __init__(self, peers: Peers, peer: socket.socket) -> None:
+        super().__init__(peer)
         self._peers = peers
-        self._peer = peer
-        self._lines = lines
-        self.write = lines.write
-        self.is_open = lines.is_open
 
     def read(self) -> bytes:
         self._peers.idle(self._peer)
-        line = self._lines.read()
+        line = super().read()
         self._peers.busy(self._peer)
         return line

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from jupyter_gpushare.connections import BACKLOG, IDLE_S
 from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.gpu.service.lines import IDLE_TIMEOUT_S, Lines, PlainLines
+from jupyter_gpushare.gpu.service.lines import IDLE_TIMEOUT_S, Lines
 from jupyter_gpushare.gpu.service.peers import Peers
 from jupyter_gpushare.peers import socket_uid
 from jupyter_gpushare.protocol.helper import ErrorKind, encode
@@ -86,13 +86,12 @@ class Server:
             peer.close()
 
     def _serve(self, peer: socket.socket) -> None:
-        lines = PlainLines(peer, self._idle_s)
         if self._idle_s is None:
             # A peer that may be silent for ever never gives way: its connection itself is its request.
             self._peers.busy(peer)
-            self._talk(lines)
+            self._talk(Lines(peer, None))
         else:
-            self._talk(self._peers.counted(peer, lines))
+            self._talk(self._peers.lines(peer))
 
 
 def _bind(path: Path, allowed: frozenset[int]) -> socket.socket:

@@ -1,6 +1,6 @@
-"""The helper's TCP port for a broker on another machine: sealed by a shared secret, and by TLS where wanted.
+"""The helper's TCP port for a broker on another machine, with certificates on both sides.
 
-A peer is served once it has shown that it knows the secret (`protocol.sealed`).  Until then it is an
+A peer is served once it has shown a certificate of the broker (`protocol.helper_tls`).  Until then it is an
 unproven connection (`peers`) of its address, and takes no place of the broker's.
 A peer that vanished without a word is noticed by TCP keepalive.
 """
@@ -15,15 +15,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 from jupyter_gpushare.connections import BACKLOG
-from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.gpu.service.lines import Lines, SealedLines
+from jupyter_gpushare.errors import GpuShareError, HelperError
+from jupyter_gpushare.gpu.service.exchange import error_answer
+from jupyter_gpushare.gpu.service.lines import Lines
 from jupyter_gpushare.gpu.service.peers import Peers
 from jupyter_gpushare.gpu.service.server import MAX_CONNECTIONS
 from jupyter_gpushare.peers import holder_of
-from jupyter_gpushare.protocol.sealed import SealError
+from jupyter_gpushare.protocol.helper import ErrorKind, encode
+from jupyter_gpushare.protocol.helper_tls import BROKER, TlsFiles, names, reason
 
 log = logging.getLogger(__name__)
 
@@ -43,24 +44,23 @@ class Endpoint:
 
     host: str
     port: int
-    node: str  # the name that brokers ask for
-    secret: bytes
-    certificate: Path | None = None  # of TLS, with its key
-    key: Path | None = None
+    node: str  # of which the helper says that it is
+    tls: TlsFiles
 
 
 class TcpServer:
-    """Accepts connections on a TCP port; ``talk`` serves each that knows the secret."""
+    """Accepts connections on a TCP port; ``talk`` serves each of the broker's."""
 
     def __init__(self, endpoint: Endpoint, talk: Callable[[Lines], None]) -> None:
         """Bind the port.
 
         Raises:
-            HelperError: it cannot be bound, or the certificate cannot be used.
+            HelperError: it cannot be bound.
+            GpuShareError: the certificate, its key or its authority cannot be used.
         """
         self._endpoint = endpoint
         self._talk = talk
-        self._tls = _tls(endpoint)
+        endpoint.tls.context(ssl.Purpose.CLIENT_AUTH)
         self._peers = Peers(MAX_CONNECTIONS)
         self._logged_at = float("-inf")
         self._stopped = False
@@ -103,60 +103,44 @@ class TcpServer:
         """Begin the handshake of a peer in a thread of its own."""
         try:
             peer = self._prepared(accepted)
-        except OSError:  # it is gone
+        except (OSError, GpuShareError) as error:
             accepted.close()
+            if isinstance(error, GpuShareError):  # otherwise the peer is gone
+                self._log_failure(host, str(error))
             return
         if not self._peers.serve(peer, holder_of(host), partial(self._serve, peer, host)):
             peer.close()
 
-    def _serve(self, peer: socket.socket, host: str) -> None:
+    def _serve(self, peer: ssl.SSLSocket, host: str) -> None:
         try:
-            lines = self._verified(peer)
-            if self._peers.prove(peer, "broker"):
-                self._talk(self._peers.counted(peer, lines))
-        except (SealError, ssl.SSLError) as error:
-            self._log_failure(host, error)
+            peer.settimeout(max(0.001, self._peers.expires_at(peer) - time.monotonic()))
+            peer.do_handshake()  # its timeout is one for all of its messages
+            lines = self._peers.lines(peer)
+            if BROKER not in names(peer.getpeercert()):
+                refused = HelperError(ErrorKind.NOT_ALLOWED, f"the broker's certificate has to name {BROKER}")
+                self._log_failure(host, str(refused))
+                lines.write(encode(error_answer(refused)))
+            elif self._peers.prove(peer, "broker"):
+                lines.write(encode({"ok": True, "result": {"node": self._endpoint.node}}))
+                self._talk(lines)
+        except ssl.SSLError as error:
+            self._log_failure(host, reason(error))
 
-    def _verified(self, peer: socket.socket) -> SealedLines:
-        """Return the lines of a peer that knows the secret.
+    def _prepared(self, peer: socket.socket) -> ssl.SSLSocket:
+        """Return the socket of a peer below TLS; nothing has been read yet.
 
         Raises:
-            SealError: it does not know the secret.
-            Closed: it closed the connection.
-            OSError: it was too slow, or TLS failed.
+            OSError: the peer is gone.
+            GpuShareError: the certificate cannot be used.
         """
-        deadline = self._peers.expires_at(peer)
-        if isinstance(peer, ssl.SSLSocket):
-            peer.settimeout(max(0.001, deadline - time.monotonic()))
-            peer.do_handshake()  # its timeout is one for all of its messages
-        self._peers.idle(peer)
-        return SealedLines(
-            peer, self._endpoint.secret, self._endpoint.node, self._peers.expires_at(peer), deadline
-        )
-
-    def _prepared(self, peer: socket.socket) -> socket.socket:
-        """Return the socket of a peer, below TLS where wanted; nothing has been read yet."""
         for level, option, value in KEEPALIVE:
             peer.setsockopt(level, option, value)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        if self._tls is None:
-            return peer
-        return self._tls.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
+        context = self._endpoint.tls.context(ssl.Purpose.CLIENT_AUTH)
+        return context.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
 
-    def _log_failure(self, host: str, error: Exception) -> None:
+    def _log_failure(self, host: str, why: str) -> None:
         now = time.monotonic()
         if now - self._logged_at >= LOG_EVERY_S:
             self._logged_at = now
-            log.warning("a connection from %s was refused: %s", host, error)
-
-
-def _tls(endpoint: Endpoint) -> ssl.SSLContext | None:
-    if endpoint.certificate is None:
-        return None
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.minimum_version = ssl.TLSVersion.TLSv1_3
-    try:
-        context.load_cert_chain(endpoint.certificate, endpoint.key)
-    except (OSError, ssl.SSLError) as error:
-        raise HelperError("tls", f"{endpoint.certificate} cannot be used: {error}") from None
-    return context
+            log.warning("a connection from %s was refused: %s", host, why)

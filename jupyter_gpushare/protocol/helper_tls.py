@@ -1,0 +1,88 @@
+"""TLS between the broker and a device helper on another machine: one authority signs both certificates.
+
+Each side verifies that the authority signed the other's certificate, and that it has one of these DNS names
+(subjectAltName):
+
+| name          | who has it                           |
+|---------------|--------------------------------------|
+| `BROKER`      | the broker                           |
+| `HELPER`      | helpers that share one certificate   |
+| NODE.`HELPER` | the helper of that node              |
+
+A helper that accepts the broker sends the name of its node first.  The broker compares it before it sends a
+request, so it notices that it has reached another node even if all helpers share one certificate.
+"""
+
+from __future__ import annotations
+
+import os
+import ssl
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.internal_tls import mutual_tls
+from jupyter_gpushare.private_files import read_private
+
+BROKER = "gpushare-broker"
+HELPER = "gpushare-helper"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TlsFiles:
+    """The certificate of one side, its private key, and the authority that signs those of both sides."""
+
+    certificate: Path
+    key: Path
+    authority: Path
+
+    def context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
+        """Return the context for a new connection; files that were renewed are read again.
+
+        ``purpose`` is what the peer's certificate is for: SERVER_AUTH to connect, CLIENT_AUTH to listen.
+
+        Raises:
+            GpuShareError: a file cannot be used, or others can read the key.
+        """
+        try:
+            written = tuple(
+                os.stat(path).st_mtime_ns for path in (self.certificate, self.key, self.authority)
+            )
+        except OSError as error:
+            raise GpuShareError(f"{error.filename} cannot be read: {error.strerror}") from None
+        return _context(self, purpose, written)
+
+
+@lru_cache(maxsize=4)
+def _context(files: TlsFiles, purpose: ssl.Purpose, written: tuple[int, ...]) -> ssl.SSLContext:
+    read_private(files.key, 1)  # of which other users cannot read a byte either
+    context = mutual_tls(str(files.certificate), str(files.key), str(files.authority), purpose)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.check_hostname = False  # each side reads the `names` itself
+    if purpose is ssl.Purpose.CLIENT_AUTH:
+        context.num_tickets = 0  # each connection shows its certificate anew
+    return context
+
+
+def names(certificate: Any) -> set[str]:
+    """Return the DNS names in a verified certificate, as `ssl.SSLSocket.getpeercert` returns it."""
+    return {value for kind, value in (certificate or {}).get("subjectAltName", ()) if kind == "DNS"}
+
+
+def reason(error: ssl.SSLError) -> str:
+    """Return why the peer's certificate, or that of this side, was refused, and what to change."""
+    if isinstance(error, ssl.SSLCertVerificationError):
+        why, whose = str(error.verify_message), "the peer's certificate is not accepted"
+    else:
+        why, whose = (
+            (error.reason or str(error)).replace("_", " ").lower(),
+            "the peer refuses this certificate",
+        )
+        if " alert " not in why:
+            return f"TLS failed: {why}"
+    advice = (
+        "renew it" if "expired" in why else "the authority (CA) of both sides has to sign both certificates"
+    )
+    return f"{whose}: {why}: {advice}"

@@ -1,0 +1,108 @@
+"""Certificates of an authority, which are good for a day."""
+
+from __future__ import annotations
+
+import datetime
+from ipaddress import ip_address
+from pathlib import Path
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER, TlsFiles
+
+
+class Authority:
+    """A private key and the certificate that it signed itself; both are in one folder."""
+
+    def __init__(self, folder: Path, name: str = "ca") -> None:
+        self._folder = folder
+        self._key = ec.generate_private_key(ec.SECP256R1())
+        self._name = _named(name)
+        self.certificate = folder / f"{name}.crt"
+        make_certificate(self.certificate, folder / f"{name}.key", name, private=self._key)
+
+    def issue(self, name: str, days: float = 1, usage: x509.ObjectIdentifier | None = None) -> TlsFiles:
+        """Write a certificate for this DNS name, and its key."""
+        files = files_of(name, self._folder, self.certificate)
+        signed_by = (self._name, self._key)
+        make_certificate(files.certificate, files.key, name, signed_by=signed_by, days=days, usage=usage)
+        return files
+
+
+def make_certificate(
+    certificate: Path,
+    key: Path,
+    name: str = "127.0.0.1",
+    *,
+    private: ec.EllipticCurvePrivateKey | None = None,
+    signed_by: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
+    days: float = 1,
+    usage: x509.ObjectIdentifier | None = None,
+) -> None:
+    """Write a certificate and its private key; without ``signed_by`` it is its own authority."""
+    private = private or ec.generate_private_key(ec.SECP256R1())
+    issuer, signing = signed_by or (_named(name), private)
+    now, public = datetime.datetime.now(datetime.UTC), private.public_key()
+    is_ip = name.replace(".", "").isdigit()
+    builder = (
+        x509.CertificateBuilder()
+        .subject_name(_named(name))
+        .issuer_name(issuer)
+        .public_key(public)
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=2))
+        .not_valid_after(now + datetime.timedelta(days=days))
+        .add_extension(x509.BasicConstraints(ca=signed_by is None, path_length=None), critical=True)
+        .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(ip_address(name)) if is_ip else x509.DNSName(name)]),
+            critical=False,
+        )
+    )
+    if usage is not None:
+        builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
+    pem = serialization.Encoding.PEM
+    secret = private.private_bytes(
+        pem, serialization.PrivateFormat.TraditionalOpenSSL, serialization.NoEncryption()
+    )
+    key.touch(0o600)
+    key.write_bytes(secret)
+    certificate.write_bytes(builder.sign(signing, hashes.SHA256()).public_bytes(pem))
+
+
+def _named(name: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+
+
+def files_of(name: str, folder: Path, authority: Path | None = None) -> TlsFiles:
+    """The files of a certificate that an `Authority` issued in a folder."""
+    return TlsFiles(
+        certificate=folder / f"{name}.crt",
+        key=folder / f"{name}.key",
+        authority=authority or folder / "ca.crt",
+    )
+
+
+def broker_and_helper(folder: Path) -> tuple[TlsFiles, TlsFiles]:
+    """Write certificates of one authority into a folder: the broker's, and one of all helpers."""
+    authority = Authority(folder)
+    return authority.issue(BROKER), authority.issue(HELPER)
+
+
+def helper_options(files: TlsFiles) -> tuple[str, ...]:
+    """The options of a helper that shows this certificate."""
+    return (
+        *("--tls-certificate", str(files.certificate), "--tls-key", str(files.key)),
+        *("--tls-ca", str(files.authority)),
+    )
+
+
+def broker_settings(files: TlsFiles) -> dict[str, str]:
+    """The settings of GPUShareKube for a broker that shows this certificate."""
+    return {
+        "helper_certificate_file": str(files.certificate),
+        "helper_key_file": str(files.key),
+        "helper_ca_file": str(files.authority),
+    }
