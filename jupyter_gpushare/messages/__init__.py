@@ -26,7 +26,7 @@ from jupyter_gpushare.messages.queue import (
 from jupyter_gpushare.messages.readers import about
 from jupyter_gpushare.messages.reasons import reason_text, reason_texts
 from jupyter_gpushare.messages.templates import TEMPLATES
-from jupyter_gpushare.messages.texts import Texts, english, local, text
+from jupyter_gpushare.messages.texts import Texts, english, in_english, local, text
 from jupyter_gpushare.messages.units import (
     LEVELS,
     duration,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from jupyter_gpushare.errors import fill
 from jupyter_gpushare.messages.templates import TEMPLATES
-from jupyter_gpushare.protocol.wire import Text
+from jupyter_gpushare.protocol.wire import Answer, Text
 from jupyter_gpushare.wall_clock import clock_time
 
 # Sentences in their order, joined with spaces.
@@ -37,6 +37,21 @@ def english(texts: Text | Iterable[Text], time: Callable[[str], str] = clock_tim
     if isinstance(template, tuple):
         template = template[0] if args[0] == "1" else template[1]
     return fill(template, args)
+
+
+def in_english(answer: object) -> object:
+    """Return an answer for JSON, with the English of its ``sentence_texts`` as ``sentence``, and so on."""
+    match answer:
+        case list():
+            return [in_english(each) for each in answer]
+        case Answer() if not isinstance(answer, Text):
+            plain = {name: getattr(answer, name) for name in answer.__struct_fields__}
+            for name in plain:
+                if not plain[name] and (texts := plain.get(f"{name}_texts")):
+                    plain[name] = english(texts)
+            return {name: in_english(value) for name, value in plain.items()}
+        case _:
+            return answer
 
 
 def local(sentence: str, texts: Iterable[Text]) -> str:

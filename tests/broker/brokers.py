@@ -9,10 +9,11 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import sqlalchemy as sa
 
+from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.forecast import Forecast
 from jupyter_gpushare.broker.control.loop import Loop
@@ -34,6 +35,13 @@ from tests.broker.fake_hub import SiteHub
 
 if TYPE_CHECKING:
     from tests.broker.site import Site
+
+T = TypeVar("T")
+
+
+def sent(answer: T) -> T:
+    """Return an answer as its reader has it."""
+    return wire.decode_answer(wire.encode(messages.in_english(answer)), type(answer))
 
 
 async def _at_once(function: Callable[..., Any], *arguments: Any) -> Any:
@@ -119,7 +127,13 @@ class Broker:
         return self.registry.jobs[job.id]
 
     def seen(self, job: JobRecord) -> wire.Job:
-        return self.views.job(self.registry.jobs[job.id])
+        return sent(self.views.job(self.registry.jobs[job.id]))
+
+    def shown(self, handle: str) -> wire.LeaseStatus:
+        return sent(self.views.lease(self.lease(handle)))
+
+    def told(self, user: str | None, limit: int) -> list[wire.Decision]:
+        return [sent(each) for each in self.views.decisions(user, limit)]
 
 
 class SteppingStore(Store):

@@ -14,6 +14,7 @@ from jupyter_gpushare.broker.state.records import MACHINE
 from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import RequestError
+from tests.broker.brokers import sent
 from tests.broker.site import Site, spawn
 from tests.broker.virtual_time import in_virtual_time, until
 
@@ -52,7 +53,7 @@ async def test_owners_there_are_asked_to_finish_and_no_server_starts(http):
     found = await drained(http, by="night")
     assert {(drain["sessions"], drain["machine"]) for drain in found.values()} == {(1, True), (0, True)}
     assert found[uuid]["sessions"] == 1
-    sentence = http.broker.views.lease(record).sentence
+    sentence = sent(http.broker.views.lease(record)).sentence
     assert "This GPU takes nothing new. The administrator asks to have your server stopped by " in sentence
     await http.broker.loop.observer.measure()  # devices count as known for a few seconds
     with pytest.raises(RequestError, match="an administrator empties GPUs here"):
@@ -125,7 +126,7 @@ async def test_a_machine_that_is_emptied_stays_so_after_a_restart_and_its_jobs_w
         await asyncio.sleep(30)
         assert registry.leases[job.lease_id].state is State.PENDING
         assert registry.by_server("ada", "").state is State.RUNNING
-        reason = site.broker.views.job(registry.jobs[job.id]).reason
+        reason = site.broker.seen(job).reason
         assert "an administrator empties GPUs here, and they take nothing new." in reason
         await draining.undrain(registry, MACHINE, "root")
         await until(lambda: registry.leases[job.lease_id].state is State.RUNNING, 60)

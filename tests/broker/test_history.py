@@ -11,6 +11,7 @@ from jupyter_gpushare.broker.state.lending import lent_milli
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.core.model import Kind, Lease, State
 from jupyter_gpushare.core.size import Size
+from tests.broker.brokers import sent
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
@@ -28,7 +29,7 @@ async def test_the_story_can_be_told_afterwards_also_by_another_broker(tmp_path)
         lent_s = site.now - asleep_at
         await until(lambda: broker.job(job).result, 400)
 
-        told = await history.timeline(broker.registry, broker.job(job), "bo")
+        told = sent(await history.timeline(broker.registry, broker.job(job), "bo"))
         whats = [moment.what for moment in told.moments]
         assert whats == ["submitted", "grant", "started", "suspend", "resume", "ended"]
         assert told.moments[1].sentence == (
@@ -38,7 +39,7 @@ async def test_the_story_can_be_told_afterwards_also_by_another_broker(tmp_path)
             "Your job train.py (2 GPUs) is paused for a session of project vision: "
             "the session that lent the GPU needs it."
         )
-        others = await history.timeline(broker.registry, broker.job(job), "root")
+        others = sent(await history.timeline(broker.registry, broker.job(job), "root"))
         assert others.moments[3].sentence.startswith("bo's job train.py (2 GPUs) is paused for ")
         assert [m.at for m in told.moments] == sorted(m.at for m in told.moments)
         assert all(messages.english(m.sentence_texts) == m.sentence for m in told.moments)
@@ -58,7 +59,7 @@ async def test_the_story_can_be_told_afterwards_also_by_another_broker(tmp_path)
         again = await site.start_broker()
         after = await history.week(again.registry, "bo")
         assert (after.used_gpu_s, after.days) == (bo.used_gpu_s, bo.days)
-        assert await history.timeline(again.registry, again.registry.jobs[job.id], "bo") == told
+        assert sent(await history.timeline(again.registry, again.registry.jobs[job.id], "bo")) == told
 
 
 def bound(id: str, milli: int, state: State, kind: Kind = Kind.BUILD) -> Lease:

@@ -35,7 +35,7 @@ def policy(**site: float | None) -> Policy:
 
 
 def shown(broker: Broker, held: Held) -> wire.LeaseStatus:
-    return broker.views.lease(broker.lease(held.handle))
+    return broker.shown(held.handle)
 
 
 async def computes(broker: Broker, user: str, *, busy: bool = True) -> None:

@@ -178,9 +178,7 @@ async def test_the_owner_is_told_what_the_watchdog_and_the_device_said(tmp_path)
         site.emit(EventKind.DEVICE, ada.handle, healthy="true")
 
         def told(user):
-            return [
-                d.sentence for d in broker.views.decisions(user, 10) if d.action in ("watchdog", "device")
-            ]
+            return [d.sentence for d in broker.told(user, 10) if d.action in ("watchdog", "device")]
 
         await until(lambda: len(told("ada")) == 3, 30)
         assert sorted(told("ada")) == [
@@ -208,7 +206,7 @@ async def test_a_process_without_a_lease_is_told_to_its_user_and_the_administrat
         ada, bo = await site.session("ada", "1/2"), await site.session("bo", "1/2")
 
         def told(user):
-            return [d.sentence for d in broker.views.decisions(user, 10) if d.action == "watchdog"]
+            return [d.sentence for d in broker.told(user, 10) if d.action == "watchdog"]
 
         async def own(session, uid):
             await broker.registry.edit(broker.lease(session.handle), OwnedBy(uid=uid))
@@ -241,7 +239,7 @@ async def test_the_owner_reads_that_the_driver_ended_a_process(tmp_path):
         site.emit(EventKind.DRIVER_KILLED, ada.handle, "process 77 ended within Lock of the driver")
 
         def told():
-            return [d.sentence for d in broker.views.decisions("ada", 10) if d.action == "device"]
+            return [d.sentence for d in broker.told("ada", 10) if d.action == "device"]
 
         await until(told, 30)
         assert told() == [

@@ -50,13 +50,13 @@ async def test_a_session_grows_and_shrinks_on_its_device(tmp_path):
         await resize(broker, ada, gpus="1/2", borrow=True)
         record = broker.lease(ada.handle)
         assert (limit(ada), record.lease.held_milli, record.unprepared) == (WHOLE // 2, 500, False)
-        lease = broker.views.lease(record)
+        lease = broker.shown(ada.handle)
         assert (lease.size, lease.memory_limit_bytes, lease.resizable) == ("1/2 GPU", WHOLE // 2, True)
         assert record.state == "running"
         await resize(broker, ada, memory="16GB")
         record = broker.lease(ada.handle)
         assert (limit(ada), record.lease.held_milli) == (16_000_000_000, 206)
-        (last, first) = (d for d in broker.views.decisions("ada", 9) if d.action == "resize")
+        (last, first) = (d for d in broker.told("ada", 9) if d.action == "resize")
         assert first.sentence == "Your session (1/2 GPU) has a new size, before: 1/4 GPU."
         assert "before: 1/2 GPU" in last.sentence
 

@@ -191,7 +191,6 @@ class RequestService:
             starts="now" if grant is not None else "soon" if is_soon else "no",
             position=None if grant is not None else explanation.position,
             borrowed=grant is not None and grant.borrowed,
-            sentence=messages.english(sentence),
             sentence_texts=list(sentence),
             starts_in=seconds(start),
         )

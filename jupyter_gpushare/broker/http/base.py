@@ -21,6 +21,7 @@ import prometheus_client
 from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
 from tornado import iostream, web
 
+from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.ownership import Ownership
@@ -396,7 +397,7 @@ class Base(HubOAuthenticated, Limited):
         self.set_status(status)
         self.set_header("Content-Type", "application/json")
         self.set_header("Cache-Control", "no-store")
-        self.finish(wire.encode(message))
+        self.finish(wire.encode(messages.in_english(message)))
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
         """Return a query argument within bounds.

@@ -24,6 +24,11 @@ def describe(prefix: str) -> dict[str, Any]:
     ]
     kinds = list(dict.fromkeys([*used, wire.ErrorAnswer]))
     schemas, components = msgspec.json.schema_components(kinds, ref_template=_REF)
+    for schema in components.values():
+        plain = schema.get("properties", {})
+        for name in plain:  # `messages.in_english` replaces its default
+            if f"{name}_texts" in plain and plain[name].pop("default", None) is not None:
+                schema["required"].append(name)
     by_kind = dict(zip(kinds, schemas, strict=True))
     return {
         "openapi": "3.1.0",

@@ -35,7 +35,7 @@ def timeline_of(job: JobRecord, decisions: Iterable[DecisionRecord], reader: str
 
 
 def _moment(at: str, what: str, texts: messages.Texts) -> wire.JobMoment:
-    return wire.JobMoment(at=at, what=what, sentence=messages.english(texts), sentence_texts=list(texts))
+    return wire.JobMoment(at=at, what=what, sentence_texts=list(texts))
 
 
 async def week(registry: Registry, user: str) -> wire.History:

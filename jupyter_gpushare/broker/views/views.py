@@ -62,7 +62,6 @@ class Views:
         """Return one lease with its measurements and sentences."""
         seen, lease, registry = self._seen(record), record.lease, self.registry
         sample, kernels = registry.observations[record.id].sample, registry.observations[record.id].kernels
-        shown, said = badge(seen), sentence(seen)
         level = registry.devices.level(lease.devices[0]) if lease.devices else ""
         return wire.LeaseStatus(
             id=record.id,
@@ -71,7 +70,6 @@ class Views:
             project=lease.project,
             kind=lease.kind,
             state=lease.state,
-            size=lease.size.text,
             size_texts=[messages.size_text(lease.size)],
             fraction_milli=lease.held_milli or lease.size.fraction_milli,
             device_count=lease.size.device_count,
@@ -85,11 +83,9 @@ class Views:
             suspendable=not seen.obstacle,
             borrowed=seen.borrowed,
             wanted=seen.lease.wanted,
-            badge=messages.english(shown),
-            badge_texts=[shown],
+            badge_texts=[badge(seen)],
             lost=record.lost and record.state is State.RUNNING,
-            sentence=messages.english(said),
-            sentence_texts=list(said),
+            sentence_texts=list(sentence(seen)),
             idle_s=seen.idle_s,
             lend_in_s=seen.lending.lend_in_s,
             back_in=seconds(seen.back),
@@ -146,19 +142,16 @@ class Views:
         seen = None if job.result or record is None else self._seen(record, is_new=is_new)
         reason = sentence(seen) if seen else job.reason_texts or messages.reason_texts(job.reason)
         request = wire.decode(job.request.encode(), wire.JobRequest)
-        size = request.size()
         return wire.Job(
             id=job.id,
             name=job.name,
             state=_JOB_STATES[seen.record.state] if seen else result_state(job.result),
             exit_code=job.exit_code if job.result else None,
             attempt=record.attempt if record else job.attempts,
-            reason=messages.english(reason),
             reason_texts=list(reason),
             user=job.user,
             project=job.project,
-            size=size.text,
-            size_texts=[messages.size_text(size)],
+            size_texts=[messages.size_text(request.size())],
             command=list(job.command),
             checkpoint=request.checkpoint,
             position=seen.position if seen and seen.record.state is State.PENDING else None,
@@ -427,7 +420,6 @@ def _held(leases: Iterable[Lease]) -> int:
 
 
 def _decision(record: DecisionRecord, reader: str, *, show_all: bool) -> wire.Decision:
-    texts = messages.to_reader(record.texts, reader)
     return wire.Decision(
         seq=record.seq,
         at=record.at,
@@ -437,6 +429,5 @@ def _decision(record: DecisionRecord, reader: str, *, show_all: bool) -> wire.De
         action=record.action,
         why=record.why,
         for_lease=record.for_lease if show_all else None,
-        sentence=record.sentence if texts == record.texts else messages.english(texts),
-        sentence_texts=list(texts),
+        sentence_texts=list(messages.to_reader(record.texts, reader)),
     )

@@ -38,7 +38,6 @@ def waiting_sessions(views: Views, user: str | None) -> list[wire.WaitingSession
     for place, position, estimate in _waiting(views):
         lease = place.lease
         if user is None or lease.user == user:
-            sentence = _sentence(views, place, position, estimate)
             found.append(
                 wire.WaitingSession(
                     user=lease.user,
@@ -46,8 +45,7 @@ def waiting_sessions(views: Views, user: str | None) -> list[wire.WaitingSession
                     project=lease.project,
                     size=lease.size.text,
                     position=position,
-                    sentence=messages.english(sentence),
-                    sentence_texts=list(sentence),
+                    sentence_texts=list(_sentence(views, place, position, estimate)),
                     starts_in=seconds(estimate),
                 )
             )

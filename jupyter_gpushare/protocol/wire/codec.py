@@ -20,7 +20,11 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what goes out: readers ignore fields they do not know."""
+    """Base of what goes out: readers ignore fields they do not know.
+
+    A field such as ``size_texts`` has ``size`` beside it: its English, which is empty until the
+    answer is sent (`messages.in_english`).
+    """
 
 
 def _no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

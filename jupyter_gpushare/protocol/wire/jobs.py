@@ -223,10 +223,8 @@ class Job(Answer, frozen=True):
     state: JobState
     exit_code: int | None
     attempt: int
-    reason: str  # a sentence
     user: str
     project: str
-    size: str
     command: list[str]
     checkpoint: CheckpointMode
     position: int | None
@@ -257,7 +255,9 @@ class Job(Answer, frozen=True):
     priority: int = 0
     grace_s: float | None = None  # None: the site's
     max_run_s: float | None = None  # None: no maximum
+    size: str = ""
     size_texts: list[Text] = []  # ``size`` for translation
+    reason: str = ""  # a sentence
     reason_texts: list[Text] = []  # ``reason`` for translation
 
 
@@ -272,7 +272,7 @@ class JobMoment(Answer, frozen=True):
 
     at: str
     what: str  # "submitted", "grant", "started", "progress", "suspend", "resume", "requeue", "ended"
-    sentence: str
+    sentence: str = ""
     sentence_texts: list[Text] = []  # ``sentence`` for translation
 
 
@@ -288,7 +288,7 @@ class JobOutlook(Answer, frozen=True):
     starts: Literal["now", "soon", "no"]  # soon: other work is being preempted for it
     position: int | None  # in the queue
     borrowed: bool  # it would run over its project's quota and may be preempted
-    sentence: str
+    sentence: str = ""
     sentence_texts: list[Text] = []  # ``sentence`` for translation
     starts_in: Estimate | None = None  # None: now, or not known well enough
 

@@ -164,7 +164,6 @@ class LeaseStatus(Answer, frozen=True):
     project: str
     kind: Kind
     state: State
-    size: str  # "1/2 GPU"
     fraction_milli: int  # per device
     device_count: int
     devices: list[str]
@@ -177,8 +176,6 @@ class LeaseStatus(Answer, frozen=True):
     suspendable: bool
     borrowed: bool
     wanted: bool
-    badge: str
-    sentence: str
     idle_s: float | None  # None: active
     lend_in_s: float | None  # until it may be lent; None: no waiting work, or it cannot be lent
     since_at: str  # of this state
@@ -190,8 +187,11 @@ class LeaseStatus(Answer, frozen=True):
     keep_left_minutes: float | None = None  # of today's budget for "Keep it" there; None: a job
     resizable: bool = False  # it may become larger or smaller on its device while it runs
     warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is told now
+    size: str = ""  # "1/2 GPU"
     size_texts: list[Text] = []  # ``size`` for translation
+    badge: str = ""
     badge_texts: list[Text] = []  # ``badge`` for translation
+    sentence: str = ""
     sentence_texts: list[Text] = []  # ``sentence`` for translation
 
 
@@ -206,7 +206,7 @@ class Decision(Answer, frozen=True):
     action: str
     why: str
     for_lease: str | None
-    sentence: str
+    sentence: str = ""
     sentence_texts: list[Text] = []  # ``sentence`` for translation
 
 
@@ -218,7 +218,7 @@ class WaitingSession(Answer, frozen=True):
     project: str
     size: str
     position: int  # among the sessions that wait, 1 is next
-    sentence: str
+    sentence: str = ""
     sentence_texts: list[Text] = []
     starts_in: Estimate | None = None  # None: not known well enough
 
