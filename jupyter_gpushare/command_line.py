@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import inspect
 import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn, TextIO
 
 Kind = Callable[[str], object] | Sequence[str] | None
@@ -52,27 +52,28 @@ class Option:
         parser.add_argument(*flags, **settings)
 
 
-@dataclass(frozen=True, slots=True)
 class Group:
     """Options that belong together: with a title in the help, else at most one of them may be given."""
 
-    options: Sequence[Option]
-    title: str = ""
-    required: bool = False
+    def __init__(self, *options: Option, title: str = "", required: bool = False) -> None:
+        self.options, self.title, self.required = options, title, required
 
 
-Options = Sequence[Option | Group]
-
-
-@dataclass(frozen=True, slots=True)
 class Verb:
-    """A verb of a command line; ``run`` is an attribute of the parsed words."""
+    """A verb: a function, which parsed words get as ``run``, and its options.
 
-    run: Callable[..., Any]
-    help: str
-    examples: Sequence[str]
-    options: Options = ()
-    usage: str | None = None
+    It has the name of the function.  The first paragraph of the function's docstring is its help, the
+    second has the examples; without them the verb alone is one.
+    """
+
+    def __init__(
+        self, run: Callable[..., object], *options: Option | Group, name: str = "", usage: str | None = None
+    ) -> None:
+        self.run, self.options, self.usage = run, options, usage
+        self.name = name or run.__name__
+        paragraphs = (inspect.getdoc(run) or "").split("\n\n")
+        self.description = " ".join(paragraphs[0].split())
+        self.examples = paragraphs[1].splitlines() if len(paragraphs) > 1 else []
 
 
 class Parser(argparse.ArgumentParser):
@@ -84,7 +85,7 @@ class Parser(argparse.ArgumentParser):
         epilog = "\n\n".join(filter(None, (shown, after)))
         super().__init__(epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
 
-    def add_options(self, options: Options) -> None:
+    def add_options(self, options: Iterable[Option | Group]) -> None:
         """Add options and groups of them, in this order."""
         for each in options:
             if isinstance(each, Option):
@@ -99,16 +100,26 @@ class Parser(argparse.ArgumentParser):
                 one.add_to(within)
 
     def add_verbs(
-        self, verbs: Mapping[str, Verb], every: Options = (), metavar: str = "VERB"
+        self,
+        verbs: Iterable[Verb],
+        *every: Option,
+        metavar: str = "VERB",
+        examples: Sequence[str] = (),
     ) -> argparse._SubParsersAction[Parser]:
         """Add verbs, each with the options of ``every`` verb; return what further verbs are added to."""
         added = self.add_subparsers(metavar=metavar, required=True)
-        for name, verb in verbs.items():
-            description = f"{verb.help[0].upper()}{verb.help[1:]}."
+        for verb in verbs:
+            text = verb.description
+            # A name in capitals stays.
+            help = text if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}"
             parser = added.add_parser(
-                name, help=verb.help, usage=verb.usage, description=description, examples=verb.examples
+                verb.name,
+                help=help.rstrip("."),
+                usage=verb.usage,
+                description=text,
+                examples=verb.examples or examples or [f"{self.prog} {verb.name}"],
             )
-            parser.add_options([*every, *verb.options])
+            parser.add_options((*every, *verb.options))
             parser.set_defaults(run=verb.run, parser=parser)
         return added
 

@@ -36,7 +36,13 @@ def _print_lending(answer: wire.Lending) -> None:
 
 @shown_by(_print_lending)
 def lending(client: BlockingClient, args: argparse.Namespace) -> wire.Lending:
-    """Return the lending mode, after setting it if one is given."""
+    """Whether GPUs of idle sessions are lent.
+
+    gpushare admin lending          the mode in force, and how suspensions went
+    gpushare admin lending watch    log what would be lent, touch no process
+    gpushare admin lending off      wake all sessions, lend nothing
+    gpushare admin lending default  as configured
+    """
     if args.mode is None:
         return client.get("lending", wire.Lending)
     change = wire.LendingChange(mode=next((m for m in MODES if m == args.mode), None))
@@ -50,7 +56,11 @@ def _print_projects(answer: wire.Projects) -> None:
 
 @shown_by(_print_projects)
 def quota(client: BlockingClient, args: argparse.Namespace) -> wire.Projects:
-    """Return quotas, limits and weights of projects, after changing one project's if values are given.
+    """The numbers of projects.
+
+    gpushare admin quota                       all projects
+    gpushare admin quota nlp --quota 1.5       guaranteed GPUs; --weight and --limit likewise
+    gpushare admin quota nlp --reset           as configured
 
     Raises:
         NotFound: there is no such project.
@@ -81,7 +91,12 @@ _AMOUNTS = ("held_gpu_h", "computing_gpu_h", "borrowed_gpu_h", "lent_gpu_h")
 
 
 def usage(args: argparse.Namespace) -> int:
-    """Print GPU-hours for chargeback as a table, CSV or JSON; return the exit code."""
+    """GPU-hours of all users, for chargeback.
+
+    gpushare admin usage                                this month, by user, project and GPU model
+    gpushare admin usage --by project,month --since 2026-01-01
+    gpushare admin usage --by user,day --user ada --csv
+    """
     asked = {name: getattr(args, name) for name in ("by", "since", "until", "user", "project")}
     params = {name: value for name, value in asked.items() if value is not None}
     with closing(connect(args)) as client:
@@ -117,7 +132,7 @@ def _print_leases(answer: wire.Leases) -> None:
 
 @shown_by(_print_leases)
 def leases(client: BlockingClient, args: argparse.Namespace) -> wire.Leases:
-    """Return all sessions and jobs that hold or wait for GPUs, with their ids."""
+    """Sessions and jobs of all users, with their ids."""
     return client.get("leases", wire.Leases, params={"all": 1})
 
 
@@ -127,19 +142,28 @@ def _print_act(answer: wire.LeaseStatus | wire.Job | None) -> None:
 
 @shown_by(_print_act)
 def wake(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
-    """Get the GPU of a sleeping session of any user back."""
+    """Get the GPU of a sleeping session back.
+
+    gpushare admin wake k3v9m2x7qa
+    """
     return _act(client, _found(client, args.id), "resume")
 
 
 @shown_by(_print_act)
 def lend(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
-    """Lend the GPU of a session of any user now."""
+    """Lend the GPU of a session now.
+
+    gpushare admin lend k3v9m2x7qa
+    """
     return _act(client, _found(client, args.id), "lend")
 
 
 @shown_by(_print_act)
 def stop(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus | wire.Job:
-    """Stop a session or job of any user; asks first."""
+    """Stop a session with its kernels, or a job.
+
+    gpushare admin stop k3v9m2x7qa
+    """
     lease = _found(client, args.id)
     what = "job" if lease.job else "session, with all its kernels and their variables,"
     confirm(args, f"Stop {lease.user}'s {what} of {lease.size}?")
@@ -153,7 +177,10 @@ def _act(client: BlockingClient, lease: wire.LeaseStatus, action: str) -> wire.L
 
 @shown_by(print_job)
 def priority(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
-    """Raise or lower the priority of a job of any user."""
+    """Raise or lower the priority of a job, beyond its project's right too.
+
+    gpushare admin priority k3v9m2x7qa 20
+    """
     change = wire.JobChange(priority=args.priority)
     return client.put(f"jobs/{args.id}", change, wire.Job, repeatable=True)
 

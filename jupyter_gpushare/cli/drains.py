@@ -47,7 +47,12 @@ def _print(answer: wire.Devices) -> None:
 
 @shown_by(_print)
 def drain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
-    """Let a GPU or the machine take nothing new; without a name return what does."""
+    """Let a GPU or the machine take nothing new, and ask owners there to finish.
+
+    gpushare admin drain                        which take nothing new, and what is still there
+    gpushare admin drain GPU-5f2 --by 18:00     its UUID, or how that begins
+    gpushare admin drain machine
+    """
     if args.by is not None and args.device is None:
         args.parser.error("name the GPU, or `machine`")
     known = client.get("devices", wire.Devices)
@@ -59,7 +64,10 @@ def drain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
 
 @shown_by(_print)
 def undrain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
-    """Let a GPU or the machine take work again."""
+    """Let a GPU or the machine take work again.
+
+    gpushare admin undrain machine
+    """
     path = _path(client.get("devices", wire.Devices), args.device)
     return client.delete(path, wire.Devices, repeatable=True)
 

@@ -18,7 +18,12 @@ _COLUMNS = ("num_gpu", "submit_time", "duration", "session", "user", "project", 
 
 
 def export(args: argparse.Namespace) -> int:
-    """Write the jobs or the cells of this site as CSV to a file or to the output; return the exit code.
+    """What ran on this site, as a trace for `gpushare simulate`.
+
+    gpushare admin export jobs jobs.csv
+    gpushare simulate jobs jobs.csv --gpus 8
+    gpushare admin export cells cells.csv
+    gpushare simulate notebooks cells.csv --gpus 8 --jobs jobs.csv --idle-timeout 900
 
     Raises:
         GpuShareError: the file is there already, or cannot be written.

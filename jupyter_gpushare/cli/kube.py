@@ -12,7 +12,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
@@ -74,20 +74,22 @@ def configured(file: Path) -> Configured:
     )
 
 
-def _print_queues(site: Configured, args: argparse.Namespace) -> int:
+def print_queues(site: Configured, args: argparse.Namespace) -> int:
+    """Print the Queues and priority classes of the configured projects, as JSON."""
     items = [*queues(site.projects, site.min_run_s), *priority_classes(site.levels)]
     print_json({"apiVersion": "v1", "kind": "List", "items": items})
     return 0
 
 
-def _check(site: Configured, args: argparse.Namespace) -> int:
+def check(site: Configured, args: argparse.Namespace) -> int:
+    """Examine the cluster: API server, rights, Queues, KAI's settings, nodes."""
     hub = hub_checks(parse_list(_read(args.hub)), _broker_pod(site)) if args.hub else [not_examined()]
     checks: list[Check] = asyncio.run(examine(site.kube, site.projects, site.levels))
     if args.canary:
         checks.append(asyncio.run(canary(site.kube)))
     checks += hub
     print_checks(checks, as_json=args.json)
-    return 1 if any(check.result is Result.FAIL for check in checks) else 0
+    return 1 if any(each.result is Result.FAIL for each in checks) else 0
 
 
 def _read(file: str) -> bytes:
@@ -120,33 +122,24 @@ def _broker_pod(site: Configured) -> BrokerPod:
 
 
 _CONFIG = Option("--config FILE", "of the broker", Path, required=True)
-VERBS: Mapping[str, Verb] = {
-    "queues": Verb(
-        _print_queues,
-        "print the Queues and priority classes of the configured projects, as JSON",
-        EXAMPLES,
-        [_CONFIG],
+VERBS = (
+    Verb(print_queues, _CONFIG, name="queues"),
+    Verb(
+        check,
+        _CONFIG,
+        JSON,
+        Option(
+            "--canary",
+            "also start a pod on a node, at most one minute for each way of telling it a GPU, and "
+            "say which works",
+        ),
+        Option(
+            "--hub FILE",
+            "also examine the Hub's namespace: what kubectl printed of it; - reads standard input",
+            default="",
+        ),
     ),
-    "check": Verb(
-        _check,
-        "examine the cluster: API server, rights, Queues, KAI's settings, nodes",
-        EXAMPLES,
-        [
-            _CONFIG,
-            JSON,
-            Option(
-                "--canary",
-                "also start a pod on a node, at most one minute for each way of telling it a GPU, and "
-                "say which works",
-            ),
-            Option(
-                "--hub FILE",
-                "also examine the Hub's namespace: what kubectl printed of it; - reads standard input",
-                default="",
-            ),
-        ],
-    ),
-}
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -156,7 +149,7 @@ def main(argv: Sequence[str]) -> int:
         description="GPUs of a Kubernetes cluster with KAI-Scheduler.",
         examples=EXAMPLES,
     )
-    parser.add_verbs(VERBS)
+    parser.add_verbs(VERBS, examples=EXAMPLES)
     args = parser.parse_args(argv)
     try:
         site = configured(args.config)

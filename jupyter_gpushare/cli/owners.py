@@ -29,12 +29,17 @@ def _print(answer: wire.Owners) -> None:
 
 @shown_by(_print)
 def owners(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
-    """Return the owners of leases that are absent from the Hub."""
+    """Owners of sessions and jobs that are absent from the Hub, or were made anew."""
     return client.get("owners", wire.Owners)
 
 
 def adopt(args: argparse.Namespace) -> int:
-    """Give the jobs of one such owner, or of all of them, to users of the Hub; return the exit code."""
+    """Give what belongs to such an owner to a user of the Hub.
+
+    gpushare admin adopt ada              to the ada of the Hub now
+    gpushare admin adopt ada --to lovelace
+    gpushare admin adopt --all            each to the present user of the name
+    """
     if args.name is None and args.to is not None:
         args.parser.error("--to goes with the name of one owner")
     code = EXIT_OK
@@ -54,7 +59,10 @@ def adopt(args: argparse.Namespace) -> int:
 
 @shown_by(_print)
 def end(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
-    """Fail the waiting jobs of one such owner, or of all of them."""
+    """Fail the waiting jobs of such an owner.
+
+    gpushare admin end ada
+    """
     answer = client.get("owners", wire.Owners)
     if names := _names(args, answer):
         confirm(args, f"Fail the waiting jobs of {', '.join(names)}?")

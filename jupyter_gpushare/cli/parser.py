@@ -1,4 +1,4 @@
-"""The verbs of the command line: one table, with the options and an example of each."""
+"""The verbs of the command line, with their options."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from jupyter_gpushare import __version__
 from jupyter_gpushare.cli import queue, sessions, verbs
-from jupyter_gpushare.cli.admin_parser import ADMIN, ADMIN_HELP
+from jupyter_gpushare.cli.admin_parser import ADMIN
 from jupyter_gpushare.cli.options import (
     JOB,
     MEMORY,
@@ -26,13 +26,7 @@ from jupyter_gpushare.core.model import CheckpointMode
 
 _SUBMIT: tuple[Option | Group, ...] = (
     Option("-p --parameter NAME=VALUE ...", "of the notebook; may be repeated", pair, dest="parameters"),
-    Group(
-        [
-            Option("--gpus G", "0.5, 1/4 or 2; several are given together (default 1)"),
-            MEMORY,
-            PROFILE,
-        ]
-    ),
+    Group(Option("--gpus G", "0.5, 1/4 or 2; several are given together (default 1)"), MEMORY, PROFILE),
     Option("--project P", "project to charge (default: the first of yours)"),
     Option("--name N", "for people (default: from the command)"),
     Option(
@@ -69,152 +63,81 @@ _FLAGS = {
     if isinstance(each, Option) and each.kind is None and " " not in each.usage
 }
 
-VERBS: Mapping[str, Verb] = {
-    "status": Verb(
-        verbs.status, "my GPUs, my projects, my jobs", ["gpushare status", "gpushare status --json"]
-    ),
-    "jobs": Verb(
-        verbs.jobs,
-        "my training jobs, the next first",
-        ["gpushare jobs --limit 50"],
-        [Option("--limit N", "at most N (default 20)", count(1, 1_000), default=20)],
-    ),
-    "logs": Verb(
+VERBS = (
+    Verb(verbs.status),
+    Verb(verbs.jobs, Option("--limit N", "at most N (default 20)", count(1, 1_000), default=20)),
+    Verb(
         verbs.logs,
-        "what a job printed",
-        [
-            "gpushare logs k3v9m2x7qa",
-            "gpushare logs -f k3v9m2x7qa        until the job ends",
-            "gpushare logs --attempt 1 k3v9m2x7qa",
-            "gpushare logs --json k3v9m2x7qa    one JSON object per line",
-        ],
-        [
-            Option("-f --follow", "go on until the job ends, over all attempts"),
-            Option("--attempt N", "only this attempt (default: all)", count(1, 1_000_000)),
-            JOB,
-        ],
+        Option("-f --follow", "go on until the job ends, over all attempts"),
+        Option("--attempt N", "only this attempt (default: all)", count(1, 1_000_000)),
+        JOB,
     ),
-    "retry": Verb(verbs.retry, "submit a job again that has ended", ["gpushare retry k3v9m2x7qa"], [JOB]),
-    "show": Verb(verbs.show, "one job, with every pause and its reason", ["gpushare show k3v9m2x7qa"], [JOB]),
-    "cancel": Verb(
-        queue.cancel,
-        "take jobs out of the queue, or stop them",
-        ["gpushare cancel k3v9m2x7qa", "gpushare cancel k3v9m2x7qa p4w8n1y6rb"],
-        [Option("ID ...", "of the jobs, as `gpushare jobs` shows them", job_id, dest="ids")],
-    ),
-    "edit": Verb(
+    Verb(verbs.retry, JOB),
+    Verb(verbs.show, JOB),
+    Verb(queue.cancel, Option("ID ...", "of the jobs, as `gpushare jobs` shows them", job_id, dest="ids")),
+    Verb(
         queue.edit,
-        "change what a job in the queue asks for",
-        [
-            "gpushare edit k3v9m2x7qa --gpus 2",
-            "gpushare edit k3v9m2x7qa --project nlp --priority -5",
-            "gpushare edit k3v9m2x7qa --max-run 4h      none: no maximum",
-        ],
-        [
-            JOB,
-            Group([Option("--gpus G", "0.5, 1/4 or 2; several are given together"), MEMORY, PROFILE]),
-            Option("--project P", "it goes to the end of that project's queue"),
-            Option("--priority N", "within the project", PRIORITY),
-            Option("--max-run TIME", "like 30m, 4h or 2d; none: no maximum", limit),
-        ],
+        JOB,
+        Group(Option("--gpus G", "0.5, 1/4 or 2; several are given together"), MEMORY, PROFILE),
+        Option("--project P", "it goes to the end of that project's queue"),
+        Option("--priority N", "within the project", PRIORITY),
+        Option("--max-run TIME", "like 30m, 4h or 2d; none: no maximum", limit),
     ),
-    "move": Verb(
+    Verb(
         queue.move,
-        "move a job in the queue among my own of its project and priority",
-        ["gpushare move k3v9m2x7qa --before p4w8n1y6rb", "gpushare move k3v9m2x7qa --up"],
-        [
-            JOB,
-            Group(
-                [
-                    Option("--before JOB", "to start before this one", job_id),
-                    Option("--behind JOB", "to start after this one", job_id),
-                    Option("--up", "by one", dest="to", action="store_const", const="up"),
-                    Option("--down", "by one", dest="to", action="store_const", const="down"),
-                    Option("--first", "before all of mine", dest="to", action="store_const", const="first"),
-                    Option("--last", "behind all of mine", dest="to", action="store_const", const="last"),
-                ],
-                required=True,
-            ),
-        ],
+        JOB,
+        Group(
+            Option("--before JOB", "to start before this one", job_id),
+            Option("--behind JOB", "to start after this one", job_id),
+            Option("--up", "by one", dest="to", action="store_const", const="up"),
+            Option("--down", "by one", dest="to", action="store_const", const="down"),
+            Option("--first", "before all of mine", dest="to", action="store_const", const="first"),
+            Option("--last", "behind all of mine", dest="to", action="store_const", const="last"),
+            required=True,
+        ),
     ),
-    "wake": Verb(sessions.wake, "get the GPU of my sleeping session back", ["gpushare wake"], [SERVER]),
-    "keep": Verb(
+    Verb(sessions.wake, SERVER),
+    Verb(
         sessions.keep,
-        "keep the GPU of my idle session for a while, out of today's budget",
-        ["gpushare keep", "gpushare keep --minutes 60", "gpushare keep --minutes 0         undo it"],
-        [Option("--minutes N", "default 30; 0: not any more", count(0, 1_440), default=30), SERVER],
+        Option("--minutes N", "default 30; 0: not any more", count(0, 1_440), default=30),
+        SERVER,
     ),
-    "lend": Verb(sessions.lend, "lend the GPU of my session now", ["gpushare lend"], [SERVER]),
-    "resize": Verb(
+    Verb(sessions.lend, SERVER),
+    Verb(
         sessions.resize,
-        "make the part of a GPU of my running session larger or smaller",
-        [
-            "gpushare resize --gpus 1/2",
-            "gpushare resize --memory 20GiB",
-            "gpushare resize --gpus 1 --borrow     also beyond what my project is guaranteed",
-        ],
-        [
-            Group(
-                [
-                    Option("--gpus G", "a part of the GPU like 0.5 or 1/4; 1: all of it"),
-                    Option("--memory SIZE", "GPU memory instead, like 20GiB"),
-                ],
-                required=True,
-            ),
-            Option("--borrow", "it may sleep when others need the GPU, if it is over the quota"),
-            SERVER,
-        ],
+        Group(
+            Option("--gpus G", "a part of the GPU like 0.5 or 1/4; 1: all of it"),
+            Option("--memory SIZE", "GPU memory instead, like 20GiB"),
+            required=True,
+        ),
+        Option("--borrow", "it may sleep when others need the GPU, if it is over the quota"),
+        SERVER,
     ),
-    "usage": Verb(
-        sessions.usage, "my GPU-hours of the last seven days", ["gpushare usage", "gpushare usage --json"]
-    ),
-    "sleep": Verb(
-        sessions.sleep,
-        "whether my sessions may be put to sleep",
-        [
-            "gpushare sleep never            this server keeps its GPU, if its project has that right",
-            "gpushare sleep allow",
-        ],
-        [Option("may", kind=["never", "allow"]), SERVER],
-    ),
-    "doctor": Verb(
+    Verb(sessions.usage),
+    Verb(sessions.sleep, Option("may", kind=["never", "allow"]), SERVER),
+    Verb(
         verbs.doctor,
-        "check that GPUs, limits and the broker work here",
-        [
-            "gpushare doctor",
-            "gpushare doctor --json",
-            "gpushare doctor --site             before users come, as root",
-        ],
-        [
-            Option("--site", "check the configuration of Hub and broker"),
-            Option(
-                "--hub-config FILE",
-                "of the Hub (default: %(default)s)",
-                Path,
-                default=Path("/etc/jupyterhub/jupyterhub_config.py"),
-            ),
-            Option(
-                "--broker-config FILE",
-                "of the broker (default: %(default)s)",
-                Path,
-                default=Path("/etc/gpushare/broker_config.py"),
-            ),
-        ],
+        Option("--site", "check the configuration of Hub and broker"),
+        Option(
+            "--hub-config FILE",
+            "of the Hub (default: %(default)s)",
+            Path,
+            default=Path("/etc/jupyterhub/jupyterhub_config.py"),
+        ),
+        Option(
+            "--broker-config FILE",
+            "of the broker (default: %(default)s)",
+            Path,
+            default=Path("/etc/gpushare/broker_config.py"),
+        ),
     ),
-    "submit": Verb(
+    Verb(
         verbs.submit,
-        "queue a command or a notebook as a training job",
-        [
-            "gpushare submit -- python train.py --epochs 10",
-            "gpushare submit notebook.ipynb -p steps=5",
-            "gpushare submit --gpus 0.5 --name night --wait -- python train.py",
-            "gpushare submit --gpus 2 --project nlp --checkpoint sigterm --retries 3 -- ./train.sh",
-        ],
-        _SUBMIT,
+        *_SUBMIT,
         usage="gpushare submit [options] -- COMMAND [ARGUMENT ...]\n"
         "       gpushare submit [options] NOTEBOOK.ipynb [-p NAME=VALUE ...]",
     ),
-}
+)
 
 
 def split_command(words: list[str]) -> tuple[list[str], list[str] | None]:
@@ -249,11 +172,11 @@ def parser(services: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
         "2 usage, 3 the broker does not answer.",
     )
     parser.add_argument("--version", action="version", version=f"gpushare {__version__}")
-    verbs = parser.add_verbs(VERBS, OF_EVERY_VERB)
+    verbs = parser.add_verbs(VERBS, *OF_EVERY_VERB)
     admin = verbs.add_parser(
         "admin",
-        help=ADMIN_HELP,
-        description=f"{ADMIN_HELP.capitalize()}.",
+        help="what administrators change while users work",
+        description="What administrators change while users work.",
         examples=[
             "gpushare admin leases",
             "gpushare admin drain machine --by 18:00",
@@ -261,7 +184,7 @@ def parser(services: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
             "gpushare admin drain --help",
         ],
     )
-    admin.add_verbs(ADMIN, OF_EVERY_VERB)
+    admin.add_verbs(ADMIN, *OF_EVERY_VERB)
     for name, (_, text) in services.items():
         verbs.add_parser(name, help=text, add_help=False)
     return parser

@@ -33,7 +33,10 @@ def _print(answer: wire.Devices | None) -> None:
 
 @shown_by(_print)
 def release(client: BlockingClient, args: argparse.Namespace) -> wire.Devices | None:
-    """Return the processes without a lease, or end one of them.
+    """End a process that uses a GPU without a lease.
+
+    gpushare admin release           those that there are, and which are left alone
+    gpushare admin release 4711      SIGTERM, and SIGKILL 5 s later; asks first
 
     Raises:
         NotFound: there is no such process.

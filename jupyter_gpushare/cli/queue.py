@@ -20,7 +20,12 @@ _ALL = 10_000
 
 @shown_by(print_job)
 def edit(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
-    """Change what a job in the queue asks for."""
+    """Change what a job in the queue asks for.
+
+    gpushare edit k3v9m2x7qa --gpus 2
+    gpushare edit k3v9m2x7qa --project nlp --priority -5
+    gpushare edit k3v9m2x7qa --max-run 4h      none: no maximum
+    """
     change = wire.JobChange(
         gpus=args.gpus,
         memory=args.memory,
@@ -36,7 +41,11 @@ def edit(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
 
 @shown_by(print_job)
 def move(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
-    """Move a job in the queue among the user's own of its project and priority."""
+    """Move a job in the queue among my own of its project and priority.
+
+    gpushare move k3v9m2x7qa --before p4w8n1y6rb
+    gpushare move k3v9m2x7qa --up
+    """
     place: wire.JobPlace | None = wire.JobPlace(before=args.before, behind=args.behind)
     if args.to is not None:
         job = client.get(f"jobs/{args.id}", wire.Job)
@@ -67,7 +76,11 @@ def _place(job: wire.Job, queue: list[wire.Job], to: str) -> wire.JobPlace | Non
 
 
 def cancel(args: argparse.Namespace) -> int:
-    """Take jobs out of the queue, or stop them; a refusal of one does not keep the others."""
+    """Take jobs out of the queue, or stop them.
+
+    gpushare cancel k3v9m2x7qa
+    gpushare cancel k3v9m2x7qa p4w8n1y6rb
+    """
     ids, jobs, code = list(dict.fromkeys(args.ids)), [], EXIT_OK
     with closing(connect(args)) as client:
         for id in ids:

@@ -40,31 +40,45 @@ def _print_size(lease: wire.LeaseStatus) -> None:
 
 @shown_by(_print_lease)
 def wake(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
-    """Request that a suspended session resumes."""
+    """Get the GPU of my sleeping session back."""
     return _act(client, args, "resume")
 
 
 @shown_by(_print_keep)
 def keep(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
-    """Keep the GPU of an idle session for a while."""
+    """Keep the GPU of my idle session for a while, out of today's budget.
+
+    gpushare keep
+    gpushare keep --minutes 60
+    gpushare keep --minutes 0         undo it
+    """
     return _act(client, args, "keep", wire.KeepRequest(minutes=args.minutes))
 
 
 @shown_by(_print_lease)
 def lend(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
-    """Lend the GPU of a session now."""
+    """Lend the GPU of my session now."""
     return _act(client, args, "lend")
 
 
 @shown_by(_print_lease)
 def sleep(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
-    """Mark a session as never to be put to sleep, or take the mark away."""
+    """Whether my sessions may be put to sleep.
+
+    gpushare sleep never            this server keeps its GPU, if its project has that right
+    gpushare sleep allow
+    """
     return _act(client, args, "never-sleep" if args.may == "never" else "may-sleep")
 
 
 @shown_by(_print_size)
 def resize(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
-    """Give a running session another size on its GPU."""
+    """Make the part of a GPU of my running session larger or smaller.
+
+    gpushare resize --gpus 1/2
+    gpushare resize --memory 20GiB
+    gpushare resize --gpus 1 --borrow     also beyond what my project is guaranteed
+    """
     request = wire.SizeRequest(gpus=args.gpus, memory=args.memory, borrow=args.borrow)
     return client.put(f"leases/{session_of(client, args.server).id}/size", request, wire.LeaseStatus)
 
@@ -116,7 +130,7 @@ def _print_usage(week: wire.History) -> None:
 
 @shown_by(_print_usage)
 def usage(client: BlockingClient, args: argparse.Namespace) -> wire.History:
-    """Return the user's GPU-hours of the last seven days."""
+    """My GPU-hours of the last seven days."""
     return client.get("history", wire.History)
 
 

@@ -148,7 +148,7 @@ def _print_status(status: wire.Status) -> None:
 
 @shown_by(_print_status)
 def status(client: BlockingClient, args: argparse.Namespace) -> wire.Status:
-    """Return the user's GPUs, projects and jobs."""
+    """My GPUs, my projects, my jobs."""
     return client.get("status", wire.Status)
 
 
@@ -161,12 +161,21 @@ def _print_list(answer: wire.JobList) -> None:
 
 @shown_by(_print_list)
 def jobs(client: BlockingClient, args: argparse.Namespace) -> wire.JobList:
-    """Return the user's training jobs."""
+    """My training jobs, the next first.
+
+    gpushare jobs --limit 50
+    """
     return client.get("jobs", wire.JobList, params={"limit": args.limit})
 
 
 def submit(args: argparse.Namespace) -> int:
-    """Queue a job; with ``--wait`` return when it has ended."""
+    """Queue a command or a notebook as a training job.
+
+    gpushare submit -- python train.py --epochs 10
+    gpushare submit notebook.ipynb -p steps=5
+    gpushare submit --gpus 0.5 --name night --wait -- python train.py
+    gpushare submit --gpus 2 --project nlp --checkpoint sigterm --retries 3 -- ./train.sh
+    """
     if not args.command or not args.command[0]:
         args.parser.error("what is to run?  Put it behind --, like: gpushare submit -- python train.py")
     is_notebook = args.command[0].endswith(".ipynb") and len(args.command) == 1
@@ -280,7 +289,13 @@ def _patiently(client: BlockingClient, job_id: str) -> wire.Job:
 
 
 def logs(args: argparse.Namespace) -> int:
-    """Print what a job printed."""
+    """What a job printed.
+
+    gpushare logs k3v9m2x7qa
+    gpushare logs -f k3v9m2x7qa        until the job ends
+    gpushare logs --attempt 1 k3v9m2x7qa
+    gpushare logs --json k3v9m2x7qa    one JSON object per line
+    """
     from jupyter_gpushare.cli import job_logs
 
     job_id = args.id
@@ -320,12 +335,18 @@ def _hub_url(address: Address) -> str:
 
 @shown_by(print_job)
 def retry(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
-    """Submit a job again that has ended."""
+    """Submit a job again that has ended.
+
+    gpushare retry k3v9m2x7qa
+    """
     return client.post(f"jobs/{args.id}/retry", None, wire.Job)
 
 
 def show(args: argparse.Namespace) -> int:
-    """Print one job with every pause and its reason."""
+    """One job, with every pause and its reason.
+
+    gpushare show k3v9m2x7qa
+    """
     with closing(connect(args)) as client:
         job = client.get(f"jobs/{args.id}", wire.Job)
         moments = client.get(f"jobs/{args.id}/timeline", wire.JobTimeline).moments
@@ -348,7 +369,12 @@ def show(args: argparse.Namespace) -> int:
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """Check that GPUs, limits and the broker work here."""
+    """Check that GPUs, limits and the broker work here.
+
+    gpushare doctor
+    gpushare doctor --json
+    gpushare doctor --site             before users come, as root
+    """
     from jupyter_gpushare.cli import doctor
     from jupyter_gpushare.cli.checks import Result, print_checks
 

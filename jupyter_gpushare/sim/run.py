@@ -10,7 +10,7 @@ import gzip
 import json
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -91,7 +91,7 @@ def _parser() -> Parser:
         ],
         after="Exit codes: 0 done, 2 invalid arguments or files.",
     )
-    parser.add_verbs(_VERBS, [Option("--json", "print JSON")], metavar="WHAT")
+    parser.add_verbs(_VERBS, Option("--json", "print JSON"), metavar="WHAT")
     return parser
 
 
@@ -236,7 +236,13 @@ def _projects(args: argparse.Namespace) -> list[Project]:
     return [Project(name=f"p{n}", quota_milli=quota * WHOLE_GPU, weight=w) for n, (w, quota) in pairs]
 
 
-def _jobs(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+def jobs(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+    """Training jobs in a queue.
+
+    gpushare simulate jobs philly.csv.gz --gpus 40 --nodes 10 --preempt-cost 30 --progress 0.5,0.3
+    gpushare simulate jobs philly.csv.gz --gpus 40 --placement-nodes none --json    the published ideal
+    gpushare simulate jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8 --plot use.svg
+    """
     jobs = traces.read_jobs(args.file, most_gpus=args.gpus)
     with Bar("jobs") as bar:
         result = replay_jobs(
@@ -252,7 +258,12 @@ def _jobs(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
     return report.job_numbers(result), result
 
 
-def _notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+def notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+    """Notebook sessions that lend their idle GPUs, to training jobs if there are any.
+
+    gpushare simulate notebooks cells.csv.gz --gpus 1200 --nodes 150 --jobs philly.csv.gz --saturate
+    gpushare simulate notebooks cells.csv.gz --gpus 64 --jobs jobs.csv --idle-timeout adaptive --json
+    """
     fleet = _fleet(args)
     sessions = traces.read_cells(args.file, most_gpus=fleet.largest_node)
     jobs = traces.read_jobs(args.jobs, most_gpus=args.gpus) if args.jobs else []
@@ -275,7 +286,11 @@ def _notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]
     return (report.job_numbers(result) | numbers if jobs else numbers), result
 
 
-def _fractions(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+def fill(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+    """Pods that ask for parts of GPUs fill a cluster.
+
+    gpushare simulate fractions pods.csv.gz --nodes-file nodes.csv.gz --placement fgd --seed 42
+    """
     pods, nodes = traces.read_pods(args.file), traces.read_nodes(args.nodes_file)
     began = time.perf_counter()
     placement: fractions.Choose | None
@@ -290,7 +305,12 @@ def _fractions(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]
     return report.fraction_numbers(filled, time.perf_counter() - began), None
 
 
-def _make(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+def make(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+    """Write a made-up trace (its percentiles: docs/simulator.md).
+
+    gpushare simulate make jobs jobs.csv --count 5000 --gpus 64 --load 0.9
+    gpushare simulate make cells cells.csv.gz --count 300 --days 14 --seed 1
+    """
     if args.kind == "jobs":
         jobs = synthetic.make_jobs(args.count, gpus=args.gpus, load=args.load, seed=args.seed)
         text, rows = synthetic.jobs_csv(jobs), len(jobs)
@@ -302,45 +322,9 @@ def _make(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
     return {"file": str(args.file), "rows": rows}, None
 
 
-_VERBS: Mapping[str, Verb] = {
-    "jobs": Verb(
-        _jobs,
-        "training jobs in a queue",
-        [
-            "gpushare simulate jobs philly.csv.gz --gpus 40 --nodes 10 --preempt-cost 30 --progress 0.5,0.3",
-            "gpushare simulate jobs philly.csv.gz --gpus 40 --placement-nodes none --json"
-            "    the published ideal",
-            "gpushare simulate jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8"
-            " --plot use.svg",
-        ],
-        _JOBS,
-    ),
-    "notebooks": Verb(
-        _notebooks,
-        "notebook sessions that lend their idle GPUs, to training jobs if there are any",
-        [
-            "gpushare simulate notebooks cells.csv.gz --gpus 1200 --nodes 150 --jobs philly.csv.gz --saturate"
-            " --idle-timeout 900",
-            "gpushare simulate notebooks cells.csv.gz --gpus 64 --jobs jobs.csv --idle-timeout adaptive"
-            " --json",
-        ],
-        _NOTEBOOKS,
-    ),
-    "fractions": Verb(
-        _fractions,
-        "pods that ask for parts of GPUs fill a cluster",
-        [
-            "gpushare simulate fractions pods.csv.gz --nodes-file nodes.csv.gz --placement fgd --seed 42",
-        ],
-        _FRACTIONS,
-    ),
-    "make": Verb(
-        _make,
-        "write a made-up trace (its percentiles: docs/simulator.md)",
-        [
-            "gpushare simulate make jobs jobs.csv --count 5000 --gpus 64 --load 0.9",
-            "gpushare simulate make cells cells.csv.gz --count 300 --days 14 --seed 1",
-        ],
-        _MAKE,
-    ),
-}
+_VERBS = (
+    Verb(jobs, *_JOBS),
+    Verb(notebooks, *_NOTEBOOKS),
+    Verb(fill, *_FRACTIONS, name="fractions"),
+    Verb(make, *_MAKE),
+)
