@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator
 import pytest
 import pytest_asyncio
 
+from tests.broker.conftest import http
 from tests.broker.http_site import Http
 from tests.broker.site import Site
 from tests.job.conftest import others, runners, start
@@ -17,19 +18,9 @@ from tests.job.conftest import others, runners, start
 __all__ = ["http", "others", "runners", "start"]
 
 
-@pytest.fixture
-async def http(tmp_path) -> AsyncIterator[Http]:
-    http = Http(Site(tmp_path))
-    await http.open()
-    yield http
-    await http.close()
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def unchanged(tmp_path_factory: pytest.TempPathFactory) -> AsyncIterator[Http]:
-    http = Http(Site(tmp_path_factory.mktemp("broker")))
-    await http.open()
-    yield http
-    assert not http.broker.registry.overrides
-    assert not http.broker.registry.jobs
-    await http.close()
+    async with Http(Site(tmp_path_factory.mktemp("broker"))) as http:
+        yield http
+        assert not http.broker.registry.overrides
+        assert not http.broker.registry.jobs

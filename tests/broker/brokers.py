@@ -32,6 +32,7 @@ from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import Phase
 from tests.broker.fake_devices import SiteDevices
 from tests.broker.fake_hub import SiteHub
+from tests.broker.virtual_time import until
 
 if TYPE_CHECKING:
     from tests.broker.site import Site
@@ -134,6 +135,11 @@ class Broker:
 
     def told(self, user: str | None, limit: int) -> list[wire.Decision]:
         return [sent(each) for each in self.views.decisions(user, limit)]
+
+    async def ended(self, job: JobRecord, within_s: float = 600.0) -> str:
+        """The state of a job when it has ended."""
+        await until(lambda: self.job(job).result, within_s)
+        return self.seen(job).state
 
 
 class SteppingStore(Store):

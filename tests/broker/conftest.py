@@ -1,7 +1,10 @@
-"""`database`: a fresh one for one test, SQLite and a real PostgreSQL; `http`: a broker that listens."""
+"""`site`: one in memory, in virtual time, and `broker`: started on it; `http`: a broker that listens;
+`database`: a fresh one for one test, SQLite and a real PostgreSQL.
+"""
 
 from __future__ import annotations
 
+import asyncio
 import os
 import pwd
 import shutil
@@ -15,23 +18,64 @@ import psycopg
 import pytest
 
 from jupyter_gpushare.broker.state.store import Store
+from tests.broker.brokers import Broker
 from tests.broker.http_site import Http
 from tests.broker.site import Site
+from tests.broker.virtual_time import VirtualLoop
 from tests.waiting import PATIENCE_S
 
 INSTALL_POSTGRESQL = "apt-get update && apt-get install -y postgresql"
 
 Open = Callable[..., Store]
+Loops = dict[str, Callable[[], asyncio.AbstractEventLoop]]
+
+
+def pytest_asyncio_loop_factories(item: pytest.Function) -> Loops:
+    """A test with a `site` runs in virtual time."""
+    return {"virtual": VirtualLoop} if "site" in item.fixturenames else {"real": asyncio.new_event_loop}
+
+
+@pytest.fixture
+async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
+    """A site of this test; ``@pytest.mark.site(gpus=1)`` says how it differs from others."""
+    marker = request.node.get_closest_marker("site")
+    async with Site(tmp_path, **(marker.kwargs if marker else {})) as site:
+        yield site
+
+
+@pytest.fixture
+async def broker(site: Site) -> Broker:
+    return await site.start_broker()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])
-def database(request: pytest.FixtureRequest, tmp_path: Path) -> Open:
-    """Opens this test's database: ``database(boot_id="boot")``."""
+def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
+    """Opens this test's database: ``database(boot_id="boot")``; the test may leave it open."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path / 'b.sqlite'}"
     else:
         url = request.getfixturevalue("postgresql")()
-    return lambda boot_id="boot": Store(url, boot_id)
+    opened: list[Store] = []
+
+    def open_it(boot_id: str = "boot") -> Store:
+        opened.append(Store(url, boot_id))
+        return opened[-1]
+
+    yield open_it
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(database: Open) -> Store:
+    return database()
+
+
+@pytest.fixture
+def sqlite(tmp_path: Path) -> Iterator[Store]:
+    store = Store(f"sqlite:///{tmp_path / 'b.sqlite'}", "boot")
+    yield store
+    store.close()
 
 
 @pytest.fixture(scope="session")
@@ -70,8 +114,5 @@ def postgresql() -> Iterator[Callable[[], str]]:
 
 @pytest.fixture
 async def http(tmp_path) -> AsyncIterator[Http]:
-    site = Site(tmp_path)
-    http = Http(site)
-    await http.open()
-    yield http
-    await http.close()
+    async with Http(Site(tmp_path)) as http:
+        yield http

@@ -165,6 +165,17 @@ class Http:
         self.servers.append(server)
         return f"http://127.0.0.1:{port}"
 
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    async def __aenter__(self) -> Http:
+        await self.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
     async def close(self) -> None:
         await self.client.aclose()
         await self.by_socket.aclose()

@@ -29,7 +29,5 @@ async def module_browser(chromium: Chromium) -> AsyncIterator[Browser]:
 @pytest_asyncio.fixture(loop_scope="module")
 async def module_http(tmp_path: Path) -> AsyncIterator[Http]:
     """A broker for each test, in the event loop of `module_browser`."""
-    http = Http(Site(tmp_path))
-    await http.open()
-    yield http
-    await http.close()
+    async with Http(Site(tmp_path)) as http:
+        yield http

@@ -205,6 +205,23 @@ class Site:
             self.programs[job.id] = program
         return job
 
+    async def running(self, user: str, gpus: str = "1", **more: Any) -> JobRecord:
+        """Submit a job that starts within 120 s, and return it when it runs."""
+        job = await self.submit(user, gpus, **more)
+        await until(lambda: self.broker is not None and self.broker.state(job) == "running", 120)
+        return job
+
+    async def lent(self, **job: Any) -> tuple[Held, JobRecord]:
+        """Return half a GPU's session of ada, asleep, and a job of bo that runs on both GPUs."""
+        ada = await self.session("ada", "1/2")
+        return ada, await self.running("bo", "2", **job)
+
+    async def computes(self, user: str, *, busy: bool = True) -> None:
+        """Let a user's server say that its kernel runs a cell, or has ended it."""
+        kernel = wire.KernelActivity(id="k", busy=busy, idle_s=0.0, name="a.ipynb")
+        report = wire.ActivityReport(kernels=[kernel])
+        await self.ask(lambda b: b.requests.activity(user, "", report))
+
     # ---- device memory
 
     def use(self, held: Held, used: dict[str, int]) -> None:

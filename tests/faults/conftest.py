@@ -1,8 +1,8 @@
-"""`http`: a broker that listens, on a site in memory; `postgresql`: a server that makes databases;
-`hubs_are_forks`: Hubs start without their imports.
+"""`site`, `broker`, `http` and `postgresql` of `tests/broker`; `hubs_are_forks`: Hubs start without their
+imports.
 """
 
-from tests.broker.conftest import http, postgresql
+from tests.broker.conftest import broker, http, postgresql, pytest_asyncio_loop_factories, site
 from tests.hub.forked_hubs import hubs_are_forks
 
-__all__ = ["http", "hubs_are_forks", "postgresql"]
+__all__ = ["broker", "http", "hubs_are_forks", "postgresql", "pytest_asyncio_loop_factories", "site"]
