@@ -10,285 +10,217 @@ import pytest
 from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.core.model import CheckpointMode
 from tests.broker.machine import Program
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.virtual_time import until
 
 
-@in_virtual_time
-async def test_a_job_that_ends_with_an_error_has_failed_with_its_code(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", program=Program(work_s=5, exit_code=7))
-        await until(lambda: broker.job(job).result, 60)
-        seen = broker.seen(job)
-        assert (seen.state, seen.exit_code, seen.attempt) == ("failed", 7, 1)
-        assert "exit code 7" in seen.reason
-        assert not broker.registry.leases
-        assert not site.held
+async def test_a_job_that_ends_with_an_error_has_failed_with_its_code(site, broker):
+    job = await site.submit("bo", "1", program=Program(work_s=5, exit_code=7))
+    await until(lambda: broker.job(job).result, 60)
+    seen = broker.seen(job)
+    assert (seen.state, seen.exit_code, seen.attempt) == ("failed", 7, 1)
+    assert "exit code 7" in seen.reason
+    assert not broker.registry.leases
+    assert not site.held
 
 
-@in_virtual_time
-async def test_a_job_that_ends_at_once_is_a_result(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", program=Program(work_s=0))
-        await until(lambda: broker.job(job).result, 60)
-        assert broker.seen(job).state == "succeeded"
-        assert broker.seen(job).started_at is not None
+async def test_a_job_that_ends_at_once_is_a_result(site, broker):
+    job = await site.submit("bo", "1", program=Program(work_s=0))
+    assert await broker.ended(job, 60) == "succeeded"
+    assert broker.seen(job).started_at is not None
 
 
 @pytest.mark.parametrize(
     ("host", "told"), [("", ["ada's session (1/2 GPU) has ended: the cluster lost its node."]), ("here", [])]
 )
-@in_virtual_time
-async def test_a_session_that_ends_with_its_node_is_told_so(tmp_path, host, told):
-    async with Site(tmp_path) as site:
-        site.host = host
-        broker = await site.start_broker()
-        held = await site.session("ada")
-        site.unmeasured = set(held.limits)
-        await site.end_session("ada")
-        await until(lambda: not broker.registry.leases, 60)
-        assert [d.sentence for d in broker.registry.decisions.latest if d.action == "lost"] == told
+async def test_a_session_that_ends_with_its_node_is_told_so(site, host, told):
+    site.host = host
+    broker = await site.start_broker()
+    held = await site.session("ada")
+    site.unmeasured = set(held.limits)
+    await site.end_session("ada")
+    await until(lambda: not broker.registry.leases, 60)
+    assert [d.sentence for d in broker.registry.decisions.latest if d.action == "lost"] == told
 
 
-@in_virtual_time
-async def test_a_job_without_processes_has_failed(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", program=Program(vanishes_after_s=3))
-        await until(lambda: broker.job(job).result, 60)
-        assert broker.seen(job).state == "failed"
-        assert "ended without a report" in broker.seen(job).reason
-        assert broker.seen(job).exit_code is None
+async def test_a_job_without_processes_has_failed(site, broker):
+    job = await site.submit("bo", "1", program=Program(vanishes_after_s=3))
+    assert await broker.ended(job, 60) == "failed"
+    assert "ended without a report" in broker.seen(job).reason
+    assert broker.seen(job).exit_code is None
 
 
-@in_virtual_time
-async def test_a_job_with_retries_is_tried_again_and_counts(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", retries=2, program=Program(work_s=5, exit_code=1))
-        await until(lambda: broker.job(job).result, 200)
-        assert site.started[job.id] == 3
-        assert (broker.job(job).failures, broker.job(job).attempts) == (3, 3)
-        assert broker.seen(job).state == "failed"
+async def test_a_job_with_retries_is_tried_again_and_counts(site, broker):
+    job = await site.submit("bo", "1", retries=2, program=Program(work_s=5, exit_code=1))
+    await until(lambda: broker.job(job).result, 200)
+    assert site.started[job.id] == 3
+    assert (broker.job(job).failures, broker.job(job).attempts) == (3, 3)
+    assert broker.seen(job).state == "failed"
 
 
 @pytest.mark.parametrize("survival", [CheckpointMode.SIGTERM, CheckpointMode.NONE])
-@in_virtual_time
-async def test_a_job_that_cannot_sleep_is_stopped_with_grace_and_starts_again(tmp_path, survival):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        job = await site.submit("bo", "2", checkpoint=survival, program=Program(work_s=90))
-        await until(lambda: broker.state(job) == "running", 120)
-        await site.gpu_cell(ada)
-        assert f"signal SIGTERM leader j{job.id}-1" in site.effects
-        await until(lambda: broker.state(job) == "pending", 10)
-        assert broker.job(job).preemptions == 1
-        assert broker.job(job).exit_code is None
-        await until(lambda: broker.job(job).result, 300)
-        assert broker.seen(job).state == "succeeded"
-        assert broker.seen(job).attempt == 2
-        assert site.worked_in[job.id, 2] == 90
-        assert not any("SIGKILL" in e for e in site.effects)
+async def test_a_job_that_cannot_sleep_is_stopped_with_grace_and_starts_again(site, broker, survival):
+    ada, job = await site.lent(checkpoint=survival, program=Program(work_s=90))
+    await site.gpu_cell(ada)
+    assert f"signal SIGTERM leader j{job.id}-1" in site.effects
+    await until(lambda: broker.state(job) == "pending", 10)
+    assert broker.job(job).preemptions == 1
+    assert broker.job(job).exit_code is None
+    assert await broker.ended(job, 300) == "succeeded"
+    assert broker.seen(job).attempt == 2
+    assert site.worked_in[job.id, 2] == 90
+    assert not any("SIGKILL" in e for e in site.effects)
 
 
-@in_virtual_time
-async def test_a_job_that_ignores_sigterm_is_killed_after_its_grace(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", grace_s=7.0, program=Program(work_s=900, heeds_sigterm=False))
-        await until(lambda: broker.state(job) == "running", 60)
-        await broker.requests.cancel(broker.job(job))
-        asked = site.now
-        await until(lambda: broker.job(job).result, 60)
-        assert f"signal SIGKILL all j{job.id}-1" in site.effects
-        assert 7 <= site.now - asked <= 8, "at most a second after its grace"
-        assert broker.seen(job).state == "cancelled"
+async def test_a_job_that_ignores_sigterm_is_killed_after_its_grace(site, broker):
+    job = await site.running("bo", "1", grace_s=7.0, program=Program(work_s=900, heeds_sigterm=False))
+    await broker.requests.cancel(broker.job(job))
+    asked = site.now
+    await until(lambda: broker.job(job).result, 60)
+    assert f"signal SIGKILL all j{job.id}-1" in site.effects
+    assert 7 <= site.now - asked <= 8, "at most a second after its grace"
+    assert broker.seen(job).state == "cancelled"
 
 
-@in_virtual_time
-async def test_capacity_is_granted_on_only_when_the_driver_shows_the_memory_gone(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        first = await site.submit("bo", "2", program=Program(work_s=10, lingers_s=40, memory=1.0))
-        second = await site.submit("bo", "2", program=Program(work_s=5, memory=1.0))
-        await until(lambda: broker.job(first).exit_code == 0, 60)
-        ended = site.now
-        await until(lambda: broker.state(second) == "granted", 120)
-        assert site.now - ended >= 40
-        await until(lambda: broker.job(second).result, 60)
+async def test_capacity_is_granted_on_only_when_the_driver_shows_the_memory_gone(site, broker):
+    first = await site.submit("bo", "2", program=Program(work_s=10, lingers_s=40, memory=1.0))
+    second = await site.submit("bo", "2", program=Program(work_s=5, memory=1.0))
+    await until(lambda: broker.job(first).exit_code == 0, 60)
+    ended = site.now
+    await until(lambda: broker.state(second) == "granted", 120)
+    assert site.now - ended >= 40
+    await until(lambda: broker.job(second).result, 60)
 
 
-@in_virtual_time
-async def test_a_waiting_job_is_cancelled_at_once(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        await site.submit("bo", "2", program=Program(work_s=100))
-        job = await site.submit("bo", "2")
-        cancelled = await broker.requests.cancel(job)
-        assert cancelled.result == "cancelled"
-        assert job.lease_id not in broker.registry.leases
-        assert (await broker.requests.cancel(cancelled)) == cancelled
+async def test_a_waiting_job_is_cancelled_at_once(site, broker):
+    await site.submit("bo", "2", program=Program(work_s=100))
+    job = await site.submit("bo", "2")
+    cancelled = await broker.requests.cancel(job)
+    assert cancelled.result == "cancelled"
+    assert job.lease_id not in broker.registry.leases
+    assert (await broker.requests.cancel(cancelled)) == cancelled
 
 
-@in_virtual_time
-async def test_a_returning_owner_waits_for_no_grace_of_a_borrower_that_starts(tmp_path):
-    async with Site(tmp_path) as site:
-        site.policy = replace(site.policy, max_grace_s=60.0)
-        site.spawn_s, site.move_s = 0.5, 0.1
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        stubborn = Program(work_s=900, heeds_sigterm=False)
-        job = await site.submit("bo", "2", grace_s=60.0, checkpoint=CheckpointMode.SIGTERM, program=stubborn)
-        await until(lambda: f"prepare j{job.id}-1" in site.effects, 120)
-        assert broker.state(job) == "granted"
-        asked = site.now
-        await site.gpu_cell(ada)
-        assert site.now - asked <= 5
-        assert broker.job(job).preemptions == 1
+async def test_a_returning_owner_waits_for_no_grace_of_a_borrower_that_starts(site):
+    site.policy = replace(site.policy, max_grace_s=60.0)
+    site.spawn_s, site.move_s = 0.5, 0.1
+    broker = await site.start_broker()
+    ada = await site.session("ada", "1/2")
+    stubborn = Program(work_s=900, heeds_sigterm=False)
+    job = await site.submit("bo", "2", grace_s=60.0, checkpoint=CheckpointMode.SIGTERM, program=stubborn)
+    await until(lambda: f"prepare j{job.id}-1" in site.effects, 120)
+    assert broker.state(job) == "granted"
+    asked = site.now
+    await site.gpu_cell(ada)
+    assert site.now - asked <= 5
+    assert broker.job(job).preemptions == 1
 
 
 @pytest.mark.parametrize("spawn_s", [8.0, 300.0])  # half before the broker is asked, half after it
-@in_virtual_time
-async def test_a_returning_owner_does_not_wait_until_the_hub_has_started_the_borrower(tmp_path, spawn_s):
-    async with Site(tmp_path) as site:
-        site.spawn_s, site.move_s = spawn_s / 2, 0.1
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        job = await site.submit("bo", "2", program=Program(work_s=30))
-        await until(lambda: f"prepare j{job.id}-1" in site.effects, 600)
-        assert broker.state(job) == "granted"
-        asked = site.now
-        await site.gpu_cell(ada)
-        assert site.now - asked <= 5
-        assert broker.job(job).preemptions == 1
-        # What the Hub was still starting finds no lease, and is removed; the next attempt runs.
-        site.spawn_s = 0.2
-        await until(lambda: broker.job(job).result, 600)
-        assert site.started[job.id] == 1
+async def test_a_returning_owner_does_not_wait_until_the_hub_has_started_the_borrower(site, spawn_s):
+    site.spawn_s, site.move_s = spawn_s / 2, 0.1
+    broker = await site.start_broker()
+    ada = await site.session("ada", "1/2")
+    job = await site.submit("bo", "2", program=Program(work_s=30))
+    await until(lambda: f"prepare j{job.id}-1" in site.effects, 600)
+    assert broker.state(job) == "granted"
+    asked = site.now
+    await site.gpu_cell(ada)
+    assert site.now - asked <= 5
+    assert broker.job(job).preemptions == 1
+    # What the Hub was still starting finds no lease, and is removed; the next attempt runs.
+    site.spawn_s = 0.2
+    await until(lambda: broker.job(job).result, 600)
+    assert site.started[job.id] == 1
 
 
 @pytest.mark.parametrize("after_s", [0.05, 0.15, 0.25, 0.35, 0.45])
-@in_virtual_time
-async def test_a_starting_job_is_cancelled_and_its_command_never_goes_on(tmp_path, after_s):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", program=Program(work_s=1000))
-        await until(lambda: broker.state(job) == "granted", 10)
-        began = site.now
-        await until(lambda: site.now >= began + after_s)
-        await broker.requests.cancel(broker.job(job))
-        await until(lambda: broker.job(job).result, 60)
-        assert broker.seen(job).state == "cancelled"
-        await until(lambda: not site.runs and not site.servers, 60)
-        assert not site.held
+async def test_a_starting_job_is_cancelled_and_its_command_never_goes_on(site, broker, after_s):
+    job = await site.submit("bo", "1", program=Program(work_s=1000))
+    await until(lambda: broker.state(job) == "granted", 10)
+    began = site.now
+    await until(lambda: site.now >= began + after_s)
+    await broker.requests.cancel(broker.job(job))
+    assert await broker.ended(job, 60) == "cancelled"
+    await until(lambda: not site.runs and not site.servers, 60)
+    assert not site.held
 
 
-@in_virtual_time
-async def test_a_starting_job_with_a_lease_unknown_to_the_helper_is_cancelled(tmp_path):
-    async with Site(tmp_path) as site:
-        site.spawn_s = 3.0
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1")
-        await until(lambda: broker.state(job) == "granted", 10)
-        await broker.requests.cancel(broker.job(job))
-        await until(lambda: broker.job(job).result, 60)
-        await until(lambda: not site.servers, 60)
-        assert site.started[job.id] == 0
+async def test_a_starting_job_with_a_lease_unknown_to_the_helper_is_cancelled(site):
+    site.spawn_s = 3.0
+    broker = await site.start_broker()
+    job = await site.submit("bo", "1")
+    await until(lambda: broker.state(job) == "granted", 10)
+    await broker.requests.cancel(broker.job(job))
+    await until(lambda: broker.job(job).result, 60)
+    await until(lambda: not site.servers, 60)
+    assert site.started[job.id] == 0
 
 
-@in_virtual_time
-async def test_a_sleeping_job_is_cancelled(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        job = await site.submit("bo", "2", program=Program(work_s=1000))
-        await until(lambda: broker.state(job) == "running", 120)
-        await site.gpu_cell(ada)
-        assert broker.state(job) == "suspended"
-        await broker.requests.cancel(broker.job(job))
-        await until(lambda: broker.job(job).result, 60)
-        assert broker.seen(job).state == "cancelled"
-        assert broker.state(ada.handle) == "running"
+async def test_a_sleeping_job_is_cancelled(site, broker):
+    ada, job = await site.lent(program=Program(work_s=1000))
+    await site.gpu_cell(ada)
+    assert broker.state(job) == "suspended"
+    await broker.requests.cancel(broker.job(job))
+    assert await broker.ended(job, 60) == "cancelled"
+    assert broker.state(ada.handle) == "running"
 
 
 @pytest.mark.parametrize("state", ["suspending", "resuming", "stopping"])
-@in_virtual_time
-async def test_a_moving_job_is_cancelled(tmp_path, state):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        how = CheckpointMode.SIGTERM if state == "stopping" else CheckpointMode.SUSPEND
-        job = await site.submit("bo", "2", checkpoint=how, program=Program(work_s=1000))
-        await until(lambda: broker.state(job) == "running", 120)
-        site.later(site.gpu_cell(ada))
-        await until(lambda: broker.state(job) == state, 300)
-        await broker.requests.cancel(broker.job(job))
-        await until(lambda: broker.job(job).result, 60)
-        assert broker.seen(job).state == "cancelled"
-        assert not site.runs
+async def test_a_moving_job_is_cancelled(site, broker, state):
+    ada = await site.session("ada", "1/2")
+    how = CheckpointMode.SIGTERM if state == "stopping" else CheckpointMode.SUSPEND
+    job = await site.running("bo", "2", checkpoint=how, program=Program(work_s=1000))
+    site.later(site.gpu_cell(ada))
+    await until(lambda: broker.state(job) == state, 300)
+    await broker.requests.cancel(broker.job(job))
+    assert await broker.ended(job, 60) == "cancelled"
+    assert not site.runs
 
 
-@in_virtual_time
-async def test_the_server_of_an_attempt_that_has_ended_is_removed_at_the_hub(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", retries=1, program=Program(work_s=5, exit_code=1))
-        await until(lambda: broker.job(job).result, 200)
-        await until(lambda: f"stop_server j{job.id}-2" in site.effects, 3)
-        assert f"stop_server j{job.id}-1" in site.effects
+async def test_the_server_of_an_attempt_that_has_ended_is_removed_at_the_hub(site, broker):
+    job = await site.submit("bo", "1", retries=1, program=Program(work_s=5, exit_code=1))
+    await until(lambda: broker.job(job).result, 200)
+    await until(lambda: f"stop_server j{job.id}-2" in site.effects, 3)
+    assert f"stop_server j{job.id}-1" in site.effects
 
 
-@in_virtual_time
-async def test_the_removal_of_an_ended_server_that_the_hub_refuses_is_tried_again(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        asked = 0
-        stop_server = broker.loop.hub.stop_server
+async def test_the_removal_of_an_ended_server_that_the_hub_refuses_is_tried_again(site, broker):
+    asked = 0
+    stop_server = broker.loop.hub.stop_server
 
-        async def refuse_once(key):
-            nonlocal asked
-            asked += 1
-            if asked == 1:
-                raise HubError("the Hub is busy")
-            await stop_server(key)
+    async def refuse_once(key):
+        nonlocal asked
+        asked += 1
+        if asked == 1:
+            raise HubError("the Hub is busy")
+        await stop_server(key)
 
-        broker.loop.hub.stop_server = refuse_once
-        job = await site.submit("bo", "1", program=Program(work_s=5))
-        await until(lambda: f"stop_server j{job.id}-1" in site.effects, 60)
-        assert asked == 2
-        await until(lambda: not broker.loop.effects.ended_servers, 3)
+    broker.loop.hub.stop_server = refuse_once
+    job = await site.submit("bo", "1", program=Program(work_s=5))
+    await until(lambda: f"stop_server j{job.id}-1" in site.effects, 60)
+    assert asked == 2
+    await until(lambda: not broker.loop.effects.ended_servers, 3)
 
 
-@in_virtual_time
-async def test_a_job_with_a_first_process_just_after_the_stop_gets_sigterm(tmp_path, monkeypatch):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", grace_s=60, program=Program(work_s=1000))
-        await until(lambda: broker.state(job) == "running", 60)
-        signalled, sent = broker.devices.signal, []
+async def test_a_job_with_a_first_process_just_after_the_stop_gets_sigterm(site, broker, monkeypatch):
+    job = await site.running("bo", "1", grace_s=60, program=Program(work_s=1000))
+    signalled, sent = broker.devices.signal, []
 
-        async def signal(handle, number, to):
-            sent.append((number, to))
-            return await signalled(handle, number, to) if len(sent) > 1 else 0
+    async def signal(handle, number, to):
+        sent.append((number, to))
+        return await signalled(handle, number, to) if len(sent) > 1 else 0
 
-        monkeypatch.setattr(broker.devices, "signal", signal)
-        began = site.now
-        await broker.requests.cancel(broker.job(job))
-        await until(lambda: broker.job(job).result == "cancelled", 60)
-        assert site.now - began < 10
-        assert broker.job(job).exit_code == -signals.SIGTERM
+    monkeypatch.setattr(broker.devices, "signal", signal)
+    began = site.now
+    await broker.requests.cancel(broker.job(job))
+    await until(lambda: broker.job(job).result == "cancelled", 60)
+    assert site.now - began < 10
+    assert broker.job(job).exit_code == -signals.SIGTERM
 
 
-@in_virtual_time
-async def test_a_runner_writes_down_the_end_of_a_job_without_grace(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        program = Program(work_s=1000, heeds_sigterm=False, records_s=1.0)
-        job = await site.submit("bo", "1", grace_s=0, program=program)
-        await until(lambda: broker.state(job) == "running", 60)
-        await broker.requests.cancel(broker.job(job))
-        await until(lambda: broker.job(job).result == "cancelled", 60)
-        assert broker.job(job).exit_code == -signals.SIGKILL
+async def test_a_runner_writes_down_the_end_of_a_job_without_grace(site, broker):
+    program = Program(work_s=1000, heeds_sigterm=False, records_s=1.0)
+    job = await site.running("bo", "1", grace_s=0, program=program)
+    await broker.requests.cancel(broker.job(job))
+    await until(lambda: broker.job(job).result == "cancelled", 60)
+    assert broker.job(job).exit_code == -signals.SIGKILL

@@ -10,8 +10,7 @@ import pytest
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.protocol.helper import EventKind
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.virtual_time import until
 
 
 def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
@@ -41,99 +40,87 @@ def test_what_never_works_again_is_forgotten_some_time():
     assert len(errors._failing) == 1000
 
 
-@in_virtual_time
-async def test_an_hour_without_a_helper_or_a_hub_is_two_lines_each(tmp_path, caplog):
+async def test_an_hour_without_a_helper_or_a_hub_is_two_lines_each(site, caplog):
     caplog.set_level(logging.INFO)
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        looks = []
+    broker = await site.start_broker()
+    looks = []
 
-        async def refuse() -> frozenset[ServerKey]:
-            looks.append(site.now)
-            raise HubError("the Hub did not list its servers: Missing or invalid credentials.")
+    async def refuse() -> frozenset[ServerKey]:
+        looks.append(site.now)
+        raise HubError("the Hub did not list its servers: Missing or invalid credentials.")
 
-        ask, broker.hub.servers = broker.hub.servers, refuse
-        site.helper_silent = True
-        await asyncio.sleep(3600)
-        site.helper_silent, broker.hub.servers = False, ask
-        await asyncio.sleep(60)
-        found = lines(caplog, "measuring")
-        assert len(found) == 2
-        assert found[-1] == "measuring: works again"
-        found = lines(caplog, "reconciling_servers")
-        assert len(found) == 2
-        assert found[-1] == "reconciling_servers: works again"
-        assert len(looks) <= 3600 / 15 + 2
+    ask, broker.hub.servers = broker.hub.servers, refuse
+    site.helper_silent = True
+    await asyncio.sleep(3600)
+    site.helper_silent, broker.hub.servers = False, ask
+    await asyncio.sleep(60)
+    found = lines(caplog, "measuring")
+    assert len(found) == 2
+    assert found[-1] == "measuring: works again"
+    found = lines(caplog, "reconciling_servers")
+    assert len(found) == 2
+    assert found[-1] == "reconciling_servers: works again"
+    assert len(looks) <= 3600 / 15 + 2
 
 
-@in_virtual_time
-async def test_each_part_of_the_loop_says_when_it_fails_and_when_it_works_again(tmp_path, caplog):
+async def test_each_part_of_the_loop_says_when_it_fails_and_when_it_works_again(site, caplog):
     caplog.set_level(logging.INFO)
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        site.helper_silent = True
-        site.emit(EventKind.ENDED, "x")  # the helper's events end with its connection
-        broker.loop.effects.ended_servers[ServerKey("bo", "j0123456789-1")] = None
-        await asyncio.sleep(600)
-        site.helper_silent = False
-        await asyncio.sleep(60)
-        for part in ("measuring", "watching", "removing_servers"):
-            failed, works = lines(caplog, f"{part}: ")
-            assert failed == f"{part}: the device helper did not answer"
-            assert works == f"{part}: works again"
+    broker = await site.start_broker()
+    site.helper_silent = True
+    site.emit(EventKind.ENDED, "x")  # the helper's events end with its connection
+    broker.loop.effects.ended_servers[ServerKey("bo", "j0123456789-1")] = None
+    await asyncio.sleep(600)
+    site.helper_silent = False
+    await asyncio.sleep(60)
+    for part in ("measuring", "watching", "removing_servers"):
+        failed, works = lines(caplog, f"{part}: ")
+        assert failed == f"{part}: the device helper did not answer"
+        assert works == f"{part}: works again"
 
 
-@in_virtual_time
-async def test_a_fault_of_the_broker_itself_is_logged_once_with_its_traceback(tmp_path, caplog):
+async def test_a_fault_of_the_broker_itself_is_logged_once_with_its_traceback(site, caplog):
     caplog.set_level(logging.INFO)
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        decide, broker.loop.engine.decide = broker.loop.engine.decide, None
-        await asyncio.sleep(600)
-        broker.loop.engine.decide = decide
-        await asyncio.sleep(60)
-        failed, works = (each for each in caplog.records if each.getMessage().startswith("deciding"))
-        assert failed.levelno == logging.ERROR
-        assert failed.exc_info is not None
-        assert works.getMessage() == "deciding: works again"
+    broker = await site.start_broker()
+    decide, broker.loop.engine.decide = broker.loop.engine.decide, None
+    await asyncio.sleep(600)
+    broker.loop.engine.decide = decide
+    await asyncio.sleep(60)
+    failed, works = (each for each in caplog.records if each.getMessage().startswith("deciding"))
+    assert failed.levelno == logging.ERROR
+    assert failed.exc_info is not None
+    assert works.getMessage() == "deciding: works again"
 
 
-@in_virtual_time
-async def test_a_stop_that_the_hub_refuses_is_asked_for_less_and_less_often(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        asked = []
+async def test_a_stop_that_the_hub_refuses_is_asked_for_less_and_less_often(site, broker):
+    asked = []
 
-        async def refuse(key: ServerKey, *, forget: bool = True) -> None:
-            asked.append(site.now)
-            raise HubError(f"{key.server} is pending spawn")
+    async def refuse(key: ServerKey, *, forget: bool = True) -> None:
+        asked.append(site.now)
+        raise HubError(f"{key.server} is pending spawn")
 
-        broker.hub.stop_server = refuse
-        broker.loop.effects.ended_servers[ServerKey("bo", "j0123456789-1")] = None
-        await asyncio.sleep(3600)
-        assert 4 <= len(asked) <= 3600 / 15 + 5
+    broker.hub.stop_server = refuse
+    broker.loop.effects.ended_servers[ServerKey("bo", "j0123456789-1")] = None
+    await asyncio.sleep(3600)
+    assert 4 <= len(asked) <= 3600 / 15 + 5
 
 
-@in_virtual_time
-async def test_a_session_whose_processes_are_gone_makes_the_broker_look_at_the_hub(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada")
-        await until(lambda: broker.state(ada.handle) == "running")
-        await asyncio.sleep(5)
-        looks = []
-        ask = broker.hub.servers
+async def test_a_session_whose_processes_are_gone_makes_the_broker_look_at_the_hub(site, broker):
+    ada = await site.session("ada")
+    await until(lambda: broker.state(ada.handle) == "running")
+    await asyncio.sleep(5)
+    looks = []
+    ask = broker.hub.servers
 
-        async def look() -> frozenset[ServerKey]:
-            looks.append(site.now)
-            return await ask()
+    async def look() -> frozenset[ServerKey]:
+        looks.append(site.now)
+        return await ask()
 
-        broker.hub.servers = look
-        await until(lambda: looks)
-        del looks[:]
-        gone_at = site.now
-        ada.alive, ada.used = False, {}
-        site.servers.pop(ServerKey("ada", ""))  # and the spawner could not say so
-        await until(lambda: not broker.registry.leases)
-        assert looks
-        assert site.now - gone_at < 10
+    broker.hub.servers = look
+    await until(lambda: looks)
+    del looks[:]
+    gone_at = site.now
+    ada.alive, ada.used = False, {}
+    site.servers.pop(ServerKey("ada", ""))  # and the spawner could not say so
+    await until(lambda: not broker.registry.leases)
+    assert looks
+    assert site.now - gone_at < 10

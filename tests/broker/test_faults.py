@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import socket
 import sys
 import time
 from dataclasses import replace
@@ -19,8 +17,8 @@ from jupyter_gpushare.errors import Conflict, HelperError, NotAllowed, StoreErro
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker
 from tests.broker.machine import Program
-from tests.broker.site import Site, spawn
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.site import spawn
+from tests.broker.virtual_time import until
 from tests.waiting import until as in_real_time
 
 
@@ -41,153 +39,125 @@ class SlowDisk:
         self._released.set()
 
 
-@in_virtual_time
-async def test_the_second_request_with_a_key_is_answered_after_the_first_ones_commit(tmp_path, monkeypatch):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        disk = SlowDisk(broker, monkeypatch)
-        request = wire.JobRequest(command=["a"], gpus="1")
-        first, second = (site.later(broker.requests.submit("bo", ("nlp",), request, "key")) for _ in range(2))
-        await asyncio.sleep(5)
-        assert not first.done()
-        assert not second.done(), "a kill would lose a job that was accepted"
-        disk.release()
-        assert (await first).id == (await second).id
+async def test_the_second_request_with_a_key_is_answered_after_the_first_ones_commit(
+    site, broker, monkeypatch
+):
+    disk = SlowDisk(broker, monkeypatch)
+    request = wire.JobRequest(command=["a"], gpus="1")
+    first, second = (site.later(broker.requests.submit("bo", ("nlp",), request, "key")) for _ in range(2))
+    await asyncio.sleep(5)
+    assert not first.done()
+    assert not second.done(), "a kill would lose a job that was accepted"
+    disk.release()
+    assert (await first).id == (await second).id
 
 
-@in_virtual_time
-async def test_a_repeated_end_of_a_server_is_answered_after_the_first_ones_commit(tmp_path, monkeypatch):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        await until(lambda: broker.state(ada.handle) == "running", 60)
-        disk = SlowDisk(broker, monkeypatch)
-        stop = wire.SpawnStop(user="ada", server="")
-        ends = [site.later(broker.admission.stop(stop)) for _ in range(2)]
-        await asyncio.sleep(5)
-        assert not [end for end in ends if end.done()]
-        disk.release()
-        await asyncio.gather(*ends)
+async def test_a_repeated_end_of_a_server_is_answered_after_the_first_ones_commit(site, broker, monkeypatch):
+    ada = await site.session("ada", "1/2")
+    await until(lambda: broker.state(ada.handle) == "running", 60)
+    disk = SlowDisk(broker, monkeypatch)
+    stop = wire.SpawnStop(user="ada", server="")
+    ends = [site.later(broker.admission.stop(stop)) for _ in range(2)]
+    await asyncio.sleep(5)
+    assert not [end for end in ends if end.done()]
+    disk.release()
+    await asyncio.gather(*ends)
 
 
-@in_virtual_time
-async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetition(tmp_path, monkeypatch):
-    async with Site(tmp_path) as site:
-        nlp, *others = site.policy.projects[::-1]
-        site.policy = replace(site.policy, projects=(*others, replace(nlp, never_sleep=True)))
-        broker = await site.start_broker()
-        requests, project = broker.requests, nlp.name
-        bo = await site.session("bo", "1/4", project=project)
-        running = await site.submit("bo", "1", program=Program(work_s=1000))
-        waiting = await site.submit("bo", "2")
-        behind = await site.submit("bo", "2")
-        ended = await site.submit("bo", "1/4", program=Program(work_s=1))
-        await until(lambda: broker.state(bo.handle) == broker.state(running) == "running", 60)
-        await until(lambda: broker.job(ended).result, 60)
-        site.spawn_s = 300.0
-        starting = await site.submit("bo", "1/4", program=Program(work_s=1000))
-        await until(lambda: broker.state(starting) == "granted", 60)
-        session = broker.lease(bo.handle)
-        begin = wire.JobReport(state="started")
-        end = wire.JobReport(state="ended", exit_code=0)
-        # The last ones end what the others are about.
-        changes = {
-            "start of a session": lambda: broker.admission.start(spawn("ada", "1/8")),
-            "submit": lambda: requests.submit("bo", (project,), wire.JobRequest(command=["a"]), "key"),
-            "retry": lambda: requests.retry(broker.job(ended), (project,)),
-            "keep": lambda: requests.keep(session, 5),
-            "lend": lambda: requests.lend(session),
-            "mark": lambda: requests.allow_sleep(session, False),
-            "project": lambda: broker.request_policy.change_project(
-                project, wire.ProjectChange(weight=2), "root"
-            ),
-            "lending": lambda: broker.loop.lending.set("watch", "root"),
-            "reset of a project": lambda: broker.request_policy.reset_project(project, "root"),
-            "drain": lambda: drain(broker.registry, broker.engine, "GPU-1", None, "root"),
-            "end of a drain": lambda: undrain(broker.registry, "GPU-1", "root"),
-            "place": lambda: broker.queue.place(broker.job(behind), wire.JobPlace(before=waiting.id)),
-            "change": lambda: broker.queue.change(
-                broker.job(waiting), (project,), wire.JobChange(priority=-1)
-            ),
-            "cancel of a waiting job": lambda: requests.cancel(broker.job(waiting)),
-            "begin of a job": lambda: requests.report("bo", starting.id, 1, begin),
-            "end of a job": lambda: requests.report("bo", running.id, 1, end),
-            "cancel": lambda: requests.cancel(broker.job(running)),
-            "end of a session": lambda: broker.admission.stop(wire.SpawnStop(user="bo", server="")),
-        }
-        for name, change in changes.items():
-            with monkeypatch.context() as patch:
-                disk = SlowDisk(broker, patch)
-                first = site.later(change())
-                await asyncio.sleep(0.5)
-                again = site.later(change())
-                await asyncio.sleep(0.5)
-                assert not [each for each in (first, again) if each.done()], name
-                disk.release()
-                for each in (first, again):
-                    with contextlib.suppress(Conflict, NotAllowed):
-                        await each
-                assert not first.exception(), name
+async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetition(site, monkeypatch):
+    nlp, *others = site.policy.projects[::-1]
+    site.policy = replace(site.policy, projects=(*others, replace(nlp, never_sleep=True)))
+    broker = await site.start_broker()
+    requests, project = broker.requests, nlp.name
+    bo = await site.session("bo", "1/4", project=project)
+    running = await site.submit("bo", "1", program=Program(work_s=1000))
+    waiting = await site.submit("bo", "2")
+    behind = await site.submit("bo", "2")
+    ended = await site.submit("bo", "1/4", program=Program(work_s=1))
+    await until(lambda: broker.state(bo.handle) == broker.state(running) == "running", 60)
+    await until(lambda: broker.job(ended).result, 60)
+    site.spawn_s = 300.0
+    starting = await site.submit("bo", "1/4", program=Program(work_s=1000))
+    await until(lambda: broker.state(starting) == "granted", 60)
+    session = broker.lease(bo.handle)
+    begin = wire.JobReport(state="started")
+    end = wire.JobReport(state="ended", exit_code=0)
+    # The last ones end what the others are about.
+    changes = {
+        "start of a session": lambda: broker.admission.start(spawn("ada", "1/8")),
+        "submit": lambda: requests.submit("bo", (project,), wire.JobRequest(command=["a"]), "key"),
+        "retry": lambda: requests.retry(broker.job(ended), (project,)),
+        "keep": lambda: requests.keep(session, 5),
+        "lend": lambda: requests.lend(session),
+        "mark": lambda: requests.allow_sleep(session, False),
+        "project": lambda: broker.request_policy.change_project(
+            project, wire.ProjectChange(weight=2), "root"
+        ),
+        "lending": lambda: broker.loop.lending.set("watch", "root"),
+        "reset of a project": lambda: broker.request_policy.reset_project(project, "root"),
+        "drain": lambda: drain(broker.registry, broker.engine, "GPU-1", None, "root"),
+        "end of a drain": lambda: undrain(broker.registry, "GPU-1", "root"),
+        "place": lambda: broker.queue.place(broker.job(behind), wire.JobPlace(before=waiting.id)),
+        "change": lambda: broker.queue.change(broker.job(waiting), (project,), wire.JobChange(priority=-1)),
+        "cancel of a waiting job": lambda: requests.cancel(broker.job(waiting)),
+        "begin of a job": lambda: requests.report("bo", starting.id, 1, begin),
+        "end of a job": lambda: requests.report("bo", running.id, 1, end),
+        "cancel": lambda: requests.cancel(broker.job(running)),
+        "end of a session": lambda: broker.admission.stop(wire.SpawnStop(user="bo", server="")),
+    }
+    for name, change in changes.items():
+        with monkeypatch.context() as patch:
+            disk = SlowDisk(broker, patch)
+            first = site.later(change())
+            await asyncio.sleep(0.5)
+            again = site.later(change())
+            await asyncio.sleep(0.5)
+            assert not [each for each in (first, again) if each.done()], name
+            disk.release()
+            for each in (first, again):
+                with contextlib.suppress(Conflict, NotAllowed):
+                    await each
+            assert not first.exception(), name
 
 
-@in_virtual_time
-async def test_a_broker_that_the_helper_refuses_ends_with_the_reason_and_stores_nothing_more(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        await site.session("ada", "1/2")
-        site.epoch = 9  # a newer broker has acted on this machine
-        await until(lambda: broker.registry.journal.failed.done(), 5)
-        with pytest.raises(StoreError, match="newer broker"):
-            await site.broker.requests.submit("bo", ("nlp",), wire.JobRequest(command=["a"]), None)
-        site.wrong.clear()  # what it tried was refused
+async def test_a_broker_that_the_helper_refuses_ends_with_the_reason_and_stores_nothing_more(site, broker):
+    await site.session("ada", "1/2")
+    site.epoch = 9  # a newer broker has acted on this machine
+    await until(lambda: broker.registry.journal.failed.done(), 5)
+    with pytest.raises(StoreError, match="newer broker"):
+        await site.broker.requests.submit("bo", ("nlp",), wire.JobRequest(command=["a"]), None)
+    site.wrong.clear()  # what it tried was refused
 
 
-@in_virtual_time
-async def test_a_broker_with_a_successor_changes_nothing_at_the_hub(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker(running=False)
-        key = ServerKey("bo", "jabcdefghij-1")
-        site.servers[key] = "ready"
-        site.epoch = 9
-        for change in (broker.loop.hub.stop_server(key), broker.loop.hub.start_server(key, "train", "")):
-            with pytest.raises(HelperError, match="newer broker"):
-                await change
-        assert site.servers == {key: "ready"}
-        assert not [effect for effect in site.effects if "server" in effect]
-        assert not site.wrong, "the Hub was not asked"
+async def test_a_broker_with_a_successor_changes_nothing_at_the_hub(site):
+    broker = await site.start_broker(running=False)
+    key = ServerKey("bo", "jabcdefghij-1")
+    site.servers[key] = "ready"
+    site.epoch = 9
+    for change in (broker.loop.hub.stop_server(key), broker.loop.hub.start_server(key, "train", "")):
+        with pytest.raises(HelperError, match="newer broker"):
+            await change
+    assert site.servers == {key: "ready"}
+    assert not [effect for effect in site.effects if "server" in effect]
+    assert not site.wrong, "the Hub was not asked"
 
 
-@in_virtual_time
-async def test_every_bound_says_when_to_come_back(tmp_path):
-    async with Site(tmp_path) as site:
-        site.policy = replace(site.policy, max_jobs=3, max_jobs_per_user=2, keep_minutes_per_day=60.0)
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        for _ in range(2):
-            await site.submit("bo", "2", program=Program(work_s=1000))
-        refusals = []
-        for ask in (
-            lambda: site.submit("bo", "1"),
-            lambda: broker.requests.keep(broker.lease(ada.handle), 120),
-        ):
-            with pytest.raises(TooMany) as refused:
-                await ask()
-            refusals.append(refused.value.retry_after_s)
-        assert 0 < refusals[0] <= 600
-        assert 0 < refusals[1] <= 86_400, "the budget is new at midnight UTC"
-
-
-def test_the_refusal_of_a_second_broker_names_the_first(database):
-    first = database()
-    try:
-        with pytest.raises(StoreError, match="another broker uses") as refused:
-            database()
-        said = str(refused.value)
-        assert f"process {os.getpid()}" in said
-        assert socket.gethostname()[:20] in said
-        assert "since 20" in said
-    finally:
-        first.close()
+async def test_every_bound_says_when_to_come_back(site):
+    site.policy = replace(site.policy, max_jobs=3, max_jobs_per_user=2, keep_minutes_per_day=60.0)
+    broker = await site.start_broker()
+    ada = await site.session("ada", "1/2")
+    for _ in range(2):
+        await site.submit("bo", "2", program=Program(work_s=1000))
+    refusals = []
+    for ask in (
+        lambda: site.submit("bo", "1"),
+        lambda: broker.requests.keep(broker.lease(ada.handle), 120),
+    ):
+        with pytest.raises(TooMany) as refused:
+            await ask()
+        refusals.append(refused.value.retry_after_s)
+    assert 0 < refusals[0] <= 600
+    assert 0 < refusals[1] <= 86_400, "the budget is new at midnight UTC"
 
 
 async def test_a_broker_that_ends_answers_503_with_the_reason(http):

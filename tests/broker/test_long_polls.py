@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time
+from tests.waiting import becomes
 
 
 def last(http) -> str:
@@ -16,8 +15,7 @@ def last(http) -> str:
 async def test_a_long_poll_ends_when_something_changes(http):
     seq = (await http.ask("GET", "status")).json()["seq"]
     poll = asyncio.create_task(http.ask("GET", f"status?after={seq}&wait=25"))
-    while not http.service.limits.waiting:
-        await asyncio.sleep(0.01)
+    await becomes(lambda: http.service.limits.waiting)
     assert not poll.done()
     job = await http.submit("bo")
     answer = (await asyncio.wait_for(poll, 20)).json()
@@ -35,14 +33,12 @@ async def test_a_long_poll_that_is_behind_is_answered_at_once(http):
 async def test_long_polls_are_bounded_per_user(http):
     most = http.site.policy.max_waiters_per_user
     polls = [asyncio.create_task(http.ask("GET", last(http))) for _ in range(most)]
-    while http.service.limits.waiting.get("bo", 0) < most:
-        await asyncio.sleep(0.01)
+    await becomes(lambda: http.service.limits.waiting.get("bo", 0) >= most)
     answer = await http.refused("GET", last(http))
     assert (answer.status, answer.reason) == (429, "too_many")
     assert (await http.ask("GET", "status")).status_code == 200
     other = asyncio.create_task(http.ask("GET", last(http), "ada"))
-    while "ada" not in http.service.limits.waiting:
-        await asyncio.sleep(0.01)
+    await becomes(lambda: "ada" in http.service.limits.waiting)
     await http.broker.registry.notify()
     await asyncio.wait_for(asyncio.gather(*polls, other), 5)
     assert http.service.limits.waiting == {}
@@ -50,12 +46,9 @@ async def test_long_polls_are_bounded_per_user(http):
 
 async def test_a_page_that_is_closed_waits_no_longer(http):
     poll = asyncio.create_task(http.ask("GET", last(http)))
-    while not http.service.limits.waiting:
-        await asyncio.sleep(0.01)
+    await becomes(lambda: http.service.limits.waiting)
     poll.cancel()
-    async with asyncio.timeout(5):
-        while http.service.limits.waiting:
-            await asyncio.sleep(0.01)
+    await becomes(lambda: not http.service.limits.waiting)
 
 
 async def test_a_number_that_this_broker_never_gave_is_answered_at_once(http):
@@ -64,13 +57,10 @@ async def test_a_number_that_this_broker_never_gave_is_answered_at_once(http):
     assert answer.json()["seq"] == seq
 
 
-@in_virtual_time
-async def test_a_restarted_broker_counts_above_its_predecessor(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        for _ in range(50):
-            await broker.registry.notify()
-        before = broker.registry.notifications.seq
-        await broker.end()
-        broker = await site.start_broker()
-        assert broker.registry.notifications.seq > before
+async def test_a_restarted_broker_counts_above_its_predecessor(site, broker):
+    for _ in range(50):
+        await broker.registry.notify()
+    before = broker.registry.notifications.seq
+    await broker.end()
+    broker = await site.start_broker()
+    assert broker.registry.notifications.seq > before

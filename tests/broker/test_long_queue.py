@@ -11,8 +11,7 @@ from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.core.model import Cluster, Device, Grant, Kind, Lease, Plan, Project, State
 from jupyter_gpushare.core.size import Size
 from tests.broker.machine import Program
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.virtual_time import until
 
 SESSION = Lease(
     id="s",
@@ -77,39 +76,34 @@ def test_actions_are_decided_again_until_they_are_carried_out(planned):
     assert planned == [100.0, 101.0]
 
 
-@in_virtual_time
-async def test_an_idle_broker_with_a_queue_does_not_plan_every_second(tmp_path, planned):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        running = await site.submit("bo", "2", program=Program(work_s=500))
-        for _ in range(3):
-            await site.submit("bo", "2")
-        await until(lambda: broker.state(running) == "running", 60)
-        await until(lambda: not broker.loop.effects.tasks, 60)
-        planned.clear()
-        ends = site.now + 100
-        await until(lambda: site.now >= ends, 200)
-        assert len(planned) <= 100 / local_engine.KEEP_S + 2
+async def test_an_idle_broker_with_a_queue_does_not_plan_every_second(site, broker, planned):
+    running = await site.submit("bo", "2", program=Program(work_s=500))
+    for _ in range(3):
+        await site.submit("bo", "2")
+    await until(lambda: broker.state(running) == "running", 60)
+    await until(lambda: not broker.loop.effects.tasks, 60)
+    planned.clear()
+    ends = site.now + 100
+    await until(lambda: site.now >= ends, 200)
+    assert len(planned) <= 100 / local_engine.KEEP_S + 2
 
 
-@in_virtual_time
-async def test_waiting_jobs_are_in_the_snapshot_as_they_are_now(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker(running=False)
-        registry = broker.registry
-        await broker.loop.observer.measure()
+async def test_waiting_jobs_are_in_the_snapshot_as_they_are_now(site):
+    broker = await site.start_broker(running=False)
+    registry = broker.registry
+    await broker.loop.observer.measure()
 
-        def waiting():
-            return snapshot.cluster(registry, broker.engine, site.now).leases
+    def waiting():
+        return snapshot.cluster(registry, broker.engine, site.now).leases
 
-        first = await site.submit("bo", "2")
-        (before,) = waiting()
-        assert waiting()[0] is before, "made once"
-        registry.hub_backoff_until = site.now + 5
-        assert waiting()[0].retry_at == site.now + 5
-        second = await site.submit("bo", "1")
-        assert {x.id for x in waiting()} == {first.lease_id, second.lease_id}
-        await broker.requests.cancel(first)
-        assert [x.id for x in waiting()] == [second.lease_id]
-        assert set(registry.index.queued) == {second.lease_id}
-        assert not registry.index.placed
+    first = await site.submit("bo", "2")
+    (before,) = waiting()
+    assert waiting()[0] is before, "made once"
+    registry.hub_backoff_until = site.now + 5
+    assert waiting()[0].retry_at == site.now + 5
+    second = await site.submit("bo", "1")
+    assert {x.id for x in waiting()} == {first.lease_id, second.lease_id}
+    await broker.requests.cancel(first)
+    assert [x.id for x in waiting()] == [second.lease_id]
+    assert set(registry.index.queued) == {second.lease_id}
+    assert not registry.index.placed

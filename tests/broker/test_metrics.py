@@ -13,8 +13,7 @@ import yaml
 from jupyter_gpushare.broker.http import metrics
 from jupyter_gpushare.broker.state.registry import Registry
 from tests.broker.machine import Program
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.virtual_time import until
 
 MONITORING = Path(__file__).parents[2] / "docs" / "monitoring"
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
@@ -35,15 +34,12 @@ def value(text: str, sample: str) -> float:
     return float(line.rpartition(" ")[2])
 
 
-@in_virtual_time
-async def test_a_lending_a_wait_and_a_wake_are_counted_with_their_seconds(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        job = await site.submit("bo", "2", program=Program(work_s=1_000))
-        await until(lambda: broker.state(job) == "running", 400)
-        await site.gpu_cell(ada)
-        text = text_of(broker.registry)
+async def test_a_lending_a_wait_and_a_wake_are_counted_with_their_seconds(site, broker):
+    ada = await site.session("ada", "1/2")
+    job = await site.submit("bo", "2", program=Program(work_s=1_000))
+    await until(lambda: broker.state(job) == "running", 400)
+    await site.gpu_cell(ada)
+    text = text_of(broker.registry)
     assert value(text, 'gpushare_transitions_total{from="suspended",kind="build",to="resuming"}') == 1
     assert value(text, 'gpushare_decisions_total{action="suspend",why="idle"}') == 1
     assert value(text, "gpushare_suspend_seconds_count") == 2
@@ -58,15 +54,13 @@ async def test_a_lending_a_wait_and_a_wake_are_counted_with_their_seconds(tmp_pa
     assert "ada" not in text
 
 
-@in_virtual_time
 @pytest.mark.parametrize("name", ["dashboard.json", "alerts.yml"])
-async def test_what_is_shipped_for_monitoring_names_metrics_that_exist(tmp_path, name):
+async def test_what_is_shipped_for_monitoring_names_metrics_that_exist(site, name):
     text = (MONITORING / name).read_text()
     loaded = json.loads(text) if name.endswith(".json") else yaml.safe_load(text)
     rules = loaded.get("panels") or loaded["groups"][0]["rules"]
     assert len(rules) >= 7
-    async with Site(tmp_path) as site:
-        known = names_of((await site.start_broker()).registry)
+    known = names_of((await site.start_broker()).registry)
     used = set(re.findall(r"\bgpushare_\w+", text))
     assert used
     assert used <= known

@@ -7,10 +7,9 @@ import pytest
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
 
 PROFILE = "1g.10gb"
+pytestmark = pytest.mark.site(profile=PROFILE)
 
 
 def asks(user: str, **options: object) -> wire.SpawnRequest:
@@ -20,57 +19,35 @@ def asks(user: str, **options: object) -> wire.SpawnRequest:
     )
 
 
-@in_virtual_time
-async def test_a_job_gets_an_instance_of_its_profile_and_keeps_it_over_a_restart(tmp_path):
-    async with Site(tmp_path, profile=PROFILE) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", profile=PROFILE, program=Program(work_s=100))
-        await until(lambda: broker.state(job) == "running", 120)
-        assert broker.seen(job).size == "MIG 1g.10gb"
-        await broker.end()
-        broker = await site.start_broker()
-        lease = broker.registry.leases[job.lease_id].lease
-        assert (lease.size.profile, lease.held_milli, len(lease.devices)) == (PROFILE, 1000, 1)
+async def test_a_job_gets_an_instance_of_its_profile_and_keeps_it_over_a_restart(site, broker):
+    job = await site.running("bo", profile=PROFILE, program=Program(work_s=100))
+    assert broker.seen(job).size == "MIG 1g.10gb"
+    await broker.end()
+    broker = await site.start_broker()
+    lease = broker.registry.leases[job.lease_id].lease
+    assert (lease.size.profile, lease.held_milli, len(lease.devices)) == (PROFILE, 1000, 1)
 
 
-@in_virtual_time
-async def test_the_offers_of_instances_tell_of_no_lending(tmp_path):
-    for profile in (PROFILE, ""):
-        folder = tmp_path / (profile or "whole")
-        folder.mkdir()
-        async with Site(folder, profile=profile) as site:
-            broker = await site.start_broker()
-            offers = broker.views.offers(["vision"], "vision")
-            assert (offers.idle_timeout_s > 0) is not bool(profile)
+async def test_a_session_gets_an_instance_too(broker):
+    grant = await broker.admission.start(asks("ada", profile=PROFILE))
+    assert len(grant.devices) == 1
+    assert "MIG 1g.10gb" in grant.message
 
 
-@in_virtual_time
-async def test_a_session_gets_an_instance_too(tmp_path):
-    async with Site(tmp_path, profile=PROFILE) as site:
-        broker = await site.start_broker()
-        grant = await broker.admission.start(asks("ada", profile=PROFILE))
-        assert len(grant.devices) == 1
-        assert "MIG 1g.10gb" in grant.message
+async def test_the_instances_are_what_is_offered(broker):
+    offers = broker.views.offers(["vision"], "vision")
+    assert not offers.idle_timeout_s, "nothing is lent"
+    (offer,) = offers.offers
+    assert (offer.label, offer.options, offer.starts) == ("MIG 1g.10gb", {"profile": PROFILE}, "now")
 
 
-@in_virtual_time
-async def test_the_instances_are_what_is_offered(tmp_path):
-    async with Site(tmp_path, profile=PROFILE) as site:
-        broker = await site.start_broker()
-        (offer,) = broker.views.offers(["vision"], "vision").offers
-        assert (offer.label, offer.options, offer.starts) == ("MIG 1g.10gb", {"profile": PROFILE}, "now")
-
-
-@in_virtual_time
-async def test_what_is_not_there_is_refused_with_what_is(tmp_path):
-    async with Site(tmp_path, profile=PROFILE) as site:
-        broker = await site.start_broker()
-        for wrong in ({"profile": "7g.80gb"}, {"gpus": "0.5"}):
-            with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
-                await site.submit("bo", **wrong)
+async def test_what_is_not_there_is_refused_with_what_is(site, broker):
+    for wrong in ({"profile": "7g.80gb"}, {"gpus": "0.5"}):
         with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
-            await broker.admission.start(asks("ada", fraction="0.5"))
-        assert not broker.registry.leases
+            await site.submit("bo", **wrong)
+    with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
+        await broker.admission.start(asks("ada", fraction="0.5"))
+    assert not broker.registry.leases
 
 
 @pytest.mark.parametrize(
@@ -82,9 +59,7 @@ async def test_what_is_not_there_is_refused_with_what_is(tmp_path):
         ({"profile": PROFILE, "memory": "5GiB"}, "one instance"),
     ],
 )
-@in_virtual_time
-async def test_a_profile_that_is_none_is_refused(tmp_path, wrong, says):
-    async with Site(tmp_path, profile=PROFILE) as site:
-        await site.start_broker()
-        with pytest.raises(InvalidRequest, match=says):
-            await site.submit("bo", **wrong)
+async def test_a_profile_that_is_none_is_refused(site, wrong, says):
+    await site.start_broker()
+    with pytest.raises(InvalidRequest, match=says):
+        await site.submit("bo", **wrong)
