@@ -17,8 +17,7 @@ from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import DeviceSample, EventKind
 from tests.broker.brokers import Broker
 from tests.broker.machine import Program
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.virtual_time import until
 
 
 def lease(state: State, milli: int, *, idle: bool = False, kind: Kind = Kind.BUILD) -> Lease:
@@ -64,18 +63,15 @@ def test_what_lies_on_a_broken_gpu_counts_for_nothing():
     assert gpu_breakdown([lease(State.RUNNING, 500)], [], 1, ()) == GpuBreakdown(broken=1)
 
 
-@in_virtual_time
-async def test_a_kernel_that_is_busy_without_its_gpu_computes_nothing(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        await site.gpu_cell(ada)
-        assert overview(broker).now().computing == 0.5
-        busy = [wire.KernelActivity(id="k", name="a.ipynb", busy=True, idle_s=0.0)]
-        server = broker.lease(ada.handle).server
-        await broker.requests.activity("ada", server, wire.ActivityReport(kernels=busy))
-        await asyncio.sleep(30)
-        assert (overview(broker).now().computing, overview(broker).now().idle) == (0.0, 0.5)
+async def test_a_kernel_that_is_busy_without_its_gpu_computes_nothing(site, broker):
+    ada = await site.session("ada", "1/2")
+    await site.gpu_cell(ada)
+    assert overview(broker).now().computing == 0.5
+    busy = [wire.KernelActivity(id="k", name="a.ipynb", busy=True, idle_s=0.0)]
+    server = broker.lease(ada.handle).server
+    await broker.requests.activity("ada", server, wire.ActivityReport(kernels=busy))
+    await asyncio.sleep(30)
+    assert (overview(broker).now().computing, overview(broker).now().idle) == (0.0, 0.5)
 
 
 def test_a_row_is_the_mean_of_its_minutes():
@@ -114,108 +110,84 @@ def test_a_line_has_a_gap_where_nothing_is_known():
     assert path([None], lambda part: part.held) == ""
 
 
-@in_virtual_time
-async def test_what_the_gpus_did_is_on_disk_and_outlives_a_broker(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        await site.session("ada", "1/2")
-        await asyncio.sleep(700)
-        await broker.end()
-        broker = await site.start_broker()
-        known = [part for part in await overview(broker).past("24h") if part is not None]
-        assert known
-        assert all((part.gpus, part.held, part.lent) == (2.0, 0.5, 0.0) for part in known[1:])
+async def test_what_the_gpus_did_is_on_disk_and_outlives_a_broker(site, broker):
+    await site.session("ada", "1/2")
+    await asyncio.sleep(700)
+    await broker.end()
+    broker = await site.start_broker()
+    known = [part for part in await overview(broker).past("24h") if part is not None]
+    assert known
+    assert all((part.gpus, part.held, part.lent) == (2.0, 0.5, 0.0) for part in known[1:])
 
 
 # ---- what needs a look
 
 
-@in_virtual_time
-async def test_idle_sessions_and_what_the_watchdog_saw_need_a_look(tmp_path, monkeypatch):
+async def test_idle_sessions_and_what_the_watchdog_saw_need_a_look(site, monkeypatch):
     monkeypatch.setattr("jupyter_gpushare.broker.views.overview.LATELY_HOURS", 2)
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        cy = await site.session("cy", "1/2")
-        cy.suspendable = False
-        await asyncio.sleep(2 * 3600)
-        idle = {look.sentence: look.lend for look in overview(broker).alerts()}
-        assert idle == {
-            "ada's session (1/2 GPU) has been idle for 2 h; no other work has needed its GPU.": ada.handle[
-                :-2
-            ],
-            "cy's session (1/2 GPU) has been idle for 2 h and cannot be put to sleep: it uses CUDA IPC.": "",
-        }
-        site.emit(EventKind.UNLEASED_PROCESS, reason="a process without a lease uses GPU-0")
-        await until(lambda: any("without a lease" in x.sentence for x in overview(broker).alerts()), 30)
-        await asyncio.sleep(2.1 * 3600)
-        assert not any("without a lease" in x.sentence for x in overview(broker).alerts())
+    broker = await site.start_broker()
+    ada = await site.session("ada", "1/2")
+    cy = await site.session("cy", "1/2")
+    cy.suspendable = False
+    await asyncio.sleep(2 * 3600)
+    idle = {look.sentence: look.lend for look in overview(broker).alerts()}
+    assert idle == {
+        "ada's session (1/2 GPU) has been idle for 2 h; no other work has needed its GPU.": ada.handle[:-2],
+        "cy's session (1/2 GPU) has been idle for 2 h and cannot be put to sleep: it uses CUDA IPC.": "",
+    }
+    site.emit(EventKind.UNLEASED_PROCESS, reason="a process without a lease uses GPU-0")
+    await until(lambda: any("without a lease" in x.sentence for x in overview(broker).alerts()), 30)
+    await asyncio.sleep(2.1 * 3600)
+    assert not any("without a lease" in x.sentence for x in overview(broker).alerts())
 
 
-@in_virtual_time
-async def test_an_alarm_says_when_a_job_is_larger_than_the_guarantee_of_its_project(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        (await site.session("ada", "1")).suspendable = False
-        await site.submit("bo", "2")
-        await asyncio.sleep(90)
-        alerts = [alert.sentence for alert in overview(broker).alerts()]
-        assert alerts == [
-            "A job of project nlp waits for 2 GPUs together, more than the 1 that the project is guaranteed: "
-            "it starts when the rest can be borrowed."
-        ]
+async def test_an_alarm_says_when_a_job_is_larger_than_the_guarantee_of_its_project(site, broker):
+    (await site.session("ada", "1")).suspendable = False
+    await site.submit("bo", "2")
+    await asyncio.sleep(90)
+    alerts = [alert.sentence for alert in overview(broker).alerts()]
+    assert alerts == [
+        "A job of project nlp waits for 2 GPUs together, more than the 1 that the project is guaranteed: "
+        "it starts when the rest can be borrowed."
+    ]
 
 
-@in_virtual_time
-async def test_a_project_that_waits_for_its_guarantee_reads_which_project_borrows(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        for server in ("", "more"):
-            (await site.session("bo", "1", server=server)).suspendable = False
-        await site.submit("ada", "1")
-        await asyncio.sleep(30)
-        assert not overview(broker).alerts()
-        await asyncio.sleep(60)
-        alerts = [x.sentence for x in overview(broker).alerts()]
-        assert alerts == ["Project vision waits for 1 GPU of what it is guaranteed; nlp borrows 1."]
+async def test_a_project_that_waits_for_its_guarantee_reads_which_project_borrows(site, broker):
+    for server in ("", "more"):
+        (await site.session("bo", "1", server=server)).suspendable = False
+    await site.submit("ada", "1")
+    await asyncio.sleep(30)
+    assert not overview(broker).alerts()
+    await asyncio.sleep(60)
+    alerts = [x.sentence for x in overview(broker).alerts()]
+    assert alerts == ["Project vision waits for 1 GPU of what it is guaranteed; nlp borrows 1."]
 
 
-@in_virtual_time
-async def test_more_guarantees_than_gpus_need_a_look(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        assert not overview(broker).alerts()
-        await broker.request_policy.change_project(
-            "vision", wire.ProjectChange(quota=1.5, force=True), "root"
-        )
-        assert [x.sentence for x in overview(broker).alerts()] == [
-            "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
-        ]
+async def test_more_guarantees_than_gpus_need_a_look(broker):
+    assert not overview(broker).alerts()
+    await broker.request_policy.change_project("vision", wire.ProjectChange(quota=1.5, force=True), "root")
+    assert [x.sentence for x in overview(broker).alerts()] == [
+        "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
+    ]
 
 
-@in_virtual_time
-async def test_an_owner_that_keeps_an_idle_gpu_for_most_of_the_days_budget_is_seen(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        budget = site.policy.keep_minutes_per_day
-        await broker.requests.keep(broker.lease(ada.handle), budget / 4)
-        assert not overview(broker).alerts()
-        await broker.requests.keep(broker.lease(ada.handle), 0.75 * budget)
-        assert [x.sentence for x in overview(broker).alerts()] == [
-            f"ada kept an idle GPU for {0.75 * budget:.0f} of {budget:g} minutes today."
-        ]
+async def test_an_owner_that_keeps_an_idle_gpu_for_most_of_the_days_budget_is_seen(site, broker):
+    ada = await site.session("ada", "1/2")
+    budget = site.policy.keep_minutes_per_day
+    await broker.requests.keep(broker.lease(ada.handle), budget / 4)
+    assert not overview(broker).alerts()
+    await broker.requests.keep(broker.lease(ada.handle), 0.75 * budget)
+    assert [x.sentence for x in overview(broker).alerts()] == [
+        f"ada kept an idle GPU for {0.75 * budget:.0f} of {budget:g} minutes today."
+    ]
 
 
-@in_virtual_time
-async def test_the_week_of_a_project_has_its_hours_and_how_long_its_jobs_waited(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        jobs = [await site.submit("bo", "1", program=Program(work_s=100)) for _ in range(12)]
-        await until(lambda: all(broker.job(job).result for job in jobs), 3_000)
-        week = overview(broker).weeks()["nlp"]
-        assert week.used_gpu_h == pytest.approx(12 * 100 / 3600, rel=0.1)
-        half, most = week.waited_s
-        assert 200 < half < 350
-        assert half < most < 600
-        assert overview(broker).weeks()["vision"].waited_s is None
+async def test_the_week_of_a_project_has_its_hours_and_how_long_its_jobs_waited(site, broker):
+    jobs = [await site.submit("bo", "1", program=Program(work_s=100)) for _ in range(12)]
+    await until(lambda: all(broker.job(job).result for job in jobs), 3_000)
+    week = overview(broker).weeks()["nlp"]
+    assert week.used_gpu_h == pytest.approx(12 * 100 / 3600, rel=0.1)
+    half, most = week.waited_s
+    assert 200 < half < 350
+    assert half < most < 600
+    assert overview(broker).weeks()["vision"].waited_s is None

@@ -23,297 +23,242 @@ from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import EventKind
 from jupyter_gpushare.wall_clock import seconds_between
 from tests.broker.machine import GB, Program
-from tests.broker.site import Site, spawn
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.site import spawn
+from tests.broker.virtual_time import until
 
 
-@in_virtual_time
-async def test_a_project_of_others_looks_like_one_that_is_not_there(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        for name in ("nosuch", "vision"):
-            with pytest.raises(NotFound, match="yours: nlp") as refused:
-                await broker.admission.start(spawn("bo", "1/2", project=name))
-            assert refused.value.reason == "unknown_project"
-            assert str(refused.value).replace(name, "X") == "there is no project 'X' for you; yours: nlp"
+async def test_a_project_of_others_looks_like_one_that_is_not_there(broker):
+    for name in ("nosuch", "vision"):
+        with pytest.raises(NotFound, match="yours: nlp") as refused:
+            await broker.admission.start(spawn("bo", "1/2", project=name))
+        assert refused.value.reason == "unknown_project"
+        assert str(refused.value).replace(name, "X") == "there is no project 'X' for you; yours: nlp"
 
 
-@in_virtual_time
-async def test_a_user_without_project_gets_no_gpu_but_a_server(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        with pytest.raises(NotAllowed, match="no project"):
-            await broker.admission.start(spawn("eve", "1/2"))
-        grant = await broker.admission.start(spawn("eve", None))
-        assert grant.lease is None
-        assert grant.env == {}
+async def test_a_user_without_project_gets_no_gpu_but_a_server(broker):
+    with pytest.raises(NotAllowed, match="no project"):
+        await broker.admission.start(spawn("eve", "1/2"))
+    grant = await broker.admission.start(spawn("eve", None))
+    assert grant.lease is None
+    assert grant.env == {}
 
 
-@in_virtual_time
-async def test_a_session_gets_its_part_and_says_which(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        grant = await broker.admission.start(spawn("ada", "1/2"))
-        record = broker.lease(grant.lease)
-        assert grant.memory_limit_bytes == 39_000_000_000
-        assert grant.devices == list(record.lease.devices)
-        assert record.state is State.GRANTED
-        assert record.uid == 1000
-        assert grant.message.startswith("Your 1/2 GPU (")
-        assert grant.message.endswith(" of H100-80GB) is ready.")
-        site.held[grant.lease].alive = True
-        await until(lambda: broker.state(grant.lease) == "running", 5)
+async def test_a_session_gets_its_part_and_says_which(site, broker):
+    grant = await broker.admission.start(spawn("ada", "1/2"))
+    record = broker.lease(grant.lease)
+    assert grant.memory_limit_bytes == 39_000_000_000
+    assert grant.devices == list(record.lease.devices)
+    assert record.state is State.GRANTED
+    assert record.uid == 1000
+    assert grant.message.startswith("Your 1/2 GPU (")
+    assert grant.message.endswith(" of H100-80GB) is ready.")
+    site.held[grant.lease].alive = True
+    await until(lambda: broker.state(grant.lease) == "running", 5)
 
 
-@in_virtual_time
-async def test_what_a_device_no_longer_keeps_back_is_granted_without_a_restart(tmp_path):
-    async with Site(tmp_path, gpus=1) as site:
-        site.reserve_bytes = 10 * GB
-        broker = await site.start_broker()
-        first = await site.session("ada", "1/2")
-        assert first.limits == {"GPU-0": 35 * GB}
-        site.reserve_bytes = 2 * GB
-        site.emit(EventKind.DEVICE, reserve_bytes=str(2 * GB))
-        await until(lambda: broker.registry.devices.listed[0].reserve_bytes == 2 * GB, 10)
-        second = await site.session("bo", "1/2")
-        assert (first.limits, second.limits) == ({"GPU-0": 35 * GB}, {"GPU-0": 39 * GB})
+@pytest.mark.site(gpus=1)
+async def test_what_a_device_no_longer_keeps_back_is_granted_without_a_restart(site):
+    site.reserve_bytes = 10 * GB
+    broker = await site.start_broker()
+    first = await site.session("ada", "1/2")
+    assert first.limits == {"GPU-0": 35 * GB}
+    site.reserve_bytes = 2 * GB
+    site.emit(EventKind.DEVICE, reserve_bytes=str(2 * GB))
+    await until(lambda: broker.registry.devices.listed[0].reserve_bytes == 2 * GB, 10)
+    second = await site.session("bo", "1/2")
+    assert (first.limits, second.limits) == ({"GPU-0": 35 * GB}, {"GPU-0": 39 * GB})
 
 
-@in_virtual_time
-async def test_what_an_ended_kernel_left_is_shown_with_who_keeps_it_and_released_by_its_owner(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        await until(lambda: broker.state(ada.handle) == "running", 30)
-        with pytest.raises(Conflict, match="no ended process of this session left GPU memory behind"):
-            await broker.requests.release(broker.lease(ada.handle))
-        ada.left = {4711: 3 * GB, 4712: 0}
-        await asyncio.sleep(2)
-        shown = broker.shown(ada.handle).processes
-        assert [(each.pid, each.used_bytes, each.keeps) for each in shown] == [
-            (4711, 3 * GB, True),
-            (4712, 0, True),
-        ]
-        site.fault("signal SIGKILL keepers", HelperError("silent", "the device helper did not answer"))
-        with pytest.raises(Conflict, match="the processes were not ended: the device helper did not answer"):
-            await broker.requests.release(broker.lease(ada.handle))
+async def test_what_an_ended_kernel_left_is_shown_with_who_keeps_it_and_released_by_its_owner(site, broker):
+    ada = await site.session("ada", "1/2")
+    await until(lambda: broker.state(ada.handle) == "running", 30)
+    with pytest.raises(Conflict, match="no ended process of this session left GPU memory behind"):
         await broker.requests.release(broker.lease(ada.handle))
-        assert site.effects[-1] == f"signal SIGKILL keepers {ada.handle}"
-        await asyncio.sleep(2)
-        assert broker.shown(ada.handle).processes == []
-        assert broker.state(ada.handle) == "running"
+    ada.left = {4711: 3 * GB, 4712: 0}
+    await asyncio.sleep(2)
+    shown = broker.views.lease(broker.lease(ada.handle)).processes
+    assert [(each.pid, each.used_bytes, each.keeps) for each in shown] == [
+        (4711, 3 * GB, True),
+        (4712, 0, True),
+    ]
+    site.fault("signal SIGKILL keepers", HelperError("silent", "the device helper did not answer"))
+    with pytest.raises(Conflict, match="the processes were not ended: the device helper did not answer"):
+        await broker.requests.release(broker.lease(ada.handle))
+    await broker.requests.release(broker.lease(ada.handle))
+    assert site.effects[-1] == f"signal SIGKILL keepers {ada.handle}"
+    await asyncio.sleep(2)
+    assert broker.views.lease(broker.lease(ada.handle)).processes == []
+    assert broker.state(ada.handle) == "running"
 
 
-@in_virtual_time
-async def test_two_sessions_that_start_at_once_do_not_get_the_same_capacity(tmp_path):
-    async with Site(tmp_path, gpus=1) as site:
-        broker = await site.start_broker()
-        requests = (spawn("ada", "1"), spawn("bo", "1"))
-        answers = await asyncio.gather(*map(broker.admission.start, requests), return_exceptions=True)
-        assert [type(answer) for answer in answers] == [wire.SpawnGrant, Conflict]
+@pytest.mark.site(gpus=1)
+async def test_two_sessions_that_start_at_once_do_not_get_the_same_capacity(broker):
+    requests = (spawn("ada", "1"), spawn("bo", "1"))
+    answers = await asyncio.gather(*map(broker.admission.start, requests), return_exceptions=True)
+    assert [type(answer) for answer in answers] == [wire.SpawnGrant, Conflict]
 
 
-@in_virtual_time
-async def test_a_session_that_does_not_fit_is_refused_with_what_to_do(tmp_path):
-    async with Site(tmp_path, gpus=1) as site:
-        broker = await site.start_broker()
-        await site.session("ada", "1")
-        with pytest.raises(Conflict, match="Choose a smaller size, or start without a GPU") as refused:
-            await broker.admission.start(spawn("bo", "1"))
-        assert refused.value.reason == "no_capacity"
-        assert len(broker.registry.leases) == 1
+@pytest.mark.site(gpus=1)
+async def test_a_session_that_does_not_fit_is_refused_with_what_to_do(site, broker):
+    await site.session("ada", "1")
+    with pytest.raises(Conflict, match="Choose a smaller size, or start without a GPU") as refused:
+        await broker.admission.start(spawn("bo", "1"))
+    assert refused.value.reason == "no_capacity"
+    assert len(broker.registry.leases) == 1
 
 
-@in_virtual_time
-async def test_a_restarted_server_gets_a_new_lease_when_the_old_one_has_let_go(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        old = await site.session("ada", "1/2")
-        old.alive, old.used = False, {}
-        new = await site.session("ada", "1/4")
-        assert new.handle != old.handle
-        assert [r.handle for r in broker.registry.leases.values()] == [new.handle]
+async def test_a_restarted_server_gets_a_new_lease_when_the_old_one_has_let_go(site, broker):
+    old = await site.session("ada", "1/2")
+    old.alive, old.used = False, {}
+    new = await site.session("ada", "1/4")
+    assert new.handle != old.handle
+    assert [r.handle for r in broker.registry.leases.values()] == [new.handle]
 
 
-@in_virtual_time
-async def test_a_server_that_still_lives_keeps_its_capacity_and_the_next_one_is_told(tmp_path):
-    async with Site(tmp_path, policy=None) as site:
-        site.policy = replace(site.policy, grace_s=100.0)
-        broker = await site.start_broker()
-        await site.session("ada", "1/2")
-        with pytest.raises(Conflict, match="try again in a few seconds"):
-            await broker.admission.start(spawn("ada", "1/4"))
+async def test_a_server_that_still_lives_keeps_its_capacity_and_the_next_one_is_told(site):
+    site.policy = replace(site.policy, grace_s=100.0)
+    broker = await site.start_broker()
+    await site.session("ada", "1/2")
+    with pytest.raises(Conflict, match="try again in a few seconds"):
+        await broker.admission.start(spawn("ada", "1/4"))
 
 
-@in_virtual_time
-async def test_without_the_helper_a_gpu_is_refused_and_a_server_without_one_starts(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        site.helper_silent = True
-        await until(lambda: site.now - broker.registry.devices.sampled_at > 6)
-        for refuse in (broker.admission.start(spawn("ada", "1/2")), site.submit("bo", "1")):
-            with pytest.raises(Conflict) as refused:
-                await refuse
-            assert refused.value.reason == "devices_unknown"
-        assert (await broker.admission.start(spawn("ada", None))).lease is None
-        assert not broker.registry.leases
-
-
-@in_virtual_time
-async def test_an_old_measurement_judges_no_lease_and_grants_nothing(tmp_path, monkeypatch):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        await until(lambda: broker.state(ada.handle) == "running", 30)
-        # The helper answers from memory while its sampler is stuck; ada's processes are not in it.
-        await asyncio.sleep(6)
-        stuck = replace(broker.registry.devices.sample, leases=())
-
-        async def from_memory():
-            return stuck
-
-        monkeypatch.setattr(broker.devices, "sample", from_memory)
-        await asyncio.sleep(606)
-        assert broker.state(ada.handle) == "running"
+async def test_without_the_helper_a_gpu_is_refused_and_a_server_without_one_starts(site, broker):
+    site.helper_silent = True
+    await until(lambda: site.now - broker.registry.devices.sampled_at > 6)
+    for refuse in (broker.admission.start(spawn("ada", "1/2")), site.submit("bo", "1")):
         with pytest.raises(Conflict) as refused:
-            await broker.admission.start(spawn("bo", "1/4"))
+            await refuse
         assert refused.value.reason == "devices_unknown"
-        health = broker.views.health()
-        assert health.sample_age_s > 600
-        assert "is 606 s old" in health.reasons[0] or "is 607 s old" in health.reasons[0]
+    assert (await broker.admission.start(spawn("ada", None))).lease is None
+    assert not broker.registry.leases
 
 
-@in_virtual_time
-async def test_a_lease_that_the_helper_does_not_take_is_given_back(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        site.fault("prepare", HelperError("conflict", "no"))
-        with pytest.raises(Conflict):
-            await broker.admission.start(spawn("ada", "1/2"))
-        assert not broker.registry.leases
-        assert (await broker.admission.start(spawn("ada", "1/2"))).lease is not None
+async def test_an_old_measurement_judges_no_lease_and_grants_nothing(site, broker, monkeypatch):
+    ada = await site.session("ada", "1/2")
+    await until(lambda: broker.state(ada.handle) == "running", 30)
+    # The helper answers from memory while its sampler is stuck; ada's processes are not in it.
+    await asyncio.sleep(6)
+    stuck = replace(broker.registry.devices.sample, leases=())
+
+    async def from_memory():
+        return stuck
+
+    monkeypatch.setattr(broker.devices, "sample", from_memory)
+    await asyncio.sleep(606)
+    assert broker.state(ada.handle) == "running"
+    with pytest.raises(Conflict) as refused:
+        await broker.admission.start(spawn("bo", "1/4"))
+    assert refused.value.reason == "devices_unknown"
+    health = broker.views.health()
+    assert health.sample_age_s > 600
+    assert "is 606 s old" in health.reasons[0] or "is 607 s old" in health.reasons[0]
 
 
-@in_virtual_time
-async def test_keeping_a_gpu_has_bounds_and_a_budget_per_day(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        for minutes in (0.5, -1, 241, float("inf"), float("nan")):
-            with pytest.raises(InvalidRequest, match="from 1 to 240"):
-                await broker.requests.keep(broker.lease(ada.handle), minutes)
-        await broker.requests.keep(broker.lease(ada.handle), 100)
-        assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
-        await broker.requests.keep(broker.lease(ada.handle), 30)  # nothing is added, and nothing lost
-        assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
-        with pytest.raises(TooMany, match="20 more minutes"):
-            await broker.requests.keep(broker.lease(ada.handle), 125)
-        await broker.end()
-        broker = await site.start_broker()
-        assert keep_left(broker.registry, "ada") == pytest.approx(20, abs=0.01)
-        with pytest.raises(TooMany, match=r"(19|20) more minutes"):
-            await broker.requests.keep(broker.lease(ada.handle), 125)
-        await broker.requests.keep(broker.lease(ada.handle), 119)
-        assert keep_left(broker.registry, "ada") == pytest.approx(1, abs=0.1)
+async def test_a_lease_that_the_helper_does_not_take_is_given_back(site, broker):
+    site.fault("prepare", HelperError("conflict", "no"))
+    with pytest.raises(Conflict):
+        await broker.admission.start(spawn("ada", "1/2"))
+    assert not broker.registry.leases
+    assert (await broker.admission.start(spawn("ada", "1/2"))).lease is not None
 
 
-@in_virtual_time
-async def test_keeping_a_gpu_can_be_undone_and_counts_no_more_than_it_lasted(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        assert broker.shown(ada.handle).keep_until is None
-        await broker.requests.keep(broker.lease(ada.handle), 0)
-        assert keep_left(broker.registry, "ada") == 120
-        await broker.requests.keep(broker.lease(ada.handle), 30)
-        told = broker.shown(ada.handle)
-        assert seconds_between(broker.registry.iso_now(), told.keep_until) == pytest.approx(1800, abs=1)
-        await asyncio.sleep(300)
-        await broker.requests.keep(broker.lease(ada.handle), 0)
-        assert broker.shown(ada.handle).keep_until is None
-        assert keep_left(broker.registry, "ada") == pytest.approx(115, abs=0.1)
+async def test_keeping_a_gpu_has_bounds_and_a_budget_per_day(site, broker):
+    ada = await site.session("ada", "1/2")
+    for minutes in (0.5, -1, 241, float("inf"), float("nan")):
+        with pytest.raises(InvalidRequest, match="from 1 to 240"):
+            await broker.requests.keep(broker.lease(ada.handle), minutes)
+    await broker.requests.keep(broker.lease(ada.handle), 100)
+    assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
+    await broker.requests.keep(broker.lease(ada.handle), 30)  # nothing is added, and nothing lost
+    assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
+    with pytest.raises(TooMany, match="20 more minutes"):
+        await broker.requests.keep(broker.lease(ada.handle), 125)
+    await broker.end()
+    broker = await site.start_broker()
+    assert keep_left(broker.registry, "ada") == pytest.approx(20, abs=0.01)
+    with pytest.raises(TooMany, match=r"(19|20) more minutes"):
+        await broker.requests.keep(broker.lease(ada.handle), 125)
+    await broker.requests.keep(broker.lease(ada.handle), 119)
+    assert keep_left(broker.registry, "ada") == pytest.approx(1, abs=0.1)
 
 
-@in_virtual_time
-async def test_a_kept_gpu_is_not_lent_and_a_lent_one_goes_at_once(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1")
-        await broker.requests.keep(broker.lease(ada.handle), 60)
-        job = await site.submit("bo", "2", program=Program(work_s=5))
-        await until(lambda: site.now - ada.active_at > 600, 700)
-        assert broker.state(ada.handle) == "running"
-        assert broker.state(job) == "pending"
-        await broker.requests.lend(broker.lease(ada.handle))
-        await until(lambda: broker.state(ada.handle) == "suspended", 10)
-        await until(lambda: broker.job(job).result, 60)
+async def test_keeping_a_gpu_can_be_undone_and_counts_no_more_than_it_lasted(site, broker):
+    ada = await site.session("ada", "1/2")
+    assert broker.views.lease(broker.lease(ada.handle)).keep_until is None
+    await broker.requests.keep(broker.lease(ada.handle), 0)
+    assert keep_left(broker.registry, "ada") == 120
+    await broker.requests.keep(broker.lease(ada.handle), 30)
+    told = broker.views.lease(broker.lease(ada.handle))
+    assert seconds_between(broker.registry.iso_now(), told.keep_until) == pytest.approx(1800, abs=1)
+    await asyncio.sleep(300)
+    await broker.requests.keep(broker.lease(ada.handle), 0)
+    assert broker.views.lease(broker.lease(ada.handle)).keep_until is None
+    assert keep_left(broker.registry, "ada") == pytest.approx(115, abs=0.1)
 
 
-@in_virtual_time
-async def test_a_sleeping_session_is_woken_by_its_owner_and_only_then(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1")
-        with pytest.raises(Conflict, match="only a session that is asleep"):
-            await broker.requests.wake(broker.lease(ada.handle))
-        job = await site.submit("bo", "2", program=Program(work_s=500))
-        await until(lambda: broker.state(job) == "running", 120)
-        with pytest.raises(Conflict, match="only a session that is awake"):
-            await broker.requests.lend(broker.lease(ada.handle))
-        for verb in (broker.requests.wake, broker.requests.lend):
-            with pytest.raises(Conflict):
-                await verb(broker.lease(job))
+async def test_a_kept_gpu_is_not_lent_and_a_lent_one_goes_at_once(site, broker):
+    ada = await site.session("ada", "1")
+    await broker.requests.keep(broker.lease(ada.handle), 60)
+    job = await site.submit("bo", "2", program=Program(work_s=5))
+    await until(lambda: site.now - ada.active_at > 600, 700)
+    assert broker.state(ada.handle) == "running"
+    assert broker.state(job) == "pending"
+    await broker.requests.lend(broker.lease(ada.handle))
+    await until(lambda: broker.state(ada.handle) == "suspended", 10)
+    await until(lambda: broker.job(job).result, 60)
+
+
+async def test_a_sleeping_session_is_woken_by_its_owner_and_only_then(site, broker):
+    ada = await site.session("ada", "1")
+    with pytest.raises(Conflict, match="only a session that is asleep"):
         await broker.requests.wake(broker.lease(ada.handle))
-        await until(lambda: broker.state(ada.handle) == "running", 30)
+    job = await site.running("bo", "2", program=Program(work_s=500))
+    with pytest.raises(Conflict, match="only a session that is awake"):
+        await broker.requests.lend(broker.lease(ada.handle))
+    for verb in (broker.requests.wake, broker.requests.lend):
+        with pytest.raises(Conflict):
+            await verb(broker.lease(job))
+    await broker.requests.wake(broker.lease(ada.handle))
+    await until(lambda: broker.state(ada.handle) == "running", 30)
 
 
-@in_virtual_time
-async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        await broker.request_policy.change_project("nlp", wire.ProjectChange(quota=0.5, weight=3), "root")
-        await broker.request_policy.change_project("nlp", wire.ProjectChange(limit=1.5), "root")
-        await broker.end()
-        broker = await site.start_broker()
-        nlp = next(p for p in snapshot.projects(broker.registry, broker.engine) if p.name == "nlp")
-        assert (nlp.quota_milli, nlp.weight, nlp.limit_milli) == (500, 3, 1500)
-        (told,) = overrides_text(broker.registry)
-        assert told.startswith(
-            "project nlp: quota 0.5 (configured: 50%), limit 1.5 (configured: none), "
-            "weight 3 (configured: 1), set by an administrator, wins over the configuration"
-        )
-        await broker.request_policy.reset_project("nlp", "root")
-        await broker.end()
-        broker = await site.start_broker()
-        assert broker.registry.overrides == {}
-        assert overrides_text(broker.registry) == []
+async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(site, broker):
+    await broker.request_policy.change_project("nlp", wire.ProjectChange(quota=0.5, weight=3), "root")
+    await broker.request_policy.change_project("nlp", wire.ProjectChange(limit=1.5), "root")
+    await broker.end()
+    broker = await site.start_broker()
+    nlp = next(p for p in snapshot.projects(broker.registry, broker.engine) if p.name == "nlp")
+    assert (nlp.quota_milli, nlp.weight, nlp.limit_milli) == (500, 3, 1500)
+    (told,) = overrides_text(broker.registry)
+    assert told.startswith(
+        "project nlp: quota 0.5 (configured: 50%), limit 1.5 (configured: none), "
+        "weight 3 (configured: 1), set by an administrator, wins over the configuration"
+    )
+    await broker.request_policy.reset_project("nlp", "root")
+    await broker.end()
+    broker = await site.start_broker()
+    assert broker.registry.overrides == {}
+    assert overrides_text(broker.registry) == []
 
 
-@in_virtual_time
-async def test_a_start_with_guarantees_beyond_the_machine_says_so_once(tmp_path, caplog):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        assert "not all of that can be kept" not in caplog.text
-        await broker.request_policy.change_project("nlp", wire.ProjectChange(quota=1.5, force=True), "root")
-        await broker.end()
-        await site.start_broker()
-        said = "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
-        await until(lambda: said in caplog.text)
-        await asyncio.sleep(120)
-        assert caplog.text.count(said) == 1
+async def test_a_start_with_guarantees_beyond_the_machine_says_so_once(site, broker, caplog):
+    assert "not all of that can be kept" not in caplog.text
+    await broker.request_policy.change_project("nlp", wire.ProjectChange(quota=1.5, force=True), "root")
+    await broker.end()
+    await site.start_broker()
+    said = "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
+    await until(lambda: said in caplog.text)
+    await asyncio.sleep(120)
+    assert caplog.text.count(said) == 1
 
 
-@in_virtual_time
-async def test_hints_of_a_server_count_for_its_own_lease_only(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada, cy = await site.session("ada", "1/2"), await site.session("cy", "1/4")
-        busy = wire.ActivityReport(
-            kernels=[wire.KernelActivity(id="k", busy=True, idle_s=0.0, name="a.ipynb")]
-        )
-        await broker.requests.activity("ada", "", busy)
-        await broker.requests.activity("ada", "other", busy)
-        await broker.requests.activity("eve", "", busy)
-        live = broker.registry.observations
-        assert live[broker.lease(ada.handle).id].kernel_busy
-        assert not live[broker.lease(cy.handle).id].kernel_busy
+async def test_hints_of_a_server_count_for_its_own_lease_only(site, broker):
+    ada, cy = await site.session("ada", "1/2"), await site.session("cy", "1/4")
+    busy = wire.ActivityReport(kernels=[wire.KernelActivity(id="k", busy=True, idle_s=0.0, name="a.ipynb")])
+    await broker.requests.activity("ada", "", busy)
+    await broker.requests.activity("ada", "other", busy)
+    await broker.requests.activity("eve", "", busy)
+    live = broker.registry.observations
+    assert live[broker.lease(ada.handle).id].kernel_busy
+    assert not live[broker.lease(cy.handle).id].kernel_busy

@@ -7,15 +7,13 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.errors import (
-    GpuShareError,
     InvalidRequest,
     NotFound,
     RequestError,
 )
 from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
-from tests.broker.site import Site, spawn
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.site import spawn
 
 BAD_FRACTIONS = [
     "0",
@@ -37,23 +35,17 @@ BAD_FRACTIONS = [
 
 
 @pytest.mark.parametrize("text", BAD_FRACTIONS)
-@in_virtual_time
-async def test_a_session_with_a_bad_fraction_is_refused_with_a_sentence(tmp_path, text):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        with pytest.raises(InvalidRequest, match="GPU fraction"):
-            await broker.admission.start(spawn("ada", text))
-        assert broker.holds_nothing
+async def test_a_session_with_a_bad_fraction_is_refused_with_a_sentence(broker, text):
+    with pytest.raises(InvalidRequest, match="GPU fraction"):
+        await broker.admission.start(spawn("ada", text))
+    assert broker.holds_nothing
 
 
 @pytest.mark.parametrize("text", [t for t in BAD_FRACTIONS if t != "9" * 5000])
-@in_virtual_time
-async def test_a_job_with_a_bad_size_is_refused_with_a_sentence(tmp_path, text):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        with pytest.raises(InvalidRequest, match="GPU fraction"):
-            await site.submit("bo", text)
-        assert broker.holds_nothing
+async def test_a_job_with_a_bad_size_is_refused_with_a_sentence(site, broker, text):
+    with pytest.raises(InvalidRequest, match="GPU fraction"):
+        await site.submit("bo", text)
+    assert broker.holds_nothing
 
 
 @pytest.mark.parametrize(
@@ -72,16 +64,13 @@ async def test_a_job_with_a_bad_size_is_refused_with_a_sentence(tmp_path, text):
         ({"memory": ""}, "size of memory"),
     ],
 )
-@in_virtual_time
-async def test_a_session_with_an_impossible_size_is_refused(tmp_path, options, says):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        request = wire.SpawnRequest(
-            user="ada", server="", groups=["vision"], uid=1000, options=wire.GpuRequest(**options)
-        )
-        with pytest.raises(RequestError, match=says):
-            await broker.admission.start(request)
-        assert broker.holds_nothing
+async def test_a_session_with_an_impossible_size_is_refused(broker, options, says):
+    request = wire.SpawnRequest(
+        user="ada", server="", groups=["vision"], uid=1000, options=wire.GpuRequest(**options)
+    )
+    with pytest.raises(RequestError, match=says):
+        await broker.admission.start(request)
+    assert broker.holds_nothing
 
 
 @pytest.mark.parametrize(
@@ -122,49 +111,38 @@ async def test_a_session_with_an_impossible_size_is_refused(tmp_path, options, s
         ({"project": "vision"}, "no project"),
     ],
 )
-@in_virtual_time
-async def test_a_job_that_cannot_be_run_is_refused_with_a_sentence(tmp_path, more, says):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        request = wire.JobRequest(**{"command": ["true"], **more})
-        with pytest.raises(RequestError, match=says):
-            await broker.requests.submit("bo", ("nlp",), request, None)
-        assert broker.holds_nothing
+async def test_a_job_that_cannot_be_run_is_refused_with_a_sentence(broker, more, says):
+    request = wire.JobRequest(**{"command": ["true"], **more})
+    with pytest.raises(RequestError, match=says):
+        await broker.requests.submit("bo", ("nlp",), request, None)
+    assert broker.holds_nothing
 
 
-@in_virtual_time
-async def test_a_grace_that_keeps_an_owner_waiting_is_refused(tmp_path):
-    async with Site(tmp_path) as site:
-        await site.start_broker()
-        with pytest.raises(InvalidRequest, match="at most 120"):
-            await site.submit("bo", "1", grace_s=3600)
-        await site.submit("bo", "1", grace_s=120)
+async def test_a_grace_that_keeps_an_owner_waiting_is_refused(site):
+    await site.start_broker()
+    with pytest.raises(InvalidRequest, match="at most 120"):
+        await site.submit("bo", "1", grace_s=3600)
+    await site.submit("bo", "1", grace_s=120)
 
 
-@in_virtual_time
-async def test_parts_so_small_that_they_only_take_places_are_refused(tmp_path):
-    async with Site(tmp_path) as site:
-        site.policy = replace(site.policy, min_fraction_milli=50)
-        broker = await site.start_broker()
-        with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
-            await site.submit("bo", "0.049")
-        with pytest.raises(InvalidRequest, match=r"at least 3\.\d GiB"):
-            await site.submit("bo", memory="1GiB")
-        with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
-            await broker.admission.start(spawn("ada", "0.001"))
-        await site.submit("bo", "0.05")
+async def test_parts_so_small_that_they_only_take_places_are_refused(site):
+    site.policy = replace(site.policy, min_fraction_milli=50)
+    broker = await site.start_broker()
+    with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
+        await site.submit("bo", "0.049")
+    with pytest.raises(InvalidRequest, match=r"at least 3\.\d GiB"):
+        await site.submit("bo", memory="1GiB")
+    with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
+        await broker.admission.start(spawn("ada", "0.001"))
+    await site.submit("bo", "0.05")
 
 
 @pytest.mark.parametrize("code", [10**30, -(10**30), 256, -65, 2**31])
-@in_virtual_time
-async def test_a_forged_exit_code_cannot_break_the_database(tmp_path, code):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", program=Program(work_s=100))
-        await until(lambda: broker.state(job) == "running")
-        with pytest.raises(InvalidRequest, match="exit_code"):
-            await broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=code))
-        assert broker.job(job).exit_code is None
+async def test_a_forged_exit_code_cannot_break_the_database(site, broker, code):
+    job = await site.running("bo", "1", program=Program(work_s=100))
+    with pytest.raises(InvalidRequest, match="exit_code"):
+        await broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=code))
+    assert broker.job(job).exit_code is None
 
 
 @pytest.mark.parametrize(
@@ -179,30 +157,20 @@ async def test_a_forged_exit_code_cannot_break_the_database(tmp_path, code):
         {"weight": 1001},
     ],
 )
-@in_virtual_time
-async def test_impossible_numbers_of_a_project_are_refused(tmp_path, change):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        with pytest.raises(InvalidRequest):
-            await broker.request_policy.change_project("nlp", wire.ProjectChange(**change), "root")
-        with pytest.raises(NotFound):
-            await broker.request_policy.change_project("nosuch", wire.ProjectChange(weight=1), "root")
-        assert broker.registry.overrides == {}
+async def test_impossible_numbers_of_a_project_are_refused(broker, change):
+    with pytest.raises(InvalidRequest):
+        await broker.request_policy.change_project("nlp", wire.ProjectChange(**change), "root")
+    with pytest.raises(NotFound):
+        await broker.request_policy.change_project("nosuch", wire.ProjectChange(weight=1), "root")
+    assert broker.registry.overrides == {}
 
 
-@in_virtual_time
-async def test_a_hint_from_the_future_or_the_far_past_harms_nothing(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        for idle_s in (-1e300, 1e300, float("inf")):
-            kernels = [wire.KernelActivity(id="k" * 1000, busy=False, idle_s=idle_s, name="n" * 1000)] * 100
-            await broker.requests.activity("ada", "", wire.ActivityReport(kernels=kernels))
-        live = broker.registry.observations[broker.lease(ada.handle).id]
-        assert live.kernel_active_at <= site.now
-        assert len(live.kernels) <= 64
-        assert all(len(k) <= 64 for k in live.kernels)
-
-
-def test_all_of_our_errors_are_ours():
-    assert issubclass(RequestError, GpuShareError)
+async def test_a_hint_from_the_future_or_the_far_past_harms_nothing(site, broker):
+    ada = await site.session("ada", "1/2")
+    for idle_s in (-1e300, 1e300, float("inf")):
+        kernels = [wire.KernelActivity(id="k" * 1000, busy=False, idle_s=idle_s, name="n" * 1000)] * 100
+        await broker.requests.activity("ada", "", wire.ActivityReport(kernels=kernels))
+    live = broker.registry.observations[broker.lease(ada.handle).id]
+    assert live.kernel_active_at <= site.now
+    assert len(live.kernels) <= 64
+    assert all(len(k) <= 64 for k in live.kernels)
