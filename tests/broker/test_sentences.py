@@ -13,216 +13,165 @@ from jupyter_gpushare.protocol.helper import MoveResult, Refusal
 from jupyter_gpushare.wall_clock import seconds_between
 from tests.broker.brokers import Broker
 from tests.broker.machine import Held, Program
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.virtual_time import until
+
+LONG = Program(work_s=10_000)
 
 
 def said(broker: Broker, held: Held) -> str:
     return broker.shown(held.handle).sentence
 
 
-async def lent(site: Site, broker: Broker, **job: object) -> tuple[Held, object]:
-    """Ada sleeps, and a job of another project runs on her GPU."""
+async def test_an_idle_session_stays_until_a_moment_and_then_as_long_as_no_job_waits(site, broker):
     ada = await site.session("ada", "1/2")
-    work = await site.submit("bo", "2", program=Program(work_s=10_000), **job)
-    await until(lambda: broker.state(work) == "running", 120)
-    return ada, work
+    await asyncio.sleep(20)
+    assert "stays with you until" in said(broker, ada)
+    (stays,) = broker.views.lease(broker.lease(ada.handle)).sentence_texts
+    assert stays.args[1].key == "time"
+    (told,) = stays.args[1].args
+    left_s = seconds_between(broker.registry.iso_now(), told)
+    assert abs(left_s - (site.policy.idle_timeout_s - 20)) <= 60
+    await asyncio.sleep(site.policy.idle_timeout_s)
+    assert "Nobody is waiting, so your GPU stays with you." in said(broker, ada)
 
 
-@in_virtual_time
-async def test_an_idle_session_stays_until_a_moment_and_then_as_long_as_no_job_waits(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        await asyncio.sleep(20)
-        assert "stays with you until" in said(broker, ada)
-        (stays,) = broker.shown(ada.handle).sentence_texts
-        assert stays.args[1].key == "time"
-        (told,) = stays.args[1].args
-        left_s = seconds_between(broker.registry.iso_now(), told)
-        assert abs(left_s - (site.policy.idle_timeout_s - 20)) <= 60
-        await asyncio.sleep(site.policy.idle_timeout_s)
-        assert "Nobody is waiting, so your GPU stays with you." in said(broker, ada)
+@pytest.mark.site(gpus=3)
+async def test_a_session_that_no_job_could_use_is_not_told_that_it_is_lent(site, broker):
+    ada = await site.session("ada", "1/2")
+    ada.suspendable = True
+    await site.running("bo", "2", program=LONG)
+    await site.submit("bo", "2")  # two together are not to be had, with ada's half or without
+    await until(lambda: "lent as soon as that helps" in said(broker, ada), 200)
+    assert broker.state(ada.handle) == "running"
+    assert broker.views.lease(broker.lease(ada.handle)).lend_in_s is None
 
 
-@in_virtual_time
-async def test_a_session_that_no_job_could_use_is_not_told_that_it_is_lent(tmp_path):
-    async with Site(tmp_path, gpus=3) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        ada.suspendable = True
-        work = await site.submit("bo", "2", program=Program(work_s=10_000))
-        await until(lambda: broker.state(work) == "running", 120)
-        await site.submit("bo", "2")  # two together are not to be had, with ada's half or without
-        await until(lambda: "lent as soon as that helps" in said(broker, ada), 200)
-        assert broker.state(ada.handle) == "running"
-        assert broker.shown(ada.handle).lend_in_s is None
+@pytest.mark.site(gpus=1)
+async def test_a_kept_session_is_warned_a_third_of_the_idle_timeout_before_it_may_be_lent(site, broker):
+    ada = await site.session("ada", "1/2")
+    await broker.requests.keep(broker.lease(ada.handle), 30)
+    await site.submit("bo", "1")
+
+    def status() -> wire.LeaseStatus:
+        return broker.views.lease(broker.lease(ada.handle))
+
+    await until(lambda: (status().lend_in_s or 0) <= 240 and status().idle_s is not None, 1800)
+    assert status().lend_in_s == pytest.approx(240, abs=2)
+    assert not status().warned
+    await until(lambda: (status().lend_in_s or 0) <= 19, 300)
+    assert status().warned
 
 
-@in_virtual_time
-async def test_a_kept_session_is_warned_a_third_of_the_idle_timeout_before_it_may_be_lent(tmp_path):
-    async with Site(tmp_path, gpus=1) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        await broker.requests.keep(broker.lease(ada.handle), 30)
-        await site.submit("bo", "1")
-
-        def status() -> wire.LeaseStatus:
-            return broker.shown(ada.handle)
-
-        await until(lambda: (status().lend_in_s or 0) <= 240 and status().idle_s is not None, 1800)
-        assert status().lend_in_s == pytest.approx(240, abs=2)
-        assert not status().warned
-        await until(lambda: (status().lend_in_s or 0) <= 19, 300)
-        assert status().warned
+async def test_how_long_waking_usually_takes_is_told_once_it_is_known(site, broker):
+    ada, _ = await site.lent(program=LONG)
+    assert "usually" not in said(broker, ada)
+    for _ in range(10):
+        await site.gpu_cell(ada)
+        await until(lambda: broker.state(ada.handle) == "suspended", 400)
+    assert "usually 3 s." in said(broker, ada)
 
 
-@in_virtual_time
-async def test_how_long_waking_usually_takes_is_told_once_it_is_known(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada, _ = await lent(site, broker)
-        assert "usually" not in said(broker, ada)
-        for _ in range(10):
-            await site.gpu_cell(ada)
-            await until(lambda: broker.state(ada.handle) == "suspended", 400)
-        assert "usually 3 s." in said(broker, ada)
+async def test_waking_up_names_the_borrower_and_the_seconds_of_the_copy(site, broker):
+    ada, _ = await site.lent(program=LONG)
+    site.later(site.gpu_cell(ada))
+    seen = set()
+    while broker.state(ada.handle) != "running":
+        seen.add(said(broker, ada))
+        back = broker.views.lease(broker.lease(ada.handle)).back_in
+        assert back is None or (back.low_s, back.high_s) == (5, 12)
+        await asyncio.sleep(0.1)
+    text = " ".join(sorted(seen))
+    assert "back from a training job of project nlp, then copying 18 GiB." in text
+    assert "Your cell runs after that. The GPU is back in 5 to 12 s." in text
+    assert "Copying 18 GiB back to the GPU." in text
 
 
-@in_virtual_time
-async def test_waking_up_names_the_borrower_and_the_seconds_of_the_copy(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada, _ = await lent(site, broker)
-        site.later(site.gpu_cell(ada))
-        seen = set()
-        while broker.state(ada.handle) != "running":
-            seen.add(said(broker, ada))
-            back = broker.shown(ada.handle).back_in
-            assert back is None or (back.low_s, back.high_s) == (5, 12)
-            await asyncio.sleep(0.1)
-        text = " ".join(sorted(seen))
-        assert "back from a training job of project nlp, then copying 18 GiB." in text
-        assert "Your cell runs after that. The GPU is back in 5 to 12 s." in text
-        assert "Copying 18 GiB back to the GPU." in text
+async def test_an_owner_reads_for_how_long_a_job_that_saves_its_checkpoint_may_still_take(site, broker):
+    ada = await site.session("ada", "1/2")
+    stubborn = Program(work_s=10_000, heeds_sigterm=False)
+    await site.running("bo", "2", program=stubborn, checkpoint="sigterm", grace_s=30)
+    site.later(site.gpu_cell(ada))
+    await until(lambda: "busy for up to 25 s more" in said(broker, ada), 60)
+    assert broker.views.lease(broker.lease(ada.handle)).badge == "Waiting to wake"
 
 
-@in_virtual_time
-async def test_an_owner_reads_for_how_long_a_job_that_saves_its_checkpoint_may_still_take(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        stubborn = Program(work_s=10_000, heeds_sigterm=False)
-        work = await site.submit("bo", "2", program=stubborn, checkpoint="sigterm", grace_s=30)
-        await until(lambda: broker.state(work) == "running", 120)
-        site.later(site.gpu_cell(ada))
-        await until(lambda: "busy for up to 25 s more" in said(broker, ada), 60)
-        assert broker.shown(ada.handle).badge == "Waiting to wake"
+async def test_a_session_that_is_offered_another_gpu_reads_when_it_asks_again(site, broker, monkeypatch):
+    ada, _ = await site.lent(program=LONG)
+    record = broker.lease(ada.handle)
+    offered = {record.id: broker.registry.clock() + 200}
+    monkeypatch.setattr(Outlook, "misplaced", property(lambda outlook: offered))
+    assert said(broker, ada).startswith("Asleep")  # not wanted
+    broker.registry.observations[record.id].want(record.state, broker.registry.clock())
+    assert said(broker, ada).startswith("The cluster chose another GPU; memory returns to its own.")
 
 
-@in_virtual_time
-async def test_a_session_that_is_offered_another_gpu_reads_when_it_asks_again(tmp_path, monkeypatch):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada, _ = await lent(site, broker)
-        record = broker.lease(ada.handle)
-        offered = {record.id: broker.registry.clock() + 200}
-        monkeypatch.setattr(Outlook, "misplaced", property(lambda outlook: offered))
-        assert said(broker, ada).startswith("Asleep")  # not wanted
-        broker.registry.observations[record.id].want(record.state, broker.registry.clock())
-        assert said(broker, ada).startswith("The cluster chose another GPU; memory returns to its own.")
+async def test_a_paused_job_names_the_project_and_its_place(site, broker):
+    work = await site.running("bo", "2", program=LONG)
+    shown = broker.views.job(broker.job(work))
+    assert "It may be paused when project vision needs its own." in shown.reason
+    await site.submit("ada", "1", program=Program(work_s=500))
+    await until(lambda: broker.state(work) == "suspended", 120)
+    shown = broker.views.job(broker.job(work))
+    assert "because vision took back its guaranteed GPU. Nothing was lost. Number 1." in shown.reason
+    assert shown.reason_texts[0].args[1] == messages.text("because.over_quota_of", "vision")
+    (found,) = [d for d in broker.views.decisions("bo", 10) if d.action == "suspend"]
+    assert messages.english(found.sentence_texts) == found.sentence
+    assert found.sentence_texts[0].key == "decision.for"
 
 
-@in_virtual_time
-async def test_a_paused_job_names_the_project_and_its_place(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        work = await site.submit("bo", "2", program=Program(work_s=10_000))
-        await until(lambda: broker.state(work) == "running", 120)
-        shown = broker.seen(work)
-        assert "It may be paused when project vision needs its own." in shown.reason
-        await site.submit("ada", "1", program=Program(work_s=500))
-        await until(lambda: broker.state(work) == "suspended", 120)
-        shown = broker.seen(work)
-        assert "because vision took back its guaranteed GPU. Nothing was lost. Number 1." in shown.reason
-        assert shown.reason_texts[0].args[1] == messages.text("because.over_quota_of", "vision")
-        (found,) = [d for d in broker.told("bo", 10) if d.action == "suspend"]
-        assert messages.english(found.sentence_texts) == found.sentence
-        assert found.sentence_texts[0].key == "decision.for"
+async def test_a_job_that_had_to_stop_says_why_and_how_it_goes_on(site, broker):
+    work = await site.running("bo", "2", program=LONG, checkpoint="sigterm")
+    await site.submit("ada", "1", program=Program(work_s=500))
+    await until(lambda: broker.state(work) == "pending", 120)
+    reason = broker.views.job(broker.job(work)).reason
+    assert "because vision took back its guaranteed GPU. It goes on from its own checkpoint." in reason
+    assert "Number 1. Needs 2 GPUs together; 1 is free." in reason
 
 
-@in_virtual_time
-async def test_a_job_that_had_to_stop_says_why_and_how_it_goes_on(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        work = await site.submit("bo", "2", program=Program(work_s=10_000), checkpoint="sigterm")
-        await until(lambda: broker.state(work) == "running", 120)
-        await site.submit("ada", "1", program=Program(work_s=500))
-        await until(lambda: broker.state(work) == "pending", 120)
-        reason = broker.seen(work).reason
-        assert "because vision took back its guaranteed GPU. It goes on from its own checkpoint." in reason
-        assert "Number 1. Needs 2 GPUs together; 1 is free." in reason
+async def test_a_job_that_waits_reads_with_what_it_would_start_now(site, broker):
+    await site.session("ada", "1/2")
+    work = await site.submit("bo", "2")
+    await asyncio.sleep(2)
+    assert broker.views.job(broker.job(work)).reason == (
+        "Number 1. Needs 2 GPUs together; 1.5 are free. With 1 GPU it would start now."
+    )
 
 
-@in_virtual_time
-async def test_a_job_that_waits_reads_with_what_it_would_start_now(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        await site.session("ada", "1/2")
-        work = await site.submit("bo", "2")
-        await asyncio.sleep(2)
-        assert broker.seen(work).reason == (
-            "Number 1. Needs 2 GPUs together; 1.5 are free. With 1 GPU it would start now."
-        )
+async def test_a_lost_state_gives_its_reason_and_a_reference_that_is_in_the_log_of_decisions(site, broker):
+    ada, _ = await site.lent(program=LONG)
+    site.fault("resume", MoveResult(done=False, refused=Refusal.LOST, reason="the driver lost a process"))
+    site.later(site.gpu_cell(ada))
+    await until(lambda: broker.state(ada.handle) == "running", 60)
+    text = said(broker, ada)
+    assert "(the driver lost a process)" in text
+    assert text.endswith(f"Reference {ada.handle}.")
+    assert any(ada.handle in d.sentence for d in broker.registry.decisions.latest)
 
 
-@in_virtual_time
-async def test_a_lost_state_gives_its_reason_and_a_reference_that_is_in_the_log_of_decisions(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada, _ = await lent(site, broker)
-        site.fault("resume", MoveResult(done=False, refused=Refusal.LOST, reason="the driver lost a process"))
-        site.later(site.gpu_cell(ada))
-        await until(lambda: broker.state(ada.handle) == "running", 60)
-        text = said(broker, ada)
-        assert "(the driver lost a process)" in text
-        assert text.endswith(f"Reference {ada.handle}.")
-        assert any(ada.handle in d.sentence for d in broker.registry.decisions.latest)
+async def test_a_checkpoint_that_failed_is_told_until_the_damaged_process_has_ended(site, broker):
+    ada = await site.session("ada", "1/2")
+    warning = "its kernel may be damaged: check your results, or restart the kernel"
+    assert warning not in said(broker, ada)
+    ada.damaged = True
+    await until(lambda: warning in said(broker, ada), 60)
+    assert said(broker, ada).endswith(f"Reference {ada.handle}.")
+    ada.damaged = False
+    await until(lambda: warning not in said(broker, ada), 60)
 
 
-@in_virtual_time
-async def test_a_checkpoint_that_failed_is_told_until_the_damaged_process_has_ended(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        warning = "its kernel may be damaged: check your results, or restart the kernel"
-        assert warning not in said(broker, ada)
-        ada.damaged = True
-        await until(lambda: warning in said(broker, ada), 60)
-        assert said(broker, ada).endswith(f"Reference {ada.handle}.")
-        ada.damaged = False
-        await until(lambda: warning not in said(broker, ada), 60)
+@pytest.mark.site(gpus=1)
+async def test_only_the_part_of_a_sleeping_session_that_others_use_counts_as_lent(site, broker):
+    ada = await site.session("ada", "1/2")
+    await site.running("bo", "0.75", program=LONG)
+    assert broker.state(ada.handle) == "suspended"
+    uses = {use.name: use.lent_milli for use in broker.views.projects((), everyone=True)}
+    assert uses == {"vision": 250, "nlp": 0}
 
 
-@in_virtual_time
-async def test_only_the_part_of_a_sleeping_session_that_others_use_counts_as_lent(tmp_path):
-    async with Site(tmp_path, gpus=1) as site:
-        broker = await site.start_broker()
-        ada = await site.session("ada", "1/2")
-        work = await site.submit("bo", "0.75", program=Program(work_s=10_000))
-        await until(lambda: broker.state(work) == "running", 120)
-        assert broker.state(ada.handle) == "suspended"
-        uses = {use.name: use.lent_milli for use in broker.views.projects((), everyone=True)}
-        assert uses == {"vision": 250, "nlp": 0}
-
-
-@in_virtual_time
-async def test_what_a_process_that_ended_in_its_sleep_had_saved_is_not_there_any_more(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        ada, _ = await lent(site, broker)
-        await asyncio.sleep(2)
-        assert broker.shown(ada.handle).memory_saved_bytes > 0
-        ada.saved = {}
-        await asyncio.sleep(2)
-        assert broker.shown(ada.handle).memory_saved_bytes == 0
+async def test_what_a_process_that_ended_in_its_sleep_had_saved_is_not_there_any_more(site, broker):
+    ada, _ = await site.lent(program=LONG)
+    await asyncio.sleep(2)
+    assert broker.views.lease(broker.lease(ada.handle)).memory_saved_bytes > 0
+    ada.saved = {}
+    await asyncio.sleep(2)
+    assert broker.views.lease(broker.lease(ada.handle)).memory_saved_bytes == 0

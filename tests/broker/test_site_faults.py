@@ -11,8 +11,7 @@ from jupyter_gpushare.backends import local
 from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.broker.state.faults import Faults
 from tests.broker.http_site import SPAWNER, Http
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.virtual_time import until
 
 REMEDY = "set c.JupyterHub.allow_named_servers = True"
 
@@ -105,28 +104,22 @@ async def test_other_users_of_the_machine_report_no_fault(http: Http, monkeypatc
     assert await _health(http) == (200, [])
 
 
-@in_virtual_time
-async def test_health_is_degraded_while_the_hub_refuses_the_broker(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        refused = HubError("the Hub did not start j1: off", not_now=True, remedy=REMEDY)
-        site.fault("start_server", refused, refused)
-        job = await site.submit("bo")
-        await until(lambda: broker.views.health().status == "degraded")
-        (reason,) = broker.views.health().reasons
-        assert reason == f"The Hub refuses the broker: the Hub did not start j1: off. Remedy: {REMEDY}."
-        await until(lambda: broker.state(job) == "running", 200)
-        assert broker.views.health().reasons == []
+async def test_health_is_degraded_while_the_hub_refuses_the_broker(site, broker):
+    refused = HubError("the Hub did not start j1: off", not_now=True, remedy=REMEDY)
+    site.fault("start_server", refused, refused)
+    job = await site.submit("bo")
+    await until(lambda: broker.views.health().status == "degraded")
+    (reason,) = broker.views.health().reasons
+    assert reason == f"The Hub refuses the broker: the Hub did not start j1: off. Remedy: {REMEDY}."
+    await until(lambda: broker.state(job) == "running", 200)
+    assert broker.views.health().reasons == []
 
 
-@in_virtual_time
-async def test_a_hub_that_is_away_or_at_a_limit_does_not_refuse_the_broker(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        site.fault("start_server", HubError("the Hub did not start j1: too many", not_now=True))
-        job = await site.submit("bo")
-        await until(lambda: "too many" in broker.registry.leases[job.lease_id].note)
-        assert broker.views.health().reasons == []
+async def test_a_hub_that_is_away_or_at_a_limit_does_not_refuse_the_broker(site, broker):
+    site.fault("start_server", HubError("the Hub did not start j1: too many", not_now=True))
+    job = await site.submit("bo")
+    await until(lambda: "too many" in broker.registry.leases[job.lease_id].note)
+    assert broker.views.health().reasons == []
 
 
 def test_a_missing_library_is_named_and_no_lease_starts_without_it(monkeypatch, tmp_path):
