@@ -139,85 +139,63 @@ def test_a_broker_may_die_again_and_again(tmp_path, name, every):
     _steps(tmp_path / "often", name, [every] * 12)
 
 
-@in_virtual_time
-async def test_an_exit_code_told_just_before_a_crash_is_settled_once(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", program=Program(work_s=5))
-        await until(lambda: broker.job(job).exit_code == 0, 60)
-        await broker.end()
-        began = site.now
-        await until(lambda: site.now - began > 100)
-        broker = await site.start_broker()
-        await until(lambda: broker.job(job).result, 60)
-        assert broker.seen(job).state == "succeeded"
-        assert site.started[job.id] == 1
-        assert not site.held
+async def test_an_exit_code_told_just_before_a_crash_is_settled_once(site, broker):
+    job = await site.submit("bo", "1", program=Program(work_s=5))
+    await until(lambda: broker.job(job).exit_code == 0, 60)
+    await broker.end()
+    began = site.now
+    await until(lambda: site.now - began > 100)
+    broker = await site.start_broker()
+    assert await broker.ended(job, 60) == "succeeded"
+    assert site.started[job.id] == 1
+    assert not site.held
 
 
-@in_virtual_time
-async def test_a_job_that_lives_is_adopted_after_a_crash(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", program=Program(work_s=300))
-        await until(lambda: broker.state(job) == "running", 60)
-        await broker.end()
-        began = site.now
-        await until(lambda: site.now - began > 50)
-        broker = await site.start_broker()
-        await until(lambda: broker.job(job).result, 600)
-        assert broker.seen(job).state == "succeeded"
-        assert site.worked_s[job.id] == 300
+async def test_a_job_that_lives_is_adopted_after_a_crash(site, broker):
+    job = await site.running("bo", "1", program=Program(work_s=300))
+    await broker.end()
+    began = site.now
+    await until(lambda: site.now - began > 50)
+    broker = await site.start_broker()
+    assert await broker.ended(job, 600) == "succeeded"
+    assert site.worked_s[job.id] == 300
 
 
-@in_virtual_time
-async def test_a_job_that_died_while_no_broker_lived_has_failed(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", program=Program(work_s=300))
-        await until(lambda: broker.state(job) == "running", 60)
-        await broker.end()
-        site.kill_job(job.id)
-        broker = await site.start_broker()
-        await until(lambda: broker.job(job).result, 60)
-        assert broker.seen(job).state == "failed"
+async def test_a_job_that_died_while_no_broker_lived_has_failed(site, broker):
+    job = await site.running("bo", "1", program=Program(work_s=300))
+    await broker.end()
+    site.kill_job(job.id)
+    broker = await site.start_broker()
+    assert await broker.ended(job, 60) == "failed"
 
 
-@in_virtual_time
-async def test_after_a_reboot_running_jobs_have_failed_and_waiting_ones_start(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        lost = await site.submit("bo", "2", program=Program(work_s=300))
-        tried = await site.submit("cy", "2", program=Program(work_s=3))
-        await until(lambda: broker.state(lost) == "running", 60)
-        await broker.end()
-        site.kill_job(lost.id)
-        site.held.clear()
-        site.servers.clear()
-        site.boot_id = "boot-2"
-        broker = await site.start_broker()
-        await until(lambda: broker.job(tried).result, 200)
-        assert broker.seen(lost).state == "failed"
-        assert broker.seen(tried).state == "succeeded"
+async def test_after_a_reboot_running_jobs_have_failed_and_waiting_ones_start(site, broker):
+    lost = await site.submit("bo", "2", program=Program(work_s=300))
+    tried = await site.submit("cy", "2", program=Program(work_s=3))
+    await until(lambda: broker.state(lost) == "running", 60)
+    await broker.end()
+    site.kill_job(lost.id)
+    site.held.clear()
+    site.servers.clear()
+    site.boot_id = "boot-2"
+    broker = await site.start_broker()
+    await until(lambda: broker.job(tried).result, 200)
+    assert broker.seen(lost).state == "failed"
+    assert broker.seen(tried).state == "succeeded"
 
 
-@in_virtual_time
-async def test_a_commit_that_fails_ends_the_broker_and_the_next_one_goes_on(tmp_path, monkeypatch):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        job = await site.submit("bo", "1", program=Program(work_s=5))
-        await until(lambda: broker.state(job) == "running", 60)
+async def test_a_commit_that_fails_ends_the_broker_and_the_next_one_goes_on(site, broker, monkeypatch):
+    job = await site.running("bo", "1", program=Program(work_s=5))
 
-        def full(_changes):
-            raise StoreError("a commit failed: disk is full")
+    def full(_changes):
+        raise StoreError("a commit failed: disk is full")
 
-        monkeypatch.setattr(broker.store, "_write", full)
-        await until(lambda: broker._running is not None and broker._running.done(), 60)
-        assert broker._running is not None
-        with pytest.raises(BaseExceptionGroup) as ended_with:
-            broker._running.result()
-        assert ended_with.value.subgroup(StoreError) is not None
-        await broker.end()
-        broker = await site.start_broker()
-        await until(lambda: broker.job(job).result, 60)
-        assert broker.seen(job).state == "succeeded"
+    monkeypatch.setattr(broker.store, "_write", full)
+    await until(lambda: broker._running is not None and broker._running.done(), 60)
+    assert broker._running is not None
+    with pytest.raises(BaseExceptionGroup) as ended_with:
+        broker._running.result()
+    assert ended_with.value.subgroup(StoreError) is not None
+    await broker.end()
+    broker = await site.start_broker()
+    assert await broker.ended(job, 60) == "succeeded"

@@ -12,8 +12,7 @@ import sqlalchemy as sa
 
 from jupyter_gpushare.errors import RequestError
 from tests.broker.machine import Program
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.virtual_time import until
 
 JOBS = 10_000
 
@@ -33,21 +32,18 @@ def multiply(database: Path, job_id: str) -> set[str]:
     return {job_id, *ids}
 
 
-@in_virtual_time
-async def test_ten_thousand_queued_jobs_outlive_a_kill_and_go_on(tmp_path):
-    async with Site(tmp_path) as site:
-        site.policy = replace(site.policy, max_jobs=JOBS, max_jobs_per_user=JOBS)
-        broker = await site.start_broker()
-        holder = await site.submit("bo", "2", program=Program(work_s=10))
-        await until(lambda: broker.state(holder) == "running", 60)
-        waiting = await site.submit("bo", "2")
-        await broker.end()
-        queued = multiply(Path(sa.make_url(site.url).database), waiting.id)
-        broker = await site.start_broker()
-        assert set(broker.registry.jobs) == {holder.id, *queued}
-        with pytest.raises(RequestError) as refused:
-            await site.submit("bo", "1")
-        assert (refused.value.status, refused.value.reason) == (429, "too_many")
-        await until(lambda: broker.job(holder).result, 600)
-        await until(lambda: sum(site.started.values()) == 3, 600)
-        assert set(site.started.values()) == {1}
+async def test_ten_thousand_queued_jobs_outlive_a_kill_and_go_on(site):
+    site.policy = replace(site.policy, max_jobs=JOBS, max_jobs_per_user=JOBS)
+    broker = await site.start_broker()
+    holder = await site.running("bo", "2", program=Program(work_s=10))
+    waiting = await site.submit("bo", "2")
+    await broker.end()
+    queued = multiply(Path(sa.make_url(site.url).database), waiting.id)
+    broker = await site.start_broker()
+    assert set(broker.registry.jobs) == {holder.id, *queued}
+    with pytest.raises(RequestError) as refused:
+        await site.submit("bo", "1")
+    assert (refused.value.status, refused.value.reason) == (429, "too_many")
+    await until(lambda: broker.job(holder).result, 600)
+    await until(lambda: sum(site.started.values()) == 3, 600)
+    assert set(site.started.values()) == {1}
