@@ -1,4 +1,4 @@
-"""One record of each kind, with no field at its default, and the database to keep them in."""
+"""One record of each kind, with no field at its default."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from jupyter_gpushare.broker.state.records import (
     UsageRecord,
     UserService,
 )
-from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol.wire import Text
@@ -114,11 +113,3 @@ USAGE = UsageRecord(
 LAGS = Lags(gpu_s={"nlp": -1.5, "bö": 1.5})
 SERVICE = UserService(gpu_s={"nlp": {"ada": 1.5}})
 RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE, LAGS, SERVICE)
-
-
-def url(folder) -> str:
-    return f"sqlite:///{folder / 'b.sqlite'}"
-
-
-def opened(folder, boot="boot"):
-    return Store(url(folder), boot)

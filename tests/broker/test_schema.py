@@ -124,7 +124,6 @@ def test_it_gives_exactly_the_tables_of_the_code(database):
     with store._engine.connect() as connection:
         context = alembic.migration.MigrationContext.configure(connection, opts={"compare_type": True})
         assert alembic.autogenerate.compare_metadata(context, metadata) == []
-    store.close()
 
 
 def test_other_tables_have_another_revision():

@@ -30,7 +30,6 @@ async def test_moments_of_another_boot_start_anew_but_not_those_of_waiting(datab
     assert (record.entered_at, record.since_at) == (3.0, wall)
     assert record.uncounted_s(5.0) == 2.0
     registry.journal.failed.cancel()
-    store.close()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +74,6 @@ async def test_no_wait_is_in_the_future_of_the_new_boot(database):
     registry.load("two")
     assert registry.leases[LEASE.id].lease.queued_at == 3.0
     registry.journal.failed.cancel()
-    store.close()
 
 
 async def test_a_long_queue_is_stored_at_once_after_a_reboot(database):
@@ -98,7 +96,6 @@ async def test_a_long_queue_is_stored_at_once_after_a_reboot(database):
     assert written == [True]
     assert loaded.boot_id == "two"
     assert {each.id: each for each in loaded.leases} == {each.id: each for each in later}
-    store.close()
 
 
 async def test_moments_of_this_boot_survive_a_second_start(database):
@@ -123,4 +120,3 @@ async def test_a_start_that_is_cut_short_before_the_new_moments_are_stored_begin
     database("two").close()
     store = database("two")
     assert store.load().boot_id == "one"
-    store.close()

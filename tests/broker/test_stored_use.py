@@ -7,22 +7,9 @@ import threading
 from dataclasses import replace
 from datetime import date, timedelta
 
-from jupyter_gpushare.broker.state.records import UsageRecord
 from jupyter_gpushare.broker.state.usage import Amounts, UsageQuery
+from tests.broker.stored import USAGE
 from tests.waiting import PATIENCE_S
-
-USAGE = UsageRecord(
-    day="2025-01-02",
-    user="bö",
-    project="nlp",
-    gpu="NVIDIA H200",
-    used_gpu_s=1.5,
-    computing_gpu_s=0.75,
-    borrowed_gpu_s=0.25,
-    lent_gpu_s=2.5,
-    saved_gib_s=3.5,
-    kept_s=4.5,
-)
 
 
 async def test_no_commit_waits_for_a_query_of_the_use_of_many_days(database, monkeypatch):
@@ -37,12 +24,10 @@ async def test_no_commit_waits_for_a_query_of_the_use_of_many_days(database, mon
     assert not asked.done()
     goes_on.set()
     assert [day for (day,), _ in await asked] == [USAGE.day]
-    store.close()
 
 
-async def test_use_of_a_day_is_replaced_and_kept_for_400_days(database):
+async def test_use_of_a_day_is_replaced_and_kept_for_400_days(store):
     """A day in the future, of a wrong clock, is one of them and drops no more than one."""
-    store = database()
     last = date(2025, 3, 1)
     days = [(last - timedelta(days=n)).isoformat() for n in range(401, -1, -1)]
     await store.commit([replace(USAGE, day=day) for day in days])
@@ -53,22 +38,18 @@ async def test_use_of_a_day_is_replaced_and_kept_for_400_days(database):
     assert [amounts.used_gpu_s for _, amounts in found] == [*[1.5] * 399, 9.0]
     await store.commit([replace(USAGE, day="2099-01-01")])
     found = await store.usage(everything, "2100-01-01", 1000)
-    store.close()
     assert [day for (day,), _ in found] == [*days[3:], "2099-01-01"]
 
 
-async def test_only_the_newest_week_of_use_is_loaded(database):
-    store = database()
+async def test_only_the_newest_week_of_use_is_loaded(store):
     days = [f"2025-01-{n:02}" for n in range(1, 11)]
     await store.commit([replace(USAGE, day=day, gpu=gpu) for day in days for gpu in ("A", "B")])
     loaded = store.load()
-    store.close()
     assert sorted({u.day for u in loaded.usage}) == days[-7:]
     assert len(loaded.usage) == 14
 
 
-async def test_use_is_added_up_by_what_is_asked_for(database):
-    store = database()
+async def test_use_is_added_up_by_what_is_asked_for(store):
     rows_of = [
         replace(USAGE, day=day, user=user, gpu=gpu, used_gpu_s=1.0)
         for day in ("2025-01-31", "2025-02-01")
@@ -83,7 +64,6 @@ async def test_use_is_added_up_by_what_is_asked_for(database):
     ]
     ada = await store.usage(replace(query, by=("gpu",), user="ada"), "2025-02-01", 10)
     none = await store.usage(replace(query, project="vision"), "2025-12-31", 10)
-    store.close()
     assert (ada, none) == (
         [(("A",), Amounts(1.0, 0.75, 0.25, 2.5)), (("B",), Amounts(1.0, 0.75, 0.25, 2.5))],
         [],
