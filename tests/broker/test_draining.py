@@ -14,6 +14,7 @@ from jupyter_gpushare.broker.state.records import MACHINE
 from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import RequestError
+from tests.broker.brokers import sent
 from tests.broker.site import spawn
 from tests.broker.virtual_time import until
 
@@ -122,7 +123,7 @@ async def test_a_machine_that_is_emptied_stays_so_after_a_restart_and_its_jobs_w
     await asyncio.sleep(30)
     assert registry.leases[job.lease_id].state is State.PENDING
     assert registry.by_server("ada", "").state is State.RUNNING
-    reason = site.broker.views.job(registry.jobs[job.id]).reason
+    reason = site.broker.seen(job).reason
     assert "an administrator empties GPUs here, and they take nothing new." in reason
     await draining.undrain(registry, MACHINE, "root")
     await until(lambda: registry.leases[job.lease_id].state is State.RUNNING, 60)

@@ -23,7 +23,7 @@ async def test_the_story_can_be_told_afterwards_also_by_another_broker(site, bro
     lent_s = site.now - asleep_at
     await until(lambda: broker.job(job).result, 400)
 
-    told = await history.timeline(broker.registry, broker.job(job), "bo")
+    told = sent(await history.timeline(broker.registry, broker.job(job), "bo"))
     whats = [moment.what for moment in told.moments]
     assert whats == ["submitted", "grant", "started", "suspend", "resume", "ended"]
     assert told.moments[1].sentence == ("Your job train.py (2 GPUs) starts: others were put to sleep for it.")
@@ -31,7 +31,7 @@ async def test_the_story_can_be_told_afterwards_also_by_another_broker(site, bro
         "Your job train.py (2 GPUs) is paused for a session of project vision: "
         "the session that lent the GPU needs it."
     )
-    others = await history.timeline(broker.registry, broker.job(job), "root")
+    others = sent(await history.timeline(broker.registry, broker.job(job), "root"))
     assert others.moments[3].sentence.startswith("bo's job train.py (2 GPUs) is paused for ")
     assert [m.at for m in told.moments] == sorted(m.at for m in told.moments)
     assert all(messages.english(m.sentence_texts) == m.sentence for m in told.moments)
@@ -51,7 +51,7 @@ async def test_the_story_can_be_told_afterwards_also_by_another_broker(site, bro
     again = await site.start_broker()
     after = await history.week(again.registry, "bo")
     assert (after.used_gpu_s, after.days) == (bo.used_gpu_s, bo.days)
-    assert await history.timeline(again.registry, again.registry.jobs[job.id], "bo") == told
+    assert sent(await history.timeline(again.registry, again.registry.jobs[job.id], "bo")) == told
 
 
 def bound(id: str, milli: int, state: State, kind: Kind = Kind.BUILD) -> Lease:

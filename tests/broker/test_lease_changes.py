@@ -84,14 +84,14 @@ async def test_a_session_that_has_its_gpu_does_not_show_that_it_wants_it(site, b
     await until(lambda: broker.state(ada.handle) == "running", 30)
     site.emit(EventKind.WANTED, ada.handle)
     await asyncio.sleep(3)
-    assert not broker.views.lease(broker.lease(ada.handle)).wanted
+    assert not broker.shown(ada.handle).wanted
     # Nor after a suspension that was refused because of it.
     site.fault("suspend", MoveResult(done=False, refused=Refusal.BUSY, reason="it is busy"))
     await site.submit("bo", "2")
     await until(lambda: broker.state(ada.handle) == "suspending", 120)
     await broker.registry.want(broker.lease(ada.handle))
     await until(lambda: broker.state(ada.handle) == "running", 30)
-    assert not broker.views.lease(broker.lease(ada.handle)).wanted
+    assert not broker.shown(ada.handle).wanted
 
 
 async def test_a_job_that_waits_again_after_a_loss_says_so_in_a_sentence(site, broker):

@@ -51,11 +51,11 @@ async def test_off_wakes_every_session_and_puts_none_to_sleep(site, broker):
     await asyncio.sleep(600)
     assert broker.state(ada.handle) == "running", "idle for 10 min, a job waits, and it keeps its GPU"
     assert broker.state(job) != "running"
-    assert "switched off" in broker.views.lease(broker.lease(ada.handle)).sentence
+    assert "switched off" in broker.shown(ada.handle).sentence
     with pytest.raises(Conflict, match="switched off"):
         await broker.requests.lend(broker.lease(ada.handle))
     await broker.loop.lending.set(LendingMode.ON, "root")
-    await until(lambda: broker.views.lease(broker.lease(ada.handle)).warned, IN_FORCE_S)
+    await until(lambda: broker.shown(ada.handle).warned, IN_FORCE_S)
     await until(lambda: broker.state(ada.handle) != "running", 60)
 
 
@@ -82,9 +82,9 @@ async def test_watch_says_what_would_be_lent_to_which_job_and_for_how_long_and_m
 async def test_watch_is_in_force_at_once_for_a_session_that_is_about_to_be_lent(site, broker):
     ada = await site.session("ada", "1/2")
     await site.submit("bo", "2", program=Program(work_s=100))
-    await until(lambda: broker.views.lease(broker.lease(ada.handle)).warned, 60)
+    await until(lambda: broker.shown(ada.handle).warned, 60)
     await broker.loop.lending.set(LendingMode.WATCH, "root")
-    await until(lambda: not broker.views.lease(broker.lease(ada.handle)).warned, IN_FORCE_S)
+    await until(lambda: not broker.shown(ada.handle).warned, IN_FORCE_S)
     await asyncio.sleep(600)
     assert broker.state(ada.handle) == "running"
     assert not [effect for effect in site.effects if effect.startswith("suspend")]
@@ -134,7 +134,7 @@ async def test_a_session_marked_never_to_sleep_wakes_and_keeps_its_gpu_until_it_
     broker = await site.start_broker()
     await asyncio.sleep(600)
     assert broker.state(ada.handle) == "running"
-    assert "marked never to be put to sleep" in broker.views.lease(broker.lease(ada.handle)).sentence
+    assert "marked never to be put to sleep" in broker.shown(ada.handle).sentence
     await broker.requests.allow_sleep(broker.lease(ada.handle), True)
     await until(lambda: broker.state(ada.handle) == "suspended", 60)
 

@@ -46,7 +46,7 @@ async def test_a_refused_suspension_leaves_it_running_and_is_tried_again_later(s
     first = site.now
     await until(lambda: broker.state(ada.handle) == "running", 5)
     assert broker.lease(ada.handle).suspend_reason == "the lock timed out"
-    shown = broker.views.lease(broker.lease(ada.handle))
+    shown = broker.shown(ada.handle)
     assert not shown.suspendable
     assert "the lock timed out" in shown.sentence
     await until(lambda: broker.state(ada.handle) == "suspended", 60)
@@ -70,7 +70,7 @@ async def test_a_session_that_cannot_be_parked_is_never_asked(site, broker):
     await until(lambda: site.now - ada.active_at > 500, 600)
     assert broker.state(ada.handle) == "running"
     assert broker.state(job) == "pending"
-    assert "it uses CUDA IPC" in broker.views.lease(broker.lease(ada.handle)).sentence
+    assert "it uses CUDA IPC" in broker.shown(ada.handle).sentence
 
 
 async def test_a_resume_without_free_memory_is_tried_until_there_is_some(site, broker):
@@ -91,13 +91,13 @@ async def test_a_lost_state_is_told_and_the_session_keeps_its_devices(site, brok
     cell = site.later(site.gpu_cell(ada))
     await until(lambda: broker.state(ada.handle) == "running", 60)
     await asyncio.sleep(20)
-    seen = broker.views.lease(broker.lease(ada.handle))
+    seen = broker.shown(ada.handle)
     assert (seen.lost, seen.badge) == (True, "GPU state lost")
     assert "have to restart" in seen.sentence
     ada.phase = Phase.RUNNING  # the kernel was restarted: the processes that were lost have ended
     await cell
-    await until(lambda: not broker.views.lease(broker.lease(ada.handle)).lost, 30)
-    assert broker.views.lease(broker.lease(ada.handle)).badge == "Active"
+    await until(lambda: not broker.shown(ada.handle).lost, 30)
+    assert broker.shown(ada.handle).badge == "Active"
 
 
 @pytest.mark.parametrize("dies", [False, True])

@@ -94,7 +94,7 @@ async def test_sentence_rest_and_timeline_say_how_long_a_measured_job_still_runs
     seen = broker.seen(job)
     assert seen.left_s == pytest.approx(9_000, rel=0.02)
     assert seen.reason.endswith("About 2 h left.") or seen.reason.endswith("About 3 h left.")
-    moments = (await timeline(broker.registry, broker.job(job), "bo")).moments
+    moments = sent(await timeline(broker.registry, broker.job(job), "bo")).moments
     (told,) = (moment for moment in moments if moment.what == "progress")
     assert "h left, by its progress." in told.sentence
     (planned,) = snapshot.cluster(broker.registry, broker.engine, site.now).leases
@@ -109,7 +109,7 @@ async def test_a_job_with_a_total_that_begins_again_is_told_that_its_progress_do
     seen = broker.seen(job)
     assert seen.left_s is None
     assert seen.reason.endswith("Its progress does not count: the total began again or changed.")
-    moments = (await timeline(broker.registry, broker.job(job), "bo")).moments
+    moments = sent(await timeline(broker.registry, broker.job(job), "bo")).moments
     assert sum("is ordered without its progress" in moment.sentence for moment in moments) == 1
 
 

@@ -185,7 +185,7 @@ async def test_a_start_is_told_as_a_range_once_ten_jobs_have_ended(site, broker)
         await forecast.refresh()
         assert broker.seen(ended).starts_in is None
         asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
-        assert "Starts in" not in (await broker.requests.outlook("bo", asked)).sentence
+        assert "Starts in" not in sent(await broker.requests.outlook("bo", asked)).sentence
         await until(lambda ended=ended: broker.job(ended).result == "succeeded", 200)
     await site.submit("bo", "2", program=Program(work_s=60))
     job = await site.submit("bo", "2", program=Program(work_s=60))
@@ -198,7 +198,7 @@ async def test_a_start_is_told_as_a_range_once_ten_jobs_have_ended(site, broker)
     asked = wire.JobRequest(command=["-"], gpus="2", project="nlp")
     answers = await asyncio.gather(*(broker.requests.outlook("bo", asked) for _ in range(2)))
     assert answers[0].starts_in.low_s < 120 < answers[0].starts_in.high_s
-    assert re.search(r"Starts in .* min\.$", answers[0].sentence)
+    assert re.search(r"Starts in .* min\.$", sent(answers[0]).sentence)
     assert answers[0].position == 2
     await asyncio.sleep(3)
     assert broker.seen(job).starts_in.high_s == pytest.approx(seen.starts_in.high_s - 3, abs=1)

@@ -76,7 +76,7 @@ async def test_what_an_ended_kernel_left_is_shown_with_who_keeps_it_and_released
         await broker.requests.release(broker.lease(ada.handle))
     ada.left = {4711: 3 * GB, 4712: 0}
     await asyncio.sleep(2)
-    shown = broker.views.lease(broker.lease(ada.handle)).processes
+    shown = broker.shown(ada.handle).processes
     assert [(each.pid, each.used_bytes, each.keeps) for each in shown] == [
         (4711, 3 * GB, True),
         (4712, 0, True),
@@ -87,7 +87,7 @@ async def test_what_an_ended_kernel_left_is_shown_with_who_keeps_it_and_released
     await broker.requests.release(broker.lease(ada.handle))
     assert site.effects[-1] == f"signal SIGKILL keepers {ada.handle}"
     await asyncio.sleep(2)
-    assert broker.views.lease(broker.lease(ada.handle)).processes == []
+    assert broker.shown(ada.handle).processes == []
     assert broker.state(ada.handle) == "running"
 
 
@@ -185,15 +185,15 @@ async def test_keeping_a_gpu_has_bounds_and_a_budget_per_day(site, broker):
 
 async def test_keeping_a_gpu_can_be_undone_and_counts_no_more_than_it_lasted(site, broker):
     ada = await site.session("ada", "1/2")
-    assert broker.views.lease(broker.lease(ada.handle)).keep_until is None
+    assert broker.shown(ada.handle).keep_until is None
     await broker.requests.keep(broker.lease(ada.handle), 0)
     assert keep_left(broker.registry, "ada") == 120
     await broker.requests.keep(broker.lease(ada.handle), 30)
-    told = broker.views.lease(broker.lease(ada.handle))
+    told = broker.shown(ada.handle)
     assert seconds_between(broker.registry.iso_now(), told.keep_until) == pytest.approx(1800, abs=1)
     await asyncio.sleep(300)
     await broker.requests.keep(broker.lease(ada.handle), 0)
-    assert broker.views.lease(broker.lease(ada.handle)).keep_until is None
+    assert broker.shown(ada.handle).keep_until is None
     assert keep_left(broker.registry, "ada") == pytest.approx(115, abs=0.1)
 
 

@@ -26,7 +26,7 @@ async def test_an_idle_session_stays_until_a_moment_and_then_as_long_as_no_job_w
     ada = await site.session("ada", "1/2")
     await asyncio.sleep(20)
     assert "stays with you until" in said(broker, ada)
-    (stays,) = broker.views.lease(broker.lease(ada.handle)).sentence_texts
+    (stays,) = broker.shown(ada.handle).sentence_texts
     assert stays.args[1].key == "time"
     (told,) = stays.args[1].args
     left_s = seconds_between(broker.registry.iso_now(), told)
@@ -43,7 +43,7 @@ async def test_a_session_that_no_job_could_use_is_not_told_that_it_is_lent(site,
     await site.submit("bo", "2")  # two together are not to be had, with ada's half or without
     await until(lambda: "lent as soon as that helps" in said(broker, ada), 200)
     assert broker.state(ada.handle) == "running"
-    assert broker.views.lease(broker.lease(ada.handle)).lend_in_s is None
+    assert broker.shown(ada.handle).lend_in_s is None
 
 
 @pytest.mark.site(gpus=1)
@@ -53,7 +53,7 @@ async def test_a_kept_session_is_warned_a_third_of_the_idle_timeout_before_it_ma
     await site.submit("bo", "1")
 
     def status() -> wire.LeaseStatus:
-        return broker.views.lease(broker.lease(ada.handle))
+        return broker.shown(ada.handle)
 
     await until(lambda: (status().lend_in_s or 0) <= 240 and status().idle_s is not None, 1800)
     assert status().lend_in_s == pytest.approx(240, abs=2)
@@ -77,7 +77,7 @@ async def test_waking_up_names_the_borrower_and_the_seconds_of_the_copy(site, br
     seen = set()
     while broker.state(ada.handle) != "running":
         seen.add(said(broker, ada))
-        back = broker.views.lease(broker.lease(ada.handle)).back_in
+        back = broker.shown(ada.handle).back_in
         assert back is None or (back.low_s, back.high_s) == (5, 12)
         await asyncio.sleep(0.1)
     text = " ".join(sorted(seen))
@@ -92,7 +92,7 @@ async def test_an_owner_reads_for_how_long_a_job_that_saves_its_checkpoint_may_s
     await site.running("bo", "2", program=stubborn, checkpoint="sigterm", grace_s=30)
     site.later(site.gpu_cell(ada))
     await until(lambda: "busy for up to 25 s more" in said(broker, ada), 60)
-    assert broker.views.lease(broker.lease(ada.handle)).badge == "Waiting to wake"
+    assert broker.shown(ada.handle).badge == "Waiting to wake"
 
 
 async def test_a_session_that_is_offered_another_gpu_reads_when_it_asks_again(site, broker, monkeypatch):
@@ -107,14 +107,14 @@ async def test_a_session_that_is_offered_another_gpu_reads_when_it_asks_again(si
 
 async def test_a_paused_job_names_the_project_and_its_place(site, broker):
     work = await site.running("bo", "2", program=LONG)
-    shown = broker.views.job(broker.job(work))
+    shown = broker.seen(work)
     assert "It may be paused when project vision needs its own." in shown.reason
     await site.submit("ada", "1", program=Program(work_s=500))
     await until(lambda: broker.state(work) == "suspended", 120)
-    shown = broker.views.job(broker.job(work))
+    shown = broker.seen(work)
     assert "because vision took back its guaranteed GPU. Nothing was lost. Number 1." in shown.reason
     assert shown.reason_texts[0].args[1] == messages.text("because.over_quota_of", "vision")
-    (found,) = [d for d in broker.views.decisions("bo", 10) if d.action == "suspend"]
+    (found,) = [d for d in broker.told("bo", 10) if d.action == "suspend"]
     assert messages.english(found.sentence_texts) == found.sentence
     assert found.sentence_texts[0].key == "decision.for"
 
@@ -123,7 +123,7 @@ async def test_a_job_that_had_to_stop_says_why_and_how_it_goes_on(site, broker):
     work = await site.running("bo", "2", program=LONG, checkpoint="sigterm")
     await site.submit("ada", "1", program=Program(work_s=500))
     await until(lambda: broker.state(work) == "pending", 120)
-    reason = broker.views.job(broker.job(work)).reason
+    reason = broker.seen(work).reason
     assert "because vision took back its guaranteed GPU. It goes on from its own checkpoint." in reason
     assert "Number 1. Needs 2 GPUs together; 1 is free." in reason
 
@@ -132,7 +132,7 @@ async def test_a_job_that_waits_reads_with_what_it_would_start_now(site, broker)
     await site.session("ada", "1/2")
     work = await site.submit("bo", "2")
     await asyncio.sleep(2)
-    assert broker.views.job(broker.job(work)).reason == (
+    assert broker.seen(work).reason == (
         "Number 1. Needs 2 GPUs together; 1.5 are free. With 1 GPU it would start now."
     )
 
@@ -171,7 +171,7 @@ async def test_only_the_part_of_a_sleeping_session_that_others_use_counts_as_len
 async def test_what_a_process_that_ended_in_its_sleep_had_saved_is_not_there_any_more(site, broker):
     ada, _ = await site.lent(program=LONG)
     await asyncio.sleep(2)
-    assert broker.views.lease(broker.lease(ada.handle)).memory_saved_bytes > 0
+    assert broker.shown(ada.handle).memory_saved_bytes > 0
     ada.saved = {}
     await asyncio.sleep(2)
-    assert broker.views.lease(broker.lease(ada.handle)).memory_saved_bytes == 0
+    assert broker.shown(ada.handle).memory_saved_bytes == 0
