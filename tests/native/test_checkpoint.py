@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.native.conftest import Checkpoint, checkpoint_in
-from tests.native.worker import Worker, WorkerError
+from tests.native.worker import Worker
 from tests.simulator import GIB, MIB, Event, Fault, Simulator
 from tests.waiting import PATIENCE_S
 
@@ -158,26 +158,6 @@ def test_the_order_of_calls_is_enforced(machine: Simulator, driver: Checkpoint) 
         assert driver.lock(1) == 1  # no CUDA there
 
 
-def test_without_host_memory_nothing_moves(tmp_path: Path) -> None:
-    machine = Simulator(tmp_path, "1xH100-80GB,host=4GiB,context=0GiB,free-delay=0")
-    for driver in checkpoint_in(machine.env()):
-        with Worker(machine.env()) as kernel:
-            kernel.run("b = gpu.allocate('6GiB'); b.fill()")
-            assert driver.lock(kernel.pid) == 0
-            assert driver.checkpoint(kernel.pid) == OUT_OF_MEMORY
-            assert machine.device_used(0) == 6 * GIB
-            assert machine.host_memory() == (4 * GIB, 4 * GIB)
-            assert driver.unlock(kernel.pid) == 0
-            assert is_damaged(kernel)
-
-
-def is_damaged(kernel: Worker) -> bool:
-    """Whether CUDA calls of a process fail: the driver promises nothing after a failed checkpoint."""
-    with pytest.raises(WorkerError) as broken:
-        kernel.run("gpu.synchronize()")
-    return broken.value.code == 999
-
-
 def test_faults_leave_the_process_where_it_was(machine: Simulator, driver: Checkpoint) -> None:
     with Worker(machine.env()) as kernel:
         pid = kernel.pid
@@ -212,28 +192,6 @@ def test_restore_can_move_to_another_device(machine: Simulator, driver: Checkpoi
         assert kernel.ask("b.is_intact()")
         kernel.run("c = gpu.allocate('1GiB')")
         assert (machine.device_used(0), machine.device_used(1)) == (0, 7 * GIB)
-
-
-@pytest.mark.parametrize(
-    "hindrance",
-    [
-        "cuda.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(4096), 1)",
-        "cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), ctypes.c_uint64(b.address))",
-        "cuda.cuCtxEnablePeerAccess(other._context, 0)",
-    ],
-)
-def test_what_cannot_be_checkpointed_stays_on_the_device_and_is_damaged(
-    machine: Simulator, driver: Checkpoint, hindrance: str
-) -> None:
-    with Worker(machine.env()) as kernel:
-        kernel.run("cuda = ctypes.CDLL('libcuda.so.1'); b = gpu.allocate('1GiB'); b.fill()")
-        kernel.run("other = demo_gpu.open(1); cuda.cuCtxSetCurrent(gpu._context)")
-        assert kernel.ask(hindrance) == 0
-        assert driver.lock(kernel.pid) == 0
-        assert driver.checkpoint(kernel.pid) == NOT_SUPPORTED
-        assert driver.unlock(kernel.pid) == 0
-        assert machine.device_used(0) >= GIB
-        assert is_damaged(kernel)
 
 
 def test_copies_take_their_time_and_both_sides_are_charged_meanwhile(tmp_path: Path) -> None:

@@ -168,30 +168,42 @@ def is_damaged(kernel: Worker) -> bool:
     return broken.value.code == 999
 
 
-@source(f"{CUDA_CHECKPOINT}/issues/42 (2025-12, A100 40 GB; names no driver)")
+#: Where Checkpoint is refused: the machine, what the process did before, the code, and the source.
+REFUSED = [
+    ("1xA100-40GB MIG 3g-20GB,host=64GiB,mig", "0", OUT_OF_MEMORY, "issues/42 (2025-12, A100 40 GB)"),
+    (f"{PLAIN},persistence=off", "0", NOT_PERMITTED, "issues/25 (driver 565.57.01, A100)"),
+    ("1xGB10-120GB,host=64GiB", "0", NOT_SUPPORTED, "issues/51 (driver 580.142, GB10)"),
+    (PLAIN.replace("512", "1"), "0", OUT_OF_MEMORY, "README (driver 570): it needs memory of the host"),
+    (PLAIN, "cuda.gpushare_sim_trace()", NOT_SUPPORTED, "issues/15 (as of 2026-11): CUPTI"),
+    *(
+        (PLAIN.replace("1x", "2x"), call, NOT_SUPPORTED, "README, Functionality (driver 570)")
+        for call in (
+            "cuda.cuMemGetHandleForAddressRange(bytes(8), u64(b.address), size(1 << 21), 1, u64(0))",
+            "cuda.cuMemAllocManaged(ctypes.byref(u64()), size(4096), 1)",
+            "cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), u64(b.address))",
+            "cuda.cuCtxEnablePeerAccess(demo_gpu.open(1)._context, cuda.cuCtxSetCurrent(gpu._context))",
+        )
+    ),
+]
+
+
 @damaged
-def test_a_process_on_a_mig_instance_answers_out_of_memory_at_checkpoint(tmp_path: Path) -> None:
-    machine = Simulator(tmp_path, "1xA100-40GB MIG 3g-20GB,context=0GiB,free-delay=0,mig")
+@pytest.mark.parametrize(("spec", "call", "code", "said_in"), REFUSED)
+def test_a_process_whose_checkpoint_is_refused_stays_on_the_device_and_is_damaged(
+    tmp_path: Path, spec: str, call: str, code: int, said_in: str
+) -> None:
+    machine = Simulator(tmp_path, spec)
     for checkpoint in checkpoint_in(machine.env()):
         with Worker(machine.env()) as kernel:
+            kernel.run("cuda = ctypes.CDLL('libcuda.so.1'); u64, size = ctypes.c_uint64, ctypes.c_size_t")
+            kernel.run("b = gpu.allocate('2GiB'); b.fill()")
+            assert kernel.ask(call) == 0
+            before = machine.device_used(0), machine.host_memory()
             assert checkpoint.lock(kernel.pid) == 0
-            assert checkpoint.checkpoint(kernel.pid) == OUT_OF_MEMORY
+            assert checkpoint.checkpoint(kernel.pid) == code, said_in
+            assert (machine.device_used(0), machine.host_memory()) == before
             assert checkpoint.unlock(kernel.pid) == 0
             assert is_damaged(kernel)
-
-
-@source(f"{CUDA_CHECKPOINT}/issues/25 (driver 565.57.01, A100)")
-@damaged
-@with_options("persistence=off")
-def test_without_persistence_mode_a_checkpoint_is_not_permitted(driver: tuple[Simulator, Checkpoint]) -> None:
-    machine, checkpoint = driver
-    with Worker(machine.env()) as kernel:
-        kernel.run(NVML)
-        assert kernel.ask("n.nvmlDeviceGetPersistenceMode(h)") == 0
-        assert checkpoint.lock(kernel.pid) == 0
-        assert checkpoint.checkpoint(kernel.pid) == NOT_PERMITTED
-        assert checkpoint.unlock(kernel.pid) == 0
-        assert is_damaged(kernel)
 
 
 @source(f"{CUDA_CHECKPOINT}/issues/37 (2025-09; depends on the GPU)")
@@ -218,17 +230,6 @@ def code(*more):
     return 0
 """)
         assert outside.ask("[code(), code(n.nvmlMemory_v2), shown()]") == [3, 3, {}]
-
-
-@source(f"{CUDA_CHECKPOINT}/issues/51 (driver 580.142, GB10)")
-@damaged
-def test_a_process_on_a_gb10_is_locked_and_not_checkpointed(tmp_path: Path) -> None:
-    machine = Simulator(tmp_path, "1xGB10-120GB,context=0GiB,free-delay=0")
-    for checkpoint in checkpoint_in(machine.env()):
-        with Worker(machine.env()) as kernel:
-            assert checkpoint.lock(kernel.pid) == 0
-            assert checkpoint.checkpoint(kernel.pid) == NOT_SUPPORTED
-            assert checkpoint.unlock(kernel.pid) == 0
 
 
 @source("https://docs.nvidia.com/cuda/wsl-user-guide (CUDA on WSL User Guide 12.2, limitations)")
@@ -346,17 +347,6 @@ def test_lock_waits_for_a_host_function_and_so_does_synchronizing(
         assert checkpoint.unlock(kernel.pid) == 0
 
 
-@damaged
-def test_a_failed_checkpoint_may_leave_a_damaged_process(driver: tuple[Simulator, Checkpoint]) -> None:
-    machine, checkpoint = driver
-    with Worker(machine.env()) as kernel:
-        machine.fault(Fault.CHECKPOINT_FAILS, pid=kernel.pid)
-        assert checkpoint.lock(kernel.pid) == 0
-        assert checkpoint.checkpoint(kernel.pid) == 999
-        assert checkpoint.unlock(kernel.pid) == 0
-        assert is_damaged(kernel)
-
-
 @source(f"{CUDA_CHECKPOINT}/issues/58 (driver 610.57.04, H100)")
 @pytest.mark.parametrize("step", ["lock", "checkpoint", "restore"])
 def test_a_call_may_end_its_target(driver: tuple[Simulator, Checkpoint], step: str) -> None:
@@ -388,30 +378,6 @@ def test_a_checkpoint_beyond_the_targets_memory_cgroup_ends_it(
         assert checkpoint.lock(kernel.pid) == 0
         assert checkpoint.checkpoint(kernel.pid) == OPERATING_SYSTEM
         assert ended(kernel) == signal.SIGKILL
-
-
-@source(f"{CUDA_CHECKPOINT}/issues/15 (as of 2026-11): CUPTI is not supported")
-@source(f"{CUDA_CHECKPOINT} README, Functionality (driver 570): IPC memory, and so memory shared by dma-buf")
-@damaged
-@pytest.mark.parametrize(
-    "call",
-    [
-        "cuda.gpushare_sim_trace()",  # what a library in place of CUPTI calls: test_taints.py
-        "cuda.cuMemGetHandleForAddressRange("
-        "bytes(8), ctypes.c_uint64(b.address), ctypes.c_size_t(1 << 21), 1, ctypes.c_uint64(0))",
-    ],
-)
-def test_a_process_that_is_traced_or_shares_memory_answers_not_supported(
-    driver: tuple[Simulator, Checkpoint], call: str
-) -> None:
-    machine, checkpoint = driver
-    with Worker(machine.env()) as kernel:
-        kernel.run("cuda = ctypes.CDLL('libcuda.so.1'); b = gpu.allocate('1GiB')")
-        assert kernel.ask(call) == 0
-        assert checkpoint.lock(kernel.pid) == 0
-        assert checkpoint.checkpoint(kernel.pid) == NOT_SUPPORTED
-        assert checkpoint.unlock(kernel.pid) == 0
-        assert is_damaged(kernel)
 
 
 # ---- processes and memory, as NVML shows them ----

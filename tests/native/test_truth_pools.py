@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare import native
-from tests.native import test_truth
 from tests.native.conftest import checkpoint_in
 from tests.native.test_truth import PLAIN, machine_with, source
 from tests.native.worker import Worker
@@ -327,22 +325,3 @@ def test_an_unknown_option_is_refused(tmp_path: Path, option: str) -> None:
     )
     assert done.stdout == "100\n"
     assert "GPUSHARE_SIMULATE must read like" in done.stderr
-
-
-def test_every_behaviour_of_the_simulated_driver_names_its_source() -> None:
-    named: dict[str, list[str]] = {}
-    for name, test in {**vars(test_truth), **globals()}.items():
-        if name.startswith("test_") and callable(test):
-            marks = [mark for mark in getattr(test, "pytestmark", []) if mark.name == "source"]
-            named[name] = [text for mark in marks for text in mark.args]
-    own = {
-        "test_an_unknown_option_is_refused",
-        "test_every_behaviour_of_the_simulated_driver_names_its_source",
-    }
-    assert {name for name, sources in named.items() if not any(sources)} == own
-    assert len(named) > 25
-    # With the version of the driver, header or document; else when it was written, or that there is none.
-    dated = re.compile(
-        r"not documented|(driver|drivers|reference|Guide|cuda\.h|Linux|libcudart|kmod)\s+r?\d|20\d\d-\d\d"
-    )
-    assert [text for sources in named.values() for text in sources if not dated.search(text)] == []
