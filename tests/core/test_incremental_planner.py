@@ -11,19 +11,6 @@ from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
 from tests.core.build import NOW, build, cluster, grant, project, train
 
 
-def test_it_sees_leases_that_came_changed_and_left():
-    planner = IncrementalPlanner()
-    first = cluster(train("a", 1000, "0"), train("b", 1000))
-    for c in (
-        first,
-        replace(first, leases=(*first.leases, train("c", 500))),
-        replace(first, leases=(replace(first.leases[0], priority=-1), *first.leases[1:])),
-        replace(first, leases=first.leases[1:]),
-        replace(first, leases=()),
-    ):
-        assert planner.plan(c, NOW) == plan(c, NOW)
-
-
 def test_it_sees_many_change_at_once():
     planner = IncrementalPlanner()
     first = cluster(*(train(f"j{n:02}", 500, queued_at=n) for n in range(40)), gpus=2)

@@ -223,21 +223,6 @@ def test_a_planner_forgets_ended_jobs():
     assert planner.plan(NOW) == Plan(())
 
 
-def test_a_planner_sees_a_demotion_without_being_told():
-    planner = Planner.of(cluster(stops("old", "0", attained_at=NOW), **LAS))
-    assert planner.plan(NOW) == Plan(())
-    planner.put(stops("new", queued_at=NOW + 50))
-    assert planner.plan(NOW + 50) == Plan((), next_at=NOW + 100)
-    assert planner.plan(NOW + 100).actions == (Requeue("old", Why.ORDER, "new"),)
-
-
-def test_moments_of_leases_that_changed_are_forgotten():
-    planner = Planner.of(cluster(stops("old", "0"), stops("new", retry_at=NOW + 5), **LAS))
-    assert planner.plan(NOW).next_at == NOW + 5
-    planner.put(stops("new", retry_at=NOW + 50))
-    assert planner.plan(NOW).next_at == NOW + 50
-
-
 def test_no_job_is_preempted_on_a_device_that_takes_nothing_new():
     c = cluster(
         train("junior", 1000, "0"),

@@ -9,10 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.model import CheckpointMode, Grant, Requeue, Resume, State, Suspend, Why
+from jupyter_gpushare.core.model import CheckpointMode, Requeue, State, Suspend, Why
 from jupyter_gpushare.core.planner import plan
 from jupyter_gpushare.core.quota import fair_shares
 from tests.core.build import ASLEEP, NOW, build, cluster, device, project, quotas, train
+from tests.core.test_settles import at_rest
 
 
 @pytest.mark.parametrize(
@@ -103,42 +104,20 @@ def test_a_project_that_is_not_configured_is_owed_nothing():
 # -- two projects with a quota of 2 GPUs each on 4 GPUs
 
 
-def settled(leases, projects, gpus=4, **settings):
-    """Carry out what is planned, everything at once and with success, until nothing is left to do."""
-    now = NOW
-    for _ in range(10):
-        done = plan(cluster(*leases.values(), gpus=gpus, projects=projects, **settings), now).actions
-        if not done:
-            return [x.id for x in leases.values() if x.state is State.RUNNING]
-        for action in done:
-            lease = leases[action.lease]
-            match action:
-                case Grant():
-                    change = {
-                        "state": State.RUNNING,
-                        "devices": action.devices,
-                        "held_milli": action.held_milli,
-                    }
-                case Suspend():
-                    change = {"state": State.SUSPENDED}
-                case Resume():
-                    change = {"state": State.RUNNING}
-            leases[lease.id] = replace(lease, granted_at=now, **change)
-        now += 1
-    raise AssertionError("no end")
-
-
 def test_a_project_alone_uses_all_gives_the_other_its_quota_and_goes_on_when_that_leaves():
+    def settled(*leases):
+        found = at_rest(cluster(*leases, gpus=4, projects=both), grace=False)
+        return found, [x.id for x in found if x.state is State.RUNNING]
+
     both = [project("p", 2), project("q", 2)]
-    leases = {f"p{n}": train(f"p{n}", 1000, queued_at=n) for n in range(4)}
-    assert settled(leases, both) == ["p0", "p1", "p2", "p3"]
-    leases |= {f"q{n}": train(f"q{n}", 1000, project="q", queued_at=10 + n) for n in range(4)}
-    first = plan(cluster(*leases.values(), gpus=4, projects=both), NOW + 50).actions
+    alone, running = settled(*(train(f"p{n}", 1000, queued_at=n) for n in range(4)))
+    assert running == ["p0", "p1", "p2", "p3"]
+    others = [train(f"q{n}", 1000, project="q", queued_at=10 + n) for n in range(4)]
+    first = plan(cluster(*alone, *others, gpus=4, projects=both), NOW).actions
     assert [a.why for a in first] == [Why.OVER_QUOTA] * 2  # asked for within one round
-    assert settled(leases, both) == ["p0", "p1", "q0", "q1"]
-    for n in range(4):
-        del leases[f"q{n}"]
-    assert settled(leases, both) == ["p0", "p1", "p2", "p3"]
+    shared, running = settled(*alone, *others)
+    assert running == ["p0", "p1", "q0", "q1"]
+    assert settled(*shared[:4])[1] == ["p0", "p1", "p2", "p3"]
 
 
 # -- fair share beyond quota

@@ -121,19 +121,11 @@ def test_a_preempted_job_goes_on_from_where_it_was_and_its_restart_takes_time(st
     assert story.ended("long") == 610 + 500
 
 
-def test_a_job_that_comes_with_another_gets_its_gpu_at_the_demotion(story):
+@pytest.mark.parametrize("at", [0, 10])
+def test_a_demotion_comes_without_any_event(story, at):
     r = world(story, order=Order.LAS, las_thresholds_gpu_s=(100.0,))
     r.add_job(job("a"), 150)
-    r.add_job(job("b"), 50)
-    r.run()
-    assert story.at("a", State.PENDING) == [0, 100]
-    assert (story.ended("b"), story.ended("a")) == (150, 200)
-
-
-def test_a_demotion_comes_without_any_event(story):
-    r = world(story, order=Order.LAS, las_thresholds_gpu_s=(100.0,))
-    r.add_job(job("a"), 150)
-    r.add_job(job("b", at=10), 50)
+    r.add_job(job("b", at=at), 50)
     r.run()
     assert story.at("a", State.PENDING) == [0, 100]
     assert (story.ended("b"), story.ended("a")) == (150, 200)

@@ -9,7 +9,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.model import CheckpointMode, Cluster, Grant, Lease, Order, Requeue, State
+from jupyter_gpushare.core.model import (
+    CheckpointMode,
+    Cluster,
+    Grant,
+    Lease,
+    Order,
+    Requeue,
+    Resume,
+    State,
+    Suspend,
+)
 from jupyter_gpushare.core.planner import plan
 from jupyter_gpushare.core.size import Size
 from tests.core.build import GIB, NOW, actions, cluster, device, project, train
@@ -30,12 +40,16 @@ def at_rest(c: Cluster, *, grace: bool, rounds: int = 40) -> tuple[Lease, ...]:
         leases |= {x.id: replace(x, **stopped) for x in stopping}
         for a in planned:
             lease = leases[a.lease]
-            if isinstance(a, Requeue):
-                changed = {"state": State.STOPPING} if grace else stopped
-            else:
-                assert isinstance(a, Grant)
-                at = {"devices": a.devices, "held_milli": a.held_milli, "borrowed": a.borrowed}
-                changed = {"state": State.RUNNING, "granted_at": NOW, **at}
+            match a:
+                case Requeue():
+                    changed = {"state": State.STOPPING} if grace else stopped
+                case Suspend():
+                    changed = {"state": State.SUSPENDED}
+                case Resume():
+                    changed = {"state": State.RUNNING, "granted_at": NOW}
+                case Grant():
+                    at = {"devices": a.devices, "held_milli": a.held_milli, "borrowed": a.borrowed}
+                    changed = {"state": State.RUNNING, "granted_at": NOW, **at}
             leases[a.lease] = replace(lease, **changed)
         c = replace(c, leases=tuple(leases.values()))
     raise AssertionError(f"still at it: {plan(c, NOW).actions}")
