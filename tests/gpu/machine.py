@@ -315,6 +315,19 @@ class Machine:
             until(lambda: self._sees(lease, worker.pid), f"the helper sees {worker.pid}")
         return worker
 
+    def session(
+        self, lease: str, limit_bytes: int = 40 * GIB, *, mib: int = 64, preload: bool = True, **fields: Any
+    ) -> Worker:
+        """Create a lease, and start a process of it that holds memory."""
+        self.lease(lease, limit_bytes, **fields)
+        return self.worker(lease, mib=mib, preload=preload)
+
+    def resume(self, lease: str, worker: Worker) -> None:
+        """Wake a lease: a process of it has its memory back as it was."""
+        moved = self.ask("resume", lease=lease)
+        assert moved["done"], moved
+        assert worker.do("check") == "ok"
+
     def _sees(self, lease: str, pid: int) -> bool:
         return pid in [process["pid"] for process in self.of(lease)["processes"]]
 

@@ -63,8 +63,7 @@ def test_a_driver_that_does_not_show_our_pids_cannot_suspend(bare: Machine) -> N
     (device,) = bare.ask("inventory")["devices"]
     assert (device["suspendable"], device["suspend_reason"]) == (False, canary.NO_PIDS)
     assert (device["level"], bare.ask("sample")["devices"][0]["blind"]) == ("hints", True)
-    bare.lease("ada")
-    worker = bare.worker("ada", mib=64)
+    worker = bare.session("ada")
     assert worker.do("check") == "ok"
 
 
@@ -252,8 +251,7 @@ def test_a_verdict_is_kept_for_its_boot_and_driver_only() -> None:
 
 
 def test_a_failure_of_the_driver_has_the_device_tested_again(machine: Machine) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64)
+    worker = machine.session("ada")
     assert "suspendable=" not in machine.log.read_text()  # the verdict was kept
     machine.sim.fault(Fault.CHECKPOINT_FAILS, pid=worker.pid)
     assert machine.ask("suspend", lease="ada")["refused"] == "not_suspendable"

@@ -48,8 +48,7 @@ def test_a_restore_that_fails_once_is_tried_again(ada: Machine) -> None:
     worker = ada.worker("ada", mib=64)
     assert ada.ask("suspend", lease="ada")["done"]
     ada.sim.fault(Fault.RESTORE_FAILS, pid=worker.pid)
-    assert ada.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    ada.resume("ada", worker)
 
 
 def test_a_restore_that_fails_twice_loses_the_process_and_no_other(ada: Machine) -> None:
@@ -74,8 +73,7 @@ def test_an_unlock_that_fails_is_tried_again(ada: Machine) -> None:
     worker = ada.worker("ada", mib=64)
     assert ada.ask("suspend", lease="ada")["done"]
     ada.sim.fault(Fault.UNLOCK_FAILS, pid=worker.pid, count=2)
-    assert ada.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    ada.resume("ada", worker)
 
 
 def test_a_process_that_the_driver_loses_is_said_to_be_lost_until_it_ends(ada: Machine) -> None:
@@ -152,8 +150,7 @@ def test_a_state_directory_that_takes_no_more_refuses_and_loses_nothing(ada: Mac
     assert [lease["lease"] for lease in ada.ask("sample")["leases"]] == ["ada"]
     journal.with_name("away").rename(journal)
     assert ada.ask("suspend", lease="ada")["done"]
-    assert ada.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    ada.resume("ada", worker)
 
 
 def test_a_full_state_directory_keeps_no_lease_asleep(ada: Machine) -> None:
@@ -161,8 +158,7 @@ def test_a_full_state_directory_keeps_no_lease_asleep(ada: Machine) -> None:
     assert ada.ask("suspend", lease="ada")["done"]
     journal = ada.state_dir / "private" / "journal"
     journal.rename(journal.with_name("away"))
-    assert ada.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    ada.resume("ada", worker)
     journal.with_name("away").rename(journal)
     record = journal / "ada"
     until(lambda: json.loads(record.read_bytes())["phase"] == "running", "it is written down later")
@@ -174,8 +170,7 @@ def test_a_full_state_directory_keeps_no_lease_asleep(ada: Machine) -> None:
 def test_a_helper_killed_during_a_resume_that_it_could_not_write_down(bare: Machine, point: str) -> None:
     """Its record still says suspended; the next helper asks the driver."""
     bare.start(die=point)
-    bare.lease("ada")
-    worker = bare.worker("ada", mib=64)
+    worker = bare.session("ada")
     assert bare.ask("suspend", lease="ada")["done"]
     journal = bare.state_dir / "private" / "journal"
     journal.rename(journal.with_name("away"))
@@ -183,8 +178,7 @@ def test_a_helper_killed_during_a_resume_that_it_could_not_write_down(bare: Mach
     bare.died()
     journal.with_name("away").rename(journal)
     bare.start()
-    assert bare.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    bare.resume("ada", worker)
     assert bare.ask("suspend", lease="ada")["done"]
     assert bare.sim.device_used(0) == 0
 
@@ -193,5 +187,4 @@ def test_a_removed_limit_page_does_not_stop_a_move(ada: Machine) -> None:
     worker = ada.worker("ada", mib=64)
     (ada.state_dir / "leases" / "ada" / "limit").unlink()
     assert ada.ask("suspend", lease="ada")["done"]
-    assert ada.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    ada.resume("ada", worker)

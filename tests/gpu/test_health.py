@@ -131,8 +131,7 @@ def test_nothing_is_suspended_or_restored_on_a_device_out_of_service(machine: Ma
     assert (moved["done"], "out of service" in moved["reason"]) == (False, True)
     machine.sim.clear_faults()
     until(lambda: not is_ill(machine), "it is back")
-    assert machine.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    machine.resume("ada", worker)
 
 
 def test_a_device_that_does_not_work_stays_out_of_service(machine: Machine) -> None:
@@ -151,8 +150,7 @@ def restarting(tmp_path: Path) -> Iterator[Machine]:
 
 
 def test_a_restarted_driver_is_opened_again(restarting: Machine) -> None:
-    restarting.lease("ada")
-    worker = restarting.worker("ada", mib=64)
+    worker = restarting.session("ada")
     watch = restarting.watch()
     restarting.sim.fault(Fault.DRIVER_RESTART)
     event = watch.event("device")

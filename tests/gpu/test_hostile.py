@@ -77,14 +77,12 @@ def test_leases_are_measured_and_moved_beside_it(bare: Machine) -> None:
         bare.start()
         limits = {bare.uuids()[0]: 8 * GIB}
         bare.ask("set_limit", lease="eve", uid=EVE_UID, limits=limits)
-        bare.lease("ada", 8 * GIB)
-        worker = bare.worker("ada", mib=64)
+        worker = bare.session("ada", 8 * GIB)
         bare.settled("eve")
         # It uses no device: eve's lease may end.
         assert [bare.of(lease)["unread_since"] for lease in ("eve", "ada")] == [0, 0]
         assert bare.ask("suspend", lease="ada", calls=bare.settled("ada"))["done"]
-        assert bare.ask("resume", lease="ada")["done"]
-        assert worker.do("check") == "ok"
+        bare.resume("ada", worker)
 
 
 class Silent:
@@ -173,8 +171,7 @@ def test_a_new_helper_knows_the_suspended_processes_of_a_lease_that_do_not_answe
     silent.start()
     machine.settled("ada")
     assert machine.of("ada")["alive"]
-    assert machine.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    machine.resume("ada", worker)
 
 
 def test_a_late_answer_is_used_by_the_next_look() -> None:

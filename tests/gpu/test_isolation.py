@@ -233,8 +233,7 @@ def test_a_hostile_account_costs_its_own_lease_only(machine: Machine, make: Call
     assert "account file is broken" in machine.of("eve")["suspend_reason"]
     calls = machine.settled("ada")
     assert machine.ask("suspend", lease="ada", calls=calls)["done"]
-    assert machine.ask("resume", lease="ada")["done"]
-    assert ada.do("check") == "ok"
+    machine.resume("ada", ada)
     assert machine.ask("suspend", lease="eve", calls="c0")["refused"] == "not_suspendable"
     assert machine.ask("drop", lease="eve")["known"]
     assert not directory.exists()
@@ -254,13 +253,11 @@ def test_a_mutex_that_is_held_for_ever_does_not_hold_the_helper(machine: Machine
 
 
 def test_a_stopped_process_of_a_lease_does_not_hold_the_helper(machine: Machine) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64)
+    worker = machine.session("ada")
     os.kill(worker.pid, signal.SIGSTOP)
     assert machine.ask("suspend", lease="ada")["done"]
     os.kill(worker.pid, signal.SIGCONT)
-    assert machine.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    machine.resume("ada", worker)
 
 
 def test_counters_that_change_under_the_reader_are_never_torn_into_an_error(tmp_path: Path) -> None:

@@ -72,8 +72,7 @@ def left_by(machine: Machine, kernel: Worker) -> int:
 def test_what_a_forked_process_keeps_counts_to_the_lease_until_it_is_released(any_list: Machine) -> None:
     machine = any_list
     machine.start()
-    machine.lease("ada", 10 * GIB)
-    old = machine.worker("ada", mib=6 * 1024)
+    old = machine.session("ada", 10 * GIB, mib=6 * 1024)
     worker = left_by(machine, old)
     assert keepers(machine) == {worker: 6 * GIB}
     assert used(machine) == 6 * GIB
@@ -88,28 +87,24 @@ def test_what_a_forked_process_keeps_counts_to_the_lease_until_it_is_released(an
     until(lambda: used(machine) == 3 * GIB + 2 * MIB, "only the new kernel holds memory")
     assert keepers(machine) == {}
     assert machine.ask("suspend", lease="ada")["done"]
-    assert machine.ask("resume", lease="ada")["done"]
-    assert new.do("check") == "ok"
+    machine.resume("ada", new)
 
 
 def test_workers_of_a_living_kernel_are_left_alone(plain: Machine) -> None:
     plain.start()
-    plain.lease("ada")
-    kernel = plain.worker("ada", mib=1024)
+    kernel = plain.session("ada", mib=1024)
     worker = int(kernel.do("fork"))
     plain.settled("ada")
     assert keepers(plain) == {}
     assert plain.ask("signal", lease="ada", number=signal.SIGKILL, to="keepers") == {"count": 0}
     assert plain.ask("suspend", lease="ada")["done"]
-    assert plain.ask("resume", lease="ada")["done"]
-    assert kernel.do("check") == "ok"
+    plain.resume("ada", kernel)
     os.kill(worker, 0)
 
 
 def test_a_program_that_a_dead_kernel_started_keeps_nothing(plain: Machine) -> None:
     plain.start()
-    plain.lease("ada")
-    kernel = plain.worker("ada", mib=1024)
+    kernel = plain.session("ada", mib=1024)
     started = int(kernel.do("spawn 512").split()[0])  # with a context of its own
     worker = left_by(plain, kernel)
     assert keepers(plain) == {worker: GIB}

@@ -16,8 +16,7 @@ from tests.simulator import Fault
 
 
 def test_memory_comes_back_as_it_was(machine: Machine) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=256)
+    worker = machine.session("ada", mib=256)
     moved = machine.ask("suspend", lease="ada", calls=machine.settled("ada"))
     assert moved["done"], moved
     assert moved["bytes"] >= 256 * MIB
@@ -89,8 +88,7 @@ def test_a_lease_may_start_asleep(machine: Machine) -> None:
 
 
 def test_a_suspension_is_refused_when_a_call_was_entered_since_the_decision(machine: Machine) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64)
+    worker = machine.session("ada")
     calls = machine.settled("ada")
     assert worker.do("check") == "ok"
     moved = machine.ask("suspend", lease="ada", calls=calls)
@@ -100,8 +98,7 @@ def test_a_suspension_is_refused_when_a_call_was_entered_since_the_decision(mach
 
 
 def test_a_forced_suspension_does_not_look_at_the_counters(machine: Machine) -> None:
-    machine.lease("job")
-    worker = machine.worker("job", mib=64)
+    worker = machine.session("job")
     assert worker.do("check") == "ok"
     assert machine.ask("suspend", lease="job")["done"]
 
@@ -117,8 +114,7 @@ def test_a_resume_without_free_memory_is_refused_and_loses_nothing(machine: Mach
     assert machine.of("ada")["phase"] == "suspended"
     assert bo.do("check") == "ok"
     bo.kill()
-    assert machine.ask("resume", lease="ada")["done"]
-    assert ada.do("check") == "ok"
+    machine.resume("ada", ada)
 
 
 def test_a_resume_waits_a_moment_for_memory_that_is_being_given_back(machine: Machine) -> None:
@@ -171,8 +167,7 @@ def test_what_other_leases_have_suspended_counts_against_the_budget(machine: Mac
 
 @pytest.mark.parametrize("use", ["taint", "managed"])
 def test_a_taint_is_named_as_the_reason(machine: Machine, use: str) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64)
+    worker = machine.session("ada")
     assert worker.do(use) == "0"
     until(lambda: not machine.of("ada")["suspendable"], "the taint is seen")
     assert "managed memory" in machine.of("ada")["suspend_reason"]
@@ -181,8 +176,7 @@ def test_a_taint_is_named_as_the_reason(machine: Machine, use: str) -> None:
 
 
 def test_without_the_library_only_a_forced_suspension_is_possible(machine: Machine) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64, preload=False)
+    worker = machine.session("ada", preload=False)
     seen = until(lambda: machine.of("ada") if machine.of("ada")["used_bytes"] else None, "its memory")
     assert (seen["suspendable"], seen["suspend_reason"]) == (
         False,
@@ -191,8 +185,7 @@ def test_without_the_library_only_a_forced_suspension_is_possible(machine: Machi
     assert seen["processes"][0]["calls"] == -1
     assert machine.ask("suspend", lease="ada", calls=seen["calls"])["refused"] == "not_suspendable"
     assert machine.ask("suspend", lease="ada")["done"]
-    assert machine.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    machine.resume("ada", worker)
 
 
 def test_a_process_that_dies_asleep_is_dropped(machine: Machine) -> None:
@@ -200,8 +193,7 @@ def test_a_process_that_dies_asleep_is_dropped(machine: Machine) -> None:
     dies, lives = machine.worker("ada", mib=64), machine.worker("ada", mib=64)
     assert machine.ask("suspend", lease="ada")["done"]
     dies.kill()
-    assert machine.ask("resume", lease="ada")["done"]
-    assert lives.do("check") == "ok"
+    machine.resume("ada", lives)
 
 
 def test_an_unknown_lease_is_refused_and_dropping_it_is_fine(machine: Machine) -> None:
@@ -214,8 +206,7 @@ def test_an_unknown_lease_is_refused_and_dropping_it_is_fine(machine: Machine) -
 
 
 def test_a_dropped_lease_may_allocate_no_more(machine: Machine) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64)
+    worker = machine.session("ada")
     assert machine.ask("drop", lease="ada") == {"known": True}
     assert worker.do("alloc 64") == "2"
     assert machine.ask("sample")["leases"] == []
@@ -230,8 +221,7 @@ def test_what_began_just_before_a_lease_ended_is_killed_with_it(machine: Machine
 
 
 def test_what_is_left_asleep_of_a_dropped_lease_is_ended(machine: Machine) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64)
+    worker = machine.session("ada")
     assert machine.ask("suspend", lease="ada")["done"]
     assert machine.ask("drop", lease="ada")["known"]
     assert worker.process.wait(PATIENCE_S) == -9
@@ -261,8 +251,7 @@ def test_a_suspended_process_would_dump_no_memory_and_later_again(machine: Machi
 
 
 def test_a_client_of_mps_is_not_suspended(machine: Machine) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64)
+    worker = machine.session("ada")
     machine.sim.fault(Fault.MPS, pid=worker.pid, count=-1)
     moved = machine.ask("suspend", lease="ada")
     assert (moved["refused"], moved["reason"]) == ("not_suspendable", "it runs under MPS")
@@ -306,8 +295,7 @@ def test_a_failed_move_is_left_alone_for_longer_each_time(tmp_path: Path) -> Non
 
 
 def test_what_a_process_that_dies_in_its_sleep_had_saved_is_given_up(machine: Machine) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64)
+    worker = machine.session("ada")
     saved = machine.ask("suspend", lease="ada")["bytes"]
     assert sum(machine.of("ada")["saved_bytes"].values()) == saved
     worker.kill()

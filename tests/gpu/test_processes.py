@@ -249,8 +249,7 @@ def test_a_jupyter_kernel_is_known_by_its_connection_file(
 
 
 def test_a_double_forked_child_belongs_and_is_signalled_with_all(machine: Machine) -> None:
-    machine.lease("job")
-    worker = machine.worker("job", mib=64)
+    worker = machine.session("job")
     pid, code = (int(word) for word in worker.do("detach 64").split())
     assert code == 0
     until(lambda: pid in [process["pid"] for process in machine.of("job")["processes"]], "it is found")
@@ -262,8 +261,7 @@ def test_a_double_forked_child_belongs_and_is_signalled_with_all(machine: Machin
 
 
 def test_a_signal_reaches_the_leader_only_or_all(machine: Machine) -> None:
-    machine.lease("job")
-    worker = machine.worker("job", mib=64)
+    worker = machine.session("job")
     child = int(worker.do("spawn 64").split()[0])
     assert machine.ask("signal", lease="job", number=9)["count"] == 1
     assert worker.process.wait(PATIENCE_S) == -9
@@ -316,12 +314,10 @@ def test_a_user_with_more_processes_than_can_be_held_costs_the_others_nothing(ba
     crowd = bare.worker("eve", command=[sys.executable, "-c", CROWD], wait=False)
     assert crowd.answer() == "ready 0"
     bare.settled("eve")
-    bare.lease("ada", 20 * GIB)
-    ada = bare.worker("ada", mib=64)
+    ada = bare.session("ada", 20 * GIB)
     assert bare.ask("suspend", lease="ada", calls=bare.settled("ada"))["done"]
     assert bare.sim.device_used(0) == 0
-    assert bare.ask("resume", lease="ada")["done"]
-    assert ada.do("check") == "ok"
+    bare.resume("ada", ada)
     ada.kill()
     until(lambda: not bare.of("ada")["alive"], "its end")
     os.killpg(crowd.pid, signal.SIGKILL)
@@ -339,12 +335,10 @@ MANY_OPEN = (
 def test_a_helper_with_more_than_a_thousand_open_files_works(bare: Machine) -> None:
     bare.start(before=MANY_OPEN, examine=True)
     assert bare.ask("inventory")["devices"][0]["suspendable"]
-    bare.lease("ada")
-    worker = bare.worker("ada", mib=64)
+    worker = bare.session("ada")
     moved = bare.ask("suspend", lease="ada", calls=bare.settled("ada"))
     assert moved["done"], moved
-    assert bare.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    bare.resume("ada", worker)
     assert bare.ask("signal", lease="ada", number=9)["count"] == 1
     until(lambda: not bare.of("ada")["alive"], "its end")
 

@@ -49,8 +49,7 @@ def test_a_restore_out_of_memory_is_final(published: Machine) -> None:
     # The other process goes on, and so does the other lease: nothing is reserved any more.
     assert other.do("check") == "ok"
     assert published.ask("suspend", lease="bo")["done"]
-    assert published.ask("resume", lease="bo")["done"]
-    assert bo.do("check") == "ok"
+    published.resume("bo", bo)
     shown = published.of("ada")
     assert (shown["phase"], shown["saved_bytes"], shown["suspendable"]) == ("lost", {}, False)
     lost.kill()
@@ -75,14 +74,12 @@ time.sleep(600)
 def test_a_process_that_only_called_cu_init_is_left_out_without_fault(published: Machine) -> None:
     """NVML lists it with 0 bytes, and Lock on it answers 3."""
     published.start()
-    published.lease("ada")
-    worker = published.worker("ada", mib=64)
+    worker = published.session("ada")
     initialized = published.worker("ada", command=[sys.executable, "-c", ONLY_INIT], wait=False)
     assert initialized.answer() == "ready 0"
     moved = published.ask("suspend", lease="ada", calls=published.settled("ada"))
     assert moved["done"], moved
-    assert published.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    published.resume("ada", worker)
     assert published.of("ada")["suspendable"]
     assert "suspendable=" not in published.log.read_text()  # no device was doubted and tested again
 
@@ -153,8 +150,7 @@ nvml._processes = lambda handle: {pid: min(held, 2 << 20) for pid, held in look(
 
 def test_a_restore_needs_what_the_library_counts_where_the_driver_shows_less(bare: Machine) -> None:
     bare.start(before=SHOWS_LESS)
-    bare.lease("ada", 60 * GIB)
-    ada = bare.worker("ada", mib=40 * 1024)
+    ada = bare.session("ada", 60 * GIB, mib=40 * 1024)
     bare.lease("bo", 60 * GIB)
     moved = bare.ask("suspend", lease="ada")
     assert (moved["done"], moved["bytes"]) == (True, 40 * GIB)
@@ -162,8 +158,7 @@ def test_a_restore_needs_what_the_library_counts_where_the_driver_shows_less(bar
     moved = bare.ask("resume", lease="ada", timeout_s=0.2)
     assert (moved["done"], moved["refused"]) == (False, "no_memory")  # it would have been lost
     bo.kill()
-    assert bare.ask("resume", lease="ada")["done"]
-    assert ada.do("check") == "ok"
+    bare.resume("ada", ada)
 
 
 @pytest.mark.parametrize("fault", [Fault.LOCK_KILLS, Fault.CHECKPOINT_KILLS, Fault.RESTORE_KILLS])
@@ -195,8 +190,7 @@ def test_a_process_that_the_driver_ends_is_reported_and_twice_is_enough(
         moved = machine.ask("suspend", lease="ada")
         assert moved["refused"] == refused
         assert ("stop and start the device helper" in moved["reason"]) == bool(refused)
-    assert machine.ask("resume", lease="ada")["done"]
-    assert last.do("check") == "ok"
+    machine.resume("ada", last)
 
 
 @pytest.mark.parametrize("end", ["killed", "killed, not yet waited for", "exit"])
@@ -241,8 +235,7 @@ def test_a_user_that_ends_a_process_is_not_taken_for_the_driver(machine: Machine
 def test_after_a_failed_checkpoint_the_user_reads_that_the_kernel_may_be_damaged(
     machine: Machine, fault: Fault
 ) -> None:
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=64)
+    worker = machine.session("ada")
     machine.sim.fault(fault, pid=worker.pid)
     moved = machine.ask("suspend", lease="ada")
     assert (moved["refused"], "may be damaged" in moved["reason"]) == ("not_suspendable", True)
@@ -315,11 +308,9 @@ def test_a_device_that_does_not_say_how_much_memory_it_has_is_left_out_with_a_re
     assert inventory["left_out"] == [left_out]
     assert left_out in odd.log.read_text()
     assert [device["uuid"] for device in odd.ask("sample")["devices"]] == [odd.sim.uuid(0)]
-    odd.lease("ada")
-    worker = odd.worker("ada", mib=64)
+    worker = odd.session("ada")
     assert odd.ask("suspend", lease="ada")["done"]
-    assert odd.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    odd.resume("ada", worker)
 
 
 @pytest.mark.parametrize(
@@ -359,14 +350,12 @@ def test_a_device_that_is_lost_when_the_helper_starts_keeps_no_other_from_servic
     assert moved["reason"] == "the device is out of service: the device helper left it out at its start"
     assert odd.of("ada")["phase"] == "suspended"
     assert odd.ask("suspend", lease="bo")["done"]
-    assert odd.ask("resume", lease="bo")["done"]
-    assert bo.do("check") == "ok"
+    odd.resume("bo", bo)
     # It is back, and so is the helper.
     odd.sim.clear_faults()
     odd.stop()
     odd.start()
-    assert odd.ask("resume", lease="ada")["done"]
-    assert ada.do("check") == "ok"
+    odd.resume("ada", ada)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: other users get 304 anyway")
@@ -383,8 +372,7 @@ def test_a_driver_that_denies_root_names_persistence_mode_or_the_gpu(
 ) -> None:
     """NVIDIA/cuda-checkpoint issues 25 and 37: it is not that the helper needs root."""
     published.start()  # its self-test passed once
-    published.lease("ada")
-    worker = published.worker("ada", mib=64)
+    worker = published.session("ada")
     moved = published.ask("suspend", lease="ada")
     assert (moved["done"], moved["refused"]) == (False, "not_suspendable")
     assert f"failed with code {code} (" in moved["reason"]

@@ -176,8 +176,7 @@ def test_the_first_context_of_a_lease_is_charged_before_it_is_made(tmp_path: Pat
     limit_bytes = 4 * GIB
     for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB"):
         machine.start("--sample-s", "3", examine=True)
-        machine.lease("ada", limit_bytes)
-        worker = machine.worker("ada", mib=1)
+        worker = machine.session("ada", limit_bytes, mib=1)
         context_mib = machine.sim.device_used(0) // MIB - 1
         assert context_mib > 256
         assert worker.do(f"alloc {limit_bytes // MIB - context_mib + 64}") == "2"

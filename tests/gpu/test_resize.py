@@ -8,8 +8,7 @@ OUT_OF_MEMORY = "2"  # CUDA_ERROR_OUT_OF_MEMORY
 
 
 def test_a_running_process_allocates_more_after_its_lease_grew(machine: Machine) -> None:
-    machine.lease("ada", 4 * GIB)
-    worker = machine.worker("ada", mib=2048)
+    worker = machine.session("ada", 4 * GIB, mib=2048)
     assert worker.do("alloc 4096") == OUT_OF_MEMORY
     machine.lease("ada", 16 * GIB)
     assert worker.do("alloc 4096") == "0"
@@ -17,8 +16,7 @@ def test_a_running_process_allocates_more_after_its_lease_grew(machine: Machine)
 
 
 def test_a_running_process_is_held_to_the_smaller_limit_and_keeps_what_it_has(machine: Machine) -> None:
-    machine.lease("ada", 16 * GIB)
-    worker = machine.worker("ada", mib=2048)
+    worker = machine.session("ada", 16 * GIB, mib=2048)
     machine.lease("ada", 4 * GIB)
     assert worker.do("alloc 4096") == OUT_OF_MEMORY
     assert worker.do("alloc 1024") == "0"
@@ -26,11 +24,9 @@ def test_a_running_process_is_held_to_the_smaller_limit_and_keeps_what_it_has(ma
 
 
 def test_another_lease_gets_what_one_gave_up(machine: Machine) -> None:
-    machine.lease("ada", 60 * GIB)
-    ada = machine.worker("ada", mib=1024)
+    ada = machine.session("ada", 60 * GIB, mib=1024)
     machine.lease("ada", 20 * GIB)
-    machine.lease("bo", 40 * GIB)
-    bo = machine.worker("bo", mib=36 << 10)
+    bo = machine.session("bo", 40 * GIB, mib=36 << 10)
     assert ada.do("alloc 20480") == OUT_OF_MEMORY
     assert ada.do("check") == "ok"
     assert bo.do("check") == "ok"

@@ -170,8 +170,7 @@ def test_a_call_of_the_helper_that_returns_late_loses_nothing(bare: Machine) -> 
     assert bare.ask("suspend", lease="ada", timeout_s=0.5)["refused"] == "busy"
     time.sleep(4.5)  # the process would count as lost after 3 s
     assert (bare.of("ada")["phase"], bare.ask("sample")["devices"][0]["healthy"]) == ("suspending", True)
-    assert bare.ask("resume", lease="bob")["done"]
-    assert neighbour.do("check") == "ok"
+    bare.resume("bob", neighbour)
     until(lambda: bare.of("ada")["phase"] == "running", "it is settled")
     assert late.do("check") == "ok"
 
@@ -234,8 +233,7 @@ def test_processes_that_died_together_with_the_helper_are_dropped(
 
 def test_a_suspended_lease_stays_asleep_over_a_clean_stop(bare: Machine) -> None:
     bare.start()
-    bare.lease("ada")
-    worker = bare.worker("ada", mib=64)
+    worker = bare.session("ada")
     saved = bare.ask("suspend", lease="ada")["bytes"]
     assert bare.stop() == 0
     worker.tell("check")
@@ -262,8 +260,7 @@ def test_a_stop_is_heard_whichever_thread_the_kernel_hands_it_to(bare: Machine) 
 
 def test_a_running_lease_is_adopted_with_its_limit(bare: Machine) -> None:
     bare.start()
-    bare.lease("ada", 100 * MIB)
-    worker = bare.worker("ada", mib=64)
+    worker = bare.session("ada", 100 * MIB)
     bare.stop(signal.SIGKILL)
     assert worker.do("alloc 64") == "2"
     bare.start()
@@ -341,8 +338,7 @@ def test_a_torn_record_removes_its_lease_and_nothing_else(bare: Machine) -> None
 
 def test_a_lease_written_by_another_version_is_not_forgotten(bare: Machine) -> None:
     bare.start()
-    bare.lease("ada")
-    worker = bare.worker("ada", mib=64)
+    worker = bare.session("ada")
     assert bare.ask("suspend", lease="ada")["done"]
     bare.stop(signal.SIGKILL)
     record = bare.state_dir / "private" / "journal" / "ada"
@@ -355,8 +351,7 @@ def test_a_lease_written_by_another_version_is_not_forgotten(bare: Machine) -> N
     assert "of_a_newer_version" in bare.log.read_text()
     record.write_bytes(written)
     bare.start()
-    assert bare.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    bare.resume("ada", worker)
 
 
 def test_a_damaged_epoch_is_not_taken_for_zero(bare: Machine) -> None:
@@ -383,8 +378,7 @@ def test_the_verdict_of_the_self_test_outlives_the_helper(bare: Machine) -> None
 
 def test_a_helper_that_finds_its_records_gone_stops_nothing_and_says_so(bare: Machine) -> None:
     bare.start()
-    bare.lease("ada")
-    worker = bare.worker("ada", mib=64)
+    worker = bare.session("ada")
     bare.stop(signal.SIGKILL)
     (bare.state_dir / "private" / "journal" / "ada").unlink()
     bare.start()
@@ -395,8 +389,7 @@ def test_a_helper_that_finds_its_records_gone_stops_nothing_and_says_so(bare: Ma
     bare.lease("ada")  # the broker asks for it again
     until(lambda: bare.of("ada")["used_bytes"], "its processes are found again")
     assert bare.ask("suspend", lease="ada")["done"]
-    assert bare.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    bare.resume("ada", worker)
 
 
 def test_processes_that_name_a_reserved_lease_belong_to_it_once_it_is_made(bare: Machine) -> None:
@@ -444,8 +437,7 @@ def test_a_suspended_lease_without_its_files_is_still_brought_back(bare: Machine
     bare.start()
     assert "lease=ada its files were removed while its processes live" in bare.log.read_text()
     assert bare.of("ada")["phase"] == "suspended"
-    assert bare.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    bare.resume("ada", worker)
 
 
 def test_the_lease_directory_may_be_elsewhere_and_outlives_the_helper(bare: Machine) -> None:

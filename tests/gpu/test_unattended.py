@@ -419,8 +419,7 @@ def alone(tmp_path: Path) -> Iterator[Machine]:
     """A machine with a helper that no broker asks anything, and a session that has woken by itself."""
     for machine in machine_in(tmp_path):
         machine.start(before=SOON)
-        machine.lease("ada", 60 * GIB, unattended=True)
-        worker = machine.worker("ada", mib=64)
+        worker = machine.session("ada", 60 * GIB, unattended=True)
         assert machine.ask("suspend", lease="ada")["done"]
         worker.tell("check")
         assert worker.answer() == "check ok"
@@ -452,8 +451,7 @@ def test_a_cell_goes_on_without_a_broker_and_the_next_broker_is_told(alone: Mach
 def test_a_cell_goes_on_once_the_job_on_its_device_has_ended(tmp_path: Path, ending: str) -> None:
     for machine in machine_in(tmp_path):
         machine.start(before=SOON)
-        machine.lease("ada", 60 * GIB, unattended=True)
-        ada = machine.worker("ada", mib=64)
+        ada = machine.session("ada", 60 * GIB, unattended=True)
         assert machine.ask("suspend", lease="ada")["done"]
         machine.lease("job", 60 * GIB, guaranteed={machine.uuids()[0]: 0})
         waits = [sys.executable, "-c", "import sys; sys.stdin.read()", "GPUSHARE_LEASE=job"]

@@ -69,8 +69,7 @@ def test_limits_sleep_and_the_watchdog_work_without_root(theirs: Machine) -> Non
     assert worker.do(f"alloc {9 * 1024}") == "2"
     moved = theirs.ask("suspend", lease="ada", calls=theirs.settled("ada"))
     assert moved["done"], moved
-    assert theirs.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    theirs.resume("ada", worker)
     evader = theirs.worker("ada", command=command(), preload=False, wait=False)
     evader.tell(f"alloc {12 * 1024}")
     assert evader.process.wait(PATIENCE_S) == -15

@@ -132,8 +132,7 @@ def test_a_process_that_waits_in_the_library_may_be_killed(asleep: Machine) -> N
     assert asleep.ask("suspend", lease="ada")["done"]
     newcomer = asleep.worker("ada", wait=False)
     newcomer.kill()
-    assert asleep.ask("resume", lease="ada")["done"]
-    assert worker.do("check") == "ok"
+    asleep.resume("ada", worker)
 
 
 #: As `stalls` does it, sooner.
@@ -239,8 +238,7 @@ def test_no_uncounted_call_hangs(tmp_path: Path) -> None:
     """Rounds of suspend, a call past the library, wake: the net finds each."""
     for machine in machine_in(tmp_path):
         machine.start("--sample-s", "0.05", before=QUICK.format(stalled_s=0.1, poll_s=0.04))
-        machine.lease("ada")
-        worker = machine.worker("ada", mib=1, preload=False)
+        worker = machine.session("ada", mib=1, preload=False)
         until(lambda m=machine: m.of("ada")["used_bytes"], "its memory")
         for _ in range(WAKE_ROUNDS):
             suspended = machine.ask("suspend", lease="ada")

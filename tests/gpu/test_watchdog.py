@@ -114,13 +114,11 @@ def test_the_leader_is_never_stopped(bare: Machine) -> None:
 
 def test_a_process_on_a_lent_device_is_stopped(bare: Machine) -> None:
     bare.start("--watchdog", "stop")
-    bare.lease("ada", 20 * GIB)
-    leader = bare.worker("ada", mib=64)
+    leader = bare.session("ada", 20 * GIB)
     assert bare.ask("suspend", lease="ada")["done"]
     stranger = bare.worker("ada", preload=False, wait=False)
     assert stranger.process.wait(PATIENCE_S) == -15
-    assert bare.ask("resume", lease="ada")["done"]
-    assert leader.do("check") == "ok"
+    bare.resume("ada", leader)
 
 
 STATIC = """
@@ -249,8 +247,7 @@ def test_a_user_that_stops_everything_that_reports_is_noticed(guarded: Machine) 
 
 
 def test_contexts_are_charged_to_the_limit(machine: Machine) -> None:
-    machine.lease("ada", 2 * GIB)
-    first = machine.worker("ada", mib=512)
+    first = machine.session("ada", 2 * GIB, mib=512)
     contexts = machine.sim.device_used(0) - 512 * MIB
     if contexts == 0:
         pytest.skip("contexts cost nothing on this simulated machine")
