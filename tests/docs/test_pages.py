@@ -75,37 +75,6 @@ def test_every_layer_of_every_contract_is_in_the_picture():
     assert {name for rows in layers.values() for row in rows for name in row} <= words
 
 
-def modules_of_journeys() -> list[str]:
-    """The file names in the journeys of docs/architecture.md."""
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    journeys = text.partition("## Five journeys")[2].partition("\n## ")[0]
-    return sorted(set(re.findall(r"`([\w/.]+\.(?:py|c|ts|tsx))`", journeys)))
-
-
-def test_the_architecture_page_tells_five_journeys():
-    text = (ROOT / "docs" / "architecture.md").read_text()
-    journeys = text.partition("## Five journeys")[2].partition("\n## ")[0]
-    assert journeys.count("\n### ") == 5
-    assert len(modules_of_journeys()) > 30
-
-
-@pytest.mark.parametrize("module", modules_of_journeys())
-def test_a_module_of_a_journey_exists(module):
-    assert (ROOT / "jupyter_gpushare" / module).is_file()
-
-
-def test_a_folder_of_the_architecture_page_exists():
-    text = (ROOT / "docs" / "architecture.md").read_text().partition("| folder |")[2].partition("\n## ")[0]
-    named = [name for row in re.findall(r"^\| (`.*?) \|", text, re.MULTILINE) for name in row.split(", ")]
-    assert len(named) > 10
-    assert [
-        name
-        for name in named
-        if not (ROOT / "jupyter_gpushare" / name.strip("`")).is_dir()
-        and not (ROOT / "jupyter_gpushare" / f"{name.strip('`')}.py").is_file()
-    ] == []
-
-
 def quoted_texts() -> list[str]:
     """The pieces of error texts that docs/troubleshooting.md promises, without their gaps."""
     rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(), re.MULTILINE)

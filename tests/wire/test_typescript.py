@@ -32,11 +32,3 @@ def test_every_error_that_reaches_a_page_has_a_template():
     assert put_together == []
     assert "only a session that is asleep can be woken" in made.refusals()
     assert "The disk of the GPU service is full" in " ".join(made.refusals())
-
-
-def test_messages_become_interfaces_with_the_types_of_their_fields():
-    text = generator().wire_module()
-    assert "export type JobState = 'queued' | 'starting' |" in text
-    assert "  readonly source: IJobSource | null;" in text
-    assert "  readonly parameters: { readonly [name: string]: string };" in text
-    assert "  readonly processes: readonly IProcessUse[];" in text
