@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -30,31 +29,6 @@ def test_a_library_is_compiled_once_and_again_when_a_source_is_newer(tmp_path: P
 
 def test_the_installed_libraries_are_current() -> None:
     assert build.build() == ()
-
-
-def symbols(source: str, folder: Path) -> tuple[set[str], set[str]]:
-    """Names that a source defines for others, and names that it needs of others."""
-    made = folder / f"{Path(source).name}.o"
-    flags = ("-O0", "-fPIC", f"-I{build.NATIVE}", "-c")
-    subprocess.run([*build.compiler(), *flags, str(build.NATIVE / source), "-o", str(made)], check=True)
-    listed = subprocess.run(["nm", "--portability", str(made)], capture_output=True, text=True, check=True)
-    kinds = [line.split()[:2] for line in listed.stdout.splitlines()]
-    return {name for name, kind in kinds if kind in "TDBRVWC"}, {name for name, kind in kinds if kind in "Uw"}
-
-
-@pytest.mark.parametrize("library", build.LIBRARIES, ids=lambda each: Path(each.output).name)
-def test_no_source_calls_itself_through_others(library: build.Library, tmp_path: Path) -> None:
-    # The entry points in assembly and preload.c, which they jump to, are one part in two languages.
-    found = {each: symbols(each, tmp_path) for each in library.sources if each.endswith(".c")}
-    graph = {
-        source: {other for other, (defined, _) in found.items() if other != source and defined & needed}
-        for source, (_, needed) in found.items()
-    }
-    assert sum(map(len, graph.values())) >= len(graph), "symbols are read"
-    try:
-        TopologicalSorter(graph).prepare()
-    except CycleError as error:
-        pytest.fail(" -> ".join(error.args[1]))
 
 
 def test_a_missing_compiler_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.native.conftest import Checkpoint, checkpoint_in
 from tests.native.worker import Worker
-from tests.simulator import GIB, MIB, Event, Fault, Simulator
+from tests.simulator import GIB, Fault, Simulator
 from tests.waiting import PATIENCE_S
 
 OUT_OF_MEMORY, ILLEGAL_STATE, NOT_READY, NOT_SUPPORTED = 2, 401, 600, 801
@@ -61,14 +61,6 @@ def test_a_suspended_process_leaves_the_device_and_comes_back_intact(
         assert kernel.answer() is True
         assert machine.device_used(0) == 6 * GIB
     ledger_is_sound(machine)
-
-
-def test_its_cpu_work_goes_on(machine: Simulator, driver: Checkpoint) -> None:
-    with Worker(machine.env()) as kernel:
-        kernel.run("b = gpu.allocate('1GiB')")
-        driver.suspend(kernel.pid)
-        assert kernel.ask("sum(range(1000))") == 499500
-        assert kernel.ask("demo_gpu.device_count()") == 2  # a query, which the driver does not lock
 
 
 @pytest.mark.parametrize(
@@ -288,30 +280,3 @@ def test_a_killed_suspended_process_frees_host_memory(machine: Simulator, driver
         driver.suspend(kernel.pid)
         kernel.kill()
     assert machine.host_memory() == (512 * GIB, 512 * GIB)
-
-
-def test_the_ledger_tells_the_story(machine: Simulator, driver: Checkpoint) -> None:
-    with Worker(machine.env()) as kernel:
-        kernel.run("b = gpu.allocate('2MiB')")
-        driver.suspend(kernel.pid)
-        driver.resume(kernel.pid)
-        kernel.run("b.free()")
-
-    def brief(line: Event) -> tuple[str, int, int, int, int]:
-        return line.event, line.device, line.bytes, line.device_used, line.host_used
-
-    lines = [line for line in machine.ledger() if line.pid == kernel.pid]
-    size = 2 * MIB
-    assert [brief(line) for line in lines] == [
-        ("start", -1, 0, 0, 0),
-        ("context", 0, 0, 0, 0),
-        ("alloc", 0, size, size, 0),
-        ("lock", -1, 0, 0, 0),
-        ("checkpoint", 0, size, 0, size),
-        ("restore", 0, size, size, 0),
-        ("unlock", -1, 0, 0, 0),
-        ("free", 0, size, 0, 0),
-        ("exit", -1, 0, 0, 0),
-    ]
-    times = [line.ns for line in machine.ledger()]
-    assert times == sorted(times)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shutil
 import subprocess
@@ -12,7 +11,6 @@ import pytest
 
 from jupyter_gpushare import native
 from jupyter_gpushare.native import build
-from tests.native.test_hooks import compile_shared
 
 NEWEST = (2, 17)
 
@@ -52,36 +50,3 @@ def test_flags_of_other_distributions_change_nothing(tmp_path: Path, flags: tupl
     preload = next(library for library in build.LIBRARIES if "preload" in library.output)
     made = build.compile_library(preload, tmp_path, flags)
     assert max(needed_versions(made)) <= NEWEST
-
-
-def test_a_library_that_needs_a_newer_glibc_would_stop_every_program(tmp_path: Path) -> None:
-    """Why the versions are bound: the same program runs with the library, and not with a newer one."""
-    newer = compile_shared("int gpushare_newer(void) { return 0; }\n", tmp_path / "libnewer.so")
-    script = tmp_path / "versions"
-    script.write_text("GLIBC_9.99 { global: *; };\n")
-    wanting = tmp_path / "libwanting.so"
-    libc = compile_shared(
-        "int later(void) { return 0; }\n",
-        tmp_path / "libc.so.6",
-        f"-Wl,--version-script={script}",
-        "-Wl,-soname,libc.so.6",
-    )
-    (tmp_path / "wanting.c").write_text("int later(void); int now(void); int now(void) { return later(); }\n")
-    subprocess.run(
-        [*build.compiler(), "-fPIC", "-shared", str(tmp_path / "wanting.c"), str(libc), "-o", str(wanting)],
-        check=True,
-    )
-    environment = {k: v for k, v in os.environ.items() if not k.startswith("LD_")}
-
-    def run(preload: Path) -> int:
-        return subprocess.run(
-            ["/bin/true"],
-            env=environment | {"LD_PRELOAD": str(preload)},
-            capture_output=True,
-            check=False,
-            timeout=60,
-        ).returncode
-
-    assert run(newer) == run(tmp_path / "missing.so") == 0
-    assert run(wanting) != 0
-    assert run(native.preload_path()) == 0
