@@ -13,7 +13,6 @@ from typing import Any
 
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.kubelet import Kubelet, Node
-from tests.kube.rbac import Rights
 from tests.kube.real_engine import RealServer, running
 from tests.kube.store import Json
 
@@ -49,7 +48,6 @@ class Cluster:
 def running_cluster(
     folder: Path,
     nodes: Iterable[Node],
-    rights: Rights | None = None,
     images: Mapping[str, list[str]] | None = None,
 ) -> Iterator[Cluster]:
     """A cluster with these nodes; its pods end with it."""
@@ -61,10 +59,9 @@ def running_cluster(
         async with AsyncExitStack() as stack:
             server: ApiServer | RealServer
             if engine := running():
-                assert rights is None, "the users of a real engine may do everything"
                 server = engine.cluster()
             else:
-                server = await stack.enter_async_context(api_server(rights))
+                server = await stack.enter_async_context(api_server())
             kubelet = Kubelet(server.store, folder, nodes, images)
             made.append(Cluster(server, kubelet, asyncio.get_running_loop(), folder))
             ready.set()

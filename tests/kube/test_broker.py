@@ -92,6 +92,17 @@ class Site:
         }
 
 
+def prepare(cluster: Cluster) -> None:
+    """Create what an administrator brings: KAI's settings, Queues and priority classes."""
+    store = cluster.server.store
+    config = {"metadata": {"name": "kai-config"}, "spec": {"admission": {"gpuSharing": True}}}
+    cluster.do(lambda: store.create("configs", "", config))
+    for body in queues(PROJECTS, 0):
+        cluster.do(lambda body=body: store.create("queues", "", body))
+    for body in priority_classes(3):
+        cluster.do(lambda body=body: store.create("priorityclasses", "", body))
+
+
 @pytest.fixture(scope="module")
 def site() -> Iterator[Site]:
     with tempfile.TemporaryDirectory(prefix="gps-") as name:
@@ -102,12 +113,7 @@ def site() -> Iterator[Site]:
         node = Node("n1", gpus=(machine.uuid(0),), environ=machine.env())
         with running_cluster(folder, [node], images={"gpushare": CLI}) as cluster:
             store, port = cluster.server.store, free_ports()
-            config = {"metadata": {"name": "kai-config"}, "spec": {"admission": {"gpuSharing": True}}}
-            cluster.do(lambda: store.create("configs", "", config))
-            for body in queues(PROJECTS, 0):
-                cluster.do(lambda body=body: store.create("queues", "", body))
-            for body in priority_classes(3):
-                cluster.do(lambda body=body: store.create("priorityclasses", "", body))
+            prepare(cluster)
             made = Site(folder, cluster, machine)
             made.run(
                 *("helper", "--state-dir", f"{name}/helper", "--lease-dir", f"{name}/host/leases"),

@@ -32,18 +32,6 @@ RETURNS = int(os.environ.get("GPUSHARE_TEST_RETURNS", "5"))
 
 
 class TestStart:
-    async def test_two_halves_start_and_a_third_leaves_nothing(self):
-        one = Project(name="vision", quota_milli=2000)
-        async with kube_bed({"n0": ("GPU-0",)}, (one,)) as bed:
-            broker = Broker(bed, one)
-            for id in ("a", "b"):
-                granted = await broker.session(id, milli=500)
-                assert granted == Grant(id, ("GPU-0",), 500, Why.FREE_CAPACITY)
-            there = objects(bed)
-            refused = await broker.session("c", milli=500)
-            assert refused == Explanation(why=Why.NO_CAPACITY, position=None, free_milli=0)
-            await bed.until(lambda: sorted(objects(bed)) == sorted(there))
-
     async def test_beyond_its_quota_a_session_borrows(self, broker: Broker):
         assert not (await broker.session("a")).borrowed  # type: ignore[union-attr]
         granted = await broker.session("b")

@@ -18,7 +18,7 @@ from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node
 
 KUBE = "jupyter_gpushare.hub.kube.GPUShareKubeSpawner"
-STUB = Path(__file__).with_name("stub_server.py")
+STUB = Path(__file__).with_name("cells.py")
 NS = "hub"
 EXTRA = """
 import os

@@ -25,7 +25,6 @@ from typing import Any
 import httpx
 import pytest
 
-from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.channel import unix_url
 from jupyter_gpushare.protocol.helper_tls import HELPER
 from tests.certificates import broker_and_helper, files_of, helper_options
@@ -33,7 +32,7 @@ from tests.hub.conftest import Hub, running_hub
 from tests.kube import test_broker
 from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node
-from tests.kube.test_broker import CLI, PROJECTS, Site
+from tests.kube.test_broker import CLI, Site
 from tests.kube.test_spawner import KUBE, environment, pid_of
 from tests.ports import free_ports
 from tests.simulator import GIB, Simulator
@@ -185,7 +184,9 @@ def running_story() -> Iterator[Story]:
             made = Story(folder, cluster, machines["n1"])
             made.tokens, made.machines, made.broker_is_there = {}, machines, threading.Lock()
             made.helpers, made.helper_port = {}, free_ports()
-            prepare(made, cluster)
+            test_broker.prepare(cluster)
+            for node in NODES:
+                helper_pod(cluster, node)
             tls_port = free_ports()
             more = HUB_MORE.format(
                 kubeconfig=str(cluster.kubeconfig()), folder=name, python=sys.executable, cells=str(CELLS),
@@ -206,18 +207,6 @@ def running_story() -> Iterator[Story]:
 def story() -> Iterator[Story]:
     with running_story() as made:
         yield made
-
-
-def prepare(made: Story, cluster: Cluster) -> None:
-    store = cluster.server.store
-    config = {"metadata": {"name": "kai-config"}, "spec": {"admission": {"gpuSharing": True}}}
-    cluster.do(lambda: store.create("configs", "", config))
-    for body in queues(PROJECTS, 0):
-        cluster.do(lambda body=body: store.create("queues", "", body))
-    for body in priority_classes(3):
-        cluster.do(lambda body=body: store.create("priorityclasses", "", body))
-    for name in NODES:
-        helper_pod(cluster, name)
 
 
 def helper_pod(cluster: Cluster, node: str) -> None:
