@@ -271,17 +271,10 @@ def test_growth_late_frees_and_memory_that_cannot_be_taken_lose_nothing(publishe
 @pytest.mark.parametrize(
     ("version", "says"),
     [
-        ("570.158.01", "PyTorch"),
-        ("575.57.08", "first version"),
         ("575.51.02", "in a container with some of the machine's GPUs"),
-        ("590.48.01", "4 GPUs"),
-        ("595.58.03", "2 GPUs"),
-        ("580.95.05", "checkpointed for ever"),
-        ("595.71.05", "hung"),
-        ("595.80.00", ""),
-        ("610.57.04", "Lock ended"),
-        ("615.12.01", "cgroups"),
+        ("575.57.08", "first version"),
         ("580.00.00-simulated", "checkpointed for ever"),
+        ("595.80.00", ""),
         ("", ""),
     ],
 )

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
@@ -160,11 +161,8 @@ def test_a_fact_about_the_driver_is_reported(tmp_path: Path) -> None:
     machine = Simulator(
         tmp_path, "1xH100-80GB,host=512GiB,lost=checkpointed,listed=initialized,checkpoint=root"
     )
-    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
-    try:
+    with closing(Bench(tmp_path, environment(machine), out=None, budget_s=600)) as bench:
         shown = {each.name: bench.run(each) for each in APART}
-    finally:
-        bench.close()
     assert {name: (each.outcome, each.reason) for name, each in shown.items()} == dict.fromkeys(
         shown, ("passed", "")
     )
@@ -190,16 +188,9 @@ def test_a_fact_about_the_driver_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", OF_LIFE, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_what_lives_across_a_suspension_is_reported(tmp_path: Path, module: ModuleType) -> None:
     options, rows = OF_LIFE[module]
-    bench = Bench(
-        tmp_path,
-        environment(Simulator(tmp_path, f"2xH100-80GB,host=512GiB,{options}")),
-        out=None,
-        budget_s=600,
-    )
-    try:
+    machine = Simulator(tmp_path, f"1xH100-80GB,host=512GiB,{options}")
+    with closing(Bench(tmp_path, environment(machine), out=None, budget_s=600)) as bench:
         shown = [bench.run(each) for each in SCENARIOS if sys.modules[each.function.__module__] is module]
-    finally:
-        bench.close()
     assert {each.scenario: (each.outcome, each.reason) for each in shown} == {
         each.scenario: ("passed", "") for each in shown
     }
@@ -209,32 +200,13 @@ def test_what_lives_across_a_suspension_is_reported(tmp_path: Path, module: Modu
         assert re.search(pattern, figure), (what, figure)
 
 
-@pytest.mark.long
-def test_a_process_that_is_lost_with_its_mover_is_reported(tmp_path: Path) -> None:
-    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,copy=1GiB/s,caller-dies=400")
-    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
-    of_callers = [each for each in SCENARIOS if each.function.__module__ == callers.__name__]
-    try:
-        shown = {each.function: bench.run(each) for each in of_callers}
-    finally:
-        bench.close()
-    assert [each.outcome for each in shown.values()] == ["passed", "passed"]
-    ((_, of_helper),) = shown[callers.a_helper_is_killed_in_a_move].rows
-    assert of_helper.startswith("lost ")
-    ((_, of_driver),) = shown[callers.a_caller_is_killed_in_a_move].rows
-    assert of_driver == "in the call, code 400; nothing to undo (code 400); no answer"
-
-
 def test_on_one_gpu_with_bytes_hidden_there_is_an_answer_or_a_reason(tmp_path: Path) -> None:
     """A container: the helper cannot suspend there, the driver's calls can."""
     by_name = {scenario.name: scenario for scenario in SCENARIOS}
     machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,bytes=unavailable")
-    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
-    try:
+    with closing(Bench(tmp_path, environment(machine), out=None, budget_s=600)) as bench:
         graph = bench.run(by_name["a_graph_is_launched_again_after_a_suspension"])
         move = bench.run(by_name["a_process_moves_to_another_gpu"])
-    finally:
-        bench.close()
     what = "graph: replay before and after a suspension by the driver"
     assert (graph.outcome, graph.rows) == ("passed", [[what, "ok, ok"]])
     assert (move.outcome, move.reason) == ("skipped", "there are not two equal devices")
@@ -336,52 +308,22 @@ def test_where_the_driver_hides_bytes_each_scenario_runs_or_says_why_not(
         assert shown.outcome == "passed"
 
 
-@pytest.mark.long
-@pytest.mark.skipif(os.path.exists("/dev/nvidiactl"), reason="this machine has a driver")
-def test_without_a_driver_the_command_says_so_in_every_row(tmp_path: Path) -> None:
-    arguments = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-c",
-        "/dev/null",
-        f"--rootdir={ROOT}",
-        "-q",
-        "tests/gpu_real",
-    ]
-    env = environment(Simulator(tmp_path, "1xH100-80GB,host=512GiB")) | {
-        "LD_LIBRARY_PATH": "/nonexistent",
-        "OUT": str(tmp_path),
-        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
-    }
-    done = subprocess.run(arguments, cwd=ROOT, env=env, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stdout + done.stderr
-    results = json.loads((tmp_path / "all" / "gpu.json").read_text())["results"]
-    assert len(results) == len(SCENARIOS)
-    assert all("no NVIDIA driver on this machine" in each["reason"] for each in results)
-    assert "no NVIDIA driver" in (tmp_path / "all" / "gpu.md").read_text()
-
-
 def test_where_the_helper_cannot_suspend_the_driver_is_measured_by_itself(tmp_path: Path) -> None:
     machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB")
     machine.fault(Fault.LOCK_TIMEOUT)  # the self-test's
-    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
     by_name = {scenario.name: scenario for scenario in SCENARIOS}
-    try:
+    with closing(Bench(tmp_path, environment(machine), out=None, budget_s=600)) as bench:
         skipped = bench.run(by_name["memory_comes_back_as_it_was-8"])
         assert (skipped.outcome, "cannot suspend" in skipped.reason) == ("skipped", True)
         shown = bench.run(by_name["the_driver_moves_a_process_by_itself-8"])
         assert (shown.outcome, shown.rows[0][0]) == ("passed", "Lock, Checkpoint and Restore of 0.0312 GiB")
-    finally:
-        bench.close()
 
 
 def test_what_hangs_or_kills_the_helper_costs_the_others_nothing(tmp_path: Path) -> None:
     machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB")
-    bench = Bench(tmp_path, environment(machine), out=None, budget_s=600)
     by_name = {scenario.name: scenario for scenario in SCENARIOS}
     context = by_name["a_context_has_its_price"]
-    try:
+    with closing(Bench(tmp_path, environment(machine), out=None, budget_s=600)) as bench:
         assert bench.run(by_name["the_self_test_gives_a_verdict"]).outcome == "passed"
         machine.fault(Fault.HANG_CALL, count=-1, value=600_000)
         late = bench.run(replace(context, limit_s=4.0))
@@ -398,7 +340,5 @@ def test_what_hangs_or_kills_the_helper_costs_the_others_nothing(tmp_path: Path)
         lost = bench.run(context)
         assert (lost.outcome, "out of service" in lost.reason) == ("skipped", True)
         assert "not done after 4 s" in bench.table()
-    finally:
-        bench.close()
     ended = Bench(tmp_path, environment(machine), out=None, budget_s=0)
     assert ended.run(context).reason == "no time is left"

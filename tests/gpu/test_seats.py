@@ -384,16 +384,6 @@ def test_only_processes_with_device_memory_are_ended(node: Node) -> None:
     assert server.process.poll() is None
 
 
-def test_a_restarted_helper_waits_for_its_seats(node: Node) -> None:
-    node.seat()
-    worker = holder(node)
-    assert node.stop(signal.SIGKILL) == -signal.SIGKILL
-    node.start("--seat-socket", str(node.folder / "seat.sock"))
-    until(lambda: node.seated("seat-1"), "it is back")
-    assert node.of("b1-1")["phase"] == "running"
-    assert worker.do("check") == "ok"
-
-
 def test_a_restarted_helper_suspends_what_has_lost_its_seat_meanwhile(node: Node) -> None:
     seat = node.seat()
     holder(node)
@@ -431,16 +421,6 @@ def test_a_seat_of_an_older_broker_ends_with_the_reason(node: Node) -> None:
     seat = node.seat(wait=False)
     assert seat.wait(PATIENCE_S) == 1
     assert "stale" in node.said("seat-1")
-
-
-def test_another_seat_of_the_lease_spares_it_the_suspension(node: Node) -> None:
-    first = node.seat()
-    holder(node)
-    node.seat("seat-2")
-    first.terminate()
-    assert first.wait(PATIENCE_S) == 0
-    assert "seated" in node.said("seat-1").splitlines()[-1]
-    assert node.of("b1-1")["phase"] == "running"
 
 
 @pytest.mark.parametrize("line", [b"nonsense", b'{"verb":"sample"}', b'{"verb":"sit","seat":"s"}', b"[]"])

@@ -257,15 +257,6 @@ def test_a_socket_that_a_killed_helper_left_is_taken_over(bare: Machine) -> None
     assert bare.ask("hello")
 
 
-def test_help_shows_examples(bare: Machine) -> None:
-    said = subprocess.run(
-        [sys.executable, "-m", "jupyter_gpushare.gpu.service.helper", "--help"],
-        env=bare.environment, capture_output=True, text=True, check=True, timeout=PATIENCE_S,
-    ).stdout  # fmt: skip
-    assert "--state-dir" in said
-    assert "examples:" in said
-
-
 @pytest.mark.parametrize(
     "arguments", [["--host-budget-percent", "0"], ["--sample-s", "60"], ["--watchdog", "bite"]]
 )

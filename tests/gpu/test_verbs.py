@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
@@ -96,8 +95,3 @@ def test_a_line_that_is_no_object_is_refused(line: bytes) -> None:
 def test_a_number_that_json_cannot_say_is_never_sent() -> None:
     with pytest.raises(ValueError, match="JSON"):
         encode({"at": float("nan")})
-
-
-def test_every_refusal_and_kind_is_a_plain_word() -> None:
-    for kind in (helper.Refusal, helper.ErrorKind, helper.EventKind, helper.Phase, helper.Level):
-        assert all(json.loads(encode({"word": each}))["word"] == each.value for each in kind)
