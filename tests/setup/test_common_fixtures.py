@@ -118,12 +118,6 @@ def test_without_a_browser_its_tests_are_skipped_by_name_with_the_line_that_inst
     assert "apt-get install -y chromium" in result.stdout
 
 
-def test_where_nothing_may_be_skipped_an_absent_browser_fails(tmp_path, no_chromium):
-    result = run_pytest(tmp_path, BROWSER, PATH=no_chromium, GPUSHARE_FAIL_ON_SKIP="1")
-    assert result.returncode == 1
-    assert "Nothing may be skipped here. Skipped: no chromium; install it with" in result.stdout
-
-
 def test_a_process_that_outlives_the_run_is_named_ended_and_makes_it_fail(tmp_path):
     result = run_pytest(tmp_path, LEAVES_A_PROCESS)
     assert result.returncode == 1
