@@ -18,16 +18,13 @@ class Authority:
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._folder = folder
-        self._key = ec.generate_private_key(ec.SECP256R1())
-        self._name = _named(name)
         self.certificate = folder / f"{name}.crt"
-        make_certificate(self.certificate, folder / f"{name}.key", name, private=self._key)
+        self._signs = make_certificate(self.certificate, folder / f"{name}.key", name)
 
     def issue(self, name: str, days: float = 1, usage: x509.ObjectIdentifier | None = None) -> TlsFiles:
         """Write a certificate for this DNS name, and its key."""
         files = files_of(name, self._folder, self.certificate)
-        signed_by = (self._name, self._key)
-        make_certificate(files.certificate, files.key, name, signed_by=signed_by, days=days, usage=usage)
+        make_certificate(files.certificate, files.key, name, signed_by=self._signs, days=days, usage=usage)
         return files
 
 
@@ -36,19 +33,19 @@ def make_certificate(
     key: Path,
     name: str = "127.0.0.1",
     *,
-    private: ec.EllipticCurvePrivateKey | None = None,
     signed_by: tuple[x509.Name, ec.EllipticCurvePrivateKey] | None = None,
     days: float = 1,
     usage: x509.ObjectIdentifier | None = None,
-) -> None:
+) -> tuple[x509.Name, ec.EllipticCurvePrivateKey]:
     """Write a certificate and its private key; without ``signed_by`` it is its own authority."""
-    private = private or ec.generate_private_key(ec.SECP256R1())
-    issuer, signing = signed_by or (_named(name), private)
+    private = ec.generate_private_key(ec.SECP256R1())
+    subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    issuer, signing = signed_by or (subject, private)
     now, public = datetime.datetime.now(datetime.UTC), private.public_key()
     is_ip = name.replace(".", "").isdigit()
     builder = (
         x509.CertificateBuilder()
-        .subject_name(_named(name))
+        .subject_name(subject)
         .issuer_name(issuer)
         .public_key(public)
         .serial_number(x509.random_serial_number())
@@ -70,10 +67,7 @@ def make_certificate(
     key.touch(0o600)
     key.write_bytes(secret)
     certificate.write_bytes(builder.sign(signing, hashes.SHA256()).public_bytes(pem))
-
-
-def _named(name: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
+    return subject, private
 
 
 def files_of(name: str, folder: Path, authority: Path | None = None) -> TlsFiles:

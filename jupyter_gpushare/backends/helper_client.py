@@ -135,13 +135,13 @@ class NodeAddress(Address):
             raise
         return connection
 
-    def _verify(self, names: set[str], greeting: bytes) -> None:
+    def _verify(self, named: set[str], greeting: bytes) -> None:
         """Look whether the peer is the helper of this node.
 
         Raises:
             HelperError: it is not, or does not accept this broker.
         """
-        if not names & {HELPER, f"{self.node}.{HELPER}"}:
+        if not named & {HELPER, f"{self.node}.{HELPER}"}:
             raise HelperError("not_verified", f"its certificate has to name {HELPER} or {self.node}.{HELPER}")
         node = _result(greeting, "connect", dict).get("node")
         if node != self.node:

@@ -79,7 +79,7 @@ class GPUShareKube(Configurable):
     helper_certificate_file = Unicode(
         "",
         help=f"File with the certificate that the broker shows to device helpers, for the name {BROKER}. "
-        "It is read again when it changes, like the next two.",
+        "It is read again when it changes, like helper_key_file and helper_ca_file.",
     ).tag(config=True)
     helper_key_file = Unicode(
         "", help="File with the key of helper_certificate_file, which no other user may read."

@@ -28,6 +28,12 @@ from jupyter_gpushare.private_files import read_private
 
 BROKER = "gpushare-broker"
 HELPER = "gpushare-helper"
+# By a word in OpenSSL's reason.
+_ADVICE = {
+    "expired": "renew it",
+    "not yet valid": "compare the clocks of both machines",
+    "": "the authority (CA) of both sides has to sign both certificates",
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +63,7 @@ class TlsFiles:
 
 @lru_cache(maxsize=4)
 def _context(files: TlsFiles, purpose: ssl.Purpose, written: tuple[int, ...]) -> ssl.SSLContext:
-    read_private(files.key, 1)  # of which other users cannot read a byte either
+    read_private(files.key, 1)  # refuses a key that others can read
     context = mutual_tls(str(files.certificate), str(files.key), str(files.authority), purpose)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
     context.check_hostname = False  # each side reads the `names` itself
@@ -82,7 +88,5 @@ def reason(error: ssl.SSLError) -> str:
         )
         if " alert " not in why:
             return f"TLS failed: {why}"
-    advice = (
-        "renew it" if "expired" in why else "the authority (CA) of both sides has to sign both certificates"
-    )
+    advice = next(each for word, each in _ADVICE.items() if word in why)
     return f"{whose}: {why}: {advice}"
