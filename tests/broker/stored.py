@@ -74,7 +74,6 @@ JOB = JobRecord(
     result="",
     exit_code=-15,
     stopped=True,
-    reason="because",
     reason_texts=(Text(key="job.ended_with", args=["2"]),),
     attempts=1,
     failures=2,
@@ -94,7 +93,6 @@ DECISION = DecisionRecord(
     action="suspend",
     why="idle",
     for_lease="bxyz",
-    sentence="it sleeps for 5 s",
     texts=(Text(key="verbatim", args=[Text(key="duration.seconds", args=["5"])]),),
 )
 OVERRIDE = ProjectOverride(name="nlp", quota_milli=1500, weight=2, limit_milli=None)

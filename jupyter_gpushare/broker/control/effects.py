@@ -436,9 +436,7 @@ class Effects:
         job = job or registry.job_of(record)
         if job is not None:
             ended_at, attempts = registry.iso_now(), record.attempt
-            job = replace(
-                job, result=result, reason=why, reason_texts=(reason,), ended_at=ended_at, attempts=attempts
-            )
+            job = replace(job, result=result, reason_texts=(reason,), ended_at=ended_at, attempts=attempts)
         ended = Failed(reason=why) if result in ("failed", "timed_out") else Released(reason=why)
         await registry.advance(record, ended, job=job)
         if job is not None:

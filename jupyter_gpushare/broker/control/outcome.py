@@ -41,8 +41,7 @@ def with_end(job: JobRecord, report: wire.JobReport, at: str) -> JobRecord:
         job,
         exit_code=1 if report.exit_code is None else report.exit_code,
         stopped=report.stopped,
-        reason=report.reason,
-        reason_texts=(),
+        reason_texts=messages.reason_texts(report.reason),
         done=job.done if report.done is None else report.done,
         total=job.total if report.total is None else report.total,
         started_at=job.started_at or at,
@@ -64,7 +63,7 @@ def outcome_of(record: LeaseRecord, job: JobRecord) -> Outcome:
         if job.exit_code == 0:
             return Outcome("succeeded", messages.text("job.done"), job)
         code = messages.text("job.ended_with", job.exit_code)
-        return _after_failure(job, messages.reason_text(job.reason) if job.reason else code)
+        return _after_failure(job, job.reason_texts[0] if job.reason_texts else code)
     if (over := time_limit.why_over(job)) is not None:
         return Outcome("timed_out", over, job)
     if record.requeue or job.stopped:

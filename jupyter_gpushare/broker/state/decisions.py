@@ -9,7 +9,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 
-from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state.records import DecisionRecord, LeaseRecord
 from jupyter_gpushare.protocol.wire import Text
 
@@ -57,7 +56,6 @@ class Decisions:
             action=action,
             why=why,
             for_lease=for_lease or None,
-            sentence=messages.english(text),
             texts=(text,),
         )
         self.latest.append(entry)

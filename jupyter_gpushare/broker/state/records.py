@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from jupyter_gpushare.core.measure import Measure
 from jupyter_gpushare.core.model import Kind, Lease, State
-from jupyter_gpushare.messages import Texts
+from jupyter_gpushare.messages import Texts, english
 from jupyter_gpushare.wall_clock import is_same, is_whole_second, seconds_between
 
 ENDED = frozenset({State.RELEASED, State.FAILED})
@@ -132,8 +132,7 @@ class JobRecord:
     result: str = ""  # "", "succeeded", "failed", "cancelled", "timed_out"
     exit_code: int | None = None  # of the current attempt, as its runner reported it
     stopped: bool = False  # ... after a request to stop
-    reason: str = ""  # English
-    reason_texts: Texts = ()  # ``reason`` for translation; empty while it runs
+    reason_texts: Texts = ()  # why it ended; before that, what its runner said of the attempt
     attempts: int = 0  # how often it was started, once it has ended
     failures: int = 0  # failed attempts so far
     preemptions: int = 0  # times it was suspended or requeued
@@ -148,6 +147,11 @@ class JobRecord:
     def lease_id(self) -> str:
         """Id of the job's lease: ``j`` and the id of the job."""
         return f"j{self.id}"
+
+    @property
+    def reason(self) -> str:
+        """Its reason in English; empty: none yet."""
+        return english(self.reason_texts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -217,8 +221,12 @@ class DecisionRecord:
     action: str
     why: str
     for_lease: str | None
-    sentence: str
-    texts: Texts = ()  # ``sentence`` for translation
+    texts: Texts
+
+    @property
+    def sentence(self) -> str:
+        """The entry in English."""
+        return english(self.texts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

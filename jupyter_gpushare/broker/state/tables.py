@@ -105,7 +105,6 @@ jobs = sa.Table(
     sa.Column("result", sa.String(16), nullable=False),
     sa.Column("exit_code", sa.Integer),
     sa.Column("stopped", sa.Boolean, nullable=False),
-    sa.Column("reason", sa.Text, nullable=False),
     sa.Column("reason_texts", sa.Text, nullable=False),  # JSON
     sa.Column("attempts", sa.Integer, nullable=False),
     sa.Column("failures", sa.Integer, nullable=False),
@@ -129,7 +128,6 @@ decisions = sa.Table(
     sa.Column("action", sa.String(32), nullable=False),
     sa.Column("why", sa.String(64), nullable=False),
     sa.Column("for_lease", sa.String(64)),
-    sa.Column("sentence", sa.Text, nullable=False),
     sa.Column("texts", sa.Text, nullable=False),  # JSON
     sa.Index("decisions_by_user", "user", "at"),
 )

@@ -25,12 +25,12 @@ def timeline_of(job: JobRecord, decisions: Iterable[DecisionRecord], reader: str
     """Return the timeline of a job, its decisions, start and end, as ``reader`` reads them."""
     moments = [_moment(job.submitted_at, "submitted", (messages.text("job.submitted"),))]
     for each in decisions:
-        texts = messages.to_reader(each.texts, reader) or messages.reason_texts(each.sentence)
+        texts = messages.to_reader(each.texts, reader)
         moments.append(_moment(each.at, each.action, texts))
     if job.started_at:
         moments.append(_moment(job.started_at, "started", (messages.text("job.started"),)))
     if job.ended_at:
-        moments.append(_moment(job.ended_at, "ended", job.reason_texts or messages.reason_texts(job.reason)))
+        moments.append(_moment(job.ended_at, "ended", job.reason_texts))
     return wire.JobTimeline(moments=sorted(moments, key=lambda moment: moment.at))
 
 

@@ -140,7 +140,7 @@ class Views:
             ran_s += max(0.0, now - record.entered_at)
         waited_s = seconds_between(job.submitted_at, job.ended_at or self.registry.iso_now()) - ran_s
         seen = None if job.result or record is None else self._seen(record, is_new=is_new)
-        reason = sentence(seen) if seen else job.reason_texts or messages.reason_texts(job.reason)
+        reason = sentence(seen) if seen else job.reason_texts
         request = wire.decode(job.request.encode(), wire.JobRequest)
         return wire.Job(
             id=job.id,

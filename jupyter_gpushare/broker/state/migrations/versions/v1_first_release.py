@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-revision = "v1"
+revision = "v1b"
 down_revision = None
 
 
@@ -29,7 +29,6 @@ def upgrade() -> None:
         sa.Column("action", sa.String(32), nullable=False),
         sa.Column("why", sa.String(64), nullable=False),
         sa.Column("for_lease", sa.String(64)),
-        sa.Column("sentence", sa.Text, nullable=False),
         sa.Column("texts", sa.Text, nullable=False),
         sa.PrimaryKeyConstraint("seq"),
     )
@@ -53,7 +52,6 @@ def upgrade() -> None:
         sa.Column("result", sa.String(16), nullable=False),
         sa.Column("exit_code", sa.Integer),
         sa.Column("stopped", sa.Boolean, nullable=False),
-        sa.Column("reason", sa.Text, nullable=False),
         sa.Column("reason_texts", sa.Text, nullable=False),
         sa.Column("attempts", sa.Integer, nullable=False),
         sa.Column("failures", sa.Integer, nullable=False),
