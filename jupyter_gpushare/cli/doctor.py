@@ -18,10 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.cli.checks import Check
-from jupyter_gpushare.cli.checks import fail as _fail
-from jupyter_gpushare.cli.checks import ok as _ok
-from jupyter_gpushare.cli.checks import warn as _warn
+from jupyter_gpushare.cli.checks import Check, Found, fail, named, ok, warn
 from jupyter_gpushare.cli.doctor_access import check_projects, check_refusal, no_token
 from jupyter_gpushare.cli.output import lending_text
 from jupyter_gpushare.errors import BrokerUnavailable, DeviceError, RequestError
@@ -62,64 +59,68 @@ WATCHDOG = {
 
 def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]:
     """Return all checks, made now; ``url`` is the base of the broker's API, or empty."""
-    checks, status, devices = _ask_broker(url, token)
+    found, status, devices = _ask_broker(url, token)
     lease = _own_lease(status, environment)
     if lease is None and not environment.get("GPUSHARE_MEMORY_LIMIT"):
         # The name of a lease that this server may get while it runs.
         environment = {name: value for name, value in environment.items() if name != "GPUSHARE_LEASE"}
     simulated = devices is not None and devices.simulated
-    checks += [
-        check_driver(_driver(), simulated, environment.get("GPUSHARE_SIMULATE", "")),
-        check_scrubbing(_read(_DRIVER_SETTINGS), simulated),
-        *check_device_files(_read(_DRIVER_SETTINGS), devices),
-        check_environment(environment, lease),
-        check_origin(environment),
-        check_memory_limit(environment, limit_bytes(0)),
-    ]
+    found |= {
+        "driver": check_driver(_driver(), simulated, environment.get("GPUSHARE_SIMULATE", "")),
+        "scrubbing": check_scrubbing(_read(_DRIVER_SETTINGS), simulated),
+        "device files": check_device_files(_read(_DRIVER_SETTINGS), devices),
+        "environment": check_environment(environment, lease),
+        "origin": check_origin(environment),
+        "host memory": check_memory_limit(environment, limit_bytes(0)),
+    }
     if environment.get("GPUSHARE_LEASE"):
         if lease is None or lease.level == "preload":
-            checks.append(check_preload(environment, _read(procfs.path(0, "maps"))))
+            found["preload"] = check_preload(environment, _read(procfs.path(0, "maps")))
         page = Path(environment.get("GPUSHARE_LEASE_DIR", "/nonexistent"), "limit")
-        checks.append(check_limit_page(page, lease))
+        found["limit"] = check_limit_page(page, lease)
         if lease is not None:
-            checks.append(check_level(lease, devices.watchdog if devices is not None else "warn"))
-    return checks
+            found["level"] = check_level(lease, devices.watchdog if devices is not None else "warn")
+    return named(found)
 
 
 # ---- the broker --------------------------------------------------------------
 
 
-def _ask_broker(url: str, token: str) -> tuple[list[Check], wire.Status | None, wire.Devices | None]:
+def _ask_broker(url: str, token: str) -> tuple[dict[str, Found], wire.Status | None, wire.Devices | None]:
     from jupyter_gpushare.channel import CERTIFICATE_VARIABLE, api_url
     from jupyter_gpushare.client import BlockingClient
 
     if not url:
         advice = "set GPUSHARE_API_URL (servers of the Hub have it), or give --url"
-        return [_fail("broker", "No broker address is known here.", advice)], None, None
+        return {"broker": fail("No broker address is known here.", advice)}, None, None
     certificate = os.environ.get(CERTIFICATE_VARIABLE, "")
     try:
         client = BlockingClient(api_url(url), token, certificate=certificate, retry_s=RETRY_S)
     except RequestError as error:
-        return [_fail("broker", _sentence(str(error)), "give another --url")], None, None
+        return {"broker": fail(_sentence(str(error)), "give another --url")}, None, None
+    found: dict[str, Found] = {}
     with closing(client):
         try:
-            broker = check_health(client.get("health", wire.Health))
+            found["broker"] = check_health(client.get("health", wire.Health))
         except (BrokerUnavailable, RequestError) as error:
-            broker = _fail("broker", f"{_sentence(str(error))} ({url})", "tell the administrator")
+            found["broker"] = fail(f"{_sentence(str(error))} ({url})", "tell the administrator")
         if not token:
-            return [broker, no_token(os.environ)], None, None
+            return found | {"token": no_token(os.environ)}, None, None
         try:
             status = client.get("status", wire.Status)
             devices = client.get("devices", wire.Devices)
             lending = client.get("lending", wire.Lending)
         except RequestError as error:
-            return [broker, check_refusal(error)], None, None
+            return found | {"token": check_refusal(error)}, None, None
         except BrokerUnavailable:
-            return [broker], None, None
-    token_known = _ok("token", f"The broker knows you as {status.user}.")
-    published = [] if devices.simulated else check_real_driver(devices.driver)
-    found = [broker, token_known, check_devices(status, devices), *published, *check_ladders(devices)]
-    found += [check_lending(lending), *check_projects(status, devices)]
+            return found, None, None
+    found["token"] = ok(f"The broker knows you as {status.user}.")
+    found["devices"] = check_devices(status, devices)
+    if not devices.simulated:
+        found |= check_real_driver(devices.driver)
+    found["enforcement"] = check_ladders(devices)
+    found["lending"] = check_lending(lending)
+    found["projects"] = check_projects(status, devices)
     return found, status, devices
 
 
@@ -127,36 +128,35 @@ def check_health(health: wire.Health) -> Check:
     """Whether the broker's own health report is ``ok``."""
     if health.status == "ok" and not health.sockets_inherited:
         said = f"Version {health.version} answers. It bound its port itself: others can while it restarts."
-        return _warn("broker", said, "run it by gpushare-broker.socket of systemd, or with --respawn")
+        return warn(said, "run it by gpushare-broker.socket of systemd, or with --respawn")
     if health.status == "ok":
-        return _ok("broker", f"Version {health.version} answers.")
+        return ok(f"Version {health.version} answers.")
     advice = "the administrator finds more in the broker's log"
-    return _warn("broker", " ".join(health.reasons) or "It says that it is degraded.", advice)
+    return warn(" ".join(health.reasons) or "It says that it is degraded.", advice)
 
 
 def check_devices(status: wire.Status, devices: wire.Devices) -> Check:
     """Whether the device helper answers and its devices are healthy."""
-    name = "devices"
     if not status.devices_known:
-        return _fail(name, "The device helper does not answer the broker.", "the administrator restarts it")
+        return fail("The device helper does not answer the broker.", "the administrator restarts it")
     left_out = "".join(f" {reason}." for reason in devices.left_out)
     if not devices.devices:
         said = f"The device helper found no device.{left_out}"
-        return _fail(name, said, "check `nvidia-smi` on the GPU machine")
+        return fail(said, "check `nvidia-smi` on the GPU machine")
     broken = [d for d in devices.devices if not d.healthy]
     if broken:
         said = "; ".join(f"{d.name} ({d.uuid}): {d.reason or 'not healthy'}" for d in broken)
-        return _fail(name, said, "the administrator takes it out of service or resets it")
+        return fail(said, "the administrator takes it out of service or resets it")
     stuck = [d for d in devices.devices if not d.suspendable]
     kind = "simulated devices" if devices.simulated else "devices"
     said = f"{len(devices.devices)} {kind}, driver {devices.driver}.{left_out}"
     if left_out:
-        return _warn(name, said, "the others work; see docs/isolation.md, Devices in trouble")
+        return warn(said, "the others work; see docs/isolation.md, Devices in trouble")
     if stuck:
         why = stuck[0].suspend_reason or "the driver's checkpoint did not pass its test"
         advice = "idle sessions keep their GPU there; driver r575 or later is needed to put them to sleep"
-        return _warn(name, f"{said} {len(stuck)} cannot put sessions to sleep: {why}.", advice)
-    return _ok(name, said)
+        return warn(f"{said} {len(stuck)} cannot put sessions to sleep: {why}.", advice)
+    return ok(said)
 
 
 def check_lending(lending: wire.Lending) -> Check:
@@ -164,47 +164,45 @@ def check_lending(lending: wire.Lending) -> Check:
     text = f"{lending.mode}: {lending_text(lending)}"
     if lending.lost:
         advice = "see docs/isolation.md, Drivers; `gpushare admin lending off` wakes all and lends nothing"
-        return _warn("lending", text, advice)
-    return _ok("lending", text)
+        return warn(text, advice)
+    return ok(text)
 
 
-def check_real_driver(driver: str) -> list[Check]:
+def check_real_driver(driver: str) -> dict[str, Found]:
     """What is known about a real driver, and about programs on it."""
-    branch = check_published(driver)
     programs = "; ".join(f"{each.programs}: {each.note} ({each.source})" for each in PROGRAMS)
-    return [
-        *([branch] if branch else []),
-        _ok("permission", PERMISSION),
-        _ok("programs", f"{programs}."),
-        _ok("maintenance", MAINTENANCE),
-    ]
+    return {
+        "suspension": check_published(driver),
+        "permission": ok(PERMISSION),
+        "programs": ok(f"{programs}."),
+        "maintenance": ok(MAINTENANCE),
+    }
 
 
-def check_published(driver: str) -> Check | None:
-    """Published limits of this driver for suspending sessions; None where nothing is known."""
-    name = "suspension"
+def check_published(driver: str) -> Found:
+    """Published limits of this driver for suspending sessions; nothing where none are known."""
     note = note_of(driver)
     if note is None:
-        return None
+        return ()
     said = f"Driver {driver}: {note.note} ({note.source})."
     if note.is_warning:
-        return _warn(name, said, "see docs/isolation.md, Drivers, before sessions are put to sleep there")
-    return _ok(name, said)
+        return warn(said, "see docs/isolation.md, Drivers, before sessions are put to sleep there")
+    return ok(said)
 
 
 def check_ladders(devices: wire.Devices) -> list[Check]:
     """What can enforce a limit on each device, strongest first, and why not what cannot."""
-    return [check_ladder(device) for device in devices.devices if device.ladder]
-
-
-def check_ladder(device: wire.DeviceStatus) -> Check:
-    """The levels of one device, each seen to hold by its self-test, or why not."""
-    name = "enforcement"
-    said = f"{device.name} ({device.uuid}): " + "; ".join(map(_rung, device.ladder))
-    if device.level == "hints":
-        advice = "a part of this device is a request only; see docs/isolation.md for what each level needs"
-        return _warn(name, f"{said}.", advice)
-    return _ok(name, f"{said}.")
+    found = []
+    for device in devices.devices:
+        said = f"{device.name} ({device.uuid}): {'; '.join(map(_rung, device.ladder))}."
+        if device.ladder and device.level == "hints":
+            advice = (
+                "a part of this device is a request only; see docs/isolation.md for what each level needs"
+            )
+            found.append(warn(said, advice))
+        elif device.ladder:
+            found.append(ok(said))
+    return found
 
 
 def _rung(rung: wire.Rung) -> str:
@@ -246,37 +244,33 @@ def check_driver(found: str, simulated: bool, options: str = "") -> Check:
     if not found.startswith("!"):
         relaxed = simulated and "checkpoint=any-uid" in options
         rule = "; it lets every user suspend processes, a real one only root" if relaxed else ""
-        return _ok("driver", found + rule)
+        return ok(found + rule)
     advice = "start a server with a GPU, or install the NVIDIA driver on this machine"
     if simulated:
         advice = "the simulated driver is found by servers with a GPU only; start one"
-    return _warn("driver", f"No driver is found by this process: {found[1:]}.", advice)
+    return warn(f"No driver is found by this process: {found[1:]}.", advice)
 
 
 def check_scrubbing(params: str | None, simulated: bool) -> Check:
     """Whether the driver erases memory between processes (kernel module parameter)."""
-    name = "scrubbing"
     if params is None:
         if simulated:
-            return _ok(name, "Simulated devices start every allocation erased.")
-        return _warn(
-            name,
+            return ok("Simulated devices start every allocation erased.")
+        return warn(
             f"Unknown whether freed memory is erased: {_DRIVER_SETTINGS} cannot be read.",
             "run doctor on the GPU machine itself",
         )
     set_to = re.search(r"RmDisableScrubOnFree\s*[=:]\s*(\w+)", params, re.IGNORECASE)
     if set_to is None or set_to[1] in ("0", "0x0"):
-        return _ok(name, "The driver erases freed memory before another process gets it.")
-    return _fail(
-        name,
+        return ok("The driver erases freed memory before another process gets it.")
+    return fail(
         "The driver is told not to erase freed memory: one user may read another's data.",
         "remove RMDisableScrubOnFree from the options of the nvidia kernel module and reload it",
     )
 
 
-def check_device_files(params: str | None, devices: wire.Devices | None) -> list[Check]:
+def check_device_files(params: str | None, devices: wire.Devices | None) -> Found:
     """Whether only users of leases can open whole GPUs, and whether the driver leaves it so."""
-    name = "device files"
     rungs = [
         rung
         for device in (devices.devices if devices else ())
@@ -284,33 +278,28 @@ def check_device_files(params: str | None, devices: wire.Devices | None) -> list
         if rung.level == "whole_gpu" and (rung.by or "open to every user" in rung.reason)
     ]
     if not rungs:
-        return []
+        return ()
     if is_open := [rung.reason for rung in rungs if not rung.offered]:
         advice = "start the device helper with --own-device-files (docs/isolation.md, Device files)"
-        return [_warn(name, f"Whole GPUs are not enforced: {'; '.join(is_open)}.", advice)]
+        return warn(f"Whole GPUs are not enforced: {'; '.join(is_open)}.", advice)
     modifies = re.search(r"ModifyDeviceFiles\s*[=:]\s*(\w+)", params or "")
     if modifies is None or modifies[1] in ("0", "0x0"):
-        return [_ok(name, f"Closed to users without a lease by {rungs[0].by}.")]
-    return [
-        _warn(
-            name,
-            f"Closed to users without a lease by {rungs[0].by}, but the driver may open them for a moment.",
-            "set NVreg_ModifyDeviceFiles=0 in the options of the nvidia kernel module, and make the "
-            "files at boot (docs/isolation.md, Device files)",
-        )
-    ]
+        return ok(f"Closed to users without a lease by {rungs[0].by}.")
+    return warn(
+        f"Closed to users without a lease by {rungs[0].by}, but the driver may open them for a moment.",
+        "set NVreg_ModifyDeviceFiles=0 in the options of the nvidia kernel module, and make the "
+        "files at boot (docs/isolation.md, Device files)",
+    )
 
 
 def check_origin(environment: Mapping[str, str]) -> Check:
     """Whether pages of one user's server can reach those of another in a browser."""
-    name = "origin"
     if "JUPYTERHUB_API_URL" not in environment:
-        return _ok(name, "This is no server of a Hub.")
+        return ok("This is no server of a Hub.")
     # With subdomains, and only then, the Hub names the callback with a host.
     if urlsplit(environment.get("JUPYTERHUB_OAUTH_CALLBACK_URL", "")).netloc:
-        return _ok(name, "Each user's server has a host name of its own.")
-    return _warn(
-        name,
+        return ok("Each user's server has a host name of its own.")
+    return warn(
         "All users' servers are one origin: a page of one can act in a window that it opened for another.",
         "where users are not trusted, set c.JupyterHub.subdomain_host (docs/security.md)",
     )
@@ -318,13 +307,11 @@ def check_origin(environment: Mapping[str, str]) -> Check:
 
 def check_memory_limit(environment: Mapping[str, str], most_bytes: int | None) -> Check:
     """Whether the host memory of a server is limited; ``most_bytes`` is what its cgroups allow."""
-    name = "host memory"
     if "JUPYTERHUB_USER" not in environment:
-        return _ok(name, "This is no server of a Hub.")
+        return ok("This is no server of a Hub.")
     if most_bytes is not None:
-        return _ok(name, f"This server is limited to {gibibytes(most_bytes)}.")
-    return _warn(
-        name,
+        return ok(f"This server is limited to {gibibytes(most_bytes)}.")
+    return warn(
         "This server's memory is not limited: it can take all of its machine.",
         "the administrator sets c.LimitedProcesses.cgroup_root and c.Spawner.mem_limit (docs/isolation.md)",
     )
@@ -332,28 +319,25 @@ def check_memory_limit(environment: Mapping[str, str], most_bytes: int | None) -
 
 def check_environment(environment: Mapping[str, str], lease: wire.LeaseStatus | None) -> Check:
     """Whether the environment variables of a lease are complete and consistent."""
-    name = "environment"
     lease_id = environment.get("GPUSHARE_LEASE", "")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if not lease_id:
         if "JUPYTERHUB_USER" in environment and visible:
             advice = "unset CUDA_VISIBLE_DEVICES; pick a GPU when starting the server instead"
-            return _warn(name, "This server has no GPU, yet CUDA_VISIBLE_DEVICES names one.", advice)
-        return _ok(name, "No GPU is held here.")
+            return warn("This server has no GPU, yet CUDA_VISIBLE_DEVICES names one.", advice)
+        return ok("No GPU is held here.")
     if not environment.get("GPUSHARE_MEMORY_LIMIT"):
         advice = "open a new terminal"
-        return _warn(name, "This server got its GPU after this terminal was opened.", advice)
+        return warn("This server got its GPU after this terminal was opened.", advice)
     if not environment.get("GPUSHARE_LEASE_DIR"):
         advice = "restart the server: the Hub sets this variable, and nothing should change it"
-        return _fail(name, "A GPU is held, but GPUSHARE_LEASE_DIR is not set.", advice)
+        return fail("A GPU is held, but GPUSHARE_LEASE_DIR is not set.", advice)
     if lease is None:
-        return _warn(
-            name, f"The broker did not confirm the lease {lease_id}.", "see the checks of broker and token"
-        )
+        return warn(f"The broker did not confirm the lease {lease_id}.", "see the checks of broker and token")
     if visible is not None and not _names_device(visible, lease.devices):
         advice = "unset it, or count from 0: numbers are those of the lease's own devices"
-        return _warn(name, f"Programs see no GPU: CUDA_VISIBLE_DEVICES is {visible[:100]!r}.", advice)
-    return _ok(name, f"Lease {lease_id}, {lease.size} on {lease.device_name}.")
+        return warn(f"Programs see no GPU: CUDA_VISIBLE_DEVICES is {visible[:100]!r}.", advice)
+    return ok(f"Lease {lease_id}, {lease.size} on {lease.device_name}.")
 
 
 def _names_device(visible: str, devices: Sequence[str]) -> bool:
@@ -368,39 +352,38 @@ def check_preload(environment: Mapping[str, str], maps: str | None) -> Check:
     """Whether the library that keeps the limit is named and in this process."""
     advice = "restart the server, and do not unset or replace LD_PRELOAD"
     if PRELOAD_NAME not in environment.get("LD_PRELOAD", ""):
-        return _fail("preload", f"LD_PRELOAD does not name {PRELOAD_NAME}.", advice)
+        return fail(f"LD_PRELOAD does not name {PRELOAD_NAME}.", advice)
     if maps is not None and "/ld-musl-" in maps:
         advice = "use an image with glibc (Debian, Ubuntu, Red Hat): NVIDIA's driver needs it too"
-        return _fail("preload", "The C library of this program is musl: it gets no GPU memory.", advice)
+        return fail("The C library of this program is musl: it gets no GPU memory.", advice)
     if maps is not None and PRELOAD_NAME not in maps:
-        return _fail("preload", f"{PRELOAD_NAME} is named in LD_PRELOAD but was not loaded.", advice)
-    return _ok("preload", f"{PRELOAD_NAME} is loaded in this process.")
+        return fail(f"{PRELOAD_NAME} is named in LD_PRELOAD but was not loaded.", advice)
+    return ok(f"{PRELOAD_NAME} is loaded in this process.")
 
 
 def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
     """Whether the file with the limit is there, whole, and says what the lease says."""
-    name = "limit"
     advice = "restart the server; without a limit every allocation is denied"
     try:
         page = path.read_bytes()[:LIMIT_BYTES]
     except OSError as error:
-        return _fail(name, f"The limit page {path} cannot be read ({error.strerror}).", advice)
+        return fail(f"The limit page {path} cannot be read ({error.strerror}).", advice)
     if len(page) < LIMIT_BYTES or LIMIT_HEAD.unpack_from(page)[:2] != (LIMIT_MAGIC, VERSION):
-        return _fail(name, f"The limit page {path} is not one of this version.", advice)
+        return fail(f"The limit page {path} is not one of this version.", advice)
     _, _, count, _, phase = LIMIT_HEAD.unpack_from(page)
     if phase == PagePhase.REVOKED:
-        return _fail(name, "The lease has ended: every allocation is denied.", advice)
+        return fail("The lease has ended: every allocation is denied.", advice)
     limits = [
         LIMIT_DEVICE.unpack_from(page, LIMIT_HEAD.size + i * LIMIT_DEVICE.size)[1] for i in range(count)
     ]
     total = sum(limits)
     if lease is not None and lease.memory_limit_bytes and total != lease.memory_limit_bytes:
         said = f"The limit page says {gibibytes(total)}, the broker {gibibytes(lease.memory_limit_bytes)}."
-        return _warn(name, said, "run doctor again; if it stays, tell the administrator")
+        return warn(said, "run doctor again; if it stays, tell the administrator")
     if os.access(path, os.W_OK):
         said = f"{gibibytes(total)}, in a page that this user could change."
-        return _warn(name, said, "fine for a demo; in production the device helper runs as another user")
-    return _ok(name, f"{gibibytes(total)} on {count} device{'s' if count != 1 else ''}.")
+        return warn(said, "fine for a demo; in production the device helper runs as another user")
+    return ok(f"{gibibytes(total)} on {count} device{'s' if count != 1 else ''}.")
 
 
 def check_level(lease: wire.LeaseStatus, watchdog: str) -> Check:
@@ -410,12 +393,10 @@ def check_level(lease: wire.LeaseStatus, watchdog: str) -> Check:
         said += f"; {WATCHDOG[watchdog]}"
         if watchdog == "off":
             advice = "an administrator starts the device helper with --watchdog warn or stop"
-            return _warn("level", f"preload: {said}.", advice)
+            return warn(f"preload: {said}.", advice)
     if lease.level == "hints":
-        return _warn(
-            "level", f"hints: {said}.", "an administrator can offer MIG instances or the preload library"
-        )
-    return _ok("level", f"{lease.level}: {said}.")
+        return warn(f"hints: {said}.", "an administrator can offer MIG instances or the preload library")
+    return ok(f"{lease.level}: {said}.")
 
 
 def _sentence(text: str) -> str:

@@ -17,7 +17,7 @@ def no_token(environment: Mapping[str, str]) -> Check:
     advice = "make one on the Hub's token page, with the scope access:services!service=gpushare, and set "
     if "JUPYTERHUB_USER" in environment:
         advice = "restart this server: the Hub gives it a token; else "
-    return fail("token", "No token is known here, so nothing but health can be asked.", advice + _SETTING)
+    return fail("No token is known here, so nothing but health can be asked.", advice + _SETTING)
 
 
 def check_refusal(error: RequestError) -> Check:
@@ -29,15 +29,15 @@ def check_refusal(error: RequestError) -> Check:
     if error.reason == "login":  # the Hub does not know it
         advice = "it has expired or was revoked: restart this server, or make a new one on the Hub's token "
         advice += f"page and set {_SETTING}"
-    return fail("token", f"{str(error).rstrip('.')}.", advice)
+    return fail(f"{str(error).rstrip('.')}.", advice)
 
 
-def check_projects(status: wire.Status, devices: wire.Devices) -> list[Check]:
+def check_projects(status: wire.Status, devices: wire.Devices) -> Check:
     """Whether the user may use GPUs, and whether the machine has what projects are guaranteed."""
     if not status.projects:
         said = f"{status.user} belongs to no project that may use GPUs."
         advice = "the administrator adds the user to a Hub group of a project in c.GPUShareBroker.projects"
-        return [fail("projects", said, advice)]
+        return fail(said, advice)
     names = ", ".join(project.name for project in status.projects)
     guaranteed = devices.guaranteed_milli / WHOLE_GPU
     if devices.devices and guaranteed > len(devices.devices):
@@ -45,5 +45,5 @@ def check_projects(status: wire.Status, devices: wire.Devices) -> list[Check]:
             f"Projects are guaranteed {guaranteed:g} GPUs together; this machine has {len(devices.devices)}."
         )
         advice = "the administrator lowers the quotas (`gpushare admin quota`, c.GPUShareBroker.projects)"
-        return [warn("projects", said, advice)]
-    return [ok("projects", f"You may use the GPUs of {names}.")]
+        return warn(said, advice)
+    return ok(f"You may use the GPUs of {names}.")

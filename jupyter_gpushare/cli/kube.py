@@ -24,8 +24,8 @@ from jupyter_gpushare.backends.kubernetes.surroundings import parse_list
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.cluster import queue_projects
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.cli.checks import Check, Result, print_checks
-from jupyter_gpushare.cli.kube_canary import canary
+from jupyter_gpushare.cli.checks import named, report
+from jupyter_gpushare.cli.kube_canary import NAME, canary
 from jupyter_gpushare.cli.kube_checks import examine
 from jupyter_gpushare.cli.kube_hub import BrokerPod, hub_checks, not_examined
 from jupyter_gpushare.cli.options import JSON
@@ -83,13 +83,11 @@ def print_queues(site: Configured, args: argparse.Namespace) -> int:
 
 def check(site: Configured, args: argparse.Namespace) -> int:
     """Examine the cluster: API server, rights, Queues, KAI's settings, nodes."""
-    hub = hub_checks(parse_list(_read(args.hub)), _broker_pod(site)) if args.hub else [not_examined()]
-    checks: list[Check] = asyncio.run(examine(site.kube, site.projects, site.levels))
+    hub = hub_checks(parse_list(_read(args.hub)), _broker_pod(site)) if args.hub else not_examined()
+    checks = asyncio.run(examine(site.kube, site.projects, site.levels))
     if args.canary:
-        checks.append(asyncio.run(canary(site.kube)))
-    checks += hub
-    print_checks(checks, as_json=args.json)
-    return 1 if any(each.result is Result.FAIL for each in checks) else 0
+        checks += named({NAME: asyncio.run(canary(site.kube))})
+    return report(checks + hub, as_json=args.json)
 
 
 def _read(file: str) -> bytes:

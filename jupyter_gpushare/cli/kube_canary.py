@@ -40,14 +40,13 @@ async def canary(kube: GPUShareKube, patience_s: float = PATIENCE_S) -> Check:
         tried = []
         for form in _FORMS:
             if await _sees(client, kube, _pod(kube, form, node, uuid), patience_s):
-                return ok(NAME, f"A pod on {node} sees its GPU alone with {_setting(form)}.")
+                return ok(f"A pod on {node} sees its GPU alone with {_setting(form)}.")
             tried.append(form)
     except GpuShareError as error:
-        return warn(NAME, f"No pod can be tried: {error}.", "mend the checks above first")
+        return warn(f"No pod can be tried: {error}.", "mend the checks above first")
     finally:
         await client.close()
     return fail(
-        NAME,
         f"A pod on {node} that is told its GPU does not see exactly that one ({', '.join(tried)}).",
         f"look at the runtime class {kube.seat_runtime_class}, and at cdi and toolkit of the GPU operator",
     )

@@ -5,9 +5,9 @@ They ask the API server only, with the rights that the broker has.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from jupyter_gpushare.backends.helper_client import Address, HelperClient
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
@@ -28,7 +28,8 @@ from jupyter_gpushare.backends.kubernetes.queues import in_force, misplaced, mis
 from jupyter_gpushare.backends.kubernetes.readiness import shares_gpus
 from jupyter_gpushare.backends.kubernetes.surroundings import ENV_ACCEPTED
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.cli.checks import Check, fail, ok, warn
+from jupyter_gpushare.cli import checks
+from jupyter_gpushare.cli.checks import Check, Probe, fail, ok, warn
 from jupyter_gpushare.cli.kube_hub import BROKER
 from jupyter_gpushare.core.kube.pools import LABEL
 from jupyter_gpushare.core.model import Project
@@ -52,6 +53,7 @@ CLUSTER_RIGHTS = (
     ("list", "", "nodes"),
     ("watch", "", "nodes"),
 )
+_NO_RIGHT = "give this account the right to read it"
 _APPLY = "gpushare kube queues --config FILE | kubectl apply -f -"
 
 
@@ -72,12 +74,9 @@ async def examine(kube: GPUShareKube, projects: Sequence[Project], levels: int) 
         KubeError: no API server is configured, or its file cannot be read.
     """
     client = ApiClient(kube.address(), deadline_s=5.0)
+    cluster = Cluster(client, kube, projects, levels)
     try:
-        cluster = Cluster(client, kube, projects, levels)
-        answers = await _api_server(cluster)
-        if answers.advice:
-            return [answers]
-        return [answers, *[await _checked(name, check, cluster) for name, check in _CHECKS.items()]]
+        return await checks.examine(_CHECKS, cluster, unreadable=_NO_RIGHT, gate="api-server")
     finally:
         await client.close()
 
@@ -91,17 +90,8 @@ async def _api_server(cluster: Cluster) -> Check:
             401: "give a token that the API server accepts (c.GPUShareKube.token_file)",
             403: f"bind the broker's Role in the namespace {cluster.kube.namespace} to this account",
         }
-        return fail("api-server", f"{error}.", advice.get(error.status, "look at the log of the API server"))
-    return ok("api-server", "It answers, and lets the broker read its namespace.")
-
-
-async def _checked(
-    name: str, check: Callable[[Cluster], Coroutine[Any, Any, Check]], cluster: Cluster
-) -> Check:
-    try:
-        return await check(cluster)
-    except KubeError as error:
-        return warn(name, f"This cannot be examined: {error}.", "give this account the right to read it")
+        return fail(f"{error}.", advice.get(error.status, "look at the log of the API server"))
+    return ok("It answers, and lets the broker read its namespace.")
 
 
 async def _rights(cluster: Cluster) -> Check:
@@ -111,10 +101,8 @@ async def _rights(cluster: Cluster) -> Check:
             if not await cluster.client.may(verb, group, resource, namespace):
                 lacking.append(f"{verb} {resource}")
     if not lacking:
-        return ok("rights", "This account has all rights that the broker needs.")
-    return fail(
-        "rights", f"This account may not: {', '.join(lacking)}.", "add these verbs to the broker's Role"
-    )
+        return ok("This account has all rights that the broker needs.")
+    return fail(f"This account may not: {', '.join(lacking)}.", "add these verbs to the broker's Role")
 
 
 async def _queues(cluster: Cluster) -> Check:
@@ -124,16 +112,14 @@ async def _queues(cluster: Cluster) -> Check:
         if error.status != 404:
             raise
         return fail(
-            "queues",
             "The cluster has no Queues: KAI-Scheduler is not installed.",
             "install KAI-Scheduler, then run this check again",
         )
     if lost := missing(cluster.projects, there):
-        return fail("queues", f"The cluster has no queue {', '.join(lost)}.", f"run {_APPLY}")
+        return fail(f"The cluster has no queue {', '.join(lost)}.", f"run {_APPLY}")
     if wrong := misplaced(cluster.projects, there):
         places = ", ".join(f"{name} ({f'below {parent}' if parent else 'a root'})" for name, parent in wrong)
         return fail(
-            "queues",
             f"Queues have another parent than they need: {places}. An idle session below its project "
             "would be protected by the quota of the project and never lent; a returning one would wait.",
             f"delete them, then run {_APPLY}",
@@ -141,8 +127,8 @@ async def _queues(cluster: Cluster) -> Check:
     differing = [p.name for p in cluster.projects if in_force(p, there) != p]
     if differing:
         text = f"The Queue of project {', '.join(differing)} has other numbers than the configuration."
-        return warn("queues", text, f"the Queue's numbers count; to set those configured: {_APPLY}")
-    return ok("queues", "Every project has its Queues, with the configured numbers.")
+        return warn(text, f"the Queue's numbers count; to set those configured: {_APPLY}")
+    return ok("Every project has its Queues, with the configured numbers.")
 
 
 async def _priority_classes(cluster: Cluster) -> Check:
@@ -151,19 +137,16 @@ async def _priority_classes(cluster: Cluster) -> Check:
         c["metadata"]["name"] for c in priority_classes(cluster.levels) if c["metadata"]["name"] not in there
     ]
     if lost:
-        return fail(
-            "priority-classes", f"The cluster has no priority class {', '.join(lost)}.", f"run {_APPLY}"
-        )
-    return ok("priority-classes", "All are there.")
+        return fail(f"The cluster has no priority class {', '.join(lost)}.", f"run {_APPLY}")
+    return ok("All are there.")
 
 
 async def _consolidation(cluster: Cluster) -> Check:
     shards = (await cluster.client.list(SHARDS)).items
     moving = [shard.metadata.name for shard in shards if shard.spec.consolidates]
     if not moving:
-        return ok("consolidation", "KAI does not move running pods for newcomers.")
+        return ok("KAI does not move running pods for newcomers.")
     return fail(
-        "consolidation",
         f"KAI's action consolidation is on in shard {', '.join(moving)}: it moves running jobs for any "
         "newcomer, past quota and minimum run time.",
         "set spec.actions.consolidation.enabled of the SchedulingShard to false "
@@ -173,9 +156,8 @@ async def _consolidation(cluster: Cluster) -> Check:
 
 async def _sharing(cluster: Cluster) -> Check:
     if await shares_gpus(cluster.client):
-        return ok("gpu-sharing", "KAI gives out parts of GPUs.")
+        return ok("KAI gives out parts of GPUs.")
     return fail(
-        "gpu-sharing",
         "This KAI-Scheduler gives out whole GPUs only.",
         "set spec.admission.gpuSharing of KAI's Config to true (global.gpuSharing in its chart's values)",
     )
@@ -183,11 +165,9 @@ async def _sharing(cluster: Cluster) -> Check:
 
 async def _variable(cluster: Cluster) -> Check:
     """Whether a server may be told its GPUs in NVIDIA_VISIBLE_DEVICES."""
-    name = "visible-devices"
     for found in await _listed(cluster, CONFIGS):
         if found.spec.admission.block_nvidia_visible_devices:
             return fail(
-                name,
                 "KAI overwrites NVIDIA_VISIBLE_DEVICES, by which servers are told their GPUs.",
                 "set spec.admission.blockNvidiaVisibleDevices of KAI's Config to false "
                 "(global.blockNvidiaVisibleDevices in its chart's values)",
@@ -195,18 +175,16 @@ async def _variable(cluster: Cluster) -> Check:
     for policy in await _listed(cluster, CLUSTER_POLICIES):
         if policy.spec.cdi.nri_plugin_enabled:
             return warn(
-                name,
                 "The GPU operator's NRI plugin is on: containers get GPUs by an annotation alone.",
                 "set cdi.nriPluginEnabled of the operator's chart to false, or "
                 'c.GPUShareKubeSpawner.gpu_names = "annotation"',
             )
         if not policy.takes_variable:
             return fail(
-                name,
                 f"The container toolkit ignores NVIDIA_VISIBLE_DEVICES of servers ({ENV_ACCEPTED} is false).",
                 f"set {ENV_ACCEPTED} to true in toolkit.env of the GPU operator's chart",
             )
-    return ok(name, "Servers can be told their GPUs.")
+    return ok("Servers can be told their GPUs.")
 
 
 async def _listed(cluster: Cluster, kind: Resource[T]) -> list[T]:
@@ -227,11 +205,10 @@ async def _one_broker(cluster: Cluster) -> Check:
     ]
     if len(running) > 1:
         return fail(
-            "one-broker",
             f"Several brokers run: {', '.join(sorted(running)[:5])}. The helpers obey the newest alone.",
             "scale the broker's Deployment to 1, with strategy Recreate",
         )
-    return ok("one-broker", "No second broker runs.")
+    return ok("No second broker runs.")
 
 
 async def _helpers(cluster: Cluster) -> Check:
@@ -239,24 +216,22 @@ async def _helpers(cluster: Cluster) -> Check:
     try:
         site = kube.helpers()
     except GpuShareError as error:
-        return fail("helpers", f"{error}.", "give broker and helpers the same secret, of 32 bytes or more")
+        return fail(f"{error}.", "give broker and helpers the same secret, of 32 bytes or more")
     helpers = Helpers(cluster.client, site)
     pods = (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items
     addresses = helpers.of(pods)
     if not addresses:
         return fail(
-            "helpers",
             f"No pod of a device helper runs ({kube.helper_selector}).",
             "run one on each node with GPUs, in the namespace of the broker",
         )
     silent = [node for node, address in addresses.items() if not await _answers(address)]
     if silent:
         return fail(
-            "helpers",
             f"The device helper does not answer on {', '.join(sorted(silent)[:5])}.",
             f"let this pod reach port {kube.helper_port} of its pod, and see why in the log of the helper",
         )
-    return ok("helpers", f"They answer on {len(addresses)} nodes.")
+    return ok(f"They answer on {len(addresses)} nodes.")
 
 
 async def _answers(address: Address) -> bool:
@@ -272,7 +247,6 @@ async def _nodes(cluster: Cluster) -> Check:
     having = {node.metadata.name: count for node in nodes if (count := _gpus(node))}
     if not having:
         return fail(
-            "nodes",
             f"No node has {GPU_RESOURCE} to allocate.",
             "install NVIDIA's GPU operator, or its device plugin",
         )
@@ -280,14 +254,13 @@ async def _nodes(cluster: Cluster) -> Check:
     several = sorted(name for name, count in having.items() if count > 1 and name not in pools)
     if several:
         return warn(
-            "nodes",
             f"{len(having)} nodes with GPUs. Those with several ({', '.join(several[:5])}): only sessions "
             "that have all GPUs of their node are lent.",
             f"nothing, if that is enough; else make them unit pools: kubectl label node NAME {LABEL}=1, or "
             "2, 4, 8 for as many parts of each GPU (docs/kubernetes.md)",
         )
     said = f"{len(having)} nodes with GPUs, {len(pools)} of them unit pools; the others have one GPU each."
-    return ok("nodes", said if pools else f"{len(having)} nodes with one GPU each.")
+    return ok(said if pools else f"{len(having)} nodes with one GPU each.")
 
 
 def _gpus(node: Node) -> int:
@@ -298,14 +271,14 @@ def _gpus(node: Node) -> int:
 async def _seats(cluster: Cluster) -> Check:
     if not cluster.kube.seat_image:
         return fail(
-            "seats",
             "No image for seats is configured.",
             "c.GPUShareKube.seat_image = the image of the device helper",
         )
-    return ok("seats", f"Their image is {cluster.kube.seat_image}.")
+    return ok(f"Their image is {cluster.kube.seat_image}.")
 
 
-_CHECKS: dict[str, Callable[[Cluster], Coroutine[Any, Any, Check]]] = {
+_CHECKS: dict[str, Probe[Cluster]] = {
+    "api-server": _api_server,
     "rights": _rights,
     "queues": _queues,
     "priority-classes": _priority_classes,

@@ -18,7 +18,7 @@ from jupyter_gpushare.backends.kubernetes.surroundings import (
     Peer,
     PolicyRule,
 )
-from jupyter_gpushare.cli.checks import Check, fail, ok, warn
+from jupyter_gpushare.cli.checks import Check, fail, named, ok, warn
 
 COMMAND = "kubectl -n HUB get deployments,persistentvolumeclaims,networkpolicies -o json"
 # Labels of pods and claims in JupyterHub's chart, and of the broker in ours.
@@ -41,34 +41,35 @@ class BrokerPod:
 def hub_checks(objects: Iterable[Object], broker: BrokerPod) -> list[Check]:
     """Return one check per thing in the Hub's namespace that can be wrong."""
     found = list(objects)
-    return [
-        _scheduler([each for each in found if isinstance(each, Deployment)]),
-        _homes([each for each in found if isinstance(each, Claim)]),
-        _network([each for each in found if isinstance(each, NetworkPolicy)], broker),
-    ]
+    return named(
+        {
+            "hub-scheduler": _scheduler([each for each in found if isinstance(each, Deployment)]),
+            "hub-homes": _homes([each for each in found if isinstance(each, Claim)]),
+            "hub-network": _network([each for each in found if isinstance(each, NetworkPolicy)], broker),
+        }
+    )
 
 
-def not_examined() -> Check:
+def not_examined() -> list[Check]:
     """Return that the Hub's namespace was not examined, and how to do it."""
-    return warn("hub", "The Hub's namespace was not examined.", f"{COMMAND} | gpushare kube check --hub -")
+    advice = f"{COMMAND} | gpushare kube check --hub -"
+    return named({"hub": warn("The Hub's namespace was not examined.", advice)})
 
 
 def _scheduler(deployments: list[Deployment]) -> Check:
     for each in deployments:
         if each.metadata.labels.get(_COMPONENT) == "user-scheduler" and each.spec.replicas:
             return fail(
-                "hub-scheduler",
                 f"JupyterHub's own scheduler ({each.metadata.name}) places servers.",
                 "set scheduling.userScheduler.enabled to false in the values of JupyterHub's chart",
             )
-    return ok("hub-scheduler", "Servers are placed by the cluster's own scheduler.")
+    return ok("Servers are placed by the cluster's own scheduler.")
 
 
 def _homes(claims: list[Claim]) -> Check:
     homes = [each for each in claims if each.metadata.labels.get(_COMPONENT) == "singleuser-storage"]
     if single := [each.metadata.name for each in homes if "ReadWriteMany" not in each.spec.access_modes]:
         return fail(
-            "hub-homes",
             f"Homes that one node at a time can mount: {_some(single)}. A job runs on another one.",
             "make them ReadWriteMany (singleuser.storage.dynamic.storageAccessModes)",
         )
@@ -77,11 +78,10 @@ def _homes(claims: list[Claim]) -> Check:
         of_user[each.metadata.annotations.get(_USER, each.metadata.name)].add(each.metadata.name)
     if several := [user for user, names in of_user.items() if len(names) > 1]:
         return fail(
-            "hub-homes",
             f"A home for each server, of {_some(several)}: a second server begins with an empty one.",
             "set singleuser.storage.dynamic.pvcNameTemplate to claim-{username}",
         )
-    return ok("hub-homes", f"{len(homes)} homes, one for each user." if homes else "There is no home yet.")
+    return ok(f"{len(homes)} homes, one for each user." if homes else "There is no home yet.")
 
 
 def _network(policies: list[NetworkPolicy], broker: BrokerPod) -> Check:
@@ -98,11 +98,10 @@ def _network(policies: list[NetworkPolicy], broker: BrokerPod) -> Check:
         cut.append("the broker to the Hub's port 8081")
     if cut:
         return fail(
-            "hub-network",
             f"Network policies of the Hub's namespace cut: {', '.join(cut)}.",
             "add the rules of helm-values/z2jh.yaml (networkPolicy)",
         )
-    return ok("hub-network", "Its network policies let the Hub, its proxy and servers reach the broker.")
+    return ok("Its network policies let the Hub, its proxy and servers reach the broker.")
 
 
 def _is_let(

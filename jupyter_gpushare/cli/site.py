@@ -7,19 +7,18 @@ the user of the services: only they can read the secrets.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import stat
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from jupyter_gpushare import channel, native
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.state.policy import Policy, beyond_machine, parse_project
 from jupyter_gpushare.broker.state.schema import database_trouble, stored_overrides
+from jupyter_gpushare.cli import checks
 from jupyter_gpushare.cli import site_services as services
-from jupyter_gpushare.cli.checks import Check, Result
-from jupyter_gpushare.cli.checks import fail as _fail
-from jupyter_gpushare.cli.checks import warn as _warn
+from jupyter_gpushare.cli.checks import Check, Probe, fail, warn
 from jupyter_gpushare.cli.site_facts import SERVICE, Files, Found, Machine, Site
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest
@@ -43,37 +42,27 @@ def examine(
     """Return one check per thing that can be wrong with a site, with the remedy."""
     if files is None:
         files = Files(broker_environment=broker_config.with_name("broker.env"))
+    name, file = "hub-config", hub_config
     try:
-        hub = contract.hub_of(contract.load(hub_config))
+        hub = contract.hub_of(contract.load(file))
+        name, file = "broker-config", broker_config
+        broker = GPUShareBroker(config=contract.load(file))
+        projects = [parse_project(*each) for each in broker.projects.items()]
     except (Exception, SystemExit) as error:
-        return [_fail("hub-config", f"{hub_config} cannot be read: {error}.", "mend this file first")]
-    try:
-        broker = GPUShareBroker(config=contract.load(broker_config))
-        projects = [parse_project(name, config) for name, config in broker.projects.items()]
-    except (Exception, SystemExit) as error:
-        return [_fail("broker-config", f"{broker_config} cannot be read: {error}.", "mend this file first")]
+        return checks.named({name: fail(f"{file} cannot be read: {error}.", "mend this file first")})
     site = Site(hub, broker, tuple(projects), machine, files)
-    return [_result(name, check(site)) for name, check in CHECKS.items()]
-
-
-def _result(name: str, found: Iterator[Check | tuple[str, str]]) -> Check:
-    try:
-        for each in found:
-            return each if isinstance(each, Check) else _fail(name, *each)
-    except OSError as error:
-        said = f"{error.filename or 'A file'} cannot be examined: {error.strerror}."
-        return _warn(name, said, "run doctor as root, or as the user of the services")
-    return Check(name=name, result=Result.OK, message="In order.")
+    unreadable = "run doctor as root, or as the user of the services"
+    return asyncio.run(checks.examine(CHECKS, site, unreadable=unreadable))
 
 
 def _spawner_class(site: Site) -> Found:
     for said in contract.breaches(site.hub.spawner_class, site.hub.config):
-        yield said, "set c.JupyterHub.spawner_class to a class of docs/spawners.md"
+        yield fail(said, "set c.JupyterHub.spawner_class to a class of docs/spawners.md")
 
 
 def _named_servers(site: Site) -> Found:
     if not site.hub.allow_named_servers:
-        yield (
+        yield fail(
             "Named servers are off, so no training job can start.",
             "c.JupyterHub.allow_named_servers = True",
         )
@@ -81,7 +70,7 @@ def _named_servers(site: Site) -> Found:
 
 def _job_scope(site: Site) -> Found:
     if JOBS_SCOPE not in site.hub.custom_scopes:
-        yield (
+        yield fail(
             f"The scope {JOBS_SCOPE} is not defined.",
             "add it to c.JupyterHub.custom_scopes (docs/admin.md)",
         )
@@ -94,12 +83,12 @@ def _user_scopes(site: Site) -> Found:
             given = set(role.get("scopes", ()))
     service = {"access:services", f"access:services!service={SERVICE}"}
     if not given & service:
-        yield (
+        yield fail(
             "Users may not ask the broker: they lack access:services!service=gpushare.",
             "add it to c.JupyterHub.extra_user_scopes (JupyterHub 5.5: to the role user)",
         )
     if JOBS_SCOPE not in given:
-        yield (
+        yield fail(
             f"Users may not submit jobs: they lack {JOBS_SCOPE}.",
             "add it to c.JupyterHub.extra_user_scopes (JupyterHub 5.5: to the role user)",
         )
@@ -108,7 +97,7 @@ def _user_scopes(site: Site) -> Found:
 def _server_scopes(site: Site) -> Found:
     given = site.hub.config.Spawner.get("server_token_scopes")
     if isinstance(given, (list, tuple, set)) and (lost := _SERVER_SCOPES - set(given)):
-        yield (
+        yield fail(
             f"c.Spawner.server_token_scopes lacks {', '.join(sorted(lost))}.",
             "name all four scopes there, or take the setting out",
         )
@@ -117,9 +106,11 @@ def _server_scopes(site: Site) -> Found:
 def _service(site: Site) -> Found:
     service = site.service()
     if service is None:
-        yield f"The Hub knows no service {SERVICE}.", "add it to c.JupyterHub.services (docs/admin.md, 3)"
+        yield fail(
+            f"The Hub knows no service {SERVICE}.", "add it to c.JupyterHub.services (docs/admin.md, 3)"
+        )
     elif not service.get("api_token") and not service.get("command"):
-        yield (
+        yield fail(
             f"The service {SERVICE} has neither an API token nor a command.",
             "set api_token to the one of broker.env",
         )
@@ -133,7 +124,7 @@ def _broker_role(site: Site) -> Found:
         for scope in role.get("scopes", ())
     }
     if lost := [scope for scope in compat.BROKER_SCOPES if scope not in given]:
-        yield (
+        yield fail(
             f"The broker's role lacks {', '.join(lost)}.",
             f'add them to the role of c.JupyterHub.load_roles with "services": ["{SERVICE}"]',
         )
@@ -144,7 +135,7 @@ def _spawner_token(site: Site) -> Found:
     try:
         hub_token = broker_access.read_token(Path(path))
     except GpuShareError as error:
-        yield (
+        yield fail(
             f"The Hub's spawner token: {error}.",
             "docs/admin.md, 2: both sides need the same file, mode 0600",
         )
@@ -155,12 +146,12 @@ def _spawner_token(site: Site) -> Found:
     try:
         tokens = other.read_text(errors="replace").split()
     except OSError as error:
-        yield f"{other} cannot be read: {error.strerror}.", "run doctor as root or as the broker's user"
+        yield fail(f"{other} cannot be read: {error.strerror}.", "run doctor as root or as the broker's user")
         return
     if stat.S_IMODE(other.stat().st_mode) & 0o077:
-        yield f"Others can read the broker's spawner token {other}.", f"chmod 600 {other}"
+        yield fail(f"Others can read the broker's spawner token {other}.", f"chmod 600 {other}")
     if hub_token not in tokens:
-        yield (
+        yield fail(
             f"Hub ({path}) and broker ({other}) have different spawner tokens.",
             "copy one over the other and restart both",
         )
@@ -171,62 +162,62 @@ def _broker_socket(site: Site) -> Found:
     try:
         address = channel.parse(url)
     except InvalidRequest as error:
-        yield f"c.GPUShareMixin.broker_url: {error}.", "name the broker's socket (docs/admin.md, 3)"
+        yield fail(f"c.GPUShareMixin.broker_url: {error}.", "name the broker's socket (docs/admin.md, 3)")
         return
     if address.socket is None:
         with contextlib.suppress(GpuShareError):  # the check of the spawner has said it
             certificate = broker_access.read_certificate(Path(site.spawner["broker_certificate_file"]))
             if said := site.machine.ask_broker(url, certificate):
-                yield f"{said}.", broker_access.WRONG_PATH
+                yield fail(f"{said}.", broker_access.WRONG_PATH)
     elif address.socket != Path(site.broker.api_socket).absolute():
-        yield (
+        yield fail(
             f"The Hub asks {address.socket}, the broker listens at {site.broker.api_socket}.",
             "make c.GPUShareMixin.broker_url and c.GPUShareBroker.api_socket the same path",
         )
     elif not address.socket.is_socket():
-        yield f"Nothing listens at {address.socket}.", "systemctl enable --now gpushare-broker.socket"
+        yield fail(f"Nothing listens at {address.socket}.", "systemctl enable --now gpushare-broker.socket")
     elif said := site.machine.ask_broker(url, ""):
-        yield f"{said}.", broker_access.WRONG_PATH
+        yield fail(f"{said}.", broker_access.WRONG_PATH)
 
 
 def _helper_socket(site: Site) -> Found:
     path = Path(site.broker.helper_socket)
     if not path.is_socket():
-        yield f"The device helper does not listen at {path}.", "systemctl enable --now gpushare-helper"
+        yield fail(f"The device helper does not listen at {path}.", "systemctl enable --now gpushare-helper")
 
 
 def _state_dir(site: Site) -> Found:
     folder = Path(site.broker.state_dir)
     if not folder.is_dir():
-        yield (
+        yield fail(
             f"The broker's folder {folder} is missing.",
             f"install -d -m 700 -o gpushare -g gpushare {folder}",
         )
     elif stat.S_IMODE(folder.stat().st_mode) & 0o022:
-        yield f"Others can write into {folder}.", f"chmod 700 {folder}"
+        yield fail(f"Others can write into {folder}.", f"chmod 700 {folder}")
 
 
 def _database(site: Site) -> Found:
     if site.broker.db_url == site.hub.db_url:
-        yield "The broker uses the Hub's database.", "give c.GPUShareBroker.db_url one of its own"
+        yield fail("The broker uses the Hub's database.", "give c.GPUShareBroker.db_url one of its own")
     if trouble := database_trouble(site.broker.db_url):
-        yield f"The broker's database: {trouble}.", "see docs/troubleshooting.md, or restore a backup"
+        yield fail(f"The broker's database: {trouble}.", "see docs/troubleshooting.md, or restore a backup")
 
 
 def _quotas(site: Site) -> Found:
     gpus, policy = len(site.machine.gpu_memory_bytes), Policy(projects=site.projects)
     if not policy.projects:
-        yield "No project is configured, so no user gets a GPU.", "set c.GPUShareBroker.projects"
+        yield fail("No project is configured, so no user gets a GPU.", "set c.GPUShareBroker.projects")
     percent = sum(each.quota_percent or 0 for each in policy.projects)
     lower = "lower the quotas in c.GPUShareBroker.projects"
     if percent > 100:
-        yield f"Projects are guaranteed {percent:g} % of the GPUs.", lower
+        yield fail(f"Projects are guaranteed {percent:g} % of the GPUs.", lower)
     if said := beyond_machine(policy.in_force(gpus * WHOLE_GPU, {}), gpus * WHOLE_GPU):
-        yield said, lower
+        yield fail(said, lower)
     overrides = stored_overrides(site.broker.db_url)
     if said := beyond_machine(policy.in_force(gpus * WHOLE_GPU, overrides), gpus * WHOLE_GPU):
         names = ", ".join(each.name for each in policy.projects if each.name in overrides)
-        yield (
+        yield fail(
             f"{said} An administrator has changed {names}.",
             "`gpushare admin quota PROJECT --reset` takes the numbers of the configuration again",
         )
@@ -236,30 +227,29 @@ def _library(site: Site) -> Found:
     try:
         library = native.preload_path()
     except GpuShareError as error:
-        yield (
+        yield fail(
             f"The preload library is missing: {error}.",
             "install the wheel again, in a path without blanks and colons",
         )
         return
     for folder in library.parents:
         if not folder.stat().st_mode & stat.S_IXOTH:
-            yield f"Users cannot load {library}: {folder} is closed to them.", f"chmod o+x {folder}"
+            yield fail(f"Users cannot load {library}: {folder} is closed to them.", f"chmod o+x {folder}")
     if not library.stat().st_mode & stat.S_IROTH:
-        yield f"Users cannot read {library}.", f"chmod o+r {library}"
+        yield fail(f"Users cannot read {library}.", f"chmod o+r {library}")
 
 
 def _driver(site: Site) -> Found:
     machine = site.machine
     if not machine.driver:
-        yield "No NVIDIA driver is found.", "install it; `nvidia-smi` must list the GPUs"
+        yield fail("No NVIDIA driver is found.", "install it; `nvidia-smi` must list the GPUs")
     elif not machine.gpu_memory_bytes:
-        yield (
+        yield fail(
             f"The driver {machine.driver} finds no GPU.",
             "check `nvidia-smi` outside the Hub: a server shows its own GPUs alone",
         )
     elif machine.driver.split(".")[0].isdigit() and int(machine.driver.split(".")[0]) < _CHECKPOINT_DRIVER:
-        yield _warn(
-            "driver",
+        yield warn(
             f"Driver {machine.driver} cannot put idle sessions to sleep.",
             "install 570 or newer (575 for PyTorch)",
         )
@@ -268,8 +258,7 @@ def _driver(site: Site) -> Found:
 def _host_memory(site: Site) -> Found:
     largest = max(site.machine.gpu_memory_bytes, default=0)
     if site.machine.ram_bytes // 2 < largest:
-        yield _warn(
-            "host-memory",
+        yield warn(
             f"Half of the RAM ({gibibytes(site.machine.ram_bytes // 2)}) is smaller than the largest GPU "
             f"({gibibytes(largest)}): a session that fills it cannot be put to sleep.",
             "add memory, or raise --host-budget-percent of the device helper",
@@ -278,14 +267,13 @@ def _host_memory(site: Site) -> Found:
 
 def _cgroups(site: Site) -> Found:
     if not site.machine.cgroup_v2:
-        yield _warn(
-            "cgroups",
+        yield warn(
             "This machine has no cgroup v2: the driver's own limits (r615) cannot be used.",
             "boot with systemd.unified_cgroup_hierarchy=1",
         )
 
 
-CHECKS: dict[str, Callable[[Site], Found]] = {
+CHECKS: dict[str, Probe[Site]] = {
     "spawner": _spawner_class,
     "named-servers": _named_servers,
     "job-scope": _job_scope,

@@ -26,8 +26,8 @@ SERVICE = "gpushare"
 _HUB_S = 5.0
 _LISTENS = "0A"  # TCP_LISTEN
 
-# A check yields what is wrong and the remedy, or nothing.
-Found = Iterator[Check | tuple[str, str]]
+# A check yields what is wrong, or nothing.
+Found = Iterator[Check]
 
 
 @dataclass(frozen=True, slots=True)

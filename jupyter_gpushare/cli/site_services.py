@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from jupyter_gpushare import channel
 from jupyter_gpushare.broker.app import hub_base_url
+from jupyter_gpushare.cli.checks import fail
 from jupyter_gpushare.cli.site_facts import SERVICE, Found, Site
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
@@ -45,16 +46,16 @@ def api_token(site: Site) -> Found:
     try:
         about, text = path.stat(), path.read_text(errors="replace")
     except OSError as error:
-        yield (
+        yield fail(
             f"{path} cannot be read: {error.strerror}.",
             "docs/admin.md, 2: JUPYTERHUB_API_TOKEN=..., mode 0600",
         )
         return
     if stat.S_IMODE(about.st_mode) & 0o077:
-        yield f"Others can read the Hub API token in {path}.", f"chmod 600 {path}"
+        yield fail(f"Others can read the Hub API token in {path}.", f"chmod 600 {path}")
     found = [line.partition("=")[2].strip() for line in text.splitlines() if line.startswith(_VARIABLE)]
     if found[-1:] != [service["api_token"]]:
-        yield (
+        yield fail(
             f"The Hub's configuration and {path} have different API tokens.",
             "let the configuration read this file (docs/admin.md, 3), and restart both",
         )
@@ -69,7 +70,7 @@ def hub_answer(site: Site) -> Found:
         url = f"{scheme}://{host}:{site.hub.hub_port}{site.hub.base_url}hub/api"
         with contextlib.suppress(GpuShareError):  # the check of internal TLS has said it
             if remedy := site.machine.ask_hub(env.get("JUPYTERHUB_API_URL", url), token, env):
-                yield remedy
+                yield fail(*remedy)
 
 
 def hub_address(site: Site) -> Found:
@@ -79,7 +80,7 @@ def hub_address(site: Site) -> Found:
         return
     where = f"in {site.files.broker_environment}"
     if hub_base_url(api) != hub.base_url:
-        yield (
+        yield fail(
             f"The Hub's base_url is {hub.base_url}, and JUPYTERHUB_API_URL of the broker is {api}.",
             f"set JUPYTERHUB_API_URL {where} to an address that ends with {hub.base_url}hub/api",
         )
@@ -93,7 +94,7 @@ def hub_address(site: Site) -> Found:
         ("JUPYTERHUB_OAUTH_CALLBACK_URL", f"{origin}{hub.base_url}services/{SERVICE}/oauth_callback"),
     ):
         if env.get(name) != value:
-            yield (
+            yield fail(
                 f"c.JupyterHub.subdomain_host is set, and {name} of the broker is not.",
                 f"{name}={value} {where}",
             )
@@ -107,20 +108,22 @@ def internal_ssl(site: Site) -> Found:
     remedy, env = "docs/operations.md, TLS and internal_ssl", _broker_environment(site)
     if not site.hub.internal_ssl:
         if used := [name for name in VARIABLES if name in env]:
-            yield f"{path} sets {', '.join(used)}, and c.JupyterHub.internal_ssl is off.", remedy
+            yield fail(f"{path} sets {', '.join(used)}, and c.JupyterHub.internal_ssl is off.", remedy)
         return
     try:
         if internal_tls(env) is None:
-            yield f"The Hub uses internal_ssl, and {path} names no certificates.", remedy
+            yield fail(f"The Hub uses internal_ssl, and {path} names no certificates.", remedy)
     except GpuShareError as error:
-        yield f"{error}.", remedy
+        yield fail(f"{error}.", remedy)
     for name, url in (
         ("JUPYTERHUB_API_URL", env.get("JUPYTERHUB_API_URL", "")),
         ("JUPYTERHUB_SERVICE_URL", env.get("JUPYTERHUB_SERVICE_URL", "")),
         (f"The url of the service {SERVICE}", service.get("url") or ""),
     ):
         if not url.startswith("https://"):
-            yield f"{name} is {url or 'not set'}, but the Hub uses internal_ssl: https:// is needed.", remedy
+            yield fail(
+                f"{name} is {url or 'not set'}, but the Hub uses internal_ssl: https:// is needed.", remedy
+            )
 
 
 def _broker_environment(site: Site) -> dict[str, str]:
@@ -147,7 +150,7 @@ def port(site: Site) -> Found:
     trusted = {0, state.stat().st_uid if state.is_dir() else 0}
     if address.port and address.hostname in ("127.0.0.1", "::1", "localhost"):
         for uid in site.machine.listeners(address.port) - trusted:
-            yield (
+            yield fail(
                 f"Port {address.port} of the service {SERVICE} is held by uid {uid}, not the broker.",
                 "end that program, then start gpushare-broker.socket, which keeps the port",
             )
@@ -161,23 +164,23 @@ def units(site: Site) -> Found:
         return  # started in another way
     for name, path in units.items():
         if not path.is_file():
-            yield f"The unit {path} is missing.", f"copy docs/units/{name} to {folder}"
+            yield fail(f"The unit {path} is missing.", f"copy docs/units/{name} to {folder}")
             return
         text = _unit_text(path)
         for line, why in _UNIT_LINES[name].items():
             if not re.search(rf"^{re.escape(line)}", text, re.MULTILINE):
-                yield f"{path} lacks {line}: {why}.", f"compare it with docs/units/{name}"
+                yield fail(f"{path} lacks {line}: {why}.", f"compare it with docs/units/{name}")
     uid = re.search(r"^Environment=GPUSHARE_BROKER_UID=(\d+)", units[_HELPER_UNIT].read_text(), re.MULTILINE)
     user = re.search(r"^User=(\S+)", units[_BROKER_UNIT].read_text(), re.MULTILINE)
     with contextlib.suppress(KeyError):
         if uid and user and int(uid[1]) != pwd.getpwnam(user[1]).pw_uid:
-            yield (
+            yield fail(
                 f"{units[_HELPER_UNIT]} lets uid {uid[1]} ask the helper; {user[1]} is "
                 f"uid {pwd.getpwnam(user[1]).pw_uid}.",
                 f"set GPUSHARE_BROKER_UID to the number of `id -u {user[1]}`",
             )
     if user and not _user_exists(user[1]):
-        yield (
+        yield fail(
             f"There is no user {user[1]}, as which {_BROKER_UNIT} runs.",
             f"useradd --system --home-dir /var/lib/gpushare --shell /usr/sbin/nologin {user[1]}",
         )
@@ -199,4 +202,4 @@ def socket_folder(site: Site) -> Found:
     try:
         channel.trusted_uids(path)
     except channel.Unverified as error:
-        yield f"{error}.", f"chmod go-w {path.parent}, and its parents; chown them to root"
+        yield fail(f"{error}.", f"chmod go-w {path.parent}, and its parents; chown them to root")

@@ -376,16 +376,14 @@ def doctor(args: argparse.Namespace) -> int:
     gpushare doctor --site             before users come, as root
     """
     from jupyter_gpushare.cli import doctor
-    from jupyter_gpushare.cli.checks import Result, print_checks
+    from jupyter_gpushare.cli.checks import Result, report
 
-    url = args.url or os.environ.get("GPUSHARE_API_URL", "")
     if args.site:
         from jupyter_gpushare.cli import site, site_facts
 
         checks = site.examine(args.hub_config, args.broker_config, site_facts.this_machine())
-    else:
-        checks = doctor.examine(url, _token(args), os.environ)
-    print_checks(checks, as_json=args.json)
-    if any(c.name == "broker" and c.result is Result.FAIL and url for c in checks):
-        return EXIT_UNREACHABLE
-    return EXIT_REFUSED if any(c.result is Result.FAIL for c in checks) else EXIT_OK
+        return report(checks, as_json=args.json)
+    url = args.url or os.environ.get("GPUSHARE_API_URL", "")
+    checks = doctor.examine(url, _token(args), os.environ)
+    code = report(checks, as_json=args.json)
+    return EXIT_UNREACHABLE if url and checks[0].result is Result.FAIL else code

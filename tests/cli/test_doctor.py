@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from jupyter_gpushare.cli import doctor
-from jupyter_gpushare.cli.checks import Result
+from jupyter_gpushare.cli.checks import Result, named
 from jupyter_gpushare.cli.doctor_access import check_projects, check_refusal
 from jupyter_gpushare.errors import NotAllowed
 from jupyter_gpushare.gpu.driver.known import NOTES, PROGRAMS
@@ -171,13 +171,13 @@ def test_what_is_published_about_the_driver_is_printed_with_its_source(driver, r
 
 
 def test_on_a_real_driver_doctor_names_the_programs_that_are_not_limited_or_suspended():
-    checks = {check.name: check.message for check in doctor.check_real_driver("599.10")}
+    checks = {check.name: check.message for check in named(doctor.check_real_driver("599.10"))}
     assert checks.keys() == {"permission", "programs", "maintenance"}
     for name in ("RTLD_DEEPBIND", "AddressSanitizer", "CUPTI", "fabric handles", "musl"):
         assert name in checks["programs"]
     assert "root" in checks["permission"]
     assert checks["maintenance"].startswith("Stop the helper before a driver update, a reset of a GPU")
-    assert doctor.check_real_driver("580.95.05")[0].name == "suspension"
+    assert named(doctor.check_real_driver("580.95.05"))[0].name == "suspension"
 
 
 def test_the_documentation_has_every_row_of_the_tables():
@@ -193,7 +193,7 @@ def test_the_documentation_has_every_row_of_the_tables():
 
 
 def test_a_driver_about_which_nothing_is_published_has_no_row():
-    assert doctor.check_published("599.10") is None
+    assert doctor.check_published("599.10") == ()
 
 
 @pytest.mark.parametrize(
@@ -379,15 +379,15 @@ def test_a_refused_token_has_a_remedy(reason, says):
 
 
 def test_a_user_in_no_project_is_told_so(status):
-    (check,) = check_projects(wire.replace(status, projects=[]), DEVICES)
+    check = check_projects(wire.replace(status, projects=[]), DEVICES)
     assert check.result is Result.FAIL
     assert "group of a project" in check.advice
 
 
 def test_quotas_beyond_the_machine_are_a_warning(status):
-    assert [c.result for c in check_projects(status, DEVICES)] == [Result.OK]
+    assert check_projects(status, DEVICES).result is Result.OK
     # Others' projects count too: none of the guarantees can be relied on.
-    (check,) = check_projects(status, wire.replace(DEVICES, guaranteed_milli=99_000))
+    check = check_projects(status, wire.replace(DEVICES, guaranteed_milli=99_000))
     assert check.result is Result.WARN
     assert "99 GPUs together" in check.message
     assert "gpushare admin quota" in check.advice
@@ -440,12 +440,12 @@ def test_doctor_without_a_broker_still_examines_this_machine(gpushare, monkeypat
 def test_device_files_that_others_may_open_are_told(rung, params, result, said):
     whole = wire.Rung(**{"level": "whole_gpu", "offered": True, "reason": ""} | rung)
     devices = wire.replace(DEVICES, devices=[wire.replace(DEVICES.devices[0], ladder=[whole])])
-    (check,) = doctor.check_device_files(params, devices)
+    check = doctor.check_device_files(params, devices)
     assert (check.result, said in check.message) == (result, True)
     if rung.get("by"):
         (ladder,) = doctor.check_ladders(devices)
         assert "whole_gpu: yes, by the access list of /dev/nvidia0" in ladder.message
-    assert doctor.check_device_files(params, None) == []
+    assert doctor.check_device_files(params, None) == ()
 
 
 def test_the_ladder_of_each_device_is_told_with_reasons():
