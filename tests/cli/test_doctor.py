@@ -76,61 +76,121 @@ def page(tmp_path):
     return path
 
 
-def test_healthy_broker_and_devices_are_ok(status):
-    assert doctor.check_health(HEALTH).result is Result.OK
-    assert doctor.check_origin({}).result is Result.OK
-    hub = {"JUPYTERHUB_API_URL": "http://127.0.0.1:8081/hub/api"}
-    callback = "/user/ada/oauth_callback"
-    apart = {"JUPYTERHUB_OAUTH_CALLBACK_URL": f"https://ada.hub.test{callback}"}
-    assert doctor.check_origin(hub | apart).result is Result.OK
+MAPS = f"7f00-7f01 r-xp 00000000 08:01 1 /opt/lib/{PRELOAD_NAME}\n"
+MUSL = f"7f00-7f01 r-xp 0 08:01 1 /lib/ld-musl-x86_64.so.1\n7f02-7f03 r-xp 0 08:01 1 /{PRELOAD_NAME}\n"
+HUB = {"JUPYTERHUB_API_URL": "http://127.0.0.1:8081/hub/api"}
+CALLBACK = "/user/ada/oauth_callback"
+USER = {"JUPYTERHUB_USER": "ada"}
+ANY_UID = "2xH100-80GB,checkpoint=any-uid"
+# A probe with what it is given, and what it finds; a text that begins with -> is of the advice.
+FOUND = [
+    (doctor.check_health, (HEALTH,), "ok", ""),
+    (doctor.check_health, (changed(HEALTH, sockets_inherited=False),), "warn", "bound its port itself"),
+    (
+        doctor.check_health,
+        (changed(HEALTH, status="degraded", reasons=["The Hub does not answer."]),),
+        "warn",
+        "The Hub does not answer.",
+    ),
+    (doctor.check_origin, ({},), "ok", ""),
+    (
+        doctor.check_origin,
+        (HUB | {"JUPYTERHUB_OAUTH_CALLBACK_URL": f"https://ada.hub.test{CALLBACK}"},),
+        "ok",
+        "",
+    ),
     # The Hub sets JUPYTERHUB_HOST for c.JupyterHub.public_url too, where all servers have that one host.
-    for host in ("", "https://hub.test"):
-        one = {"JUPYTERHUB_OAUTH_CALLBACK_URL": callback, "JUPYTERHUB_HOST": host}
-        assert "subdomain_host" in doctor.check_origin(hub | one).advice
-    check = doctor.check_health(changed(HEALTH, sockets_inherited=False))
-    assert check.result is Result.WARN
-    assert "bound its port itself" in check.message
-    assert doctor.check_devices(status, DEVICES).result is Result.OK
-
-
-def test_degraded_broker_is_a_warning_in_its_own_words():
-    check = doctor.check_health(changed(HEALTH, status="degraded", reasons=["The Hub does not answer."]))
-    assert (check.result, check.message) == (Result.WARN, "The Hub does not answer.")
-
-
-@pytest.mark.parametrize(
-    ("known", "devices", "result", "says"),
-    [
-        (False, DEVICES, Result.FAIL, "device helper does not answer"),
-        (True, changed(DEVICES, devices=[]), Result.FAIL, "no device"),
+    *(
         (
-            True,
-            changed(DEVICES, devices=[changed(DEVICE, healthy=False, reason="XID 79")]),
-            Result.FAIL,
-            "XID 79",
-        ),
-        (
-            True,
-            changed(DEVICES, devices=[changed(DEVICE, suspendable=False, suspend_reason="driver too old")]),
-            Result.WARN,
-            "driver too old",
-        ),
-        (True, changed(DEVICES, left_out=[LEFT_OUT]), Result.WARN, LEFT_OUT),
-        (True, changed(DEVICES, devices=[], left_out=[LEFT_OUT]), Result.FAIL, f"no device. {LEFT_OUT}."),
-    ],
-)
-def test_trouble_with_devices_is_named(status, known, devices, result, says):
+            doctor.check_origin,
+            (HUB | {"JUPYTERHUB_OAUTH_CALLBACK_URL": CALLBACK, "JUPYTERHUB_HOST": host},),
+            "warn",
+            "-> where users are not trusted, set c.JupyterHub.subdomain_host",
+        )
+        for host in ("", "https://hub.test")
+    ),
+    (doctor.check_driver, ("580.65: H100", False), "ok", ""),
+    (doctor.check_driver, ("!nvmlInit failed with code 12", True), "warn", "-> the simulated driver"),
+    (doctor.check_driver, ("580: H100", True, ANY_UID), "ok", "a real one only root"),
+    (doctor.check_driver, ("580: H100", True, "2xH100-80GB"), "ok", "580: H100"),
+    (doctor.check_scrubbing, ("EnableMSI: 1\n", False), "ok", ""),
+    (doctor.check_scrubbing, ("RmDisableScrubOnFree: 0\n", False), "ok", ""),
+    (doctor.check_scrubbing, ('RegistryDwords: "RMDisableScrubOnFree=1;X=2"\n', False), "fail", ""),
+    (doctor.check_scrubbing, ("RmDisableScrubOnFree: 1\n", False), "fail", ""),
+    (doctor.check_scrubbing, (None, False), "warn", ""),
+    (doctor.check_environment, (USER | {"CUDA_VISIBLE_DEVICES": ""}, None), "ok", ""),
+    (doctor.check_environment, (USER | {"CUDA_VISIBLE_DEVICES": "0"}, None), "warn", ""),
+    (doctor.check_memory_limit, ({}, None), "ok", ""),
+    (doctor.check_memory_limit, (USER, 8 << 30), "ok", ""),
+    (doctor.check_memory_limit, (USER, None), "warn", "not limited"),
+    (doctor.check_preload, (HOLDER, MAPS), "ok", ""),
+    (doctor.check_preload, (HOLDER, "7f00-7f01 libc.so.6"), "fail", "was not loaded"),
+    (doctor.check_preload, (HOLDER | {"LD_PRELOAD": ""}, MAPS), "fail", "does not name"),
+    (doctor.check_preload, (HOLDER, MUSL), "fail", "is musl"),
+    (doctor.check_preload, (HOLDER, MUSL), "fail", "-> use an image with glibc"),
+    (doctor.check_published, ("570.158.01",), "warn", "issues/34"),
+    (doctor.check_published, ("575.51.02",), "warn", "issues/24"),
+    (doctor.check_published, ("590.48.01",), "warn", "issues/27"),
+    (doctor.check_published, ("595.58.03",), "warn", "issues/27"),
+    (doctor.check_published, ("595.71.05",), "warn", "issues/53"),
+    (doctor.check_published, ("610.57.04",), "warn", "issues/58"),
+    (doctor.check_published, ("580.95.05",), "ok", "issues/44"),
+    (doctor.check_lending, (LENDING,), "ok", ""),
+]
+
+
+@pytest.mark.parametrize(("probe", "given", "result", "said"), FOUND)
+def test_each_probe_finds_what_is_wrong(probe, given, result, said):
+    check = probe(*given)
+    assert check.result == result
+    assert said in f"{check.message} -> {check.advice}"
+    assert bool(check.advice) is (result != "ok")
+    assert ("root" in check.message) is (probe is doctor.check_driver and ANY_UID in given)
+
+
+OF_DEVICES = [
+    (True, DEVICES, "ok", ""),
+    (False, DEVICES, "fail", "device helper does not answer"),
+    (True, changed(DEVICES, devices=[]), "fail", "no device"),
+    (True, changed(DEVICES, devices=[changed(DEVICE, healthy=False, reason="XID 79")]), "fail", "XID 79"),
+    (
+        True,
+        changed(DEVICES, devices=[changed(DEVICE, suspendable=False, suspend_reason="driver too old")]),
+        "warn",
+        "driver too old",
+    ),
+    (True, changed(DEVICES, left_out=[LEFT_OUT]), "warn", LEFT_OUT),
+    (True, changed(DEVICES, devices=[], left_out=[LEFT_OUT]), "fail", f"no device. {LEFT_OUT}."),
+]
+
+
+@pytest.mark.parametrize(("known", "devices", "result", "said"), OF_DEVICES)
+def test_trouble_with_devices_is_named(status, known, devices, result, said):
     check = doctor.check_devices(changed(status, devices_known=known), devices)
-    assert check.result is result
-    assert says in check.message
-    assert check.advice
+    assert (check.result, said in check.message, bool(check.advice)) == (result, True, result != "ok")
 
 
-def test_driver_that_is_found_is_ok_and_a_missing_one_a_warning():
-    assert doctor.check_driver("580.65: H100", False).result is Result.OK
-    check = doctor.check_driver("!nvmlInit failed with code 12", True)
-    assert check.result is Result.WARN
-    assert "simulated" in check.advice
+OF_A_HOLDER = [
+    ({}, "ok", ""),
+    ({"GPUSHARE_LEASE_DIR": ""}, "fail", "GPUSHARE_LEASE_DIR"),
+    ({"GPUSHARE_MEMORY_LIMIT": ""}, "warn", "after this terminal"),
+    *(
+        ({"CUDA_VISIBLE_DEVICES": hides}, "warn", f"CUDA_VISIBLE_DEVICES is {hides!r}")
+        for hides in ("1", "-1", "", "GPU-6", "all")
+    ),
+    *(
+        ({"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}, "ok", "")
+        for visible in ("0", "0,1", UUID[:9], None)
+        for order in ("FASTEST_FIRST", None)
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "result", "said"), OF_A_HOLDER)
+def test_only_a_choice_among_the_lease_s_devices_is_no_fault(status, change, result, said):
+    environment = {name: value for name, value in (HOLDER | change).items() if value is not None}
+    check = doctor.check_environment(environment, status.leases[0])
+    assert (check.result, said in check.message) == (result, True)
 
 
 def test_driver_is_told_with_persistence_mode_and_what_is_left_out(tmp_path):
@@ -145,29 +205,6 @@ def test_driver_is_told_with_persistence_mode_and_what_is_left_out(tmp_path):
     ).stdout.strip()
     gb10 = f"Simulated GB10-120GB ({machine.uuid(1)}) is left out"
     assert f": Simulated H100-80GB (persistence mode off), {gb10}: " in found
-
-
-def test_a_simulated_driver_that_lets_every_user_suspend_says_so():
-    options = "2xH100-80GB,checkpoint=any-uid"
-    assert "a real one only root" in doctor.check_driver("580: H100", True, options).message
-    assert "root" not in doctor.check_driver("580: H100", True, "2xH100-80GB").message
-
-
-@pytest.mark.parametrize(
-    ("driver", "result", "says"),
-    [
-        ("570.158.01", Result.WARN, "issues/34"),
-        ("575.51.02", Result.WARN, "issues/24"),
-        ("590.48.01", Result.WARN, "issues/27"),
-        ("595.58.03", Result.WARN, "issues/27"),
-        ("595.71.05", Result.WARN, "issues/53"),
-        ("610.57.04", Result.WARN, "issues/58"),
-        ("580.95.05", Result.OK, "issues/44"),
-    ],
-)
-def test_what_is_published_about_the_driver_is_printed_with_its_source(driver, result, says):
-    check = doctor.check_published(driver)
-    assert (check.result, says in check.message) == (result, True)
 
 
 def test_on_a_real_driver_doctor_names_the_programs_that_are_not_limited_or_suspended():
@@ -196,79 +233,6 @@ def test_a_driver_about_which_nothing_is_published_has_no_row():
     assert doctor.check_published("599.10") == ()
 
 
-@pytest.mark.parametrize(
-    ("params", "result"),
-    [
-        ("EnableMSI: 1\n", Result.OK),
-        ("RmDisableScrubOnFree: 0\n", Result.OK),
-        ('RegistryDwords: "RMDisableScrubOnFree=1;X=2"\n', Result.FAIL),
-        ("RmDisableScrubOnFree: 1\n", Result.FAIL),
-        (None, Result.WARN),
-    ],
-)
-def test_driver_that_does_not_erase_freed_memory_is_found(params, result):
-    assert doctor.check_scrubbing(params, False).result is result
-
-
-def test_environment_of_a_holder_is_coherent(status):
-    assert doctor.check_environment(HOLDER, status.leases[0]).result is Result.OK
-
-
-@pytest.mark.parametrize(
-    ("change", "result", "says"),
-    [
-        ({"GPUSHARE_LEASE_DIR": ""}, Result.FAIL, "GPUSHARE_LEASE_DIR"),
-        ({"GPUSHARE_MEMORY_LIMIT": ""}, Result.WARN, "after this terminal"),
-        *(
-            ({"CUDA_VISIBLE_DEVICES": hides}, Result.WARN, f"CUDA_VISIBLE_DEVICES is {hides!r}")
-            for hides in ("1", "-1", "", "GPU-6", "all")
-        ),
-    ],
-)
-def test_changed_environment_is_named(status, change, result, says):
-    check = doctor.check_environment(HOLDER | change, status.leases[0])
-    assert check.result is result
-    assert says in check.message
-
-
-@pytest.mark.parametrize("visible", ["0", "0,1", UUID[:9], None])
-@pytest.mark.parametrize("order", ["FASTEST_FIRST", None])
-def test_a_choice_among_the_lease_s_devices_is_no_fault(status, visible, order):
-    changes = {"CUDA_VISIBLE_DEVICES": visible, "CUDA_DEVICE_ORDER": order}
-    chosen = {name: value for name, value in (HOLDER | changes).items() if value is not None}
-    assert doctor.check_environment(chosen, status.leases[0]).result is Result.OK
-
-
-def test_server_without_gpu_is_ok_unless_it_names_a_device():
-    assert (
-        doctor.check_environment({"JUPYTERHUB_USER": "ada", "CUDA_VISIBLE_DEVICES": ""}, None).result
-        is Result.OK
-    )
-    check = doctor.check_environment({"JUPYTERHUB_USER": "ada", "CUDA_VISIBLE_DEVICES": "0"}, None)
-    assert check.result is Result.WARN
-
-
-def test_a_server_without_a_memory_limit_is_a_warning():
-    in_hub = {"JUPYTERHUB_USER": "ada"}
-    assert doctor.check_memory_limit({}, None).result is Result.OK
-    assert doctor.check_memory_limit(in_hub, 8 << 30).result is Result.OK
-    check = doctor.check_memory_limit(in_hub, None)
-    assert (check.result, "not limited" in check.message) == (Result.WARN, True)
-
-
-def test_preload_library_must_be_named_and_loaded():
-    maps = f"7f00-7f01 r-xp 00000000 08:01 1 /opt/lib/{PRELOAD_NAME}\n"
-    assert doctor.check_preload(HOLDER, maps).result is Result.OK
-    assert "was not loaded" in doctor.check_preload(HOLDER, "7f00-7f01 libc.so.6").message
-    assert "does not name" in doctor.check_preload(HOLDER | {"LD_PRELOAD": ""}, maps).message
-
-
-def test_an_image_with_musl_is_named():
-    maps = f"7f00-7f01 r-xp 0 08:01 1 /lib/ld-musl-x86_64.so.1\n7f02-7f03 r-xp 0 08:01 1 /{PRELOAD_NAME}\n"
-    check = doctor.check_preload(HOLDER, maps)
-    assert (check.result, "is musl" in check.message, "glibc" in check.advice) == (Result.FAIL, True, True)
-
-
 def test_limit_page_that_this_user_could_change_is_a_warning(status, page, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: True)
     check = doctor.check_limit_page(page, status.leases[0])
@@ -291,29 +255,23 @@ def test_limit_page_must_be_there_whole_valid_and_agree_with_the_lease(status, p
     assert doctor.check_limit_page(page, changed(lease, memory_limit_bytes=1 << 30)).result is Result.WARN
 
 
-def test_level_that_is_only_a_request_is_a_warning(status):
-    lease = status.leases[0]
-    assert doctor.check_level(lease, "warn").result is Result.OK
-    assert doctor.check_level(changed(lease, level="hints"), "stop").result is Result.WARN
-
-
 @pytest.mark.parametrize(
-    ("watchdog", "says", "result"),
+    ("level", "watchdog", "said", "result"),
     [
-        ("stop", "stops processes that evade it", Result.OK),
-        ("warn", "reports processes that evade it and stops none", Result.OK),
-        ("off", "no watchdog looks", Result.WARN),
+        ("preload", "stop", "stops processes that evade it", "ok"),
+        ("preload", "warn", "reports processes that evade it and stops none", "ok"),
+        ("preload", "off", "no watchdog looks", "warn"),
+        ("cgroup", "stop", "cgroup: enforced by the driver.", "ok"),
+        ("hints", "stop", "not enforced", "warn"),
     ],
 )
-def test_what_the_watchdog_does_is_said_as_it_is_set(status, watchdog, says, result):
-    check = doctor.check_level(changed(status.leases[0], level="preload"), watchdog)
-    assert says in check.message
-    assert check.result is result
-    assert "evade" not in doctor.check_level(changed(status.leases[0], level="cgroup"), watchdog).message
+def test_what_keeps_the_limit_is_said_and_what_the_watchdog_does(status, level, watchdog, said, result):
+    check = doctor.check_level(changed(status.leases[0], level=level), watchdog)
+    assert (check.result, said in check.message) == (result, True)
+    assert ("evade" in check.message) is (level == "preload")
 
 
 def test_lost_device_memory_is_a_warning_with_its_last_reason(india):
-    assert doctor.check_lending(LENDING).result is Result.OK
     check = doctor.check_lending(changed(LENDING, lost=1, last_reason="out of memory", last_at=AT))
     assert check.result is Result.WARN
     assert (

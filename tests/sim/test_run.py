@@ -171,13 +171,6 @@ def test_bad_words_are_a_usage_error(simulate, words):
     assert "usage: gpushare simulate" in err
 
 
-@pytest.mark.parametrize("verb", ["jobs", "notebooks", "fractions", "make"])
-def test_help_has_examples(simulate, verb):
-    code, out, _ = simulate(f"{verb} --help")
-    assert code == 0
-    assert f"examples:\n  gpushare simulate {verb} " in out
-
-
 def settings_of(words, monkeypatch):
     seen = {}
 

@@ -139,12 +139,6 @@ def test_a_bad_pod_is_refused(file, row, complaint):
     assert complaint in str(refusal.value)
 
 
-def test_pods_without_the_column_of_models_take_any(file):
-    columns = "name,cpu_milli,memory_mib,num_gpu,gpu_milli\n"
-    (pod,) = read_pods(file(columns + "a,4000,1024,1,460\n"))
-    assert (pod.gpus, pod.gpu_milli, pod.models) == (1, 460, frozenset())
-
-
 def test_traces_are_read_as_they_are(trace):
     """The public ones, or the made-up ones that replace them."""
     public = bool(traces.FOLDER)
