@@ -52,11 +52,17 @@ class Option:
         parser.add_argument(*flags, **settings)
 
 
-class Group:
-    """Options that belong together: with a title in the help, else at most one of them may be given."""
+class OneOf:
+    """Options of which at most one may be given; exactly one if it is ``required``."""
 
-    def __init__(self, *options: Option, title: str = "", required: bool = False) -> None:
-        self.options, self.title, self.required = options, title, required
+    def __init__(self, *options: Option, required: bool = False) -> None:
+        self.options, self.required = options, required
+
+    def add_to(self, parser: argparse.ArgumentParser) -> None:
+        """Add them to a parser."""
+        group = parser.add_mutually_exclusive_group(required=self.required)
+        for each in self.options:
+            each.add_to(group)
 
 
 class Verb:
@@ -67,7 +73,7 @@ class Verb:
     """
 
     def __init__(
-        self, run: Callable[..., object], *options: Option | Group, name: str = "", usage: str | None = None
+        self, run: Callable[..., object], *options: Option | OneOf, name: str = "", usage: str | None = None
     ) -> None:
         self.run, self.options, self.usage = run, options, usage
         self.name = name or run.__name__
@@ -84,20 +90,6 @@ class Parser(argparse.ArgumentParser):
         shown = "\n  ".join(["examples:", *examples]) if examples else ""
         epilog = "\n\n".join(filter(None, (shown, after)))
         super().__init__(epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
-
-    def add_options(self, options: Iterable[Option | Group]) -> None:
-        """Add options and groups of them, in this order."""
-        for each in options:
-            if isinstance(each, Option):
-                each.add_to(self)
-                continue
-            within = (
-                self.add_argument_group(each.title)
-                if each.title
-                else self.add_mutually_exclusive_group(required=each.required)
-            )
-            for one in each.options:
-                one.add_to(within)
 
     def add_verbs(
         self,
@@ -119,7 +111,8 @@ class Parser(argparse.ArgumentParser):
                 description=text,
                 examples=verb.examples or examples or [f"{self.prog} {verb.name}"],
             )
-            parser.add_options((*every, *verb.options))
+            for each in (*every, *verb.options):
+                each.add_to(parser)
             parser.set_defaults(run=verb.run, parser=parser)
         return added
 

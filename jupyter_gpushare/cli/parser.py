@@ -21,12 +21,12 @@ from jupyter_gpushare.cli.options import (
     pair,
     seconds,
 )
-from jupyter_gpushare.command_line import Group, Option, Parser, Verb, count
+from jupyter_gpushare.command_line import OneOf, Option, Parser, Verb, count
 from jupyter_gpushare.core.model import CheckpointMode
 
-_SUBMIT: tuple[Option | Group, ...] = (
+_SUBMIT: tuple[Option | OneOf, ...] = (
     Option("-p --parameter NAME=VALUE ...", "of the notebook; may be repeated", pair, dest="parameters"),
-    Group(Option("--gpus G", "0.5, 1/4 or 2; several are given together (default 1)"), MEMORY, PROFILE),
+    OneOf(Option("--gpus G", "0.5, 1/4 or 2; several are given together (default 1)"), MEMORY, PROFILE),
     Option("--project P", "project to charge (default: the first of yours)"),
     Option("--name N", "for people (default: from the command)"),
     Option(
@@ -78,7 +78,7 @@ VERBS = (
     Verb(
         queue.edit,
         JOB,
-        Group(Option("--gpus G", "0.5, 1/4 or 2; several are given together"), MEMORY, PROFILE),
+        OneOf(Option("--gpus G", "0.5, 1/4 or 2; several are given together"), MEMORY, PROFILE),
         Option("--project P", "it goes to the end of that project's queue"),
         Option("--priority N", "within the project", PRIORITY),
         Option("--max-run TIME", "like 30m, 4h or 2d; none: no maximum", limit),
@@ -86,7 +86,7 @@ VERBS = (
     Verb(
         queue.move,
         JOB,
-        Group(
+        OneOf(
             Option("--before JOB", "to start before this one", job_id),
             Option("--behind JOB", "to start after this one", job_id),
             Option("--up", "by one", dest="to", action="store_const", const="up"),
@@ -105,7 +105,7 @@ VERBS = (
     Verb(sessions.lend, SERVER),
     Verb(
         sessions.resize,
-        Group(
+        OneOf(
             Option("--gpus G", "a part of the GPU like 0.5 or 1/4; 1: all of it"),
             Option("--memory SIZE", "GPU memory instead, like 20GiB"),
             required=True,
