@@ -6,7 +6,6 @@ each user a subdomain (`JupyterHub.subdomain_host`).  Another host name stands f
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
@@ -17,7 +16,7 @@ from tornado import web
 from tests.attack.test_cross_site import LOGIN
 from tests.broker import pages
 from tests.broker.http_site import PREFIX, Http
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, becomes
 
 pytestmark = [pytest.mark.browser, pytest.mark.asyncio(loop_scope="module")]
 
@@ -91,7 +90,7 @@ async def page(http: Http, browser: Browser) -> AsyncIterator[Page]:
 
 async def attacked(http: Http, page: Page, kind: str, host: str) -> str:
     """Open the attacker's page; return what it reached."""
-    port = http.url.rpartition(":")[2]
+    port = http.port
     target = f"{http.url}{PREFIX}?edit=nlp"
     await page.goto(f"http://{host}:{port}/user/eve/{kind}?target={target}")
     if kind == "window":
@@ -116,9 +115,7 @@ async def test_a_page_of_another_user_gets_nothing_by_frames_and_requests(http, 
 async def test_a_window_that_a_page_of_the_same_origin_opens_can_be_scripted(http: Http, page: Page) -> None:
     """What a shared origin leaves open: docs/security.md says so, and how to close it."""
     assert await attacked(http, page, "window", "127.0.0.1") == "changed"
-    async with asyncio.timeout(PATIENCE_S):
-        while "nlp" not in http.broker.registry.overrides:
-            await asyncio.sleep(0.05)
+    await becomes(lambda: "nlp" in http.broker.registry.overrides)
 
 
 async def test_with_a_host_per_user_the_opened_window_cannot_be_scripted(http: Http, page: Page) -> None:

@@ -104,7 +104,7 @@ async def broker(tmp_path: Path, way: str) -> AsyncIterator[Target]:
             address, url = ("127.0.0.1", int(root.rpartition(":")[2])), root + api
             certificate = (tmp_path / "api-certificate.pem").read_text()
         else:
-            address, url = ("127.0.0.1", int(http.url.rpartition(":")[2])), http.url + api
+            address, url = ("127.0.0.1", http.port), http.url + api
             hub = ("root", "status")  # the port takes no spawner's token
         async with callers(url, certificate, hub) as calls:
             yield Target(address, calls)

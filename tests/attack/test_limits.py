@@ -27,6 +27,7 @@ from jupyter_gpushare.errors import TooMany
 from jupyter_gpushare.gpu.leases import files
 from jupyter_gpushare.protocol import wire
 from tests.broker.http_site import PREFIX, Http
+from tests.waiting import becomes
 
 HOSTILE = "evil\x1b[2J\r\nINJECTED\x07\u202eabc\x9b"
 
@@ -158,24 +159,19 @@ def test_a_file_lease_on_an_account_that_has_grown_keeps_the_helper_waiting_for_
 async def test_slow_bodies_of_one_user_leave_connections_to_others(http: Http, monkeypatch):
     requests = http.service.gate.connections.requests
     monkeypatch.setattr(base, "_MAX_REQUESTS", 2)
-    port = int(http.url.rpartition(":")[2])
     head = f"POST {PREFIX}api/v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: token bo\r\n"
     head += "Content-Length: 9\r\n\r\n"
     slow = []
     for _ in range(2):
-        slow.append(await asyncio.open_connection("127.0.0.1", port))
+        slow.append(await asyncio.open_connection("127.0.0.1", http.port))
         slow[-1][1].write(head.encode())
-    async with asyncio.timeout(10):
-        while requests("user bo") < 2:
-            await asyncio.sleep(0.02)
+    await becomes(lambda: requests("user bo") == 2)
     refused = await http.ask("POST", "jobs", "bo", json={"command": ["true"]})
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
     await http.submit("ada")
     for _, writer in slow:
         writer.close()
-    async with asyncio.timeout(10):
-        while requests("user bo"):
-            await asyncio.sleep(0.02)
+    await becomes(lambda: not requests("user bo"))
     await http.submit("bo")
 
 
@@ -189,8 +185,9 @@ async def test_of_many_requests_at_once_each_users_first_one_is_answered_first(h
 
     monkeypatch.setattr(type(http.service.views), "status", counted)
     head = f"GET {PREFIX}api/v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: token "
-    port = int(http.url.rpartition(":")[2])
-    opened = [(user, await asyncio.open_connection("127.0.0.1", port)) for user in 100 * ["bo"] + ["ada"]]
+    opened = [
+        (user, await asyncio.open_connection("127.0.0.1", http.port)) for user in 100 * ["bo"] + ["ada"]
+    ]
     async with asyncio.timeout(30):
         for _ in range(2):  # first each token becomes known
             asked.clear()
@@ -211,9 +208,7 @@ async def test_questions_about_unknown_tokens_of_one_peer_leave_the_hub_to_other
     proxied = {"X-Forwarded-For": "203.0.113.66"}
     ask = functools.partial(http.ask, "GET", "status", "hub-waits", headers=proxied)
     waiting = [asyncio.create_task(ask()) for _ in range(30)]
-    async with asyncio.timeout(30):
-        while sum(each.done() for each in waiting) < 10 or http.hub_asked["hub-waits"] < 4:
-            await asyncio.sleep(0.02)
+    await becomes(lambda: sum(each.done() for each in waiting) >= 10 and http.hub_asked["hub-waits"] >= 4)
     refused = [each.result() for each in waiting if each.done()]
     assert {(each.status_code, each.headers["Retry-After"]) for each in refused} == {(429, "1")}
     assert http.hub_asked["hub-waits"] == 4
@@ -229,31 +224,25 @@ async def test_unknown_tokens_keep_no_user_with_a_known_token_waiting(http: Http
     ask = functools.partial(http.ask, "GET", "status", headers={"X-Forwarded-For": "203.0.113.66"})
     assert (await ask("ada")).status_code == 200
     waiting = [asyncio.create_task(ask("hub-waits")) for _ in range(12)]
-    async with asyncio.timeout(30):
-        while sum(each.done() for each in waiting) < 4:
-            await asyncio.sleep(0.02)
+    await becomes(lambda: sum(each.done() for each in waiting) >= 4)
     assert (await ask("ada")).status_code == 200
     http.hub_goes_on.set()
     await asyncio.gather(*waiting)
 
 
 async def test_the_hub_is_not_asked_for_callers_that_have_left(http: Http):
-    port, checks = int(http.url.rpartition(":")[2]), http.service.limits.checks
+    port, checks = http.port, http.service.limits.checks
     head = f"GET {PREFIX}api/v1/status HTTP/1.1\r\nHost: x\r\nAuthorization: token hub-waits-"
     writers = []
-    async with asyncio.timeout(30):
-        for n in range(10):
-            writers.append((await asyncio.open_connection("127.0.0.1", port))[1])
-            writers[-1].write(f"{head}{n}\r\n\r\n".encode())
-        while sum(checks._callers.values()) < 10 or http.hub_asked.total() < 4:
-            await asyncio.sleep(0.02)
-        for writer in writers:
-            writer.close()
-        while len(http.service.gate.connections):
-            await asyncio.sleep(0.02)
-        http.hub_goes_on.set()
-        while checks._callers:
-            await asyncio.sleep(0.02)
+    for n in range(10):
+        writers.append((await asyncio.open_connection("127.0.0.1", port))[1])
+        writers[-1].write(f"{head}{n}\r\n\r\n".encode())
+    await becomes(lambda: sum(checks._callers.values()) >= 10 and http.hub_asked.total() >= 4)
+    for writer in writers:
+        writer.close()
+    await becomes(lambda: not len(http.service.gate.connections))
+    http.hub_goes_on.set()
+    await becomes(lambda: not checks._callers)
     assert http.hub_asked.total() == 4
 
 
@@ -261,9 +250,7 @@ async def test_logins_of_one_peer_alone_wait_for_the_hub(http: Http):
     http.service.limits.checks = Turns(at_once=4, most=20)
     path, proxied = f"{http.url}{PREFIX}oauth_callback?code=c&state=s", {"X-Forwarded-For": "203.0.113.66"}
     waiting = [asyncio.create_task(http.ask("GET", path, "hub-waits", headers=proxied)) for _ in range(30)]
-    async with asyncio.timeout(30):
-        while sum(each.done() for each in waiting) < 10 or http.hub_asked["hub-waits"] < 4:
-            await asyncio.sleep(0.02)
+    await becomes(lambda: sum(each.done() for each in waiting) >= 10 and http.hub_asked["hub-waits"] >= 4)
     assert {each.result().status_code for each in waiting if each.done()} == {429}
     assert (await http.ask("GET", "status", "ada")).status_code == 200
     http.hub_goes_on.set()
@@ -282,17 +269,14 @@ async def test_answers_that_a_user_does_not_read_are_few_and_not_kept(http: Http
     head = f"GET {PREFIX}api/v1/devices HTTP/1.1\r\nHost: x\r\nAuthorization: token bo\r\n\r\n"
     deaf = []
     for _ in range(2):
-        deaf.append(socket.create_connection(("127.0.0.1", int(http.url.rpartition(":")[2]))))
+        deaf.append(socket.create_connection(("127.0.0.1", http.port)))
         deaf[-1].sendall(head.encode())
-    async with asyncio.timeout(30):
-        while requests("user bo") < 2:
-            await asyncio.sleep(0.02)
-        refused = await http.ask("GET", "status", "bo")
-        assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
-        assert (await http.ask("GET", "status", "ada")).status_code == 200
-        monkeypatch.setattr(listener, "UNREAD_S", 0.5)
-        while requests("user bo"):
-            await asyncio.sleep(0.02)
+    await becomes(lambda: requests("user bo") == 2)
+    refused = await http.ask("GET", "status", "bo")
+    assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
+    assert (await http.ask("GET", "status", "ada")).status_code == 200
+    monkeypatch.setattr(listener, "UNREAD_S", 0.5)
+    await becomes(lambda: not requests("user bo"))
     assert (await http.ask("GET", "status", "bo")).status_code == 200
     for each in deaf:
         each.close()
@@ -308,7 +292,7 @@ async def test_requests_without_a_token_are_answered_in_between_those_of_others(
         answer(self, *args, **options)
 
     monkeypatch.setattr(base.Base, "answer", noted)
-    port, forwarded = int(http.url.rpartition(":")[2]), "X-Forwarded-For: 203.0.113.66\r\n"
+    port, forwarded = http.port, "X-Forwarded-For: 203.0.113.66\r\n"
     paths = 33 * ["health", "openapi.json", "no-such"] + ["status"]
     opened = [await asyncio.open_connection("127.0.0.1", port) for _ in paths]
     async with asyncio.timeout(30):

@@ -21,7 +21,7 @@ from jupyter_gpushare.hub.spawner import GPUShareMixin
 from tests.broker.http_site import PREFIX, SPAWNER, Http
 from tests.broker.site import Site
 from tests.ports import free_ports
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, becomes, until
 
 PROXY = Path(sys.executable).parent / "configurable-http-proxy"
 # Documentation addresses (RFC 5737).
@@ -82,17 +82,13 @@ def waits(client: httpx.AsyncClient, address: str) -> asyncio.Task[httpx.Respons
 
 async def answered(requests: list[asyncio.Task[httpx.Response]], number: int) -> list[int]:
     """The statuses of the first ``number`` requests that are answered."""
-    async with asyncio.timeout(PATIENCE_S):
-        while sum(each.done() for each in requests) < number:
-            await asyncio.sleep(0.02)
+    await becomes(lambda: sum(each.done() for each in requests) >= number)
     return [each.result().status_code for each in requests if each.done()]
 
 
 async def closed(http: Http, left: int = 0) -> None:
     """Wait until the broker has at most ``left`` connections: it closes one a moment after its answer."""
-    async with asyncio.timeout(PATIENCE_S):
-        while len(http.listener._connections) > left:
-            await asyncio.sleep(0.02)
+    await becomes(lambda: len(http.listener._connections) <= left)
 
 
 async def test_a_users_own_token_reaches_the_broker_through_the_hubs_proxy_and_no_other_secret_does(tmp_path):
@@ -145,33 +141,23 @@ async def test_a_machine_that_forges_the_header_behind_the_proxy_stays_one_machi
         await answered(slow, len(slow))
 
 
-async def test_a_header_that_no_proxy_sent_changes_nothing(tmp_path):
-    http = Http(Site(tmp_path))
-    await http.open()
-    try:
-        slow = [waits(http.by_socket, ADA) for _ in range(PER_CLIENT + 1)]
-        answer = await http.by_socket.get(FREE, headers={"X-Forwarded-For": ADA})
-        assert answer.status_code == 200
-        http.hub_goes_on.set()
-        assert await answered(slow, len(slow)) == [401] * len(slow)
-    finally:
-        await http.close()
+async def test_a_header_that_no_proxy_sent_changes_nothing(http):
+    slow = [waits(http.by_socket, ADA) for _ in range(PER_CLIENT + 1)]
+    answer = await http.by_socket.get(FREE, headers={"X-Forwarded-For": ADA})
+    assert answer.status_code == 200
+    http.hub_goes_on.set()
+    assert await answered(slow, len(slow)) == [401] * len(slow)
 
 
-async def test_a_body_of_a_request_that_has_none_is_refused_before_it_is_read(tmp_path):
-    http = Http(Site(tmp_path))
-    await http.open()
-    try:
-        for header in ("Content-Length: 9", "Transfer-Encoding: chunked"):
-            reader, writer = await asyncio.open_connection("127.0.0.1", int(http.url.rpartition(":")[2]))
-            writer.write(f"GET {PREFIX}api/v1/health HTTP/1.1\r\nHost: x\r\n{header}\r\n\r\n".encode())
-            async with asyncio.timeout(PATIENCE_S):
-                answer = await reader.read()
-            writer.close()
-            assert answer.startswith(b"HTTP/1.1 400")
-            assert b"has no body" in answer
-    finally:
-        await http.close()
+async def test_a_body_of_a_request_that_has_none_is_refused_before_it_is_read(http):
+    for header in ("Content-Length: 9", "Transfer-Encoding: chunked"):
+        reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+        writer.write(f"GET {PREFIX}api/v1/health HTTP/1.1\r\nHost: x\r\n{header}\r\n\r\n".encode())
+        async with asyncio.timeout(PATIENCE_S):
+            answer = await reader.read()
+        writer.close()
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert b"has no body" in answer
 
 
 @pytest.mark.parametrize(

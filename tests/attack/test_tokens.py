@@ -49,7 +49,7 @@ async def test_reports_that_hint_do_not_ask_the_hub_each_time(http: Http):
 
 async def _raw(http: Http, text: str) -> str:
     """Return the status line of the answer to the bytes of ``text``; the connection stays open."""
-    port = int(http.url.rpartition(":")[2])
+    port = http.port
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(text.encode())
     async with asyncio.timeout(5):

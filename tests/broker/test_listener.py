@@ -23,6 +23,7 @@ from jupyter_gpushare.peers import holder_of, source_of
 from jupyter_gpushare.protocol import wire
 from tests.broker.http_site import PREFIX, SPAWNER, Http
 from tests.broker.site import Site
+from tests.waiting import becomes
 
 
 def few(unproven: int = 4, proven: int = 4, reserve: int = 0, cancels: bool = True) -> Connections[str]:
@@ -280,39 +281,26 @@ async def test_an_answer_is_kept_for_a_peer_only_while_it_reads(monkeypatch, rea
 async def test_a_proxy_takes_nothing_of_the_reserve_of_the_hub_without_its_token(tmp_path: Path, monkeypatch):
     for module in (listener, http_listener):
         monkeypatch.setattr(module, "source_of", lambda _: "203.0.113.7")
-    http = Http(Site(tmp_path), proxies=["203.0.113.0/24"])
-    await http.open()
-    try:
+    async with Http(Site(tmp_path), proxies=["203.0.113.0/24"]) as http:
         gate = http.service.gate
         assert (await http.by_socket.get("openapi.json")).status_code == 200
         assert gate.connections.count("proxy 203.0.113.7", is_proven=True) == 1
         forwarded = {"X-Forwarded-For": "198.51.100.1"}
         for _ in range(2):
             assert (await http.by_socket.get("openapi.json", headers=forwarded)).status_code == 200
-        async with asyncio.timeout(30):
-            while gate.connections.count("proxy 203.0.113.7", is_proven=True) != 1:
-                await asyncio.sleep(0.02)
+        await becomes(lambda: gate.connections.count("proxy 203.0.113.7", is_proven=True) == 1)
         assert (await http.ask("GET", "spawner/offers?group=nlp", SPAWNER)).status_code == 200
         assert gate.connections.count(HUB, is_proven=True) == 1
-    finally:
-        await http.close()
 
 
-async def test_the_form_of_an_administrator_proves_its_connection(tmp_path: Path, monkeypatch):
+async def test_the_form_of_an_administrator_proves_its_connection(http, monkeypatch):
     monkeypatch.setattr(listener, "source_of", lambda _: "203.0.113.7")
-    http = Http(Site(tmp_path))
-    await http.open()
-    try:
-        form, token = {"lending": "default"}, {"Authorization": "token root"}
-        assert (await http.client.post(f"{http.url}{PREFIX}", data=form, headers=token)).status_code == 303
-        assert http.service.gate.connections.count("user root", is_proven=True) == 1
-    finally:
-        await http.close()
+    form, token = {"lending": "default"}, {"Authorization": "token root"}
+    assert (await http.client.post(f"{http.url}{PREFIX}", data=form, headers=token)).status_code == 303
+    assert http.service.gate.connections.count("user root", is_proven=True) == 1
 
 
-async def test_our_client_goes_on_after_its_idle_connection_gave_way(tmp_path: Path):
-    http = Http(Site(tmp_path))
-    await http.open()
+async def test_our_client_goes_on_after_its_idle_connection_gave_way(http):
     client = BrokerClient(unix_url(Path(http.unix), f"{PREFIX}api/v1"), "bo", retry_s=0.0)
     try:
         await client.get("status", wire.Status)
@@ -322,7 +310,6 @@ async def test_our_client_goes_on_after_its_idle_connection_gave_way(tmp_path: P
         assert list(http.broker.registry.jobs) == [job.id]
     finally:
         await client.close()
-        await http.close()
 
 
 @pytest.mark.parametrize(
