@@ -8,22 +8,8 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.http.access import JOBS_SCOPE
 from jupyter_gpushare.broker.http.rates import Rate
-from jupyter_gpushare.broker.http.routes import ROUTES
 from jupyter_gpushare.protocol import wire
-from tests.broker.http_site import PREFIX, SPAWNER, Http, example, person
-from tests.broker.machine import GROUPS
-
-
-async def test_without_a_token_everything_but_health_is_401(http):
-    for route in ROUTES:
-        if route.path.startswith(("health", "openapi", "spawner/")):
-            continue
-        for method in route.answers:
-            path = example(route.path)
-            answer = await http.refused(method.upper(), path, None, json={})
-            assert (route.path, answer.status, answer.reason) == (route.path, 401, "login")
-    await http.broker.loop.observer.measure()
-    assert (await http.ask("GET", "health", None)).status_code == 200
+from tests.broker.http_site import PREFIX, SPAWNER, Http, person
 
 
 async def test_an_unknown_token_is_401_and_one_without_access_403(http):
@@ -148,16 +134,6 @@ async def test_an_empty_spawner_token_admits_no_caller(http):
         ).status == 403
 
 
-async def test_a_start_beyond_what_is_there_is_409(http):
-    start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": {"gpus": 2}}
-    assert (await http.ask("POST", "spawner/start", SPAWNER, json=start)).status_code == 200
-    answer = await http.refused("POST", "spawner/start", SPAWNER, json=start | {"server": "more"})
-    assert (answer.status, answer.reason) == (409, "no_capacity")
-    forged = start | {"server": "jabcdefghij-1"}
-    answer = await http.refused("POST", "spawner/start", SPAWNER, json=forged)
-    assert (answer.status, answer.reason) == (409, "not_expected")
-
-
 async def test_only_the_server_of_an_attempt_may_report_about_it(http):
     job = await http.submit("bo", gpus="2")
     await http.broker.loop.decide()
@@ -251,7 +227,3 @@ async def test_metrics_need_their_scope_and_name_no_user(http):
     text = (await http.ask("GET", path, "prometheus")).text
     assert 'gpushare_leases{kind="train",project="nlp",state="pending"} 1.0' in text
     assert "bo" not in text.replace("broker", "")
-
-
-def test_the_people_of_these_tests_are_those_of_the_site():
-    assert {"ada", "bo"} <= GROUPS.keys()

@@ -12,7 +12,7 @@ from jupyter_gpushare.broker.http.routes import ROUTES
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import Conflict, InvalidRequest, NotFound
 from jupyter_gpushare.protocol import wire
-from tests.broker.http_site import PREFIX, example
+from tests.broker.http_site import PREFIX
 
 
 async def test_openapi_describes_every_route_and_nothing_else(http):
@@ -35,15 +35,6 @@ def _references(node: Any) -> set[str]:
         own = {node["$ref"]} if isinstance(node.get("$ref"), str) else set()
         return own.union(*(_references(x) for x in node.values()))
     return set().union(*(_references(x) for x in node)) if isinstance(node, list) else set()
-
-
-async def test_every_described_path_is_routed(http):
-    document = (await http.ask("GET", "openapi.json", None)).json()
-    for path, item in document["paths"].items():
-        for method in item.keys() - {"parameters"}:
-            response = await http.ask(method.upper(), example(path).lstrip("/"), "root")
-            assert "no such path" not in response.text, path
-            assert response.status_code != 405
 
 
 async def test_health_is_degraded_without_the_helper(http):
