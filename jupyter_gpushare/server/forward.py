@@ -48,7 +48,6 @@ FORWARDS: tuple[Forward, ...] = (
     Forward("POST", "leases/{}/keep", wire.LeaseStatus, _LEASE, body=wire.KeepRequest),
     Forward("POST", "leases/{}/lend", wire.LeaseStatus, _LEASE),
     Forward("POST", "leases/{}/release", wire.LeaseStatus, _LEASE),
-    Forward("PUT", "leases/{}/size", wire.LeaseStatus, _LEASE, body=wire.SizeRequest),
 )
 
 

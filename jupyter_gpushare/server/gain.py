@@ -38,8 +38,9 @@ _TELL_S = 1.0
 
 
 def reserved(environ: Mapping[str, str]) -> str:
-    """Return the name of the lease that this server may get while it runs; empty: none."""
-    return environ.get("GPUSHARE_LEASE", "") if environ.get("CUDA_VISIBLE_DEVICES") == "" else ""
+    """Return the lease that this server may get while it runs; empty: none."""
+    handle = environ.get("GPUSHARE_LEASE", "") if environ.get("CUDA_VISIBLE_DEVICES") == "" else ""
+    return handle.partition("-")[0]
 
 
 def shown(env: Mapping[str, str]) -> dict[str, str]:

@@ -4,7 +4,7 @@
     GET  gpushare/jobs/ID/log                    see `LogHandler`
     GET  gpushare/launch?path=P                  `LaunchForm`: defaults of the launch dialog
     POST gpushare/launch                         `LaunchRequest` -> `Job`
-    POST gpushare/gpu                            `GpuGain` -> `GpuGained`: this server gets a GPU
+    PUT  gpushare/leases/ID/size                 `SizeRequest` -> `SizedLease`: see `SizeHandler`
     POST gpushare/leases/ID/kernels/KID/release  restarts a kernel of this server, which frees its GPU memory
     all other paths                              see `forward.FORWARDS`
 
@@ -140,36 +140,31 @@ class LaunchHandler(Handler):
         return launch.specs_of(await ensure_async(self.kernel_spec_manager.get_all_specs()))
 
 
-class GainHandler(Handler):
-    """Gets a GPU for this server, which runs without one."""
+class SizeHandler(Handler):
+    """Changes the size of a session; the lease ``own`` is the first one of this server, which has no GPU."""
 
     @for_user
-    async def post(self) -> None:
-        """Answer with `wire.GpuGained` once kernels of this server may use the GPU.
+    async def put(self, lease: str) -> None:
+        """Answer with `wire.SizedLease` once kernels of this server may use what it has.
 
         Raises:
             Refused: 409, this server has a GPU, or has to start anew for one; or the broker refuses.
         """
-        client, lease = self.connected().client, gain.reserved(os.environ)
-        asked = wire.replace(self.read(wire.GpuGain), lease=lease)
-        if not lease:
+        client = self.connected().client
+        if lease == "own" and not (lease := gain.reserved(os.environ)):
             raise Refused(
                 409,
                 "not_resizable",
                 "This server has a GPU, or has to start anew for one: stop it, and start it with the size "
                 "that you need.",
             )
-        post = client.post("servers/gpu", asked, wire.SpawnGrant, repeatable=True)
-        grant = await self.answered(post)
-        os.environ.update(shown := gain.shown(grant.env))
-        self.send(
-            wire.GpuGained(
-                size=asked.size().text,
-                memory_limit_bytes=grant.memory_limit_bytes,
-                asleep=grant.asleep,
-                kernels=await gain.show(self.kernel_manager, shown, await self._notebooks()),
-            )
+        put = client.put(
+            f"leases/{lease}/size", self.read(wire.SizeRequest), wire.SizedLease, repeatable=True
         )
+        sized = await self.answered(put)
+        os.environ.update(shown := gain.shown(sized.env))
+        restart = await gain.show(self.kernel_manager, shown, await self._notebooks()) if shown else []
+        self.send(wire.replace(sized, env={}, restart=restart))
 
     async def _notebooks(self) -> dict[str, str]:
         """Return the path of the notebook by kernel id."""
@@ -202,7 +197,7 @@ def routes(broker: Broker | None) -> list[tuple[str, type[Handler], dict[str, An
         (r"/gpushare/status", StatusHandler, given),
         (r"/gpushare/jobs/([a-z0-9]{1,40})/log", LogHandler, given),
         (r"/gpushare/launch", LaunchHandler, given),
-        (r"/gpushare/gpu", GainHandler, given),
+        (r"/gpushare/leases/([a-z0-9-]{1,64})/size", SizeHandler, given),
         (r"/gpushare/leases/([a-z0-9-]{1,64})/kernels/([a-z0-9-]{1,64})/release", ReleaseHandler, given),
         *forward_routes(broker),
     ]

@@ -39,8 +39,7 @@ ROOTS: tuple[type[msgspec.Struct], ...] = (
     wire.JobChange,
     wire.JobPlace,
     wire.SizeRequest,
-    wire.GpuGain,
-    wire.GpuGained,
+    wire.SizedLease,
     wire.ErrorAnswer,
 )
 # Names of the unions of string literals in `wire`.
@@ -69,8 +68,10 @@ def _declare(kind: type[msgspec.Struct], kinds: dict[str, str]) -> None:
     comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE))
     hints = typing.get_type_hints(kind)
     lines = [_comment((kind.__doc__ or "").strip().split("\n\n")[0], "")] if kind.__doc__ else []
-    lines.append(f"export interface {name} {{")
-    for field in msgspec.structs.fields(kind):
+    base = next((each for each in kind.__bases__ if getattr(each, "__struct_fields__", ())), None)
+    lines.append(f"export interface {name} {f'extends {_type(base, kinds)} ' if base else ''}{{")
+    inherited = () if base is None else msgspec.structs.fields(base)
+    for field in msgspec.structs.fields(kind)[len(inherited) :]:
         if field.name in comments:
             lines.append(_comment(comments[field.name], "  "))
         lines.append(f"  readonly {field.name}: {_type(hints[field.name], kinds)};")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.errors import Conflict, HelperError, RequestError
+from jupyter_gpushare.errors import Conflict, HelperError, NotFound, RequestError
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker
 from tests.broker.site import Site, spawn
@@ -22,8 +22,12 @@ async def started(broker: Broker, user: str = "ada") -> str:
     return grant.env["GPUSHARE_LEASE"]
 
 
-async def gain(broker: Broker, lease: str, user: str = "ada", **asked: Any) -> wire.SpawnGrant:
-    return await broker.admission.gain(spawn(user, None), wire.GpuGain(**({"lease": lease} | asked)))
+async def gain(broker: Broker, lease: str, server: str = "", **asked: Any) -> wire.SpawnGrant:
+    asker = spawn("ada", None, server=server)
+    lease_id = lease.removesuffix("-1")
+    grant = await broker.admission.change_size("ada", lease_id, wire.SizeRequest(**asked), asker)
+    assert grant is not None
+    return grant
 
 
 @in_virtual_time
@@ -44,8 +48,6 @@ async def test_a_running_server_gets_the_lease_that_its_processes_name(tmp_path)
         # The page asks again where no answer came.
         assert await gain(broker, name, gpus="1/4") == grant
         assert broker.state(name) == "running"
-        with pytest.raises(Conflict, match="change its size"):
-            await gain(broker, name, gpus="1/2")
         await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
         site.held[name].alive = False
         await until(lambda: not site.held, 60)
@@ -70,10 +72,8 @@ async def test_one_name_at_two_servers_at_once_is_one_lease(tmp_path):
     async with Site(tmp_path, gpus=1) as site:
         broker = await site.start_broker()
         name = await started(broker)
-        asked = wire.GpuGain(lease=name, gpus="1/4")
         found = await asyncio.gather(
-            *(broker.admission.gain(spawn("ada", None, server=server), asked) for server in ("", "second")),
-            return_exceptions=True,
+            *(gain(broker, name, server, gpus="1/4") for server in ("", "second")), return_exceptions=True
         )
         assert [type(each).__name__ for each in found] == ["SpawnGrant", "Conflict"]
         assert [record.server for record in broker.registry.leases.values()] == [""]
@@ -105,7 +105,7 @@ async def test_names_that_no_start_gave_are_refused(tmp_path):
                 await gain(broker, name, gpus="1/4")
         # The name of another's lease, also once that has ended.
         assert bo.lease is not None
-        with pytest.raises(Conflict):
+        with pytest.raises(NotFound):
             await gain(broker, bo.lease, gpus="1/4")
         await broker.admission.stop(wire.SpawnStop(user="bo", server=""))
         await until(lambda: not site.held, 60)
@@ -164,11 +164,19 @@ async def test_without_a_helper_a_server_starts_all_the_same(tmp_path):
 
 async def test_a_server_asks_with_its_own_token_and_gets_the_uid_of_its_process(http):
     asked = {"gpus": "1/4", "lease": "b0123456789-1", "borrow": True}
-    headers = {"Authorization": "token ada"}
-    answer = await http.by_socket.post("servers/gpu", json=asked, headers=headers)
+    path, size = "leases/b0123456789/size", {"gpus": "1/4", "borrow": True}
+    person, server = ({"Authorization": f"token {name}"} for name in ("ada", "ada-server"))
+    answer = await http.by_socket.post("servers/gpu", json=asked, headers=person)
     assert (answer.status_code, answer.json()["reason"]) == (403, "not_allowed")
-    headers = {"Authorization": "token ada-server"}
-    answer = await http.by_socket.post("servers/gpu", json=asked, headers=headers)
+    assert (await http.by_socket.put(path, json=size, headers=person)).status_code == 404
+    answer = await http.by_socket.put(path, json=size, headers=server)
     assert answer.status_code == 200, answer.text
     (record,) = http.broker.registry.leases.values()
     assert (record.uid, record.lease.user, record.handle) == (os.geteuid(), "ada", asked["lease"])
+    sized = answer.json()
+    assert (sized["size"], sized["env"]["GPUSHARE_LEASE"]) == ("1/4 GPU", asked["lease"])
+    # The first form of the request is answered as ever.
+    answer = await http.by_socket.post("servers/gpu", json=asked, headers=server)
+    assert (answer.status_code, answer.json()["env"]) == (200, sized["env"])
+    answer = await http.by_socket.post("servers/gpu", json=asked | {"gpus": "1/2"}, headers=server)
+    assert (answer.status_code, answer.json()["reason"]) == (409, "has_gpu")

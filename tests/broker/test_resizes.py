@@ -28,7 +28,8 @@ async def running(site: Site, size: str = "1/4", **more: Any) -> Held:
 
 
 async def resize(broker: Broker, held: Held, **size: Any) -> None:
-    await broker.admission.resizes.change(broker.lease(held.handle), wire.SizeRequest(**size))
+    record = broker.lease(held.handle)
+    assert await broker.admission.change_size(record.lease.user, record.id, wire.SizeRequest(**size)) is None
 
 
 def limit(held: Held) -> int:
@@ -169,6 +170,8 @@ async def test_only_an_awake_session_of_a_part_of_a_gpu_changes(tmp_path):
         for wrong in ({}, {"gpus": "0.5", "memory": "4GiB"}, {"gpus": "0"}):
             with pytest.raises(InvalidRequest):
                 await resize(broker, ada, **wrong)
+        with pytest.raises(Conflict, match="stays in its project: vision"):
+            await resize(broker, ada, gpus="0.5", project="nlp")
         with pytest.raises(Conflict, match="keeps the number of its GPUs"):
             await resize(broker, ada, gpus="2")
         job = await site.submit("bo", "1")
@@ -191,7 +194,7 @@ async def test_a_mig_instance_has_the_size_that_it_has(tmp_path):
         record = broker.lease(grant.lease)
         assert not broker.views.lease(record).resizable
         with pytest.raises(Conflict, match="only when it starts") as said:
-            await broker.admission.resizes.change(record, wire.SizeRequest(gpus="0.5"))
+            await broker.admission.change_size("ada", record.id, wire.SizeRequest(gpus="0.5"))
         assert said.value.reason == "not_resizable"
 
 

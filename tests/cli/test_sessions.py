@@ -51,7 +51,7 @@ def test_resize_changes_the_session_and_says_what_kernels_see(gpushare, broker, 
     assert "This session has 1/2 GPU now (40 GiB)." in " ".join(ran.out.split())
     assert "JAX and TensorFlow after a restart" in " ".join(ran.out.split())
     (request,) = broker.asked(path)
-    assert request.json == {"gpus": None, "memory": "40GiB", "borrow": True}
+    assert request.json == {"gpus": None, "memory": "40GiB", "borrow": True, "project": None}
     assert json.loads(gpushare("resize", "--gpus", "1/2", "--json").out)["size"] == "1/2 GPU"
     assert gpushare("resize").code == 2
 

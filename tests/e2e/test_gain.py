@@ -24,19 +24,19 @@ def test_kernels_that_run_see_the_gpu_that_their_server_gets(hub: DemoHub) -> No
     assert looked.run(START + "\nprint(worker.init()[0])").endswith(NO_DEVICE)
 
     # More than the project is guaranteed is borrowed only where the request allows it.
-    refused = ada.http.post("/user/ada/gpushare/gpu", json={"gpus": "2"})
+    path = "/user/ada/gpushare/leases/own/size"
+    refused = ada.http.put(path, json={"gpus": "2"})
     assert refused.status_code == 409, refused.text
     assert not ada.ask("status")["leases"]
 
-    path = "/user/ada/gpushare/gpu"
-    answer = ada.http.post(path, json={"gpus": "1/4"})
+    answer = ada.http.put(path, json={"gpus": "1/4"})
     assert answer.status_code == 200, answer.text
     gained = answer.json()
-    assert (gained["size"], gained["asleep"], gained["kernels"]) == ("1/4 GPU", False, ["python3"])
+    assert (gained["size"], gained["restart"]) == ("1/4 GPU", ["python3"])
     assert gained["memory_limit_bytes"] == ada.lease()["memory_limit_bytes"]
     until("the session runs", lambda: ada.state() == "running")
     assert ada.http.get("/user/ada/gpushare/status").json()["may_gain"] is False
-    again = ada.http.post(path, json={"gpus": "1/4"})
+    again = ada.http.put(path, json={"gpus": "1/4"})
     assert (again.status_code, again.json()["reason"]) == (409, "not_resizable")
 
     # The kernel goes on, with its variables, and is held to its part.

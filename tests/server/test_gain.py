@@ -1,4 +1,4 @@
-"""A Jupyter server without a GPU gets one while it runs: ``POST gpushare/gpu`` and its kernels."""
+"""A Jupyter server without a GPU gets one while it runs: ``PUT gpushare/leases/own/size`` and its kernels."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 LEASE = "b0123456789-1"
 NAMED = {"GPUSHARE_LEASE": LEASE, "GPUSHARE_LEASE_DIR": "/nonexistent", "CUDA_VISIBLE_DEVICES": ""}
 GIVEN = {**NAMED, "CUDA_VISIBLE_DEVICES": "GPU-1", "GPUSHARE_MEMORY_LIMIT": "1", "LD_PRELOAD": "/tmp/x.so"}
-GRANT = {"lease": LEASE, "kind": "build", "env": GIVEN, "memory_limit_bytes": 20 << 30}
+BROKER, PAGE = "PUT leases/b0123456789/size", "gpushare/leases/own/size"
 WRITE = "import json, os, pathlib; pathlib.Path({path!r}).write_text(json.dumps(dict(os.environ)))"
 
 
@@ -29,7 +29,7 @@ def new_kernel(server) -> str:
 
 
 async def test_a_kernel_keeps_the_devices_that_its_program_chose(
-    start_both, tmp_path, execute_request, eventually
+    start_both, tmp_path, golden, execute_request, eventually
 ):
     with start_both(tmp_path, **NAMED) as (broker, server):
         kernel = new_kernel(server)
@@ -38,31 +38,23 @@ async def test_a_kernel_keeps_the_devices_that_its_program_chose(
         async with server.socket(f"api/kernels/{kernel}/channels") as channels:
             await channels.write_message(execute_request(choose))
             eventually(done.is_file)
-        broker.answer("POST servers/gpu", GRANT)
-        assert server.request("POST", "gpushare/gpu", json={"gpus": "1/4"}).json()["kernels"] == []
+        broker.answer(BROKER, golden("status_active")["leases"][0] | {"env": GIVEN})
+        assert server.request("PUT", PAGE, json={"gpus": "1/4"}).json()["restart"] == []
         found = await variables(server, kernel, tmp_path / "seen.json", execute_request, eventually)
         assert (found["CUDA_VISIBLE_DEVICES"], found["GPUSHARE_MEMORY_LIMIT"]) == ("-1", "1")
 
 
 async def test_kernels_that_run_and_those_to_come_see_the_gpu(
-    start_both, tmp_path, execute_request, eventually
+    start_both, tmp_path, golden, execute_request, eventually
 ):
     with start_both(tmp_path, **NAMED) as (broker, server):
         assert server.get("gpushare/status")["may_gain"] is True
         old = new_kernel(server)
-        broker.answer("POST servers/gpu", GRANT)
-        # The page cannot choose the name of the lease.
-        wanted = {"gpus": "1/4", "lease": "b9999999999-1", "project": "nlp"}
-        answer = server.request("POST", "gpushare/gpu", json=wanted)
-        limit = GRANT["memory_limit_bytes"]
-        assert answer.json() == {
-            "size": "1/4 GPU",
-            "memory_limit_bytes": limit,
-            "asleep": False,
-            "kernels": [],
-        }
-        asked = {"gpus": "1/4", "memory": None, "borrow": False, "lease": LEASE, "project": "nlp"}
-        assert broker.asked("POST servers/gpu")[-1].json == asked
+        broker.answer(BROKER, golden("status_active")["leases"][0] | {"env": GIVEN})
+        answer = server.request("PUT", PAGE, json={"gpus": "1/4", "project": "nlp"}).json()
+        assert (answer["size"], answer["restart"], answer["env"]) == ("1/2 GPU", [], {})
+        asked = {"gpus": "1/4", "memory": None, "borrow": False, "project": "nlp"}
+        assert broker.asked(BROKER)[-1].json == asked
         assert server.get("gpushare/status")["may_gain"] is False
         for number, kernel in enumerate((old, new_kernel(server))):
             path = tmp_path / f"{number}.json"
@@ -78,11 +70,11 @@ async def test_kernels_that_run_and_those_to_come_see_the_gpu(
 def test_a_refusal_is_passed_on_and_changes_nothing(start_both, tmp_path):
     with start_both(tmp_path, **NAMED) as (broker, server):
         said = {"status": 409, "reason": "no_capacity", "message": "Full."}
-        broker.answer("POST servers/gpu", said, 409)
-        answer = server.request("POST", "gpushare/gpu", json={"gpus": "1/4"})
+        broker.answer(BROKER, said, 409)
+        answer = server.request("PUT", PAGE, json={"gpus": "1/4"})
         assert (answer.status_code, answer.json()["message"]) == (409, "Full.")
         for size in ({}, {"gpus": "much"}, {"gpus": "1/4", "memory": "1GiB"}):
-            assert server.request("POST", "gpushare/gpu", json=size).status_code in (400, 409)
+            assert server.request("PUT", PAGE, json=size).status_code in (400, 409)
         assert server.get("gpushare/status")["may_gain"] is True
 
 
@@ -90,6 +82,6 @@ def test_a_refusal_is_passed_on_and_changes_nothing(start_both, tmp_path):
 def test_a_server_that_has_a_gpu_or_cannot_get_one_asks_nothing(start_both, tmp_path, given):
     with start_both(tmp_path, **given) as (broker, server):
         assert server.get("gpushare/status")["may_gain"] is False
-        answer = server.request("POST", "gpushare/gpu", json={"gpus": "1/4"})
+        answer = server.request("PUT", PAGE, json={"gpus": "1/4"})
         assert (answer.status_code, answer.json()["reason"]) == (409, "not_resizable")
-        assert not broker.asked("POST servers/gpu")
+        assert not broker.asked(BROKER)

@@ -89,7 +89,8 @@ def test_lease_verbs_and_jobs_are_passed_on_with_this_servers_identity(server, b
     assert broker.asked("POST leases/b7q2mzk4x9/keep")[1].json == {"minutes": 5.0}
 
     broker.answer("PUT leases/b7q2mzk4x9/size", lease)
-    assert server.request("PUT", "gpushare/leases/b7q2mzk4x9/size", json={"gpus": "1/4"}).json() == lease
+    sized = server.request("PUT", "gpushare/leases/b7q2mzk4x9/size", json={"gpus": "1/4"}).json()
+    assert sized == lease | {"env": {}, "restart": []}
     assert broker.asked("PUT leases/b7q2mzk4x9/size")[0].json["gpus"] == "1/4"
 
     broker.answer("POST jobs", golden("job"), 201)

@@ -9,7 +9,7 @@ from tests.ui.pages import THEMES, accessible, needs_browser, picture, run_comma
 
 pytestmark = needs_browser
 PATH = "PUT leases/b7q2mzk4x9/size"
-GAIN = "POST servers/gpu"
+GAIN = "PUT leases/b0123456789/size"
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ async def test_a_size_is_changed_by_keyboard_and_the_receipt_says_what_sees_it(p
     await expect(toasts).to_contain_text("You have 3/4 GPU now (60 GiB).")
     await expect(toasts).to_contain_text("restart kernels that use JAX or TensorFlow")
     (asked,) = broker.asked(PATH)
-    assert asked.json == {"gpus": "3/4", "memory": None, "borrow": False}
+    assert asked.json == {"gpus": "3/4", "memory": None, "borrow": False, "project": "vision"}
 
 
 @pytest.mark.long
@@ -73,7 +73,12 @@ async def test_a_refusal_stays_in_the_dialog_until_another_size_is_sent(page, br
     await dialog.get_by_role("checkbox", name="Also beyond what project vision is guaranteed").check()
     await change.click()
     await expect(dialog.get_by_role("alert")).to_contain_text("choose at most 3/4 GPU")
-    assert broker.asked(PATH)[0].json == {"gpus": None, "memory": "64GiB", "borrow": True}
+    assert broker.asked(PATH)[0].json == {
+        "gpus": None,
+        "memory": "64GiB",
+        "borrow": True,
+        "project": "vision",
+    }
     for theme in THEMES:
         await use_theme(page, theme)
         await accessible(page, ".jp-Dialog-content")
@@ -104,7 +109,8 @@ async def test_a_server_without_a_gpu_gets_one_and_names_the_kernels_that_need_a
 ):
     without = golden("status_active") | {"leases": []}
     gaining.say(without)
-    grant = {"lease": "b0123456789-1", "kind": "build", "env": {}, "memory_limit_bytes": 20 << 30}
+    grown = golden("status_active")["leases"][0] | {"size": "1/4 GPU", "memory_limit_bytes": 20 << 30}
+    grown["size_texts"] = [{"key": "size.fraction", "args": ["1/4"]}]
     gaining.broker.answer(GAIN, {"status": 409, "reason": "no_capacity", "message": "no GPU is free"}, 409)
     async with open_page(gaining) as page:
         await run_command(page, "gpushare:open")
@@ -125,9 +131,8 @@ async def test_a_server_without_a_gpu_gets_one_and_names_the_kernels_that_need_a
             await accessible(page, ".jp-Dialog-content")
             await picture(page, f"gain-{theme.split()[-1].lower()}")
         await use_theme(page, THEMES[0])
-        asked = gaining.broker.asked(GAIN)[0].json
-        assert (asked["gpus"], asked["lease"]) == ("1/4", "b0123456789-1")
-        gaining.broker.answer(GAIN, grant)
+        assert gaining.broker.asked(GAIN)[0].json["gpus"] == "1/4"
+        gaining.broker.answer(GAIN, grown)
         await dialog.get_by_role("button", name="Get it").click()
         await expect(dialog).to_have_count(0)
         await expect(page.locator(".Toastify")).to_contain_text("You have 1/4 GPU now (20 GiB).")

@@ -21,7 +21,7 @@ from jupyter_gpushare.broker.control.job_starts import JobStarts
 from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
-from jupyter_gpushare.broker.control.resizes import Resizes
+from jupyter_gpushare.broker.control.resizes import Resizes, check_borrows
 from jupyter_gpushare.broker.engine import Engine, Explanation, StartProgress
 from jupyter_gpushare.broker.state.records import LeaseRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry
@@ -29,7 +29,7 @@ from jupyter_gpushare.broker.state.session_queue import Place
 from jupyter_gpushare.broker.state.transitions import Released, Stopping
 from jupyter_gpushare.core.model import Grant, Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.errors import Conflict, DeviceError, HelperError
+from jupyter_gpushare.errors import Conflict, DeviceError, HelperError, NotFound
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import exact
 
@@ -37,8 +37,8 @@ log = logging.getLogger("gpushare.broker")
 
 # A start waits this long until an earlier server of the same name has released its lease.
 _RELEASE_PREVIOUS_S = 10.0
-# Names of leases of servers that started without a GPU: see `_reserved`.
-_RESERVED = re.compile(r"b[a-z0-9]{10}-1")
+# Leases of servers that started without a GPU: see `_reserved`.
+_RESERVED = re.compile(r"b[a-z0-9]{10}")
 _ASLEEP = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
 # Of the time for which the spawner waits: to give a seat back, and to answer.
 ANSWER_S = 2.0
@@ -64,10 +64,10 @@ class ServerAdmission:
         self.devices = devices
         self.effects = effects
         self.request_policy = request_policy
-        self.resizes = Resizes(registry, engine, devices, effects, request_policy)
+        self.resizes = Resizes(registry, engine, devices, effects)
         self.job_starts = JobStarts(registry, devices, effects, self._prepare)
-        # Admissions under way by user and server: the lease, and the engine's answer.
-        self._admitting: dict[tuple[str, str], tuple[str, asyncio.Task[tuple[LeaseRecord, Grant]]]] = {}
+        # Admissions under way by user and server.
+        self._admitting: dict[tuple[str, str], tuple[str, asyncio.Task[LeaseRecord]]] = {}
         self._committing: set[str] = set()  # leases of them that the engine granted
 
     async def start(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
@@ -101,10 +101,10 @@ class ServerAdmission:
         # As long as sessions wait, a new one is behind them.
         considered = replace(lease, waits=bool(queue.waiting()))
         if reserved is not None:
-            record, grant = await self._grant_session(lease, request.uid, reserved), reserved
+            record = await self._grant_session(lease, request.uid, reserved)
         else:
-            record, grant = await self._admit(considered, request, until=until)
-        return await self._prepare(record, asleep=grant.asleep, borrowed=grant.borrowed)
+            record = await self._admit(considered, request, until=until)
+        return await self._prepare(record)
 
     async def _reserved(self, request: wire.SpawnRequest) -> Mapping[str, str]:
         """Return what a server without a GPU needs at its start to get one later; empty: it cannot."""
@@ -116,32 +116,59 @@ class ServerAdmission:
             log.warning("user=%s server=%s reserve: %s", request.user, request.server, error)
             return {}
 
-    async def gain(self, request: wire.SpawnRequest, gain: wire.GpuGain) -> wire.SpawnGrant:
-        """Give a GPU to a running server that has none; a repeated call changes nothing.
+    async def change_size(
+        self, user: str, lease_id: str, request: wire.SizeRequest, server: wire.SpawnRequest | None = None
+    ) -> wire.SpawnGrant | None:
+        """Give a session of ``user`` another size, or a running server without a GPU its first one.
+
+        ``server`` is the server that asks for itself: it alone gets a first GPU, and the grant with it.
+        A repeated call changes nothing.
 
         Raises:
-            RequestError: it cannot get one now, or never while it runs; the text is for the user.
+            RequestError: it cannot have this size now, or never; the text says what to change.
             StoreError: the database failed; the broker ends.
         """
-        size = gain.size()
-        lease_id = gain.lease.partition("-")[0]
-        if not self.engine.resizes or not _RESERVED.fullmatch(gain.lease):
-            raise Conflict(
-                "here a server gets a GPU only when it starts: stop it, and start it with the size that you "
-                "need",
-                reason="not_resizable",
-            )
-        record = self.registry.by_server(request.user, request.server)
-        if record is None or record.state is State.STOPPING:
-            if await self.registry.store.has_lease(lease_id):
-                raise _lost()
-        elif (record.handle, record.lease.size) == (gain.lease, size):
+        size = request.size()
+        record = self.registry.leases.get(lease_id)
+        if record is None or (server is not None and record.state is State.STOPPING):
+            if server is None:
+                raise NotFound("there is no such lease (it may have ended)")
+            return await self._first_gpu(lease_id, size, request, server)
+        if record.lease.user != user:
+            raise NotFound("there is no such lease (it may have ended)")
+        self._check_resizable(record)
+        if request.project not in (None, record.lease.project):
+            raise Conflict("a running session stays in its project: %1", record.lease.project)
+        if size == record.lease.size:
             await self.registry.journal.durable()
-            return await self._prepare(record, asleep=record.state in _ASLEEP, borrowed=record.lease.borrowed)
-        lease = await self._checked(request, size, lease_id)
+            return await self._prepare(record) if server and server.server == record.server else None
+        await self.request_policy.known()
+        self.request_policy.check_share(size)
+        await self.resizes.change(record, size, borrow=request.borrow)
+        return None
+
+    async def _first_gpu(
+        self, lease_id: str, size: Size, request: wire.SizeRequest, server: wire.SpawnRequest
+    ) -> wire.SpawnGrant:
+        if not self.engine.resizes:
+            raise _not_resizable()
+        if not _RESERVED.fullmatch(lease_id) or await self.registry.store.has_lease(lease_id):
+            raise _lost()
+        lease = await self._checked(server, size, lease_id)
         lease = replace(lease, waits=bool(self.registry.session_queue.waiting()))
-        record, grant = await self._admit(lease, request, gain)
-        return await self._prepare(record, asleep=grant.asleep, borrowed=grant.borrowed)
+        return await self._prepare(await self._admit(lease, server, request))
+
+    def _check_resizable(self, record: LeaseRecord) -> None:
+        """Return if leases of this kind can have another size while they run.
+
+        Raises:
+            Conflict: it is a job, a MIG instance or several GPUs, or the engine places servers only at
+                their start.
+        """
+        if record.is_job:
+            raise Conflict("the size of a job is changed while it is queued: gpushare edit")
+        if not self.engine.resizable(record.lease):
+            raise _not_resizable()
 
     async def wait(self, request: wire.SpawnRequest) -> Place | None:
         """Return the place in the queue of a server that is to start when it can; None: it waits no more.
@@ -253,17 +280,19 @@ class ServerAdmission:
         self,
         lease: Lease,
         request: wire.SpawnRequest,
-        gain: wire.GpuGain | None = None,
+        first: wire.SizeRequest | None = None,
         *,
         until: float = inf,
-    ) -> tuple[LeaseRecord, Grant]:
-        """Return the granted session, and the engine's grant; refused at ``until`` at the latest.
+    ) -> LeaseRecord:
+        """Return the granted session; refused at ``until`` at the latest.
+
+        ``first`` is the request of a server that runs.
 
         Raises:
             Conflict: refused; or the server has ended, or has started anew, before the answer.
         """
         key = lease.user, lease.server
-        task = asyncio.ensure_future(self._place(lease, request, gain, until))
+        task = asyncio.ensure_future(self._place(lease, request, first, until))
         self._admitting[key] = lease.id, task
         try:
             return await task
@@ -276,8 +305,8 @@ class ServerAdmission:
                 del self._admitting[key]
 
     async def _place(
-        self, lease: Lease, request: wire.SpawnRequest, gain: wire.GpuGain | None, until: float
-    ) -> tuple[LeaseRecord, Grant]:
+        self, lease: Lease, request: wire.SpawnRequest, first: wire.SizeRequest | None, until: float
+    ) -> LeaseRecord:
         # Nothing waits between snapshot and record where the engine answers at once: no other start
         # and no decision finds the same capacity.
         if self.registry.by_server(lease.user, lease.server) is not None:
@@ -298,20 +327,24 @@ class ServerAdmission:
             )
             if answer.why is Why.AWAITING_RELEASE:
                 advice = "%1 Start it again with the same size: it goes on from here."
-            elif gain is None:
+            elif first is None:
                 advice = "%1 Choose a smaller size, or start without a GPU."
             else:
                 advice = "%1 Choose a smaller size, or try again later."
-            raise Conflict(
-                advice,
-                messages.english(why),
-                reason="no_capacity",
-            )
-        if gain is not None:
-            _check_gain(lease, answer, gain)
+            raise Conflict(advice, messages.english(why), reason="no_capacity")
+        if first is not None:
+            check_borrows(lease, lease.size, borrows=answer.borrowed, allowed=first.borrow)
+            if any(uuid.startswith("MIG-") for uuid in answer.devices):
+                # The processes of a running server cannot be pointed at it.
+                raise Conflict(
+                    "here a server gets a part of a MIG device only when it starts: stop it, and start it "
+                    "with %1",
+                    lease.size.text,
+                    reason="not_resizable",
+                )
         self._committing.add(lease.id)
         try:
-            return await self._grant_session(replace(lease, waits=False), request.uid, answer), answer
+            return await self._grant_session(replace(lease, waits=False), request.uid, answer)
         finally:
             self._committing.discard(lease.id)
 
@@ -320,8 +353,8 @@ class ServerAdmission:
         record = LeaseRecord(lease=lease, uid=uid, since_at=registry.iso_now(), entered_at=registry.clock())
         return await registry.add_granted(record, snapshot.granted(registry, record, grant))
 
-    async def _prepare(self, record: LeaseRecord, *, asleep: bool, borrowed: bool) -> wire.SpawnGrant:
-        limits = record.limits
+    async def _prepare(self, record: LeaseRecord) -> wire.SpawnGrant:
+        asleep = record.state in _ASLEEP
         try:
             prepared = await self.devices.prepare(snapshot.holder_of(record, asleep=asleep))
         except (HelperError, DeviceError) as error:
@@ -334,7 +367,7 @@ class ServerAdmission:
             ) from None
         lease = record.lease
         size = lease.size.text
-        limit = sum(limits.values())
+        limit = sum(record.limits.values())
         name = self.registry.devices.model_name(lease.devices)
         return wire.SpawnGrant(
             lease=record.handle,
@@ -345,7 +378,7 @@ class ServerAdmission:
             mounts=[wire.HostMount(path=each.path, read_only=each.read_only) for each in prepared.mounts],
             memory_limit_bytes=limit,
             asleep=asleep,
-            borrowed=borrowed,
+            borrowed=lease.borrowed,
             message=f"Your {size} ({messages.gibibytes(limit)} of {name}) is "
             + ("lent just now and comes with your first GPU cell." if asleep else "ready."),
         )
@@ -373,27 +406,12 @@ def _progress_text(found: StartProgress) -> wire.Text:
     return messages.text(f"start.{found.phase}_within", messages.duration_text(within_s))
 
 
-def _check_gain(lease: Lease, grant: Grant, gain: wire.GpuGain) -> None:
-    """Return if a running server may have what the engine grants.
-
-    Raises:
-        Conflict: it only borrows, which the request does not allow, or is a MIG instance, which the
-            processes of a running server cannot be pointed at.
-    """
-    if grant.borrowed and not gain.borrow:
-        raise Conflict(
-            "with %1 this session is more than what project %2 is guaranteed: allow that it sleeps when "
-            "others need the GPU, or choose a smaller size",
-            lease.size.text,
-            lease.project,
-            reason="would_borrow",
-        )
-    if any(uuid.startswith("MIG-") for uuid in grant.devices):
-        raise Conflict(
-            "here a server gets a part of a MIG device only when it starts: stop it, and start it with %1",
-            lease.size.text,
-            reason="not_resizable",
-        )
+def _not_resizable() -> Conflict:
+    return Conflict(
+        "here a server gets another size only when it starts: stop it, and start it with the size that you "
+        "need",
+        reason="not_resizable",
+    )
 
 
 def _lost() -> Conflict:

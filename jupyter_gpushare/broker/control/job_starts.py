@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Awaitable, Callable, Iterable
 
 from jupyter_gpushare.backends.base import Devices, ServerKey
 from jupyter_gpushare.broker.control.effects import Effects
@@ -22,14 +21,16 @@ log = logging.getLogger("gpushare.broker")
 _AVOID_S = 600.0
 
 
-class _Prepare(Protocol):
-    async def __call__(self, record: LeaseRecord, *, asleep: bool, borrowed: bool) -> wire.SpawnGrant: ...
-
-
 class JobStarts:
     """Starts of jobs' servers; ``prepare`` has the devices prepared, and makes the grant."""
 
-    def __init__(self, registry: Registry, devices: Devices, effects: Effects, prepare: _Prepare) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        devices: Devices,
+        effects: Effects,
+        prepare: Callable[[LeaseRecord], Awaitable[wire.SpawnGrant]],
+    ) -> None:
         self.registry = registry
         self.devices = devices
         self.effects = effects
@@ -65,7 +66,7 @@ class JobStarts:
         else:
             await self.registry.journal.durable()
         try:
-            grant = await self._prepare(record, asleep=False, borrowed=False)
+            grant = await self._prepare(record)
         except GpuShareError:
             # The spawner releases no lease that it was refused.
             current = self.registry.by_handle(request.server)
@@ -77,17 +78,7 @@ class JobStarts:
             # It was stopped meanwhile; with its files back, its runner would start the command.
             await self.devices.drop(record.handle)
             raise Conflict("the attempt %1 was stopped while its server started", request.server)
-        return wire.SpawnGrant(
-            lease=grant.lease,
-            kind=grant.kind,
-            env=grant.env,
-            devices=grant.devices,
-            node=grant.node,
-            mounts=grant.mounts,
-            memory_limit_bytes=grant.memory_limit_bytes,
-            message=grant.message,
-            job=job_spec(job, record.attempt, record.settled),
-        )
+        return wire.replace(grant, job=job_spec(job, record.attempt, record.settled))
 
     def _check_ticket(self, request: wire.SpawnRequest, record: LeaseRecord) -> None:
         """Return if this broker asked the Hub for this start.

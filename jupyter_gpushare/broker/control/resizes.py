@@ -22,16 +22,14 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import Devices
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
-from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.engine import Engine, NotResized
 from jupyter_gpushare.broker.engine import Resized as Answer
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import LimitsSet, LimitsUnset, Resized
-from jupyter_gpushare.core.model import WHOLE_GPU, State, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError
-from jupyter_gpushare.protocol import wire
 
 log = logging.getLogger("gpushare.broker")
 
@@ -51,25 +49,19 @@ class Resizes:
         engine: Engine,
         devices: Devices,
         effects: Effects,
-        request_policy: RequestPolicy,
     ) -> None:
         self.registry = registry
         self.engine = engine
         self.devices = devices
         self.effects = effects
-        self.request_policy = request_policy
 
-    async def change(self, record: LeaseRecord, request: wire.SizeRequest) -> None:
-        """Give a session another size on its device; a repeated call changes nothing.
+    async def change(self, record: LeaseRecord, size: Size, *, borrow: bool) -> None:
+        """Give a session another size on its device.
 
         Raises:
             RequestError: it cannot have this size now, or never; the text says what to change.
             StoreError: the database failed; the broker ends.
         """
-        size = request.size()
-        _check_kind(self.engine, record)
-        await self.request_policy.known()
-        self.request_policy.check_share(size)
         with self._instead_of_effects(record):
             # No wait from here to the commit: no other decision takes what this one found.
             record = self.registry.get(record.id)
@@ -77,15 +69,12 @@ class Resizes:
                 raise Conflict("its last change of size is not done yet: try again in a few seconds")
             if record.state is not State.RUNNING:
                 raise Conflict("only a session that is awake gets another size: run a GPU cell first")
-            if size == record.lease.size:
-                await self.registry.journal.durable()
-                return
             before = record.lease.size
             if size.device_count > 1:
                 raise Conflict(
                     "a running server keeps the number of its GPUs: stop it, and start it with %1", size.text
                 )
-            resized = self._transition(record, size, self._decided(record, size, borrow=request.borrow))
+            resized = self._transition(record, size, self._decided(record, size, borrow=borrow))
             if sum(resized.limits.values()) >= sum(record.limits.values()):
                 record = await self._grow(record, resized)
             else:
@@ -121,14 +110,7 @@ class Resizes:
         answer = self.engine.resize(cluster, lease, size, now)
         if isinstance(answer, NotResized):
             raise _refused(answer, lease.held_milli, lease.project)
-        if answer.borrowed and not lease.borrowed and not borrow:
-            raise Conflict(
-                "with %1 this session is more than what project %2 is guaranteed: allow that it sleeps when "
-                "others need the GPU, or choose a smaller size",
-                size.text,
-                lease.project,
-                reason="would_borrow",
-            )
+        check_borrows(lease, size, borrows=answer.borrowed and not lease.borrowed, allowed=borrow)
         return answer
 
     def _transition(self, record: LeaseRecord, size: Size, answer: Answer) -> Resized:
@@ -187,20 +169,19 @@ class Resizes:
         return None
 
 
-def _check_kind(engine: Engine, record: LeaseRecord) -> None:
-    """Return if leases of this kind can have another size while they run.
+def check_borrows(lease: Lease, size: Size, *, borrows: bool, allowed: bool) -> None:
+    """Return if a session may have a size with which it may be put to sleep for others.
 
     Raises:
-        Conflict: it is a job, a MIG instance or several GPUs, or the engine places servers only at their
-            start.
+        Conflict: the request does not allow that.
     """
-    if record.is_job:
-        raise Conflict("the size of a job is changed while it is queued: gpushare edit")
-    if not engine.resizable(record.lease):
+    if borrows and not allowed:
         raise Conflict(
-            "here a server gets another size only when it starts: stop it, and start it with the size "
-            "that you need",
-            reason="not_resizable",
+            "with %1 this session is more than what project %2 is guaranteed: allow that it sleeps when "
+            "others need the GPU, or choose a smaller size",
+            size.text,
+            lease.project,
+            reason="would_borrow",
         )
 
 

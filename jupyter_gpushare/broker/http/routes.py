@@ -61,7 +61,7 @@ ROUTES: tuple[Route, ...] = (
         {"post": wire.KeepRequest},
         {"204": None},
     ),
-    Route("leases/{id}/size", sizes.LeaseSize, {"put": wire.LeaseStatus}, {"put": wire.SizeRequest}),
+    Route("leases/{id}/size", sizes.LeaseSize, {"put": wire.SizedLease}, {"put": wire.SizeRequest}),
     Route("leases/{id}/kernels/{kernel}/release", handlers.KernelRelease, {"post": dict}, {}, {"307": None}),
     Route("projects", handlers.Projects, {"get": wire.Projects}, {}),
     Route(

@@ -38,11 +38,12 @@ class KeepRequest(Message, frozen=True):
 
 
 class SizeRequest(Message, frozen=True):
-    """Body of ``PUT leases/{id}/size``: one of the two sizes, on the device of the session."""
+    """Body of ``PUT leases/{id}/size``: one of the two sizes, on the device of the session if it has one."""
 
     gpus: str | None = None  # "0.5", "1/4", "1"
     memory: str | None = None  # "20GiB"
     borrow: bool = False  # also a size beyond what its project is guaranteed: it may sleep then
+    project: str | None = None  # of a server without a GPU; None: the first of its user
 
     def size(self) -> Size:
         """Return the requested size.
@@ -56,19 +57,9 @@ class SizeRequest(Message, frozen=True):
 
 
 class GpuGain(SizeRequest, frozen=True):
-    """Body of ``POST servers/gpu``: the running server that asks gets a GPU."""
+    """Body of ``POST servers/gpu``: as `SizeRequest` of a server without a GPU, with its lease."""
 
-    lease: str = ""  # the value of GPUSHARE_LEASE in its environment; a page leaves it to the server
-    project: str | None = None
-
-
-class GpuGained(Answer, frozen=True):
-    """Answer to ``POST gpu`` of a Jupyter server: it has a GPU."""
-
-    size: str  # "1/2 GPU"
-    memory_limit_bytes: int
-    asleep: bool  # its GPU is lent just now and comes with the first GPU cell
-    kernels: list[str]  # names of kernels that looked for a GPU before: they see it after a restart
+    lease: str = ""  # the value of GPUSHARE_LEASE in its environment
 
 
 NO_SUCH_PATH = "no_such_path"  # reason: the caller's address is wrong, or its version is another
@@ -193,6 +184,18 @@ class LeaseStatus(Answer, frozen=True):
     badge_texts: list[Text] = []  # ``badge`` for translation
     sentence: str = ""
     sentence_texts: list[Text] = []  # ``sentence`` for translation
+
+
+class SizedLease(LeaseStatus, frozen=True):
+    """Answer to ``PUT leases/{id}/size``: the session with its new size."""
+
+    env: dict[str, str] = {}  # to a server that asked for its first GPU: as in `SpawnGrant`
+    restart: list[str] = []  # from a Jupyter server: kernels that looked for its first GPU too early
+
+    @classmethod
+    def of(cls, lease: LeaseStatus, env: dict[str, str]) -> SizedLease:
+        """Return ``lease`` as an answer with ``env``."""
+        return cls(**msgspec.structs.asdict(lease), env=env)
 
 
 class Decision(Answer, frozen=True):

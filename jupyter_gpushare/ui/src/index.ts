@@ -166,12 +166,9 @@ function linksOf(app: JupyterFrontEnd, gpu: IGpuModel, trans: TranslationBundle)
     resize: async lease => {
       const { resize } = await import('./sizedialog');
       const hub = commands.hasCommand(HUB) ? () => void commands.execute(HUB) : null;
-      await resize(lease, trans, hub, size => gpu.requests.resizeLease(lease.id, size));
-      await gpu.model.refresh();
-    },
-    gain: async projects => {
-      const { gain } = await import('./sizedialog');
-      await gain(projects, trans, wanted => gpu.requests.gainGpu(wanted));
+      const { state } = gpu.model;
+      const projects = state.kind === 'ready' ? state.status.projects.map(project => project.name) : [];
+      await resize(lease, projects, trans, hub, size => gpu.requests.resize(lease, size));
       await gpu.model.refresh();
     },
     hub: commands.hasCommand(HUB) ? () => void commands.execute(HUB) : null,

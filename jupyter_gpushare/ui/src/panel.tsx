@@ -35,10 +35,8 @@ export interface IPanelLinks {
   readonly history: () => Promise<IHistory>;
   /** Frees the GPU memory of a kernel, after asking. */
   readonly release: (lease: ILeaseStatus, process: IProcessUse) => Promise<void>;
-  /** Changes the size of this server's GPU part, after asking which. */
-  readonly resize: (lease: ILeaseStatus) => Promise<void>;
-  /** Gets a GPU for this server, after asking how much of one. */
-  readonly gain: (projects: readonly string[]) => Promise<void>;
+  /** Changes the size of this server's GPU part, or gets its first one, after asking which. */
+  readonly resize: (lease: ILeaseStatus | null) => Promise<void>;
   /** Where servers are stopped and started; null outside of a Hub. */
   readonly hub: (() => void) | null;
   /** Null where the jobs' plugin is disabled. */
@@ -139,7 +137,7 @@ export class GpuPanel extends ReactWidget {
             <Button
               className="jp-Button jp-mod-styled jp-mod-accept"
               title={trans.__('Get a part of a GPU for this server; its kernels go on')}
-              run={() => void this._links().gain(status.projects.map(project => project.name))}
+              run={() => void this._links().resize(null)}
             >
               {trans.__('Get a GPU')}
             </Button>

@@ -10,8 +10,6 @@ import type { StatusAnswer } from './state';
 import { translated } from './translate';
 import {
   IErrorAnswer,
-  IGpuGain,
-  IGpuGained,
   IHistory,
   IJob,
   IJobChange,
@@ -22,6 +20,7 @@ import {
   ILaunchRequest,
   ILeaseStatus,
   IOffers,
+  ISizedLease,
   ISizeRequest
 } from './wire';
 
@@ -50,14 +49,9 @@ export class Requests {
     return this._send('POST', `leases/${encodeURIComponent(lease)}/${verb}`, body);
   }
 
-  /** Gives the lease another size on its GPU; resolves once its kernels may use it. */
-  resizeLease(lease: string, size: ISizeRequest): Promise<ILeaseStatus> {
-    return this._send('PUT', `leases/${encodeURIComponent(lease)}/size`, size);
-  }
-
-  /** Gets a GPU for this server, which runs without one; resolves once its kernels may use it. */
-  gainGpu(gain: IGpuGain): Promise<IGpuGained> {
-    return this._send('POST', 'gpu', gain);
+  /** Gives a lease another size, or this server, which has none, its first; resolves once kernels may use it. */
+  resize(lease: ILeaseStatus | null, size: ISizeRequest): Promise<ISizedLease> {
+    return this._send('PUT', `leases/${encodeURIComponent(lease?.id ?? 'own')}/size`, size);
   }
 
   /** Frees the GPU memory of a kernel: restarts it. */

@@ -8,7 +8,7 @@ import React from 'react';
 
 import { memory } from './messages';
 import { sizeOf } from './newsize';
-import { IGpuGain, IGpuGained, ILeaseStatus, ISizeRequest } from './wire';
+import { ILeaseStatus, ISizedLease, ISizeRequest } from './wire';
 
 /** What the dialog says, and what it sends. */
 interface IPlan {
@@ -19,56 +19,53 @@ interface IPlan {
   readonly busy: string;
   /** Those to choose from; the first is preselected. */
   readonly projects: readonly string[];
-  /** Returns the receipt once the size is there. */
-  readonly send: (size: ISizeRequest, project: string) => Promise<string>;
+  /** Resolves once the size is there. */
+  readonly send: (size: ISizeRequest) => Promise<ISizedLease>;
+  readonly receipt: (sized: ISizedLease) => string;
 }
 
-/** Asks for a size and sends it; where the size is fixed while a server runs, says that instead. */
+/**
+ * Asks for a size and sends it; null is a server without a GPU, which gets its first one.
+ *
+ * Where the size is fixed while a server runs, says that instead.
+ */
 export async function resize(
-  lease: ILeaseStatus,
+  lease: ILeaseStatus | null,
+  projects: readonly string[],
   trans: TranslationBundle,
   hub: (() => void) | null,
-  send: (size: ISizeRequest) => Promise<ILeaseStatus>
+  send: IPlan['send']
 ): Promise<void> {
-  if (!lease.resizable) {
+  if (lease !== null && !lease.resizable) {
     await explain(lease, trans, hub);
     return;
   }
-  await ask(trans, {
-    title: trans.__('Change size'),
-    intro: trans.__(
-      'This server has %1 (%2) and uses %3. Kernels and their variables stay.',
-      lease.size,
-      memory(trans, lease.memory_limit_bytes),
-      memory(trans, lease.memory_used_bytes)
-    ),
-    label: trans.__('New size'),
-    button: trans.__('Change'),
-    busy: trans.__('Changing.'),
-    projects: [lease.project],
-    send: async size => resizedText(trans, await send(size))
-  });
-}
-
-/** Asks how much of a GPU a server without one gets, and of which project, and sends it. */
-export async function gain(
-  projects: readonly string[],
-  trans: TranslationBundle,
-  send: (gain: IGpuGain) => Promise<IGpuGained>
-): Promise<void> {
-  await ask(trans, {
-    title: trans.__('Get a GPU'),
-    intro: trans.__('This server gets a part of a GPU while it runs. Kernels and their variables stay.'),
-    label: trans.__('Size'),
-    button: trans.__('Get it'),
-    busy: trans.__('Getting it.'),
-    projects,
-    send: async (size, project) => gainedText(trans, await send({ ...size, lease: '', project }))
-  });
-}
-
-async function ask(trans: TranslationBundle, plan: IPlan): Promise<void> {
-  const dialog = new SizeDialog(new Choice(plan, trans), trans);
+  const plan =
+    lease === null
+      ? {
+          title: trans.__('Get a GPU'),
+          intro: trans.__('This server gets a part of a GPU while it runs. Kernels and their variables stay.'),
+          label: trans.__('Size'),
+          button: trans.__('Get it'),
+          busy: trans.__('Getting it.'),
+          projects,
+          receipt: (sized: ISizedLease) => gainedText(trans, sized)
+        }
+      : {
+          title: trans.__('Change size'),
+          intro: trans.__(
+            'This server has %1 (%2) and uses %3. Kernels and their variables stay.',
+            lease.size,
+            memory(trans, lease.memory_limit_bytes),
+            memory(trans, lease.memory_used_bytes)
+          ),
+          label: trans.__('New size'),
+          button: trans.__('Change'),
+          busy: trans.__('Changing.'),
+          projects: [lease.project],
+          receipt: (sized: ISizedLease) => resizedText(trans, sized)
+        };
+  const dialog = new SizeDialog(new Choice({ ...plan, send }, trans), trans);
   dialog.addClass('gpushare-launch-dialog');
   await dialog.launch();
   await dialog.sending;
@@ -113,7 +110,7 @@ class Choice {
 
   /** Returns the receipt; null: it was refused. */
   async submit(): Promise<string | null> {
-    const size = sizeOf(this.text, this.borrow);
+    const size = sizeOf(this.text, this.borrow, this.project);
     if (this.busy || size === null) {
       this.refusal = this.busy ? this.refusal : this._trans.__('A part of the GPU like 0.5 or 1/4, or memory like 20GiB');
       this.changed.emit();
@@ -123,7 +120,7 @@ class Choice {
     this.refusal = '';
     this.changed.emit();
     try {
-      return await this.plan.send(size, this.project);
+      return this.plan.receipt(await this.plan.send(size));
     } catch (error) {
       this.refusal = error instanceof Error ? error.message : String(error);
       return null;
@@ -176,15 +173,15 @@ function resizedText(trans: TranslationBundle, lease: ILeaseStatus): string {
   );
 }
 
-function gainedText(trans: TranslationBundle, gained: IGpuGained): string {
-  const { size, kernels, asleep } = gained;
-  const limit = memory(trans, gained.memory_limit_bytes);
-  const has = asleep
+function gainedText(trans: TranslationBundle, lease: ISizedLease): string {
+  const { size, restart } = lease;
+  const limit = memory(trans, lease.memory_limit_bytes);
+  const has = lease.state === 'suspended'
     ? trans.__('You have %1 (%2). It is lent just now and comes with your first GPU cell.', size, limit)
     : trans.__('You have %1 now (%2).', size, limit);
-  return kernels.length === 0
+  return restart.length === 0
     ? has
-    : trans.__('%1 Kernels that looked for a GPU before see it after a restart: %2.', has, kernels.join(', '));
+    : trans.__('%1 Kernels that looked for a GPU before see it after a restart: %2.', has, restart.join(', '));
 }
 
 class SizeBody extends ReactWidget {
