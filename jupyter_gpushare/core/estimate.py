@@ -7,7 +7,7 @@ running job may end at any time, only the ends of measured running jobs are told
 
 One future (`future`) gives a number of seconds for every question.  `BANDS` says by
 which factors outcomes differ from that number in the middle 80 % of the cases, on
-jittered copies of the Philly traces (docs/benchmarks.md).  A question with a wider
+jittered copies of the Philly traces (docs/benchmarks-archive.md).  A question with a wider
 band has no answer: when a job in a later group of the order starts, when a job
 without measured progress ends, when GPUs become free while such a job runs, and
 every start where several projects or users share the GPUs (new jobs of another

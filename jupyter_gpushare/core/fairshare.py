@@ -15,7 +15,7 @@ project far ahead.  Minimum run times and quotas bind as before.
 
 Half of a lag is forgotten in `HALF_LIFE_S`, so that a project does not pay for
 long for capacity that no other project could use.  (On jittered copies of
-0e4a51 neither 6 hours nor no decay differ measurably: docs/benchmarks.md.)
+0e4a51 neither 6 hours nor no decay differ measurably: docs/benchmarks-archive.md.)
 """
 
 from __future__ import annotations

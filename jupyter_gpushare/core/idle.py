@@ -21,7 +21,7 @@ was.  Short pauses, between one cell and the next, say nothing about breaks and
 are never worth a suspension.
 
 The constants are fitted to the pauses of 337 notebook sessions (Adobe, June
-2021); docs/benchmarks.md says how well they do elsewhere, and why more features
+2021); docs/benchmarks-archive.md says how well they do elsewhere, and why more features
 would hardly do better.
 """
 

@@ -46,7 +46,7 @@ Rank = tuple[Level, bool, bool, float, str]
 # The level of jobs that have waited for longer than the starvation guard.
 STARVED: Level = (-inf, 0, -1.0)
 # Remaining work that a job past the last LAS threshold is taken to have where it is not measured.
-# Measured on jittered copies of Philly traces (docs/benchmarks.md).
+# Measured on jittered copies of Philly traces (docs/benchmarks-archive.md).
 UNMEASURED_GPU_S = 3e5
 # A job whose progress is doubted comes after those that report nothing: a lie gains nothing.
 DOUBTED_GPU_S = 2 * UNMEASURED_GPU_S

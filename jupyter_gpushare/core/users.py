@@ -7,7 +7,7 @@ cutting a job into pieces, submitting it again or submitting many gains nothing.
 Services are compared by *levels*, which are a factor of `STEP` apart: a user rises
 when the service reaches the next level, and sinks only `SINK` levels below the own
 one.  Else users would preempt each other's jobs whenever their services cross; with
-half a level they did so twice as often (docs/benchmarks.md).
+half a level they did so twice as often (docs/benchmarks-archive.md).
 The only user of a project has level 0.
 """
 
