@@ -201,7 +201,7 @@ $(STAMPS)/docs: pyproject.toml constraints.txt | $(STAMPS)/package
 # Editable, with the metadata of pyproject.toml; the wheel build compiles the C libraries and the kubelet's messages too.
 $(STAMPS)/package: pyproject.toml $(wildcard jupyter_gpushare/gpu/leases/*.proto) | $(STAMPS)/venv
 	@$(STEP) "Installing JupyterHub, JupyterLab and this package into .venv" $(STAMPS)/package.log -- \
-	    $(PIP) --editable '.[lab]' '$(UI_BUILDER)'
+	    $(PIP) --editable '.[demo,lab]' '$(UI_BUILDER)'
 	touch $@
 
 $(STAMPS)/test: pyproject.toml constraints.txt | $(STAMPS)/package

@@ -11,7 +11,7 @@ enum { REPETITIONS = 7, DRAIN_EVERY = 512, INFOS = 1000, SYMBOLS = 10000 };
 typedef int call_fn();
 
 static const char kernel[] = ".version 7.0\n.target sm_75\n.address_size 64\n"
-                             ".visible .entry gpushare_demo_fill(.param .u64 a, .param .u64 b, .param .u64 c)\n"
+                             ".visible .entry gpushare_probe(.param .u64 a, .param .u64 b, .param .u64 c)\n"
                              "{\n    ret;\n}\n";
 
 static double now_ns(void)
@@ -38,7 +38,7 @@ int main(int count, char **words)
     unsigned long long memory = 0, one = 1, extra = 0;
     size_t free_bytes, total;
     if (init(0) || retain(&context, 0) || current(context) || load(&module, kernel) ||
-        get(&function, module, "gpushare_demo_fill") || allocate(&memory, (size_t)1 << 21))
+        get(&function, module, "gpushare_probe") || allocate(&memory, (size_t)1 << 21))
         return 1;
     void *arguments[] = {&memory, &one, &extra};
     double best[3] = {1e18, 1e18, 1e18};

@@ -29,7 +29,7 @@ class Handler(BaseHTTPRequestHandler):
         elif verb == "call":
             assert Handler.gpu is not None
             before = time.perf_counter()
-            Handler.gpu.synchronize()
+            Handler.gpu.call("cuCtxSynchronize")
             text = f"{1000 * (time.perf_counter() - before):.3f}"
         self.send_response(200)
         self.send_header("Content-Length", str(len(text)))

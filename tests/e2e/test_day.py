@@ -46,7 +46,7 @@ for buffer in buffers:
     buffer.fill(seed=1)""",
     """done = 0
 while done < steps or not Path("enough").exists():
-    demo_gpu.train(buffers, 1, 0.1, lambda step: None)
+    demo_gpu.train(buffers, 1, 0.1)
     done += 1
     print("step", done)""",
     """print("ran on", len(gpus), "GPUs")""",

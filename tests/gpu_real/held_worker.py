@@ -22,13 +22,15 @@ sees              the context's device, and the UUIDs by ordinal -> "sees ORDINA
 from __future__ import annotations
 
 import ctypes
+import functools
 import os
 import select
 import time
 import uuid
+from pathlib import Path
 from typing import Any
 
-from jupyter_gpushare import demo_gpu
+import jupyter_gpushare
 from tests.gpu import worker as plain
 from tests.gpu_real.commands import serve
 
@@ -39,12 +41,12 @@ block = u64()
 children: list[tuple[int, int, int]] = []  # pid, and both ends of its pipes
 managed: list[tuple[int, bytes]] = []  # an address of the host's too, and what was written there
 exported = ctypes.c_int(-1)
-buffers: list[demo_gpu.Buffer] = []
-executable, destination = ctypes.c_void_p(), u64()
+executable, destination, worked_on = ctypes.c_void_p(), u64(), u64()
+steps: list[float] = []
 
 CHILD_S = 120.0  # a child ends by itself, whatever becomes of its parent
 WORDS = 1 << 18
-SEED = 5
+STEP = 1 << 32  # what the kernel adds to each word
 MANAGED = b"""
 .version 6.0
 .target sm_50
@@ -155,21 +157,28 @@ def ask_children() -> str:
 # ---- graphs ----
 
 
-def graph() -> int:
-    """Two nodes: the second half of the memory is set, the kernel fills the first."""
+@functools.cache
+def step() -> ctypes.c_void_p:
+    """The kernel of `demo_gpu`, which adds `STEP` to each word; null where it cannot be loaded."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
+    image = Path(jupyter_gpushare.__file__).with_name("demo_gpu.ptx").read_bytes()
+    if not cuda.cuModuleLoadData(pointer(module), image):
+        cuda.cuModuleGetFunction(pointer(function), module, b"gpushare_demo_step")
+    return function
+
+
+def arguments(address: u64, busy_ns: int) -> Any:
+    given = (ctypes.pointer(u64(value)) for value in (address.value, WORDS, busy_ns))
+    return (ctypes.POINTER(u64) * 3)(*given)
+
+
+def graph() -> int:
+    """Two nodes: the second half of the memory is set, the kernel does a step on the first."""
     made, first, second = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     code = cuda.cuMemAlloc_v2(pointer(destination), size(16 * WORDS))
-    given = [u64(value) for value in (destination.value, WORDS, SEED)]
-    arguments = (ctypes.c_void_p * 3)(*(ctypes.addressof(each) for each in given))
     half = SetNode(destination.value + 8 * WORDS, 0, 0xA5A5A5A5, 4, 2 * WORDS, 1)
-    image, name = demo_gpu.PTX.encode(), b"gpushare_demo_fill"
-    code = (
-        code
-        or cuda.cuModuleLoadData(pointer(module), image)
-        or cuda.cuModuleGetFunction(pointer(function), module, name)
-    )
-    kernel = KernelNode(function.value, (64, 1, 1), (256, 1, 1), 0, ctypes.addressof(arguments))
+    given = arguments(destination, 0)
+    kernel = KernelNode(step().value, (1, 1, 1), (1024, 1, 1), 0, ctypes.addressof(given))
     return int(
         code
         or cuda.cuGraphCreate(pointer(made), 0)
@@ -187,8 +196,7 @@ def replay() -> object:
         or cuda.cuCtxSynchronize()
         or cuda.cuMemcpyDtoH_v2(found, destination, size(16 * WORDS))
     )
-    words = [(SEED * demo_gpu.SEED_FACTOR + i * demo_gpu.INDEX_FACTOR) % (1 << 64) for i in range(WORDS)]
-    right = found[:WORDS] == words and set(found[WORDS:]) == {0xA5A5A5A5A5A5A5A5}
+    right = set(found[:WORDS]) == {STEP} and set(found[WORDS:]) == {0xA5A5A5A5A5A5A5A5}
     return code or ("ok" if right else "bad")
 
 
@@ -260,16 +268,20 @@ def close() -> int:
 
 
 def busy(seconds: float) -> int:
-    if not buffers:
-        buffers.append(demo_gpu.open().allocate(demo_gpu.PATTERN_BYTES))
-        buffers[0].fill(SEED)
-    buffers[0].start_step(seconds)
-    return 0
+    code = 0
+    if not worked_on:
+        code = cuda.cuMemAlloc_v2(pointer(worked_on), size(8 * WORDS)) or cuda.cuMemsetD8_v2(
+            worked_on, ctypes.c_ubyte(0), size(8 * WORDS)
+        )
+    steps.append(seconds)
+    given = arguments(worked_on, int(seconds * 1e9))
+    return int(code or cuda.cuLaunchKernel(step(), 1, 1, 1, 1024, 1, 1, 0, None, given, None))
 
 
 def idle() -> str:
-    buffers[0].finish_step()
-    return "ok" if buffers[0].is_intact() else "bad"
+    found = (u64 * WORDS)()
+    code = cuda.cuCtxSynchronize() or cuda.cuMemcpyDtoH_v2(found, worked_on, size(8 * WORDS))
+    return "ok" if not code and set(found) == {len(steps) * STEP} else "bad"
 
 
 def sees() -> str:

@@ -56,7 +56,7 @@ def test_threads_of_one_process_keep_the_account_straight(machine: Simulator, ha
 def churn(seed):
     import random
     rng, held = random.Random(seed), []
-    cuda.cuCtxSetCurrent(gpu._context)
+    cuda.cuCtxSetCurrent(ctypes.c_void_p(int(gpu._context)))
     for _ in range(400):
         code, at = alloc(rng.choice([100, 1 << 20, 5 << 20, 1 << 30]))
         if code == 0: held.append(at)

@@ -50,12 +50,12 @@ def test_a_suspended_process_leaves_the_device_and_comes_back_intact(
     machine: Simulator, driver: Checkpoint
 ) -> None:
     with Worker(machine.env()) as kernel:
-        kernel.run("b = gpu.allocate('6GiB'); b.fill(seed=1); b.train(3, 0.001)")
+        kernel.run("b = gpu.allocate('6GiB'); b.fill(seed=1); demo_gpu.train([b], 3, 0.001)")
         driver.suspend(kernel.pid)
         assert machine.device_used(0) == 0
         assert machine.host_memory() == (512 * GIB, 506 * GIB)
         assert machine.process_state(kernel.pid) == CHECKPOINTED
-        kernel.start("b.train(1, 0.001) == 4 and b.is_intact()")
+        kernel.start("demo_gpu.train([b], 1, 0.001) or b.steps == 4 and b.is_intact()")
         assert kernel.is_waiting()
         driver.resume(kernel.pid)
         assert kernel.answer() is True
@@ -67,7 +67,7 @@ def test_a_suspended_process_leaves_the_device_and_comes_back_intact(
     "call",
     [
         "gpu.allocate(8)",
-        "b.free()",
+        "gpu.call('cuMemFree', b.address)",
         "b.checksum()",
         "b.start_step(0)",
         "b.fill()",
@@ -110,7 +110,7 @@ def test_lock_waits_for_running_work_and_gives_up_in_time(machine: Simulator, dr
         assert machine.process_state(kernel.pid) == RUNNING
         assert driver.lock(kernel.pid, timeout_ms=30000) == 0
         assert driver.unlock(kernel.pid) == 0
-        kernel.run("b.finish_step()")
+        kernel.run("gpu.call('cuCtxSynchronize')")
         assert kernel.ask("b.is_intact()")
 
 
@@ -174,7 +174,7 @@ def test_faults_leave_the_process_where_it_was(machine: Simulator, driver: Check
 def test_restore_can_move_to_another_device(machine: Simulator, driver: Checkpoint) -> None:
     first, second = machine.uuid(0), machine.uuid(1)
     with Worker(machine.env()) as kernel:
-        kernel.run("b = gpu.allocate('6GiB'); b.fill(); b.train(2, 0)")
+        kernel.run("b = gpu.allocate('6GiB'); b.fill(); demo_gpu.train([b], 2, 0)")
         driver.suspend(kernel.pid)
         assert driver.restore(kernel.pid, ((first, second),)) == 1  # not every device is named
         assert driver.restore(kernel.pid, ((first, second), (second, second))) == 1
@@ -236,7 +236,7 @@ def test_the_death_of_the_suspending_process_loses_nothing(tmp_path: Path, step:
             if machine.process_state(kernel.pid) == LOCKED:
                 assert driver.unlock(kernel.pid) == 0
             if step == "lock":
-                kernel.run("b.finish_step()")
+                kernel.run("gpu.call('cuCtxSynchronize')")
             assert kernel.ask("b.is_intact()")
 
 

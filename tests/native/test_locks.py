@@ -13,7 +13,7 @@ ASIDE = """
 go, ready, came_back = threading.Event(), threading.Event(), []
 kept, handle, at = alloc(1 << 20)[1], create(2 << 20)[1], mapped()
 def aside(call):
-    cuda.cuCtxSetCurrent(gpu._context)
+    cuda.cuCtxSetCurrent(ctypes.c_void_p(int(gpu._context)))
     ready.set()
     go.wait()
     came_back.append(eval(call))

@@ -42,7 +42,7 @@ def wait_for(stream): return cuda.cuStreamSynchronize(ctypes.c_void_p(stream))
 def keep_busy():  # the default stream
     global words
     words = gpu.allocate("2MiB")
-    words.fill(n_bytes=8)
+    words.fill()
     words.start_step(3600)
 def is_busy(): return cuda.cuStreamQuery(None) == 600
 def asked(): return cuda.gpushare_sim_pool_questions()
@@ -197,7 +197,7 @@ def test_the_free_part_of_a_pool_is_promised_once(machine: Simulator, half: Leas
     in_thread = """
 codes, ready, go = [], threading.Event(), threading.Event()
 def allocate():
-    cuda.cuCtxSetCurrent(gpu._context)
+    cuda.cuCtxSetCurrent(ctypes.c_void_p(int(gpu._context)))
     ready.set()
     go.wait()
     codes.append(alloc_async(30 << 30)[0])

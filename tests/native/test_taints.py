@@ -29,7 +29,7 @@ from tests.simulator import GIB, Lease, Simulator
         ("cuda.cuMemGetHandleForAddressRange(bytes(8), u64(at), size(1 << 21), 1, u64(0))", 4),
         ("create(2 << 20, handles=8)[0]", 32),
         ("create(2 << 20, handles=1)[0]", 0),
-        ("cuda.cuCtxEnablePeerAccess(other._context, 0)", 8),
+        ("cuda.cuCtxEnablePeerAccess(ctypes.c_void_p(int(other._context)), 0)", 8),
         ("cuda.cuMemSetAccess(u64(mapped()), size(2 << 20), ctypes.byref(Access(1, 0, 3)), size(1))", 0),
         ("cuda.cuMemSetAccess(u64(mapped()), size(2 << 20), (Access * 2)((1, 0, 3), (1, 1, 3)), size(2))", 8),
         ("cuda.cuMemSetAccess(u64(mapped()), size(2 << 20), ctypes.byref(Access(1, 1, 0)), size(1))", 0),
@@ -54,7 +54,10 @@ def test_what_prevents_suspension_is_on_record(machine: Simulator, call: str, ta
     lease = Lease(machine.folder / "lease", [(machine.uuid(i), 40 * GIB) for i in (0, 1)])
     with in_lease(machine, lease) as kernel:
         kernel.run(KEEP)
-        kernel.run("other = demo_gpu.open(1); cuda.cuCtxSetCurrent(gpu._context); at = alloc(1 << 21)[1]")
+        kernel.run(
+            "other = demo_gpu.open(1); cuda.cuCtxSetCurrent(ctypes.c_void_p(int(gpu._context)))\n"
+            "at = alloc(1 << 21)[1]"
+        )
         kernel.run(
             "def set_pool(kind, pool):\n"
             "    return cuda.cuMemSetMemPool((ctypes.c_int * 2)(DEVICE, 0), kind, ctypes.c_void_p(pool))"

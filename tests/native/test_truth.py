@@ -74,7 +74,7 @@ def test_a_restore_out_of_memory_leaves_the_process_checkpointed_for_ever(
         borrower.run("b = gpu.allocate('50GiB')")
         assert checkpoint.restore(kernel.pid) == OUT_OF_MEMORY
         assert machine.process_state(kernel.pid) == CHECKPOINTED
-        borrower.run("b.free()")
+        borrower.run("gpu.call('cuMemFree', b.address)")
         assert [checkpoint.restore(kernel.pid) for _ in range(2)] == [OPERATING_SYSTEM] * 2
         assert checkpoint.unlock(kernel.pid) == ILLEGAL_STATE
         kernel.start("gpu.allocate(8)")
@@ -94,7 +94,7 @@ def test_a_restore_out_of_memory_may_leave_the_process_failed(driver: tuple[Simu
         borrower.run("b = gpu.allocate('50GiB')")
         assert checkpoint.restore(kernel.pid) == OUT_OF_MEMORY
         assert machine.process_state(kernel.pid) == FAILED
-        borrower.run("b.free()")
+        borrower.run("gpu.call('cuMemFree', b.address)")
         assert checkpoint.restore(kernel.pid) == ILLEGAL_STATE
         assert checkpoint.unlock(kernel.pid) == ILLEGAL_STATE
         with pytest.raises(WorkerError) as broken:  # the call that waited ends, and every other one
@@ -146,9 +146,12 @@ def test_free_memory_is_not_told_while_checkpointed_and_a_context_is_set(
         kernel.run(RAW)
         free = "cuda.cuMemGetInfo_v2(ctypes.byref(ctypes.c_size_t()), ctypes.byref(ctypes.c_size_t()))"
         assert checkpoint.lock(kernel.pid) == 0
-        assert kernel.ask(f"[{free}, cuda.cuCtxSetCurrent(gpu._context)]") == [0, 0]
+        assert kernel.ask(f"[{free}, cuda.cuCtxSetCurrent(ctypes.c_void_p(int(gpu._context)))]") == [0, 0]
         assert checkpoint.checkpoint(kernel.pid) == 0
-        assert kernel.ask(f"[{free}, cuda.cuCtxSetCurrent(gpu._context)]") == [OPERATING_SYSTEM, 0]
+        assert kernel.ask(f"[{free}, cuda.cuCtxSetCurrent(ctypes.c_void_p(int(gpu._context)))]") == [
+            OPERATING_SYSTEM,
+            0,
+        ]
         kernel.start("cuda.cuCtxGetFlags(ctypes.byref(ctypes.c_uint()))")
         assert kernel.is_waiting(0.05)
         checkpoint.resume(kernel.pid)
@@ -164,7 +167,7 @@ damaged = source(
 def is_damaged(kernel: Worker) -> bool:
     """Whether CUDA calls of a process fail from now on."""
     with pytest.raises(WorkerError) as broken:
-        kernel.run("gpu.synchronize()")
+        kernel.run("gpu.call('cuCtxSynchronize')")
     return broken.value.code == 999
 
 
@@ -181,7 +184,7 @@ REFUSED = [
             "cuda.cuMemGetHandleForAddressRange(bytes(8), u64(b.address), size(1 << 21), 1, u64(0))",
             "cuda.cuMemAllocManaged(ctypes.byref(u64()), size(4096), 1)",
             "cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), u64(b.address))",
-            "cuda.cuCtxEnablePeerAccess(demo_gpu.open(1)._context, cuda.cuCtxSetCurrent(gpu._context))",
+            "cuda.cuCtxEnablePeerAccess(ctypes.c_void_p(int(demo_gpu.open(1)._context)), cuda.cuCtxSetCurrent(ctypes.c_void_p(int(gpu._context))))",
         )
     ),
 ]
@@ -215,7 +218,7 @@ def test_on_some_gpus_no_process_may_be_asked_about_not_even_by_root(
     with Worker(machine.env()) as kernel:
         assert get_state(checkpoint, kernel.pid) == OPERATING_SYSTEM
         assert checkpoint.lock(kernel.pid) == OPERATING_SYSTEM
-        kernel.run("gpu.synchronize()")
+        kernel.run("gpu.call('cuCtxSynchronize')")
 
 
 @source("https://github.com/XuehaiPan/nvitop/pull/208 (driver 580.173.02)")
@@ -338,7 +341,7 @@ def test_lock_waits_for_a_host_function_and_so_does_synchronizing(
     machine, checkpoint = driver
     with Worker(machine.env()) as kernel:
         kernel.run("import ctypes, threading; seen = []; go = threading.Event()")
-        kernel.run("gpu.synchronize(); cuda = ctypes.CDLL('libcuda.so.1')")
+        kernel.run("gpu.call('cuCtxSynchronize'); cuda = ctypes.CDLL('libcuda.so.1')")
         kernel.run("fn = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda data: seen.append(go.wait(60)))")
         assert kernel.ask("[cuda.cuLaunchHostFunc(None, fn, None), cuda.cuStreamQuery(None)]") == [0, 600]
         assert checkpoint.lock(kernel.pid, 100) == 600
@@ -431,7 +434,9 @@ def test_process_utilization_is_of_the_wall_clock_since_the_argument(tmp_path: P
     machine = machine_with(tmp_path)
     with Worker(machine.env()) as kernel:
         kernel.run(NVML)
-        kernel.run("b = gpu.allocate('1MiB'); b.fill(); before = int(time.time() * 1e6); b.train(1, 0.2)")
+        kernel.run(
+            "b = gpu.allocate('1MiB'); b.fill(); before = int(time.time() * 1e6); demo_gpu.train([b], 1, 0.2)"
+        )
         kernel.run("(sample,) = n.nvmlDeviceGetProcessUtilization(h, before)")
         assert kernel.ask("sample.pid == os.getpid() and sample.smUtil > 30")
         assert abs(kernel.ask("sample.timeStamp") / 1e6 - time.time()) < 30

@@ -42,7 +42,7 @@ def test_a_pool_keeps_freed_memory_up_to_its_threshold(tmp_path: Path, threshold
         kernel.run(f"assert threshold({threshold}) == 0; at = alloc(6); assert free(at) == 0")
         assert kernel.ask("[get(5), get(7)]") == [6, 0]  # reserved, used
         assert machine.device_used(0) == 6 * GIB
-        kernel.run("gpu.synchronize()")
+        kernel.run("gpu.call('cuCtxSynchronize')")
         assert kernel.ask("[get(5), get(6), get(8)]") == [kept, 6, 6]
         assert machine.device_used(0) == kept * GIB
         kernel.run("at = alloc(1)")
@@ -59,7 +59,7 @@ def test_trimming_a_pool_gives_back_what_is_not_in_use(tmp_path: Path) -> None:
             0,
             6,
         ]  # not seen complete
-        kernel.run("gpu.synchronize()")
+        kernel.run("gpu.call('cuCtxSynchronize')")
         for keep, reserved in ((8, 6), (3, 3), (0, 1)):
             assert kernel.ask(f"cuda.cuMemPoolTrimTo(pool, ctypes.c_size_t({keep} << 30))") == 0
             assert (kernel.ask("get(5)"), machine.device_used(0)) == (reserved, reserved * GIB)
@@ -197,7 +197,7 @@ def test_memory_of_a_graph_stays_reserved_until_the_device_is_trimmed(tmp_path: 
 
 
 NODES = """
-from jupyter_gpushare.demo_gpu import PTX
+from jupyter_gpushare.gpu.driver.probe import PTX
 cuda = ctypes.CDLL("libcuda.so.1")
 made, graph, node, module, function, context = (ctypes.c_void_p() for _ in range(6))
 at, words = ctypes.c_uint64(), (ctypes.c_uint64 * 4)()
@@ -206,8 +206,8 @@ kernel_node = (ctypes.c_uint64 * 9)()  # CUDA_KERNEL_NODE_PARAMS_v2
 def ok(code): assert code == 0, code
 ok(cuda.cuCtxGetCurrent(ctypes.byref(context)))
 ok(cuda.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(32)))
-ok(cuda.cuModuleLoadData(ctypes.byref(module), PTX.encode()))
-ok(cuda.cuModuleGetFunction(ctypes.byref(function), module, b"gpushare_demo_fill"))
+ok(cuda.cuModuleLoadData(ctypes.byref(module), PTX))
+ok(cuda.cuModuleGetFunction(ctypes.byref(function), module, b"gpushare_probe"))
 ok(cuda.cuGraphCreate(ctypes.byref(graph), 0))
 none, one = ctypes.c_size_t(0), ctypes.c_size_t(1)
 set_node[:] = [at.value, 0, 7 | 4 << 32, 8, 1]  # 8 elements of 4 bytes
@@ -223,7 +223,7 @@ def read():
     ok(cuda.cuMemcpyDtoH_v2(words, at, ctypes.c_size_t(32)))
     return list(words)
 """
-SET, FILLED = 0x700000007, 3 * 0x9E3779B97F4A7C15 % 2**64
+SET, FILLED = 0x700000007, 0x700000003
 
 
 @source("cuda.h 13.5: cuGraphAddKernelNode copies the parameters; cuGraphInstantiate, cuGraphLaunch")

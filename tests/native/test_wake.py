@@ -33,10 +33,10 @@ def calls(lease: Lease, pid: int) -> int:
 @pytest.mark.parametrize(
     "call",
     [
-        "gpu.synchronize()",
+        "gpu.call('cuCtxSynchronize')",
         "b.start_step(0)",
         "b.fill()",
-        "b.free()",
+        "gpu.call('cuMemFree', b.address)",
         "gpu.allocate(8)",
         "cuda.cuMemcpyDtoH_v2(ctypes.create_string_buffer(8), u64(b.address), size(8))",
         "cuda.cuMemsetD8_v2(u64(b.address), 0, size(8))",
@@ -63,7 +63,7 @@ def test_a_call_is_counted_at_its_entry_while_it_waits(
 
 #: Those that the driver lets through: they end a process whose state is in host memory.
 POLLS = [
-    "gpu.synchronize()",
+    "gpu.call('cuCtxSynchronize')",
     "cuda.cuStreamSynchronize(None)",
     "cuda.cuStreamQuery(None)",
     "cuda.cuEventSynchronize(event)",
@@ -104,7 +104,7 @@ def test_a_restore_beside_a_session_holds_only_its_allocations(
         kernel.run("b = gpu.allocate('1GiB')")
         half.write(Phase.PAUSED)
         kernel.run(call)
-        kernel.run("b.fill(); b.train(1, 0)")
+        kernel.run("b.fill(); demo_gpu.train([b], 1, 0)")
         kernel.start("alloc(8)[0]")
         assert kernel.is_waiting(0.05)
         half.write(Phase.RUNNING)
@@ -114,9 +114,9 @@ def test_a_restore_beside_a_session_holds_only_its_allocations(
 def test_a_call_waits_for_files_that_were_created_again(machine: Simulator, half: Lease) -> None:
     """The helper does so where they were removed; the page that is mapped would say SUSPENDED for ever."""
     with in_lease(machine, half) as kernel:
-        kernel.run("gpu.synchronize()")
+        kernel.run("gpu.call('cuCtxSynchronize')")
         half.write(Phase.SUSPENDED)
-        kernel.start("gpu.synchronize()")
+        kernel.start("gpu.call('cuCtxSynchronize')")
         assert kernel.is_waiting(0.02)
         for file in ("limit", "account"):
             (half.folder / file).unlink()
@@ -156,11 +156,11 @@ def test_queries_have_a_counter_of_their_own(machine: Simulator, half: Lease, qu
         ("b.fill()", True),
         ("cuda.cuMemsetD8_v2(u64(b.address), 0, size(8))", True),
         ("gpu.allocate(8)", True),
-        ("gpu.synchronize()", True),
+        ("gpu.call('cuCtxSynchronize')", True),
         ("create(2 << 20)", True),
-        ("b.free()", False),
+        ("gpu.call('cuMemFree', b.address)", False),
         ("reserve(2 << 20)", False),
-        ("cuda.cuCtxSetCurrent(gpu._context)", False),
+        ("cuda.cuCtxSetCurrent(ctypes.c_void_p(int(gpu._context)))", False),
         ("made('cuEventCreate', 0)", False),
         ("cuda.cuModuleUnload(None)", False),
     ],
@@ -271,7 +271,7 @@ def test_what_waits_for_a_lease_that_ends_is_denied(machine: Simulator, half: Le
 
 def test_a_child_process_counts_for_itself(machine: Simulator, half: Lease) -> None:
     with in_lease(machine, half) as kernel:
-        kernel.run("gpu.synchronize()")
+        kernel.run("gpu.call('cuCtxSynchronize')")
         before = calls(half, kernel.pid)
         child = "import os; from jupyter_gpushare import demo_gpu; demo_gpu.open(); print(os.getpid())"
         kernel.run("import subprocess")
@@ -343,7 +343,7 @@ def test_a_cell_runs_again_soon_after_its_lease_woke(
         for _ in range(50):
             suspend(driver, half, kernel.pid)
             assert machine.device_used(0) == 0
-            kernel.start("b.train(1, 0)")
+            kernel.start("demo_gpu.train([b], 1, 0)")
             resume(driver, half, kernel.pid)
             kernel.answer()
         assert kernel.ask("(b.steps, b.is_intact())") == [50, True]

@@ -12,7 +12,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 PACKAGE = "jupyter-gpushare"
-OF_SITES = {"", "docker", "kube", "lab", "node", "postgres", "systemd"}
+OF_SITES = {"", "demo", "docker", "kube", "lab", "node", "postgres", "systemd"}
 OF_DEVELOPERS = {"docs", "test"}
 HEAD = "# Made by `make pins`: versions of the development tools, for tests and checks only.\n"
 

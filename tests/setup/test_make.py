@@ -155,7 +155,7 @@ def test_a_path_with_a_blank_is_refused_at_once_with_the_reason(tmp_path):
 
 def test_the_demo_installs_nothing_that_only_tests_need():
     steps = make("--always-make", "-n", "-o", "setup-test", "hub", cwd=ROOT).stdout
-    assert ".[lab]" in steps
+    assert ".[demo,lab]" in steps
     assert ".[test]" not in steps
     assert ".[test]" in make("--always-make", "-n", "setup-test", cwd=ROOT).stdout
 

@@ -39,7 +39,8 @@ for number, buffer in enumerate(buffers):
     buffer.fill(seed=number)
 with open("steps", "a") as steps:
     while not pathlib.Path("enough").exists():
-        demo_gpu.train(buffers, 1, 0.1, lambda step: print(step, file=steps, flush=True))
+        demo_gpu.train(buffers, 1, 0.1)
+        print(buffers[0].steps, file=steps, flush=True)
 assert all(buffer.is_intact() for buffer in buffers)
 """
 

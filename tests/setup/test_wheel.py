@@ -81,8 +81,8 @@ def test_type_checkers_use_its_annotations(names):
     assert "jupyter_gpushare/py.typed" in names
 
 
-def test_it_brings_the_messages_of_the_kubelet(names):
-    assert "jupyter_gpushare/gpu/leases/pod_resources.binpb" in names
+def test_it_brings_the_messages_of_the_kubelet_and_the_kernel_of_demo_gpu(names):
+    assert {"jupyter_gpushare/gpu/leases/pod_resources.binpb", "jupyter_gpushare/demo_gpu.ptx"} <= names
 
 
 def test_it_brings_the_migrations_of_the_database(names):

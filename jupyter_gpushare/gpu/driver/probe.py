@@ -42,12 +42,12 @@ PR_SET_DUMPABLE = 4  # linux/prctl.h
 
 # Writes one word.  The simulated driver knows kernels by name: this one takes an address, a
 # number of words and the first value.
-KERNEL = b"gpushare_demo_fill"
+KERNEL = b"gpushare_probe"
 PTX = b"""
 .version 6.0
 .target sm_50
 .address_size 64
-.visible .entry gpushare_demo_fill(.param .u64 words, .param .u64 count, .param .u64 extra)
+.visible .entry gpushare_probe(.param .u64 words, .param .u64 count, .param .u64 extra)
 {
     .reg .u64 %a;
     .reg .u64 %v;

@@ -1,6 +1,6 @@
 /* The simulated libcuda.so.1: modules, and the kernels in them.
  *
- * Only the kernels of `jupyter_gpushare/demo_gpu` are known, by name: see `kernels`.
+ * Only two kernels are known, by name: see `kernels`.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -11,59 +11,41 @@
 #include "sim_memory.h"
 #include "sim_stream.h"
 
-/* ---- kernels: what the PTX of demo_gpu does ---- */
-
-static uint64_t argument(void **arguments, int index)
+/* Both take the address and the number of their words, and one number more. */
+static uint64_t *words_of(void **arguments, uint64_t *count, uint64_t *number)
 {
-    uint64_t value;
-    memcpy(&value, arguments[index], sizeof value);
-    return value;
+    uint64_t at;
+    memcpy(&at, arguments[0], sizeof at);
+    memcpy(count, arguments[1], sizeof *count);
+    memcpy(number, arguments[2], sizeof *number);
+    return *count <= UINT64_MAX / 8 && sim_is_device_memory(at, *count * 8) ? (uint64_t *)(uintptr_t)at : NULL;
 }
 
-/* words, count, seed: word i becomes seed * 0x9e3779b97f4a7c15 + i * 0xbf58476d1ce4e5b9 */
-static CUresult run_fill(void **arguments, uint64_t *busy_ns)
+/* gpu/driver/probe.py: the number is the first 4 bytes */
+static CUresult run_probe(void **arguments, uint64_t *busy_ns)
 {
-    uint64_t at = argument(arguments, 0), count = argument(arguments, 1), seed = argument(arguments, 2);
-    if (count > UINT64_MAX / 8 || !sim_is_device_memory(at, count * 8))
+    uint64_t count, number, *words = words_of(arguments, &count, &number);
+    if (!words || !count)
         return CUDA_ERROR_INVALID_VALUE;
-    uint64_t *word = (uint64_t *)(uintptr_t)at, value = seed * 0x9e3779b97f4a7c15u;
-    for (uint64_t i = 0; i < count; i++, value += 0xbf58476d1ce4e5b9u)
-        word[i] = value;
+    memcpy(words, &number, 4);
     *busy_ns = 0;
     return CUDA_SUCCESS;
 }
 
-/* words, count, busy_ns: one step; not idempotent, so a lost or repeated one shows */
+/* demo_gpu.ptx: one step, which takes that many nanoseconds; a lost or repeated one shows */
 static CUresult run_step(void **arguments, uint64_t *busy_ns)
 {
-    uint64_t at = argument(arguments, 0), count = argument(arguments, 1);
-    if (count > UINT64_MAX / 8 || !sim_is_device_memory(at, count * 8))
+    uint64_t count, *words = words_of(arguments, &count, busy_ns);
+    if (!words)
         return CUDA_ERROR_INVALID_VALUE;
-    uint64_t *word = (uint64_t *)(uintptr_t)at;
     for (uint64_t i = 0; i < count; i++)
-        word[i] = word[i] * 0x5851f42d4c957f2du + 0x14057b7ef767814fu;
-    *busy_ns = argument(arguments, 2);
-    return CUDA_SUCCESS;
-}
-
-/* words, count, sum: adds up word i * (2 i + 1) */
-static CUresult run_sum(void **arguments, uint64_t *busy_ns)
-{
-    uint64_t at = argument(arguments, 0), count = argument(arguments, 1), to = argument(arguments, 2), sum = 0;
-    if (count > UINT64_MAX / 8 || !sim_is_device_memory(at, count * 8) || !sim_is_device_memory(to, 8))
-        return CUDA_ERROR_INVALID_VALUE;
-    const uint64_t *word = (const uint64_t *)(uintptr_t)at;
-    for (uint64_t i = 0; i < count; i++)
-        sum += word[i] * (2 * i + 1);
-    *(uint64_t *)(uintptr_t)to += sum;
-    *busy_ns = 0;
+        words[i] += 1ull << 32;
     return CUDA_SUCCESS;
 }
 
 static struct CUfunc_st kernels[] = {
-    {"gpushare_demo_fill", run_fill},
+    {"gpushare_probe", run_probe},
     {"gpushare_demo_step", run_step},
-    {"gpushare_demo_sum", run_sum},
 };
 
 struct CUmod_st {
