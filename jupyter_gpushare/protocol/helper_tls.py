@@ -3,7 +3,7 @@
 Each side verifies that the authority signed the other's certificate, and that it has one of these DNS names
 (subjectAltName):
 
-| name          | who has it                           |
+| name          | certificate of                       |
 |---------------|--------------------------------------|
 | `BROKER`      | the broker                           |
 | `HELPER`      | helpers that share one certificate   |
@@ -80,13 +80,13 @@ def names(certificate: Any) -> set[str]:
 def reason(error: ssl.SSLError) -> str:
     """Return why the peer's certificate, or that of this side, was refused, and what to change."""
     if isinstance(error, ssl.SSLCertVerificationError):
-        why, whose = str(error.verify_message), "the peer's certificate is not accepted"
+        why, result = str(error.verify_message), "the peer's certificate is not accepted"
     else:
-        why, whose = (
+        why, result = (
             (error.reason or str(error)).replace("_", " ").lower(),
             "the peer refuses this certificate",
         )
         if " alert " not in why:
             return f"TLS failed: {why}"
     advice = next(each for word, each in _ADVICE.items() if word in why)
-    return f"{whose}: {why}: {advice}"
+    return f"{result}: {why}: {advice}"
