@@ -141,6 +141,7 @@ async def test_a_receiver_that_fails_is_logged_once_and_stops_nothing(hook, capl
         hook.status = 200
         announcer.job("ended", job(), "succeeded")
         await asyncio.to_thread(eventually, lambda: "webhook of the site: works again" in caplog.text)
+        await asyncio.to_thread(eventually, lambda: "the mail command" in caplog.text)
     assert caplog.text.count("the webhook of the site: it answered 302") == 1
     assert caplog.text.count("the mail command: /no/such/program ended with exit code 127") == 1
 
@@ -186,7 +187,7 @@ async def test_the_jobs_of_one_user_displace_no_mail_of_another(hook, tmp_path):
     announcer.job("ended", job(mail=True, user="ada"), "succeeded")
     for n in range(1_500):
         announcer.job("ended", job(mail=n % 2 == 0 or n > 100), "succeeded")
-    assert [each.job.user for each in announcer._mail._waiting].count("ada") == 1
+    assert [user for user, _ in announcer._mail._waiting].count("ada") == 1
     assert len(announcer._mail._waiting) == 1_000
     asked = Announcer(mail)
     for _ in range(1_500):

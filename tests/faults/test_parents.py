@@ -46,12 +46,8 @@ signal.pause()
 """
 BROKER = f"""
 import asyncio
-from jupyter_gpushare.broker.control.announcer import _mail
-from jupyter_gpushare.broker.state.receivers import Receivers
-class Message:
-    def mail(self, to):
-        return b"Subject: done"
-asyncio.run(_mail(Receivers(mail_command={tuple(CHILD)}), Message()))
+from jupyter_gpushare.notices import pipe
+asyncio.run(pipe({tuple(CHILD)}, b"Subject: done"))
 """
 # Starts a program that ends with it.
 STARTER = (
