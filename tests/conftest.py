@@ -32,6 +32,7 @@ import pytest
 from tests.again import Again, is_oracle
 from tests.order import StoreDurations, by_duration
 from tests.waiting import RUN_VARIABLE, marked_processes
+from tests.webhooks import Receiver
 
 with contextlib.suppress(ImportError):
     from hypothesis import HealthCheck, settings
@@ -146,6 +147,13 @@ def india() -> Iterator[None]:
         time.tzset()
         yield
     time.tzset()
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    receiver = Receiver()
+    yield receiver
+    receiver.close()
 
 
 @pytest.fixture(scope="session")

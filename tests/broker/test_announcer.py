@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import sys
-import threading
-from collections.abc import Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from email import message_from_bytes
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from traitlets import TraitError
@@ -28,7 +23,6 @@ from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
-from tests.ports import free_ports
 from tests.waiting import until as eventually
 
 NASTY = "nig\u202eht\r\nBcc: eve@example.org\x1b[31m"
@@ -52,33 +46,6 @@ def job(mail: bool = False, name: str = NASTY, user: str = "bo") -> JobRecord:
     )
 
 
-@pytest.fixture
-def hook() -> Iterator[Any]:
-    """An address that keeps what it is told; `status` is what it answers."""
-    told: list[dict[str, Any]] = []
-
-    class Handler(BaseHTTPRequestHandler):
-        status = 200
-
-        def log_message(self, *_: Any) -> None:
-            pass
-
-        def do_POST(self) -> None:
-            told.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(type(self).status)
-            self.send_header("Location", "/elsewhere")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-
-    port = free_ports()
-    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
-    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
-    Handler.told, Handler.url = told, f"http://127.0.0.1:{port}/hook"  # type: ignore[attr-defined]
-    yield Handler
-    server.shutdown()
-    server.server_close()
-
-
 @asynccontextmanager
 async def running(receivers: Receivers):
     announcer = Announcer(receivers)
@@ -88,11 +55,11 @@ async def running(receivers: Receivers):
     await asyncio.wait([task])
 
 
-async def test_the_webhook_is_told_with_names_as_data(hook):
-    async with running(Receivers(url=hook.url)) as announcer:
+async def test_the_webhook_is_told_with_names_as_data(receiver):
+    async with running(Receivers(url=receiver.url)) as announcer:
         announcer.job("ended", job(), "failed", "It ended with exit code 3.\nlast line\x07")
-        await asyncio.to_thread(eventually, lambda: hook.told)
-    (told,) = hook.told
+        await asyncio.to_thread(eventually, lambda: receiver.told)
+    (told,) = receiver.told
     assert told.pop("at").endswith("Z")
     assert told == {
         "text": "nig?ht Bcc: eve@example.org?[31m has failed. It ended with exit code 3. last line?",
@@ -130,15 +97,15 @@ async def test_only_jobs_that_asked_for_it_are_mailed_without_shell_or_tokens(tm
     assert sorted(os.listdir(tmp_path)) == [out.name, f"{out.name}.env"]
 
 
-async def test_a_receiver_that_fails_is_logged_once_and_stops_nothing(hook, caplog):
+async def test_a_receiver_that_fails_is_logged_once_and_stops_nothing(receiver, caplog):
     caplog.set_level("INFO", "gpushare.broker")
-    hook.status = 302
-    receivers = Receivers(url=hook.url, mail_command=("/no/such/program",), mail_to="{user}@example.org")
+    receiver.status, receiver.moved_to = 302, "/elsewhere"
+    receivers = Receivers(url=receiver.url, mail_command=("/no/such/program",), mail_to="{user}@example.org")
     async with running(receivers) as announcer:
         for _ in range(3):
             announcer.job("ended", job(mail=True), "succeeded")
-        await asyncio.to_thread(eventually, lambda: len(hook.told) == 3)
-        hook.status = 200
+        await asyncio.to_thread(eventually, lambda: len(receiver.told) == 3)
+        receiver.status = 200
         announcer.job("ended", job(), "succeeded")
         await asyncio.to_thread(eventually, lambda: "webhook of the site: works again" in caplog.text)
         await asyncio.to_thread(eventually, lambda: "the mail command" in caplog.text)
@@ -164,8 +131,8 @@ def _runs(pid: str) -> bool:
         return False
 
 
-async def test_a_full_queue_drops_the_oldest_and_says_so_once_a_minute(hook, caplog):
-    announcer = Announcer(Receivers(url=hook.url))
+async def test_a_full_queue_drops_the_oldest_and_says_so_once_a_minute(receiver, caplog):
+    announcer = Announcer(Receivers(url=receiver.url))
     for n in range(1_005):
         announcer.job("ended", job(name=f"job {n}"), "succeeded")
     assert caplog.text.count("the webhook of the site: 1000 messages wait: the 1 oldest dropped") == 1
@@ -174,13 +141,13 @@ async def test_a_full_queue_drops_the_oldest_and_says_so_once_a_minute(hook, cap
     announcer.job("ended", job(name="job 1005"), "succeeded")
     assert caplog.text.count("the webhook of the site: 1000 messages wait: the 5 oldest dropped") == 1
     task = asyncio.create_task(announcer.run())
-    await asyncio.to_thread(eventually, lambda: len(hook.told) == 1_000)
+    await asyncio.to_thread(eventually, lambda: len(receiver.told) == 1_000)
     task.cancel()
     await asyncio.wait([task])
-    assert [told["name"] for told in hook.told] == [f"job {n}" for n in range(6, 1_006)]
+    assert [told["name"] for told in receiver.told] == [f"job {n}" for n in range(6, 1_006)]
 
 
-async def test_the_jobs_of_one_user_displace_no_mail_of_another(hook, tmp_path):
+async def test_the_jobs_of_one_user_displace_no_mail_of_another(receiver, tmp_path):
     out = tmp_path / "mail"
     mail = Receivers(mail_command=(sys.executable, "-c", WRITE, str(out)), mail_to="{user}@example.org")
     announcer = Announcer(mail)
@@ -195,11 +162,11 @@ async def test_the_jobs_of_one_user_displace_no_mail_of_another(hook, tmp_path):
     assert not asked._mail._waiting, "mails that no job asked for take no place"
 
 
-async def test_a_receiver_that_hangs_delays_no_other(hook, tmp_path, monkeypatch):
+async def test_a_receiver_that_hangs_delays_no_other(receiver, tmp_path, monkeypatch):
     monkeypatch.setattr(module, "DEADLINE_S", 600.0)
     told = tmp_path / "told"
     hanging = Receivers(
-        url=hook.url,
+        url=receiver.url,
         mail_command=("sh", "-c", f"echo >> {told}; sleep 600"),
         mail_to="{user}@example.org",
     )
@@ -208,9 +175,9 @@ async def test_a_receiver_that_hangs_delays_no_other(hook, tmp_path, monkeypatch
         await asyncio.to_thread(eventually, told.exists)
         for n in range(20):
             announcer.job("ended", job(mail=True, name=f"job {n}"), "succeeded")
-        await asyncio.to_thread(eventually, lambda: len(hook.told) == 21)
+        await asyncio.to_thread(eventually, lambda: len(receiver.told) == 21)
         assert told.read_text() == "\n", "the first mail still hangs"
-    assert [each["name"] for each in hook.told] == ["first", *(f"job {n}" for n in range(20))]
+    assert [each["name"] for each in receiver.told] == ["first", *(f"job {n}" for n in range(20))]
 
 
 async def test_a_job_whose_request_cannot_be_read_stops_no_messages(tmp_path, caplog):
