@@ -64,8 +64,8 @@ class ServerAdmission:
         self.devices = devices
         self.effects = effects
         self.request_policy = request_policy
-        self.resizes = Resizes(registry, engine, devices, effects)
-        self.job_starts = JobStarts(registry, devices, effects, self._prepare)
+        self.resizes = Resizes(engine, effects)
+        self.job_starts = JobStarts(effects, self._prepare)
         # Admissions under way by user and server.
         self._admitting: dict[tuple[str, str], tuple[str, asyncio.Task[LeaseRecord]]] = {}
         self._committing: set[str] = set()  # leases of them that the engine granted

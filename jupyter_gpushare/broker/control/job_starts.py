@@ -5,11 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Awaitable, Callable, Iterable
 
-from jupyter_gpushare.backends.base import Devices, ServerKey
+from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.job_request import job_spec
 from jupyter_gpushare.broker.state.records import LeaseRecord
-from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import OwnedBy
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import Conflict, GpuShareError
@@ -25,14 +24,10 @@ class JobStarts:
     """Starts of jobs' servers; ``prepare`` has the devices prepared, and makes the grant."""
 
     def __init__(
-        self,
-        registry: Registry,
-        devices: Devices,
-        effects: Effects,
-        prepare: Callable[[LeaseRecord], Awaitable[wire.SpawnGrant]],
+        self, effects: Effects, prepare: Callable[[LeaseRecord], Awaitable[wire.SpawnGrant]]
     ) -> None:
-        self.registry = registry
-        self.devices = devices
+        self.registry = effects.registry
+        self.devices = effects.devices
         self.effects = effects
         self._prepare = prepare
 

@@ -19,13 +19,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.backends.base import Devices
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.engine import Engine, NotResized
 from jupyter_gpushare.broker.engine import Resized as Answer
 from jupyter_gpushare.broker.state.records import LeaseRecord
-from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import LimitsSet, LimitsUnset, Resized
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
@@ -43,16 +41,10 @@ _IN_FLIGHT_S = 0.5
 class Resizes:
     """Carries out changes of size, at most one at a time for each session."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        engine: Engine,
-        devices: Devices,
-        effects: Effects,
-    ) -> None:
-        self.registry = registry
+    def __init__(self, engine: Engine, effects: Effects) -> None:
+        self.registry = effects.registry
         self.engine = engine
-        self.devices = devices
+        self.devices = effects.devices
         self.effects = effects
 
     async def change(self, record: LeaseRecord, size: Size, *, borrow: bool) -> None:

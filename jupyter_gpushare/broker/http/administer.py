@@ -15,8 +15,7 @@ class DeviceDrain(Base):
     """Let a GPU (its UUID), or the ``machine``, take nothing new; delete lets it take work again."""
 
     async def put(self, name: str) -> None:
-        identity = await self.identify()
-        identity.require(ADMIN_SCOPE)
+        identity = await self.identify(ADMIN_SCOPE)
         request = self.body(wire.DrainRequest) if self.content else wire.DrainRequest()
         await draining.drain(
             self.control.registry, self.control.admission.engine, name, request.until, identity.user
@@ -24,8 +23,7 @@ class DeviceDrain(Base):
         self.answer(self.service.views.devices(admin=True))
 
     async def delete(self, name: str) -> None:
-        identity = await self.identify()
-        identity.require(ADMIN_SCOPE)
+        identity = await self.identify(ADMIN_SCOPE)
         await draining.undrain(self.control.registry, name, identity.user)
         self.answer(self.service.views.devices(admin=True))
 
@@ -34,8 +32,7 @@ class UnleasedProcess(Base):
     """End a process without a lease on a GPU; the watchdog's rules say which are left alone."""
 
     async def delete(self, name: str, process: str) -> None:
-        identity = await self.identify()
-        identity.require(ADMIN_SCOPE)
+        identity = await self.identify(ADMIN_SCOPE)
         control = self.control
         await end_process(control.registry, control.admission.devices, name, process, identity.user)
         self.answer(self.service.views.devices(admin=True))
@@ -45,7 +42,7 @@ class Owners(Base):
     """Owners of leases that are absent from the Hub, or were made anew."""
 
     async def get(self) -> None:
-        (await self.identify()).require(ADMIN_SCOPE)
+        await self.identify(ADMIN_SCOPE)
         self.answer(owners(self.control.registry))
 
 
@@ -53,15 +50,13 @@ class Owner(Base):
     """Give what belongs to an absent owner to a user of the Hub; delete fails the jobs that wait."""
 
     async def put(self, name: str) -> None:
-        identity = await self.identify()
-        identity.require(ADMIN_SCOPE)
+        identity = await self.identify(ADMIN_SCOPE)
         to = (self.body(wire.Adoption) if self.content else wire.Adoption()).to
         await self.control.ownership.adopt(name, to, identity.user)
         self.answer(owners(self.control.registry))
 
     async def delete(self, name: str) -> None:
-        identity = await self.identify()
-        identity.require(ADMIN_SCOPE)
+        identity = await self.identify(ADMIN_SCOPE)
         await self.control.ownership.end(name, identity.user)
         self.answer(owners(self.control.registry))
 
@@ -70,8 +65,7 @@ class Trace(Base):
     """What ran here, as a trace for the simulator: ``jobs`` or ``cells``; ``?names=1``: with names."""
 
     async def get(self, kind: str) -> None:
-        identity = await self.identify()
-        identity.require(ADMIN_SCOPE)
+        identity = await self.identify(ADMIN_SCOPE)
         self.service.limits.scans.take(identity.user)
         of_kind = trace.jobs if kind == "jobs" else trace.cells
         names = self.get_query_argument("names", "") == "1"

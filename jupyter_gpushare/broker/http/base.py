@@ -269,8 +269,8 @@ class Base(HubOAuthenticated, Limited):
             raise
         await self.identify()
 
-    async def identify(self) -> Identity:
-        """Return the caller's identity.
+    async def identify(self, scope: str = "") -> Identity:
+        """Return the caller's identity, which has ``scope``.
 
         Reads, and reports that only hint, believe what the Hub said of a token up to
         `identity_cache_s` ago.  All other writes ask the Hub, and take no cookie.
@@ -292,6 +292,8 @@ class Base(HubOAuthenticated, Limited):
                 model = await self.model_of(token, cached=self.is_hint)
             self._identity = await self.service.access.identity(model, token)
             await self.meet(self._identity)
+        if scope:
+            self._identity.require(scope)
         return self._identity
 
     async def meet(self, identity: Identity) -> None:

@@ -115,8 +115,7 @@ class Jobs(Base):
         )
 
     async def post(self) -> None:
-        identity = await self.identify()
-        identity.require(JOBS_SCOPE)
+        identity = await self.identify(JOBS_SCOPE)
         request = self.body(wire.JobRequest)
         key = self.request.headers.get("Idempotency-Key")
         async with self.service.limits.submits.of(identity.user):
@@ -163,8 +162,7 @@ class JobPlace(Base):
     """Move a queued job of mine before or behind another."""
 
     async def put(self, job_id: str) -> None:
-        identity = await self.identify()
-        identity.require(JOBS_SCOPE)
+        identity = await self.identify(JOBS_SCOPE)
         job = await self.control.requests.job(identity.user, job_id)
         place = self.body(wire.JobPlace)
         self.answer(self.service.views.job(await self.control.queue.place(job, place)))
@@ -183,8 +181,7 @@ class JobRetry(Base):
     """Submit an ended job again."""
 
     async def post(self, job_id: str) -> None:
-        identity = await self.identify()
-        identity.require(JOBS_SCOPE)
+        identity = await self.identify(JOBS_SCOPE)
         job = await self.control.requests.job(identity.user, job_id)
         async with self.service.limits.submits.of(identity.user):
             groups = await self.service.access.groups(identity, fresh=True)
@@ -327,15 +324,13 @@ class Project(Base):
     """Change a project's numbers."""
 
     async def put(self, name: str) -> None:
-        identity = await self.identify()
-        identity.require(ADMIN_SCOPE)
+        identity = await self.identify(ADMIN_SCOPE)
         await self.control.request_policy.change_project(name, self.body(wire.ProjectChange), identity.user)
         self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
 
     async def delete(self, name: str) -> None:
         """Take all changes of a project back."""
-        identity = await self.identify()
-        identity.require(ADMIN_SCOPE)
+        identity = await self.identify(ADMIN_SCOPE)
         await self.control.request_policy.reset_project(name, identity.user)
         self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
 
@@ -348,8 +343,7 @@ class Lending(Base):
         self.answer(self.service.views.lending())
 
     async def put(self) -> None:
-        identity = await self.identify()
-        identity.require(ADMIN_SCOPE)
+        identity = await self.identify(ADMIN_SCOPE)
         mode = self.body(wire.LendingChange).mode
         await self.control.lending.set(None if mode is None else LendingMode(mode), identity.user)
         self.answer(self.service.views.lending())
@@ -430,7 +424,7 @@ class Metrics(Base):
     """Numbers for Prometheus; needs the Hub's ``read:metrics``."""
 
     async def get(self) -> None:
-        (await self.identify()).require("read:metrics")
+        await self.identify("read:metrics")
         self.set_header("Content-Type", prometheus_client.CONTENT_TYPE_LATEST)
         self.finish(prometheus_client.generate_latest(self.service.site.metrics))
 

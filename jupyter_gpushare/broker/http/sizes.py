@@ -20,8 +20,7 @@ class SizeChange(Base):
         Raises:
             NotAllowed: ``by_server``, and no running server asks with its own token over the unix socket.
         """
-        identity = await self.identify()
-        identity.require(JOBS_SCOPE)
+        identity = await self.identify(JOBS_SCOPE)
         uid, server = socket_uid(self.stream.socket), None
         if identity.server is not None and uid is not None:
             is_new = lease_id not in self.control.registry.leases
