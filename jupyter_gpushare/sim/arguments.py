@@ -5,46 +5,29 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable
 
+from jupyter_gpushare import command_line
 from jupyter_gpushare.sim import traces
 
-
-def count(text: str) -> int:
-    """Return a whole number of at least 1.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    if not (text.isascii() and text.isdigit() and int(text[:9]) >= 1 and len(text) <= 8):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
+count = command_line.count(1, 99_999_999)
 
 
-def seconds(text: str) -> float:
-    """Return a number of seconds, 0 or more.
+def number(least: float, expected: str) -> Callable[[str], float]:
+    """Return a reader of numbers from ``least``; ``expected`` says in an error what they are."""
 
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    return _number(text, 0.0, "a number of seconds, 0 or more")
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value <= traces.LARGEST:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+        return value
 
-
-def positive(text: str) -> float:
-    """Return a number above 0.
-
-    Raises:
-        ArgumentTypeError: it is none.
-    """
-    return _number(text, 1e-9, "a number above 0")
+    return parse
 
 
-def _number(text: str, least: float, expected: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not least <= value <= traces.LARGEST:
-        raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
-    return value
+seconds = number(0.0, "a number of seconds, 0 or more")
+positive = number(1e-9, "a number above 0")
 
 
 def share_and_error(text: str) -> tuple[float, float]:
@@ -63,17 +46,11 @@ def share_and_error(text: str) -> tuple[float, float]:
 
 
 def seconds_or(word: str) -> Callable[[str], float | None]:
-    """Return a parser of seconds, with ``word`` as None."""
+    """Return a reader of seconds, with ``word`` as None."""
     return lambda text: None if text == word else seconds(text)
 
 
 def numbers(least: int, most: int) -> Callable[[str], list[int]]:
-    """Return a parser of a list of whole numbers from ``least`` to ``most``."""
-
-    def parse(text: str) -> list[int]:
-        parts = text.split(",")
-        if not all(p.isascii() and p.isdigit() and len(p) <= 8 and least <= int(p) <= most for p in parts):
-            raise argparse.ArgumentTypeError(f"{text!r} is not a list like {least},1,2")
-        return [int(p) for p in parts]
-
-    return parse
+    """Return a reader of a list of whole numbers from ``least`` to ``most``, with commas."""
+    read = command_line.count(least, most)
+    return lambda text: [read(part) for part in text.split(",")]

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,24 @@ def small(path: Path) -> BoundedLog:
     return BoundedLog(path, head_bytes=10, part_bytes=4, tail_parts=2)
 
 
+def written(path: Path, *chunks: bytes) -> BoundedLog:
+    log = small(path)
+    for chunk in chunks:
+        log.write(chunk)
+    log.close()
+    return log
+
+
+@contextlib.contextmanager
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    def full(*_: object) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        yield
+
+
 def read_all(path: Path) -> list[tuple[int, bytes]]:
     pieces, offset = [], 0
     while (piece := read_log(path, offset, 100)).data:
@@ -49,9 +69,7 @@ def test_a_short_log_is_one_file_for_its_owner_only(tmp_path: Path) -> None:
 
 def test_of_a_long_log_beginning_and_end_are_kept_with_their_offsets(tmp_path: Path) -> None:
     path = tmp_path / "log"
-    log = small(path)
-    log.write(b"0123456789abcdefghijklmnopqrstuvwxyz")
-    log.close()
+    log = written(path, b"0123456789abcdefghijklmnopqrstuvwxyz")
     assert read_all(path) == [(0, b"0123456789"), (30, b"uvwx"), (34, b"yz")]
     assert log_end(path) == log.end == 36
 
@@ -61,10 +79,7 @@ def test_what_is_kept_is_what_was_printed_there(
     tmp_path_factory: pytest.TempPathFactory, chunks: list[bytes]
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "log"
-    log = small(path)
-    for chunk in chunks:
-        log.write(chunk)
-    log.close()
+    written(path, *chunks)
     printed = b"".join(chunks)
     pieces = read_all(path)
     for offset, data in pieces:
@@ -138,12 +153,7 @@ def test_a_disk_that_takes_nothing_is_survived_and_counted(
 ) -> None:
     log = BoundedLog(tmp_path / "log")
     log.write(b"good")
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", full)
+    with full_disk(monkeypatch):
         log.write(b"lost")
     log.write(b"good again")
     log.close()
@@ -157,12 +167,7 @@ def test_a_full_disk_costs_nothing_that_was_kept(tmp_path: Path, monkeypatch: py
     log = small(tmp_path / "log")
     log.write(b"0123456789abcdefgh")
     kept = [(0, b"0123456789"), (10, b"abcd"), (14, b"efgh")]
-
-    def full(*_: object) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "write", full)
+    with full_disk(monkeypatch):
         for _ in range(9):
             log.write(b"x")
     assert log.left_out_bytes == 9
@@ -175,21 +180,15 @@ def test_a_full_disk_costs_nothing_that_was_kept(tmp_path: Path, monkeypatch: py
 
 
 def test_a_log_of_an_earlier_life_of_the_same_attempt_is_replaced(tmp_path: Path) -> None:
-    first = small(tmp_path / "log")
-    first.write(b"x" * 30)
-    first.close()
-    second = small(tmp_path / "log")
-    second.write(b"new")
-    second.close()
+    written(tmp_path / "log", b"x" * 30)
+    written(tmp_path / "log", b"new")
     assert read_all(tmp_path / "log") == [(0, b"new")]
 
 
 def test_a_link_in_the_place_of_a_log_is_replaced_not_followed(tmp_path: Path) -> None:
     (tmp_path / "target").write_bytes(b"precious")
     (tmp_path / "log").symlink_to(tmp_path / "target")
-    log = small(tmp_path / "log")
-    log.write(b"x")
-    log.close()
+    written(tmp_path / "log", b"x")
     assert (tmp_path / "target").read_bytes() == b"precious"
     assert (tmp_path / "log").read_bytes() == b"x"
 
@@ -241,9 +240,7 @@ def test_a_quiet_job_keeps_its_folder_until_it_has_ended(tmp_path: Path) -> None
 
 def test_of_many_attempts_the_newest_logs_are_kept(tmp_path: Path) -> None:
     for attempt in (1, 2, 3, 9, 10):
-        log = small(tmp_path / f"attempt-{attempt}.log")
-        log.write(b"x" * 20)
-        log.close()
+        written(tmp_path / f"attempt-{attempt}.log", b"x" * 20)
         record(tmp_path, attempt, "ended", 0)
     forget_old_attempts(tmp_path)
     assert attempts_of(tmp_path) == [3, 9, 10]

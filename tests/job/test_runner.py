@@ -314,23 +314,14 @@ def test_a_disk_that_takes_nothing_ends_no_job(start: Start, tmp_path: Path) -> 
 # ---- pages -------------------------------------------------------------------
 
 
-def test_without_login_the_pages_lead_to_the_login(start: Start) -> None:
+def test_only_the_owner_reads_the_pages_and_the_login_is_shown_to_who_has_none(start: Start) -> None:
     job = start("sh", "-c", "echo secret; exec sleep 600")
     job.printed("secret")
     for path in ("", "log", "status"):
-        answer = job.get(path)
-        assert answer.status_code == 302
-        assert answer.headers["Location"].startswith("/hub/api/oauth2/authorize")
-        assert "secret" not in answer.text
-
-
-def test_a_stranger_is_refused(start: Start) -> None:
-    job = start("sh", "-c", "echo secret; exec sleep 600")
-    job.printed("secret")
-    for path in ("", "log", "status"):
-        answer = job.get(path, STRANGER_TOKEN)
-        assert answer.status_code == 403
-        assert "secret" not in answer.text
+        unknown, stranger = job.get(path), job.get(path, STRANGER_TOKEN)
+        assert (unknown.status_code, stranger.status_code) == (302, 403)
+        assert unknown.headers["Location"].startswith("/hub/api/oauth2/authorize")
+        assert "secret" not in unknown.text + stranger.text
 
 
 def test_a_runner_without_the_hubs_access_scopes_does_not_start(start: Start) -> None:
