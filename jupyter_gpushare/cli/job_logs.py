@@ -15,7 +15,6 @@ import os
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
 from urllib.parse import quote
 
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed
@@ -27,22 +26,14 @@ CHUNK_BYTES = 1 << 20
 ENDED = frozenset({"succeeded", "failed", "cancelled", "timed_out"})
 
 
-class Source(Protocol):
-    """Where pieces of a log come from."""
-
-    job: wire.Job | None  # as last seen; a caller that follows the log updates it
-
-    def read_on(self) -> Iterator[tuple[int, bytes]]:
-        """Yield (attempt, bytes) of what was written since the last call, in order."""
-        ...
-
-
 def directory(job_id: str) -> Path:
     """Return where this user's files of a job are, or would be."""
     return jobs_dir(Path.home()) / job_id
 
 
-def source(job_id: str, job: wire.Job | None, *, hub_url: str, token: str, only: int | None) -> Source:
+def source(
+    job_id: str, job: wire.Job | None, *, hub_url: str, token: str, only: int | None
+) -> LocalLog | ProxyLog:
     """Return the best source for the log of a job (``only`` one attempt).
 
     Raises:
@@ -72,7 +63,7 @@ class LocalLog:
     """Reads the files of all attempts (or one), each from the offset of the last read."""
 
     def __init__(self, folder: Path, job: wire.Job | None, only: int | None = None) -> None:
-        self.job = job
+        self.job = job  # as last seen; a caller that follows the log updates it
         self._folder = folder
         self._only = only
         self._offset_bytes: dict[int, int] = {}

@@ -37,23 +37,18 @@ async def canary(kube: GPUShareKube, patience_s: float = PATIENCE_S) -> Check:
     client = ApiClient(kube.address(), deadline_s=5.0)
     try:
         node, uuid = await _gpu(client, kube)
-        tried = []
         for form in _FORMS:
             if await _sees(client, kube, _pod(kube, form, node, uuid), patience_s):
-                return ok(f"A pod on {node} sees its GPU alone with {_setting(form)}.")
-            tried.append(form)
+                setting = f'c.GPUShareKubeSpawner.gpu_names = "{form}"'
+                return ok(f"A pod on {node} sees its GPU alone with {setting}.")
     except GpuShareError as error:
         return warn(f"No pod can be tried: {error}.", "mend the checks above first")
     finally:
         await client.close()
     return fail(
-        f"A pod on {node} that is told its GPU does not see exactly that one ({', '.join(tried)}).",
+        f"A pod on {node} that is told its GPU does not see exactly that one ({', '.join(_FORMS)}).",
         f"look at the runtime class {kube.seat_runtime_class}, and at cdi and toolkit of the GPU operator",
     )
-
-
-def _setting(form: str) -> str:
-    return f'c.GPUShareKubeSpawner.gpu_names = "{form}"'
 
 
 async def _gpu(client: ApiClient, kube: GPUShareKube) -> tuple[str, str]:

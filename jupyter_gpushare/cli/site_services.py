@@ -172,26 +172,21 @@ def units(site: Site) -> Found:
                 yield fail(f"{path} lacks {line}: {why}.", f"compare it with docs/units/{name}")
     uid = re.search(r"^Environment=GPUSHARE_BROKER_UID=(\d+)", units[_HELPER_UNIT].read_text(), re.MULTILINE)
     user = re.search(r"^User=(\S+)", units[_BROKER_UNIT].read_text(), re.MULTILINE)
-    with contextlib.suppress(KeyError):
-        if uid and user and int(uid[1]) != pwd.getpwnam(user[1]).pw_uid:
-            yield fail(
-                f"{units[_HELPER_UNIT]} lets uid {uid[1]} ask the helper; {user[1]} is "
-                f"uid {pwd.getpwnam(user[1]).pw_uid}.",
-                f"set GPUSHARE_BROKER_UID to the number of `id -u {user[1]}`",
-            )
-    if user and not _user_exists(user[1]):
+    if user is None:
+        return
+    try:
+        number = pwd.getpwnam(user[1]).pw_uid
+    except KeyError:
         yield fail(
             f"There is no user {user[1]}, as which {_BROKER_UNIT} runs.",
             f"useradd --system --home-dir /var/lib/gpushare --shell /usr/sbin/nologin {user[1]}",
         )
-
-
-def _user_exists(name: str) -> bool:
-    try:
-        pwd.getpwnam(name)
-    except KeyError:
-        return False
-    return True
+        return
+    if uid and int(uid[1]) != number:
+        yield fail(
+            f"{units[_HELPER_UNIT]} lets uid {uid[1]} ask the helper; {user[1]} is uid {number}.",
+            f"set GPUSHARE_BROKER_UID to the number of `id -u {user[1]}`",
+        )
 
 
 def socket_folder(site: Site) -> Found:
