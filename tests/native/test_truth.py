@@ -184,7 +184,7 @@ REFUSED = [
             "cuda.cuMemGetHandleForAddressRange(bytes(8), u64(b.address), size(1 << 21), 1, u64(0))",
             "cuda.cuMemAllocManaged(ctypes.byref(u64()), size(4096), 1)",
             "cuda.cuIpcGetMemHandle(ctypes.create_string_buffer(64), u64(b.address))",
-            "cuda.cuCtxEnablePeerAccess(ctypes.c_void_p(int(demo_gpu.open(1)._context)), cuda.cuCtxSetCurrent(ctypes.c_void_p(int(gpu._context))))",
+            "cuda.cuCtxEnablePeerAccess(context(demo_gpu.open(1)), cuda.cuCtxSetCurrent(context(gpu)))",
         )
     ),
 ]
@@ -199,6 +199,7 @@ def test_a_process_whose_checkpoint_is_refused_stays_on_the_device_and_is_damage
     for checkpoint in checkpoint_in(machine.env()):
         with Worker(machine.env()) as kernel:
             kernel.run("cuda = ctypes.CDLL('libcuda.so.1'); u64, size = ctypes.c_uint64, ctypes.c_size_t")
+            kernel.run("context = lambda gpu: ctypes.c_void_p(int(gpu._context))")
             kernel.run("b = gpu.allocate('2GiB'); b.fill()")
             assert kernel.ask(call) == 0
             before = machine.device_used(0), machine.host_memory()
