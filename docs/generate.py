@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import inspect
 import json
-import re
 import sys
 import tomllib
 import types
@@ -29,6 +28,7 @@ from jupyter_gpushare.core.model import HOLDS_CAPACITY, TRANSITIONS, Event, Stat
 from jupyter_gpushare.hub import GPUShareMixin
 from jupyter_gpushare.hub.limits import LimitedProcesses
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.ui.generate import comments_of
 
 DOCS = Path(__file__).resolve().parent
 # An event that is possible in so many states gets a sentence, or the drawing is all arrows.
@@ -157,9 +157,7 @@ def _messages() -> list[type[msgspec.Struct]]:
 
 
 def _fields(kind: type[msgspec.Struct]) -> list[str]:
-    comments = dict(
-        re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE),
-    )
+    comments = comments_of(kind)
     hints = typing.get_type_hints(kind)
     rows = []
     for field in msgspec.structs.fields(kind):

@@ -65,7 +65,7 @@ def _declare(kind: type[msgspec.Struct], kinds: dict[str, str]) -> None:
     if name in kinds:
         return
     kinds[name] = ""  # also ends the recursion of a message that holds itself
-    comments = dict(re.findall(r"^    (\w+): .*?  # (.*)$", inspect.getsource(kind), re.MULTILINE))
+    comments = comments_of(kind)
     hints = typing.get_type_hints(kind)
     lines = [_comment((kind.__doc__ or "").strip().split("\n\n")[0], "")] if kind.__doc__ else []
     base = next((each for each in kind.__bases__ if getattr(each, "__struct_fields__", ())), None)
@@ -76,6 +76,13 @@ def _declare(kind: type[msgspec.Struct], kinds: dict[str, str]) -> None:
             lines.append(_comment(comments[field.name], "  "))
         lines.append(f"  readonly {field.name}: {_type(hints[field.name], kinds)};")
     kinds[name] = "\n".join([*lines, "}", ""])
+
+
+def comments_of(kind: type[msgspec.Struct]) -> dict[str, str]:
+    """Return the comments behind the fields of a message, by field."""
+    kinds = [each for each in reversed(kind.__mro__) if issubclass(each, msgspec.Struct)]
+    source = "".join(inspect.getsource(each) for each in kinds if each is not msgspec.Struct)
+    return dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
 
 
 def _comment(text: str, indent: str) -> str:

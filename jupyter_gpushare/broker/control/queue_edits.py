@@ -63,8 +63,8 @@ class QueueEdits:
         # A priority that an administrator gave stays.
         if (project, asked.priority) != (job.project, before.priority):
             self.request_policy.check_priority(project, asked.priority)
-        self.request_policy.check_share(asked.size())
-        lease = replace(record.lease, project=project, size=asked.size(), priority=asked.priority)
+        self.request_policy.check_share(asked.asked_size())
+        lease = replace(record.lease, project=project, size=asked.asked_size(), priority=asked.priority)
         if project != job.project:
             lease = replace(lease, queued_at=registry.clock(), waits_since_at=registry.clock())
         self.engine.check_request(snapshot.empty_machine(registry, self.engine), lease)
@@ -134,7 +134,7 @@ class QueueEdits:
 
 
 def _numbers(request: wire.JobRequest) -> wire.Text:
-    size, project = messages.size_text(request.size()), request.project or ""
+    size, project = messages.size_text(request.asked_size()), request.project or ""
     if request.max_run_s is None:
         return messages.text("job.numbers", size, project, request.priority)
     longest = messages.duration_text(request.max_run_s)

@@ -21,7 +21,7 @@ ANNOUNCED_S = 300.0
 
 def limit_s(job: JobRecord) -> float | None:
     """Return the maximum run time of a job in seconds; None: it has none."""
-    return wire.decode_stored(job.request, wire.JobLimit).max_run_s
+    return wire.decode_stored(job.request, wire.JobTerms).max_run_s
 
 
 def left_s(job: JobRecord, record: LeaseRecord, now: float) -> float | None:

@@ -71,7 +71,7 @@ async def sizes(store: Store, ids: Iterable[str]) -> dict[str, Size]:
 
 def _size(request: str) -> Size | None:
     try:
-        return wire.decode_stored(request, wire.JobSize).size()
+        return wire.decode_stored(request, wire.JobTerms).asked_size()
     except (ValueError, InvalidRequest):  # of an earlier version
         return None
 

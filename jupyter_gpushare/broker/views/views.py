@@ -143,6 +143,7 @@ class Views:
         reason = sentence(seen) if seen else job.reason_texts
         request = wire.decode(job.request.encode(), wire.JobRequest)
         return wire.Job(
+            **{name: getattr(request, name) for name in wire.JobTerms.__struct_fields__},
             id=job.id,
             name=job.name,
             state=_JOB_STATES[seen.record.state] if seen else result_state(job.result),
@@ -151,9 +152,8 @@ class Views:
             reason_texts=list(reason),
             user=job.user,
             project=job.project,
-            size_texts=[messages.size_text(request.size())],
+            size_texts=[messages.size_text(request.asked_size())],
             command=list(job.command),
-            checkpoint=request.checkpoint,
             position=seen.position if seen and seen.record.state is State.PENDING else None,
             submitted_at=job.submitted_at,
             started_at=job.started_at,
@@ -168,20 +168,8 @@ class Views:
             left_s=None if record is None else messages.left_s(record.lease, job.measure, now),
             cwd=job.cwd,
             variables=sorted(job.env),
-            gpus=request.gpus,
-            memory=request.memory,
-            profile=request.profile,
-            retries=request.retries,
-            borrow=request.borrow,
-            source=request.source,
             starts_in=seconds(self.forecast.start(record.id)) if record and record.state in _WAITS else None,
             ends_in=None if record is None else seconds(self.forecast.end(record.id)),
-            notify=request.notify,
-            notify_url=request.notify_url,
-            notify_mail=request.notify_mail,
-            priority=request.priority,
-            grace_s=request.grace_s,
-            max_run_s=request.max_run_s,
         )
 
     # ---- projects, devices, the rest ------------------------------------------

@@ -62,7 +62,7 @@ def encode(message: Any) -> bytes:
     return msgspec.json.encode(message)
 
 
-def digest(message: Message) -> str:
+def digest(message: msgspec.Struct) -> str:
     """Return 64 hexadecimal digits of what a message says; the order of keys and default values do not count.
 
     So it stays the same in a version with more fields, in messages inside it as well.

@@ -32,75 +32,47 @@ class JobSource(Message, frozen=True):
     parameters: dict[str, str] = {}  # of a notebook, as they were typed
 
 
-class JobLimit(Answer, frozen=True):
-    """The maximum run time of a stored `JobRequest`, read without the rest, which may be large."""
+class JobTerms(Answer, frozen=True):
+    """What a job asks for; a stored `JobRequest` is read as this without the rest, which may be large."""
 
-    max_run_s: float | None = None
-
-
-class JobNotify(Answer, frozen=True):
-    """How to notify the owner of a stored `JobRequest`, read without the rest."""
-
-    notify_url: str = ""
-    notify_mail: bool = False
-
-
-class JobSize(Answer, frozen=True):
-    """The size of a stored `JobRequest`, read without the rest."""
-
-    gpus: str = "1"
-    memory: str | None = None
-    profile: str | None = None
-
-    def size(self) -> Size:
-        """Return the requested size.
-
-        Raises:
-            InvalidRequest: several sizes, or one that cannot be parsed.
-        """
-        return _size(self.gpus, self.memory, self.profile)
-
-
-def _size(gpus: str, memory: str | None, profile: str | None) -> Size:
-    if profile is not None:
-        # CUDA sees one MIG instance per process, however many are named.
-        if memory is not None or gpus != "1":
-            raise InvalidRequest("a MIG profile asks for one instance: give neither gpus nor memory with it")
-        return Size.of_profile(profile)
-    if memory is not None:
-        return Size.of_memory(memory)
-    return Size.of_gpus(gpus)
-
-
-class JobRequest(Message, frozen=True):
-    """Body of ``POST jobs``."""
-
-    command: list[str]
     gpus: str = "1"  # "0.5", "1/2", "2"
     memory: str | None = None  # instead of a fraction: "20GiB"
     profile: str | None = None  # instead of a fraction: one MIG instance, "1g.10gb"
-    project: str | None = None
-    name: str | None = None
     checkpoint: CheckpointMode = CheckpointMode.SUSPEND  # how it survives preemption
     borrow: bool = True  # false: runs only within its project's quota
-    cwd: str | None = None  # absolute; default: the home directory
-    env: dict[str, str] = {}
     priority: int = 0  # -100 to 100, within the project; above 0 as far as its ``priority_max`` allows
     retries: int = 0  # attempts after a failure, 0 to 10
-    grace_s: float | None = None  # between SIGTERM and SIGKILL
-    max_run_s: float | None = None  # then it is stopped with grace; pauses do not count
+    grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's
+    max_run_s: float | None = None  # then it is stopped with grace; pauses do not count; None: no maximum
     source: JobSource | None = None
     notify: bool = True  # notify its owner in JupyterLab when it ends or is paused
     notify_url: str = ""  # its runner posts starts, stops and ends there (docs/jobs.md)
     notify_mail: bool = False  # mail its owner as well, where the site sends mail
 
-    def size(self) -> Size:
+    def asked_size(self) -> Size:
         """Return the requested size.
 
         Raises:
             InvalidRequest: several sizes, or one that cannot be parsed.
         """
-        return _size(self.gpus, self.memory, self.profile)
+        if self.profile is not None:
+            # CUDA sees one MIG instance per process, however many are named.
+            if self.memory is not None or self.gpus != "1":
+                raise InvalidRequest(
+                    "a MIG profile asks for one instance: give neither gpus nor memory with it"
+                )
+            return Size.of_profile(self.profile)
+        return Size.of_gpus(self.gpus) if self.memory is None else Size.of_memory(self.memory)
+
+
+class JobRequest(JobTerms, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Body of ``POST jobs``."""
+
+    command: list[str]
+    project: str | None = None
+    name: str | None = None
+    cwd: str | None = None  # absolute; default: the home directory
+    env: dict[str, str] = {}
 
 
 class JobChange(Message, frozen=True):
@@ -215,7 +187,7 @@ class Estimate(Answer, frozen=True):
     high_s: float
 
 
-class Job(Answer, frozen=True):
+class Job(JobTerms, frozen=True, kw_only=True):
     """A job as its owner sees it."""
 
     id: str
@@ -240,21 +212,9 @@ class Job(Answer, frozen=True):
     total: float | None = None
     cwd: str | None = None
     variables: list[str] = []  # names of the environment variables it was given
-    gpus: str = "1"  # as requested, like the next three
-    memory: str | None = None
-    profile: str | None = None
-    retries: int = 0
-    borrow: bool = True
-    source: JobSource | None = None
     left_s: float | None = None  # remaining run time by its progress; None: not known
     starts_in: Estimate | None = None  # of a waiting job; None: not known well enough
     ends_in: Estimate | None = None  # pauses included; None: not known well enough
-    notify: bool = True
-    notify_url: str = ""
-    notify_mail: bool = False
-    priority: int = 0
-    grace_s: float | None = None  # None: the site's
-    max_run_s: float | None = None  # None: no maximum
     size: str = ""
     size_texts: list[Text] = []  # ``size`` for translation
     reason: str = ""  # a sentence
