@@ -60,7 +60,7 @@ class Announcer:
 
 
 def _is_mailed(job: JobRecord) -> bool:
-    return wire.decode_stored(job.request, wire.JobNotify).notify_mail
+    return wire.decode_stored(job.request, wire.JobTerms).notify_mail
 
 
 def _may_be_mailed(job: JobRecord) -> bool:
