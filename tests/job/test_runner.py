@@ -314,7 +314,7 @@ def test_a_disk_that_takes_nothing_ends_no_job(start: Start, tmp_path: Path) -> 
 # ---- pages -------------------------------------------------------------------
 
 
-def test_only_the_owner_reads_the_pages_and_the_login_is_shown_to_who_has_none(start: Start) -> None:
+def test_only_the_owner_reads_the_pages_and_others_are_led_to_the_login(start: Start) -> None:
     job = start("sh", "-c", "echo secret; exec sleep 600")
     job.printed("secret")
     for path in ("", "log", "status"):
