@@ -222,6 +222,11 @@ class Site:
         report = wire.ActivityReport(kernels=[kernel])
         await self.ask(lambda b: b.requests.activity(user, "", report))
 
+    async def report(self, job: JobRecord, **fields: Any) -> None:
+        """Report for the first attempt of a job, as its runner."""
+        assert self.broker is not None
+        await self.broker.requests.report(job.user, job.id, 1, wire.JobReport(**fields))
+
     # ---- device memory
 
     def use(self, held: Held, used: dict[str, int]) -> None:

@@ -41,12 +41,23 @@ from tests.waiting import becomes
 NEW = "2026-11-22T03:05:09.123456Z"
 
 
-async def emptied(site: Site) -> Broker:
-    """A broker that knows the Hub's users and starts nothing."""
+async def started(site: Site) -> Broker:
+    """A broker that knows the Hub's users."""
     broker = await site.start_broker()
     await until(lambda: broker.registry.owners.of, 10)
+    return broker
+
+
+async def emptied(site: Site) -> Broker:
+    """A broker that knows the Hub's users and starts nothing."""
+    broker = await started(site)
     await draining.drain(broker.registry, broker.engine, MACHINE, None, "root")
     return broker
+
+
+@pytest.fixture
+async def broker(site: Site) -> Broker:
+    return await emptied(site)
 
 
 async def open_again(broker: Broker) -> None:
@@ -69,8 +80,7 @@ def users_of(broker: Broker, *jobs: JobRecord) -> list[str]:
 # ---- users that go -----------------------------------------------------------
 
 
-async def test_waiting_jobs_of_a_deleted_user_fail_when_the_hub_misses_the_user_twice(site):
-    broker = await emptied(site)
+async def test_waiting_jobs_of_a_deleted_user_fail_when_the_hub_misses_the_user_twice(site, broker):
     job, other = await site.submit("ada"), await site.submit("bo")
     began = site.now
     site.deleted.add("ada")
@@ -90,8 +100,7 @@ async def test_waiting_jobs_of_a_deleted_user_fail_when_the_hub_misses_the_user_
     assert await broker.ended(other, 120) == "succeeded"
 
 
-async def test_a_user_that_the_hub_misses_once_loses_nothing(site):
-    broker = await emptied(site)
+async def test_a_user_that_the_hub_misses_once_loses_nothing(site, broker):
     job = await site.submit("ada")
     site.deleted.add("ada")
     await until(lambda: "ada" in broker.registry.owners.absent, LOOK_S + 10)
@@ -102,8 +111,9 @@ async def test_a_user_that_the_hub_misses_once_loses_nothing(site):
     assert await broker.ended(job, 120) == "succeeded"
 
 
-async def test_a_list_that_misses_a_user_is_not_believed_without_asking_for_the_name(site, monkeypatch):
-    broker = await emptied(site)
+async def test_a_list_that_misses_a_user_is_not_believed_without_asking_for_the_name(
+    site, broker, monkeypatch
+):
     job, users = await site.submit("ada"), broker.hub.users
 
     async def without_ada():
@@ -115,9 +125,8 @@ async def test_a_list_that_misses_a_user_is_not_believed_without_asking_for_the_
     assert broker.seen(job).state == "queued"
 
 
-async def test_a_list_that_lacks_most_users_holds_nothing(site, monkeypatch):
+async def test_a_list_that_lacks_most_users_holds_nothing(site, broker, monkeypatch):
     """The broker's scope may list some users only."""
-    broker = await emptied(site)
     job, users = await site.submit("ada"), broker.hub.users
     monkeypatch.setattr(broker.hub, "user", functools.partial(one_of, users))
 
@@ -131,8 +140,7 @@ async def test_a_list_that_lacks_most_users_holds_nothing(site, monkeypatch):
     assert await broker.ended(job, 120) == "succeeded"
 
 
-async def test_a_hub_that_does_not_answer_loses_no_one(site, monkeypatch):
-    broker = await emptied(site)
+async def test_a_hub_that_does_not_answer_loses_no_one(site, broker, monkeypatch):
     job = await site.submit("ada")
 
     async def refused():
@@ -144,8 +152,8 @@ async def test_a_hub_that_does_not_answer_loses_no_one(site, monkeypatch):
     assert not broker.registry.owners.absent
 
 
-async def test_a_start_for_a_user_that_the_hub_does_not_have_is_the_first_look(site, broker):
-    await until(lambda: broker.registry.owners.of, 10)
+async def test_a_start_for_a_user_that_the_hub_does_not_have_is_the_first_look(site):
+    broker = await started(site)
     site.deleted.add("ada")
     job = await site.submit("ada")
     began = site.now
@@ -159,8 +167,7 @@ async def test_a_start_for_a_user_that_the_hub_does_not_have_is_the_first_look(s
 # ---- users that are made anew --------------------------------------------------
 
 
-async def test_the_next_user_of_a_name_has_nothing_of_the_last_one(site):
-    broker = await emptied(site)
+async def test_the_next_user_of_a_name_has_nothing_of_the_last_one(site, broker):
     registry = broker.registry
     job, old = await site.submit("ada", key="mine"), former("ada", site.made_at("ada"))
     kept = UsageRecord(day=registry.iso_now()[:10], user="ada", project="vision", kept_s=600.0)
@@ -187,8 +194,7 @@ async def test_the_next_user_of_a_name_has_nothing_of_the_last_one(site):
 
 async def test_a_user_made_anew_while_a_job_starts_does_not_run_it(site):
     site.spawn_s = 3.0
-    broker = await site.start_broker()
-    await until(lambda: broker.registry.owners.of, 10)
+    broker = await started(site)
     job = await site.submit("ada")
     await until(lambda: ServerKey("ada", f"j{job.id}-1") in site.servers, 10)
     made_anew(site, "ada")
@@ -199,9 +205,8 @@ async def test_a_user_made_anew_while_a_job_starts_does_not_run_it(site):
     assert not site.started
 
 
-async def test_a_user_that_is_there_again_has_everything_again(site):
+async def test_a_user_that_is_there_again_has_everything_again(site, broker):
     """As after the Hub ran with another database for a while."""
-    broker = await emptied(site)
     job = await site.submit("ada", key="mine")
     first = site.made_at("ada")
     await broker.loop.ownership.meet("ada", NEW)
@@ -213,8 +218,7 @@ async def test_a_user_that_is_there_again_has_everything_again(site):
     assert site.started == {job.id: 1}
 
 
-async def test_an_answer_of_the_hub_that_came_late_is_put_right_at_the_next_look(site):
-    broker = await emptied(site)
+async def test_an_answer_of_the_hub_that_came_late_is_put_right_at_the_next_look(site, broker):
     first = site.made_at("ada")
     made_anew(site, "ada")
     await broker.loop.ownership.meet("ada", NEW)
@@ -229,8 +233,8 @@ async def test_an_answer_of_the_hub_that_came_late_is_put_right_at_the_next_look
     assert not broker.registry.owners.absent
 
 
-async def test_a_session_of_an_earlier_user_is_not_the_next_ones(site, broker):
-    await until(lambda: broker.registry.owners.of, 10)
+async def test_a_session_of_an_earlier_user_is_not_the_next_ones(site):
+    broker = await started(site)
     first, held = former("ada", site.made_at("ada")), await site.session("ada", "1/2")
     await until(lambda: broker.state(held.handle) == "running", 30)
     site.servers.clear()  # the Hub has another database; the process lives on
@@ -243,8 +247,7 @@ async def test_a_session_of_an_earlier_user_is_not_the_next_ones(site, broker):
     assert (owner.user, owner.jobs, owner.others) == (first, 0, 1)
 
 
-async def test_another_system_user_of_the_name_starts_nothing_until_an_administrator_says_so(site):
-    broker = await emptied(site)
+async def test_another_system_user_of_the_name_starts_nothing_until_an_administrator_says_so(site, broker):
     await broker.loop.ownership.meet("ada", site.made_at("ada"), 1000)
     job = await site.submit("ada")
     await broker.loop.ownership.meet("ada", site.made_at("ada"), 1001)
@@ -343,8 +346,7 @@ def rename(site: Site, old: str, new: str) -> None:
     site.deleted.add(old)
 
 
-async def test_everything_moves_with_a_user_that_is_renamed(site):
-    broker = await emptied(site)
+async def test_everything_moves_with_a_user_that_is_renamed(site, broker):
     job = await site.submit("ada")
     rename(site, "ada", "lovelace")
     await until(lambda: broker.job(job).user == "lovelace", LOOK_S + 10)
@@ -356,8 +358,7 @@ async def test_everything_moves_with_a_user_that_is_renamed(site):
     assert await broker.ended(job, 120) == "succeeded"
 
 
-async def test_a_user_that_comes_with_another_name_is_known_at_once(site):
-    broker = await emptied(site)
+async def test_a_user_that_comes_with_another_name_is_known_at_once(site, broker):
     job = await site.submit("ada")
     rename(site, "ada", "lovelace")
     await broker.loop.ownership.meet("lovelace", site.made_at("lovelace"))
@@ -365,8 +366,7 @@ async def test_a_user_that_comes_with_another_name_is_known_at_once(site):
     assert "ada" not in broker.registry.owners.of
 
 
-async def test_a_renamed_user_keeps_everything_though_another_has_the_old_name(site):
-    broker = await emptied(site)
+async def test_a_renamed_user_keeps_everything_though_another_has_the_old_name(site, broker):
     job, moment = await site.submit("ada"), site.made_at("ada")
     made_anew(site, "ada")
     await broker.loop.ownership.meet("ada", NEW)
@@ -389,8 +389,7 @@ async def test_a_moment_that_several_users_may_have_is_no_proof_of_a_rename(site
 # ---- projects, and databases of earlier versions ---------------------------------
 
 
-async def test_a_job_does_not_start_in_a_project_that_its_owner_has_left(site):
-    broker = await emptied(site)
+async def test_a_job_does_not_start_in_a_project_that_its_owner_has_left(site, broker):
     job = await site.submit("cy", project="nlp")
     site.groups["cy"] = ("vision",)
     await open_again(broker)
@@ -401,14 +400,12 @@ async def test_a_job_does_not_start_in_a_project_that_its_owner_has_left(site):
     assert reason.args == [messages.text("reason.not_a_member", "cy", "nlp")]
 
 
-async def test_rows_of_an_earlier_version_belong_to_the_users_of_the_first_look(site):
-    broker = await emptied(site)
+async def test_rows_of_an_earlier_version_belong_to_the_users_of_the_first_look(site, broker):
     jobs = await site.submit("ada"), await site.submit("bo")
     await broker.loop.ownership.change(*map(OwnerForgotten, list(broker.registry.owners.of)))
     await broker.end()
     site.deleted.add("bo")
-    broker = await site.start_broker()
-    await until(lambda: broker.registry.owners.of, 10)
+    broker = await started(site)
     assert broker.registry.owners.of["ada"].created == site.made_at("ada")
     await until(lambda: broker.job(jobs[1]).result, LOOK_S + AGAIN_S + 10)
     assert [broker.seen(job).state for job in jobs] == ["queued", "failed"]
@@ -435,8 +432,7 @@ async def test_what_moves_to_another_owner_is_added_to_what_is_there(store):
     }
 
 
-async def test_memory_and_database_agree_about_what_moved(site):
-    broker = await emptied(site)
+async def test_memory_and_database_agree_about_what_moved(site, broker):
     registry = broker.registry
     for user in ("ada", "bo"):
         await site.submit(user, key="mine")
@@ -470,8 +466,7 @@ GONE = ("ada", "bo", "cy")
     ],
     ids=["deleted", "chain", "swap", "circle"],
 )
-async def test_a_rename_to_a_known_name_merges_no_two_users(site, now, is_met):
-    broker = await emptied(site)
+async def test_a_rename_to_a_known_name_merges_no_two_users(site, broker, now, is_met):
     jobs = {name: await site.submit(name, project="nlp" if name == "bo" else "vision") for name in GONE}
     moments = {name: site.made_at(name) for name in GONE}
     site.deleted |= set(GONE) - {"cy"}
@@ -527,8 +522,7 @@ async def test_a_token_keeps_its_groups_when_the_hub_says_whole_seconds(http):
     await http.submit("bo")
 
 
-async def test_health_says_when_the_hub_does_not_date_its_users(site):
-    broker = await emptied(site)
+async def test_health_says_when_the_hub_does_not_date_its_users(site, broker):
     assert broker.views.health().status == "ok"
     site.made["ada"] = ""
     await asyncio.sleep(LOOK_S + 10)
@@ -542,10 +536,8 @@ async def test_health_says_when_the_hub_does_not_date_its_users(site):
 # ---- what has a bound -----------------------------------------------------------
 
 
-async def test_a_404_at_starts_of_a_user_that_the_hub_has_ends_the_job_after_its_tries(
-    site, broker, monkeypatch
-):
-    await until(lambda: broker.registry.owners.of, 10)
+async def test_a_404_at_starts_of_a_user_that_the_hub_has_ends_the_job_after_its_tries(site, monkeypatch):
+    broker = await started(site)
     asked: list[str] = []
     users = broker.hub.users
 
@@ -587,8 +579,7 @@ async def test_held_owners_stay_only_as_long_as_they_have_leases(site):
     assert users_of(broker, job) == ["u0"]
 
 
-async def test_a_session_of_an_owner_that_went_before_does_not_count_as_one_that_goes(site):
-    broker = await emptied(site)
+async def test_a_session_of_an_owner_that_went_before_does_not_count_as_one_that_goes(site, broker):
     await open_again(broker)
     await site.session("bo", "1/2")
     site.deleted.add("bo")
@@ -601,8 +592,7 @@ async def test_a_session_of_an_owner_that_went_before_does_not_count_as_one_that
     assert broker.views.health().held_jobs == 0
 
 
-async def test_a_user_that_was_failed_has_the_history_when_the_hub_has_it_again(site):
-    broker = await emptied(site)
+async def test_a_user_that_was_failed_has_the_history_when_the_hub_has_it_again(site, broker):
     job = await site.submit("ada")
     site.deleted.add("ada")
     await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)
@@ -612,8 +602,7 @@ async def test_a_user_that_was_failed_has_the_history_when_the_hub_has_it_again(
     assert users_of(broker, job) == ["ada"]
 
 
-async def test_what_moves_loses_its_keys_also_beside_jobs_that_memory_forgot(site):
-    broker = await emptied(site)
+async def test_what_moves_loses_its_keys_also_beside_jobs_that_memory_forgot(site, broker):
     registry = broker.registry
     job, other = await site.submit("ada", key="mine"), await site.submit("bo", key="mine")
     registry._jobs.pop(other.id)
@@ -642,8 +631,8 @@ async def test_jobs_are_adopted_only_into_projects_of_the_new_owner(site):
     assert await broker.ended(adas, 120) == "succeeded"
 
 
-async def test_no_two_sessions_of_one_server_are_adopted(site, broker):
-    await until(lambda: broker.registry.owners.of, 10)
+async def test_no_two_sessions_of_one_server_are_adopted(site):
+    broker = await started(site)
     first, held = former("ada", site.made_at("ada")), await site.session("ada", "1/2")
     await until(lambda: broker.state(held.handle) == "running", 30)
     site.servers.clear()
@@ -683,15 +672,13 @@ async def test_a_name_with_a_slash_is_no_user_here(http, name):
     assert name not in http.broker.registry.owners.of
 
 
-async def test_owners_of_an_earlier_version_that_the_hub_lacks_leave_nothing_to_a_namesake(site):
-    broker = await emptied(site)
+async def test_owners_of_an_earlier_version_that_the_hub_lacks_leave_nothing_to_a_namesake(site, broker):
     jobs = [await site.submit(name) for name in ("ada", "bo", "cy")]
     await broker.requests.cancel(jobs[2])
     await broker.loop.ownership.change(*map(OwnerForgotten, list(broker.registry.owners.of)))
     await broker.end()
     site.deleted |= {"bo", "cy"}
-    broker = await site.start_broker()
-    await until(lambda: broker.registry.owners.of, 10)
+    broker = await started(site)
     site.deleted.clear()
     made_anew(site, "bo", "cy")
     await broker.loop.ownership.meet("bo", site.made_at("bo"))

@@ -10,18 +10,16 @@ import sqlalchemy as sa
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.views.history import timeline
-from jupyter_gpushare.protocol import wire
-from tests.broker.brokers import Broker, sent
+from tests.broker.brokers import Broker
 from tests.broker.machine import Program
 from tests.broker.site import Site
 
 
 async def test_progress_is_shown(site, broker):
     job = await site.running("bo", "1", program=Program(work_s=100))
-    await broker.requests.report("bo", job.id, 1, wire.JobReport(state="progress", done=3.0, total=10.0))
+    await site.report(job, state="progress", done=3.0, total=10.0)
     assert (broker.seen(job).done, broker.seen(job).total) == (3.0, 10.0)
-    last = wire.JobReport(state="ended", exit_code=0, done=10.0, total=10.0)
-    await broker.requests.report("bo", job.id, 1, last)
+    await site.report(job, state="ended", exit_code=0, done=10.0, total=10.0)
     assert (broker.seen(job).done, broker.seen(job).total) == (10.0, 10.0)
 
 
@@ -59,12 +57,11 @@ async def test_progress_is_seen_at_once_and_stored_now_and_then(site, broker):
         lambda *a: stored.append(a[2].startswith("UPDATE jobs")),
     )
     for step in range(1, 301):  # ten a second
-        report = wire.JobReport(state="progress", done=float(step), total=300.0)
-        await broker.requests.report("bo", job.id, 1, report)
+        await site.report(job, state="progress", done=float(step), total=300.0)
         assert broker.seen(job).done == step
         await asyncio.sleep(0.1)
     assert 3 <= sum(stored) <= 4
-    await broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=0))
+    await site.report(job, state="ended", exit_code=0)
     assert (await broker.store.job(job.id, "bo")).done == 300.0
 
 
@@ -73,7 +70,7 @@ async def test_progress_is_news_for_pages_and_nothing_to_decide(site, broker):
     for step in (1.0, 2.0):
         broker.registry.changed.clear()
         seq = broker.registry.notifications.seq
-        await broker.requests.report("bo", job.id, 1, wire.JobReport(state="progress", done=step))
+        await site.report(job, state="progress", done=step)
         assert broker.registry.notifications.seq == seq + 1
     assert not broker.registry.changed.is_set()
 
@@ -82,8 +79,7 @@ async def _measured(site: Site, broker: Broker) -> JobRecord:
     """A job on 1 GPU that has done a tenth of its work in 1,000 s."""
     job = await site.running("bo", "1", program=Program(work_s=50_000))
     for done in (0.0, 10.0):
-        report = wire.JobReport(state="progress", done=done, total=100.0)
-        await broker.requests.report("bo", job.id, 1, report)
+        await site.report(job, state="progress", done=done, total=100.0)
         if not done:
             await asyncio.sleep(1_000)
     return job
@@ -104,8 +100,7 @@ async def test_sentence_rest_and_timeline_say_how_long_a_measured_job_still_runs
 async def test_a_job_with_a_total_that_begins_again_is_told_that_its_progress_does_not_count(site, broker):
     job = await _measured(site, broker)
     for _ in range(2):
-        again = wire.JobReport(state="progress", done=1.0, total=100.0)
-        await broker.requests.report("bo", job.id, 1, again)
+        await site.report(job, state="progress", done=1.0, total=100.0)
     seen = broker.seen(job)
     assert seen.left_s is None
     assert seen.reason.endswith("Its progress does not count: the total began again or changed.")
@@ -125,7 +120,5 @@ async def test_progress_that_changes_the_order_wakes_the_planner(site, broker):
     job = await _measured(site, broker)
     broker.registry.changed.clear()
     for done, wakes in ((10.001, False), (60.0, True)):
-        await broker.requests.report(
-            "bo", job.id, 1, wire.JobReport(state="progress", done=done, total=100.0)
-        )
+        await site.report(job, state="progress", done=done, total=100.0)
         assert broker.registry.changed.is_set() is wakes

@@ -206,7 +206,7 @@ async def test_a_start_is_told_as_a_range_once_ten_jobs_have_ended(site, broker)
 
 async def test_measured_progress_tells_the_end_and_the_next_start_from_the_first_job_on(site, broker):
     job = await site.running("bo", "2", program=Program(work_s=4_000))
-    await reports(broker, job)
+    await reports(site, job)
     await broker.views.forecast.refresh()
     ends, says = broker.seen(job).ends_in, broker.seen(job).reason
     other = await site.submit("bo", "2")
@@ -334,17 +334,16 @@ def test_an_outlook_changes_when_time_alone_changes_it():
     assert engine.outlook(site, next_at).suspends
 
 
-async def reports(broker, job):
+async def reports(site, job):
     """Report for 800 s a progress by which 3,200 s are left."""
     for done in range(1, 17):
-        report = wire.JobReport(state="progress", done=done, total=80)
-        await broker.requests.report("bo", job.id, 1, report)
+        await site.report(job, state="progress", done=done, total=80)
         await asyncio.sleep(50)
 
 
 async def test_a_job_is_expected_to_end_by_its_maximum_run_time(site, broker):
     job = await site.running("bo", "2", program=Program(work_s=4_000), max_run_s=1_000.0)
-    await reports(broker, job)
+    await reports(site, job)
     await broker.views.forecast.refresh()
     ends = broker.seen(job).ends_in
     assert ends.low_s < 200 < ends.high_s < 600
@@ -353,7 +352,7 @@ async def test_a_job_is_expected_to_end_by_its_maximum_run_time(site, broker):
 async def test_a_session_that_finds_no_gpu_learns_when_one_is_free(site, broker):
     bo = await site.session("bo", "1")
     job = await site.running("bo", "1", program=Program(work_s=4_000))
-    await reports(broker, job)
+    await reports(site, job)
     await broker.views.forecast.refresh()
     (whole,) = (o for o in broker.views.offers(("nlp",), "nlp").offers if o.label == "1 GPU")
     assert broker.state(bo.handle) == "running"
