@@ -13,10 +13,12 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import httpx
 
@@ -220,6 +222,13 @@ class Site:
         except httpx.TransportError:
             return None
 
+    def answer(self, method: str, path: str, user: str = "root", status: int = 200, **options: Any) -> Any:
+        """The broker's answer, which must have this status, as JSON."""
+        found = self.ask(method, path, user, **options)
+        assert found is not None, self.services["broker"].tail()
+        assert found.status_code == status, found.text
+        return found.json()
+
     def close(self) -> None:
         self.http.close()
         for service in self.services.values():
@@ -241,3 +250,20 @@ class Site:
                 if mark in environment and (not lease or wanted in environment):
                     found.append(int(folder.name))
         return found
+
+
+SomeSite = TypeVar("SomeSite", bound=Site)
+
+
+@contextlib.contextmanager
+def running(make: Callable[[Path], SomeSite]) -> Iterator[SomeSite]:
+    """A site that works, in a folder of its own; prints the end of its broker's log."""
+    # A path of a socket has at most 107 bytes, which pytest's own folders may exceed.
+    with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
+        site = make(Path(folder))
+        try:
+            site.start()
+            yield site
+        finally:
+            site.close()
+            print(site.services["broker"].tail())

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import sys
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from tests.faults.site import HERE, Site
+from tests.faults.site import HERE, Site, running
 from tests.waiting import PATIENCE_S, until
 
 GRACE_S = 3.0
@@ -32,14 +30,8 @@ time.sleep(600)
 
 @pytest.fixture
 def site() -> Iterator[Site]:
-    with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
-        whole = Site(Path(folder))
-        try:
-            whole.start()
-            yield whole
-        finally:
-            whole.close()
-            print(whole.services["broker"].tail())
+    with running(Site) as site:
+        yield site
 
 
 def test_a_cancel_ends_at_most_a_second_after_its_grace(site: Site) -> None:
@@ -65,10 +57,7 @@ def cancelled(site: Site, number: int) -> float:
     job_id = until(submitted, "the job is accepted")
     until(ready.exists, "the job runs", log=site.services["broker"].log)
     began = time.monotonic()
-    answer = site.ask("DELETE", f"jobs/{job_id}", "bo")
-    assert answer is not None
-    assert answer.status_code == 200, answer.text
-    assert answer.json()["state"] == "stopping"
+    assert site.answer("DELETE", f"jobs/{job_id}", "bo")["state"] == "stopping"
     while True:
         answer = site.ask("GET", f"jobs/{job_id}", "bo")
         took = time.monotonic() - began

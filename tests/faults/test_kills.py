@@ -15,15 +15,12 @@ import os
 import random
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 from tests.faults import site
-from tests.faults.site import Site
 from tests.faults.workload import Workload
 from tests.waiting import until
 
@@ -52,19 +49,14 @@ def strace(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture
 def workload() -> Iterator[Workload]:
-    # A path of a socket has at most 107 bytes, which pytest's own folders may exceed.
-    with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
-        whole = Site(Path(folder))
+    with site.running(site.Site) as whole:
         print(f"seed {SEED}")
         workload = Workload(whole, random.Random(SEED))
         try:
-            whole.start()
             workload.begin()
             yield workload
         finally:
             workload.abandon()
-            whole.close()
-            print(whole.services["broker"].tail())
 
 
 def settled(workload: Workload) -> None:

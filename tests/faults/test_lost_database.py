@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,7 +13,7 @@ import psycopg
 import pytest
 import sqlalchemy as sa
 
-from tests.faults.site import Site
+from tests.faults.site import Site, running
 from tests.faults.story import begun
 from tests.waiting import until
 
@@ -65,16 +64,14 @@ def database(postgresql: Callable[[], str]) -> Database:
 
 @pytest.fixture
 def site(database: Database) -> Iterator[Site]:
-    with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
-        site = Site(Path(folder))
-        with (site.folder / "broker.py").open("a") as config:
+    def on_it(folder: Path) -> Site:
+        site = Site(folder)
+        with (folder / "broker.py").open("a") as config:
             config.write(f"c.GPUShareBroker.db_url = {database.url!r}\n")
-        try:
-            site.start()
-            yield site
-        finally:
-            site.close()
-            print(site.services["broker"].tail())
+        return site
+
+    with running(on_it) as site:
+        yield site
 
 
 def test_a_session_wakes_when_the_job_on_its_gpu_ends_while_the_database_refuses(

@@ -18,7 +18,7 @@ import pytest
 
 from jupyter_gpushare.gpu.leases.journal import Record, StateDirectory
 from jupyter_gpushare.protocol.helper import Phase
-from tests.faults.site import SESSION_MIB, Site
+from tests.faults.site import SESSION_MIB, Site, running
 from tests.faults.story import Story, begun
 from tests.faults.workload import SETTLED, TRAIN
 from tests.waiting import until
@@ -136,18 +136,17 @@ def fill(ballast: Path) -> None:
 @pytest.fixture
 def site(disk: Path) -> Iterator[Site]:
     """A whole site; its broker has its database on the small disk."""
-    with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
-        whole = Site(Path(folder))
+
+    def on_it(folder: Path) -> Site:
+        whole = Site(folder)
         broker = whole.services["broker"]
         broker.command = [*mounted(disk), *broker.command]
-        with (whole.folder / "broker.py").open("a") as config:
+        with (folder / "broker.py").open("a") as config:
             config.write(f'c.GPUShareBroker.db_url = "sqlite:///{disk}/broker.sqlite"\n')
-        try:
-            whole.start()
-            yield whole
-        finally:
-            whole.close()
-            print(broker.tail())
+        return whole
+
+    with running(on_it) as whole:
+        yield whole
 
 
 class SmallSite(Site):
@@ -182,14 +181,8 @@ class SmallSite(Site):
 
 @pytest.fixture
 def small_site(disk: Path) -> Iterator[SmallSite]:
-    with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
-        site = SmallSite(Path(folder), disk)
-        try:
-            site.start()
-            yield site
-        finally:
-            site.close()
-            print(site.services["broker"].tail())
+    with running(lambda folder: SmallSite(folder, disk)) as site:
+        yield site
 
 
 @pytest.fixture
@@ -205,9 +198,7 @@ def test_a_session_wakes_when_the_job_on_its_gpu_ends_on_a_full_disk(
     story.end_job()
     story.run_cell()
     assert story.posted("jobs", {"command": ["true"]}) is None
-    health = site.ask("GET", "health")
-    assert health is not None
-    assert "disk" in health.text
+    assert "disk" in str(site.answer("GET", "health", status=503)["reasons"])
     for service in site.services.values():  # neither forgets what could not be stored
         service.kill()
     (site.disk / "ballast").unlink()
@@ -284,9 +275,7 @@ def test_a_full_disk_refuses_writes_at_once_and_a_session_wakes(site: Site, disk
         return answer
 
     def session() -> dict[str, str]:
-        answer = site.ask("GET", "leases", "ada")
-        assert answer is not None
-        return dict(answer.json()["leases"][0])
+        return dict(site.answer("GET", "leases", "ada")["leases"][0])
 
     site.hub.start_server("ada", {"fraction": "1"})
     (home / "cells").write_text("1")
@@ -317,16 +306,12 @@ def test_a_full_disk_refuses_writes_at_once_and_a_session_wakes(site: Site, disk
 
         def refused(method: str = method, path: str = path, user: str = user, body: object = body) -> bool:
             began = time.monotonic()
-            answer = site.ask(method, path, user, json=body)
-            assert answer is not None
-            assert (answer.status_code, answer.json()["reason"]) == (507, "disk_full"), answer.text
+            assert site.answer(method, path, user, 507, json=body)["reason"] == "disk_full"
             return time.monotonic() - began < 1
 
         until(refused, f"{method} {path} is refused within a second")
     for path in ("status", "jobs", "leases", "projects", "offers"):
-        answer = site.ask("GET", path, "bo")
-        assert answer is not None
-        assert answer.status_code == 200, answer.text
+        site.answer("GET", path, "bo")
     assert submit("refused").status_code == 507
 
     (home / "cells").write_text("2")

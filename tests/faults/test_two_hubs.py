@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
-from tests.faults.site import CLI, Site
+from tests.faults.site import CLI, Site, running
 from tests.ports import free_ports
 from tests.waiting import until
 
@@ -22,10 +20,7 @@ def sites() -> Iterator[tuple[Site, Site]]:
     with ExitStack() as stack:
         made = []
         for _ in range(2):
-            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="gpushare-hub-"))
-            site = Site(Path(folder))
-            stack.callback(site.close)
-            site.start()
+            site = stack.enter_context(running(Site))
             site.hub.start_server("ada", {"fraction": "1"})
             site.hub.wait_ready("ada")
             made.append(site)
@@ -33,16 +28,12 @@ def sites() -> Iterator[tuple[Site, Site]]:
 
 
 def lease_of(site: Site) -> str:
-    answer = site.ask("GET", "status", "ada")
-    assert answer is not None
-    (lease,) = answer.json()["leases"]
+    (lease,) = site.answer("GET", "status", "ada")["leases"]
     return f"{lease['id']} {lease['state']}"
 
 
 def devices_of(site: Site) -> set[str]:
-    answer = site.ask("GET", "devices", "ada")
-    assert answer is not None
-    return {device["uuid"] for device in answer.json()["devices"]}
+    return {device["uuid"] for device in site.answer("GET", "devices", "ada")["devices"]}
 
 
 def test_each_hub_gives_its_own_gpus_and_outlives_the_other(sites: tuple[Site, Site]) -> None:

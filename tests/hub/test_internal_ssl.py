@@ -10,7 +10,6 @@ import socket
 import ssl
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +21,7 @@ from certipy import Certipy
 
 from jupyter_gpushare.cli.site_facts import ask_hub
 from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
-from tests.faults.site import PREFIX, Site
+from tests.faults.site import PREFIX, Site, running
 from tests.ports import free_ports
 from tests.waiting import PATIENCE_S, until
 
@@ -91,28 +90,18 @@ class TlsSite(Site):
         )
 
     def job(self, job_id: str) -> dict[str, Any]:
-        answer = self.ask("GET", f"jobs/{job_id}", "bo")
-        assert answer is not None
-        assert answer.status_code == 200, answer.text
-        return dict(answer.json())
+        return dict(self.answer("GET", f"jobs/{job_id}", "bo"))
 
 
 @pytest.fixture(scope="module")
 def site() -> Iterator[TlsSite]:
-    with tempfile.TemporaryDirectory(prefix="gpushare-tls-") as name:
-        made = TlsSite(Path(name))
-        try:
-            made.start()
-            yield made
-        finally:
-            made.close()
+    with running(TlsSite) as site:
+        yield site
 
 
 def submit(site: TlsSite, *command: str) -> str:
-    answer = site.ask("POST", "jobs", "bo", json={"command": list(command), "gpus": "1"})
-    assert answer is not None
-    assert answer.status_code == 201, answer.text
-    return str(answer.json()["id"])
+    job = {"command": list(command), "gpus": "1"}
+    return str(site.answer("POST", "jobs", "bo", 201, json=job)["id"])
 
 
 def test_a_session_gets_its_gpu_and_its_server_is_reached_by_the_proxy(site: TlsSite) -> None:
@@ -144,8 +133,7 @@ def test_the_hub_finds_its_servers_and_the_broker_again_after_a_restart(site: Tl
     site.hub.start()
     until(site.is_healthy, "the proxy leads to the broker again")
     assert site.hub.server("bo", site.job(job)["server"])
-    answer = site.ask("DELETE", f"jobs/{job}", "bo")
-    assert answer is not None
+    site.answer("DELETE", f"jobs/{job}", "bo")
     until(lambda: site.job(job)["state"] == "cancelled", "the Hub stopped its server")
 
 
