@@ -1,11 +1,9 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 import os
 import signal
-import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractContextManager, asynccontextmanager, contextmanager
@@ -21,16 +19,8 @@ from tornado.websocket import WebSocketClientConnection, websocket_connect
 
 from tests.forks import Forked, Forks, forks
 from tests.ports import free_ports
+from tests.server import fake_broker
 from tests.waiting import PATIENCE_S, until
-
-_spec = importlib.util.spec_from_file_location(
-    "gpushare_fake_broker", Path(__file__).with_name("fake_broker.py")
-)
-assert _spec is not None
-assert _spec.loader is not None
-fake_broker = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = fake_broker
-_spec.loader.exec_module(fake_broker)
 
 ROOT = Path(__file__).parents[2]
 SECRET = "secret-of-this-server"
