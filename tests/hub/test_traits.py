@@ -16,7 +16,7 @@ from jupyter_gpushare import native
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.core.model import Kind
 from jupyter_gpushare.errors import BrokerUnavailable
-from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareSimpleSpawner, distinct
+from jupyter_gpushare.hub import GPUShareSimpleSpawner, distinct
 from jupyter_gpushare.hub import spawner as module
 from jupyter_gpushare.protocol.wire import SpawnGrant
 
@@ -52,19 +52,8 @@ def test_the_address_may_end_with_a_slash() -> None:
     )
 
 
-def test_both_spawners_take_the_settings_of_the_mixin() -> None:
-    config = Config({"GPUShareMixin": {"broker_timeout_s": 7.0}})
-    assert GPUShareLocalSpawner(config=config).broker_timeout_s == 7.0
-    assert GPUShareSimpleSpawner(config=config).broker_timeout_s == 7.0
-
-
 def test_jobs_run_with_the_hubs_python_by_default() -> None:
     assert configured().job_cmd == [sys.executable, "-P", "-m", "jupyter_gpushare.job"]
-
-
-def test_every_setting_says_what_it_does_and_what_it_costs() -> None:
-    for name, trait in module.GPUShareMixin.class_own_traits(config=True).items():
-        assert len(str(trait.help)) > 60, name
 
 
 def test_a_server_asks_for_the_right_to_submit_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
