@@ -7,14 +7,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from playwright.sync_api import Browser
 
+from tests.conftest import Chromium
 from tests.e2e.demo import DemoHub, until
+from tests.ui.pages import browser_of
 
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[DemoHub]:
     with running(DemoHub(tmp_path)) as demo:
         yield demo
+
+
+@pytest.fixture
+def browser(chromium: Chromium) -> Iterator[Browser]:
+    with browser_of(chromium) as browser:
+        yield browser
 
 
 @pytest.fixture(scope="module")

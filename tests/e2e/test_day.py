@@ -13,11 +13,10 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from playwright.sync_api import Browser, Locator, Page, expect, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, expect
 
-from tests.conftest import Chromium
 from tests.e2e.demo import DemoHub, until
-from tests.ui.pages import is_complaint
+from tests.ui.pages import is_complaint, sign_in
 
 PICTURES = os.environ.get("GPUSHARE_PICTURES")
 
@@ -65,16 +64,6 @@ def hub(tmp_path: Path) -> Iterator[DemoHub]:
         until("everything has ended", lambda: not demo.processes(), 60)
 
 
-@pytest.fixture
-def browser(chromium: Chromium) -> Iterator[Browser]:
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium.executable_path, args=list(chromium.args)
-        )
-        yield browser
-        browser.close()
-
-
 class Visitor:
     """A user with a browser."""
 
@@ -109,10 +98,7 @@ class Visitor:
     def start(self, label: str) -> None:
         """Log in, pick a card, wait for JupyterLab, open the sidebar."""
         page = self.page
-        page.goto(f"{self.hub.url}/hub/spawn")
-        page.get_by_label("Username").fill(self.name)
-        page.get_by_label("Password").fill("any")
-        page.get_by_role("button", name="Sign in").click()
+        sign_in(page, f"{self.hub.url}/hub/spawn", self.name)
         page.get_by_role("radio", name=label, exact=True).first.check()
         for theme in ("dark", "light") if PICTURES and label != "No GPU" else ():
             page.evaluate("theme => document.documentElement.setAttribute('data-bs-theme', theme)", theme)
@@ -168,10 +154,7 @@ def picture_of_the_admin_page(browser: Browser, hub: DemoHub) -> None:
     for scheme in ("dark", "light"):
         context = browser.new_context(viewport={"width": 1280, "height": 1000}, color_scheme=scheme)
         page = context.new_page()
-        page.goto(f"{hub.url}/services/gpushare/")
-        page.get_by_label("Username").fill("admin")
-        page.get_by_label("Password").fill("any")
-        page.get_by_role("button", name="Sign in").click()
+        sign_in(page, f"{hub.url}/services/gpushare/", "admin")
         expect(page.locator("body")).to_contain_text("Asleep, GPU lent")
         page.screenshot(path=Path(str(PICTURES)) / f"admin-page-{scheme}.png", full_page=True)
         context.close()

@@ -13,14 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Page, expect, sync_playwright
+from playwright.sync_api import Browser, Page, expect
 
-from tests.conftest import Chromium
 from tests.e2e.demo import DemoHub, Kernel, Person, Refused, until
+from tests.ui.pages import AXE, sign_in
 from tests.waiting import PATIENCE_S
 
 GB = 1 << 30
-AXE = Path(__file__).parents[2] / "jupyter_gpushare/ui/node_modules/axe-core/axe.min.js"
 ALLOCATE = """
 from jupyter_gpushare import demo_gpu
 gpu = demo_gpu.open()
@@ -48,26 +47,19 @@ def picture(page: Page, name: str) -> None:
         page.screenshot(path=Path(folder) / f"{name}.png")
 
 
-def spawn_in_browser(hub: DemoHub, chromium: Chromium, name: str, label: str) -> None:
+def spawn_in_browser(hub: DemoHub, browser: Browser, name: str, label: str) -> None:
     """Log in, pick a size on the spawn page, and wait for JupyterLab."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium.executable_path, args=list(chromium.args)
-        )
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
-        page.goto(f"{hub.url}/hub/spawn")
-        page.get_by_label("Username").fill(name)
-        page.get_by_label("Password").fill("any")
-        page.get_by_role("button", name="Sign in").click()
-        card = page.get_by_role("radio", name=label, exact=True).first
-        card.wait_for()
-        card.check()
-        picture(page, "spawn-page")
-        page.get_by_role("button", name="Start").click()
-        page.wait_for_url(f"**/user/{name}/lab**", timeout=120_000)
-        page.wait_for_selector("#jp-main-dock-panel", timeout=120_000)
-        picture(page, "lab")
-        browser.close()
+    page = browser.new_page(viewport={"width": 1280, "height": 800})
+    sign_in(page, f"{hub.url}/hub/spawn", name)
+    card = page.get_by_role("radio", name=label, exact=True).first
+    card.wait_for()
+    card.check()
+    picture(page, "spawn-page")
+    page.get_by_role("button", name="Start").click()
+    page.wait_for_url(f"**/user/{name}/lab**", timeout=120_000)
+    page.wait_for_selector("#jp-main-dock-panel", timeout=120_000)
+    picture(page, "lab")
+    page.close()
 
 
 def is_asleep(person: Person) -> bool:
@@ -170,12 +162,12 @@ def _epoch(person: Person) -> int:
 )
 def test_ada_sleeps_for_bos_job_and_gets_everything_back(
     hub: DemoHub,
-    chromium: Chromium,
+    browser: Browser,
     tmp_path: Path,
     interruption: Callable[[DemoHub, Person, Kernel], None],
 ) -> None:
     ada, bo = hub.person("ada"), hub.person("bo")
-    spawn_in_browser(hub, chromium, "ada", "1/2 GPU")
+    spawn_in_browser(hub, browser, "ada", "1/2 GPU")
 
     # She allocates within her half, and gets a clean error beyond it, over two kernels together.
     kernel, second = ada.kernel(), ada.kernel()
@@ -319,33 +311,25 @@ def test_the_hub_refuses_a_forged_start_of_a_job(hub: DemoHub) -> None:
 @pytest.mark.long
 @pytest.mark.browser
 @pytest.mark.timeout(300)
-def test_only_an_admin_changes_a_quota(hub: DemoHub, chromium: Chromium) -> None:
+def test_only_an_admin_changes_a_quota(hub: DemoHub, browser: Browser) -> None:
     admin, ada = hub.person("admin"), hub.person("ada")
     with pytest.raises(Refused, match="403"):
         ada.ask("projects/vision", "PUT", json={"quota": 2})
     changed = {p["name"]: p for p in admin.ask("projects/vision", "PUT", json={"quota": 0.5})["projects"]}
     assert (changed["vision"]["quota_milli"], changed["vision"]["overridden"]) == (500, True)
     assert (changed["nlp"]["quota_milli"], changed["nlp"]["overridden"]) == (1000, False)
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium.executable_path, args=list(chromium.args)
-        )
-        page = browser.new_page()
-        page.goto(f"{hub.url}/services/gpushare/")
-        page.get_by_label("Username").fill("admin")
-        page.get_by_label("Password").fill("any")
-        page.get_by_role("button", name="Sign in").click()
-        page.get_by_role("link", name="Change project nlp").click()
-        page.get_by_label("guaranteed GPUs").fill("0.5")
-        page.get_by_role("button", name="Save").click()
-        expect(page.get_by_role("row", name="nlp 0.5 (changed)")).to_be_visible(timeout=60_000)
-        # What another site has the browser send lacks the token that is in the form.
-        form = {"project": "nlp", "quota": "0"}
-        assert page.request.post(f"{hub.url}/services/gpushare/", form=form).status in (401, 403)
-        page.evaluate(AXE.read_text())
-        found = page.evaluate("axe.run()")["violations"]
-        assert not [v["id"] for v in found if v["impact"] in ("serious", "critical")]
-        browser.close()
+    page = browser.new_page()
+    sign_in(page, f"{hub.url}/services/gpushare/", "admin")
+    page.get_by_role("link", name="Change project nlp").click()
+    page.get_by_label("guaranteed GPUs").fill("0.5")
+    page.get_by_role("button", name="Save").click()
+    expect(page.get_by_role("row", name="nlp 0.5 (changed)")).to_be_visible(timeout=60_000)
+    # What another site has the browser send lacks the token that is in the form.
+    form = {"project": "nlp", "quota": "0"}
+    assert page.request.post(f"{hub.url}/services/gpushare/", form=form).status in (401, 403)
+    page.evaluate(AXE.read_text())
+    found = page.evaluate("axe.run()")["violations"]
+    assert not [v["id"] for v in found if v["impact"] in ("serious", "critical")]
     uses = {p["name"]: p["quota_milli"] for p in admin.ask("projects")["projects"]}
     assert uses == {"vision": 500, "nlp": 500}
 

@@ -196,6 +196,14 @@ class Hub:
         wait_for(asked, f"the Hub stops {what}")
         wait_for(lambda: not self.server(user, name), f"{what} is gone")
 
+    def stop_servers(self) -> None:
+        """Leave no server to the next test, and the broker with its usual answers."""
+        self.broker.reset()
+        for user in self.api("GET", "users?include_stopped_servers").json():
+            for name, server in user["servers"].items():
+                if not server.get("stopped"):
+                    self.stop_server(user["name"], name, remove=bool(name))
+
     def server(self, user: str, name: str = "") -> dict[str, Any] | None:
         """The Hub's idea of a server that is not stopped."""
         model = self.api("GET", f"users/{user}?include_stopped_servers").json()
@@ -338,11 +346,7 @@ def hub(shared_hub: Hub) -> Iterator[Hub]:
     if not shared_hub.alive():
         shared_hub.start()
     yield shared_hub
-    shared_hub.broker.reset()
-    for user in shared_hub.api("GET", "users?include_stopped_servers").json():
-        for name, server in user["servers"].items():
-            if not server.get("stopped"):
-                shared_hub.stop_server(user["name"], name, remove=bool(name))
+    shared_hub.stop_servers()
 
 
 SIMPLE = "jupyter_gpushare.hub.GPUShareSimpleSpawner"

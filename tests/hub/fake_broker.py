@@ -89,6 +89,8 @@ GRANT: dict[str, Any] = {
     "memory_limit_bytes": 40 << 30,
     "message": "Your half GPU (40 GiB of an H100) is ready.",
 }
+JOB_NAME = "j0123456789-1"
+JOB = {"id": "0123456789", "attempt": 1, "name": "n", "command": ["sleep", "600"], "cwd": None, "env": {}}
 NO_GPU: dict[str, Any] = {"lease": None, "kind": "build", "env": {}, "message": ""}
 
 
@@ -126,6 +128,14 @@ class FakeBroker:
         self.token = SPAWNER_TOKEN
         self.prefix = API_PREFIX
         self.up()
+
+    def grant_with(self, **env: str) -> None:
+        """Grant a GPU with these variables beside the usual ones."""
+        self.grant = {**GRANT, "env": {**GRANT["env"], **env}}
+
+    def grant_job(self, **job: Any) -> None:
+        """Grant what was granted before to a job from now on."""
+        self.grant = {**(self.grant or GRANT), "kind": "train", "job": {**JOB, "grace_s": 60.0, **job}}
 
     def up(self) -> None:
         if self._server is not None:

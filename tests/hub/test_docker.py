@@ -19,7 +19,7 @@ from traitlets.config import Config
 from jupyter_gpushare.hub import distinct
 from jupyter_gpushare.hub.docker import GPUShareDockerSpawner, joins
 from tests.hub.conftest import HERE, Hub, running_hub, wait_for
-from tests.hub.fake_broker import GRANT
+from tests.hub.fake_broker import GRANT, JOB_NAME
 from tests.hub.fake_docker import FakeDocker
 
 DOCKER = "jupyter_gpushare.hub.docker.GPUShareDockerSpawner"
@@ -34,8 +34,6 @@ c.DockerSpawner.extra_host_config = lambda spawner: {{"shm_size": "1g", **joined
 c.JupyterHub.hub_connect_url = c.JupyterHub.hub_bind_url
 del c.Spawner.cmd
 """
-JOB = {"id": "0123456789", "attempt": 1, "name": "n", "command": ["sleep", "600"], "cwd": None, "env": {}}
-JOB_GRANT = {**GRANT, "kind": "train", "job": {**JOB, "grace_s": 60.0}}
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +53,7 @@ def hub(shared: tuple[Hub, FakeDocker]) -> Iterator[Hub]:
     hub.broker.reset()
     docker.made.clear()
     yield hub
-    hub.broker.reset()
-    for user in hub.api("GET", "users?include_stopped_servers").json():
-        for name, server in user["servers"].items():
-            if not server.get("stopped"):
-                hub.stop_server(user["name"], name, remove=bool(name))
+    hub.stop_servers()
 
 
 @pytest.fixture
@@ -133,14 +127,14 @@ def test_the_container_runs_as_the_user_that_the_broker_is_told(hub, docker):
 
 def test_a_job_runs_beside_the_session_in_a_container_of_its_own_with_its_grace_period(hub, docker):
     assert hub.start_server("ada", {"fraction": "1/2"}).status_code == 201
-    hub.broker.grant = JOB_GRANT
-    assert hub.start_server("ada", name="j0123456789-1").status_code == 201
+    hub.broker.grant_job()
+    assert hub.start_server("ada", name=JOB_NAME).status_code == 201
     session, job = docker.made
     assert session.name != job.name
     assert session.running
     assert job.created["Cmd"][:4] == ["python3", "-P", "-m", "jupyter_gpushare.job"]
     hub.broker.grant = None
-    hub.stop_server("ada", "j0123456789-1", remove=True)
+    hub.stop_server("ada", JOB_NAME, remove=True)
     assert job.stopped_after_s == 80  # the grace period and the runner's own 20 s
     assert session.running
     hub.stop_server("ada")

@@ -33,15 +33,13 @@ from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
 from jupyter_gpushare.native import preload_path
 from tests.hub.conftest import HERE, Hub, running_hub, wait_for
-from tests.hub.fake_broker import GRANT
-from tests.hub.test_docker import JOB
+from tests.hub.fake_broker import JOB_NAME
 
 pytestmark = pytest.mark.long
 
 IMAGE = "gpushare-test:python"
 PYTHON = Path("/usr/bin/python3")
 UID = 1000
-JOB_NAME = "j0123456789-1"
 EXTRA = """
 from tests.hub.test_engine import OnLoopback
 
@@ -292,13 +290,10 @@ def site_with(engine: tuple[str, docker.DockerClient], device_requests: bool) ->
             os.chown(folder / inner, UID, UID)
         extra = EXTRA.format(engine=url, image=IMAGE, folder=folder, device_requests=device_requests)
         with running_hub("gpushare-docker", folder, extra=extra) as hub:
-            lease = {"GPUSHARE_LEASE_DIR": f"{folder}/leases/abc-1", "LD_PRELOAD": str(preload_path())}
-            hub.broker.grant = {**GRANT, "env": {**GRANT["env"], **lease}}
+            lease = f"{folder}/leases/abc-1"
+            hub.broker.grant_with(GPUSHARE_LEASE_DIR=lease, LD_PRELOAD=str(preload_path()))
             yield Site(hub, client, folder)
-            for user in ("ada", "cy"):
-                for server in (JOB_NAME, ""):
-                    if hub.server(user, server):
-                        hub.stop_server(user, server, remove=bool(server))
+            hub.stop_servers()
 
 
 @pytest.fixture
@@ -373,8 +368,7 @@ def test_a_container_without_a_lease_has_no_gpu(site: Site) -> None:
 def test_a_job_runs_beside_its_owners_session_and_has_its_grace(site: Site) -> None:
     assert site.hub.start_server("ada", {"fraction": "1/2"}).status_code == 201, site.hub.log()[-3000:]
     session = site.container("jupyter-ada").id
-    job = {**JOB, "grace_s": 60.0}
-    site.hub.broker.grant = {**site.hub.broker.grant, "kind": "train", "job": job}  # type: ignore[dict-item]
+    site.hub.broker.grant_job()
     assert site.hub.start_server("ada", name=JOB_NAME).status_code == 201, site.hub.log()[-3000:]
     site.found(JOB_NAME)
     site.hub.stop_server("ada", JOB_NAME, remove=True)

@@ -12,22 +12,11 @@ import httpx
 
 from tests.hub.conftest import Hub, is_alive, wait_for
 from tests.hub.fake_broker import GRANT
+from tests.hub.fake_broker import JOB_NAME as NAME
 
-NAME = "j0123456789-1"
 
-
-def expect_job(hub: Hub, *command: str, attempt: int = 1, **spec: Any) -> None:
+def expect_job(hub: Hub, *command: str, attempt: int = 1) -> None:
     """Let the broker expect this job."""
-    job = {
-        "id": "0123456789",
-        "attempt": attempt,
-        "name": "train",
-        "command": list(command),
-        "cwd": None,
-        "env": {},
-        "grace_s": 20.0,
-        **spec,
-    }
     # Without a preload library: there is none at that path, and the linker would say so in the log.
     env = {key: value for key, value in GRANT["env"].items() if key != "LD_PRELOAD"}
     # Its lease exists, as the device helper has made it.
@@ -35,8 +24,17 @@ def expect_job(hub: Hub, *command: str, attempt: int = 1, **spec: Any) -> None:
     lease.mkdir(exist_ok=True)
     (lease / "limit").touch()
     env["GPUSHARE_LEASE_DIR"] = str(lease)
-    hub.broker.grant = {**GRANT, "env": env, "kind": "train", "job": job}
+    hub.broker.grant = {**GRANT, "env": env}
+    hub.broker.grant_job(name="train", command=list(command), attempt=attempt, grace_s=20.0)
     shutil.rmtree(hub.folder / "home/ada/.local", ignore_errors=True)
+
+
+def run_job(hub: Hub, *command: str) -> str:
+    """Start this job, and return what it says first."""
+    expect_job(hub, *command)
+    hub.start_server("ada", name=NAME)
+    hub.wait_ready("ada", NAME)
+    return str(wait_for(lambda: log(hub), "the job runs"))
 
 
 def ended(hub: Hub, attempt: int = 1) -> dict[str, Any]:
@@ -102,12 +100,9 @@ def test_deleting_the_server_of_a_job_stops_it_with_its_grace(hub: Hub) -> None:
         "print('ready', flush=True)\n"
         "time.sleep(600)"
     )
-    expect_job(hub, sys.executable, "-c", code)
     go = hub.folder / "home/ada/go"
     go.unlink(missing_ok=True)
-    hub.start_server("ada", name=NAME)
-    hub.wait_ready("ada", NAME)
-    wait_for(lambda: "ready" in log(hub), "the job runs")
+    run_job(hub, sys.executable, "-c", code)
     assert hub.api("DELETE", f"users/ada/servers/{NAME}", {"remove": True}).status_code == 202
     wait_for(lambda: "saving" in log(hub), "the job was told")
     # Longer than the Hub leaves to a notebook server here (interrupt_timeout 2 s).
@@ -116,10 +111,7 @@ def test_deleting_the_server_of_a_job_stops_it_with_its_grace(hub: Hub) -> None:
 
 
 def test_the_log_page_needs_the_login_of_the_owner(hub: Hub) -> None:
-    expect_job(hub, "sh", "-c", "echo secret; exec sleep 600")
-    hub.start_server("ada", name=NAME)
-    hub.wait_ready("ada", NAME)
-    wait_for(lambda: "secret" in log(hub), "the job runs")
+    run_job(hub, "sh", "-c", "echo secret; exec sleep 600")
     base = f"http://127.0.0.1:{hub.port_of('ada', NAME)}/user/ada/{NAME}/"
 
     def get(token: str | None) -> httpx.Response:
@@ -133,10 +125,7 @@ def test_the_log_page_needs_the_login_of_the_owner(hub: Hub) -> None:
 
 
 def test_the_link_of_a_running_job_leads_its_owner_to_the_log(hub: Hub) -> None:
-    expect_job(hub, "sh", "-c", "echo step 1; exec sleep 600")
-    hub.start_server("ada", name=NAME)
-    hub.wait_ready("ada", NAME)
-    wait_for(lambda: "step 1" in log(hub), "the job runs")
+    run_job(hub, "sh", "-c", "echo step 1; exec sleep 600")
     with hub.browser("ada") as browser:
         page = follow(hub, browser, f"/user/ada/{NAME}/")
     assert (page.status_code, page.url.path) == (200, f"/user/ada/{NAME}/")
@@ -167,10 +156,8 @@ def test_starting_the_name_of_a_job_by_hand_is_refused_before_any_form(hub: Hub)
 
 
 def test_a_job_survives_a_kill_of_the_hub_and_is_stopped_by_the_next_one(hub: Hub) -> None:
-    expect_job(hub, "sh", "-c", "trap 'echo saved; exit 0' TERM; echo $$; while :; do sleep 0.1; done")
-    hub.start_server("ada", name=NAME)
-    hub.wait_ready("ada", NAME)
-    pid = int(wait_for(lambda: log(hub), "the job runs"))
+    code = "trap 'echo saved; exit 0' TERM; echo $$; while :; do sleep 0.1; done"
+    pid = int(run_job(hub, "sh", "-c", code))
     hub.kill()
     assert is_alive(pid)
     hub.start()
@@ -181,10 +168,7 @@ def test_a_job_survives_a_kill_of_the_hub_and_is_stopped_by_the_next_one(hub: Hu
 
 
 def test_a_killed_runner_takes_its_command_along_and_the_lease_is_given_back(hub: Hub) -> None:
-    expect_job(hub, "sh", "-c", "echo $$; exec sleep 600")
-    hub.start_server("ada", name=NAME)
-    hub.wait_ready("ada", NAME)
-    pid = int(wait_for(lambda: log(hub), "the job runs"))
+    pid = int(run_job(hub, "sh", "-c", "echo $$; exec sleep 600"))
     os.kill(hub.state("ada", NAME)["pid"], signal.SIGKILL)
     wait_for(lambda: not is_alive(pid), "the command is gone")
     wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, Route, expect, sync_playwright
+from playwright.sync_api import Browser, Page, Route, expect
 
 from tests.conftest import Chromium
 from tests.hub.conftest import Hub
-from tests.ui.pages import AXE, TOO_WIDE, judge
+from tests.ui.pages import AXE, TOO_WIDE, browser_of, judge, sign_in
 from tests.waiting import PATIENCE_S
 
 pytestmark = pytest.mark.browser
@@ -29,12 +29,8 @@ NOTIFIED: list[str] = []
 @pytest.fixture(scope="module")
 def browser(chromium: Chromium) -> Iterator[Browser]:
     """One chromium for all tests of this file."""
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium.executable_path, args=list(chromium.args)
-        )
+    with browser_of(chromium) as browser:
         yield browser
-        browser.close()
 
 
 @pytest.fixture
@@ -55,10 +51,7 @@ def page(hub: Hub, browser: Browser) -> Iterator[Page]:
             " static permission = 'granted'; static requestPermission() {} };"
         )
         page.clock.install()
-        page.goto(f"{hub.url}/hub/spawn")
-        page.get_by_label("Username").fill("ada")
-        page.get_by_label("Password").fill("x")
-        page.get_by_role("button", name="Sign in").click()
+        sign_in(page, f"{hub.url}/hub/spawn", "ada")
         for _ in range(20):  # on a busy machine the broker's answer is not always waited for
             page.wait_for_selector(".gpushare")
             if page.get_by_role("radio", name="2 GPUs", exact=True).count():

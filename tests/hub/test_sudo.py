@@ -21,7 +21,6 @@ import pytest
 from jupyter_gpushare.native import preload_path
 from tests.chapters import block
 from tests.hub.conftest import REPOSITORY, Hub, is_alive, running_hub, wait_for
-from tests.hub.fake_broker import GRANT
 from tests.hub.test_with_users import python_for_all_users
 
 pytestmark = [
@@ -149,20 +148,14 @@ def site(shared: Site) -> Iterator[Site]:
     lease = hub.folder / "lease"
     lease.mkdir(exist_ok=True)
     (lease / "limit").touch()
-    given = {"GPUSHARE_LEASE_DIR": str(lease), "LD_PRELOAD": str(preload_path())}
-    hub.broker.grant = {**GRANT, "env": {**GRANT["env"], **given}}
+    hub.broker.grant_with(GPUSHARE_LEASE_DIR=str(lease), LD_PRELOAD=str(preload_path()))
     yield shared
-    for name in (*(f"j{job}-1" for job in JOBS), ""):
-        if hub.server(shared.user, name):
-            hub.stop_server(shared.user, name, remove=bool(name))
-    hub.broker.reset()
+    hub.stop_servers()
 
 
 def start_job(site: Site, job_id: str, *command: str, grace_s: float) -> str:
     """Returns the name of the server."""
-    job = {"id": job_id, "attempt": 1, "name": "train", "command": list(command), "cwd": None}
-    grant = {"kind": "train", "job": {**job, "env": {}, "grace_s": grace_s}}
-    site.hub.broker.grant = {**(site.hub.broker.grant or {}), **grant}
+    site.hub.broker.grant_job(id=job_id, command=list(command), grace_s=grace_s)
     name = f"j{job_id}-1"
     answer = site.hub.start_server(site.user, name=name)
     assert answer.status_code in (201, 202), f"{answer.text}\n{site.hub.log()[-3000:]}"

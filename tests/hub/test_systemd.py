@@ -16,7 +16,7 @@ import pytest
 
 from jupyter_gpushare.hub.systemd import escaped
 from tests.hub.conftest import HERE, Hub, is_alive, running_hub
-from tests.hub.fake_broker import GRANT
+from tests.hub.fake_broker import JOB_NAME
 
 SYSTEMD = "jupyter_gpushare.hub.systemd.GPUShareSystemdSpawner"
 ME = pwd.getpwuid(os.getuid()).pw_name
@@ -33,9 +33,6 @@ c.SystemdSpawner.user_workingdir = "{folder}"
 # The Hub answers a start when the server is up, also on a loaded machine.
 c.JupyterHub.tornado_settings = {{"slow_spawn_timeout": 100}}
 """
-JOB = {"id": "0123456789", "attempt": 1, "name": "n", "command": ["sleep", "600"], "cwd": None, "env": {}}
-JOB_GRANT = {**GRANT, "kind": "train", "job": {**JOB, "grace_s": 60.0}}
-JOB_NAME = "j0123456789-1"
 
 
 @pytest.fixture(scope="module")
@@ -57,11 +54,7 @@ def shared() -> Iterator[Hub]:
 def hub(shared: Hub) -> Iterator[Hub]:
     shared.broker.reset()
     yield shared
-    shared.broker.reset()
-    for user in shared.api("GET", "users?include_stopped_servers").json():
-        for name, server in user["servers"].items():
-            if not server.get("stopped"):
-                shared.stop_server(user["name"], name, remove=bool(name))
+    shared.stop_servers()
 
 
 def unit(hub: Hub, server: str = "") -> dict[str, Any]:
@@ -76,7 +69,7 @@ def properties(hub: Hub, server: str = "") -> set[str]:
 def test_a_job_leaves_its_owners_session_alone(hub):
     hub.ensure_user(ME)
     assert hub.start_server(ME, {"fraction": "1/2"}).status_code == 201, hub.log()[-2000:]
-    hub.broker.grant = JOB_GRANT
+    hub.broker.grant_job()
     assert hub.start_server(ME, name=JOB_NAME).status_code == 201, hub.log()[-2000:]
     assert is_alive(unit(hub)["pid"])
     assert is_alive(unit(hub, JOB_NAME)["pid"])
@@ -112,7 +105,7 @@ def test_a_unit_without_a_lease_sees_no_device_and_has_the_sites_settings(hub):
 
 def test_a_jobs_unit_gives_its_runner_the_grace_period(hub):
     hub.ensure_user(ME)
-    hub.broker.grant = JOB_GRANT
+    hub.broker.grant_job()
     assert hub.start_server(ME, name=JOB_NAME).status_code == 201
     assert {"KillMode=mixed", "TimeoutStopSec=80s"} <= properties(hub, JOB_NAME)
     assert "jupyter_gpushare.job" in unit(hub, JOB_NAME)["command"]

@@ -22,8 +22,7 @@ import pytest
 
 from jupyter_gpushare.native import preload_path
 from tests.hub.conftest import ADMIN_TOKEN, REPOSITORY, Hub, is_alive, running_hub, wait_for
-from tests.hub.fake_broker import GRANT
-from tests.hub.test_systemd import JOB, JOB_NAME
+from tests.hub.fake_broker import JOB_NAME
 from tests.hub.test_with_users import python_for_all_users
 from tests.systemd import Systemd
 
@@ -117,13 +116,9 @@ def shared(groups: None) -> Iterator[Site]:
 def site(shared: Site) -> Iterator[Site]:
     hub = shared.hub
     hub.broker.reset()
-    lease = {"GPUSHARE_LEASE_DIR": str(hub.folder / "lease"), "LD_PRELOAD": str(preload_path())}
-    hub.broker.grant = {**GRANT, "env": {**GRANT["env"], **lease}}
+    hub.broker.grant_with(GPUSHARE_LEASE_DIR=str(hub.folder / "lease"), LD_PRELOAD=str(preload_path()))
     yield shared
-    for name in (JOB_NAME, ""):
-        if hub.server(shared.user, name):
-            hub.stop_server(shared.user, name, remove=bool(name))
-    hub.broker.reset()
+    hub.stop_servers()
 
 
 def test_tljhs_own_configuration_with_the_plugin_keeps_the_contract(site: Site) -> None:
@@ -146,8 +141,7 @@ def test_a_session_has_the_system_user_that_tljh_made_and_the_variables_of_its_l
 def test_a_job_runs_beside_its_owners_session(site: Site) -> None:
     assert site.hub.start_server(site.user, {"fraction": "1/2"}).status_code == 201
     session = site.pids()
-    job = {**JOB, "grace_s": 20.0}
-    site.hub.broker.grant = {**(site.hub.broker.grant or {}), "kind": "train", "job": job}
+    site.hub.broker.grant_job(grace_s=20.0)
     answer = site.hub.start_server(site.user, name=JOB_NAME)
     assert answer.status_code in (201, 202), f"{answer.text}\n{site.hub.log()[-3000:]}"
     wait_for(lambda: len(site.pids(JOB_NAME)) >= 2, "runner and command run in the job's unit")

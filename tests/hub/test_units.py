@@ -18,8 +18,8 @@ import pytest
 
 from jupyter_gpushare.native import preload_path
 from tests.hub.conftest import Hub, is_alive, running_hub, wait_for
-from tests.hub.fake_broker import GRANT
-from tests.hub.test_systemd import JOB, JOB_NAME, ME, SYSTEMD
+from tests.hub.fake_broker import JOB_NAME
+from tests.hub.test_systemd import ME, SYSTEMD
 from tests.systemd import Systemd
 
 pytestmark = pytest.mark.long
@@ -126,28 +126,19 @@ def shared() -> Iterator[Site]:
 def site(shared: Site) -> Iterator[Site]:
     hub = shared.hub
     hub.broker.reset()
-    lease = {"GPUSHARE_LEASE_DIR": str(hub.folder / "lease"), "LD_PRELOAD": str(preload_path())}
-    hub.broker.grant = {**GRANT, "env": {**GRANT["env"], **lease}}
+    hub.broker.grant_with(GPUSHARE_LEASE_DIR=str(hub.folder / "lease"), LD_PRELOAD=str(preload_path()))
     for written in (hub.folder / "home").glob("*.json"):
         written.unlink()
     yield shared
-    for name in (JOB_NAME, ""):
-        if hub.server(ME, name):
-            hub.stop_server(ME, name, remove=bool(name))
-    hub.broker.reset()
-
-
-def start_job(site: Site) -> None:
-    job = {**JOB, "grace_s": 60.0}
-    site.hub.broker.grant = {**site.hub.broker.grant, "kind": "train", "job": job}  # type: ignore[dict-item]
-    assert site.hub.start_server(ME, name=JOB_NAME).status_code == 201, site.hub.log()[-3000:]
+    hub.stop_servers()
 
 
 def test_a_job_runs_beside_its_owners_session_and_its_end_leaves_that_alone(site: Site) -> None:
     assert site.hub.start_server(ME, {"fraction": "1/2"}).status_code == 201, site.hub.log()[-3000:]
     session = site.systemd.pids(SESSION_UNIT)
     assert session
-    start_job(site)
+    site.hub.broker.grant_job()
+    assert site.hub.start_server(ME, name=JOB_NAME).status_code == 201, site.hub.log()[-3000:]
     assert len(site.systemd.pids(JOB_UNIT)) == 2
     assert site.systemd.properties(JOB_UNIT, "ActiveState", "KillMode", "TimeoutStopUSec") == [
         "active",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import threading
 from typing import Any
 
@@ -163,8 +164,6 @@ def test_with_the_broker_down_a_server_without_gpu_starts_and_one_with_gpu_is_re
 
 
 def test_a_start_survives_a_broker_that_is_back_within_a_second(hub: Hub) -> None:
-    import threading
-
     hub.broker.down()
     back = threading.Timer(1.0, hub.broker.up)
     back.start()
@@ -196,8 +195,7 @@ def test_the_lease_is_given_back_when_the_server_dies(hub: Hub) -> None:
 
 def test_the_lease_is_given_back_when_the_start_fails(hub: Hub) -> None:
     # More than execve(2) takes as one variable: the program cannot be started.
-    job = {"id": "0123456789", "attempt": 1, "name": "x" * 200_000, "command": ["true"]}
-    hub.broker.grant = {**GRANT, "job": {**job, "cwd": None, "env": {}, "grace_s": 1.0}}
+    hub.broker.grant_job(name="x" * 200_000)
     assert hub.start_server("ada", {"fraction": "1/2"}).status_code == 500
     wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")
     hub.broker.grant = None
@@ -323,8 +321,6 @@ def test_a_restarted_hub_with_the_broker_down_finds_its_servers_again(hub: Hub) 
 
 
 def test_a_restarted_hub_neither_adopts_nor_signals_a_stranger_with_the_same_pid(hub: Hub) -> None:
-    import subprocess
-
     hub.start_server("ada", {"fraction": "1/2"})
     state = hub.state("ada")
     hub.kill()

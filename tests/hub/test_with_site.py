@@ -48,9 +48,7 @@ def shared() -> Iterator[Hub]:
 def hub(shared: Hub) -> Iterator[Hub]:
     shared.broker.reset()
     yield shared
-    shared.broker.reset()
-    if shared.server("ada"):
-        shared.stop_server("ada")
+    shared.stop_servers()
 
 
 def test_our_library_stands_before_the_sites(hub: Hub) -> None:
@@ -114,8 +112,7 @@ def test_the_hook_of_the_site_runs_after_the_lease_was_given_back(hub: Hub) -> N
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root: the runner of a job hides its environment")
 def test_a_job_gets_neither_arguments_nor_folders_of_the_notebook_server(hub: Hub) -> None:
-    job = {"id": "0123456789", "attempt": 1, "name": "n", "command": ["sleep", "600"], "cwd": None, "env": {}}
-    hub.broker.grant = {**GRANT, "kind": "train", "job": {**job, "grace_s": 1.0}}
+    hub.broker.grant_job(grace_s=1.0)
     hub.start_server("ada")
     hub.wait_ready("ada")
     pid = hub.state("ada")["pid"]

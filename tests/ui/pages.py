@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import asyncio
 import gzip
 import json
 import os
 import re
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.async_api import Browser, Page, Route, async_playwright, expect
+from playwright.sync_api import Browser as SyncBrowser
+from playwright.sync_api import Page as SyncPage
+from playwright.sync_api import sync_playwright
 
 from tests.conftest import Chromium
-from tests.waiting import PATIENCE_S
+from tests.waiting import becomes
 
 UI = Path(__file__).parents[2] / "jupyter_gpushare" / "ui"
 BUNDLE = UI.parent / "labextension"
@@ -55,6 +57,25 @@ async def launched(chromium: Chromium) -> AsyncIterator[Browser]:
         )
         yield browser
         await browser.close()
+
+
+@contextmanager
+def browser_of(chromium: Chromium) -> Iterator[SyncBrowser]:
+    """Start a chromium for tests that are no coroutines; it ends with the context."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium.executable_path, args=list(chromium.args)
+        )
+        yield browser
+        browser.close()
+
+
+def sign_in(page: SyncPage, url: str, name: str) -> None:
+    """Open a page of a Hub that asks for the login first."""
+    page.goto(url)
+    page.get_by_label("Username").fill(name)
+    page.get_by_label("Password").fill("any")
+    page.get_by_role("button", name="Sign in").click()
 
 
 def is_complaint(text: str) -> bool:
@@ -96,6 +117,16 @@ async def use_theme(page: Page, theme: str) -> None:
     await expect(page.locator("#jupyterlab-splash")).to_have_count(0)
 
 
+async def in_themes(page: Page, name: str, *selectors: str, themes: Sequence[str] = THEMES) -> None:
+    """Judge areas of the page in each theme, keep a picture of each, and end in the light one."""
+    for theme in themes:
+        await use_theme(page, theme)
+        for selector in selectors:
+            await accessible(page, selector)
+        await picture(page, f"{name}-{theme.split()[-1].lower()}")
+    await use_theme(page, THEMES[0])
+
+
 async def loaded(page: Page) -> dict[str, int]:
     """The files of our bundle that the page has, by name: their size in bytes, compressed."""
     urls = await page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
@@ -105,9 +136,7 @@ async def loaded(page: Page) -> dict[str, int]:
 
 async def arrived(held: list[Route], count: int) -> None:
     """Wait for so many requests, and fail on more."""
-    async with asyncio.timeout(PATIENCE_S):
-        while len(held) < count:
-            await asyncio.sleep(0.05)
+    await becomes(lambda: len(held) >= count)
     assert len(held) == count
 
 
