@@ -56,7 +56,7 @@ from tests.hub.conftest import ADMIN_TOKEN, SIMPLE, running_hub
 from tests.hub.conftest import Hub as HubProcess
 from tests.kube.bed import Bed, kube_bed
 from tests.ports import free_ports
-from tests.waiting import PATIENCE_S, until
+from tests.waiting import PATIENCE_S, becomes, until
 
 MIB = 1 << 20
 
@@ -305,13 +305,13 @@ class TestNodeDevices(DevicesContract):
 
         listening = asyncio.create_task(listen())
         try:
-            await _until(lambda: ("device", "n1") in heard and ("device", "n2") in heard)
+            await becomes(lambda: ("device", "n1") in heard and ("device", "n2") in heard)
             bench.second.stop()
-            await _until(lambda: heard.count(("device", "n2")) == 2)
+            await becomes(lambda: heard.count(("device", "n2")) == 2)
             bench.serve("n2", bench.second)
-            await _until(lambda: heard.count(("device", "n2")) == 3)
+            await becomes(lambda: heard.count(("device", "n2")) == 3)
             await bench.devices.signal("b1-1", signal.SIGKILL, "all")
-            await _until(lambda: ("ended", "b1-1") in heard)
+            await becomes(lambda: ("ended", "b1-1") in heard)
         finally:
             listening.cancel()
             await asyncio.gather(listening, return_exceptions=True)
@@ -363,7 +363,7 @@ class TestNodeDevices(DevicesContract):
         await here.sample()
         leaving.answers.clear()
         asked = asyncio.create_task(here.sample())
-        await _until(lambda: leaving.waiting == 1)
+        await becomes(lambda: leaving.waiting == 1)
         del listed["n2"]
         here._refresh()
         leaving.answers.set()
@@ -384,9 +384,9 @@ class TestNodeDevices(DevicesContract):
         await here.sample()
         address.answers.clear()
         moves = [asyncio.create_task(here.resume("b1-1")) for _ in range(64)]
-        await _until(lambda: address.waiting == 64)
+        await becomes(lambda: address.waiting == 64)
         asked = asyncio.create_task(here.sample())
-        await _until(lambda: address.waiting == 65)
+        await becomes(lambda: address.waiting == 65)
         for task in (*moves, asked):
             task.cancel()
         await asyncio.gather(*moves, asked, return_exceptions=True)
@@ -453,12 +453,6 @@ class _Answers:
         pass
 
 
-async def _until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.05)
-
-
 class SiteBench(DeviceBench):
     def __init__(self, site: Site, devices: Devices) -> None:
         self._site = site
@@ -500,10 +494,9 @@ class RealHubBench(HubBench):
         await asyncio.to_thread(self._process.wait_ready, key.user, key.server)
 
     async def gone(self, key: ServerKey) -> None:
-        until = time.monotonic() + PATIENCE_S
-        while await self.hub.has_server(key):
-            assert time.monotonic() < until
-            await asyncio.sleep(0.1)
+        async with asyncio.timeout(PATIENCE_S):
+            while await self.hub.has_server(key):
+                await asyncio.sleep(0.1)
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import signal
@@ -25,6 +24,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, Page, expect
 
 from tests.ports import free_ports
+from tests.server import fake_broker
 from tests.ui.pages import BUNDLE, TOKEN, is_complaint, launched
 from tests.waiting import PATIENCE_S, until
 
@@ -33,15 +33,6 @@ ROOT = Path(__file__).parents[2]
 # A condition that holds ends its wait at once; a slow machine needs the rest.
 PAGE_MS = 1000 * PATIENCE_S
 expect.set_options(timeout=PAGE_MS)
-
-_spec = importlib.util.spec_from_file_location(
-    "gpushare_fake_broker", ROOT / "tests" / "server" / "fake_broker.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-fake_broker = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = fake_broker
-_spec.loader.exec_module(fake_broker)
 
 PYTHON = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
 NOTEBOOK = {"cells": [], "metadata": PYTHON, "nbformat": 4, "nbformat_minor": 5}
@@ -62,6 +53,11 @@ class Lab:
     def say(self, status: dict[str, Any]) -> None:
         """Let the broker say something newer than what it said before."""
         self.broker.say_status(status | {"seq": self.broker.status["seq"] + 1})
+
+    def has_jobs(self, jobs: list[dict[str, Any]]) -> None:
+        """Let the broker list these jobs, beside a session in use."""
+        self.broker.answer("GET jobs", {"jobs": jobs})
+        self.say(fake_broker.golden("status_active") | {"jobs": jobs})
 
 
 @pytest.fixture(scope="session")

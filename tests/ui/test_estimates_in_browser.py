@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from tests.ui.pages import THEMES, accessible, needs_browser, picture, run_command, use_theme
+from tests.ui.pages import in_themes, needs_browser, run_command
 
 pytestmark = needs_browser
 
@@ -37,11 +37,7 @@ async def test_the_list_says_when_jobs_start_and_end(page, broker, golden):
     await expect(first.get_by_role("gridcell").last).to_have_text("3 of 10")
     await expect(second).to_contain_text("Starts in 20 to 50 min.")
     assert await second.locator("small").evaluate("node => node.scrollWidth <= node.clientWidth")
-    for theme in THEMES:
-        await use_theme(page, theme)
-        await accessible(page, ".gpushare-jobs")
-        await picture(page, f"list {theme}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "list", ".gpushare-jobs")
 
 
 @pytest.mark.long

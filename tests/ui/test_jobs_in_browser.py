@@ -15,12 +15,12 @@ from tests.ui.pages import (
     THEMES,
     TOO_WIDE,
     accessible,
+    in_themes,
     loaded,
     needs_browser,
     picture,
     queue,
     run_command,
-    use_theme,
 )
 from tests.waiting import until
 
@@ -92,8 +92,7 @@ async def test_a_failed_job_shows_the_lines_that_it_printed_last(page, lab, brok
     failed = golden("job") | {"state": "failed", "reason": "\n".join([head, *lines])}
     ended = {"key": "reason.exit_code", "args": ["1"]}
     failed |= {"reason_texts": [{"key": "reason.last_printed", "args": [ended, "\n".join(lines)]}]}
-    broker.answer("GET jobs", {"jobs": [failed]})
-    lab.say(golden("status_active") | {"jobs": [failed]})
+    lab.has_jobs([failed])
     await run_command(page, "gpushare:jobs", {"job": failed["id"]})
     row = page.locator(".gpushare-job-row .gpushare-reason")
     # One reason is in one place: of the selected job in its detail, of others in their rows.
@@ -104,10 +103,7 @@ async def test_a_failed_job_shows_the_lines_that_it_printed_last(page, lab, brok
     mine = page.locator(".gpushare-panel .gpushare-job")
     await expect(mine).to_contain_text("Failed")
     await expect(mine).not_to_contain_text(head)
-    for theme in THEMES[:2]:
-        await use_theme(page, theme)
-        await accessible(page, ".gpushare-jobs")
-        await picture(page, f"jobs-failed-{theme.split()[-1].lower()}")
+    await in_themes(page, "jobs-failed", ".gpushare-jobs", themes=THEMES[:2])
     await run_command(page, "application:close")
     await expect(mine).to_contain_text(f"{head} ValueError: bad")
     await run_command(page, "gpushare:jobs")
@@ -127,9 +123,7 @@ async def test_a_narrow_list_shows_when_a_job_starts(page, lab, broker, golden):
     await expect(reason).to_have_text(said)
     whole = "reason => reason.scrollHeight <= reason.clientHeight && reason.scrollWidth <= reason.clientWidth"
     await page.wait_for_function(f"() => ({whole})(document.querySelector('.gpushare-reason'))")
-    for theme in THEMES[:2]:
-        await use_theme(page, theme)
-        await picture(page, f"jobs-narrow-{theme.split()[-1].lower()}")
+    await in_themes(page, "jobs-narrow", themes=THEMES[:2])
     rows = page.locator(".gpushare-job-row")
     await rows.first.focus()
     await page.keyboard.press("End")
@@ -140,8 +134,7 @@ async def test_a_narrow_list_shows_when_a_job_starts(page, lab, broker, golden):
 async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done(page, lab, broker, golden):
     running = golden("job") | {"state": "running", "started_at": "2031-05-06T14:20:07Z"}
     running |= {"profile": "1g.10gb", "priority": 5}
-    broker.answer("GET jobs", {"jobs": [running]})
-    lab.say(golden("status_active") | {"jobs": [running]})
+    lab.has_jobs([running])
     broker.answer(f"GET jobs/{running['id']}/timeline", golden("timeline"))
     log = log_path(lab.folder, running["id"], 1)
     log.parent.mkdir(parents=True)
@@ -204,11 +197,7 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
     await expect(detail.locator(".gpushare-timeline")).to_contain_text("Your job night (1 GPU) starts: ")
     await expect(detail.locator("time").first).to_contain_text("May 2031, ")
     await picture(page, "jobs-timeline")
-    for theme in THEMES:
-        await use_theme(page, theme)
-        await accessible(page, ".gpushare-jobs")
-        await picture(page, f"jobs-{theme.split()[-1].lower()}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "jobs", ".gpushare-jobs")
     await detail.get_by_role("tab", name="Timeline").press("ArrowRight")
     await expect(detail.get_by_role("tab", name="About")).to_be_focused()
     await expect(detail).to_contain_text("lr = 0.1")
@@ -237,8 +226,7 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
 @pytest.mark.long
 async def test_a_log_is_followed_on_when_its_height_changes_before_a_scroll_event(page, lab, broker, golden):
     running = golden("job") | {"state": "running"}
-    broker.answer("GET jobs", {"jobs": [running]})
-    lab.say(golden("status_active") | {"jobs": [running]})
+    lab.has_jobs([running])
     log = log_path(lab.folder, running["id"], 1)
     log.parent.mkdir(parents=True, exist_ok=True)
     log.write_text("".join(f"epoch {n}\n" for n in range(200)))
@@ -274,8 +262,7 @@ async def test_a_log_is_followed_on_when_its_height_changes_before_a_scroll_even
 async def test_a_stop_says_what_is_lost_and_two_clicks_are_one(page, lab, broker, golden):
     running = golden("job") | {"state": "running", "started_at": "2031-05-06T14:20:07Z", "done": 3.0}
     running |= {"ran_s": 4 * 3600.0, "total": 10.0}
-    broker.answer("GET jobs", {"jobs": [running]})
-    lab.say(golden("status_active") | {"jobs": [running]})
+    lab.has_jobs([running])
     await run_command(page, "gpushare:jobs", {"job": running["id"]})
     detail = page.get_by_role("region", name="Job night")
     stop = detail.get_by_role("button", name="Stop")
@@ -285,11 +272,7 @@ async def test_a_stop_says_what_is_lost_and_two_clicks_are_one(page, lab, broker
     await expect(dialog).to_contain_text("Stop night?")
     await expect(dialog).to_contain_text("It ran for 4 h (3 of 10).")
     await expect(dialog).to_contain_text("Its last checkpoint is not known")
-    for theme in THEMES[:2]:
-        await use_theme(page, theme)
-        await accessible(page, ".jp-Dialog")
-        await picture(page, f"stop-{theme.split()[-1].lower()}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "stop", ".jp-Dialog", themes=THEMES[:2])
     await dialog.get_by_role("button", name="Let it go on").click()
     await expect(dialog).to_have_count(0)
     assert broker.asked(f"DELETE jobs/{running['id']}") == []
@@ -313,8 +296,7 @@ async def test_a_stop_says_what_is_lost_and_two_clicks_are_one(page, lab, broker
 @pytest.mark.long
 async def test_a_job_that_has_not_begun_leaves_the_queue_and_comes_back(page, lab, broker, golden):
     queued = golden("job") | {"state": "queued", "attempt": 0, "started_at": None, "position": 2}
-    broker.answer("GET jobs", {"jobs": [queued]})
-    lab.say(golden("status_active") | {"jobs": [queued]})
+    lab.has_jobs([queued])
     broker.answer(f"DELETE jobs/{queued['id']}", queued | {"state": "cancelled"})
     await run_command(page, "gpushare:jobs", {"job": queued["id"]})
     stop = page.get_by_role("region", name="Job night").get_by_role("button", name="Stop")
@@ -335,8 +317,7 @@ async def test_a_job_that_has_not_begun_leaves_the_queue_and_comes_back(page, la
 async def test_only_logs_that_are_kept_are_offered(page, lab, broker, golden):
     begun = golden("job") | {"state": "failed", "started_at": "2031-05-06T14:20:07Z"}
     kept, gone = begun | {"id": "kept000001", "attempt": 5}, begun | {"id": "gone000001", "name": "gone"}
-    broker.answer("GET jobs", {"jobs": [kept, gone]})
-    lab.say(golden("status_active") | {"jobs": [kept, gone]})
+    lab.has_jobs([kept, gone])
     for attempt in (3, 4, 5):
         log = log_path(lab.folder, kept["id"], attempt)
         log.parent.mkdir(parents=True, exist_ok=True)
@@ -377,8 +358,7 @@ async def test_a_job_that_knows_no_total_shows_what_is_done(page, lab, broker, g
     cell = [sys.executable, "-u", "-c", "train()"]
     counting = golden("job") | {"state": "running", "done": 1200.1234, "total": None, "command": cell}
     counting |= {"source": None, "started_at": "2031-05-06T14:20:07Z"}
-    broker.answer("GET jobs", {"jobs": [counting]})
-    lab.say(golden("status_active") | {"jobs": [counting]})
+    lab.has_jobs([counting])
     await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_contain_text("1,200.123 done")
@@ -425,10 +405,6 @@ async def test_a_session_that_waits_is_listed_with_its_number_and_when_it_starts
     await expect(listed.get_by_role("listitem").first).to_contain_text(said)
     await expect(page.locator(".gpushare-jobs")).to_contain_text("No training jobs yet.")
     await expect(mine).not_to_contain_text(said)  # in one place
-    for theme in THEMES[:2]:
-        await use_theme(page, theme)
-        await accessible(page, ".gpushare-jobs")
-        await accessible(page, ".gpushare-panel")
-        await picture(page, f"jobs-sessions-wait-{theme.split()[-1].lower()}")
+    await in_themes(page, "jobs-sessions-wait", ".gpushare-jobs", ".gpushare-panel", themes=THEMES[:2])
     lab.say(golden("status_active") | {"jobs": []})
     await expect(page.locator(".gpushare-waiting")).to_have_count(0)

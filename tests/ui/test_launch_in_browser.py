@@ -8,7 +8,7 @@ import sys
 import pytest
 from playwright.async_api import Route, expect
 
-from tests.ui.pages import THEMES, accessible, arrived, needs_browser, picture, run_command, use_theme
+from tests.ui.pages import arrived, in_themes, needs_browser, picture, run_command
 
 pytestmark = needs_browser
 
@@ -43,11 +43,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     await dialog.get_by_label("Maximum run time").fill("4 h")
     await expect(dialog).not_to_contain_text("A number from 0 to 10")
     await expect(retries).to_be_visible()
-    for theme in THEMES:
-        await use_theme(page, theme)
-        await accessible(page, ".gpushare-launch-dialog")
-        await picture(page, f"dialog {theme}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "dialog", ".gpushare-launch-dialog")
     refused = golden("error")
     broker.answer("POST jobs", refused, 409)
     await dialog.get_by_role("button", name="Submit").click()
@@ -173,8 +169,7 @@ async def test_the_code_of_a_cell_keeps_its_lines_in_a_duplicate(page, lab, brok
     code = "for n in range(2):\n    print(n)"
     cell = golden("job") | {"state": "failed", "source": None, "variables": []}
     cell |= {"command": ["python", "-c", code]}
-    broker.answer("GET jobs", {"jobs": [cell]})
-    lab.say(golden("status_active") | {"jobs": [cell]})
+    lab.has_jobs([cell])
     await run_command(page, "gpushare:jobs", {"job": cell["id"]})
     await page.get_by_role("region", name="Job night").get_by_role("button", name="Duplicate").click()
     command = page.get_by_role("dialog").get_by_label("Command")

@@ -16,6 +16,7 @@ from tests.ui.pages import (
     TOO_WIDE,
     accessible,
     arrived,
+    in_themes,
     loaded,
     needs_browser,
     picture,
@@ -341,10 +342,7 @@ async def test_keeping_a_gpu_gives_a_receipt_with_a_way_back(page, lab, broker, 
     toasts = page.locator(".Toastify")
     await expect(toasts).to_contain_text("Your GPU stays with you until 6 May 2031")
     await expect(toasts).to_contain_text("90 min of that are left today.")
-    for theme in THEMES[:2]:
-        await use_theme(page, theme)
-        await picture(page, f"keep-{theme.split()[-1].lower()}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "keep", themes=THEMES[:2])
     await toasts.get_by_role("button", name="Undo").click()
     await asyncio.to_thread(eventually, lambda: len(broker.asked(keep)) == 2)
     assert [request.json["minutes"] for request in broker.asked(keep)] == [30.0, 0.0]
@@ -367,11 +365,7 @@ async def test_utilization_is_a_line_with_its_axes_and_memory_the_meter_above(pa
     )
     for text in ("100 %", "0 %", "10 min ago", "now"):
         await expect(history.get_by_text(text, exact=True)).to_be_visible()
-    for theme in THEMES:
-        await use_theme(page, theme)
-        await accessible(page, ".gpushare-panel")
-        await picture(page, f"utilization-{theme.split()[-1].lower()}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "utilization", ".gpushare-panel")
     # A shared GPU has no figure of one server alone.
     busy["leases"][0]["utilization_percent"] = None
     lab.say(busy)
@@ -381,8 +375,7 @@ async def test_utilization_is_a_line_with_its_axes_and_memory_the_meter_above(pa
 @pytest.mark.long
 async def test_a_hidden_page_asks_nothing_and_a_visible_one_in_turn(page, lab, broker, golden):
     running = golden("job") | {"id": "hidden0001", "state": "running", "started_at": "2031-05-06T14:20:07Z"}
-    broker.answer("GET jobs", {"jobs": [running]})
-    lab.say(golden("status_active") | {"jobs": [running]})
+    lab.has_jobs([running])
     log = log_path(lab.folder, running["id"], 1)
     log.parent.mkdir(parents=True)
     log.write_text("epoch 1\n")

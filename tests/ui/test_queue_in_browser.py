@@ -7,12 +7,10 @@ from playwright.async_api import expect
 
 from tests.ui.pages import (
     THEMES,
-    accessible,
+    in_themes,
     needs_browser,
-    picture,
     queue,
     run_command,
-    use_theme,
 )
 from tests.waiting import until
 
@@ -23,8 +21,7 @@ pytestmark = needs_browser
 async def test_several_jobs_are_selected_and_stopped_at_once(page, lab, broker, golden):
     running = golden("job") | {"id": "runs", "name": "night", "state": "running", "ran_s": 4 * 3600.0}
     jobs = [running, *queue(golden, 3)]
-    broker.answer("GET jobs", {"jobs": jobs})
-    lab.say(golden("status_active") | {"jobs": jobs})
+    lab.has_jobs(jobs)
     for job in jobs:
         broker.answer(f"DELETE jobs/{job['id']}", job | {"state": "stopping"})
     await run_command(page, "gpushare:jobs")
@@ -40,21 +37,13 @@ async def test_several_jobs_are_selected_and_stopped_at_once(page, lab, broker, 
     await page.keyboard.press("ArrowDown")
     await page.keyboard.press("Space")
     await expect(page.locator(".gpushare-jobs .gpushare-tools").first).to_contain_text("3 selected")
-    for theme in THEMES[:2]:
-        await use_theme(page, theme)
-        await accessible(page, ".gpushare-jobs")
-        await picture(page, f"jobs-selected-{theme.split()[-1].lower()}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "jobs-selected", ".gpushare-jobs", themes=THEMES[:2])
     await stop.click()
     dialog = page.get_by_role("dialog")
     await expect(dialog).to_contain_text("Stop 3 jobs?")
     await expect(dialog).to_contain_text("night It ran for 4 h")
     await expect(dialog).to_contain_text("train 1 It has not begun: nothing is lost.")
-    for theme in THEMES[:2]:
-        await use_theme(page, theme)
-        await accessible(page, ".jp-Dialog")
-        await picture(page, f"stop-several-{theme.split()[-1].lower()}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "stop-several", ".jp-Dialog", themes=THEMES[:2])
     await dialog.get_by_role("button", name="Stop jobs").click()
     await expect(page.locator(".Toastify")).to_contain_text("2 jobs leave the queue.")
     for id in ("runs", "wait1", "wait2"):
@@ -65,8 +54,7 @@ async def test_several_jobs_are_selected_and_stopped_at_once(page, lab, broker, 
 @pytest.mark.long
 async def test_a_queued_job_is_moved_with_buttons_and_with_the_keyboard(page, lab, broker, golden):
     jobs = queue(golden, 3)
-    broker.answer("GET jobs", {"jobs": jobs})
-    lab.say(golden("status_active") | {"jobs": jobs})
+    lab.has_jobs(jobs)
     broker.answer("PUT jobs/wait2/place", jobs[1])
     await run_command(page, "gpushare:jobs", {"job": "wait2"})
     detail = page.get_by_role("region", name="Job train 2")
@@ -74,8 +62,7 @@ async def test_a_queued_job_is_moved_with_buttons_and_with_the_keyboard(page, la
     until(lambda: broker.asked("PUT jobs/wait2/place"))
     assert broker.asked("PUT jobs/wait2/place")[-1].json == {"before": "wait1", "behind": None}
     moved = [jobs[1] | {"position": 1}, jobs[0] | {"position": 2}, jobs[2]]
-    broker.answer("GET jobs", {"jobs": moved})
-    lab.say(golden("status_active") | {"jobs": moved})
+    lab.has_jobs(moved)
     rows = page.get_by_role("grid", name="My training jobs").locator(".gpushare-job-row")
     await expect(rows.first).to_contain_text("train 2")
     await expect(detail.get_by_role("button", name="Move up")).to_have_attribute("aria-disabled", "true")
@@ -87,8 +74,7 @@ async def test_a_queued_job_is_moved_with_buttons_and_with_the_keyboard(page, la
 
 async def test_a_queued_job_is_changed_and_a_refusal_leaves_the_dialog_open(page, lab, broker, golden):
     (job,) = queue(golden, 1)
-    broker.answer("GET jobs", {"jobs": [job]})
-    lab.say(golden("status_active") | {"jobs": [job]})
+    lab.has_jobs([job])
     said = "job wait1 has started: only jobs in the queue are changed"
     broker.answer("PUT jobs/wait1", {"status": 409, "reason": "conflict", "message": said}, 409)
     await run_command(page, "gpushare:jobs", {"job": "wait1"})
@@ -99,11 +85,7 @@ async def test_a_queued_job_is_changed_and_a_refusal_leaves_the_dialog_open(page
     await expect(dialog).to_contain_text("A whole number from -100 to 100")
     await dialog.get_by_label("Priority in its project").fill("-5")
     await dialog.get_by_label("Maximum run time").fill("4 h")
-    for theme in THEMES[:2]:
-        await use_theme(page, theme)
-        await accessible(page, ".gpushare-launch-dialog")
-        await picture(page, f"dialog-change-{theme.split()[-1].lower()}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "dialog-change", ".gpushare-launch-dialog", themes=THEMES[:2])
     await dialog.get_by_role("button", name="Change", exact=True).click()
     await expect(dialog.get_by_role("alert")).to_contain_text("has started: only jobs in the queue")
     changed = job | {"priority": -5, "max_run_s": 14400.0}

@@ -9,12 +9,10 @@ from playwright.async_api import expect
 
 from tests.server.fake_broker import eventually
 from tests.ui.pages import (
-    THEMES,
-    accessible,
+    in_themes,
     needs_browser,
     picture,
     run_command,
-    use_theme,
 )
 
 pytestmark = needs_browser
@@ -39,12 +37,7 @@ async def test_a_cell_that_waits_says_so_below_itself_and_only_on_the_page(page,
     await expect(line).to_contain_text("Waking up: step")
     # The steps are counted in one place.
     await expect(page.locator(".gpushare-banner")).not_to_contain_text("s so far")
-    for theme in THEMES:
-        await use_theme(page, theme)
-        await accessible(page, ".gpushare-banner")
-        await accessible(page, ".gpushare-cell-line")
-        await picture(page, f"waking {theme}")
-    await use_theme(page, THEMES[0])
+    await in_themes(page, "waking", ".gpushare-banner", ".gpushare-cell-line")
     await picture(page, "cell-waits")
     await run_command(page, "docmanager:save")
     (lab.work / "told").touch()
