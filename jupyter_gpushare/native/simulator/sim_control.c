@@ -144,18 +144,6 @@ API int gpushare_sim_device_memory(int device, uint64_t *used, uint64_t *peak, u
     return 0;
 }
 
-/* The peak starts again from what is in use now. */
-API int gpushare_sim_reset_peak(int device)
-{
-    if (sim_open() || device < 0 || device >= (int)sim->device_count)
-        return -1;
-    sim_lock();
-    sim_sweep();
-    sim->device[device].peak_bytes = sim_device_used((uint32_t)device);
-    sim_unlock();
-    return 0;
-}
-
 API int gpushare_sim_uuid(int device, char text[SIM_UUID_TEXT])
 {
     if (sim_open() || device < 0 || device >= (int)sim->device_count)
