@@ -21,8 +21,7 @@ from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
-from tests.broker.site import Site
-from tests.broker.virtual_time import in_virtual_time, until
+from tests.broker.virtual_time import until
 from tests.waiting import until as eventually
 
 NASTY = "nig\u202eht\r\nBcc: eve@example.org\x1b[31m"
@@ -211,18 +210,15 @@ def test_a_wrong_setting_is_refused(trait, value):
         Settings(**{trait: value})
 
 
-@in_virtual_time
-async def test_the_story_of_a_job_is_announced_in_order(tmp_path):
-    async with Site(tmp_path) as site:
-        broker = await site.start_broker()
-        said: list[tuple[str, str]] = []
-        announcer = broker.loop.announcer
-        announcer.job = lambda event, job, state, reason="": said.append((event, state))  # type: ignore[method-assign]
-        ada = await site.session("ada", "1/2")
-        job = await site.submit("bo", "2", max_run_s=600.0, program=Program(work_s=9_000))
-        await until(lambda: broker.state(job) == "running", 120)
-        await site.gpu_cell(ada)
-        await until(lambda: broker.job(job).result, 3_600)
+async def test_the_story_of_a_job_is_announced_in_order(site, broker):
+    said: list[tuple[str, str]] = []
+    announcer = broker.loop.announcer
+    announcer.job = lambda event, job, state, reason="": said.append((event, state))  # type: ignore[method-assign]
+    ada = await site.session("ada", "1/2")
+    job = await site.submit("bo", "2", max_run_s=600.0, program=Program(work_s=9_000))
+    await until(lambda: broker.state(job) == "running", 120)
+    await site.gpu_cell(ada)
+    await until(lambda: broker.job(job).result, 3_600)
     assert said == [
         ("started", "running"),
         ("paused", "suspended"),

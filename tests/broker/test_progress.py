@@ -10,7 +10,7 @@ import sqlalchemy as sa
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.views.history import timeline
-from tests.broker.brokers import Broker
+from tests.broker.brokers import Broker, sent
 from tests.broker.machine import Program
 from tests.broker.site import Site
 

@@ -120,7 +120,7 @@ async def test_a_server_without_a_gpu_gets_one_and_names_the_kernels_that_need_a
         await in_themes(page, "gain", ".jp-Dialog-content")
         asked = gaining.broker.asked(GAIN)[0].json
         assert (asked["gpus"], asked["lease"]) == ("1/4", "b0123456789-1")
-        gaining.broker.answer(GAIN, grant)
+        gaining.broker.answer(GAIN, grown)
         await dialog.get_by_role("button", name="Get it").click()
         await expect(dialog).to_have_count(0)
         await expect(page.locator(".Toastify")).to_contain_text("You have 1/4 GPU now (20 GiB).")
