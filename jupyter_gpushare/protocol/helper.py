@@ -24,11 +24,12 @@ boot), memory is bytes, devices are UUID strings as NVML prints them.
 from __future__ import annotations
 
 import enum
+import functools
 import json
-from dataclasses import asdict, dataclass, field, fields
+import types
+import typing
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from typing import Any, NoReturn, TypeVar
-
-import msgspec
 
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol.seats import GpuPod, SeatSample
@@ -397,12 +398,45 @@ def build(cls: type[_Value], plain: dict[str, Any]) -> _Value:
     Raises:
         InvalidRequest: a field is unknown, missing, or not of its declared type.
     """
-    if unknown := set(plain) - {item.name for item in fields(cls)}:  # type: ignore[arg-type]
-        raise InvalidRequest(f"{cls.__name__} has no field {min(unknown)[:40]!r}")
-    try:
-        return msgspec.convert(plain, cls)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"{cls.__name__}: {error}") from None
+    hints = _hints(cls)  # type: ignore[arg-type]  # every class is hashable
+    for name in plain:
+        if name not in hints:
+            raise InvalidRequest(f"{cls.__name__} has no field {name[:40]!r}")
+    values: dict[str, Any] = {}
+    for item in fields(cls):  # type: ignore[arg-type]
+        if item.name in plain:
+            values[item.name] = _convert(hints[item.name], plain[item.name], f"{cls.__name__}.{item.name}")
+        elif item.default is MISSING and item.default_factory is MISSING:
+            raise InvalidRequest(f"{cls.__name__} needs the field {item.name!r}")
+    return cls(**values)
+
+
+@functools.cache
+def _hints(cls: Any) -> types.MappingProxyType[str, Any]:
+    return types.MappingProxyType(typing.get_type_hints(cls))
+
+
+def _convert(kind: Any, value: Any, where: str) -> Any:
+    origin = typing.get_origin(kind)
+    if origin is dict and isinstance(value, dict):
+        inner = typing.get_args(kind)[1]
+        return {key: _convert(inner, item, f"{where}[{key[:40]!r}]") for key, item in value.items()}
+    if origin is tuple and isinstance(value, list | tuple):
+        inner = typing.get_args(kind)[0]
+        return tuple(_convert(inner, item, f"{where}[{at}]") for at, item in enumerate(value))
+    if isinstance(kind, type) and issubclass(kind, enum.StrEnum) and isinstance(value, str):
+        try:
+            return kind(value)
+        except ValueError:
+            raise InvalidRequest(f"{where}: {value[:40]!r} is not one of {', '.join(kind)}") from None
+    if is_dataclass(kind) and isinstance(value, dict):
+        return build(typing.cast("type[Any]", kind), value)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    # bool is an int in Python, not here.
+    if kind in (int, str, bool) and type(value) is kind:
+        return value
+    raise InvalidRequest(f"{where}: expected {getattr(kind, '__name__', kind)}, not {type(value).__name__}")
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -34,14 +34,14 @@ UUID = "GPU-00000000-0000-0000-0000-000000000000"
         (b'{"verb":"reboot"}', "unknown_verb", "reboot"),
         (b'{"verb":"sample","pid":1}', "bad_request", "'pid'"),
         (b'{"verb":"suspend","lease":"ada"}', "bad_request", "needs the epoch"),
-        (b'{"verb":"suspend","epoch":1}', "bad_request", "`lease`"),
+        (b'{"verb":"suspend","epoch":1}', "bad_request", "'lease'"),
         (b'{"verb":"suspend","epoch":"1","lease":"ada"}', "bad_request", "epoch"),
         (b'{"verb":"suspend","epoch":true,"lease":"ada"}', "bad_request", "epoch"),
         (b'{"verb":"suspend","epoch":1,"lease":"../ada"}', "bad_request", "[a-z0-9-]"),
         (b'{"verb":"suspend","epoch":1,"lease":"ada","pid":5}', "bad_request", "'pid'"),
         (b'{"verb":"suspend","epoch":1,"lease":"ada","timeout_s":0}', "bad_request", "timeout_s"),
         (b'{"verb":"drop","epoch":1,"lease":""}', "bad_request", "[a-z0-9-]"),
-        (b'{"verb":"resume","epoch":1,"lease":"ada","timeout_s":"long"}', "bad_request", "Expected `float`"),
+        (b'{"verb":"resume","epoch":1,"lease":"ada","timeout_s":"long"}', "bad_request", "expected float"),
     ],
 )
 def test_a_bad_request_gets_a_clear_answer(machine: Machine, line: bytes, kind: str, says: str) -> None:
