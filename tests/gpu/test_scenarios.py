@@ -188,7 +188,7 @@ def test_a_fact_about_the_driver_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("module", OF_LIFE, ids=lambda module: module.__name__.rpartition(".")[2])
 def test_what_lives_across_a_suspension_is_reported(tmp_path: Path, module: ModuleType) -> None:
     options, rows = OF_LIFE[module]
-    machine = Simulator(tmp_path, f"1xH100-80GB,host=512GiB,{options}")
+    machine = Simulator(tmp_path, f"2xH100-80GB,host=512GiB,{options}")
     with closing(Bench(tmp_path, environment(machine), out=None, budget_s=600)) as bench:
         shown = [bench.run(each) for each in SCENARIOS if sys.modules[each.function.__module__] is module]
     assert {each.scenario: (each.outcome, each.reason) for each in shown} == {
