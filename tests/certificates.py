@@ -54,10 +54,28 @@ def make_certificate(
         .add_extension(x509.BasicConstraints(ca=signed_by is None, path_length=None), critical=True)
         .add_extension(x509.SubjectKeyIdentifier.from_public_key(public), critical=False)
         .add_extension(
+            x509.AuthorityKeyIdentifier.from_issuer_public_key(signing.public_key()), critical=False
+        )
+        .add_extension(
             x509.SubjectAlternativeName([x509.IPAddress(ip_address(name)) if is_ip else x509.DNSName(name)]),
             critical=False,
         )
     )
+    if signed_by is None:
+        builder = builder.add_extension(
+            x509.KeyUsage(
+                digital_signature=True,
+                content_commitment=False,
+                key_encipherment=False,
+                data_encipherment=False,
+                key_agreement=False,
+                key_cert_sign=True,
+                crl_sign=False,
+                encipher_only=False,
+                decipher_only=False,
+            ),
+            critical=True,
+        )
     if usage is not None:
         builder = builder.add_extension(x509.ExtendedKeyUsage([usage]), critical=False)
     pem = serialization.Encoding.PEM

@@ -32,6 +32,7 @@ HELPER = "gpushare-helper"
 _ADVICE = {
     "expired": "renew it",
     "not yet valid": "compare the clocks of both machines",
+    "key usage": "the authority's certificate needs keyUsage=critical,keyCertSign",
     "": "the authority (CA) of both sides has to sign both certificates",
 }
 
@@ -66,6 +67,8 @@ def _context(files: TlsFiles, purpose: ssl.Purpose, written: tuple[int, ...]) ->
     read_private(files.key, 1)  # refuses a key that others can read
     context = mutual_tls(str(files.certificate), str(files.key), str(files.authority), purpose)
     context.minimum_version = ssl.TLSVersion.TLSv1_3
+    # The default of Python 3.13 and later; a site's certificates must not depend on the version.
+    context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = False  # each side reads the `names` itself
     if purpose is ssl.Purpose.CLIENT_AUTH:
         context.num_tickets = 0  # each connection shows its certificate anew
