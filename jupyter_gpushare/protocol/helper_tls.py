@@ -28,11 +28,14 @@ from jupyter_gpushare.private_files import read_private
 
 BROKER = "gpushare-broker"
 HELPER = "gpushare-helper"
+_USAGES = "extended key usages, if it has any, include client auth for the broker, server auth for a helper"
 # By a word in OpenSSL's reason.
 _ADVICE = {
     "expired": "renew it",
     "not yet valid": "compare the clocks of both machines",
     "key usage": "the authority's certificate needs keyUsage=critical,keyCertSign",
+    "certificate purpose": _USAGES,
+    "unsupported certificate": _USAGES,
     "": "the authority (CA) of both sides has to sign both certificates",
 }
 

@@ -192,7 +192,9 @@ async def test_only_the_brokers_certificate_is_served(
         assert why in caplog.text
         caplog.clear()
     server_only = authority.issue(BROKER, usage=ExtendedKeyUsageOID.SERVER_AUTH)
-    assert "refuses this certificate" in await refused(echo.address(server_only))
+    why = await refused(echo.address(server_only))
+    assert "refuses this certificate" in why
+    assert "include client auth for the broker" in why
     assert echo.heard == []
 
 

@@ -104,9 +104,9 @@ class TcpServer:
         try:
             peer = self._prepared(accepted)
         except (OSError, GpuShareError) as error:
-            accepted.close()
             if isinstance(error, GpuShareError):  # otherwise the peer is gone
                 self._log_failure(host, str(error))
+            accepted.close()
             return
         if not self._peers.serve(peer, holder_of(host), partial(self._serve, peer, host)):
             peer.close()
