@@ -51,10 +51,11 @@ def mutual_tls(certificate: str, key: str, authorities: str, purpose: ssl.Purpos
         for path in (key, certificate, authorities):
             with Path(path).open("rb"):
                 pass  # an error of the ssl module names no file
+        where = authorities
         context = ssl.create_default_context(purpose, cafile=authorities)
+        where = f"{certificate} with {key}"
         context.load_cert_chain(certificate, key)
     except OSError as error:  # ssl.SSLError among them
-        where = getattr(error, "filename", None) or f"{certificate} with {key}"
-        raise GpuShareError(f"{where}: {error.strerror}") from None
+        raise GpuShareError(f"{error.filename or where}: {error.strerror}") from None
     context.verify_mode = ssl.CERT_REQUIRED
     return context

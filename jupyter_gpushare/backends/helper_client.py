@@ -111,8 +111,10 @@ class NodeAddress(Address):
                 return await self._open()
         except ssl.SSLError as error:
             refused = reason(error)
-        except OSError as error:  # TimeoutError among them
-            why = error.strerror or str(error) or "no answer in time"
+        except TimeoutError:
+            raise HelperError("unreachable", f"no device helper of {where}: no answer in time") from None
+        except OSError as error:
+            why = error.strerror or str(error) or "it closed the connection: its log says why"
             raise HelperError("unreachable", f"no device helper of {where}: {why}") from None
         except (GpuShareError, ValueError) as error:
             refused = str(error)

@@ -225,8 +225,11 @@ async def test_an_expired_certificate_is_refused_with_advice_until_it_is_renewed
 
 
 async def test_files_that_cannot_be_used_are_named(
-    echo: Echo, broker: TlsFiles, caplog: pytest.LogCaptureFixture
+    echo: Echo, broker: TlsFiles, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    empty = tmp_path / "empty"
+    empty.touch(0o600)
+    assert f"{empty}: [X509" in await refused(echo.address(replace(broker, authority=empty)))
     broker.key.chmod(0o640)
     broker.certificate.touch()
     assert f"{broker.key} can be read by others (mode 640)" in await refused(echo.address(broker))
@@ -235,6 +238,19 @@ async def test_files_that_cannot_be_used_are_named(
     echo.server._endpoint.tls.key.unlink()
     await asyncio.to_thread(answered, echo.server.port, [])
     assert "gpushare-helper.key cannot be read: No such file" in caplog.text
+
+
+async def test_a_helper_that_closes_a_connection_before_tls_has_its_reason_in_its_log(
+    echo: Echo, broker: TlsFiles
+) -> None:
+    async def close(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\x16")
+        writer.close()
+
+    async with await asyncio.start_server(close, "127.0.0.1", 0) as helper_without_key:
+        port = helper_without_key.sockets[0].getsockname()[1]
+        with pytest.raises(HelperError, match="closed the connection: its log says why"):
+            await said(echo.address(broker, port=port), b"suspend\n")
 
 
 @pytest.mark.parametrize("version", [ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_3])
