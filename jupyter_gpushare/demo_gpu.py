@@ -13,7 +13,10 @@ from ctypes import c_uint64
 from pathlib import Path
 from typing import Any
 
-from cuda.bindings import driver
+try:
+    from cuda.bindings import driver
+except ImportError as error:
+    raise ImportError('demo_gpu needs cuda-bindings: pip install "jupyter-gpushare[demo]"') from error
 
 from jupyter_gpushare.core.size import parse_memory
 from jupyter_gpushare.errors import DeviceError, GpuShareError

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,13 @@ def test_a_job_that_does_not_fit_fails_with_a_sentence(machine: Simulator) -> No
     assert train(machine, "--steps", "many").returncode == 2
     hidden = train(machine, CUDA_VISIBLE_DEVICES="")
     assert (hidden.returncode, hidden.stderr.count("\n")) == (1, 1)
+
+
+def test_without_its_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cuda.bindings", None)
+    monkeypatch.delitem(sys.modules, demo_gpu.__name__)
+    with pytest.raises(ImportError, match=r'pip install "jupyter-gpushare\[demo\]"'):
+        importlib.import_module(demo_gpu.__name__)
 
 
 @pytest.mark.skipif(PTXAS is None, reason="NVIDIA's assembler ptxas is not installed")
