@@ -103,7 +103,7 @@ class NodeAddress(Address):
         """Return a new connection after both sides have shown their certificates.
 
         Raises:
-            HelperError: no answer within `_CONNECT_S`, or not the helper of this node.
+            HelperError: no answer within `_CONNECT_S`, not the helper of this node, or it is busy.
         """
         where = f"node {self.node} at {self.host} port {self.port}"
         try:
@@ -117,6 +117,8 @@ class NodeAddress(Address):
             why = error.strerror or str(error) or "it closed the connection: its log says why"
             raise HelperError("unreachable", f"no device helper of {where}: {why}") from None
         except (GpuShareError, ValueError) as error:
+            if isinstance(error, HelperError) and error.kind == helper.ErrorKind.BUSY:
+                raise
             refused = str(error)
         raise HelperError("not_verified", f"the device helper of {where} is not accepted: {refused}")
 

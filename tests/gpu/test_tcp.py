@@ -379,6 +379,26 @@ def test_a_peer_that_sends_byte_by_byte_has_one_deadline(echo: Echo, monkeypatch
         assert sent < len(hello)
 
 
+async def test_a_helper_whose_connections_all_have_a_request_is_busy_and_not_away(
+    authority: Authority, broker: TlsFiles, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tcp_module, "MAX_CONNECTIONS", 1)
+    server = Echo(authority.issue(HELPER))
+    ends = threading.Event()
+    server.server._talk = lambda lines: (lines.read(), server.heard.append(b""), ends.wait(30))
+    try:
+        connection = await server.address(broker).connect()
+        await connection.send(b"suspend\n")
+        await asyncio.to_thread(until, lambda: server.heard)
+        with pytest.raises(HelperError, match="1 connections are open: try again") as refused:
+            await server.address(broker).connect()
+        assert refused.value.kind == "busy"
+        connection.close()
+    finally:
+        ends.set()
+        server.close()
+
+
 async def test_a_slot_is_free_again_after_each_connection(echo: Echo, broker: TlsFiles) -> None:
     for number in range(50):
         line = b"%d\n" % number

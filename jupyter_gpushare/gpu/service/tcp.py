@@ -119,10 +119,13 @@ class TcpServer:
             if BROKER not in names(peer.getpeercert()):
                 refused = HelperError(ErrorKind.NOT_ALLOWED, f"the broker's certificate has to name {BROKER}")
                 self._log_failure(host, str(refused))
-                lines.write(encode(error_answer(refused)))
             elif self._peers.prove(peer, "broker"):
                 lines.write(encode({"ok": True, "result": {"node": self._endpoint.node}}))
                 self._talk(lines)
+                return
+            else:
+                refused = HelperError(ErrorKind.BUSY, f"{MAX_CONNECTIONS} connections are open: try again")
+            lines.write(encode(error_answer(refused)))
         except ssl.SSLError as error:
             self._log_failure(host, reason(error))
 
