@@ -98,6 +98,9 @@ async def test_names_that_no_start_gave_are_refused(site, broker):
     with pytest.raises(NotFound):
         await gain(broker, bo.lease, gpus="1/4")
     await broker.admission.stop(wire.SpawnStop(user="bo", server=""))
+    assert broker.state(bo.lease) == "stopping"
+    with pytest.raises(NotFound):
+        await gain(broker, bo.lease, gpus="1/4")
     await until(lambda: not site.held, 60)
     with pytest.raises(Conflict):
         await gain(broker, bo.lease, gpus="1/4")
@@ -160,5 +163,11 @@ async def test_a_server_asks_with_its_own_token_and_gets_the_uid_of_its_process(
     # The first form of the request is answered as ever.
     answer = await http.by_socket.post("servers/gpu", json=asked, headers=server)
     assert (answer.status_code, answer.json()["env"]) == (200, sized["env"])
-    answer = await http.by_socket.post("servers/gpu", json=asked | {"gpus": "1/2"}, headers=server)
+    larger = asked | {"gpus": "1/2"}
+    answer = await http.by_socket.post("servers/gpu", json=larger, headers=server)
     assert (answer.status_code, answer.json()["reason"]) == (409, "has_gpu")
+    # Another user does not learn that this lease exists.
+    for lease in (asked["lease"], "b9999999999-1"):
+        bo = {"Authorization": "token bo"}
+        answer = await http.by_socket.post("servers/gpu", json=larger | {"lease": lease}, headers=bo)
+        assert (answer.status_code, answer.json()["reason"]) == (403, "not_allowed")

@@ -137,6 +137,19 @@ async def test_memory_taken_while_it_shrinks_gives_the_old_limit_back(site, brok
 
 
 @pytest.mark.site(gpus=1)
+async def test_a_request_for_the_old_size_while_it_shrinks_sets_no_limit(site, broker):
+    ada = await running(site, "1/2")
+    shrinks = asyncio.create_task(resize(broker, ada, gpus="1/4"))
+    await until(lambda: limit(ada) == WHOLE // 4, 10)
+    old, lease_id = wire.SizeRequest(gpus="1/2"), broker.lease(ada.handle).id
+    for server in (spawn("ada", "1/2"), None):
+        with pytest.raises(Conflict, match="being moved"):
+            await broker.admission.change_size("ada", lease_id, old, server)
+    await shrinks
+    assert (limit(ada), broker.lease(ada.handle).lease.held_milli) == (WHOLE // 4, 250)
+
+
+@pytest.mark.site(gpus=1)
 async def test_a_limit_that_the_helper_did_not_set_is_set_later(site, broker):
     ada = await running(site)
     site.fault("prepare", HelperError("busy", "later"), HelperError("busy", "later"))

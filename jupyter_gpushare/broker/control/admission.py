@@ -130,18 +130,22 @@ class ServerAdmission:
         """
         size = request.size()
         record = self.registry.leases.get(lease_id)
+        if record is not None and record.lease.user != user:
+            raise NotFound("there is no such lease (it may have ended)")
         if record is None or (server is not None and record.state is State.STOPPING):
             if server is None:
                 raise NotFound("there is no such lease (it may have ended)")
             return await self._first_gpu(lease_id, size, request, server)
-        if record.lease.user != user:
-            raise NotFound("there is no such lease (it may have ended)")
-        self._check_resizable(record)
+        if record.is_job:
+            raise Conflict("the size of a job is changed while it is queued: gpushare edit")
         if request.project not in (None, record.lease.project):
             raise Conflict("a running session stays in its project: %1", record.lease.project)
-        if size == record.lease.size:
-            await self.registry.journal.durable()
-            return await self._prepare(record) if server and server.server == record.server else None
+        if server is not None and (server.server, size) == (record.server, record.lease.size):
+            with self.resizes.alone(record) as record:
+                await self.registry.journal.durable()
+                return await self._prepare(record)
+        if not self.engine.resizable(record.lease):
+            raise _not_resizable()
         await self.request_policy.known()
         self.request_policy.check_share(size)
         await self.resizes.change(record, size, borrow=request.borrow)
@@ -157,18 +161,6 @@ class ServerAdmission:
         lease = await self._checked(server, size, lease_id)
         lease = replace(lease, waits=bool(self.registry.session_queue.waiting()))
         return await self._prepare(await self._admit(lease, server, request))
-
-    def _check_resizable(self, record: LeaseRecord) -> None:
-        """Return if leases of this kind can have another size while they run.
-
-        Raises:
-            Conflict: it is a job, a MIG instance or several GPUs, or the engine places servers only at
-                their start.
-        """
-        if record.is_job:
-            raise Conflict("the size of a job is changed while it is queued: gpushare edit")
-        if not self.engine.resizable(record.lease):
-            raise _not_resizable()
 
     async def wait(self, request: wire.SpawnRequest) -> Place | None:
         """Return the place in the queue of a server that is to start when it can; None: it waits no more.

@@ -48,19 +48,19 @@ class Resizes:
         self.effects = effects
 
     async def change(self, record: LeaseRecord, size: Size, *, borrow: bool) -> None:
-        """Give a session another size on its device.
+        """Give a session another size on its device; a repeated call changes nothing.
 
         Raises:
             RequestError: it cannot have this size now, or never; the text says what to change.
             StoreError: the database failed; the broker ends.
         """
-        with self._instead_of_effects(record):
+        with self.alone(record) as record:
             # No wait from here to the commit: no other decision takes what this one found.
-            record = self.registry.get(record.id)
-            if record.unprepared:
-                raise Conflict("its last change of size is not done yet: try again in a few seconds")
             if record.state is not State.RUNNING:
                 raise Conflict("only a session that is awake gets another size: run a GPU cell first")
+            if size == record.lease.size:
+                await self.registry.journal.durable()
+                return
             before = record.lease.size
             if size.device_count > 1:
                 raise Conflict(
@@ -74,18 +74,22 @@ class Resizes:
         await self.registry.record_notice(record, "resize", "notice.resized", messages.size_text(before))
 
     @contextlib.contextmanager
-    def _instead_of_effects(self, record: LeaseRecord) -> Iterator[None]:
-        """Keep effects from a lease while its limits change: at most one task works on it.
+    def alone(self, record: LeaseRecord) -> Iterator[LeaseRecord]:
+        """Keep effects and other requests from a lease while its limits are set; yield its present record.
 
         Raises:
-            Conflict: one does.
+            Conflict: a task works on it, or its last limits are not set yet.
+            NotFound: it has ended.
         """
         tasks, task = self.effects.tasks, asyncio.current_task()
         if record.id in tasks or task is None:
             raise Conflict("this session is being moved just now: try again in a few seconds")
+        record = self.registry.get(record.id)
+        if record.unprepared:
+            raise Conflict("its last change of size is not done yet: try again in a few seconds")
         tasks[record.id] = task
         try:
-            yield
+            yield record
         finally:
             tasks.pop(record.id, None)
             self.registry.changed.set()

@@ -63,9 +63,9 @@ class ServerGpu(SizeChange):
         Raises:
             Conflict: the server has a GPU.
         """
-        request = self.body(wire.GpuGain)
+        identity, request = await self.identify(JOBS_SCOPE), self.body(wire.GpuGain)
         lease_id = request.lease.partition("-")[0]
         record = self.control.registry.leases.get(lease_id)
-        if record is not None and record.lease.size != request.size():
+        if record and record.lease.user == identity.user and record.lease.size != request.size():
             raise Conflict("this server has a GPU: change its size", reason="has_gpu")
         self.answer(await self.change(lease_id, request, by_server=True))
