@@ -216,7 +216,9 @@ async def _helpers(cluster: Cluster) -> Check:
     try:
         site = kube.helpers()
     except GpuShareError as error:
-        return fail(f"{error}.", "give broker and helpers the same secret, of 32 bytes or more")
+        return fail(
+            f"{error}.", "give the broker a certificate, its key and their authority (docs/kubernetes.md)"
+        )
     helpers = Helpers(cluster.client, site)
     pods = (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items
     addresses = helpers.of(pods)

@@ -169,7 +169,9 @@ async def check(server: ApiServer, tmp_path: Path, token: str = "t", **settings:
 class TestCheck:
     async def test_a_cluster_that_is_ready(self, server: ApiServer, tmp_path: Path):
         found = await check(server, tmp_path)
-        assert "helper_certificate_file is not set" in found.pop("helpers").message
+        helpers = found.pop("helpers")
+        assert "helper_certificate_file is not set" in helpers.message
+        assert "certificate" in helpers.advice
         assert {name: each.result for name, each in found.items()} == dict.fromkeys(found, "ok"), found
         assert len(found) == 10
 
