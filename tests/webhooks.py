@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import ssl
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ class Receiver:
     answers: threading.Event = field(default_factory=threading.Event)
     status: int = 200
     moved_to: str = ""
+    tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
         receiver = self
@@ -43,11 +45,13 @@ class Receiver:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
         self._server.daemon_threads = True
+        if self.tls is not None:
+            self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
         threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}/hook?key=s3cret"
+        return f"http{'s' if self.tls else ''}://127.0.0.1:{self.port}/hook?key=s3cret"
 
     @property
     def events(self) -> list[str]:

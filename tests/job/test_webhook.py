@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import ssl
+from contextlib import closing
 
 import pytest
 
+from tests.certificates import Authority
 from tests.waiting import until
 from tests.webhooks import Receiver
 
@@ -65,6 +68,16 @@ def test_one_that_is_not_there_changes_nothing(start, others, url):
     job = start("true", notify_url=url)
     assert job.ended()["exit_code"] == 0
     assert job.exited() == 0
+
+
+def test_an_authority_of_the_machine_is_trusted(start, others, tmp_path):
+    files = Authority(tmp_path).issue("127.0.0.1")
+    tls = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    tls.load_cert_chain(files.certificate, files.key)
+    with closing(Receiver(tls=tls)) as receiver:
+        job = start("true", notify_url=receiver.url, runner_env={"SSL_CERT_FILE": str(files.authority)})
+        assert job.exited() == 0
+        assert receiver.events == ["started", "ended"]
 
 
 def test_a_redirect_is_not_followed(start, others, receiver):
