@@ -150,8 +150,9 @@ class SizeHandler(Handler):
         Raises:
             Refused: 409, this server has a GPU, or has to start anew for one; or the broker refuses.
         """
-        client = self.connected().client
-        if lease == "own" and not (lease := gain.reserved(os.environ)):
+        client, first = self.connected().client, gain.reserved(os.environ)
+        lease = first if lease == "own" else lease
+        if not lease:
             raise Refused(
                 409,
                 "not_resizable",
@@ -162,8 +163,10 @@ class SizeHandler(Handler):
             f"leases/{lease}/size", self.read(wire.SizeRequest), wire.SizedLease, repeatable=True
         )
         sized = await self.answered(put)
-        os.environ.update(shown := gain.shown(sized.env))
-        restart = await gain.show(self.kernel_manager, shown, await self._notebooks()) if shown else []
+        restart = []
+        if lease == first and sized.env:
+            os.environ.update(shown := gain.shown(sized.env))
+            restart = await gain.show(self.kernel_manager, shown, await self._notebooks())
         self.send(wire.replace(sized, env={}, restart=restart))
 
     async def _notebooks(self) -> dict[str, str]:

@@ -62,6 +62,11 @@ async def test_kernels_that_run_and_those_to_come_see_the_gpu(
             assert (found["CUDA_VISIBLE_DEVICES"], found["GPUSHARE_MEMORY_LIMIT"]) == ("GPU-1", "1")
             # No answer loads code into processes.
             assert found.get("LD_PRELOAD") != "/tmp/x.so"
+        # The same size once more tells the kernels nothing.
+        again = golden("status_active")["leases"][0] | {"env": GIVEN | {"CUDA_VISIBLE_DEVICES": "GPU-2"}}
+        broker.answer(BROKER, again)
+        answer = server.request("PUT", "gpushare/leases/b0123456789/size", json={"gpus": "1/4"})
+        assert (answer.status_code, answer.json()["env"]) == (200, {})
         server.request("POST", f"api/kernels/{old}/restart")
         found = await variables(server, old, tmp_path / "again.json", execute_request, eventually)
         assert found["CUDA_VISIBLE_DEVICES"] == "GPU-1"
