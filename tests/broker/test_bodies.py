@@ -119,6 +119,14 @@ async def test_odd_numbers_in_a_query_are_brought_into_bounds(http, number):
     assert (await http.ask("GET", f"jobs?limit={number}")).status_code == 200
 
 
+async def test_a_body_beyond_a_mebibyte_is_refused_before_it_is_read(http):
+    reader, writer = await asyncio.open_connection("127.0.0.1", http.port)
+    head = f"POST {PREFIX}api/v1/jobs HTTP/1.1\r\nHost: hub\r\nAuthorization: token bo\r\n"
+    writer.write(f"{head}Content-Length: {(1 << 20) + 1}\r\n\r\n".encode())
+    assert b" 413 " in await reader.readline()
+    writer.close()
+
+
 async def test_the_same_idempotency_key_with_another_body_is_refused(http):
     async def submit(**body):
         return await http.ask("POST", "jobs", json=body, headers={"Idempotency-Key": "k"})
