@@ -142,17 +142,6 @@ API CUresult cuCheckpointProcessGetState(int pid, int *state)
     return CUDA_SUCCESS;
 }
 
-API CUresult cuCheckpointProcessGetRestoreThreadId(int pid, int *tid)
-{
-    struct target target;
-    CUresult result = tid ? aim(pid, &target) : CUDA_ERROR_INVALID_VALUE;
-    if (result)
-        return result;
-    *tid = pid;
-    sim_unlock();
-    return CUDA_SUCCESS;
-}
-
 API CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args)
 {
     struct target target;

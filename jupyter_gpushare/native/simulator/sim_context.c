@@ -100,13 +100,6 @@ API CUresult cuDevicePrimaryCtxGetState(CUdevice ordinal, unsigned *flags, int *
     return CUDA_SUCCESS;
 }
 
-API CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice ordinal, unsigned flags)
-{
-    KNOW(ordinal);
-    (void)flags;
-    return CUDA_SUCCESS;
-}
-
 static CUresult create_context(CUcontext *out, CUdevice ordinal)
 {
     if (!out)
@@ -178,32 +171,6 @@ API CUresult cuCtxSetCurrent(CUcontext context)
     return CUDA_SUCCESS;
 }
 
-/* A stack of one is enough for push and pop as frameworks use them, but not a lie: deeper
- * pushes are kept per thread up to a bound. */
-static _Thread_local CUcontext pushed[16];
-static _Thread_local unsigned pushes;
-
-API CUresult cuCtxPushCurrent_v2(CUcontext context)
-{
-    ENTER(SIM_NEED_INIT);
-    if (!context || pushes == sizeof pushed / sizeof *pushed)
-        return CUDA_ERROR_INVALID_VALUE;
-    pushed[pushes++] = sim_context;
-    sim_context = context;
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuCtxPopCurrent_v2(CUcontext *context)
-{
-    ENTER(SIM_NEED_INIT);
-    if (!sim_context)
-        return CUDA_ERROR_INVALID_CONTEXT;
-    if (context)
-        *context = sim_context;
-    sim_context = pushes ? pushed[--pushes] : NULL;
-    return CUDA_SUCCESS;
-}
-
 API CUresult cuCtxGetCurrent(CUcontext *context)
 {
     if (!sim_is_initialized())
@@ -219,13 +186,6 @@ API CUresult cuCtxGetDevice(CUdevice *ordinal)
     if (!sim_context)
         return CUDA_ERROR_INVALID_CONTEXT;
     *ordinal = sim_context->device;
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuCtxGetApiVersion(CUcontext context, unsigned *version)
-{
-    (void)context;
-    *version = 13000;
     return CUDA_SUCCESS;
 }
 
@@ -260,14 +220,5 @@ API CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
     sim_lock();
     sim_me->hindrances |= SIM_HINDERED_PEER;
     sim_unlock();
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuCtxDisablePeerAccess(CUcontext peer)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    if (!peer || !(sim_context->peers >> peer->device & 1u))
-        return CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
-    sim_context->peers &= ~(1u << peer->device);
     return CUDA_SUCCESS;
 }

@@ -23,31 +23,6 @@ API CUresult cuMemHostAlloc(void **out, size_t bytes, unsigned flags)
     return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-API CUresult cuMemAllocHost_v2(void **out, size_t bytes)
-{
-    return cuMemHostAlloc(out, bytes, 0);
-}
-
-API CUresult cuMemFreeHost(void *memory)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    free(memory);
-    return CUDA_SUCCESS;
-}
-
-API CUresult cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)flags;
-    return memory && bytes ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
-API CUresult cuMemHostUnregister(void *memory)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    return memory ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-}
-
 /* ---- copies and sets ---- */
 
 static void wait_for(CUstream stream)
@@ -92,34 +67,6 @@ API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes)
     return copy(to, false, from, false, bytes);
 }
 
-API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
-}
-
-API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
-}
-
-API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy(to, true, from, true, bytes);
-}
-
-API CUresult cuMemcpyAsync(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy(to, false, from, false, bytes);
-}
-
 CUresult sim_set(CUdeviceptr to, unsigned value, unsigned element_bytes, size_t count)
 {
     if (to % element_bytes || count > SIZE_MAX / element_bytes || !sim_is_device_memory(to, count * element_bytes))
@@ -150,25 +97,3 @@ API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, 
     (void)stream;
     return sim_set(to, value, 1, count);
 }
-
-API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return sim_set(to, value, sizeof value, count);
-}
-
-/* The per-thread default stream variants differ only in the stream that 0 names. */
-#define ALSO(name, suffix) extern __typeof__(name) name##suffix __attribute__((alias(#name), visibility("default")))
-ALSO(cuMemcpyHtoD_v2, _ptds);
-ALSO(cuMemcpyDtoH_v2, _ptds);
-ALSO(cuMemcpyDtoD_v2, _ptds);
-ALSO(cuMemcpy, _ptds);
-ALSO(cuMemcpyHtoDAsync_v2, _ptsz);
-ALSO(cuMemcpyDtoHAsync_v2, _ptsz);
-ALSO(cuMemcpyDtoDAsync_v2, _ptsz);
-ALSO(cuMemcpyAsync, _ptsz);
-ALSO(cuMemsetD8_v2, _ptds);
-ALSO(cuMemsetD32_v2, _ptds);
-ALSO(cuMemsetD8Async, _ptsz);
-ALSO(cuMemsetD32Async, _ptsz);

@@ -11,19 +11,21 @@
 
 #include "sim_gate.h"
 
-#define EXPORT(base, name, since) CUresult name();
-#define EXPORT_STREAM(base, name, since, suffix) CUresult name(), name##suffix();
-#include "sim_exports.h"
-#undef EXPORT
-#undef EXPORT_STREAM
-
 #if defined __x86_64__
-#define JUMP(name) __asm__(".text\n.p2align 4\napart_" #name ": endbr64\njmp " #name "@PLT");
+#define JUMP(from, to) __asm__(".text\n.p2align 4\n" #from ": endbr64\njmp " #to "@PLT");
 #elif defined __aarch64__
-#define JUMP(name) __asm__(".text\n.p2align 4\napart_" #name ": bti c\nb " #name);
+#define JUMP(from, to) __asm__(".text\n.p2align 4\n" #from ": bti c\nb " #to);
 #endif
-#define EXPORT(base, name, since) JUMP(name) extern const char apart_##name[] __attribute__((visibility("hidden")));
-#define EXPORT_STREAM(base, name, since, suffix) EXPORT(base, name, since) EXPORT(base, name##suffix, since)
+#define APART(name) \
+    CUresult name(); \
+    extern const char apart_##name[] __attribute__((visibility("hidden"))); \
+    JUMP(apart_##name, name)
+/* The per-thread variants differ only in the stream that 0 names, and all streams of 0 are one here. */
+#define PER_THREAD(variant, name) \
+    __asm__(".globl " #variant "\n.type " #variant ", %function"); \
+    JUMP(variant, name)
+#define EXPORT(base, name, since) APART(name)
+#define EXPORT_STREAM(base, name, since, suffix) APART(name) APART(name##suffix) PER_THREAD(name##suffix, name)
 #include "sim_exports.h"
 #undef EXPORT
 #undef EXPORT_STREAM

@@ -235,6 +235,3 @@ API CUresult cuDeviceGraphMemTrim(CUdevice ordinal)
     pthread_mutex_unlock(&sim_local);
     return CUDA_SUCCESS;
 }
-
-#define ALSO(name, suffix) extern __typeof__(name) name##suffix __attribute__((alias(#name), visibility("default")))
-ALSO(cuGraphLaunch, _ptsz);

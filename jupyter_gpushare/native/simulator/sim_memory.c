@@ -154,12 +154,6 @@ API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
     return address ? release(address, &how) : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* The per-thread default stream variants differ only in the stream that 0 names. */
-#define ALSO(name, suffix) extern __typeof__(name) name##suffix __attribute__((alias(#name), visibility("default")))
-ALSO(cuMemAllocAsync, _ptsz);
-ALSO(cuMemAllocFromPoolAsync, _ptsz);
-ALSO(cuMemFreeAsync, _ptsz);
-
 /* ---- questions ---- */
 
 API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)

@@ -93,12 +93,6 @@ API CUresult cuModuleLoadData(CUmodule *out, const void *image)
     return CUDA_SUCCESS;
 }
 
-API CUresult cuModuleLoadDataEx(CUmodule *out, const void *image, unsigned options, int *names, void **values)
-{
-    (void)options, (void)names, (void)values;
-    return cuModuleLoadData(out, image);
-}
-
 API CUresult cuModuleUnload(CUmodule module)
 {
     ENTER(SIM_NEED_CONTEXT);

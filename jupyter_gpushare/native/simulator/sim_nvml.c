@@ -145,12 +145,6 @@ API nvmlReturn_t nvmlSystemGetDriverVersion(char *text, unsigned size)
     return error ? error : put_text(text, size, sim->driver);
 }
 
-API nvmlReturn_t nvmlSystemGetNVMLVersion(char *text, unsigned size)
-{
-    nvmlReturn_t error = sim_nvml_enter();
-    return error ? error : put_text(text, size, "13.580.00.00");
-}
-
 API nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version)
 {
     *version = 13000;
@@ -260,25 +254,10 @@ API nvmlReturn_t nvmlDeviceGetPciInfo_v3(nvmlDevice_t device, nvmlPciInfo_t *inf
     return NVML_SUCCESS;
 }
 
-API nvmlReturn_t nvmlDeviceGetCudaComputeCapability(nvmlDevice_t device, int *major, int *minor)
-{
-    ENTER(device);
-    *major = 9;
-    *minor = 0;
-    return NVML_SUCCESS;
-}
-
 API nvmlReturn_t nvmlDeviceGetPersistenceMode(nvmlDevice_t device, unsigned *mode)
 {
     ENTER(device);
     *mode = !sim->lacks_persistence;
-    return NVML_SUCCESS;
-}
-
-API nvmlReturn_t nvmlDeviceGetComputeMode(nvmlDevice_t device, unsigned *mode)
-{
-    ENTER(device);
-    *mode = 0;
     return NVML_SUCCESS;
 }
 
@@ -372,11 +351,4 @@ API nvmlReturn_t nvmlDeviceGetTopologyCommonAncestor(nvmlDevice_t device, nvmlDe
     ENTER(other);
     *level = device == other ? 0 : NVML_TOPOLOGY_SYSTEM;
     return NVML_SUCCESS;
-}
-
-API nvmlReturn_t nvmlDeviceGetNvLinkState(nvmlDevice_t device, unsigned link, unsigned *active)
-{
-    ENTER(device);
-    (void)link, (void)active;
-    return NVML_ERROR_NOT_SUPPORTED;
 }

@@ -155,14 +155,6 @@ API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, un
     return found > capacity ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-API nvmlReturn_t nvmlDeviceGetGraphicsRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
-{
-    ENTER(device);
-    (void)list;
-    *count = 0;
-    return NVML_SUCCESS;
-}
-
 API nvmlReturn_t nvmlDeviceGetMPSComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
 {
     unsigned capacity = *count, found = 0;
@@ -210,13 +202,6 @@ API nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProces
 }
 
 /* ---- events: XIDs ---- */
-
-API nvmlReturn_t nvmlDeviceGetSupportedEventTypes(nvmlDevice_t device, unsigned long long *types)
-{
-    ENTER(device);
-    *types = NVML_EVENT_TYPE_XID;
-    return NVML_SUCCESS;
-}
 
 API nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set)
 {

@@ -341,12 +341,6 @@ static CUresult set_current(CUmemLocation place, int allocation, CUmemoryPool po
     return first ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-API CUresult cuDeviceSetMemPool(CUdevice ordinal, CUmemoryPool pool)
-{
-    ENTER(SIM_NEED_INIT);
-    return set_current(on_device(ordinal), CU_MEM_ALLOCATION_TYPE_PINNED, pool);
-}
-
 API CUresult cuMemSetMemPool(CUmemLocation *place, int allocation, CUmemoryPool pool)
 {
     ENTER(SIM_NEED_INIT);

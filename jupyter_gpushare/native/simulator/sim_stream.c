@@ -94,8 +94,10 @@ static void release_pools(const struct sim_call *call, CUstream stream)
     pthread_mutex_unlock(&sim_local);
 }
 
-static CUresult create_stream(CUstream *out)
+API CUresult cuStreamCreate(CUstream *out, unsigned flags)
 {
+    ENTER(SIM_NEED_CONTEXT);
+    (void)flags;
     struct CUstream_st *made = out ? calloc(1, sizeof *made) : NULL;
     if (!made)
         return out ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
@@ -106,20 +108,6 @@ static CUresult create_stream(CUstream *out)
     pthread_mutex_unlock(&sim_local);
     *out = made;
     return CUDA_SUCCESS;
-}
-
-API CUresult cuStreamCreate(CUstream *out, unsigned flags)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)flags;
-    return create_stream(out);
-}
-
-API CUresult cuStreamCreateWithPriority(CUstream *out, unsigned flags, int priority)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)flags, (void)priority;
-    return create_stream(out);
 }
 
 API CUresult cuStreamDestroy_v2(CUstream stream)
@@ -153,19 +141,6 @@ API CUresult cuStreamQuery(CUstream stream)
     POLL;
     bool calls_host = atomic_load(&host_calls_ended) < atomic_load(&host_calls_begun);
     return calls_host || sim_stream_done_ns(stream) > sim_now_ns() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
-}
-
-API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    (void)flags;
-    if (!event)
-        return CUDA_ERROR_INVALID_HANDLE;
-    pthread_mutex_lock(&sim_local);
-    struct CUstream_st *waits = stream_of(stream);
-    waits->done_ns = event->done_ns > waits->done_ns ? event->done_ns : waits->done_ns;
-    pthread_mutex_unlock(&sim_local);
-    return CUDA_SUCCESS;
 }
 
 API CUresult cuStreamIsCapturing(CUstream stream, int *status)
@@ -279,14 +254,6 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_
     return sim_launch(function, stream, arguments);
 }
 
-API CUresult cuLaunchKernelEx(const CUlaunchConfig *config, CUfunction function, void **arguments, void **extra)
-{
-    ENTER(SIM_NEED_CONTEXT);
-    if (!config || extra || !config->gridDimX || !config->blockDimX)
-        return CUDA_ERROR_INVALID_VALUE;
-    return sim_launch(function, config->hStream, arguments);
-}
-
 API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data)
 {
     ENTER(SIM_NEED_CONTEXT);
@@ -309,13 +276,3 @@ API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data)
     pthread_mutex_unlock(&sim_local);
     return started ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
 }
-
-#define ALSO(name, suffix) extern __typeof__(name) name##suffix __attribute__((alias(#name), visibility("default")))
-ALSO(cuStreamSynchronize, _ptsz);
-ALSO(cuStreamQuery, _ptsz);
-ALSO(cuStreamWaitEvent, _ptsz);
-ALSO(cuStreamIsCapturing, _ptsz);
-ALSO(cuEventRecord, _ptsz);
-ALSO(cuLaunchHostFunc, _ptsz);
-ALSO(cuLaunchKernel, _ptsz);
-ALSO(cuLaunchKernelEx, _ptsz);
