@@ -16,7 +16,7 @@ uint64_t sim_pages(uint64_t bytes)
 
 CUresult sim_charge(uint32_t device, uint64_t bytes, bool context, const char *event)
 {
-    sim_lock();
+    HOLD_STATE;
     uint64_t used = sim_device_used(device), total = sim_device_usable(device);
     if (used > total || bytes > total - used || used + bytes > sim->device[device].peak_bytes) {
         sim_sweep(); /* before a peak is recorded and before a denial */
@@ -31,18 +31,16 @@ CUresult sim_charge(uint32_t device, uint64_t bytes, bool context, const char *e
         if (bytes || context)
             sim_note(sim_me, event, (int)device, bytes);
     }
-    sim_unlock();
     return result;
 }
 
 void sim_refund(uint32_t device, uint64_t bytes, bool context, const char *event)
 {
-    sim_lock();
+    HOLD_STATE;
     uint64_t *held = (context ? sim_me->context_bytes : sim_me->used_bytes) + device;
     *held -= bytes < *held ? bytes : *held;
     if (bytes || context)
         sim_note(sim_me, event, (int)device, bytes);
-    sim_unlock();
 }
 
 CUresult sim_take(CUdevice ordinal, uint64_t bytes)
@@ -68,7 +66,6 @@ void sim_give(CUdevice ordinal, uint64_t bytes)
 
 void sim_hinder(enum sim_hindrance what)
 {
-    sim_lock();
+    HOLD_STATE;
     sim_me->hindrances |= what;
-    sim_unlock();
 }

@@ -73,9 +73,9 @@ struct block *sim_holder_of(uint64_t address)
     return NULL;
 }
 
-/* One copy may run over several mappings that lie side by side. */
-static bool is_device(uint64_t address, uint64_t bytes)
+bool sim_is_device_memory(CUdeviceptr address, size_t bytes)
 {
+    HOLD(&sim_local);
     while (bytes) {
         struct block *block = sim_holder_of(address);
         if (!block || !block->accessible)
@@ -87,12 +87,4 @@ static bool is_device(uint64_t address, uint64_t bytes)
         bytes -= inside;
     }
     return true;
-}
-
-bool sim_is_device_memory(CUdeviceptr address, size_t bytes)
-{
-    pthread_mutex_lock(&sim_local);
-    bool yes = is_device(address, bytes);
-    pthread_mutex_unlock(&sim_local);
-    return yes;
 }

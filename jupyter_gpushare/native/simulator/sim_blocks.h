@@ -27,7 +27,7 @@ void sim_remove_block(size_t at);
 struct block *sim_find_block(uint64_t address, enum block_kind low, enum block_kind high);
 struct block *sim_holder_of(uint64_t address);
 
-/* Takes sim_local. */
+/* Takes sim_local.  One copy may run over several mappings that lie side by side. */
 bool sim_is_device_memory(CUdeviceptr address, size_t bytes);
 /* After fork, in the child. */
 void sim_forget_blocks(void);

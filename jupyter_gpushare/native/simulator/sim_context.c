@@ -46,24 +46,23 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
         return CUDA_ERROR_INVALID_VALUE;
     if (sim_physical(ordinal) < 0)
         return CUDA_ERROR_INVALID_DEVICE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct CUctx_st *context = &primary[ordinal];
     CUresult result = hold_context(ordinal);
-    if (!result) {
-        context->device = ordinal;
-        context->primary = context->alive = true;
-        context->holders++;
-        *out = context;
-    }
-    pthread_mutex_unlock(&sim_local);
-    return result;
+    if (result)
+        return result;
+    context->device = ordinal;
+    context->primary = context->alive = true;
+    context->holders++;
+    *out = context;
+    return CUDA_SUCCESS;
 }
 
 static CUresult end_primary(CUdevice ordinal, bool at_once)
 {
     if (sim_physical(ordinal) < 0)
         return CUDA_ERROR_INVALID_DEVICE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct CUctx_st *context = &primary[ordinal];
     bool ends = context->holders && (at_once || context->holders == 1);
     CUresult result = context->holders || at_once ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
@@ -76,7 +75,6 @@ static CUresult end_primary(CUdevice ordinal, bool at_once)
         context->holders = ends ? 0 : context->holders - 1;
     if (ends)
         drop_context(ordinal);
-    pthread_mutex_unlock(&sim_local);
     return result;
 }
 
@@ -109,18 +107,15 @@ static CUresult create_context(CUcontext *out, CUdevice ordinal)
     struct CUctx_st *context = calloc(1, sizeof *context);
     if (!context)
         return CUDA_ERROR_OUT_OF_MEMORY;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     CUresult result = hold_context(ordinal);
-    if (!result) {
-        context->device = ordinal;
-        context->alive = true;
-        own_contexts[ordinal]++;
-    }
-    pthread_mutex_unlock(&sim_local);
     if (result) {
         free(context);
         return result;
     }
+    context->device = ordinal;
+    context->alive = true;
+    own_contexts[ordinal]++;
     sim_context = *out = context;
     return CUDA_SUCCESS;
 }
@@ -152,12 +147,11 @@ API CUresult cuCtxDestroy_v2(CUcontext context)
     ENTER(SIM_NEED_INIT);
     if (!context || context->primary || !context->alive)
         return CUDA_ERROR_INVALID_CONTEXT;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     context->alive = false;
     sim_drop_context_memory(context);
     own_contexts[context->device]--;
     drop_context(context->device);
-    pthread_mutex_unlock(&sim_local);
     if (sim_context == context)
         sim_context = NULL;
     return CUDA_SUCCESS;
@@ -217,8 +211,6 @@ API CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
     if (sim_context->peers >> peer->device & 1u)
         return CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED;
     sim_context->peers |= 1u << peer->device;
-    sim_lock();
-    sim_me->hindrances |= SIM_HINDERED_PEER;
-    sim_unlock();
+    sim_hinder(SIM_HINDERED_PEER);
     return CUDA_SUCCESS;
 }

@@ -35,46 +35,49 @@ static bool is_in_use(void)
 /* Make a fault strike `count` times (-1: until cleared).  pid 0: any process; device -1: any. */
 API int gpushare_sim_fault(int kind, int pid, int device, int count, unsigned value)
 {
-    int result = -1;
     if (sim_open() || kind <= SIM_FAULT_NONE || kind >= SIM_FAULT_KINDS || count == 0 || count < -1 || pid < 0 ||
         device < -1 || device >= (int)sim->device_count)
         return -1;
-    sim_lock();
-    bool at_once = kind == SIM_FAULT_XID || kind == SIM_FAULT_ECC || kind == SIM_FAULT_DRIVER_RESTART ||
-                   kind == SIM_FAULT_RECOVERY_ACTION;
-    if (kind == SIM_FAULT_XID && device >= 0) {
-        sim->device[device].xid = value;
-        sim->device[device].xids++;
-        result = 0;
-    } else if (kind == SIM_FAULT_ECC && device >= 0) {
-        sim->device[device].uncorrected += value;
-        result = 0;
-    } else if (kind == SIM_FAULT_RECOVERY_ACTION && device >= 0) {
-        sim->device[device].recovery_action = value;
-        result = 0;
-    } else if (kind == SIM_FAULT_DRIVER_RESTART && !(sim->restarts_unused_only && is_in_use())) {
+    HOLD_STATE;
+    struct sim_device *at = device >= 0 ? &sim->device[device] : NULL;
+    switch (kind) {
+    case SIM_FAULT_XID:
+        if (at) {
+            at->xid = value;
+            at->xids++;
+        }
+        return at ? 0 : -1;
+    case SIM_FAULT_ECC:
+        if (at)
+            at->uncorrected += value;
+        return at ? 0 : -1;
+    case SIM_FAULT_RECOVERY_ACTION:
+        if (at)
+            at->recovery_action = value;
+        return at ? 0 : -1;
+    case SIM_FAULT_DRIVER_RESTART:
+        if (sim->restarts_unused_only && is_in_use())
+            return -1;
         atomic_fetch_add(&sim->driver_starts, 1);
-        result = 0;
+        return 0;
     }
-    for (int i = 0; !at_once && result && i < SIM_FAULTS; i++)
+    for (int i = 0; i < SIM_FAULTS; i++)
         if (sim->fault[i].kind == SIM_FAULT_NONE) {
             sim->fault[i] = (struct sim_fault){(uint32_t)kind, pid, device, count, value};
             atomic_fetch_add(&sim->fault_count, 1);
-            result = 0;
+            return 0;
         }
-    sim_unlock();
-    return result;
+    return -1;
 }
 
 API int gpushare_sim_clear_faults(void)
 {
     if (sim_open())
         return -1;
-    sim_lock();
+    HOLD_STATE;
     memset(sim->fault, 0, sizeof sim->fault);
     atomic_store(&sim->fault_count, 0);
     atomic_fetch_add(&sim->faults_cleared, 1);
-    sim_unlock();
     return 0;
 }
 
@@ -101,10 +104,9 @@ API int gpushare_sim_faults_left(void)
     int left = 0;
     if (sim_open())
         return -1;
-    sim_lock();
+    HOLD_STATE;
     for (int i = 0; i < SIM_FAULTS; i++)
         left += sim->fault[i].kind != SIM_FAULT_NONE && sim->fault[i].remaining != 0;
-    sim_unlock();
     return left;
 }
 
@@ -112,12 +114,11 @@ API int gpushare_sim_host_memory(uint64_t *total, uint64_t *available)
 {
     if (sim_open())
         return -1;
-    sim_lock();
+    HOLD_STATE;
     sim_sweep();
     uint64_t used = sim_host_used();
     *total = sim->host_total_bytes;
     *available = used < *total ? *total - used : 0;
-    sim_unlock();
     return 0;
 }
 
@@ -125,9 +126,8 @@ API int gpushare_sim_set_host_memory(uint64_t total)
 {
     if (sim_open())
         return -1;
-    sim_lock();
+    HOLD_STATE;
     sim->host_total_bytes = total;
-    sim_unlock();
     return 0;
 }
 
@@ -135,12 +135,11 @@ API int gpushare_sim_device_memory(int device, uint64_t *used, uint64_t *peak, u
 {
     if (sim_open() || device < 0 || device >= (int)sim->device_count)
         return -1;
-    sim_lock();
+    HOLD_STATE;
     sim_sweep();
     *used = sim_device_used((uint32_t)device);
     *peak = sim->device[device].peak_bytes;
     *total = sim->device[device].total_bytes;
-    sim_unlock();
     return 0;
 }
 
@@ -155,40 +154,35 @@ API int gpushare_sim_uuid(int device, char text[SIM_UUID_TEXT])
 /* Limit the host memory of a cgroup, as memory.max does; UINT64_MAX: no limit. */
 API int gpushare_sim_host_group(const char *path, uint64_t max_bytes)
 {
-    int result = -1;
     if (sim_open() || strlen(path) >= SIM_GROUP_PATH)
         return -1;
-    sim_lock();
+    HOLD_STATE;
     struct sim_group *place = NULL;
     for (int g = SIM_GROUPS - 1; g >= 0; g--)
         if (!sim->host_group[g].path[0] || !strcmp(sim->host_group[g].path, path))
             place = !place || !strcmp(sim->host_group[g].path, path) ? &sim->host_group[g] : place;
-    if (place) {
-        memset(place, 0, sizeof *place);
-        if (max_bytes != UINT64_MAX)
-            strcpy(place->path, path);
-        place->hard_bytes = max_bytes;
-        result = 0;
-    }
-    sim_unlock();
-    return result;
+    if (!place)
+        return -1;
+    memset(place, 0, sizeof *place);
+    if (max_bytes != UINT64_MAX)
+        strcpy(place->path, path);
+    place->hard_bytes = max_bytes;
+    return 0;
 }
 
 /* What a cgroup may have of a device: 0 and its limits, or -1 when none is set. */
 API int gpushare_sim_group(int device, const char *path, uint64_t *soft, uint64_t *hard)
 {
-    int result = -1;
     if (sim_open())
         return -1;
-    sim_lock();
-    for (int g = 0; g < SIM_GROUPS && result; g++)
+    HOLD_STATE;
+    for (int g = 0; g < SIM_GROUPS; g++)
         if ((int)sim->group[g].device == device && !strcmp(sim->group[g].path, path)) {
             *soft = sim->group[g].soft_bytes;
             *hard = sim->group[g].hard_bytes;
-            result = 0;
+            return 0;
         }
-    sim_unlock();
-    return result;
+    return -1;
 }
 
 /* A process's checkpoint state (as CUprocessState), or -1 when it does not use CUDA. */
@@ -196,10 +190,8 @@ API int gpushare_sim_process_state(int pid)
 {
     if (sim_open())
         return -1;
-    sim_lock();
+    HOLD_STATE;
     sim_sweep();
     struct sim_process *process = sim_find(pid);
-    int state = process ? (int)process->state : -1;
-    sim_unlock();
-    return state;
+    return process ? (int)process->state : -1;
 }

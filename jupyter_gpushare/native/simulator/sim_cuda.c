@@ -99,34 +99,33 @@ static void read_visible_devices(struct sim_process *process)
 API CUresult cuInit(unsigned flags)
 {
     static bool hooked;
-    CUresult result = CUDA_SUCCESS;
     if (flags)
         return CUDA_ERROR_INVALID_VALUE;
     if (sim_was_forked())
         return CUDA_ERROR_NOT_INITIALIZED;
     if (sim_open())
         return CUDA_ERROR_NO_DEVICE;
-    pthread_mutex_lock(&sim_local);
-    if (!sim_me) {
-        int32_t pid = sim_self();
-        uint64_t ticks = process_start_ticks(pid);
-        sim_lock();
-        sim_sweep();
-        struct sim_process *process = sim_add(pid, ticks);
-        if (process)
-            read_visible_devices(process);
-        if (!process)
-            result = CUDA_ERROR_OUT_OF_MEMORY;
-        else if (!process->visible_count)
-            process->pid = 0, result = CUDA_ERROR_NO_DEVICE;
-        else
-            sim_open_device_files(process), sim_note(process, "start", -1, 0), sim_me = process;
-        sim_unlock();
-        if (!hooked)
-            hooked = !pthread_atfork(NULL, NULL, in_child);
+    HOLD(&sim_local);
+    if (sim_me)
+        return CUDA_SUCCESS;
+    if (!hooked)
+        hooked = !pthread_atfork(NULL, NULL, in_child);
+    int32_t pid = sim_self();
+    uint64_t ticks = process_start_ticks(pid);
+    HOLD_STATE;
+    sim_sweep();
+    struct sim_process *process = sim_add(pid, ticks);
+    if (!process)
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    read_visible_devices(process);
+    if (!process->visible_count) {
+        process->pid = 0;
+        return CUDA_ERROR_NO_DEVICE;
     }
-    pthread_mutex_unlock(&sim_local);
-    return result;
+    sim_open_device_files(process);
+    sim_note(process, "start", -1, 0);
+    sim_me = process;
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuDriverGetVersion(int *version)

@@ -37,9 +37,8 @@ bool sim_was_forked(void)
 
 static void reopen_if_abandoned(void)
 {
-    sim_lock();
+    HOLD_STATE;
     sim_sweep();
-    sim_unlock();
 }
 
 bool sim_is_initialized(void)

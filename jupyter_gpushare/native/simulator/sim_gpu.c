@@ -157,10 +157,8 @@ static int attach(const char *path)
 
 int sim_attach(const char *path)
 {
-    pthread_mutex_lock(&opening);
-    int result = sim && !strcmp(path, state_path) ? 0 : attach(path);
-    pthread_mutex_unlock(&opening);
-    return result;
+    HOLD(&opening);
+    return sim && !strcmp(path, state_path) ? 0 : attach(path);
 }
 
 int sim_open(void)
@@ -352,23 +350,21 @@ bool sim_device_lost(uint32_t device)
 
 bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t *value)
 {
-    bool struck = false;
     if (!atomic_load_explicit(&sim->fault_count, memory_order_acquire))
         return false;
-    sim_lock();
-    for (int i = 0; i < SIM_FAULTS && !struck; i++) {
+    HOLD_STATE;
+    for (int i = 0; i < SIM_FAULTS; i++) {
         struct sim_fault *fault = &sim->fault[i];
         if (!fits(fault, kind, pid, device))
             continue;
-        struck = true;
         *value = fault->value;
         if (fault->remaining > 0 && --fault->remaining == 0) {
             fault->kind = SIM_FAULT_NONE;
             atomic_fetch_sub(&sim->fault_count, 1);
         }
+        return true;
     }
-    sim_unlock();
-    return struck;
+    return false;
 }
 
 enum { HANG_STEP_MS = 10 };

@@ -40,11 +40,12 @@
 
 #include "../old_glibc.h"
 
-#include <pthread.h>
 #include <stdatomic.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+
+#include "../hold.h"
 
 enum {
     SIM_DEVICES = 16,
@@ -222,6 +223,7 @@ uint64_t sim_now_ns(void);
 void sim_sleep_ns(uint64_t ns);
 void sim_lock(void);
 void sim_unlock(void);
+#define HOLD_STATE HELD *held_state_ = (sim_lock(), &sim->mutex)
 
 /* The device files of a process (see above): open them for this one; whether any process has them open. */
 void sim_open_device_files(const struct sim_process *process);

@@ -204,9 +204,8 @@ API CUresult cuGraphExecDestroy(CUgraphExec executable)
     ENTER(SIM_NEED_INIT);
     if (!executable)
         return CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     used[executable->graph.device] -= executable->is_launched ? executable->graph.bytes : 0;
-    pthread_mutex_unlock(&sim_local);
     free_all(executable->graph.first);
     free(executable);
     return CUDA_SUCCESS;
@@ -217,9 +216,8 @@ API CUresult cuDeviceGetGraphMemAttribute(CUdevice ordinal, int attribute, void 
     ENTER(SIM_NEED_INIT);
     if (sim_physical(ordinal) < 0 || attribute < 0 || attribute > 3)
         return CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     memcpy(value, attribute < 2 ? &used[ordinal] : &reserved[ordinal], sizeof *used);
-    pthread_mutex_unlock(&sim_local);
     return CUDA_SUCCESS;
 }
 
@@ -228,10 +226,9 @@ API CUresult cuDeviceGraphMemTrim(CUdevice ordinal)
     ENTER(SIM_NEED_INIT);
     if (sim_physical(ordinal) < 0)
         return CUDA_ERROR_INVALID_DEVICE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     if (reserved[ordinal] > used[ordinal])
         sim_refund(sim_me->visible[ordinal], reserved[ordinal] - used[ordinal], false, "free");
     reserved[ordinal] = used[ordinal];
-    pthread_mutex_unlock(&sim_local);
     return CUDA_SUCCESS;
 }

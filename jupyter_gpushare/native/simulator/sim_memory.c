@@ -39,13 +39,12 @@ static CUresult allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enu
     if (memory == MAP_FAILED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     struct block block = {(uint64_t)(uintptr_t)memory, bytes, kind, ordinal, sim_context, NULL, pool, true};
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     CUresult result = take_block(&block, stream);
     if (!result && !sim_insert_block(block)) {
         give_block(&block, NULL);
         result = CUDA_ERROR_OUT_OF_MEMORY;
     }
-    pthread_mutex_unlock(&sim_local);
     if (result)
         munmap(memory, bytes);
     else
@@ -58,20 +57,24 @@ CUresult sim_allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enum b
     return allocate(out, bytes, ordinal, kind, NULL, NULL);
 }
 
+static void end_block(size_t at, const struct sim_free *how)
+{
+    struct block block = sim_blocks[at];
+    sim_remove_block(at);
+    munmap((void *)(uintptr_t)block.address, block.bytes);
+    give_block(&block, how);
+}
+
 static CUresult release(CUdeviceptr address, const struct sim_free *how)
 {
     if (!address)
         return CUDA_SUCCESS;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct block *found = sim_find_block(address, BLOCK_PLAIN, BLOCK_MANAGED);
-    if (found) {
-        struct block block = *found;
-        sim_remove_block((size_t)(found - sim_blocks));
-        munmap((void *)(uintptr_t)block.address, block.bytes);
-        give_block(&block, how);
-    }
-    pthread_mutex_unlock(&sim_local);
-    return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    if (!found)
+        return CUDA_ERROR_INVALID_VALUE;
+    end_block((size_t)(found - sim_blocks), how);
+    return CUDA_SUCCESS;
 }
 
 CUresult sim_release(CUdeviceptr address)
@@ -82,12 +85,8 @@ CUresult sim_release(CUdeviceptr address)
 void sim_drop_context_memory(CUcontext context)
 {
     for (size_t at = sim_block_count; at > 0; at--)
-        if (sim_blocks[at - 1].context == context) {
-            struct block block = sim_blocks[at - 1];
-            sim_remove_block(at - 1);
-            munmap((void *)(uintptr_t)block.address, block.bytes);
-            give_block(&block, NULL);
-        }
+        if (sim_blocks[at - 1].context == context)
+            end_block(at - 1, NULL);
     sim_pools_release(NULL, true);
 }
 
@@ -160,10 +159,9 @@ API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 {
     ENTER_BY(sim_ask());
     uint32_t device = sim_current_device();
-    sim_lock();
+    HOLD_STATE;
     sim_sweep();
     uint64_t total = sim->device[device].total_bytes, used = sim_device_used(device) + sim->reserved_bytes;
-    sim_unlock();
     if (total_bytes)
         *total_bytes = total;
     if (free_bytes)
@@ -174,34 +172,33 @@ API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 API CUresult cuMemGetAddressRange_v2(CUdeviceptr *base, size_t *bytes, CUdeviceptr address)
 {
     ASK;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct block *block = sim_holder_of(address);
     if (block && base)
         *base = block->address;
     if (block && bytes)
         *bytes = block->bytes;
-    pthread_mutex_unlock(&sim_local);
     return block ? CUDA_SUCCESS : CUDA_ERROR_NOT_FOUND;
 }
 
 API CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr address)
 {
     ASK;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct block *block = sim_holder_of(address);
-    CUresult result = block ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
-    if (block && attribute == 2) /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE: of the host or of the device */
+    if (!block)
+        return CUDA_ERROR_INVALID_VALUE;
+    if (attribute == 2) /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE: of the host or of the device */
         *(unsigned *)data = block->pool && sim_pool_device(block->pool) < 0 && block->kind == BLOCK_PLAIN ? 1 : 2;
-    else if (block && attribute == 3)
+    else if (attribute == 3)
         *(CUdeviceptr *)data = address;
-    else if (block && attribute == 8) /* CU_POINTER_ATTRIBUTE_IS_MANAGED */
+    else if (attribute == 8) /* CU_POINTER_ATTRIBUTE_IS_MANAGED */
         *(unsigned *)data = block->kind == BLOCK_MANAGED;
-    else if (block && attribute == 9) /* CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL */
+    else if (attribute == 9) /* CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL */
         *(int *)data = block->device;
-    else if (block)
-        result = CUDA_ERROR_NOT_SUPPORTED;
-    pthread_mutex_unlock(&sim_local);
-    return result;
+    else
+        return CUDA_ERROR_NOT_SUPPORTED;
+    return CUDA_SUCCESS;
 }
 
 /* Arrays: memory with a shape, which nothing here looks into. */

@@ -76,7 +76,7 @@ static nvmlReturn_t put_text(char *to, unsigned size, const char *text)
 static void register_client(bool is_client)
 {
     int32_t self = sim_self();
-    sim_lock();
+    HOLD_STATE;
     for (int i = 0; i < SIM_NVML_CLIENTS; i++) {
         int32_t pid = sim->nvml_client[i].pid;
         bool is_free = !pid || process_start_ticks(pid) != sim->nvml_client[i].start_ticks;
@@ -86,7 +86,6 @@ static void register_client(bool is_client)
         sim->nvml_client[i].start_ticks = process_start_ticks(self);
         break;
     }
-    sim_unlock();
 }
 
 API nvmlReturn_t nvmlInitWithFlags(unsigned flags)
@@ -339,9 +338,8 @@ API nvmlReturn_t nvmlDeviceSetMemoryLimits_v1(nvmlDevice_t device, const nvmlSet
         return NVML_ERROR_INVALID_ARGUMENT;
     if (sim->mig)
         return NVML_ERROR_NOT_SUPPORTED;
-    sim_lock();
+    HOLD_STATE;
     bool set = sim_group_set(limits->nameSpace, device->index, limits->softLimit, limits->hardLimit);
-    sim_unlock();
     return set ? NVML_SUCCESS : NVML_ERROR_MEMORY;
 }
 

@@ -68,12 +68,11 @@ API nvmlReturn_t nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memo
     ENTER(device);
     if (sim->device[device->index].shares_host_memory)
         return NVML_ERROR_NOT_SUPPORTED;
-    sim_lock();
+    HOLD_STATE;
     sweep();
     memory->total = sim->device[device->index].total_bytes;
     memory->used = sim_device_used(device->index) + sim->reserved_bytes;
     memory->free = memory->total - memory->used;
-    sim_unlock();
     return NVML_SUCCESS;
 }
 
@@ -95,12 +94,11 @@ API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilizat
     ENTER(device);
     uint64_t now = sim_now_ns();
     unsigned percent = 0;
-    sim_lock();
+    HOLD_STATE;
     sweep();
     for (int i = 0; i < SIM_PROCESSES; i++)
         if (sim->process[i].pid > 0)
             percent += sim_busy_percent(&sim->process[i].busy[device->index], 0, now);
-    sim_unlock();
     rates->gpu = percent > 100 ? 100 : percent;
     rates->memory = rates->gpu / 2;
     return NVML_SUCCESS;
@@ -139,7 +137,7 @@ API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, un
     if (sim->shown_bytes == SIM_BYTES_REFUSED)
         return NVML_ERROR_NOT_SUPPORTED;
     unsigned capacity = *count, found = 0;
-    sim_lock();
+    HOLD_STATE;
     sweep();
     for (int i = 0; i < SIM_PROCESSES; i++) {
         const struct sim_process *process = &sim->process[i];
@@ -150,7 +148,6 @@ API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, un
             list[found] = (nvmlProcessInfo_t){(unsigned)abs(process->pid), shown_bytes(bytes), ~0u, ~0u};
         found++;
     }
-    sim_unlock();
     *count = found;
     return found > capacity ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
@@ -185,7 +182,7 @@ API nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProces
     uint64_t ago_us = wall_us > since_us ? wall_us - since_us : 0;
     uint64_t since = ago_us < now / 1000u ? now - ago_us * 1000u : 0;
     unsigned capacity = samples ? *count : 0, found = 0;
-    sim_lock();
+    HOLD_STATE;
     sweep();
     for (int i = 0; ago_us && i < SIM_PROCESSES; i++) {
         const struct sim_process *process = &sim->process[i];
@@ -194,7 +191,6 @@ API nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProces
             samples[found] = (nvmlProcessUtilizationSample_t){(unsigned)process->pid, wall_us, percent, 0, 0, 0};
         found += percent > 0;
     }
-    sim_unlock();
     *count = found;
     if (!found)
         return NVML_ERROR_NOT_FOUND;
@@ -225,30 +221,26 @@ API nvmlReturn_t nvmlDeviceRegisterEvents(nvmlDevice_t device, unsigned long lon
         return NVML_ERROR_INVALID_ARGUMENT;
     if (types & ~(unsigned long long)NVML_EVENT_TYPE_XID)
         return NVML_ERROR_NOT_SUPPORTED;
-    sim_lock();
+    HOLD_STATE;
     for (uint32_t d = 0; d < sim->device_count; d++)
         if (device == &sim_handles[d] || device == &sim_whole) {
             set->devices |= 1u << d;
             set->seen[d] = sim->device[d].xids;
         }
-    sim_unlock();
     return NVML_SUCCESS;
 }
 
 static bool next_event(nvmlEventSet_t set, nvmlEventData_t *data)
 {
-    bool found = false;
-    sim_lock();
-    for (uint32_t d = 0; d < sim->device_count && !found; d++) {
-        found = (set->devices >> d & 1u) && sim->device[d].xids > set->seen[d];
-        if (found) {
+    HOLD_STATE;
+    for (uint32_t d = 0; d < sim->device_count; d++)
+        if ((set->devices >> d & 1u) && sim->device[d].xids > set->seen[d]) {
             set->seen[d] = sim->device[d].xids;
             *data = (nvmlEventData_t){sim->mig ? &sim_whole : &sim_handles[d], NVML_EVENT_TYPE_XID, sim->device[d].xid,
                                       sim->mig ? d + 1 : ~0u, ~0u};
+            return true;
         }
-    }
-    sim_unlock();
-    return found;
+    return false;
 }
 
 API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, unsigned timeout_ms)

@@ -285,10 +285,8 @@ static CUmemLocation on_device(CUdevice ordinal)
 
 CUmemoryPool sim_pool_of(CUdevice ordinal)
 {
-    pthread_mutex_lock(&sim_local);
-    CUmemoryPool pool = current_at(CU_MEM_ALLOCATION_TYPE_PINNED, on_device(ordinal));
-    pthread_mutex_unlock(&sim_local);
-    return pool;
+    HOLD(&sim_local);
+    return current_at(CU_MEM_ALLOCATION_TYPE_PINNED, on_device(ordinal));
 }
 
 /* ---- which pool ---- */
@@ -297,9 +295,8 @@ static CUresult answer(CUmemoryPool *out, CUmemLocation place, int allocation, C
 {
     if (!out || !settle_place(allocation, &place))
         return CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     *out = find(allocation, place);
-    pthread_mutex_unlock(&sim_local);
     return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -333,11 +330,10 @@ static CUresult set_current(CUmemLocation place, int allocation, CUmemoryPool po
 {
     if (!pool || !settle_place(allocation, &place) || !is_at(pool, allocation, place))
         return CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     CUmemoryPool first = default_at(allocation, place);
     if (first)
         first->current = pool;
-    pthread_mutex_unlock(&sim_local);
     return first ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -359,9 +355,8 @@ API CUresult cuMemPoolCreate(CUmemoryPool *pool, const CUmemPoolProps *propertie
     if (!settle_place(properties->allocType, &place) || (managed && properties->maxSize) ||
         ((managed || place.type == CU_MEM_LOCATION_TYPE_HOST) && properties->handleTypes))
         return CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     *pool = make(properties->allocType, place, false);
-    pthread_mutex_unlock(&sim_local);
     return *pool ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -370,12 +365,11 @@ API CUresult cuMemPoolDestroy(CUmemoryPool pool)
     ENTER(SIM_NEED_INIT);
     if (!pool || pool->is_default)
         return CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     for (CUmemoryPool first = pools; first; first = first->next)
         first->current = first->current == pool ? NULL : first->current;
     pool->is_destroyed = true;
     end_pool(pool);
-    pthread_mutex_unlock(&sim_local);
     return CUDA_SUCCESS;
 }
 
@@ -385,9 +379,8 @@ API CUresult cuMemPoolTrimTo(CUmemoryPool pool, size_t keep)
     if (!pool)
         return CUDA_ERROR_INVALID_VALUE;
     atomic_fetch_add(&trims, 1);
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     trim(pool, keep);
-    pthread_mutex_unlock(&sim_local);
     return CUDA_SUCCESS;
 }
 
@@ -404,11 +397,10 @@ API CUresult cuMemPoolSetAttribute(CUmemoryPool pool, int attribute, void *value
     memcpy(&bytes, value, sizeof bytes);
     if (attribute != THRESHOLD && (bytes || attribute == RESERVED_CURRENT || attribute == USED_CURRENT))
         return CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     *(attribute == THRESHOLD       ? &pool->threshold
       : attribute == RESERVED_HIGH ? &pool->reserved_high
                                    : &pool->used_high) = bytes;
-    pthread_mutex_unlock(&sim_local);
     return CUDA_SUCCESS;
 }
 
@@ -418,7 +410,7 @@ API CUresult cuMemPoolGetAttribute(CUmemoryPool pool, int attribute, void *value
     atomic_fetch_add(&questions, 1);
     if (!pool || !value || attribute < 1 || attribute > (knows_managed_pools() ? LOCATION_TYPE : USED_HIGH))
         return CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     const uint64_t bytes[] = {pool->threshold, pool->reserved, pool->reserved_high, pool->used, pool->used_high};
     const int facts[] = {pool->allocation, 0, pool->location.id, pool->location.type};
     if (attribute < THRESHOLD)
@@ -427,7 +419,6 @@ API CUresult cuMemPoolGetAttribute(CUmemoryPool pool, int attribute, void *value
         memcpy(value, &bytes[attribute - THRESHOLD], sizeof *bytes);
     else
         memcpy(value, &facts[attribute - ALLOCATION_TYPE], sizeof *facts);
-    pthread_mutex_unlock(&sim_local);
     return CUDA_SUCCESS;
 }
 

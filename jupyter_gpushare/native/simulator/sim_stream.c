@@ -47,13 +47,12 @@ static struct CUstream_st *stream_of(CUstream stream)
 /* The default stream waits for all others of its device. */
 uint64_t sim_stream_done_ns(CUstream stream)
 {
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct CUstream_st *asked = stream_of(stream);
     uint64_t done = asked->done_ns;
     for (struct CUstream_st *at = streams; asked != stream && at; at = at->next)
         if (at->context && sim_context && at->context->device == sim_context->device && at->done_ns > done)
             done = at->done_ns;
-    pthread_mutex_unlock(&sim_local);
     return done;
 }
 
@@ -89,9 +88,8 @@ static void release_pools(const struct sim_call *call, CUstream stream)
 {
     if (!call->inside)
         return;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     sim_pools_release((uintptr_t)stream > 2 ? &stream : NULL, false);
-    pthread_mutex_unlock(&sim_local);
 }
 
 API CUresult cuStreamCreate(CUstream *out, unsigned flags)
@@ -102,10 +100,9 @@ API CUresult cuStreamCreate(CUstream *out, unsigned flags)
     if (!made)
         return out ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
     made->context = sim_context;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     made->next = streams;
     streams = made;
-    pthread_mutex_unlock(&sim_local);
     *out = made;
     return CUDA_SUCCESS;
 }
@@ -113,16 +110,13 @@ API CUresult cuStreamCreate(CUstream *out, unsigned flags)
 API CUresult cuStreamDestroy_v2(CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct CUstream_st **at = &streams;
     while (*at && *at != stream)
         at = &(*at)->next;
-    bool found = *at != NULL;
-    if (found)
-        *at = stream->next;
-    pthread_mutex_unlock(&sim_local);
-    if (!found)
+    if (!*at)
         return CUDA_ERROR_INVALID_HANDLE;
+    *at = stream->next;
     free(stream);
     return CUDA_SUCCESS;
 }
@@ -232,14 +226,12 @@ CUresult sim_launch(CUfunction function, CUstream stream, void **arguments)
     CUresult result = function->run(arguments, &busy_ns);
     if (result)
         return result;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct CUstream_st *on = stream_of(stream);
     uint64_t from = on->done_ns > started ? on->done_ns : started, until = from + busy_ns, now = sim_now_ns();
     on->done_ns = until > now ? until : now; /* the work done above took time too */
-    sim_lock();
+    HOLD_STATE;
     sim_busy_add(&sim_me->busy[sim_current_device()], from, on->done_ns);
-    sim_unlock();
-    pthread_mutex_unlock(&sim_local);
     return CUDA_SUCCESS;
 }
 
@@ -261,18 +253,16 @@ API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data)
     if (!call)
         return function ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
     uint64_t from_ns = sim_stream_done_ns(stream);
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     *call = (struct host_call){function, data, atomic_load(&host_calls_begun), from_ns};
     atomic_fetch_add(&sim_me->inside, 1); /* until it has run */
     pthread_t thread;
-    bool started = !pthread_create(&thread, NULL, run_host_call, call);
-    if (started) {
-        atomic_fetch_add(&host_calls_begun, 1);
-        pthread_detach(thread);
-    } else {
+    if (pthread_create(&thread, NULL, run_host_call, call)) {
         atomic_fetch_sub(&sim_me->inside, 1);
         free(call);
+        return CUDA_ERROR_UNKNOWN;
     }
-    pthread_mutex_unlock(&sim_local);
-    return started ? CUDA_SUCCESS : CUDA_ERROR_UNKNOWN;
+    atomic_fetch_add(&host_calls_begun, 1);
+    pthread_detach(thread);
+    return CUDA_SUCCESS;
 }

@@ -115,32 +115,30 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const 
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
     *made = (struct physical){NULL, fd, bytes, properties->location.id, 1, 0};
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     end_all();
     CUresult result = sim_take(made->device, bytes);
-    if (!result)
-        made->next = physicals, physicals = made;
-    pthread_mutex_unlock(&sim_local);
     if (result) {
         close(fd);
         free(made);
-    } else {
-        *out = (uint64_t)(uintptr_t)made;
+        return result;
     }
-    return result;
+    made->next = physicals;
+    physicals = made;
+    *out = (uint64_t)(uintptr_t)made;
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
 {
     ENTER(SIM_NEED_INIT);
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct physical *found = find_physical(handle);
-    if (found) {
-        found->holders--;
-        end_physical(found);
-    }
-    pthread_mutex_unlock(&sim_local);
-    return found ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    if (!found)
+        return CUDA_ERROR_INVALID_VALUE;
+    found->holders--;
+    end_physical(found);
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t bytes, size_t alignment, CUdeviceptr near, unsigned long long flags)
@@ -153,10 +151,8 @@ API CUresult cuMemAddressReserve(CUdeviceptr *out, size_t bytes, size_t alignmen
     if (range == MAP_FAILED)
         return CUDA_ERROR_OUT_OF_MEMORY;
     struct block block = {(uint64_t)(uintptr_t)range, bytes, BLOCK_RESERVED, 0, NULL, NULL, NULL, false};
-    pthread_mutex_lock(&sim_local);
-    bool kept = sim_insert_block(block);
-    pthread_mutex_unlock(&sim_local);
-    if (!kept) {
+    HOLD(&sim_local);
+    if (!sim_insert_block(block)) {
         munmap(range, bytes);
         return CUDA_ERROR_OUT_OF_MEMORY;
     }
@@ -184,41 +180,38 @@ static bool any_mapping(uint64_t address, uint64_t bytes)
 API CUresult cuMemAddressFree(CUdeviceptr address, size_t bytes)
 {
     ENTER(SIM_NEED_INIT);
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct block *found = sim_find_block(address, BLOCK_RESERVED, BLOCK_RESERVED);
-    bool fits = found && found->bytes == bytes && !any_mapping(address, bytes);
-    if (fits) {
-        sim_remove_block((size_t)(found - sim_blocks));
-        munmap((void *)(uintptr_t)address, bytes);
-    }
-    pthread_mutex_unlock(&sim_local);
-    return fits ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    if (!found || found->bytes != bytes || any_mapping(address, bytes))
+        return CUDA_ERROR_INVALID_VALUE;
+    sim_remove_block((size_t)(found - sim_blocks));
+    munmap((void *)(uintptr_t)address, bytes);
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGenericAllocationHandle handle,
                       unsigned long long flags)
 {
     ENTER(SIM_NEED_INIT);
-    CUresult result = CUDA_ERROR_INVALID_VALUE;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct physical *physical = find_physical(handle);
-    if (physical && !flags && bytes && bytes % SIM_PAGE_BYTES == 0 && offset <= physical->bytes &&
-        bytes <= physical->bytes - offset && reservation_of(address, bytes) && !any_mapping(address, bytes)) {
-        struct block block = {address, bytes, BLOCK_MAPPED, physical->device, NULL, physical, NULL, false};
-        void *at = mmap((void *)(uintptr_t)address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, physical->fd,
-                        (off_t)offset);
-        result = at != MAP_FAILED && sim_insert_block(block) ? CUDA_SUCCESS : CUDA_ERROR_MAP_FAILED;
-        physical->maps += !result;
-    }
-    pthread_mutex_unlock(&sim_local);
-    return result;
+    if (!physical || flags || !bytes || bytes % SIM_PAGE_BYTES || offset > physical->bytes ||
+        bytes > physical->bytes - offset || !reservation_of(address, bytes) || any_mapping(address, bytes))
+        return CUDA_ERROR_INVALID_VALUE;
+    struct block block = {address, bytes, BLOCK_MAPPED, physical->device, NULL, physical, NULL, false};
+    void *at = mmap((void *)(uintptr_t)address, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_FIXED, physical->fd,
+                    (off_t)offset);
+    if (at == MAP_FAILED || !sim_insert_block(block))
+        return CUDA_ERROR_MAP_FAILED;
+    physical->maps++;
+    return CUDA_SUCCESS;
 }
 
 API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count)
 {
     ENTER(SIM_NEED_INIT);
     bool any = false, peer = false;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     for (size_t i = 0; access && count && i < sim_block_count; i++) {
         struct block *block = &sim_blocks[i];
         if (block->kind != BLOCK_MAPPED || block->address < address ||
@@ -231,7 +224,6 @@ API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccess
             else
                 peer = peer || access[j].flags;
     }
-    pthread_mutex_unlock(&sim_local);
     if (peer)
         sim_hinder(SIM_HINDERED_PEER);
     return any ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
@@ -241,7 +233,7 @@ API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
     ENTER(SIM_NEED_INIT);
     bool any = false;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     for (size_t i = sim_block_count; i > 0; i--) {
         struct block block = sim_blocks[i - 1];
         if (block.kind != BLOCK_MAPPED || block.address < address || block.address + block.bytes > address + bytes)
@@ -253,22 +245,19 @@ API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
         block.physical->maps--;
         end_physical(block.physical);
     }
-    pthread_mutex_unlock(&sim_local);
     return any ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
 
 API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void *address)
 {
     ENTER(SIM_NEED_INIT);
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct block *block = sim_holder_of((uint64_t)(uintptr_t)address);
-    bool mapped = out && block && block->kind == BLOCK_MAPPED;
-    if (mapped) {
-        block->physical->holders++;
-        *out = (uint64_t)(uintptr_t)block->physical;
-    }
-    pthread_mutex_unlock(&sim_local);
-    return mapped ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+    if (!out || !block || block->kind != BLOCK_MAPPED)
+        return CUDA_ERROR_INVALID_VALUE;
+    block->physical->holders++;
+    *out = (uint64_t)(uintptr_t)block->physical;
+    return CUDA_SUCCESS;
 }
 
 /* A descriptor that cannot be imported here: enough to be seen by the checkpoint. */
@@ -277,10 +266,9 @@ API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandl
     ENTER(SIM_NEED_INIT);
     if (!out || type != 1 || flags) /* CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR */
         return CUDA_ERROR_NOT_SUPPORTED;
-    pthread_mutex_lock(&sim_local);
+    HOLD(&sim_local);
     struct physical *physical = find_physical(handle);
     int fd = physical ? share(physical) : -1;
-    pthread_mutex_unlock(&sim_local);
     if (fd < 0)
         return CUDA_ERROR_INVALID_VALUE;
     *(int *)out = fd;
