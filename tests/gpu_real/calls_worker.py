@@ -190,7 +190,7 @@ def addresses() -> str:
     The library finds a function that it is asked for by its address among those symbols.
     """
     hooks = Path(native.__file__).with_name("preload").joinpath("hooks.h").read_text()
-    hooked = re.findall(r"HOOK\([A-Z]+, (cu[A-Z]\w+)\)", hooks)
+    hooked = re.findall(r"HOOK\([A-Z]+, (cu[A-Z]\w+)(?:, \d+)?\)", hooks)
     symbols = {
         ctypes.cast(getattr(cuda, name), ctypes.c_void_p).value for name in hooked if hasattr(cuda, name)
     }

@@ -18,7 +18,9 @@ from tests.simulator import GIB, Lease, Simulator
 from tests.waiting import PATIENCE_S
 
 NATIVE = build.NATIVE
-HOOKS = re.findall(r"\bHOOK\((\w+), (\w+)\)", (NATIVE / "preload" / "hooks.h").read_text().partition("*/")[2])
+HOOKS = re.findall(
+    r"\bHOOK\((\w+), (\w+)(?:, \d+)?\)", (NATIVE / "preload" / "hooks.h").read_text().partition("*/")[2]
+)
 KINDS = {name: kind for kind, name in HOOKS}
 SPARES = 1024  # GPUSHARE_SPARES of preload_stubs.h
 EXPORTS = re.findall(
@@ -38,20 +40,20 @@ EVERY_FUNCTION = """
 #define INTACT (a == 1 && b == 2 && c == 3 && d == 4 && e == 5 && f == 6 && g == 7 && h == 8 && i == 9 && \\
     j == 10 && k == 1 && l == 2 && m == 3 && n == 4 && o == 5 && p == 6 && q == 7 && r == 8)
 enum {
-#define HOOK(kind, name) INDEX_##name,
+#define HOOK(kind, name, ...) INDEX_##name,
 #include "preload/hooks.h"
 #undef HOOK
     COUNT
 };
 #define cuGetProcAddress cuGetProcAddress_stub
 #define cuGetProcAddress_v2 cuGetProcAddress_v2_stub
-#define HOOK(kind, name) \\
+#define HOOK(kind, name, ...) \\
     __attribute__((visibility("default"))) int name(PARAMETERS) { return INTACT ? INDEX_##name : -1; } \\
     static int newer_##name(PARAMETERS) { return INTACT ? 10000 + INDEX_##name : -1; }
 #include "preload/hooks.h"
 #undef HOOK
 static const struct { const char *name; void *function, *newer; } table[] = {
-#define HOOK(kind, name) {#name, (void *)name, (void *)newer_##name},
+#define HOOK(kind, name, ...) {#name, (void *)name, (void *)newer_##name},
 #include "preload/hooks.h"
 #undef HOOK
 };

@@ -41,7 +41,7 @@
 
 enum hook_kind { TYPED, WORK, CALL, QUERY, GATE, REFUSE };
 
-#define HOOK(kind, name) CUresult name();
+#define HOOK(kind, name, ...) CUresult name();
 #include "hooks.h"
 #undef HOOK
 
@@ -49,8 +49,9 @@ static const struct {
     const char *name;
     enum hook_kind kind;
     void *ours;
+    int since; /* the CUDA version that brought it; 0: not asked for by that */
 } hooks[HOOKS] = {
-#define HOOK(kind, name) {#name, kind, (void *)name},
+#define HOOK(kind, name, ...) {#name, kind, (void *)name, __VA_ARGS__ + 0},
 #include "hooks.h"
 #undef HOOK
 };
@@ -173,116 +174,22 @@ static void *spare_for(void *function, enum hook_kind kind)
     return ours ? ours : function;
 }
 
-/* Variants of the functions written out here, for a driver with a cuGetProcAddress that answers
- * other addresses than its symbols have. */
-static const struct {
-    const char *base;
-    int since;
-    enum hook plain, per_thread;
-} typed[] = {
-    {"cuInit", 2000, HOOK_cuInit, HOOK_cuInit},
-    {"cuGetProcAddress", 11030, HOOK_cuGetProcAddress, HOOK_cuGetProcAddress},
-    {"cuGetProcAddress", 12000, HOOK_cuGetProcAddress_v2, HOOK_cuGetProcAddress_v2},
-    {"cuMemAlloc", 3020, HOOK_cuMemAlloc_v2, HOOK_cuMemAlloc_v2},
-    {"cuMemAllocPitch", 3020, HOOK_cuMemAllocPitch_v2, HOOK_cuMemAllocPitch_v2},
-    {"cuMemAllocManaged", 6000, HOOK_cuMemAllocManaged, HOOK_cuMemAllocManaged},
-    {"cuMemFree", 3020, HOOK_cuMemFree_v2, HOOK_cuMemFree_v2},
-    {"cuMemAllocAsync", 11020, HOOK_cuMemAllocAsync, HOOK_cuMemAllocAsync_ptsz},
-    {"cuMemAllocFromPoolAsync", 11020, HOOK_cuMemAllocFromPoolAsync, HOOK_cuMemAllocFromPoolAsync_ptsz},
-    {"cuMemPoolCreate", 11020, HOOK_cuMemPoolCreate, HOOK_cuMemPoolCreate},
-    {"cuMemPoolDestroy", 11020, HOOK_cuMemPoolDestroy, HOOK_cuMemPoolDestroy},
-    {"cuMemPoolTrimTo", 11020, HOOK_cuMemPoolTrimTo, HOOK_cuMemPoolTrimTo},
-    {"cuMemPoolSetAttribute", 11020, HOOK_cuMemPoolSetAttribute, HOOK_cuMemPoolSetAttribute},
-    {"cuMemGetDefaultMemPool", 13000, HOOK_cuMemGetDefaultMemPool, HOOK_cuMemGetDefaultMemPool},
-    {"cuMemGetMemPool", 13000, HOOK_cuMemGetMemPool, HOOK_cuMemGetMemPool},
-    {"cuMemSetMemPool", 13000, HOOK_cuMemSetMemPool, HOOK_cuMemSetMemPool},
-    {"cuDeviceGraphMemTrim", 11040, HOOK_cuDeviceGraphMemTrim, HOOK_cuDeviceGraphMemTrim},
-    {"cuGraphAddMemAllocNode", 11040, HOOK_cuGraphAddMemAllocNode, HOOK_cuGraphAddMemAllocNode},
-    {"cuGraphAddNode", 12020, HOOK_cuGraphAddNode, HOOK_cuGraphAddNode},
-    {"cuGraphAddNode", 12030, HOOK_cuGraphAddNode_v2, HOOK_cuGraphAddNode_v2},
-    {"cuGraphAddNode", 13040, HOOK_cuGraphAddNode_v3, HOOK_cuGraphAddNode_v3},
-    {"cuGraphLaunch", 10000, HOOK_cuGraphLaunch, HOOK_cuGraphLaunch_ptsz},
-    {"cuGraphUpload", 11010, HOOK_cuGraphUpload, HOOK_cuGraphUpload_ptsz},
-    {"cuStreamSynchronize", 2000, HOOK_cuStreamSynchronize, HOOK_cuStreamSynchronize_ptsz},
-    {"cuStreamSynchronize", 7000, HOOK_cuStreamSynchronize, HOOK_cuStreamSynchronize_ptsz},
-    {"cuCtxSynchronize", 2000, HOOK_cuCtxSynchronize, HOOK_cuCtxSynchronize},
-    {"cuCtxSynchronize", 13000, HOOK_cuCtxSynchronize_v2, HOOK_cuCtxSynchronize_v2},
-    {"cuEventSynchronize", 2000, HOOK_cuEventSynchronize, HOOK_cuEventSynchronize},
-    {"cuCtxCreate", 3020, HOOK_cuCtxCreate_v2, HOOK_cuCtxCreate_v2},
-    {"cuCtxCreate", 11040, HOOK_cuCtxCreate_v3, HOOK_cuCtxCreate_v3},
-    {"cuCtxCreate", 12050, HOOK_cuCtxCreate_v4, HOOK_cuCtxCreate_v4},
-    {"cuMemFreeAsync", 11020, HOOK_cuMemFreeAsync, HOOK_cuMemFreeAsync_ptsz},
-    {"cuMemCreate", 10020, HOOK_cuMemCreate, HOOK_cuMemCreate},
-    {"cuMemRelease", 10020, HOOK_cuMemRelease, HOOK_cuMemRelease},
-    {"cuMemMap", 10020, HOOK_cuMemMap, HOOK_cuMemMap},
-    {"cuMemUnmap", 10020, HOOK_cuMemUnmap, HOOK_cuMemUnmap},
-    {"cuMemRetainAllocationHandle", 11000, HOOK_cuMemRetainAllocationHandle, HOOK_cuMemRetainAllocationHandle},
-    {"cuArrayCreate", 3020, HOOK_cuArrayCreate_v2, HOOK_cuArrayCreate_v2},
-    {"cuArray3DCreate", 3020, HOOK_cuArray3DCreate_v2, HOOK_cuArray3DCreate_v2},
-    {"cuMipmappedArrayCreate", 5000, HOOK_cuMipmappedArrayCreate, HOOK_cuMipmappedArrayCreate},
-    {"cuArrayDestroy", 2000, HOOK_cuArrayDestroy, HOOK_cuArrayDestroy},
-    {"cuMipmappedArrayDestroy", 5000, HOOK_cuMipmappedArrayDestroy, HOOK_cuMipmappedArrayDestroy},
-    {"cuMemGetInfo", 3020, HOOK_cuMemGetInfo_v2, HOOK_cuMemGetInfo_v2},
-    {"cuDeviceTotalMem", 3020, HOOK_cuDeviceTotalMem_v2, HOOK_cuDeviceTotalMem_v2},
-    {"cuDevicePrimaryCtxRetain", 7000, HOOK_cuDevicePrimaryCtxRetain, HOOK_cuDevicePrimaryCtxRetain},
-    {"cuDevicePrimaryCtxRelease", 7000, HOOK_cuDevicePrimaryCtxRelease, HOOK_cuDevicePrimaryCtxRelease},
-    {"cuDevicePrimaryCtxRelease", 11000, HOOK_cuDevicePrimaryCtxRelease_v2, HOOK_cuDevicePrimaryCtxRelease_v2},
-    {"cuDevicePrimaryCtxReset", 7000, HOOK_cuDevicePrimaryCtxReset, HOOK_cuDevicePrimaryCtxReset},
-    {"cuDevicePrimaryCtxReset", 11000, HOOK_cuDevicePrimaryCtxReset_v2, HOOK_cuDevicePrimaryCtxReset_v2},
-    {"cuCtxDestroy", 2000, HOOK_cuCtxDestroy, HOOK_cuCtxDestroy},
-    {"cuCtxDestroy", 4000, HOOK_cuCtxDestroy_v2, HOOK_cuCtxDestroy_v2},
-    {"cuIpcGetMemHandle", 4010, HOOK_cuIpcGetMemHandle, HOOK_cuIpcGetMemHandle},
-    {"cuIpcOpenMemHandle", 4010, HOOK_cuIpcOpenMemHandle, HOOK_cuIpcOpenMemHandle},
-    {"cuIpcOpenMemHandle", 11000, HOOK_cuIpcOpenMemHandle_v2, HOOK_cuIpcOpenMemHandle_v2},
-    {"cuIpcGetEventHandle", 4010, HOOK_cuIpcGetEventHandle, HOOK_cuIpcGetEventHandle},
-    {"cuIpcOpenEventHandle", 4010, HOOK_cuIpcOpenEventHandle, HOOK_cuIpcOpenEventHandle},
-    {"cuMemExportToShareableHandle", 10020, HOOK_cuMemExportToShareableHandle, HOOK_cuMemExportToShareableHandle},
-    {"cuMemImportFromShareableHandle", 10020, HOOK_cuMemImportFromShareableHandle, HOOK_cuMemImportFromShareableHandle},
-    {"cuMemPoolExportToShareableHandle", 11020, HOOK_cuMemPoolExportToShareableHandle,
-     HOOK_cuMemPoolExportToShareableHandle},
-    {"cuMemPoolImportFromShareableHandle", 11020, HOOK_cuMemPoolImportFromShareableHandle,
-     HOOK_cuMemPoolImportFromShareableHandle},
-    {"cuCtxEnablePeerAccess", 4000, HOOK_cuCtxEnablePeerAccess, HOOK_cuCtxEnablePeerAccess},
-    {"cuMemSetAccess", 10020, HOOK_cuMemSetAccess, HOOK_cuMemSetAccess},
-    {"cuMemPoolSetAccess", 11020, HOOK_cuMemPoolSetAccess, HOOK_cuMemPoolSetAccess},
-    {"cuMulticastCreate", 12010, HOOK_cuMulticastCreate, HOOK_cuMulticastCreate},
-    {"cuImportExternalMemory", 10000, HOOK_cuImportExternalMemory, HOOK_cuImportExternalMemory},
-    {"cuLogicalEndpointExport", 13030, HOOK_cuLogicalEndpointExport, HOOK_cuLogicalEndpointExport},
-    {"cuLogicalEndpointImport", 13030, HOOK_cuLogicalEndpointImport, HOOK_cuLogicalEndpointImport},
-    {"cuMemGetHandleForAddressRange", 11070, HOOK_cuMemGetHandleForAddressRange, HOOK_cuMemGetHandleForAddressRange},
-    {"cuLibraryGetManaged", 12000, HOOK_cuLibraryGetManaged, HOOK_cuLibraryGetManaged},
-    {"cuModuleGetGlobal", 3020, HOOK_cuModuleGetGlobal_v2, HOOK_cuModuleGetGlobal_v2},
-    {"cuImportExternalSemaphore", 10000, HOOK_cuImportExternalSemaphore, HOOK_cuImportExternalSemaphore},
-    {"cuGraphicsGLRegisterBuffer", 3000, HOOK_cuGraphicsGLRegisterBuffer, HOOK_cuGraphicsGLRegisterBuffer},
-    {"cuGraphicsGLRegisterImage", 3000, HOOK_cuGraphicsGLRegisterImage, HOOK_cuGraphicsGLRegisterImage},
-    {"cuGLRegisterBufferObject", 2000, HOOK_cuGLRegisterBufferObject, HOOK_cuGLRegisterBufferObject},
-    {"cuGLCtxCreate", 2000, HOOK_cuGLCtxCreate, HOOK_cuGLCtxCreate},
-    {"cuGLCtxCreate", 3020, HOOK_cuGLCtxCreate_v2, HOOK_cuGLCtxCreate_v2},
-    {"cuGraphicsEGLRegisterImage", 7000, HOOK_cuGraphicsEGLRegisterImage, HOOK_cuGraphicsEGLRegisterImage},
-    {"cuEGLStreamConsumerConnect", 7000, HOOK_cuEGLStreamConsumerConnect, HOOK_cuEGLStreamConsumerConnect},
-    {"cuEGLStreamConsumerConnectWithFlags", 8000, HOOK_cuEGLStreamConsumerConnectWithFlags,
-     HOOK_cuEGLStreamConsumerConnectWithFlags},
-    {"cuEGLStreamProducerConnect", 7000, HOOK_cuEGLStreamProducerConnect, HOOK_cuEGLStreamProducerConnect},
-    {"cuEventCreateFromEGLSync", 9000, HOOK_cuEventCreateFromEGLSync, HOOK_cuEventCreateFromEGLSync},
-    {"cuGraphicsVDPAURegisterVideoSurface", 3010, HOOK_cuGraphicsVDPAURegisterVideoSurface,
-     HOOK_cuGraphicsVDPAURegisterVideoSurface},
-    {"cuGraphicsVDPAURegisterOutputSurface", 3010, HOOK_cuGraphicsVDPAURegisterOutputSurface,
-     HOOK_cuGraphicsVDPAURegisterOutputSurface},
-    {"cuVDPAUCtxCreate", 3010, HOOK_cuVDPAUCtxCreate, HOOK_cuVDPAUCtxCreate},
-    {"cuVDPAUCtxCreate", 3020, HOOK_cuVDPAUCtxCreate_v2, HOOK_cuVDPAUCtxCreate_v2},
-    {"cuGraphicsMapResources", 3000, HOOK_cuGraphicsMapResources, HOOK_cuGraphicsMapResources_ptsz},
-    {"cuGraphicsMapResources", 7000, HOOK_cuGraphicsMapResources, HOOK_cuGraphicsMapResources_ptsz},
-};
-
+/* A function written out here, for a driver with a cuGetProcAddress that answers other addresses than its
+ * symbols have: the newest variant that is not newer than the version asked for.  Variants for per-thread
+ * default streams come behind the others of their version. */
 static void *typed_for(const char *base, int version, bool per_thread, void *function)
 {
-    int best = -1;
-    for (int i = 0; i < (int)(sizeof typed / sizeof *typed); i++)
-        if (!strcmp(typed[i].base, base) && typed[i].since <= version &&
-            real_of(per_thread ? typed[i].per_thread : typed[i].plain) &&
-            (best < 0 || typed[i].since > typed[best].since))
-            best = i;
-    return best < 0 ? spare_for(function, CALL) : hooks[per_thread ? typed[best].per_thread : typed[best].plain].ours;
+    int newest = 1;
+    void *ours = NULL;
+    for (int i = 0; i < HOOKS; i++) {
+        bool is_for_all = per_thread || !strstr(hooks[i].name, "_ptsz");
+        if (is_for_all && hooks[i].since >= newest && hooks[i].since <= version && is_variant(hooks[i].name, base) &&
+            real_of((unsigned)i)) {
+            newest = hooks[i].since;
+            ours = hooks[i].ours;
+        }
+    }
+    return ours ? ours : spare_for(function, CALL);
 }
 
 /* The function to answer instead of the one of the driver's cuGetProcAddress.  First by address:

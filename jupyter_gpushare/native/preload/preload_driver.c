@@ -16,7 +16,7 @@ dlsym_function *_Atomic gpushare_real_dlsym;
 void *_Atomic gpushare_real[HOOKS + GPUSHARE_SPARES];
 
 static const char *const names[HOOKS] = {
-#define HOOK(kind, name) #name,
+#define HOOK(kind, name, ...) #name,
 #include "hooks.h"
 #undef HOOK
 };

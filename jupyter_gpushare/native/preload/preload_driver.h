@@ -14,7 +14,7 @@
 #define API __attribute__((visibility("default")))
 
 enum hook {
-#define HOOK(kind, name) HOOK_##name,
+#define HOOK(kind, name, ...) HOOK_##name,
 #include "hooks.h"
 #undef HOOK
     HOOKS

@@ -242,7 +242,7 @@ slow:
     .set index, index + 1
 .endm
 
-#define HOOK(kind, name) HOOK_##kind(name) ;
+#define HOOK(kind, name, ...) HOOK_##kind(name) ;
 #define HOOK_TYPED(name) hook_TYPED name
 #define HOOK_WORK(name) hook_fast name, 0
 #define HOOK_CALL(name) hook_fast name, 8
