@@ -11,6 +11,7 @@
 #include <unistd.h>
 
 #include "../process_identity.h"
+#include "../hold.h"
 #include "lease_files.h"
 
 enum { POLL_NS = 2000000, SWEEP_NS = 50000000, RECOUNT_POLLS = 25 };
@@ -90,7 +91,7 @@ static void reopen_replaced_files(void)
     struct stat now;
     if (!find_lease_file("limit", sizeof(struct gpushare_limit_page), &now))
         return;
-    pthread_mutex_lock(&opening);
+    HOLD(&opening);
     if (atomic_load(&page) &&
         (now.st_dev != page_file.st_dev || now.st_ino != page_file.st_ino)) {
         atomic_store(&gpushare_phase, &unknown_phase);
@@ -99,7 +100,6 @@ static void reopen_replaced_files(void)
         atomic_store(&account, NULL);
         atomic_store(&page, NULL);
     }
-    pthread_mutex_unlock(&opening);
 }
 
 bool lease_uuid(uint32_t index, char text[LEASE_UUID_BYTES])
@@ -212,12 +212,11 @@ static struct gpushare_slot *claim(struct gpushare_account *at)
 /* Of an account that was replaced meanwhile, a slot is for the call alone that claimed it. */
 static void keep_slot(const struct gpushare_account *at, struct gpushare_slot *slot)
 {
-    pthread_mutex_lock(&opening);
+    HOLD(&opening);
     if (atomic_load(&account) == at) {
         atomic_store(&mine, slot);
         atomic_store(&gpushare_counters, &slot->work);
     }
-    pthread_mutex_unlock(&opening);
 }
 
 static struct gpushare_slot *get_slot(struct gpushare_account *at)

@@ -143,11 +143,10 @@ static struct pool *find_pool(CUmemoryPool handle, struct pool_place place)
 
 static struct pool *known_pool(CUmemoryPool handle, struct pool_place *place)
 {
-    pthread_mutex_lock(&pools_lock);
+    HOLD(&pools_lock);
     struct pool *found = find_pool(handle, *place);
     if (found)
         *place = found->place;
-    pthread_mutex_unlock(&pools_lock);
     return found;
 }
 
@@ -157,7 +156,7 @@ static struct pool *added_pool(CUmemoryPool handle, struct pool_place place)
     int device = is_charged ? page_device(place.ordinal) : -1;
     if (is_charged && device < 0)
         return NULL;
-    pthread_mutex_lock(&pools_lock);
+    HOLD(&pools_lock);
     struct pool *found = find_pool(handle, place);
     for (int i = 0; !found && i < POOLS; i++)
         if (!pools[i].is_used) {
@@ -165,7 +164,6 @@ static struct pool *added_pool(CUmemoryPool handle, struct pool_place place)
             *found = (struct pool){.handle = handle, .place = place, .device = device, .is_used = true,
                                    .version = found->version + 1};
         }
-    pthread_mutex_unlock(&pools_lock);
     return found;
 }
 
@@ -212,13 +210,12 @@ static uint64_t freed_elsewhere(const struct pool *pool, int stream)
 
 struct pool_share share_pool(struct pool *pool, uint64_t bytes, int stream)
 {
-    pthread_mutex_lock(&pools_lock);
+    HOLD(&pools_lock);
     uint64_t held = pool->live_bytes + pool->promised + freed_elsewhere(pool, stream);
     uint64_t left = pool->charged > held ? pool->charged - held : 0;
     struct pool_share share = {bytes < left ? bytes : left, bytes > left ? pages(bytes - left) : 0, stream, true};
     pool->promised += share.promised;
     pool->under_way++;
-    pthread_mutex_unlock(&pools_lock);
     return share;
 }
 
@@ -379,11 +376,10 @@ void pools_synchronized(int stream, CUdevice ordinal)
 
 struct pool *pool_ends(CUmemoryPool handle)
 {
-    pthread_mutex_lock(&pools_lock);
+    HOLD(&pools_lock);
     struct pool *ending = find_pool(handle, (struct pool_place){POOL_UNKNOWN, -1});
     if (ending)
         ending->is_destroyed = true;
-    pthread_mutex_unlock(&pools_lock);
     return ending;
 }
 

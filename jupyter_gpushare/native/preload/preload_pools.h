@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "../cuda_types.h"
+#include "../hold.h"
 
 /* Streams are told apart by a number below STREAMS, which several may share. */
 enum { STREAMS = 32, NO_STREAM = -1, ALL_STREAMS = -2 };

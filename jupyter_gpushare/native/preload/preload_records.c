@@ -95,22 +95,19 @@ static void erase(struct record *place)
 struct record forget(uint64_t key)
 {
     struct record record = {0};
-    pthread_mutex_lock(&records_lock);
+    HOLD(&records_lock);
     struct record *place = record_capacity && key ? place_in(records, record_capacity, key) : NULL;
     if (place && place->key) {
         record = *place;
         erase(place);
     }
-    pthread_mutex_unlock(&records_lock);
     return record;
 }
 
 uint64_t last_record(void)
 {
-    pthread_mutex_lock(&records_lock);
-    uint64_t serial = last_serial;
-    pthread_mutex_unlock(&records_lock);
-    return serial;
+    HOLD(&records_lock);
+    return last_serial;
 }
 
 /* Gives back every record of a context, or with context NULL those of the primary context of an
@@ -151,25 +148,22 @@ void forget_primary_context(CUdevice ordinal, uint64_t last)
 
 bool forget_own_context(CUcontext context)
 {
-    bool found = false;
-    pthread_mutex_lock(&records_lock);
+    HOLD(&records_lock);
     for (int i = 0; context && i < OWN_CONTEXTS; i++)
         if (own_contexts[i] == context) {
             own_contexts[i] = NULL;
-            found = true;
+            return true;
         }
-    pthread_mutex_unlock(&records_lock);
-    return found;
+    return false;
 }
 
 void remember_own_context(CUcontext context)
 {
     int at = 0;
-    pthread_mutex_lock(&records_lock);
+    HOLD(&records_lock);
     while (at < OWN_CONTEXTS && own_contexts[at])
         at++;
     if (at < OWN_CONTEXTS)
         own_contexts[at] = context;
     own_overflowed = own_overflowed || at == OWN_CONTEXTS;
-    pthread_mutex_unlock(&records_lock);
 }

@@ -6,6 +6,7 @@
 #include <stdint.h>
 
 #include "../cuda_types.h"
+#include "../hold.h"
 
 struct pool;
 

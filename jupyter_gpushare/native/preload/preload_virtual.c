@@ -55,27 +55,7 @@ static struct physical *physical_with(CUmemGenericAllocationHandle handle)
     return at;
 }
 
-/* Under mappings_lock: ends a use, and takes the record out when this process holds the memory no more.
- * Ended records are collected in a list, which the caller gives back. */
-static void end_use(struct physical *known, struct physical **gone)
-{
-    if (!known || --known->uses || known->holders || known->maps)
-        return;
-    struct physical **at = &physicals;
-    while (*at != known)
-        at = &(*at)->next;
-    *at = known->next;
-    known->next = *gone;
-    *gone = known;
-}
-
-static struct physical *use(struct physical *known)
-{
-    if (known)
-        known->uses++;
-    return known;
-}
-
+/* Under mappings_lock, as the next two. */
 static struct physical *mapped_at(uint64_t address)
 {
     struct physical *ending = NULL;
@@ -89,15 +69,31 @@ static struct physical *mapped_at(uint64_t address)
     return ending;
 }
 
-static void give_physicals(struct physical *gone)
+static struct physical *use(struct physical *known)
 {
-    while (gone) {
-        struct physical *next = gone->next;
-        if (!gone->exported)
-            lease_give(gone->device, gone->bytes);
-        free(gone);
-        gone = next;
-    }
+    if (known)
+        known->uses++;
+    return known;
+}
+
+/* Ends a use, and the record when this process holds the memory no more. */
+static void end_use(struct physical *known)
+{
+    if (!known || --known->uses || known->holders || known->maps)
+        return;
+    struct physical **at = &physicals;
+    while (*at != known)
+        at = &(*at)->next;
+    *at = known->next;
+    if (!known->exported)
+        lease_give(known->device, known->bytes);
+    free(known);
+}
+
+static struct physical *use_handle(CUmemGenericAllocationHandle handle)
+{
+    HOLD(&mappings_lock);
+    return use(physical_with(handle));
 }
 
 API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const CUmemAllocationProp *properties,
@@ -118,10 +114,9 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const 
     if (!result && properties && properties->requestedHandleTypes & CU_MEM_HANDLE_TYPE_FABRIC)
         lease_taint(GPUSHARE_TAINT_FABRIC);
     if (made) {
-        pthread_mutex_lock(&mappings_lock);
+        HOLD(&mappings_lock);
         *made = (struct physical){physicals, *out, taken.bytes, 1, 0, 0, taken.device, false};
         physicals = made;
-        pthread_mutex_unlock(&mappings_lock);
     }
     return result;
 }
@@ -130,19 +125,16 @@ API CUresult cuMemRelease(CUmemGenericAllocationHandle handle)
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemRelease);
-    struct physical *gone = NULL;
     pthread_mutex_lock(&mappings_lock);
     struct physical *known = use(physical_with(handle));
     if (known)
         known->holders--;
     pthread_mutex_unlock(&mappings_lock);
     CUresult result = real(handle);
-    pthread_mutex_lock(&mappings_lock);
+    HOLD(&mappings_lock);
     if (known && result)
         known->holders++;
-    end_use(known, &gone);
-    pthread_mutex_unlock(&mappings_lock);
-    give_physicals(gone);
+    end_use(known);
     return result;
 }
 
@@ -151,17 +143,12 @@ API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandl
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemExportToShareableHandle);
-    struct physical *gone = NULL;
-    pthread_mutex_lock(&mappings_lock);
-    struct physical *known = use(physical_with(handle));
-    pthread_mutex_unlock(&mappings_lock);
+    struct physical *known = use_handle(handle);
     CUresult result = tainted_by(real(out, handle, type, flags), GPUSHARE_TAINT_EXPORTED);
-    pthread_mutex_lock(&mappings_lock);
+    HOLD(&mappings_lock);
     if (known && !result)
         known->exported = true;
-    end_use(known, &gone);
-    pthread_mutex_unlock(&mappings_lock);
-    give_physicals(gone);
+    end_use(known);
     return result;
 }
 
@@ -169,19 +156,16 @@ API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemRetainAllocationHandle);
-    struct physical *gone = NULL;
     pthread_mutex_lock(&mappings_lock);
     struct physical *known = use(mapped_at((uint64_t)(uintptr_t)address));
     pthread_mutex_unlock(&mappings_lock);
     CUresult result = real(out, address);
-    pthread_mutex_lock(&mappings_lock);
+    HOLD(&mappings_lock);
     if (known && !result) {
         known->handle = *out;
         known->holders++;
     }
-    end_use(known, &gone);
-    pthread_mutex_unlock(&mappings_lock);
-    give_physicals(gone);
+    end_use(known);
     return result;
 }
 
@@ -203,20 +187,15 @@ API CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGen
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemMap);
-    struct physical *gone = NULL;
-    pthread_mutex_lock(&mappings_lock);
-    struct physical *known = use(physical_with(handle));
-    pthread_mutex_unlock(&mappings_lock);
+    struct physical *known = use_handle(handle);
     CUresult result = real(address, bytes, offset, handle, flags);
-    pthread_mutex_lock(&mappings_lock);
+    HOLD(&mappings_lock);
     if (known && !result) {
         known->maps++; /* without memory for the mapping it stays charged until the process ends */
         if (grow_mappings())
             mappings[mapping_count++] = (struct mapping){address, bytes, known, NULL};
     }
-    end_use(known, &gone);
-    pthread_mutex_unlock(&mappings_lock);
-    give_physicals(gone);
+    end_use(known);
     return result;
 }
 
@@ -224,17 +203,16 @@ API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuMemUnmap);
-    struct physical *gone = NULL;
     pthread_mutex_lock(&mappings_lock);
     for (size_t i = 0; i < mapping_count; i++)
         if (mappings[i].address - address < bytes && !mappings[i].ends_in)
-            mappings[i].ends_in = &gone;
+            mappings[i].ends_in = &address;
     pthread_mutex_unlock(&mappings_lock);
     CUresult result = real(address, bytes);
-    pthread_mutex_lock(&mappings_lock);
+    HOLD(&mappings_lock);
     for (size_t i = mapping_count; i > 0; i--) {
         struct mapping *mapping = &mappings[i - 1];
-        if (mapping->ends_in != &gone)
+        if (mapping->ends_in != &address)
             continue;
         mapping->ends_in = NULL;
         if (result)
@@ -242,10 +220,8 @@ API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
         struct physical *physical = mapping->physical;
         *mapping = mappings[--mapping_count];
         physical->maps--;
-        end_use(use(physical), &gone);
+        end_use(use(physical));
     }
-    pthread_mutex_unlock(&mappings_lock);
-    give_physicals(gone);
     return result;
 }
 
@@ -253,13 +229,12 @@ API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
 static int home_of(CUdeviceptr address, size_t bytes)
 {
     int home = -1;
-    pthread_mutex_lock(&mappings_lock);
+    HOLD(&mappings_lock);
     for (size_t i = 0; i < mapping_count; i++) {
         const struct mapping *at = &mappings[i];
         if ((home < 0 || !at->ends_in) && (at->address - address < bytes || address - at->address < at->bytes))
             home = at->physical->device;
     }
-    pthread_mutex_unlock(&mappings_lock);
     return home;
 }
 

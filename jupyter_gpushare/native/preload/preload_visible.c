@@ -24,6 +24,7 @@
 #include <stdlib.h>
 #include <unistd.h>
 
+#include "../hold.h"
 #include "lease_client.h"
 #include "preload_driver.h"
 
@@ -63,9 +64,8 @@ static void take_over(void)
 
 void visible_load(void)
 {
-    pthread_mutex_lock(&showing);
+    HOLD(&showing);
     take_over();
-    pthread_mutex_unlock(&showing);
 }
 
 /* A number as strtoul(3) reads it, GPUSHARE_DEVICES for each that is larger; -1: it is none. */
@@ -171,9 +171,8 @@ API CUresult cuInit(unsigned flags)
     CUresult result = real(flags);
     if (!result)
         atomic_store(&done, true);
-    pthread_mutex_lock(&showing);
+    HOLD(&showing);
     if (!--calls)
         put_back();
-    pthread_mutex_unlock(&showing);
     return result;
 }
