@@ -1,13 +1,13 @@
 /** What can be done with a lease, and how; the same in panel, banner and notifications. */
 
 import { Notification } from '@jupyterlab/apputils';
-import { TranslationBundle } from '@jupyterlab/translation';
 
 import { keptText } from './messages';
 import { GpuModel } from './model';
 import { phaseOf } from './state';
 import type { LeaseVerb } from './requests';
 import { ILeaseStatus } from './wire';
+import { trans } from './translate';
 
 export interface Action {
   readonly verb: LeaseVerb;
@@ -23,7 +23,6 @@ export class Actions {
   constructor(
     private readonly _model: GpuModel,
     private readonly _keepMinutes: () => number,
-    private readonly _trans: TranslationBundle
   ) {}
 
   /** Returns what makes sense for a lease as it is now. */
@@ -49,8 +48,8 @@ export class Actions {
   wake(): Action {
     return {
       verb: 'resume',
-      label: this._trans.__('Wake now'),
-      caption: this._trans.__('Get the GPU back now, before a cell needs it'),
+      label: trans.__('Wake now'),
+      caption: trans.__('Get the GPU back now, before a cell needs it'),
       accent: true,
       run: async () => void (await this._do('resume'))
     };
@@ -59,8 +58,8 @@ export class Actions {
   stayAsleep(): Action {
     return {
       verb: 'stay-asleep',
-      label: this._trans.__('Stay asleep'),
-      caption: this._trans.__('Leave the GPU to others; a waiting cell goes on when you wake it'),
+      label: trans.__('Stay asleep'),
+      caption: trans.__('Leave the GPU to others; a waiting cell goes on when you wake it'),
       accent: false,
       run: async () => void (await this._do('stay-asleep'))
     };
@@ -70,7 +69,7 @@ export class Actions {
     const minutes = this._minutes();
     return {
       verb: 'keep',
-      label: this._trans.__('Keep it %1 min', minutes),
+      label: trans.__('Keep it %1 min', minutes),
       caption: this._keepCaption(minutes),
       accent,
       run: async () => {
@@ -84,8 +83,8 @@ export class Actions {
   lend(): Action {
     return {
       verb: 'lend',
-      label: this._trans.__('Lend it now'),
-      caption: this._trans.__('Let waiting jobs use the GPU; your variables stay'),
+      label: trans.__('Lend it now'),
+      caption: trans.__('Let waiting jobs use the GPU; your variables stay'),
       accent: false,
       run: async () => void (await this._do('lend'))
     };
@@ -105,8 +104,8 @@ export class Actions {
   private _keepCaption(minutes: number): string {
     const left = this._left();
     return left === null
-      ? this._trans.__('Do not lend the GPU for %1 minutes, idle or not', minutes)
-      : this._trans.__(
+      ? trans.__('Do not lend the GPU for %1 minutes, idle or not', minutes)
+      : trans.__(
           'Do not lend the GPU for %1 minutes, idle or not; %2 minutes of that are left today',
           minutes,
           Math.floor(left)
@@ -119,12 +118,12 @@ export class Actions {
     if (state.kind !== 'ready' || state.lease === null || state.lease.keep_until === null) {
       return;
     }
-    Notification.success(keptText(this._trans, state.lease.keep_until, this._left()), {
+    Notification.success(keptText(state.lease.keep_until, this._left()), {
       autoClose: 8000,
       actions: [
         {
-          label: this._trans.__('Undo'),
-          caption: this._trans.__('Do not keep it; the minutes count no more'),
+          label: trans.__('Undo'),
+          caption: trans.__('Do not keep it; the minutes count no more'),
           callback: () => void this._do('keep', 0)
         }
       ]

@@ -5,7 +5,6 @@
 
 import { Cell } from '@jupyterlab/cells';
 import { Notebook, NotebookActions, NotebookPanel } from '@jupyterlab/notebook';
-import { TranslationBundle } from '@jupyterlab/translation';
 
 import { phaseOf } from './state';
 import { Running } from './running';
@@ -21,7 +20,6 @@ const OVER: ReadonlySet<string> = new Set(['restarting', 'autorestarting', 'term
 export class CellLines {
   constructor(
     private readonly _gpu: IGpuModel,
-    private readonly _trans: TranslationBundle
   ) {
     NotebookActions.executionScheduled.connect((_, { notebook, cell }) => {
       this._running.add(cell, notebook);
@@ -55,7 +53,7 @@ export class CellLines {
       const passed_ms = Date.now() - since;
       if (passed_ms >= AFTER_MS) {
         for (const cell of first) {
-          this._show(cell, wakingSteps(this._trans, lease, passed_ms / 1000));
+          this._show(cell, wakingSteps(lease, passed_ms / 1000));
           shown.add(cell);
         }
       }

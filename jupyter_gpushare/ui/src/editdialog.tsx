@@ -6,14 +6,14 @@ import { changeOf } from './jobchange';
 import { fieldsOf, LaunchModel } from './launch';
 import { IPartProps, MaxRun, Project, showLaunchDialog, Size, Verdict } from './launchdialog';
 import { IJob, IJobChange, ILaunchForm } from './wire';
+import { trans } from './translate';
 
 /** Shows the dialog; returns the changed job, or null when it was closed. */
 export function showEditDialog(
   job: IJob,
-  options: Pick<LaunchModel.IOptions, 'trans' | 'offers' | 'projects' | 'isHidden'>,
+  options: Pick<LaunchModel.IOptions, 'offers' | 'projects' | 'isHidden'>,
   send: (change: IJobChange) => Promise<IJob>
 ): Promise<IJob | null> {
-  const { trans } = options;
   // Its file is not read: only what follows can be changed.
   const form: ILaunchForm = {
     path: job.source?.path ?? '',
@@ -29,7 +29,7 @@ export function showEditDialog(
     launchForm: () => Promise.resolve(form),
     launch: request => send(changeOf(job, request))
   });
-  return showLaunchDialog(model, trans, {
+  return showLaunchDialog(model, {
     title: trans.__('Change %1', job.name),
     ok: trans.__('Change'),
     form: Form
@@ -48,7 +48,7 @@ function Form(props: IPartProps): JSX.Element {
   );
 }
 
-function Priority({ model, trans }: IPartProps): JSX.Element {
+function Priority({ model }: IPartProps): JSX.Element {
   // As typed: a sign alone is no number yet.
   const [text, setText] = React.useState(String(model.fields.priority));
   const problem = model.problems.priority;

@@ -10,7 +10,7 @@ import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStateDB } from '@jupyterlab/statedb';
 import { IStatusBar } from '@jupyterlab/statusbar';
-import { ITranslator, nullTranslator, TranslationBundle } from '@jupyterlab/translation';
+import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 import type { ReadonlyJSONObject } from '@lumino/coreutils';
 
 import { Actions } from './actions';
@@ -27,17 +27,15 @@ import { Requests } from './requests';
 import { Sight } from './sight';
 import { StatusItem } from './statusbar';
 import { chipIcon, CommandIDs, IGpuModel, IOptions } from './tokens';
+import { speak, trans } from './translate';
 
 const MODEL_ID = 'jupyter-gpushare:model';
 const PANEL_ID = 'gpushare-panel';
 /** JupyterLab's own command, behind a Hub. */
 const HUB = 'hub:control-panel';
-function bundle(translator: ITranslator | null): TranslationBundle {
-  return (translator ?? nullTranslator).load('jupyter_gpushare');
-}
 
-function actionsOf(gpu: IGpuModel, trans: TranslationBundle): Actions {
-  return new Actions(gpu.model, () => gpu.options().keepMinutes, trans);
+function actionsOf(gpu: IGpuModel): Actions {
+  return new Actions(gpu.model, () => gpu.options().keepMinutes);
 }
 
 const model: JupyterFrontEndPlugin<IGpuModel> = {
@@ -51,7 +49,8 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
     registry: ISettingRegistry | null,
     translator: ITranslator | null
   ): IGpuModel => {
-    const requests = new Requests(app.serviceManager.serverSettings, bundle(translator));
+    speak((translator ?? nullTranslator).load('jupyter_gpushare'));
+    const requests = new Requests(app.serviceManager.serverSettings);
     const model = new GpuModel({
       fetchStatus: signal => requests.status(signal),
       changeLease: (lease, verb, minutes) => requests.changeLease(lease, verb, minutes)
@@ -101,25 +100,23 @@ const panel: JupyterFrontEndPlugin<void> = {
   description: 'The sidebar and the commands of the shared GPU.',
   autoStart: true,
   requires: [IGpuModel],
-  optional: [ITranslator, ICommandPalette, ILayoutRestorer, IThemeManager],
+  optional: [ICommandPalette, ILayoutRestorer, IThemeManager],
   activate: (
     app: JupyterFrontEnd,
     gpu: IGpuModel,
-    translator: ITranslator | null,
     palette: ICommandPalette | null,
     restorer: ILayoutRestorer | null,
     themes: IThemeManager | null
   ): void => {
-    const trans = bundle(translator);
-    const actions = actionsOf(gpu, trans);
-    const links = (): IPanelLinks => linksOf(app, gpu, trans);
-    const widget = new GpuPanel(gpu, actions, links, themes?.themeChanged ?? null, trans);
+    const actions = actionsOf(gpu);
+    const links = (): IPanelLinks => linksOf(app, gpu);
+    const widget = new GpuPanel(gpu, actions, links, themes?.themeChanged ?? null);
     widget.id = PANEL_ID;
     widget.title.icon = chipIcon;
     widget.title.caption = trans.__('Shared GPU');
     app.shell.add(widget, 'right', { rank: 900, type: 'Shared GPU' });
     restorer?.add(widget, PANEL_ID);
-    addCommands(app, gpu, actions, trans);
+    addCommands(app, gpu, actions);
     for (const command of [CommandIDs.open, CommandIDs.wake, CommandIDs.keep, CommandIDs.lend]) {
       palette?.addItem({ command, category: trans.__('Shared GPU') });
     }
@@ -132,12 +129,12 @@ const panel: JupyterFrontEndPlugin<void> = {
   }
 };
 
-function linksOf(app: JupyterFrontEnd, gpu: IGpuModel, trans: TranslationBundle): IPanelLinks {
+function linksOf(app: JupyterFrontEnd, gpu: IGpuModel): IPanelLinks {
   const { commands } = app;
   return {
     history: () => gpu.requests.history(),
     release: async (lease, process) => {
-      const name = owner(trans, process);
+      const name = owner(process);
       const pids = lease.processes.filter(each => each.keeps).map(each => each.pid);
       const answer = await showDialog({
         title: trans.__('Release the GPU memory of %1?', name),
@@ -168,7 +165,7 @@ function linksOf(app: JupyterFrontEnd, gpu: IGpuModel, trans: TranslationBundle)
       const hub = commands.hasCommand(HUB) ? () => void commands.execute(HUB) : null;
       const { state } = gpu.model;
       const projects = state.kind === 'ready' ? state.status.projects.map(project => project.name) : [];
-      await resize(lease, projects, trans, hub, size => gpu.requests.resize(lease, size));
+      await resize(lease, projects, hub, size => gpu.requests.resize(lease, size));
       await gpu.model.refresh();
     },
     hub: commands.hasCommand(HUB) ? () => void commands.execute(HUB) : null,
@@ -185,7 +182,6 @@ function addCommands(
   app: JupyterFrontEnd,
   gpu: IGpuModel,
   actions: Actions,
-  trans: TranslationBundle
 ): void {
   const isOn = (): boolean => gpu.model.state.kind !== 'off';
   app.commands.addCommand(CommandIDs.open, {
@@ -221,12 +217,11 @@ const statusBar: JupyterFrontEndPlugin<void> = {
   autoStart: true,
   requires: [IGpuModel],
   // Notebook 7 has none.
-  optional: [IStatusBar, ITranslator],
+  optional: [IStatusBar],
   activate: (
     app: JupyterFrontEnd,
     gpu: IGpuModel,
-    bar: IStatusBar | null,
-    translator: ITranslator | null
+    bar: IStatusBar | null
   ): void => {
     if (bar === null) {
       return;
@@ -236,7 +231,7 @@ const statusBar: JupyterFrontEndPlugin<void> = {
         void app.commands.execute(CommandIDs.open);
       }
     };
-    const item = new StatusItem(gpu, bundle(translator), open);
+    const item = new StatusItem(gpu, open);
     bar.registerStatusItem('jupyter-gpushare:status-bar', {
       item,
       align: 'left',
@@ -252,25 +247,22 @@ const banner: JupyterFrontEndPlugin<void> = {
   description: 'A line above every notebook, and below a waiting cell, around a suspension.',
   autoStart: true,
   requires: [IGpuModel, INotebookTracker],
-  optional: [ITranslator],
   activate: (
     app: JupyterFrontEnd,
     gpu: IGpuModel,
-    notebooks: INotebookTracker,
-    translator: ITranslator | null
+    notebooks: INotebookTracker
   ): void => {
-    const trans = bundle(translator);
-    const actions = actionsOf(gpu, trans);
-    const lines = new CellLines(gpu, trans);
+    const actions = actionsOf(gpu);
+    const lines = new CellLines(gpu);
     const isNeeded = (restarted: string): boolean =>
       Array.from(app.serviceManager.kernels.running()).some(
         kernel => kernel.id !== restarted && kernel.execution_state === 'busy'
       );
-    const interrupts = new Interrupts(gpu.model, actions, isNeeded, trans);
+    const interrupts = new Interrupts(gpu.model, actions, isNeeded);
     app.commands.commandExecuted.connect((_, { id }) => interrupts.onCommand(id));
     const add = (notebook: NotebookPanel): void => {
       interrupts.watch(notebook);
-      Banner.addTo(notebook, gpu, actions, trans);
+      Banner.addTo(notebook, gpu, actions);
       lines.watch(notebook);
     };
     notebooks.forEach(add);
@@ -285,21 +277,19 @@ const notifications: JupyterFrontEndPlugin<void> = {
   description: 'Tells when the GPU is lent or back, and when a training job ends or is paused.',
   autoStart: true,
   requires: [IGpuModel],
-  optional: [IStateDB, ITranslator],
+  optional: [IStateDB],
   activate: (
     app: JupyterFrontEnd,
     gpu: IGpuModel,
-    state: IStateDB | null,
-    translator: ITranslator | null
+    state: IStateDB | null
   ): void => {
-    const trans = bundle(translator);
     const openJob = (job?: string): void => {
       const command = [CommandIDs.jobs, CommandIDs.open].find(id => app.commands.hasCommand(id));
       if (command !== undefined) {
         void app.commands.execute(command, job === undefined ? {} : { job });
       }
     };
-    const toasts = new Toasts(gpu, actionsOf(gpu, trans), trans, openJob);
+    const toasts = new Toasts(gpu, actionsOf(gpu), openJob);
     gpu.model.noticed.connect((_, notice) => {
       if (gpu.options().toasts) {
         toasts.show(notice);

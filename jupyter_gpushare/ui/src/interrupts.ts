@@ -2,7 +2,6 @@
 
 import { Notification } from '@jupyterlab/apputils';
 import { NotebookPanel } from '@jupyterlab/notebook';
-import { TranslationBundle } from '@jupyterlab/translation';
 
 import { Actions } from './actions';
 import { interruptedText, restartedText } from './messages';
@@ -20,7 +19,6 @@ export class Interrupts {
     private readonly _model: GpuModel,
     private readonly _actions: Actions,
     private readonly _isNeeded: (restarted: string) => boolean,
-    private readonly _trans: TranslationBundle
   ) {}
 
   /** To be called with each command of JupyterLab. */
@@ -32,7 +30,7 @@ export class Interrupts {
         caption,
         callback: () => void run()
       }));
-      Notification.info(interruptedText(this._trans, lease), { autoClose: CLOSE_MS, actions });
+      Notification.info(interruptedText(lease), { autoClose: CLOSE_MS, actions });
     }
   }
 
@@ -55,7 +53,7 @@ export class Interrupts {
       return;
     }
     const ends = lease.state === 'suspended' && !this._isNeeded(kernel);
-    Notification.info(restartedText(this._trans, ends), { autoClose: CLOSE_MS });
+    Notification.info(restartedText(ends), { autoClose: CLOSE_MS });
     if (ends) {
       await this._actions.stayAsleep().run();
     }

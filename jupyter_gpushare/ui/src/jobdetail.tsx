@@ -1,6 +1,5 @@
 /** One job: what it is, what can be done with it, what it prints, and every pause with its reason. */
 
-import { TranslationBundle } from '@jupyterlab/translation';
 import { UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
@@ -11,9 +10,9 @@ import { ENDED } from './state';
 import { Stops } from './stops';
 import { chosenVariables } from './variables';
 import { IJob, IJobMoment } from './wire';
-import { duration, environmentText, gapText, jobBadge, oneLine } from './messages';
-import { momentText } from './moments';
+import { duration, environmentText, gapText, jobBadge, momentText, oneLine } from './messages';
 import { timeText } from './locale';
+import { trans } from './translate';
 
 /** Distance that counts as scrolled to the end: scroll positions may be fractional. */
 const END_PX = 4;
@@ -21,7 +20,6 @@ const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping'])
 
 export interface IDetailProps {
   readonly job: IJob;
-  readonly trans: TranslationBundle;
   readonly stops: Stops;
   readonly retry: (job: IJob) => Promise<void>;
   /** Opens the dialog that changes a job in the queue. */
@@ -39,7 +37,7 @@ export interface IDetailProps {
 }
 
 export function JobDetail(props: IDetailProps): JSX.Element {
-  const { job, trans } = props;
+  const { job } = props;
   const [tab, setTab] = React.useState<'log' | 'timeline' | 'about'>('log');
   const tabs = [
     ['log', trans.__('Log')],
@@ -51,7 +49,7 @@ export function JobDetail(props: IDetailProps): JSX.Element {
       <header>
         <h2>{job.name}</h2>
         <span className="gpushare-state" data-state={job.state}>
-          {jobBadge(trans, job)}
+          {jobBadge(job)}
         </span>
         <Buttons {...props} />
       </header>
@@ -94,7 +92,7 @@ export function JobDetail(props: IDetailProps): JSX.Element {
 }
 
 function Buttons(props: IDetailProps): JSX.Element {
-  const { job, trans } = props;
+  const { job } = props;
   const [busy, setBusy] = React.useState(false);
   const run = async (action: (job: IJob) => Promise<void>): Promise<void> => {
     setBusy(true);
@@ -136,7 +134,7 @@ function Buttons(props: IDetailProps): JSX.Element {
 }
 
 function LogView(props: IDetailProps): JSX.Element {
-  const { job, trans } = props;
+  const { job } = props;
   const [attempt, setAttempt] = React.useState(0);
   const [follow, setFollow] = React.useState(true);
   const [wanted, setWanted] = React.useState('');
@@ -157,9 +155,8 @@ function LogView(props: IDetailProps): JSX.Element {
           found={found.length}
           change={setWanted}
           show={n => box.current?.querySelectorAll('mark')[n]?.scrollIntoView({ block: 'nearest' })}
-          trans={trans}
         />
-        {kept.length > 1 && <Attempts kept={kept} attempt={attempt} change={setAttempt} trans={trans} />}
+        {kept.length > 1 && <Attempts kept={kept} attempt={attempt} change={setAttempt} />}
         {kept.length > 0 && (
           <a className="gpushare-link" href={props.logUrl(job.id, attempt)} download>
             {trans.__('Download')}
@@ -178,7 +175,7 @@ function LogView(props: IDetailProps): JSX.Element {
         onScroll={onScroll}
       >
         {log.isCut && <i>{trans.__('The beginning is left out here; the download has all that is kept.')}{'\n'}</i>}
-        {log.lines.length === 0 && <i>{emptyText(trans, job, log.kept)}</i>}
+        {log.lines.length === 0 && <i>{emptyText(job, log.kept)}</i>}
         {wanted === '' ? log.lines.join('\n') : <Marked lines={log.lines} found={new Set(found)} />}
       </pre>
     </>
@@ -187,14 +184,14 @@ function LogView(props: IDetailProps): JSX.Element {
 
 /** Reads the log of an attempt for as long as it is shown; `reads` counts the pieces. */
 function useLog(
-  { job, trans, readLog }: IDetailProps,
+  { job, readLog }: IDetailProps,
   attempt: number,
   box: React.RefObject<HTMLElement>
 ): { log: Log; reads: number; refusal: string } {
   const [refusal, setRefusal] = React.useState('');
   const [reads, setRead] = React.useState(0);
   const log = React.useMemo(
-    () => new Log((n, from) => readLog(job.id, n, from), attempt, bytes => gapText(trans, bytes)),
+    () => new Log((n, from) => readLog(job.id, n, from), attempt, bytes => gapText(bytes)),
     [job.id, attempt]
   );
   React.useEffect(
@@ -268,9 +265,8 @@ function Search(props: {
   change: (wanted: string) => void;
   /** Scrolls to one of these lines. */
   show: (n: number) => void;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { wanted, found, trans } = props;
+  const { wanted, found } = props;
   const [at, setAt] = React.useState(0);
   const next = (step: number): void => {
     if (found > 0) {
@@ -306,9 +302,7 @@ function Attempts(props: {
   kept: readonly number[];
   attempt: number;
   change: (attempt: number) => void;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { trans } = props;
   return (
     <select
       aria-label={trans.__('Attempt')}
@@ -325,7 +319,7 @@ function Attempts(props: {
   );
 }
 
-function emptyText(trans: TranslationBundle, job: IJob, kept: readonly number[] | null): string {
+function emptyText(job: IJob, kept: readonly number[] | null): string {
   if (job.started_at === null) {
     return trans.__('It has not started yet.');
   }
@@ -348,7 +342,7 @@ function Marked(props: { lines: readonly string[]; found: ReadonlySet<number> })
 }
 
 function Timeline(props: IDetailProps): JSX.Element {
-  const { job, trans } = props;
+  const { job } = props;
   const [moments, setMoments] = React.useState<readonly IJobMoment[] | string | null>(null);
   React.useEffect(() => {
     let over = false;
@@ -368,7 +362,7 @@ function Timeline(props: IDetailProps): JSX.Element {
       {moments.map((moment, n) => (
         <li key={n} data-what={moment.what}>
           <time dateTime={moment.at}>{timeText(new Date(moment.at), true)}</time>
-          <b>{momentText(trans, moment.what)}</b>
+          <b>{momentText(moment.what)}</b>
           <span>{oneLine(moment.sentence)}</span>
         </li>
       ))}
@@ -377,19 +371,19 @@ function Timeline(props: IDetailProps): JSX.Element {
 }
 
 function About(props: IDetailProps): JSX.Element {
-  const { job, trans } = props;
+  const { job } = props;
   const parameters = Object.entries(job.source?.parameters ?? {});
   const facts: [string, string][] = [
     [trans.__('Id'), job.id],
     [trans.__('Project'), job.project],
     [trans.__('Size'), job.size],
     [trans.__('Submitted'), timeText(new Date(job.submitted_at))],
-    [trans.__('Waited'), duration(trans, job.waited_s)],
-    [trans.__('Ran'), duration(trans, job.ran_s)],
-    [trans.__('Maximum run time'), job.max_run_s === null ? '' : duration(trans, job.max_run_s)],
+    [trans.__('Waited'), duration(job.waited_s)],
+    [trans.__('Ran'), duration(job.ran_s)],
+    [trans.__('Maximum run time'), job.max_run_s === null ? '' : duration(job.max_run_s)],
     [trans.__('Paused'), trans._n('%1 time', '%1 times', job.preemptions)],
     [trans.__('Started'), job.attempt === 0 ? trans.__('not yet') : trans._n('%1 time', '%1 times', job.attempt)],
-    [trans.__('Environment'), environmentText(trans, job)],
+    [trans.__('Environment'), environmentText(job)],
     [trans.__('Parameters'), parameters.map(([name, value]) => `${name} = ${value}`).join(', ')],
     [trans.__('Folder'), job.cwd ?? ''],
     [trans.__('Variables'), chosenVariables(job).join(', ')],

@@ -1,16 +1,15 @@
 /** The column headers of the list of jobs: a click sorts by a column, another one the other way round. */
 
-import { TranslationBundle } from '@jupyterlab/translation';
 import React from 'react';
 
 import { Column, IView } from './jobs';
+import { trans } from './translate';
 
 export function Heads(props: {
   view: IView;
   change: (view: IView) => void;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { view, change, trans } = props;
+  const { view, change } = props;
   const columns: [Column, string][] = [
     ['name', trans.__('Job')],
     ['state', trans.__('State')],

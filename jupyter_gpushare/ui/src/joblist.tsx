@@ -1,6 +1,5 @@
 /** My training jobs, all of them, in the main area: a list that holds thousands, and one job in detail. */
 
-import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import { ISignal, Signal } from '@lumino/signaling';
 import React from 'react';
@@ -15,6 +14,7 @@ import type { IGpuModel } from './tokens';
 import { IJob } from './wire';
 import { duration, jobBadge, oneLine, progressAndTimeText, sentence } from './messages';
 import { WaitingSessions } from './waitingsessions';
+import { trans } from './translate';
 
 /** Pixels; rows have one height, so that only those in sight are drawn. */
 const ROW_PX = 44;
@@ -34,7 +34,6 @@ export class JobList extends ReactWidget {
     private readonly _gpu: IGpuModel,
     private readonly _model: JobsModel,
     private readonly _actions: IJobActions,
-    private readonly _trans: TranslationBundle
   ) {
     super();
     this.addClass('gpushare-jobs');
@@ -73,16 +72,15 @@ export class JobList extends ReactWidget {
   }
 
   private _body(): JSX.Element {
-    const trans = this._trans;
     const gpu = this._gpu.model.state;
     if (gpu.kind === 'unreachable') {
       const ask = (): void => void this._gpu.model.refresh();
-      return <Empty text={sentence(trans, gpu)} action={trans.__('Ask again')} run={ask} />;
+      return <Empty text={sentence(gpu)} action={trans.__('Ask again')} run={ask} />;
     }
     return (
       <>
         {gpu.kind === 'ready' && (
-          <WaitingSessions sessions={gpu.status.waiting} hasReasons={true} trans={trans} />
+          <WaitingSessions sessions={gpu.status.waiting} hasReasons={true} />
         )}
         {this._jobs()}
       </>
@@ -90,7 +88,6 @@ export class JobList extends ReactWidget {
   }
 
   private _jobs(): JSX.Element {
-    const trans = this._trans;
     const state = this._model.state;
     switch (state.kind) {
       case 'loading':
@@ -116,7 +113,7 @@ export class JobList extends ReactWidget {
           );
         }
         return this._list(
-          viewOf(state.jobs, this._model.view, job => jobBadge(trans, job)),
+          viewOf(state.jobs, this._model.view, job => jobBadge(job)),
           state.jobs.length
         );
     }
@@ -133,9 +130,8 @@ export class JobList extends ReactWidget {
           count={jobs.length}
           all={all}
           submit={this._actions.submit}
-          trans={this._trans}
         >
-          <MarkedJobs marked={marked} stops={this._actions.stops} trans={this._trans} />
+          <MarkedJobs marked={marked} stops={this._actions.stops} />
         </Tools>
         <Rows
           jobs={jobs}
@@ -146,10 +142,9 @@ export class JobList extends ReactWidget {
           marked={new Set(marked.map(({ id }) => id))}
           toggle={this._toggle}
           move={this._actions.move}
-          trans={this._trans}
         />
         {selected !== null && (
-          <JobDetail key={selected.id} {...this._actions} job={selected} trans={this._trans} />
+          <JobDetail key={selected.id} {...this._actions} job={selected} />
         )}
       </>
     );
@@ -189,10 +184,9 @@ function Tools(props: {
   count: number;
   all: number;
   submit: () => void;
-  trans: TranslationBundle;
   children: React.ReactNode;
 }): JSX.Element {
-  const { view, change, trans } = props;
+  const { view, change } = props;
   const shows: [Show, string][] = [
     ['all', trans.__('All')],
     ['living', trans.__('Waiting or running')],
@@ -242,9 +236,8 @@ function Rows(props: {
   marked: ReadonlySet<string>;
   toggle: (id: string) => void;
   move: (job: IJob, step: -1 | 1) => Promise<void>;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { jobs, selected, select, trans } = props;
+  const { jobs, selected, select } = props;
   const scroller = React.useRef<HTMLDivElement>(null);
   const [top, setTop] = React.useState(0);
   const { height, width } = useSize(scroller);
@@ -267,7 +260,7 @@ function Rows(props: {
   return (
     <div className="gpushare-grid" role="grid" aria-label={trans.__('My training jobs')} aria-rowcount={jobs.length + 1}>
       <div className="gpushare-row-grid gpushare-head" role="row" aria-rowindex={1}>
-        <Heads view={props.view} change={props.change} trans={trans} />
+        <Heads view={props.view} change={props.change} />
       </div>
       <div
         ref={scroller}
@@ -308,7 +301,6 @@ function Rows(props: {
               select={select}
               marked={props.marked.has(jobs[n]!.id)}
               toggle={props.toggle}
-              trans={trans}
             />
           ))}
           {jobs.length === 0 && <p className="gpushare-muted gpushare-none">{trans.__('No job is like that.')}</p>}
@@ -381,10 +373,9 @@ const Row = React.memo(function Row(props: {
   select: (id: string) => void;
   marked: boolean;
   toggle: (id: string) => void;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { job, n, trans } = props;
-  const progress = progressAndTimeText(trans, job);
+  const { job, n } = props;
+  const progress = progressAndTimeText(job);
   return (
     <div
       className="gpushare-row-grid gpushare-job-row"
@@ -398,7 +389,7 @@ const Row = React.memo(function Row(props: {
       onClick={() => props.select(job.id)}
     >
       <span role="gridcell" className="gpushare-job-name" title={job.id}>
-        <Mark job={job} marked={props.marked} toggle={props.toggle} trans={trans} />
+        <Mark job={job} marked={props.marked} toggle={props.toggle} />
         <b>{job.name}</b>
         {/* The reason of the selected job is in the detail below. */}
         <small className="gpushare-reason" title={job.reason}>
@@ -406,13 +397,13 @@ const Row = React.memo(function Row(props: {
         </small>
       </span>
       <span role="gridcell" className="gpushare-state" data-state={job.state}>
-        {jobBadge(trans, job)}
+        {jobBadge(job)}
       </span>
       <span role="gridcell" title={job.size}>
         {job.size}
       </span>
-      <span role="gridcell">{duration(trans, job.waited_s)}</span>
-      <span role="gridcell">{job.started_at === null ? '' : duration(trans, job.ran_s)}</span>
+      <span role="gridcell">{duration(job.waited_s)}</span>
+      <span role="gridcell">{job.started_at === null ? '' : duration(job.ran_s)}</span>
       <span role="gridcell" title={progress}>
         {progress}
       </span>

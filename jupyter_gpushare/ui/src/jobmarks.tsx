@@ -1,6 +1,5 @@
 /** Several jobs of the list at once: their mark, and the buttons for those that are marked. */
 
-import { TranslationBundle } from '@jupyterlab/translation';
 import { UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
@@ -9,6 +8,7 @@ import { stopText } from './messages';
 import { ENDED } from './state';
 import { hasBegun, Stops } from './stops';
 import { IJob } from './wire';
+import { trans } from './translate';
 
 /** A dialog names so many jobs. */
 const NAMED = 10;
@@ -22,7 +22,6 @@ export function Mark(props: {
   job: IJob;
   marked: boolean;
   toggle: (id: string) => void;
-  trans: TranslationBundle;
 }): JSX.Element {
   const { job } = props;
   return (
@@ -30,7 +29,7 @@ export function Mark(props: {
       type="checkbox"
       // The row has the keyboard: Space marks it.
       tabIndex={-1}
-      aria-label={props.trans.__('Select %1', job.name)}
+      aria-label={trans.__('Select %1', job.name)}
       checked={props.marked}
       disabled={!canBeMarked(job)}
       onClick={event => event.stopPropagation()}
@@ -42,9 +41,8 @@ export function Mark(props: {
 export function MarkedJobs(props: {
   marked: readonly IJob[];
   stops: Stops;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { marked, stops, trans } = props;
+  const { marked, stops } = props;
   return (
     <UseSignal signal={stops.changed}>
       {() => {
@@ -71,16 +69,16 @@ export function MarkedJobs(props: {
 }
 
 /** What is lost when these jobs are stopped. */
-export function lossOf(trans: TranslationBundle, jobs: readonly IJob[]): JSX.Element | string {
+export function lossOf(jobs: readonly IJob[]): JSX.Element | string {
   if (jobs.length === 1) {
-    return stopText(trans, jobs[0]!);
+    return stopText(jobs[0]!);
   }
   const more = jobs.length - NAMED;
   return (
     <ul className="gpushare-losses">
       {jobs.slice(0, NAMED).map(job => (
         <li key={job.id}>
-          <b>{job.name}</b> {hasBegun(job) ? stopText(trans, job) : trans.__('It has not begun: nothing is lost.')}
+          <b>{job.name}</b> {hasBegun(job) ? stopText(job) : trans.__('It has not begun: nothing is lost.')}
         </li>
       ))}
       {more > 0 && <li>{trans._n('and %1 more', 'and %1 more', more)}</li>}

@@ -12,7 +12,6 @@ import {
 import type { IDocumentWidget } from '@jupyterlab/docregistry';
 import { IFileBrowserFactory } from '@jupyterlab/filebrowser';
 import { ILauncher } from '@jupyterlab/launcher';
-import { ITranslator, nullTranslator, TranslationBundle } from '@jupyterlab/translation';
 import { SplitPanel, Widget } from '@lumino/widgets';
 
 import type { IFields, LaunchModel } from './launch';
@@ -21,6 +20,7 @@ import type { JobsModel } from './jobs';
 import type { Stops } from './stops';
 import { chipIcon, CommandIDs, IGpuModel } from './tokens';
 import { IJob } from './wire';
+import { trans } from './translate';
 
 const RUNNABLE = /\.(ipynb|py|sh)$/;
 
@@ -29,18 +29,16 @@ export const jobsPlugin: JupyterFrontEndPlugin<void> = {
   description: 'Runs notebooks and scripts as training jobs, and lists them.',
   autoStart: true,
   requires: [IGpuModel],
-  optional: [ITranslator, ICommandPalette, ILauncher, IFileBrowserFactory, ILayoutRestorer],
+  optional: [ICommandPalette, ILauncher, IFileBrowserFactory, ILayoutRestorer],
   activate: (
     app: JupyterFrontEnd,
     gpu: IGpuModel,
-    translator: ITranslator | null,
     palette: ICommandPalette | null,
     launcher: ILauncher | null,
     browsers: IFileBrowserFactory | null,
     restorer: ILayoutRestorer | null
   ): void => {
-    const trans = (translator ?? nullTranslator).load('jupyter_gpushare');
-    const jobs = new Jobs(app, gpu, trans, browsers);
+    const jobs = new Jobs(app, gpu, browsers);
     const isOn = (): boolean => gpu.model.state.kind !== 'off';
     app.commands.addCommand(CommandIDs.launch, {
       label: args =>
@@ -102,7 +100,6 @@ class Jobs {
   constructor(
     private readonly _app: JupyterFrontEnd,
     private readonly _gpu: IGpuModel,
-    private readonly _trans: TranslationBundle,
     private readonly _browsers: IFileBrowserFactory | null
   ) {}
 
@@ -145,7 +142,7 @@ class Jobs {
       launchForm: path => requests.launchForm(path),
       launch: (request, key) => requests.launch(request, key)
     });
-    const job = await showLaunchDialog(model, this._trans);
+    const job = await showLaunchDialog(model);
     // What the dialog was opened from may be gone.
     if (document.activeElement === document.body) {
       this._app.shell.currentWidget?.activate();
@@ -156,10 +153,9 @@ class Jobs {
   }
 
   /** What every dialog about a job asks with. */
-  private _asking(): Pick<LaunchModel.IOptions, 'trans' | 'offers' | 'projects' | 'isHidden'> {
+  private _asking(): Pick<LaunchModel.IOptions, 'offers' | 'projects' | 'isHidden'> {
     const { requests, model: gpu } = this._gpu;
     return {
-      trans: this._trans,
       offers: query => requests.offers(query),
       projects: () => (gpu.state.kind === 'ready' ? gpu.state.status.projects.map(({ name }) => name) : []),
       isHidden: () => document.visibilityState === 'hidden'
@@ -223,11 +219,10 @@ class Jobs {
         logUrl: (job, attempt) => requests.logUrl(job, attempt),
         timeline: async job => (await requests.timeline(job)).moments
       },
-      this._trans
     );
     const widget = new MainAreaWidget({ content });
     widget.id = 'gpushare-jobs';
-    widget.title.label = this._trans.__('Training jobs');
+    widget.title.label = trans.__('Training jobs');
     widget.title.icon = chipIcon;
     widget.title.closable = true;
     // The toolbar of a main area widget would be empty.
@@ -245,12 +240,11 @@ class Jobs {
 
   /** Asks whether to stop jobs, with what would be lost. */
   private async _confirmStop(jobs: readonly IJob[]): Promise<boolean> {
-    const trans = this._trans;
     const { lossOf } = await import('./jobmarks');
     const isOne = jobs.length === 1;
     const answer = await showDialog({
       title: isOne ? trans.__('Stop %1?', jobs[0]!.name) : trans._n('Stop %1 job?', 'Stop %1 jobs?', jobs.length),
-      body: lossOf(trans, jobs),
+      body: lossOf(jobs),
       // The second of two clicks on "Stop" falls beside the dialog: it must not close it.
       hasClose: false,
       defaultButton: 0,
@@ -264,7 +258,6 @@ class Jobs {
 
   /** Offers to undo a stop; returns what takes the offer away. */
   private _offerUndo(jobs: readonly IJob[], undo: () => void): () => void {
-    const trans = this._trans;
     const said =
       jobs.length === 1
         ? trans.__('%1 leaves the queue.', jobs[0]!.name)
@@ -277,9 +270,9 @@ class Jobs {
   }
 
   private async _submitted(job: IJob): Promise<void> {
-    Notification.success(this._trans.__('Submitted %1. %2', job.name, job.reason), {
+    Notification.success(trans.__('Submitted %1. %2', job.name, job.reason), {
       autoClose: 8000,
-      actions: [{ label: this._trans.__('Show job'), callback: () => void this.open(job.id) }]
+      actions: [{ label: trans.__('Show job'), callback: () => void this.open(job.id) }]
     });
     await this._gpu.model.refresh();
   }

@@ -1,11 +1,11 @@
 /** Which kernels have how much GPU memory. */
 
-import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { IProcessUse } from './wire';
+import { trans } from './translate';
 
 /** Returns whose memory it is: that of a notebook or a process, also of one that has ended. */
-export function owner(trans: TranslationBundle, process: IProcessUse): string {
+export function owner(process: IProcessUse): string {
   const name = process.kernel || process.name;
   return process.keeps ? trans.__('%1 (ended)', name) : name;
 }

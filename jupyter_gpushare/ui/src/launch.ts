@@ -2,7 +2,6 @@
 
 import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
-import type { TranslationBundle } from '@jupyterlab/translation';
 
 import { lines, nonEmpty, pairsOf } from './lines';
 import type { IOffersQuery } from './requests';
@@ -10,6 +9,7 @@ import { GPUS, MEMORY } from './sizes';
 import { durationOf, secondsOf } from './times';
 import { chosenVariables } from './variables';
 import { CheckpointMode, IJob, ILaunchForm, ILaunchRequest, IOffers, IJobOutlook } from './wire';
+import { trans } from './translate';
 
 /** As typed. */
 export interface IFields {
@@ -125,7 +125,7 @@ export function takenFromServer(fields: IFields): string[] {
 }
 
 /** Returns an error message for each invalid field. */
-export function problemsOf(trans: TranslationBundle, fields: IFields): Problems {
+export function problemsOf(fields: IFields): Problems {
   const problems: { -readonly [field in keyof IFields]?: string } = {};
   if (fields.path === '' && fields.command.trim() === '') {
     problems.command = trans.__('Name a file, or write a command.');
@@ -241,7 +241,7 @@ export class LaunchModel implements IDisposable {
   }
 
   get problems(): Problems {
-    return problemsOf(this._options.trans, this._fields);
+    return problemsOf(this._fields);
   }
 
   /** The problems to show: that no program is named is one once a program was typed or the job submitted. */
@@ -424,7 +424,6 @@ export class LaunchModel implements IDisposable {
 
 export namespace LaunchModel {
   export interface IOptions {
-    readonly trans: TranslationBundle;
     readonly fields?: Partial<IFields>;
     readonly launchForm: (path: string) => Promise<ILaunchForm>;
     readonly offers: (query: IOffersQuery) => Promise<IOffers>;

@@ -1,7 +1,6 @@
 /** The dialog "Run as training job": its fields, and the live line above the button. */
 
 import { Dialog } from '@jupyterlab/apputils';
-import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
@@ -9,14 +8,14 @@ import { FieldOf, IFields, isNotebook, LaunchModel, runsInKernel, takenFromServe
 import { outlookText } from './outlook';
 import { CheckpointMode, IJob } from './wire';
 import { checkpointLabel, checkpointText, duration } from './messages';
+import { trans } from './translate';
 
 /** Shows the dialog; returns the job, or null when it was closed. */
 export async function showLaunchDialog(
   model: LaunchModel,
-  trans: TranslationBundle,
   kind: IKind = { title: trans.__('Run as training job'), ok: trans.__('Submit'), form: Form }
 ): Promise<IJob | null> {
-  const dialog = new LaunchDialog(model, trans, kind);
+  const dialog = new LaunchDialog(model, kind);
   dialog.addClass('gpushare-launch-dialog');
   await dialog.launch();
   model.dispose();
@@ -35,12 +34,11 @@ interface IKind {
 class LaunchDialog extends Dialog<void> {
   constructor(
     private readonly _model: LaunchModel,
-    trans: TranslationBundle,
     kind: IKind
   ) {
     super({
       title: kind.title,
-      body: new LaunchBody(_model, trans, kind.form),
+      body: new LaunchBody(_model, kind.form),
       focusNodeSelector: 'input',
       buttons: [Dialog.cancelButton({ label: trans.__('Cancel') }), Dialog.okButton({ label: kind.ok })]
     });
@@ -90,7 +88,6 @@ class LaunchDialog extends Dialog<void> {
 class LaunchBody extends ReactWidget {
   constructor(
     private readonly _model: LaunchModel,
-    private readonly _trans: TranslationBundle,
     private readonly _form: IKind['form']
   ) {
     super();
@@ -101,7 +98,7 @@ class LaunchBody extends ReactWidget {
     const Fields = this._form;
     return (
       <UseSignal signal={this._model.changed}>
-        {() => <Fields model={this._model} trans={this._trans} />}
+        {() => <Fields model={this._model} />}
       </UseSignal>
     );
   }
@@ -109,11 +106,10 @@ class LaunchBody extends ReactWidget {
 
 export interface IPartProps {
   model: LaunchModel;
-  trans: TranslationBundle;
 }
 
 function Form(props: IPartProps): JSX.Element {
-  const { model, trans } = props;
+  const { model } = props;
   const { fields } = model;
   return (
     <>
@@ -134,10 +130,10 @@ function Form(props: IPartProps): JSX.Element {
         model={model}
         field="checkpoint"
         label={trans.__('When its GPU is needed')}
-        hint={checkpointText(trans, fields.checkpoint)}
+        hint={checkpointText(fields.checkpoint)}
         options={(['suspend', 'sigterm', 'none'] as CheckpointMode[]).map(choice => [
           choice,
-          checkpointLabel(trans, choice)
+          checkpointLabel(choice)
         ])}
       />
       <Switch model={model} field="notify" label={trans.__('Notify me when it is paused or ends')} />
@@ -149,7 +145,7 @@ function Form(props: IPartProps): JSX.Element {
 }
 
 /** Shown where there is a choice. */
-export function Project({ model, trans }: IPartProps): JSX.Element | null {
+export function Project({ model }: IPartProps): JSX.Element | null {
   const { project } = model.fields;
   return project === '' || model.projects.every(name => name === project) ? null : (
     <Select
@@ -161,7 +157,7 @@ export function Project({ model, trans }: IPartProps): JSX.Element | null {
   );
 }
 
-export function MaxRun({ model, trans }: IPartProps): JSX.Element {
+export function MaxRun({ model }: IPartProps): JSX.Element {
   return (
     <Text
       model={model}
@@ -174,7 +170,7 @@ export function MaxRun({ model, trans }: IPartProps): JSX.Element {
 }
 
 /** What runs: a file with its arguments or parameters, or a command. */
-function Program({ model, trans }: IPartProps): JSX.Element {
+function Program({ model }: IPartProps): JSX.Element {
   const { fields } = model;
   // A cell's code has lines, and stays what it was.
   const [rows] = React.useState(() => Math.min(12, fields.command.split('\n').length));
@@ -214,7 +210,7 @@ function Program({ model, trans }: IPartProps): JSX.Element {
 }
 
 /** Fields that are seldom needed. */
-function More({ model, trans }: IPartProps): JSX.Element {
+function More({ model }: IPartProps): JSX.Element {
   const { path } = model.fields;
   // Opens when a field inside is invalid, and stays open until the user closes it.
   const [more, setMore] = React.useState(false);
@@ -248,19 +244,19 @@ function More({ model, trans }: IPartProps): JSX.Element {
         placeholder={trans.__('like %1', 'https://chat.example.org/hook')}
         hint={trans.__('The job tells this address when it starts, is stopped and ends.')}
       />
-      <MaxRun model={model} trans={trans} />
+      <MaxRun model={model} />
     </details>
   );
 }
 
 /** What the job gets without a field of its own. */
-function Unseen({ model, trans }: IPartProps): JSX.Element {
+function Unseen({ model }: IPartProps): JSX.Element {
   const { fields } = model;
   const taken = takenFromServer(fields);
   const lines = [
     taken.length > 0 && trans.__('Variables with the value that this server has: %1', taken.join(', ')),
     fields.priority !== 0 && trans.__('Priority in its project: %1', fields.priority),
-    fields.grace !== null && trans.__('Time to save a checkpoint: %1', duration(trans, fields.grace))
+    fields.grace !== null && trans.__('Time to save a checkpoint: %1', duration(fields.grace))
   ];
   return (
     <>
@@ -277,12 +273,12 @@ function Unseen({ model, trans }: IPartProps): JSX.Element {
 }
 
 /** `outlook`: the live line of a job that would be submitted now. */
-export function Verdict({ model, trans, outlook = true }: IPartProps & { outlook?: boolean }): JSX.Element {
+export function Verdict({ model, outlook = true }: IPartProps & { outlook?: boolean }): JSX.Element {
   return (
     <div className="gpushare-verdict">
       {outlook && (
         <p className="gpushare-outlook" role="status">
-          {outlookText(trans, model.outlook)}
+          {outlookText(model.outlook)}
         </p>
       )}
       {model.refusal !== '' && (
@@ -403,8 +399,7 @@ function Switch(props: {
   );
 }
 
-export function Size(props: { model: LaunchModel; trans: TranslationBundle }): JSX.Element {
-  const { model, trans } = props;
+export function Size({ model }: IPartProps): JSX.Element {
   const { size, gpus, profile } = model.fields;
   const choice = (value: IFields['size'], label: string): JSX.Element => (
     <label>

@@ -1,6 +1,5 @@
 /** Sentences of the page itself; the only module that formats sizes. */
 
-import type { TranslationBundle } from '@jupyterlab/translation';
 
 import { CATALOGUE } from './catalogue';
 import type { IDay } from './days';
@@ -8,6 +7,7 @@ import { GIB, TENTHS_BELOW } from './sizes';
 import { numberText, timeText, weekday } from './locale';
 import type { GpuState, Notice, Phase } from './state';
 import type { CheckpointMode, IHistory, IJob, ILeaseStatus, IProjectUse } from './wire';
+import { trans } from './translate';
 
 /** `6.8` below ten, `40` above: GiB without the unit, as Python's `gibibytes`. */
 export function gibibytes(bytes: number): string {
@@ -16,7 +16,7 @@ export function gibibytes(bytes: number): string {
 }
 
 /** `6.8 GiB`: an amount of memory, as the broker's sentences have it. */
-export function memory(trans: TranslationBundle, bytes: number): string {
+export function memory(bytes: number): string {
   return CATALOGUE['memory']!(trans, [gibibytes(bytes)]);
 }
 
@@ -26,7 +26,7 @@ export function gpus(milli: number): string {
 }
 
 /** `12 s`, `5 min`, `2 h`: one unit, rounded. */
-export function duration(trans: TranslationBundle, seconds: number): string {
+export function duration(seconds: number): string {
   if (seconds < 90) {
     return trans.__('%1 s', Math.max(0, Math.round(seconds)));
   }
@@ -43,7 +43,7 @@ export function asSentence(text: string): string {
 }
 
 /** `1/2 GPU 6.8/40 GiB Active`; empty: show nothing. */
-export function statusText(trans: TranslationBundle, state: GpuState): string {
+export function statusText(state: GpuState): string {
   switch (state.kind) {
     case 'loading':
     case 'off':
@@ -51,24 +51,24 @@ export function statusText(trans: TranslationBundle, state: GpuState): string {
     case 'unreachable':
       return trans.__('GPU: no data');
     case 'ready':
-      return state.lease === null ? trans.__('No GPU') : leaseText(trans, state.lease);
+      return state.lease === null ? trans.__('No GPU') : leaseText(state.lease);
   }
 }
 
-function leaseText(trans: TranslationBundle, lease: ILeaseStatus): string {
+function leaseText(lease: ILeaseStatus): string {
   // While it sleeps, the last measurement may be from before.
   const used = gibibytes(lease.memory_saved_bytes > 0 ? 0 : lease.memory_used_bytes);
   return trans.__(
     '%1 %2/%3 %4',
     lease.size,
     used,
-    memory(trans, lease.memory_limit_bytes),
+    memory(lease.memory_limit_bytes),
     lease.badge
   );
 }
 
 /** The sentence under the badge. */
-export function sentence(trans: TranslationBundle, state: GpuState): string {
+export function sentence(state: GpuState): string {
   switch (state.kind) {
     case 'loading':
       return trans.__('Asking the GPU broker.');
@@ -97,20 +97,19 @@ export function wantsAttention(state: GpuState, phase: Phase | null): boolean {
 }
 
 /** What a meter of GPU memory says aloud. */
-export function memoryText(trans: TranslationBundle, lease: ILeaseStatus): string {
+export function memoryText(lease: ILeaseStatus): string {
   if (lease.memory_saved_bytes > 0) {
-    return trans.__('%1 in RAM', memory(trans, lease.memory_saved_bytes));
+    return trans.__('%1 in RAM', memory(lease.memory_saved_bytes));
   }
   return trans.__(
     '%1 of %2',
     gibibytes(lease.memory_used_bytes),
-    memory(trans, lease.memory_limit_bytes)
+    memory(lease.memory_limit_bytes)
   );
 }
 
 /** The numbers of a project, and the colour that each has in its bar. */
 export function projectParts(
-  trans: TranslationBundle,
   project: IProjectUse
 ): { readonly text: string; readonly kind: 'mark' | 'used' | 'borrowed' | 'lent' | null }[] {
   const { in_use_milli: used, borrowed_milli: borrowed, lent_milli: lent, waiting } = project;
@@ -131,14 +130,14 @@ export function projectParts(
 }
 
 /** What the bar of a project says aloud. */
-export function projectText(trans: TranslationBundle, project: IProjectUse): string {
-  return projectParts(trans, project)
+export function projectText(project: IProjectUse): string {
+  return projectParts(project)
     .map(part => part.text)
     .join(', ');
 }
 
 /** The state of a job in a word or two. */
-export function jobBadge(trans: TranslationBundle, job: IJob): string {
+export function jobBadge(job: IJob): string {
   switch (job.state) {
     case 'queued':
       return job.position === null
@@ -170,7 +169,7 @@ export function oneLine(reason: string): string {
 }
 
 /** `120 of 1,000`, `120 done`; empty: the job does not say. */
-export function progressText(trans: TranslationBundle, job: IJob): string {
+export function progressText(job: IJob): string {
   if (job.done === null) {
     return '';
   }
@@ -180,15 +179,15 @@ export function progressText(trans: TranslationBundle, job: IJob): string {
 }
 
 /** `120 of 1,000, about 2 h left`: progress, and the time left where the reason does not tell the end. */
-export function progressAndTimeText(trans: TranslationBundle, job: IJob): string {
-  const progress = progressText(trans, job);
+export function progressAndTimeText(job: IJob): string {
+  const progress = progressText(job);
   return job.left_s === null || job.ends_in !== null
     ? progress
-    : trans.__('%1, about %2 left', progress, duration(trans, job.left_s));
+    : trans.__('%1, about %2 left', progress, duration(job.left_s));
 }
 
 /** The receipt for keeping a GPU. */
-export function keptText(trans: TranslationBundle, until: string, leftMinutes: number | null): string {
+export function keptText(until: string, leftMinutes: number | null): string {
   const time = timeText(new Date(until));
   return leftMinutes === null
     ? trans.__('Your GPU stays with you until %1.', time)
@@ -196,12 +195,12 @@ export function keptText(trans: TranslationBundle, until: string, leftMinutes: n
 }
 
 /** What stopping a job that has begun would lose. */
-export function stopText(trans: TranslationBundle, job: IJob): string {
-  const ran = duration(trans, job.ran_s);
+export function stopText(job: IJob): string {
+  const ran = duration(job.ran_s);
   const parts = [
     job.done === null
       ? trans.__('It ran for %1.', ran)
-      : trans.__('It ran for %1 (%2).', ran, progressText(trans, job)),
+      : trans.__('It ran for %1 (%2).', ran, progressText(job)),
     job.checkpoint === 'none'
       ? trans.__('It keeps no checkpoint: what it has computed is lost, unless it wrote files.')
       : trans.__('Its last checkpoint is not known: what it has computed since then is lost.')
@@ -210,7 +209,7 @@ export function stopText(trans: TranslationBundle, job: IJob): string {
 }
 
 /** Returns the environment of a job; empty: the command decides. */
-export function environmentText(trans: TranslationBundle, job: IJob): string {
+export function environmentText(job: IJob): string {
   if (job.source === null) {
     // Of `%%gpujob` it is the Python of the kernel.
     const program = job.command[0] ?? '';
@@ -223,10 +222,10 @@ export function environmentText(trans: TranslationBundle, job: IJob): string {
 }
 
 /** The text of a notification. */
-export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { kind: 'cleared' }>): string {
+export function noticeText(notice: Exclude<Notice, { kind: 'cleared' }>): string {
   switch (notice.kind) {
     case 'warned':
-      return warningText(trans, notice.lease);
+      return warningText(notice.lease);
     case 'asleep':
     case 'waking':
       return notice.lease.sentence;
@@ -239,36 +238,36 @@ export function noticeText(trans: TranslationBundle, notice: Exclude<Notice, { k
         ? trans.__('Your GPU is back. Nothing was lost.')
         : trans.__(
             'Your GPU is back after %1. Nothing was lost.',
-            duration(trans, Math.max(1, notice.seconds))
+            duration(Math.max(1, notice.seconds))
           );
     case 'job-paused':
-      return pausedText(trans, notice.job, notice.again);
+      return pausedText(notice.job, notice.again);
     case 'job-ended':
-      return trans.__('%1: %2. %3', shortName(notice.job), jobBadge(trans, notice.job), oneLine(notice.job.reason));
+      return trans.__('%1: %2. %3', shortName(notice.job), jobBadge(notice.job), oneLine(notice.job.reason));
     case 'jobs':
-      return jobsText(trans, notice.ended, notice.paused);
+      return jobsText(notice.ended, notice.paused);
   }
 }
 
 /** Returns the warning, short: JupyterLab cuts a notification at 140 characters. */
-function warningText(trans: TranslationBundle, lease: ILeaseStatus): string {
+function warningText(lease: ILeaseStatus): string {
   if (lease.memory_used_bytes === 0) {
     return trans.__(
       'Your GPU is lent in %1: others wait. It comes back with your next GPU cell.',
-      duration(trans, lease.lend_in_s ?? 0)
+      duration(lease.lend_in_s ?? 0)
     );
   }
   return trans.__(
     'Your GPU is lent in %1: others wait. Its %2 of GPU memory move to RAM, and your variables stay.',
-    duration(trans, lease.lend_in_s ?? 0),
-    memory(trans, lease.memory_used_bytes)
+    duration(lease.lend_in_s ?? 0),
+    memory(lease.memory_used_bytes)
   );
 }
 
 const PAUSED: ReadonlySet<string> = new Set(['suspended', 'queued', 'stopping']);
 const NAME_LENGTH = 40;
 
-function pausedText(trans: TranslationBundle, job: IJob, again: boolean): string {
+function pausedText(job: IJob, again: boolean): string {
   const name = shortName(job);
   if (PAUSED.has(job.state)) {
     return trans.__('%1: %2', name, job.reason);
@@ -282,7 +281,7 @@ function shortName(job: IJob): string {
   return job.name.length > NAME_LENGTH ? `${job.name.slice(0, NAME_LENGTH - 1)}…` : job.name;
 }
 
-function jobsText(trans: TranslationBundle, ended: readonly IJob[], paused: readonly IJob[]): string {
+function jobsText(ended: readonly IJob[], paused: readonly IJob[]): string {
   const failed = ended.filter(job => job.state === 'failed').length;
   const parts = [
     ended.length > 0 && trans._n('%1 job ended', '%1 jobs ended', ended.length),
@@ -293,7 +292,7 @@ function jobsText(trans: TranslationBundle, ended: readonly IJob[], paused: read
 }
 
 /** Returns how the memory limit of a lease is enforced. */
-export function levelText(trans: TranslationBundle, level: string): string {
+export function levelText(level: string): string {
   switch (level) {
     case 'whole_gpu':
       return trans.__('whole devices');
@@ -317,7 +316,7 @@ export function gpuHours(seconds: number): string {
 }
 
 /** `6.4 GPU-hours`, `12 GPU-minutes`: what was used or given, never nothing. */
-function gpuTime(trans: TranslationBundle, seconds: number): string {
+function gpuTime(seconds: number): string {
   if (seconds < 60) {
     return trans.__('less than 1 GPU-minute');
   }
@@ -327,15 +326,15 @@ function gpuTime(trans: TranslationBundle, seconds: number): string {
 }
 
 /** A week in one or two sentences. */
-export function weekText(trans: TranslationBundle, week: IHistory): string {
+export function weekText(week: IHistory): string {
   const used =
     week.used_gpu_s <= 0
       ? trans.__('You used no GPU.')
-      : trans.__('You used %1.', gpuTime(trans, week.used_gpu_s));
+      : trans.__('You used %1.', gpuTime(week.used_gpu_s));
   if (week.lent_gpu_s <= 0) {
     return used;
   }
-  const lent = gpuTime(trans, week.lent_gpu_s);
+  const lent = gpuTime(week.lent_gpu_s);
   return (
     used +
     ' ' +
@@ -350,7 +349,7 @@ export function weekText(trans: TranslationBundle, week: IHistory): string {
 }
 
 /** What the chart of a week says aloud. */
-export function daysText(trans: TranslationBundle, days: readonly IDay[]): string {
+export function daysText(days: readonly IDay[]): string {
   const each = days.map(({ day, usedGpuS, lentGpuS }) =>
     trans.__('%1: %2 used, %3 given to others', weekday(day, true), gpuHours(usedGpuS), gpuHours(lentGpuS))
   );
@@ -358,7 +357,7 @@ export function daysText(trans: TranslationBundle, days: readonly IDay[]): strin
 }
 
 /** Returns the label of a checkpoint mode. */
-export function checkpointLabel(trans: TranslationBundle, checkpoint: CheckpointMode): string {
+export function checkpointLabel(checkpoint: CheckpointMode): string {
   switch (checkpoint) {
     case 'suspend':
       return trans.__('Suspend, and go on where it was');
@@ -370,7 +369,7 @@ export function checkpointLabel(trans: TranslationBundle, checkpoint: Checkpoint
 }
 
 /** Returns the explanation of a checkpoint mode. */
-export function checkpointText(trans: TranslationBundle, checkpoint: CheckpointMode): string {
+export function checkpointText(checkpoint: CheckpointMode): string {
   switch (checkpoint) {
     case 'suspend':
       return trans.__('Its GPU memory moves to RAM meanwhile. Nothing has to be changed in your program.');
@@ -382,19 +381,19 @@ export function checkpointText(trans: TranslationBundle, checkpoint: CheckpointM
 }
 
 /** Returns both steps of a slow resume, with the seconds so far. */
-export function wakingSteps(trans: TranslationBundle, lease: ILeaseStatus, seconds: number): string {
+export function wakingSteps(lease: ILeaseStatus, seconds: number): string {
   if (lease.memory_saved_bytes === 0) {
     return trans.__('Getting the GPU back, %1 s so far.', Math.floor(seconds));
   }
   const step =
     lease.state === 'resuming'
-      ? trans.__('step 2 of 2, copying %1 back', memory(trans, lease.memory_saved_bytes))
+      ? trans.__('step 2 of 2, copying %1 back', memory(lease.memory_saved_bytes))
       : trans.__('step 1 of 2, getting the GPU back');
   return trans.__('Waking up: %1, %2 s so far.', step, Math.floor(seconds));
 }
 
 /** The answer to an interrupt while the GPU comes back. */
-export function interruptedText(trans: TranslationBundle, lease: ILeaseStatus): string {
+export function interruptedText(lease: ILeaseStatus): string {
   return lease.state === 'suspended'
     ? trans.__(
         'Your cell waits for the GPU and is interrupted when it is back. To end it now, restart the kernel.'
@@ -403,14 +402,14 @@ export function interruptedText(trans: TranslationBundle, lease: ILeaseStatus): 
 }
 
 /** The answer to a restart while the GPU comes back. */
-export function restartedText(trans: TranslationBundle, ends: boolean): string {
+export function restartedText(ends: boolean): string {
   return ends
     ? trans.__('The kernel restarts, and no cell waits for the GPU any more: it comes back with your next GPU cell.')
     : trans.__('The kernel restarts; the GPU comes back meanwhile.');
 }
 
 /** Returns the current step of a resume in short, beside the broker's sentence. */
-export function wakingStep(trans: TranslationBundle, lease: ILeaseStatus, seconds: number): string {
+export function wakingStep(lease: ILeaseStatus, seconds: number): string {
   if (lease.memory_saved_bytes === 0) {
     return trans.__('%1 s so far.', Math.floor(seconds));
   }
@@ -418,6 +417,44 @@ export function wakingStep(trans: TranslationBundle, lease: ILeaseStatus, second
 }
 
 /** Returns the marker of a gap in a log; the download and `gpushare logs` use the same text. */
-export function gapText(trans: TranslationBundle, bytes: number): string {
+export function gapText(bytes: number): string {
   return trans.__('[%1 bytes of this log were not kept]', bytes);
+}
+
+/** Returns the word for one event in a job's timeline. */
+export function momentText(what: string): string {
+  switch (what) {
+    case 'submitted':
+      return trans.__('Submitted');
+    case 'grant':
+      return trans.__('Starting');
+    case 'started':
+      return trans.__('Started');
+    case 'progress':
+      return trans.__('Progress');
+    case 'suspend':
+      return trans.__('Paused');
+    case 'resume':
+      return trans.__('Resumed');
+    case 'requeue':
+      return trans.__('Back in queue');
+    case 'edit':
+      return trans.__('Changed');
+    case 'move':
+      return trans.__('Moved');
+    case 'ended':
+      return trans.__('Ended');
+    case 'admin':
+      return trans.__('Administrator');
+    case 'device':
+    case 'low-use':
+    case 'watchdog':
+      return trans.__('GPU');
+    case 'lost':
+      return trans.__('GPU state lost');
+    case 'time_limit':
+      return trans.__('Time limit');
+    default:
+      return trans.__('Note');
+  }
 }

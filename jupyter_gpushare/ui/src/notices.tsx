@@ -2,7 +2,6 @@
 
 import { Notification } from '@jupyterlab/apputils';
 import { NotebookPanel } from '@jupyterlab/notebook';
-import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
@@ -12,6 +11,7 @@ import { ActionRow } from './panel';
 import type { IPlace } from './sight';
 import type { IGpuModel } from './tokens';
 import { noticeText, wakingStep } from './messages';
+import { trans } from './translate';
 
 const LEAST_PX = 40;
 const PADDING_PX = 10;
@@ -22,7 +22,6 @@ export class Toasts {
   constructor(
     private readonly _gpu: IGpuModel,
     private readonly _actions: Actions,
-    private readonly _trans: TranslationBundle,
     private readonly _openJob: (job?: string) => void
   ) {
     _gpu.model.changed.connect((_, state) => this._follow(state));
@@ -30,9 +29,8 @@ export class Toasts {
   }
 
   show(notice: Notice): void {
-    const trans = this._trans;
     if (notice.kind === 'jobs') {
-      Notification.info(noticeText(trans, notice), {
+      Notification.info(noticeText(notice), {
         autoClose: 8000,
         actions: [{ label: trans.__('Show jobs'), callback: () => this._openJob() }]
       });
@@ -41,7 +39,7 @@ export class Toasts {
     if (notice.kind === 'job-ended' || notice.kind === 'job-paused') {
       const type = { failed: 'warning', timed_out: 'warning', succeeded: 'success' } as const;
       const state = notice.job.state as keyof typeof type;
-      Notification.emit(noticeText(trans, notice), type[state] ?? 'info', {
+      Notification.emit(noticeText(notice), type[state] ?? 'info', {
         autoClose: 8000,
         actions: [
           {
@@ -61,7 +59,7 @@ export class Toasts {
     if (notice.kind === 'cleared') {
       return;
     }
-    const text = noticeText(trans, notice);
+    const text = noticeText(notice);
     this._kind = notice.kind;
     this._text = text;
     if (notice.kind !== 'back' && this._isShownElsewhere()) {
@@ -112,7 +110,7 @@ export class Toasts {
     if (this._shown === null) {
       return;
     }
-    const text = noticeText(this._trans, { kind: this._kind, lease });
+    const text = noticeText({ kind: this._kind, lease });
     if (text !== this._text && Notification.manager.has(this._shown)) {
       this._text = text;
       Notification.update({ id: this._shown, message: text });
@@ -145,13 +143,12 @@ export class Banner extends ReactWidget {
     private readonly _gpu: IGpuModel,
     private readonly _actions: Actions,
     private readonly _notebook: NotebookPanel,
-    private readonly _trans: TranslationBundle
   ) {
     super();
     this.addClass('gpushare-banner');
     this.node.tabIndex = -1;
     this.node.setAttribute('role', 'group');
-    this.node.setAttribute('aria-label', _trans.__('GPU of this notebook'));
+    this.node.setAttribute('aria-label', trans.__('GPU of this notebook'));
     this.hide();
     const isInSight = (): boolean => _notebook.isVisible;
     this._places = [
@@ -169,9 +166,8 @@ export class Banner extends ReactWidget {
     notebook: NotebookPanel,
     gpu: IGpuModel,
     actions: Actions,
-    trans: TranslationBundle
   ): void {
-    notebook.contentHeader.addWidget(new Banner(gpu, actions, notebook, trans));
+    notebook.contentHeader.addWidget(new Banner(gpu, actions, notebook));
   }
 
   override dispose(): void {
@@ -206,7 +202,7 @@ export class Banner extends ReactWidget {
         <div role="status" data-phase={phaseOf(lease)} ref={node => this._watch(node)}>
           <b>{lease.badge}.</b> {lease.sentence}{' '}
           {phaseOf(lease) === 'waking' && this._gpu.steps.of(state) === this._places[1] && (
-            <Seconds model={this._gpu.model} trans={this._trans} />
+            <Seconds model={this._gpu.model} />
           )}
         </div>
         <ActionRow actions={this._actions.of(lease)} />
@@ -234,7 +230,7 @@ export class Banner extends ReactWidget {
 }
 
 /** Both steps of waking, counted while it lasts. */
-function Seconds(props: { model: IGpuModel['model']; trans: TranslationBundle }): JSX.Element | null {
+function Seconds(props: { model: IGpuModel['model'] }): JSX.Element | null {
   const [, tick] = React.useState(0);
   React.useEffect(() => {
     const timer = window.setInterval(() => tick(n => n + 1), 1000);
@@ -247,7 +243,7 @@ function Seconds(props: { model: IGpuModel['model']; trans: TranslationBundle })
   }
   const seconds = (Date.now() - since) / 1000;
   // The screen reader hears the sentence, not every second.
-  return <span aria-hidden="true">{wakingStep(props.trans, state.lease, seconds)}</span>;
+  return <span aria-hidden="true">{wakingStep(state.lease, seconds)}</span>;
 }
 
 function isOf(

@@ -1,10 +1,10 @@
 /** The line above the dialog's button. */
 
-import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { Outlook } from './launch';
+import { trans } from './translate';
 
-export function outlookText(trans: TranslationBundle, outlook: Outlook): string {
+export function outlookText(outlook: Outlook): string {
   switch (outlook.kind) {
     case 'none':
       return '';

@@ -1,6 +1,5 @@
 /** The sidebar: state, sentence and action; memory; projects; my jobs; what happened. */
 
-import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
@@ -25,6 +24,7 @@ import {
   sentence
 } from './messages';
 import { timeText } from './locale';
+import { trans } from './translate';
 
 const SHOWN_EVENTS = 8;
 
@@ -49,7 +49,6 @@ export class GpuPanel extends ReactWidget {
     private readonly _actions: Actions,
     private readonly _links: () => IPanelLinks,
     private readonly _themeChanged: ThemeChanged | null,
-    private readonly _trans: TranslationBundle
   ) {
     super();
     _gpu.model.changed.connect(this._refreshWeek, this);
@@ -60,7 +59,7 @@ export class GpuPanel extends ReactWidget {
     this.addClass('gpushare-panel');
     this.node.tabIndex = -1;
     this.node.setAttribute('role', 'region');
-    this.node.setAttribute('aria-label', _trans.__('Shared GPU'));
+    this.node.setAttribute('aria-label', trans.__('Shared GPU'));
   }
 
   override dispose(): void {
@@ -106,7 +105,6 @@ export class GpuPanel extends ReactWidget {
   }
 
   private _body(state: GpuState): JSX.Element {
-    const trans = this._trans;
     if (state.kind !== 'ready') {
       return (
         <>
@@ -153,7 +151,6 @@ export class GpuPanel extends ReactWidget {
               lease={lease}
               samples={this._gpu.model.samples.all}
               release={this._links().release}
-              trans={trans}
             />
           )}
           {lease !== null && (
@@ -172,18 +169,17 @@ export class GpuPanel extends ReactWidget {
           )}
         </section>
         {status.projects.map(project => (
-          <Project key={project.name} project={project} trans={trans} />
+          <Project key={project.name} project={project} />
         ))}
-        <WaitingSessions sessions={status.waiting} hasReasons={hasReasons} trans={trans} />
+        <WaitingSessions sessions={status.waiting} hasReasons={hasReasons} />
         <Jobs
           jobs={status.jobs}
           hasReasons={hasReasons}
           links={this._links().jobs}
-          trans={trans}
         />
-        <Events events={status.events} trans={trans} />
+        <Events events={status.events} />
         {this._week !== null && (
-          <Week week={this._week} now={status.at} themeChanged={this._themeChanged} trans={trans} />
+          <Week week={this._week} now={status.at} themeChanged={this._themeChanged} />
         )}
       </>
     );
@@ -192,7 +188,7 @@ export class GpuPanel extends ReactWidget {
   /** The sentence, unless a place that is more specific shows it. */
   private _sentence(state: GpuState): JSX.Element | null {
     const place = this._gpu.sentence.of(state);
-    return place === null || place === this._place ? <p role="status">{sentence(this._trans, state)}</p> : null;
+    return place === null || place === this._place ? <p role="status">{sentence(state)}</p> : null;
   }
 
   private readonly _place: IPlace;
@@ -234,10 +230,9 @@ function Memory(props: {
   lease: ILeaseStatus;
   samples: readonly ISample[];
   release: IPanelLinks['release'];
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { lease, samples, trans } = props;
-  const text = memoryText(trans, lease);
+  const { lease, samples } = props;
+  const text = memoryText(lease);
   const asleep = lease.memory_saved_bytes > 0;
   return (
     <>
@@ -256,7 +251,7 @@ function Memory(props: {
           }
         ]}
       />
-      <History lease={lease} samples={samples} trans={trans} />
+      <History lease={lease} samples={samples} />
       {!asleep &&
         byKernel(lease.processes).map(process => (
           <Process
@@ -268,7 +263,7 @@ function Memory(props: {
       <p className="gpushare-muted">
         {trans.__('%1 on %2, project %3', lease.size, lease.device_name, lease.project)}
         <br />
-        {trans.__('Memory limit: %1', levelText(trans, lease.level))}
+        {trans.__('Memory limit: %1', levelText(lease.level))}
       </p>
     </>
   );
@@ -278,9 +273,8 @@ function Memory(props: {
 function History(props: {
   lease: ILeaseStatus;
   samples: readonly ISample[];
-  trans: TranslationBundle;
 }): JSX.Element | null {
-  const { lease, samples, trans } = props;
+  const { lease, samples } = props;
   const utilization = lease.utilization_percent;
   if (utilization === null || samples.length < 2) {
     return null;
@@ -313,10 +307,9 @@ function Process(props: {
   process: IProcessUse;
   lease: ILeaseStatus;
   release: IPanelLinks['release'];
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { process, lease, trans } = props;
-  const name = owner(trans, process);
+  const { process, lease } = props;
+  const name = owner(process);
   const [busy, setBusy] = React.useState(false);
   const release = async (): Promise<void> => {
     setBusy(true);
@@ -330,7 +323,7 @@ function Process(props: {
         {name}
       </span>
       <span>
-        {memory(trans, process.used_bytes)}
+        {memory(process.used_bytes)}
         {(process.keeps || process.kernel_id !== '') && (
           <Button
             className="gpushare-link"
@@ -351,10 +344,9 @@ function Process(props: {
   );
 }
 
-function Project(props: { project: IProjectUse; trans: TranslationBundle }): JSX.Element {
-  const { project, trans } = props;
+function Project({ project }: { project: IProjectUse }): JSX.Element {
   const own = Math.max(0, project.in_use_milli - project.borrowed_milli);
-  const text = projectText(trans, project);
+  const text = projectText(project);
   return (
     <section>
       <h3>{trans.__('Project %1 (GPUs)', project.name)}</h3>
@@ -370,7 +362,7 @@ function Project(props: { project: IProjectUse; trans: TranslationBundle }): JSX
         mark={project.quota_milli}
       />
       <div className="gpushare-muted gpushare-parts" aria-hidden="true">
-        {projectParts(trans, project).map(part => (
+        {projectParts(project).map(part => (
           <span key={part.text}>
             {part.kind !== null && <i className="gpushare-swatch" data-kind={part.kind} />}
             {part.text}
@@ -381,17 +373,14 @@ function Project(props: { project: IProjectUse; trans: TranslationBundle }): JSX
   );
 }
 
-function Events(props: {
-  events: readonly IDecision[];
-  trans: TranslationBundle;
-}): JSX.Element | null {
-  const newest = [...props.events].sort((a, b) => b.seq - a.seq).slice(0, SHOWN_EVENTS);
+function Events({ events }: { events: readonly IDecision[] }): JSX.Element | null {
+  const newest = [...events].sort((a, b) => b.seq - a.seq).slice(0, SHOWN_EVENTS);
   if (newest.length === 0) {
     return null;
   }
   return (
     <section>
-      <h3>{props.trans.__('What happened')}</h3>
+      <h3>{trans.__('What happened')}</h3>
       <ul>
         {newest.map(event => (
           <li key={event.seq}>

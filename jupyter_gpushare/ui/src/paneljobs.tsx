@@ -1,12 +1,12 @@
 /** My training jobs in the sidebar: five of them, and the way to all. */
 
-import { TranslationBundle } from '@jupyterlab/translation';
 import React from 'react';
 
 import { Meter } from './meter';
 import { ENDED } from './state';
 import { IJob } from './wire';
 import { duration, jobBadge, oneLine, progressText } from './messages';
+import { trans } from './translate';
 
 const SHOWN_JOBS = 5;
 
@@ -20,9 +20,8 @@ export function Jobs(props: {
   /** False where the list of jobs shows them. */
   hasReasons: boolean;
   links: IJobLinks | null;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { jobs, hasReasons, links, trans } = props;
+  const { jobs, hasReasons, links } = props;
   const first = [...jobs].sort((a, b) => Number(ENDED.has(a.state)) - Number(ENDED.has(b.state)));
   return (
     <section>
@@ -30,7 +29,7 @@ export function Jobs(props: {
       {jobs.length === 0 && <p className="gpushare-muted">{trans.__('None.')}</p>}
       <ul>
         {first.slice(0, SHOWN_JOBS).map(job => (
-          <Job key={job.id} job={job} hasReason={hasReasons} links={links} trans={trans} />
+          <Job key={job.id} job={job} hasReason={hasReasons} links={links} />
         ))}
       </ul>
       {links !== null && (
@@ -53,9 +52,8 @@ function Job(props: {
   job: IJob;
   hasReason: boolean;
   links: IJobLinks | null;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { job, links, trans } = props;
+  const { job, links } = props;
   return (
     <li className="gpushare-job">
       <div className="gpushare-row">
@@ -72,7 +70,7 @@ function Job(props: {
           </button>
         )}
         <span className="gpushare-state" data-state={job.state}>
-          {jobBadge(trans, job)}
+          {jobBadge(job)}
         </span>
       </div>
       {props.hasReason && (
@@ -82,23 +80,23 @@ function Job(props: {
       )}
       <div className="gpushare-muted">
         {job.started_at === null
-          ? trans.__('%1, waited %2', job.size, duration(trans, job.waited_s))
+          ? trans.__('%1, waited %2', job.size, duration(job.waited_s))
           : trans.__(
               '%1, waited %2, ran %3',
               job.size,
-              duration(trans, job.waited_s),
-              duration(trans, job.ran_s)
+              duration(job.waited_s),
+              duration(job.ran_s)
             )}
       </div>
       {job.done !== null && job.total !== null && job.total > 0 ? (
         <Meter
           label={trans.__('Progress of %1', job.name)}
-          text={progressText(trans, job)}
+          text={progressText(job)}
           max={job.total}
           parts={[{ value: job.done, kind: 'used' }]}
         />
       ) : (
-        job.done !== null && <div className="gpushare-muted">{progressText(trans, job)}</div>
+        job.done !== null && <div className="gpushare-muted">{progressText(job)}</div>
       )}
     </li>
   );

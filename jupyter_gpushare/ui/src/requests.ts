@@ -2,7 +2,6 @@
 
 import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
-import type { TranslationBundle } from '@jupyterlab/translation';
 
 import type { ILogPiece } from './log';
 import { asSentence } from './messages';
@@ -35,7 +34,6 @@ export type IOffersQuery = {
 export class Requests {
   constructor(
     private readonly _settings: ServerConnection.ISettings,
-    private readonly _trans: TranslationBundle
   ) {}
 
   /** Everything that is mine. */
@@ -134,7 +132,7 @@ export class Requests {
 
   private async _get<T>(path: string, signal?: AbortSignal): Promise<T> {
     const response = await this._fetch(path, { method: 'GET', cache: 'no-store', signal });
-    return translated(this._trans, (await response.json()) as T);
+    return translated((await response.json()) as T);
   }
 
   private async _send<T>(
@@ -146,14 +144,14 @@ export class Requests {
     // A job that is stopped while the page goes is stopped all the same.
     const keepalive = method === 'DELETE';
     const init = { method, headers, keepalive, body: body === undefined ? undefined : JSON.stringify(body) };
-    return translated(this._trans, (await (await this._fetch(path, init)).json()) as T);
+    return translated((await (await this._fetch(path, init)).json()) as T);
   }
 
   private async _fetch(path: string, init: RequestInit): Promise<Response> {
     const url = URLExt.join(this._settings.baseUrl, 'gpushare') + `/${path}`;
     const response = await ServerConnection.makeRequest(url, init, this._settings);
     if (!response.ok) {
-      const said = messageOf(this._trans, await response.text());
+      const said = messageOf(await response.text());
       throw new Error(said ?? `${response.status} ${response.statusText}`);
     }
     return response;
@@ -161,9 +159,9 @@ export class Requests {
 }
 
 /** Returns the translated message of a refusal; undefined: another program has answered. */
-export function messageOf(trans: TranslationBundle, text: string): string | undefined {
+export function messageOf(text: string): string | undefined {
   try {
-    const said = translated(trans, JSON.parse(text) as Partial<IErrorAnswer>).message;
+    const said = translated(JSON.parse(text) as Partial<IErrorAnswer>).message;
     return said === undefined ? undefined : asSentence(said);
   } catch {
     return undefined;

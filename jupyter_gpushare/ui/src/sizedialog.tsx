@@ -1,7 +1,6 @@
 /** The dialogs that make the GPU part of a running server larger or smaller, or get its first one. */
 
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
-import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import { Signal } from '@lumino/signaling';
 import React from 'react';
@@ -9,6 +8,7 @@ import React from 'react';
 import { memory } from './messages';
 import { sizeOf } from './newsize';
 import { ILeaseStatus, ISizedLease, ISizeRequest } from './wire';
+import { trans } from './translate';
 
 /** What the dialog says, and what it sends. */
 interface IPlan {
@@ -32,12 +32,11 @@ interface IPlan {
 export async function resize(
   lease: ILeaseStatus | null,
   projects: readonly string[],
-  trans: TranslationBundle,
   hub: (() => void) | null,
   send: IPlan['send']
 ): Promise<void> {
   if (lease !== null && !lease.resizable) {
-    await explain(lease, trans, hub);
+    await explain(lease, hub);
     return;
   }
   const plan =
@@ -49,29 +48,29 @@ export async function resize(
           button: trans.__('Get it'),
           busy: trans.__('Getting it.'),
           projects,
-          receipt: (sized: ISizedLease) => gainedText(trans, sized)
+          receipt: (sized: ISizedLease) => gainedText(sized)
         }
       : {
           title: trans.__('Change size'),
           intro: trans.__(
             'This server has %1 (%2) and uses %3. Kernels and their variables stay.',
             lease.size,
-            memory(trans, lease.memory_limit_bytes),
-            memory(trans, lease.memory_used_bytes)
+            memory(lease.memory_limit_bytes),
+            memory(lease.memory_used_bytes)
           ),
           label: trans.__('New size'),
           button: trans.__('Change'),
           busy: trans.__('Changing.'),
           projects: [lease.project],
-          receipt: (sized: ISizedLease) => resizedText(trans, sized)
+          receipt: (sized: ISizedLease) => resizedText(sized)
         };
-  const dialog = new SizeDialog(new Choice({ ...plan, send }, trans), trans);
+  const dialog = new SizeDialog(new Choice({ ...plan, send }));
   dialog.addClass('gpushare-launch-dialog');
   await dialog.launch();
   await dialog.sending;
 }
 
-async function explain(lease: ILeaseStatus, trans: TranslationBundle, hub: (() => void) | null): Promise<void> {
+async function explain(lease: ILeaseStatus, hub: (() => void) | null): Promise<void> {
   const close = Dialog.cancelButton({ label: trans.__('Close') });
   const open = Dialog.okButton({ label: trans.__('Hub control panel') });
   const answer = await showDialog({
@@ -91,7 +90,6 @@ async function explain(lease: ILeaseStatus, trans: TranslationBundle, hub: (() =
 class Choice {
   constructor(
     readonly plan: IPlan,
-    private readonly _trans: TranslationBundle
   ) {
     this.project = plan.projects[0] ?? '';
   }
@@ -112,7 +110,7 @@ class Choice {
   async submit(): Promise<string | null> {
     const size = sizeOf(this.text, this.borrow, this.project);
     if (this.busy || size === null) {
-      this.refusal = this.busy ? this.refusal : this._trans.__('A part of the GPU like 0.5 or 1/4, or memory like 20GiB');
+      this.refusal = this.busy ? this.refusal : trans.__('A part of the GPU like 0.5 or 1/4, or memory like 20GiB');
       this.changed.emit();
       return null;
     }
@@ -134,11 +132,10 @@ class Choice {
 class SizeDialog extends Dialog<void> {
   constructor(
     private readonly _choice: Choice,
-    trans: TranslationBundle
   ) {
     super({
       title: _choice.plan.title,
-      body: new SizeBody(_choice, trans),
+      body: new SizeBody(_choice),
       focusNodeSelector: 'input',
       buttons: [
         Dialog.cancelButton({ label: trans.__('Cancel') }),
@@ -165,17 +162,17 @@ class SizeDialog extends Dialog<void> {
   }
 }
 
-function resizedText(trans: TranslationBundle, lease: ILeaseStatus): string {
+function resizedText(lease: ILeaseStatus): string {
   return trans.__(
     'You have %1 now (%2). PyTorch and CuPy see it at once; restart kernels that use JAX or TensorFlow.',
     lease.size,
-    memory(trans, lease.memory_limit_bytes)
+    memory(lease.memory_limit_bytes)
   );
 }
 
-function gainedText(trans: TranslationBundle, lease: ISizedLease): string {
+function gainedText(lease: ISizedLease): string {
   const { size, restart } = lease;
-  const limit = memory(trans, lease.memory_limit_bytes);
+  const limit = memory(lease.memory_limit_bytes);
   const has = lease.state === 'suspended'
     ? trans.__('You have %1 (%2). It is lent just now and comes with your first GPU cell.', size, limit)
     : trans.__('You have %1 now (%2).', size, limit);
@@ -187,7 +184,6 @@ function gainedText(trans: TranslationBundle, lease: ISizedLease): string {
 class SizeBody extends ReactWidget {
   constructor(
     private readonly _choice: Choice,
-    private readonly _trans: TranslationBundle
   ) {
     super();
     this.addClass('gpushare-launch');
@@ -196,13 +192,13 @@ class SizeBody extends ReactWidget {
   protected override render(): JSX.Element {
     return (
       <UseSignal signal={this._choice.changed}>
-        {() => <Form choice={this._choice} trans={this._trans} />}
+        {() => <Form choice={this._choice} />}
       </UseSignal>
     );
   }
 }
 
-function Form({ choice, trans }: { choice: Choice; trans: TranslationBundle }): JSX.Element {
+function Form({ choice }: { choice: Choice }): JSX.Element {
   const { plan, project, refusal } = choice;
   return (
     <>

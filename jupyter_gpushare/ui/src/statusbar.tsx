@@ -1,6 +1,5 @@
 /** `1/2 GPU 6.8/40 GiB Active`, coloured only when it wants attention. */
 
-import { TranslationBundle } from '@jupyterlab/translation';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import { ISignal, Signal } from '@lumino/signaling';
 import React from 'react';
@@ -8,11 +7,11 @@ import React from 'react';
 import { GpuState, phaseOf } from './state';
 import { chipIcon, IGpuModel } from './tokens';
 import { sentence, statusText, wantsAttention } from './messages';
+import { trans } from './translate';
 
 export class StatusItem extends ReactWidget {
   constructor(
     private readonly _gpu: IGpuModel,
-    private readonly _trans: TranslationBundle,
     private readonly _open: () => void
   ) {
     super();
@@ -23,7 +22,7 @@ export class StatusItem extends ReactWidget {
 
   /** Whether there is something to show. */
   get isActive(): boolean {
-    return statusText(this._trans, this._gpu.model.state) !== '';
+    return statusText(this._gpu.model.state) !== '';
   }
 
   get activeStateChanged(): ISignal<this, void> {
@@ -37,7 +36,7 @@ export class StatusItem extends ReactWidget {
   }
 
   private _item(state: GpuState): JSX.Element | null {
-    const text = statusText(this._trans, state);
+    const text = statusText(state);
     if (text === '') {
       return null;
     }
@@ -48,8 +47,8 @@ export class StatusItem extends ReactWidget {
         className={wantsAttention(state, phase) ? 'gpushare-attention' : ''}
         title={
           this._gpu.sentence.of(state) === null
-            ? sentence(this._trans, state)
-            : this._trans.__('Show my GPU, my projects and my training jobs')
+            ? sentence(state)
+            : trans.__('Show my GPU, my projects and my training jobs')
         }
         onClick={this._open}
       >

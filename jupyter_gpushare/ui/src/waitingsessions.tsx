@@ -1,18 +1,17 @@
 /** Servers of the user that wait for a GPU on the spawn page, in the sidebar and above the list of jobs. */
 
-import { TranslationBundle } from '@jupyterlab/translation';
 import React from 'react';
 
 import { IWaitingSession } from './wire';
 import { oneLine } from './messages';
+import { trans } from './translate';
 
 export function WaitingSessions(props: {
   sessions: readonly IWaitingSession[];
   /** False where the list of jobs shows them. */
   hasReasons: boolean;
-  trans: TranslationBundle;
 }): JSX.Element | null {
-  const { sessions, trans } = props;
+  const { sessions } = props;
   if (sessions.length === 0) {
     return null;
   }

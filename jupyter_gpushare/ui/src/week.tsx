@@ -1,6 +1,5 @@
 /** Usage of the last seven days: a sentence, and a chart that is loaded on demand. */
 
-import type { TranslationBundle } from '@jupyterlab/translation';
 import type { ISignal } from '@lumino/signaling';
 import React from 'react';
 
@@ -9,6 +8,7 @@ import type { DayChart } from './daychart';
 import { daysOf, IDay } from './days';
 import type { IHistory } from './wire';
 import { daysText, weekText } from './messages';
+import { trans } from './translate';
 
 /** Emitted when the colours have become others. */
 export type ThemeChanged = ISignal<unknown, unknown>;
@@ -18,24 +18,23 @@ interface IWeekProps {
   /** The broker's clock: which day is the last. */
   readonly now: string;
   readonly themeChanged: ThemeChanged | null;
-  readonly trans: TranslationBundle;
 }
 
 export function Week(props: IWeekProps): JSX.Element {
-  const { week, trans } = props;
+  const { week } = props;
   const [open, setOpen] = React.useState(false);
   const today = props.now.slice(0, 10);
   const days = React.useMemo(() => daysOf(week, today), [week, today]);
   return (
     <section>
       <h3>{trans.__('Last seven days')}</h3>
-      <p>{weekText(trans, week)}</p>
+      <p>{weekText(week)}</p>
       {week.days.length > 0 && (
         <Button className="gpushare-link" aria-expanded={open} run={() => setOpen(!open)}>
           {open ? trans.__('Hide days') : trans.__('Show days')}
         </Button>
       )}
-      {open && <Days days={days} themeChanged={props.themeChanged} trans={trans} />}
+      {open && <Days days={days} themeChanged={props.themeChanged} />}
     </section>
   );
 }
@@ -45,9 +44,7 @@ type Make = (host: HTMLElement) => DayChart;
 function Days(props: {
   days: readonly IDay[];
   themeChanged: ThemeChanged | null;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { trans } = props;
   const [make, setMake] = React.useState<Make | 'loading' | 'failed'>('loading');
   React.useEffect(() => {
     let here = true;
@@ -99,9 +96,8 @@ function Chart(props: {
   make: Make;
   days: readonly IDay[];
   themeChanged: ThemeChanged | null;
-  trans: TranslationBundle;
 }): JSX.Element {
-  const { make, days, themeChanged, trans } = props;
+  const { make, days, themeChanged } = props;
   const host = React.useRef<HTMLDivElement>(null);
   const chart = React.useRef<DayChart | null>(null);
   React.useEffect(() => {
@@ -114,5 +110,5 @@ function Chart(props: {
     };
   }, [make, themeChanged]);
   React.useEffect(() => chart.current!.show(days), [make, themeChanged, days]);
-  return <div className="gpushare-days" ref={host} role="img" aria-label={daysText(trans, days)} />;
+  return <div className="gpushare-days" ref={host} role="img" aria-label={daysText(days)} />;
 }

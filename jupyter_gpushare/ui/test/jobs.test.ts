@@ -8,7 +8,7 @@ import { IJob } from '../src/wire';
 import { StatusAnswer } from '../src/state';
 import { jobBadge } from '../src/messages';
 import { ANSWERS, JOBS, NO_ANSWER } from './answers';
-import { trans } from './trans';
+import './trans';
 
 function job(change: Partial<IJob>): IJob {
   return { ...JOBS[0]!, ...change };
@@ -49,7 +49,7 @@ describe('viewOf', () => {
   });
 
   it('finds the words that the list shows for a state', () => {
-    const shown = (each: IJob): string => jobBadge(trans, each);
+    const shown = (each: IJob): string => jobBadge(each);
     const view = { ...FIRST_VIEW, text: 'done' };
     expect(viewOf(MANY, view, shown).map(each => each.id)).toEqual(['d']);
     expect(viewOf(MANY, { ...view, text: 'succeeded' }, shown).map(each => each.id)).toEqual(['d']);

@@ -2,7 +2,7 @@ import { describe, expect, it } from 'vitest';
 
 import { byKernel, owner } from '../src/kernels';
 import { IProcessUse } from '../src/wire';
-import { trans } from './trans';
+import './trans';
 
 function process(pid: number, kernel_id: string, used_bytes: number, keeps = false): IProcessUse {
   return { pid, name: 'python', kernel: kernel_id && `${kernel_id}.ipynb`, kernel_id, used_bytes, keeps };
@@ -21,11 +21,11 @@ describe('GPU memory', () => {
   it('that an ended kernel left is told once, apart from that of the same kernel since its restart', () => {
     const left = [process(1, 'a', 40, true), process(2, 'a', 0, true), process(3, '', 0, true)];
     const shown = byKernel([process(4, 'a', 10), ...left]);
-    expect(shown.map(each => [owner(trans, each), each.keeps, each.used_bytes])).toEqual([
+    expect(shown.map(each => [owner(each), each.keeps, each.used_bytes])).toEqual([
       ['a.ipynb (ended)', true, 40],
       ['a.ipynb', false, 10]
     ]);
-    expect(byKernel([process(5, '', 7, true)]).map(each => owner(trans, each))).toEqual(['python (ended)']);
+    expect(byKernel([process(5, '', 7, true)]).map(each => owner(each))).toEqual(['python (ended)']);
   });
 
   it('is told of each process that belongs to no kernel', () => {

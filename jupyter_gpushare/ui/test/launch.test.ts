@@ -13,7 +13,7 @@ import { pairsOf } from '../src/lines';
 import { outlookText } from '../src/outlook';
 import { IJob, ILaunchForm, ILaunchRequest, IOffers } from '../src/wire';
 import { JOB, OFFERS } from './answers';
-import { trans } from './trans';
+import './trans';
 
 function fields(change: Partial<IFields> = {}): IFields {
   return { ...BLANK, path: 'train.py', ...change };
@@ -21,13 +21,13 @@ function fields(change: Partial<IFields> = {}): IFields {
 
 describe('what is typed', () => {
   it.each(['1', '2', '1024', '0.5', '.25', '1/4', '1.0', '3/3'])('takes %s as GPUs', text => {
-    expect(problemsOf(trans, fields({ gpus: text }))).toEqual({});
+    expect(problemsOf(fields({ gpus: text }))).toEqual({});
   });
 
   it.each(['', '0', '1.5', '1/0', '0/4', '-1', 'x', '1e3', '0.0', '1/2/3', '00000'])(
     'refuses %s as GPUs',
     text => {
-      expect(problemsOf(trans, fields({ gpus: text }))).toHaveProperty('gpus');
+      expect(problemsOf(fields({ gpus: text }))).toHaveProperty('gpus');
     }
   );
 
@@ -41,11 +41,11 @@ describe('what is typed', () => {
   });
 
   it('has no problems as the dialog begins', () => {
-    expect(problemsOf(trans, fields())).toEqual({});
+    expect(problemsOf(fields())).toEqual({});
   });
 
   it('has no problem with what is not there: parameters of a script', () => {
-    expect(problemsOf(trans, fields({ parameters: 'x' }))).toEqual({});
+    expect(problemsOf(fields({ parameters: 'x' }))).toEqual({});
     expect(requestOf(fields({ parameters: 'x' })).parameters).toEqual({});
   });
 
@@ -61,7 +61,7 @@ describe('what is typed', () => {
     [{ retries: '11' }, 'retries'],
     [{ maxRun: '4' }, 'maxRun']
   ] as [Partial<IFields>, string][])('says what is wrong with %j', (change, field) => {
-    expect(Object.keys(problemsOf(trans, fields(change)))).toEqual([field]);
+    expect(Object.keys(problemsOf(fields(change)))).toEqual([field]);
   });
 
   it('is sent as what it means', () => {
@@ -119,7 +119,7 @@ describe('a duplicate', () => {
     });
     expect(requestOf({ ...duplicate, size: 'gpus', gpus: '2' })).toMatchObject({ profile: null, gpus: '2' });
     expect(requestOf({ ...duplicate, size: 'memory', memory: '1GiB' })).toMatchObject({ profile: null });
-    expect(problemsOf(trans, duplicate)).toEqual({});
+    expect(problemsOf(duplicate)).toEqual({});
   });
 
   it('knows the variables whose value it takes from this server', () => {
@@ -158,7 +158,6 @@ describe('LaunchModel', () => {
     vi.useFakeTimers();
     asked.length = sent.length = 0;
     model = new LaunchModel({
-      trans,
       fields: first,
       launchForm: async path => (options.form === undefined ? form : options.form(path)),
       offers: async query => {
@@ -188,7 +187,7 @@ describe('LaunchModel', () => {
       parameters: 'lr = 0.1',
       project: OFFERS.project
     });
-    expect(outlookText(trans, model.outlook)).toMatch(/^Number 3\. Needs 2 GPUs/);
+    expect(outlookText(model.outlook)).toMatch(/^Number 3\. Needs 2 GPUs/);
   });
 
   it('asks for the newest size only, when the typing pauses', async () => {
@@ -219,11 +218,11 @@ describe('LaunchModel', () => {
     const news = { ...OFFERS.job!, sentence: 'Would start now.' };
     job = news;
     const said: string[] = [];
-    model.changed.connect(() => said.push(outlookText(trans, model.outlook)));
+    model.changed.connect(() => said.push(outlookText(model.outlook)));
     await vi.advanceTimersByTimeAsync(9_999);
     expect(asked.length).toBe(1);
     await vi.advanceTimersByTimeAsync(1);
-    expect(said).toEqual([outlookText(trans, { kind: 'known', outlook: news })]);
+    expect(said).toEqual([outlookText({ kind: 'known', outlook: news })]);
     hidden = true;
     await vi.advanceTimersByTimeAsync(60_000);
     expect(asked.length).toBe(2);
@@ -261,7 +260,7 @@ describe('LaunchModel', () => {
   it('shows the refusal of a size that can never run', async () => {
     open({}, { offers: () => Promise.reject(new Error('Asks for 8 GPUs together; the largest machine has 4.')) });
     await vi.advanceTimersByTimeAsync(0);
-    expect(outlookText(trans, model.outlook)).toMatch(/^Asks for 8 GPUs/);
+    expect(outlookText(model.outlook)).toMatch(/^Asks for 8 GPUs/);
   });
 
   it('submits once, and the same again with the same key', async () => {

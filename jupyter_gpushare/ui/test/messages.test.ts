@@ -10,6 +10,7 @@ import {
   gibibytes,
   jobBadge,
   memoryText,
+  momentText,
   noticeText,
   progressAndTimeText,
   progressText,
@@ -20,10 +21,9 @@ import {
   wantsAttention,
   weekText
 } from '../src/messages';
-import { momentText } from '../src/moments';
 import { numberText, timeText } from '../src/locale';
 import { ANSWERS, HISTORY, JOB, NO_ANSWER } from './answers';
-import { trans } from './trans';
+import './trans';
 
 describe('a refusal', () => {
   it('is a sentence, whatever a server says', () => {
@@ -46,7 +46,7 @@ describe('sizes and times', () => {
   });
 
   it('has one unit', () => {
-    expect([0, 89, 90, 5399, 5400].map(seconds => duration(trans, seconds))).toEqual([
+    expect([0, 89, 90, 5399, 5400].map(seconds => duration(seconds))).toEqual([
       '0 s',
       '89 s',
       '2 min',
@@ -82,7 +82,7 @@ describe('a time', () => {
 
 describe('a job', () => {
   it('says how far it is, also when nobody knows how far it goes', () => {
-    const text = (done: number | null, total: number | null) => progressText(trans, { ...JOB, done, total });
+    const text = (done: number | null, total: number | null) => progressText({ ...JOB, done, total });
     expect(text(null, null)).toBe('');
     expect(text(120, null)).toBe('120 done');
     expect(text(0, 0)).toBe('0 done');
@@ -91,7 +91,7 @@ describe('a job', () => {
 
   it('says how long it still takes where its progress shows it', () => {
     const text = (change: Partial<typeof JOB>) =>
-      progressAndTimeText(trans, { ...JOB, done: 3, total: 10, ends_in: null, ...change });
+      progressAndTimeText({ ...JOB, done: 3, total: 10, ends_in: null, ...change });
     expect(text({ left_s: 7_200 })).toBe('3 of 10, about 2 h left');
     expect(text({ left_s: null })).toBe('3 of 10');
     expect(text({ left_s: 7_200, ends_in: { low_s: 5_400, high_s: 9_000 } })).toBe('3 of 10');
@@ -100,12 +100,12 @@ describe('a job', () => {
   it('has a word for every event in its life, and none of the code', () => {
     const whats = ['submitted', 'grant', 'started', 'suspend', 'resume', 'low-use', 'time_limit', 'would_suspend', 'x'];
     const words = ['Submitted', 'Starting', 'Started', 'Paused', 'Resumed', 'GPU', 'Time limit', 'Note', 'Note'];
-    expect(whats.map(what => momentText(trans, what))).toEqual(words);
+    expect(whats.map(what => momentText(what))).toEqual(words);
   });
 
   it('names the environment that it runs in, and none that nobody knows', () => {
     const source = { path: 'a.py', kernel: '', output: '', arguments: '', parameters: {} };
-    const text = (change: Partial<typeof JOB>) => environmentText(trans, { ...JOB, ...change });
+    const text = (change: Partial<typeof JOB>) => environmentText({ ...JOB, ...change });
     expect(text({ source: { ...source, kernel: 'torch' } })).toBe('torch');
     expect(text({ source })).toBe('of the server');
     expect(text({ source: { ...source, path: 'a.ipynb' } })).toBe('as the notebook says');
@@ -119,14 +119,14 @@ describe('a job', () => {
 
 describe('status bar', () => {
   it('says size, memory and badge', () => {
-    expect(statusText(trans, stateOf(ANSWERS.active))).toBe('1/2 GPU 6.8/40 GiB Active');
-    expect(statusText(trans, stateOf(ANSWERS.asleep))).toBe('1/2 GPU 0/40 GiB Asleep, GPU lent');
+    expect(statusText(stateOf(ANSWERS.active))).toBe('1/2 GPU 6.8/40 GiB Active');
+    expect(statusText(stateOf(ANSWERS.asleep))).toBe('1/2 GPU 0/40 GiB Asleep, GPU lent');
     const late = { ...ANSWERS.asleep.leases[0]!, memory_used_bytes: 2 ** 33 };
-    expect(statusText(trans, stateOf({ ...ANSWERS.asleep, leases: [late] }))).toContain(' 0/40 GiB ');
-    expect(statusText(trans, stateOf(ANSWERS.lost))).toMatch(/ GPU state lost$/);
-    expect(statusText(trans, stateOf(ANSWERS.empty))).toBe('No GPU');
-    expect(statusText(trans, stateOf(NO_ANSWER))).toBe('GPU: no data');
-    expect(statusText(trans, { kind: 'off' })).toBe('');
+    expect(statusText(stateOf({ ...ANSWERS.asleep, leases: [late] }))).toContain(' 0/40 GiB ');
+    expect(statusText(stateOf(ANSWERS.lost))).toMatch(/ GPU state lost$/);
+    expect(statusText(stateOf(ANSWERS.empty))).toBe('No GPU');
+    expect(statusText(stateOf(NO_ANSWER))).toBe('GPU: no data');
+    expect(statusText({ kind: 'off' })).toBe('');
   });
 
   it('is coloured only when it wants attention', () => {
@@ -144,40 +144,40 @@ describe('status bar', () => {
 
 describe('sentences', () => {
   it('are the broker’s own where it has one', () => {
-    expect(sentence(trans, stateOf(ANSWERS.asleep))).toBe(ANSWERS.asleep.leases[0]!.sentence);
+    expect(sentence(stateOf(ANSWERS.asleep))).toBe(ANSWERS.asleep.leases[0]!.sentence);
   });
 
   it('say since when the broker is silent', () => {
-    expect(sentence(trans, stateOf(NO_ANSWER))).toMatch(
+    expect(sentence(stateOf(NO_ANSWER))).toMatch(
       /^No news from the GPU broker since .*\d\d.*\. Your kernel keeps running\.$/
     );
   });
 
   it('say when it is the server that does not answer', () => {
     const state = { kind: 'unreachable', since: new Date(0), source: 'server' } as const;
-    expect(sentence(trans, state)).toMatch(/^No answer from your server since .*\d\d/);
+    expect(sentence(state)).toMatch(/^No answer from your server since .*\d\d/);
   });
 
   it('say how long the GPU took to come back', () => {
     const lease = ANSWERS.active.leases[0]!;
-    expect(noticeText(trans, { kind: 'back', lease, seconds: 7.2 })).toBe(
+    expect(noticeText({ kind: 'back', lease, seconds: 7.2 })).toBe(
       'Your GPU is back after 7 s. Nothing was lost.'
     );
-    expect(noticeText(trans, { kind: 'back', lease, seconds: null })).toBe(
+    expect(noticeText({ kind: 'back', lease, seconds: null })).toBe(
       'Your GPU is back. Nothing was lost.'
     );
   });
 
   it('say what a meter shows', () => {
-    expect(memoryText(trans, ANSWERS.active.leases[0]!)).toBe('6.8 of 40 GiB');
-    expect(memoryText(trans, ANSWERS.asleep.leases[0]!)).toBe('6.8 GiB in RAM');
-    expect(projectText(trans, ANSWERS.active.projects[0]!)).toBe(
+    expect(memoryText(ANSWERS.active.leases[0]!)).toBe('6.8 of 40 GiB');
+    expect(memoryText(ANSWERS.asleep.leases[0]!)).toBe('6.8 GiB in RAM');
+    expect(projectText(ANSWERS.active.projects[0]!)).toBe(
       '1 guaranteed, 1.5 in use, 1 borrowed, 1 job waiting'
     );
   });
 
   it('say the state of a job', () => {
-    expect(ANSWERS.active.jobs.map(job => jobBadge(trans, job))).toEqual([
+    expect(ANSWERS.active.jobs.map(job => jobBadge(job))).toEqual([
       'Running',
       'Queued, number 3',
       'Failed'
@@ -185,38 +185,38 @@ describe('sentences', () => {
   });
 
   it('say what a week was', () => {
-    expect(weekText(trans, HISTORY)).toBe(
+    expect(weekText(HISTORY)).toBe(
       'You used 14 GPU-hours. Your idle time gave 6.4 GPU-hours to others; 3 of them had waited for your GPU.'
     );
-    expect(weekText(trans, { ...HISTORY, helped_jobs: 0 })).toMatch(/gave 6\.4 GPU-hours to others\.$/);
-    expect(weekText(trans, { ...HISTORY, lent_gpu_s: 0 })).toBe('You used 14 GPU-hours.');
+    expect(weekText({ ...HISTORY, helped_jobs: 0 })).toMatch(/gave 6\.4 GPU-hours to others\.$/);
+    expect(weekText({ ...HISTORY, lent_gpu_s: 0 })).toBe('You used 14 GPU-hours.');
     const little = { ...HISTORY, used_gpu_s: 719, lent_gpu_s: 1, helped_jobs: 0 };
-    expect(weekText(trans, little)).toBe(
+    expect(weekText(little)).toBe(
       'You used 11 GPU-minutes. Your idle time gave less than 1 GPU-minute to others.'
     );
-    expect(weekText(trans, { ...HISTORY, used_gpu_s: 60, lent_gpu_s: 0 })).toBe('You used 1 GPU-minute.');
+    expect(weekText({ ...HISTORY, used_gpu_s: 60, lent_gpu_s: 0 })).toBe('You used 1 GPU-minute.');
   });
 
   it('say what each day of a week was', () => {
-    const text = daysText(trans, daysOf(HISTORY, '2031-05-06T14:02:12Z'));
+    const text = daysText(daysOf(HISTORY, '2031-05-06T14:02:12Z'));
     expect(text).toMatch(/^GPU-hours a day\. .*: 12 used, 4\.0 given to others; .*: 2\.0 used, 2\.4 given to others\.$/);
     expect(text.match(/: 0 used, 0 given to others/g)).toHaveLength(5);
   });
 
   it('copy nothing where nothing is held', () => {
     const empty = { ...ANSWERS.waking.leases[0]!, memory_saved_bytes: 0, memory_used_bytes: 0 };
-    expect(wakingSteps(trans, empty, 4)).toBe('Getting the GPU back, 4 s so far.');
-    expect(noticeText(trans, { kind: 'warned', lease: { ...empty, lend_in_s: 30 } })).toBe(
+    expect(wakingSteps(empty, 4)).toBe('Getting the GPU back, 4 s so far.');
+    expect(noticeText({ kind: 'warned', lease: { ...empty, lend_in_s: 30 } })).toBe(
       'Your GPU is lent in 30 s: others wait. It comes back with your next GPU cell.'
     );
   });
 
   it('count both steps of waking', () => {
     const lease = ANSWERS.waking.leases[0]!;
-    expect(wakingSteps(trans, { ...lease, state: 'suspended' }, 2.9)).toBe(
+    expect(wakingSteps({ ...lease, state: 'suspended' }, 2.9)).toBe(
       'Waking up: step 1 of 2, getting the GPU back, 2 s so far.'
     );
-    expect(wakingSteps(trans, { ...lease, state: 'resuming', memory_saved_bytes: 6.8 * 2 ** 30 }, 4)).toBe(
+    expect(wakingSteps({ ...lease, state: 'resuming', memory_saved_bytes: 6.8 * 2 ** 30 }, 4)).toBe(
       'Waking up: step 2 of 2, copying 6.8 GiB back, 4 s so far.'
     );
   });

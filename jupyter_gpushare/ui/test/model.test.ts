@@ -6,7 +6,7 @@ import { IJob, ILeaseStatus } from '../src/wire';
 import { StatusAnswer } from '../src/state';
 import { noticeText } from '../src/messages';
 import { ANSWERS, NO_ANSWER } from './answers';
-import { trans } from './trans';
+import './trans';
 
 function lease(name: keyof typeof ANSWERS, change: Partial<ILeaseStatus> = {}): ILeaseStatus {
   return { ...ANSWERS[name].leases[0]!, ...change };
@@ -72,7 +72,7 @@ describe('jobNotices', () => {
   });
 
   const textOf = (before: readonly IJob[], now: readonly IJob[]): string =>
-    noticeText(trans, jobNotices(seenJobs(before), now.slice(0, 1))[0] as Extract<Notice, { kind: 'job-paused' }>);
+    noticeText(jobNotices(seenJobs(before), now.slice(0, 1))[0] as Extract<Notice, { kind: 'job-paused' }>);
 
   it('says that nothing was lost only of a job that goes on where it was', () => {
     const queued = with_({ state: 'queued', attempt: 0 });
@@ -144,7 +144,7 @@ describe('jobNotices', () => {
     const many = [1, 2, 3, 4].map(n => later(n, { state: n === 4 ? 'failed' : 'succeeded' }));
     const notices = jobNotices(seenJobs(jobs), [...many, ...jobs]);
     expect(notices).toMatchObject([{ kind: 'jobs', paused: [] }]);
-    expect(noticeText(trans, notices[0] as Extract<Notice, { kind: 'jobs' }>)).toBe(
+    expect(noticeText(notices[0] as Extract<Notice, { kind: 'jobs' }>)).toBe(
       'Training jobs: 4 jobs ended, 1 of them failed.'
     );
   });
@@ -336,7 +336,7 @@ describe('GpuModel', () => {
     await say(ANSWERS.lost);
     await say(ANSWERS.lost);
     expect(notices.map(notice => notice.kind)).toEqual(['waking', 'lost']);
-    expect(noticeText(trans, notices[1] as Extract<Notice, { kind: 'lost' }>)).toBe(
+    expect(noticeText(notices[1] as Extract<Notice, { kind: 'lost' }>)).toBe(
       'Your GPU memory could not be brought back: the kernels that used it have to restart. Your files are safe.'
     );
     await say(ANSWERS.active);

@@ -1,10 +1,14 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 
+import { speak } from '../src/translate';
+
 /** English, as JupyterLab's own null translator has it. */
 export const trans = {
   __: (text: string, ...args: unknown[]) => fill(text, args),
   _n: (one: string, many: string, n: number, ...args: unknown[]) => fill(n === 1 ? one : many, [n, ...args])
 } as unknown as TranslationBundle;
+
+speak(trans);
 
 function fill(text: string, args: unknown[]): string {
   return text.replace(/%(\d)/g, (_, index: string) => String(args[Number(index) - 1]));

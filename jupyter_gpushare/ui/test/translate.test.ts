@@ -1,10 +1,10 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
-import { describe, expect, it, vi } from 'vitest';
+import { beforeEach, describe, expect, it, vi } from 'vitest';
 
 import { CATALOGUE } from '../src/catalogue';
 import { isoText } from '../src/locale';
 import { messageOf } from '../src/requests';
-import { translated } from '../src/translate';
+import { speak, translated } from '../src/translate';
 import { ANSWERS, JOBS, OFFERS, TIMELINE } from './answers';
 import type { IText } from '../src/wire';
 import { trans } from './trans';
@@ -18,24 +18,27 @@ const LOUD = {
 const inMemory = (gb: string): IText => ({ key: 'size.memory', args: [{ key: 'memory', args: [gb] }] });
 
 describe('translated', () => {
+  beforeEach(() => speak(LOUD));
+
   it('says in English what the broker says in English', () => {
+    speak(trans);
     for (const answer of [...Object.values(ANSWERS), JOBS, OFFERS]) {
       const here = JSON.stringify(answer).replace('since 14:20', `since ${isoText('2031-05-06T14:20Z')}`);
-      expect(translated(trans, answer)).toEqual(JSON.parse(here));
+      expect(translated(answer)).toEqual(JSON.parse(here));
     }
   });
 
   it('translates sentences, badges and reasons, and what is inside them', () => {
-    const [lease] = translated(LOUD, ANSWERS.warned).leases;
+    const [lease] = translated(ANSWERS.warned).leases;
     expect(lease!.badge).toBe('LENT IN 5 MIN');
     expect(lease!.sentence).toBe(
       "IDLE FOR 10 MIN AND 2 JOBS ARE WAITING. IN 5 MIN YOUR GPU MEMORY (6.8 GIB) MOVES TO THIS MACHINE'S RAM " +
         'AND THE GPU IS LENT. YOUR VARIABLES STAY.'
     );
-    expect(translated(LOUD, JOBS).map(job => job.reason)).toContain(
+    expect(translated(JOBS).map(job => job.reason)).toContain(
       'NUMBER 3. NEEDS 2 GPUS TOGETHER; 1.25 ARE FREE. STARTS IN 20 TO 50 MIN.'
     );
-    expect(translated(LOUD, OFFERS).job!.sentence).toContain(
+    expect(translated(OFFERS).job!.sentence).toContain(
       'WITH 1 GPU IT WOULD START NOW. STARTS IN 20 TO 50 MIN.'
     );
   });
@@ -44,7 +47,7 @@ describe('translated', () => {
     const seconds = (n: string): IText => ({ key: 'duration.seconds', args: [n] });
     const range = { key: 'range.mixed', args: [seconds('40'), { key: 'duration.minutes', args: ['3'] }] };
     const told = { sentence: '', sentence_texts: [{ key: 'session.back_in', args: [range] }] };
-    expect(translated(LOUD, told).sentence).toBe('THE GPU IS BACK IN 40 S TO 3 MIN.');
+    expect(translated(told).sentence).toBe('THE GPU IS BACK IN 40 S TO 3 MIN.');
   });
 
   it("writes a time in the reader's zone, with seconds where it has them", () => {
@@ -52,7 +55,7 @@ describe('translated', () => {
     const today = new Date(2031, 4, 6, 14, 20, 7).toISOString().replace('.000', '');
     const said = (time: string) => {
       const told = { key: 'session.kept', args: [{ key: 'time', args: [time] }] };
-      return translated(LOUD, { sentence: '', sentence_texts: [told] }).sentence;
+      return translated({ sentence: '', sentence_texts: [told] }).sentence;
     };
     expect(said(today)).toMatch(/^YOU KEEP IT UNTIL (14|2):20:07( PM)?\.$/);
     expect(said(today.replace(':07Z', 'Z'))).toMatch(/^YOU KEEP IT UNTIL (14|2):20( PM)?\.$/);
@@ -61,7 +64,7 @@ describe('translated', () => {
   });
 
   it('translates the timeline: decisions, the project that took a GPU back, sizes', () => {
-    expect(translated(LOUD, TIMELINE).moments.map(moment => moment.sentence)).toEqual([
+    expect(translated(TIMELINE).moments.map(moment => moment.sentence)).toEqual([
       'SUBMITTED.',
       'YOUR JOB night (1 GPU) STARTS: THE GPUS THAT IT NEEDS ARE FREE.',
       'ITS COMMAND STARTED.',
@@ -77,8 +80,8 @@ describe('translated', () => {
         { key: 'job.paused', args: ['14:31', { key: 'because.over_quota_of', args: ['nlp'] }] }
       ]
     };
-    expect(translated(LOUD, job).size).toBe('2 GPUS');
-    expect(translated(LOUD, job).reason).toBe(
+    expect(translated(job).size).toBe('2 GPUS');
+    expect(translated(job).reason).toBe(
       'PAUSED AT 14:31 BECAUSE nlp TOOK BACK ITS GUARANTEED GPU. NOTHING WAS LOST.'
     );
   });
@@ -86,9 +89,9 @@ describe('translated', () => {
   it('translates the log of decisions and the sizes of leases', () => {
     const decision = { sentence: 'old', sentence_texts: TIMELINE.moments[1]!.sentence_texts };
     const status = { ...ANSWERS.active, events: [decision] };
-    expect(translated(LOUD, status).events[0]!.sentence).toContain('STARTS: THE GPUS THAT IT NEEDS ARE FREE.');
+    expect(translated(status).events[0]!.sentence).toContain('STARTS: THE GPUS THAT IT NEEDS ARE FREE.');
     const lease = { size: '20 GiB of a GPU', size_texts: [inMemory('20')] };
-    expect(translated(LOUD, lease).size).toBe('20 GIB OF A GPU');
+    expect(translated(lease).size).toBe('20 GIB OF A GPU');
   });
 
   it('translates what the Hub and the driver gave as a reason, and the numbers of a project', () => {
@@ -106,7 +109,7 @@ describe('translated', () => {
         ]
       }
     ].map(text => ({ sentence: '', sentence_texts: [text] }));
-    expect(translated(LOUD, events).map(event => event.sentence)).toEqual([
+    expect(translated(events).map(event => event.sentence)).toEqual([
       'IDLE FOR 5 min. THIS SESSION CANNOT BE PUT TO SLEEP (THE DRIVER CANNOT LOCK IT (cuLock FAILED WITH CODE ' +
         '999 (CUDA_ERROR_UNKNOWN))), SO IT KEEPS ITS GPU.',
       'IT COULD NOT BE STARTED: THE HUB DID NOT START j1-1: No such user',
@@ -121,23 +124,25 @@ describe('translated', () => {
       message: "there is no file 'a.py' on this server",
       message_texts: [{ key: 'there is no file %1 on this server', args: ["'a.py'"] }]
     };
-    expect(messageOf(trans, JSON.stringify(refused))).toBe("There is no file 'a.py' on this server.");
-    expect(messageOf(LOUD, JSON.stringify(refused))).toBe("THERE IS NO FILE 'a.py' ON THIS SERVER.");
+    speak(trans);
+    expect(messageOf(JSON.stringify(refused))).toBe("There is no file 'a.py' on this server.");
+    speak(LOUD);
+    expect(messageOf(JSON.stringify(refused))).toBe("THERE IS NO FILE 'a.py' ON THIS SERVER.");
     const own = { ...refused, message: 'constructor', message_texts: [{ key: 'constructor', args: [] }] };
-    expect(messageOf(LOUD, JSON.stringify(own))).toBe('constructor.');
-    expect(messageOf(LOUD, '<html>')).toBeUndefined();
+    expect(messageOf(JSON.stringify(own))).toBe('constructor.');
+    expect(messageOf('<html>')).toBeUndefined();
   });
 
   it('leaves the English text where a newer broker sends a key that this page lacks', () => {
     const newer = { sentence: 'New.', sentence_texts: [{ key: 'session.unknown', args: [] }] };
-    expect(translated(LOUD, newer).sentence).toBe('New.');
+    expect(translated(newer).sentence).toBe('New.');
     const inside = { key: 'session.active', args: [{ key: 'part.unknown', args: [] }] };
-    expect(translated(LOUD, { sentence: 'Old.', sentence_texts: [inside] }).sentence).toBe('Old.');
+    expect(translated({ sentence: 'Old.', sentence_texts: [inside] }).sentence).toBe('Old.');
   });
 
   it('leaves alone what only looks like a sentence', () => {
     const form = { parameters: { a: '1', a_texts: 'x' }, empty: null };
-    expect(translated(LOUD, form)).toEqual(form);
+    expect(translated(form)).toEqual(form);
   });
 
   it('has a catalogue', () => {
