@@ -8,7 +8,7 @@ import { isInOrder } from './jobs';
 import { ILogPiece, keepReading, Log } from './log';
 import { ENDED } from './state';
 import { Stops } from './stops';
-import { chosenVariables } from './variables';
+import { chosenVariables } from './launch';
 import { IJob, IJobMoment } from './wire';
 import { duration, environmentText, gapText, jobBadge, momentText, oneLine } from './messages';
 import { timeText } from './locale';

@@ -232,7 +232,7 @@ class Jobs {
 
   /** Opens the dialog that changes a job in the queue. */
   private async _edit(job: IJob): Promise<void> {
-    const { showEditDialog } = await import('./editdialog');
+    const { showEditDialog } = await import('./launchdialog');
     const { requests } = this._gpu;
     await showEditDialog(job, this._asking(), change => requests.changeJob(job.id, change));
     await this._gpu.model.refresh();

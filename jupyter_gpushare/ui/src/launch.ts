@@ -3,12 +3,10 @@
 import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
 
-import { lines, nonEmpty, pairsOf } from './lines';
 import type { IOffersQuery } from './requests';
 import { GPUS, MEMORY } from './sizes';
-import { durationOf, secondsOf } from './times';
-import { chosenVariables } from './variables';
-import { CheckpointMode, IJob, ILaunchForm, ILaunchRequest, IOffers, IJobOutlook } from './wire';
+import { durationOf, lines, nonEmpty, pairsOf, secondsOf } from './typed';
+import { CheckpointMode, IJob, IJobChange, ILaunchForm, ILaunchRequest, IOffers } from './wire';
 import { trans } from './translate';
 
 /** As typed. */
@@ -40,7 +38,7 @@ export interface IFields {
   /** A duration such as `4 h`; empty: none. */
   readonly maxRun: string;
   /** Within the project; no field in the dialog of a new job, set only when one is duplicated. */
-  readonly priority: number;
+  readonly priority: string;
   /** Seconds between SIGTERM and SIGKILL; null: the site's default. No form field either. */
   readonly grace: number | null;
 }
@@ -72,16 +70,9 @@ export const BLANK: IFields = {
   notifyUrl: '',
   retries: '0',
   maxRun: '',
-  priority: 0,
+  priority: '0',
   grace: null
 };
-
-/** Content of the live estimate above the button. */
-export type Outlook =
-  | { readonly kind: 'none' }
-  | { readonly kind: 'asking' }
-  | { readonly kind: 'refused'; readonly message: string }
-  | { readonly kind: 'known'; readonly outlook: IJobOutlook };
 
 const ASK_AFTER_MS = 300;
 /** Refresh interval of the estimate while the dialog is visible. */
@@ -110,9 +101,14 @@ export function fieldsOf(job: IJob): Partial<IFields> {
     notifyUrl: job.notify_url,
     retries: String(job.retries),
     maxRun: durationOf(job.max_run_s),
-    priority: job.priority,
+    priority: String(job.priority),
     grace: job.grace_s
   };
+}
+
+/** The variables that its owner chose: one more is set for every job from this page. */
+export function chosenVariables(job: IJob): string[] {
+  return job.variables.filter(name => name !== 'PYTHONUNBUFFERED');
 }
 
 function quoted(word: string): string {
@@ -151,7 +147,7 @@ export function problemsOf(fields: IFields): Problems {
   if (!/^(\d|10)$/.test(fields.retries.trim())) {
     problems.retries = trans.__('A number from 0 to 10');
   }
-  if (!(Number.isInteger(fields.priority) && Math.abs(fields.priority) <= 100)) {
+  if (!(/^\s*-?\d+\s*$/.test(fields.priority) && Math.abs(Number(fields.priority)) <= 100)) {
     problems.priority = trans.__('A whole number from -100 to 100');
   }
   if (fields.maxRun.trim() !== '' && secondsOf(fields.maxRun) === null) {
@@ -186,9 +182,23 @@ export function requestOf(fields: IFields): ILaunchRequest {
     notify_mail: false,
     retries: Number(fields.retries),
     max_run_s: secondsOf(fields.maxRun),
-    priority: fields.priority,
+    priority: Number(fields.priority),
     grace_s: fields.grace,
     at: ''
+  };
+}
+
+/** Returns what differs; null: as it is. */
+export function changeOf(job: IJob, request: ILaunchRequest): IJobChange {
+  const sizes = ['gpus', 'memory', 'profile'] as const;
+  const sameSize = sizes.every(size => request[size] === job[size]);
+  return {
+    gpus: sameSize ? null : request.gpus,
+    memory: sameSize ? null : request.memory,
+    profile: sameSize ? null : request.profile,
+    project: request.project === job.project ? null : request.project,
+    priority: request.priority === job.priority ? null : request.priority,
+    max_run_s: request.max_run_s === job.max_run_s ? null : request.max_run_s ?? 0
   };
 }
 
@@ -227,7 +237,8 @@ export class LaunchModel implements IDisposable {
     return this._offers?.projects ?? this._options.projects();
   }
 
-  get outlook(): Outlook {
+  /** The live line above the button: what is free, or why the job would be refused; empty: none. */
+  get outlook(): string {
     return this._outlook;
   }
 
@@ -365,15 +376,15 @@ export class LaunchModel implements IDisposable {
     const problems = this.problems;
     const question = ++this._questions;
     if (problems.gpus !== undefined || problems.memory !== undefined) {
-      this._outlook = { kind: 'none' };
+      this._outlook = '';
       this._emit();
       return;
     }
     if (!again) {
-      this._outlook = { kind: 'asking' };
+      this._outlook = trans.__('Asking what is free.');
       this._emit();
     }
-    let outlook: Outlook;
+    let outlook: string;
     try {
       const offers = await this._options.offers({
         project,
@@ -384,9 +395,9 @@ export class LaunchModel implements IDisposable {
       });
       this._offers = offers;
       this._propose({ project: offers.project });
-      outlook = offers.job === null ? { kind: 'none' } : { kind: 'known', outlook: offers.job };
+      outlook = offers.job?.sentence ?? '';
     } catch (error) {
-      outlook = { kind: 'refused', message: error instanceof Error ? error.message : String(error) };
+      outlook = error instanceof Error ? error.message : String(error);
     }
     // Answers may arrive out of order: only the newest request counts.
     if (question === this._questions && !this._disposed) {
@@ -412,7 +423,7 @@ export class LaunchModel implements IDisposable {
   /** The path that `_form` is of, as typed. */
   private _read: string | null = null;
   private _offers: IOffers | null = null;
-  private _outlook: Outlook = { kind: 'none' };
+  private _outlook = '';
   private _refusal = '';
   private _busy = false;
   /** Whether the user has typed a program or submitted. */

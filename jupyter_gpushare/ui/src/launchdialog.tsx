@@ -1,51 +1,117 @@
-/** The dialog "Run as training job": its fields, and the live line above the button. */
+/** Dialogs with fields: that of a new job, with the live line above the button, and that of one in the queue. */
 
 import { Dialog } from '@jupyterlab/apputils';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
+import { ISignal } from '@lumino/signaling';
 import React from 'react';
 
-import { FieldOf, IFields, isNotebook, LaunchModel, runsInKernel, takenFromServer } from './launch';
-import { outlookText } from './outlook';
-import { CheckpointMode, IJob } from './wire';
+import {
+  changeOf,
+  FieldOf,
+  fieldsOf,
+  IFields,
+  isNotebook,
+  LaunchModel,
+  runsInKernel,
+  takenFromServer
+} from './launch';
+import { CheckpointMode, IJob, IJobChange, ILaunchForm } from './wire';
 import { checkpointLabel, checkpointText, duration } from './messages';
 import { trans } from './translate';
 
-/** Shows the dialog; returns the job, or null when it was closed. */
-export async function showLaunchDialog(
-  model: LaunchModel,
-  kind: IKind = { title: trans.__('Run as training job'), ok: trans.__('Submit'), form: Form }
+/** What a dialog shows and changes, what is wrong with it, and the refusal of the last try. */
+export interface IForm<T>
+  extends Pick<LaunchModel, 'fields' | 'set' | 'shownProblems' | 'projects' | 'refusal' | 'busy' | 'dispose'> {
+  readonly changed: ISignal<unknown, unknown>;
+  /** Resolves to null when it was refused. */
+  submit(): Promise<T | null>;
+}
+
+interface IPartProps {
+  model: IForm<unknown>;
+}
+
+interface IJobPartProps {
+  model: LaunchModel;
+}
+
+/** Asks for a new job; returns it, or null when the dialog was closed. */
+export function showLaunchDialog(model: LaunchModel): Promise<IJob | null> {
+  return showForm(model, trans.__('Run as training job'), trans.__('Submit'), () => <JobForm model={model} />);
+}
+
+/** Changes a job in the queue; returns it, or null when the dialog was closed. */
+export function showEditDialog(
+  job: IJob,
+  options: Pick<LaunchModel.IOptions, 'offers' | 'projects' | 'isHidden'>,
+  send: (change: IJobChange) => Promise<IJob>
 ): Promise<IJob | null> {
-  const dialog = new LaunchDialog(model, kind);
+  // Its file is not read: only what follows can be changed.
+  const form: ILaunchForm = {
+    path: job.source?.path ?? '',
+    kind: 'command',
+    cwd: '',
+    kernel: '',
+    environments: [],
+    parameters: {}
+  };
+  const model = new LaunchModel({
+    ...options,
+    fields: fieldsOf(job),
+    launchForm: () => Promise.resolve(form),
+    launch: request => send(changeOf(job, request))
+  });
+  return showForm(model, trans.__('Change %1', job.name), trans.__('Change'), () => (
+    <>
+      <Size model={model} />
+      <Project model={model} />
+      <Text
+        model={model}
+        field="priority"
+        label={trans.__('Priority in its project')}
+        hint={trans.__('Higher comes first; above 0 as far as its project has the right.')}
+      />
+      <MaxRun model={model} />
+      <Verdict model={model} busy={trans.__('Submitting.')} />
+    </>
+  ));
+}
+
+/** Shows a form until it was submitted; returns what came of it, or null when the dialog was closed. */
+export async function showForm<T>(
+  model: IForm<T>,
+  title: string,
+  ok: string,
+  form: () => JSX.Element
+): Promise<T | null> {
+  const dialog = new FormDialog(model, title, ok, form);
   dialog.addClass('gpushare-launch-dialog');
   await dialog.launch();
   model.dispose();
-  // A cancel after submission waits for the answer, which tells that the job exists.
+  // A cancel after submission waits for the answer, which tells what was done.
   await dialog.submitting;
-  return dialog.job;
+  return dialog.answer;
 }
 
-/** What differs between the dialog of a new job and that of one in the queue. */
-interface IKind {
-  readonly title: string;
-  readonly ok: string;
-  readonly form: (props: IPartProps) => JSX.Element;
-}
-
-class LaunchDialog extends Dialog<void> {
+class FormDialog<T> extends Dialog<void> {
   constructor(
-    private readonly _model: LaunchModel,
-    kind: IKind
+    private readonly _model: IForm<T>,
+    title: string,
+    ok: string,
+    form: () => JSX.Element
   ) {
+    const body = ReactWidget.create(<UseSignal signal={_model.changed}>{form}</UseSignal>);
+    body.addClass('gpushare-launch');
     super({
-      title: kind.title,
-      body: new LaunchBody(_model, kind.form),
+      title,
+      body,
       focusNodeSelector: 'input',
-      buttons: [Dialog.cancelButton({ label: trans.__('Cancel') }), Dialog.okButton({ label: kind.ok })]
+      buttons: [Dialog.cancelButton({ label: trans.__('Cancel') }), Dialog.okButton({ label: ok })]
     });
   }
 
-  /** What was submitted. */
-  job: IJob | null = null;
+  /** What came of the submission. */
+  answer: T | null = null;
 
   /** Until nothing is under way. */
   submitting: Promise<unknown> = Promise.resolve();
@@ -69,15 +135,15 @@ class LaunchDialog extends Dialog<void> {
     super.handleEvent(event);
   }
 
-  /** Closes with the job; a refusal leaves the dialog open. */
+  /** Closes with the answer; a refusal leaves the dialog open. */
   override resolve(index?: number): void {
     if (index === 0) {
       super.resolve(0);
       return;
     }
-    const submitted = this._model.submit().then(job => {
-      if (job !== null) {
-        this.job = job;
+    const submitted = this._model.submit().then(answer => {
+      if (answer !== null) {
+        this.answer = answer;
         super.resolve(1);
       }
     });
@@ -85,30 +151,7 @@ class LaunchDialog extends Dialog<void> {
   }
 }
 
-class LaunchBody extends ReactWidget {
-  constructor(
-    private readonly _model: LaunchModel,
-    private readonly _form: IKind['form']
-  ) {
-    super();
-    this.addClass('gpushare-launch');
-  }
-
-  protected override render(): JSX.Element {
-    const Fields = this._form;
-    return (
-      <UseSignal signal={this._model.changed}>
-        {() => <Fields model={this._model} />}
-      </UseSignal>
-    );
-  }
-}
-
-export interface IPartProps {
-  model: LaunchModel;
-}
-
-function Form(props: IPartProps): JSX.Element {
+function JobForm(props: IJobPartProps): JSX.Element {
   const { model } = props;
   const { fields } = model;
   return (
@@ -139,7 +182,7 @@ function Form(props: IPartProps): JSX.Element {
       <Switch model={model} field="notify" label={trans.__('Notify me when it is paused or ends')} />
       <More {...props} />
       <Unseen {...props} />
-      <Verdict {...props} />
+      <Verdict model={model} outlook={model.outlook} busy={trans.__('Submitting.')} />
     </>
   );
 }
@@ -157,7 +200,7 @@ export function Project({ model }: IPartProps): JSX.Element | null {
   );
 }
 
-export function MaxRun({ model }: IPartProps): JSX.Element {
+function MaxRun({ model }: IPartProps): JSX.Element {
   return (
     <Text
       model={model}
@@ -170,7 +213,7 @@ export function MaxRun({ model }: IPartProps): JSX.Element {
 }
 
 /** What runs: a file with its arguments or parameters, or a command. */
-function Program({ model }: IPartProps): JSX.Element {
+function Program({ model }: IJobPartProps): JSX.Element {
   const { fields } = model;
   // A cell's code has lines, and stays what it was.
   const [rows] = React.useState(() => Math.min(12, fields.command.split('\n').length));
@@ -210,7 +253,7 @@ function Program({ model }: IPartProps): JSX.Element {
 }
 
 /** Fields that are seldom needed. */
-function More({ model }: IPartProps): JSX.Element {
+function More({ model }: IJobPartProps): JSX.Element {
   const { path } = model.fields;
   // Opens when a field inside is invalid, and stays open until the user closes it.
   const [more, setMore] = React.useState(false);
@@ -250,12 +293,12 @@ function More({ model }: IPartProps): JSX.Element {
 }
 
 /** What the job gets without a field of its own. */
-function Unseen({ model }: IPartProps): JSX.Element {
+function Unseen({ model }: IJobPartProps): JSX.Element {
   const { fields } = model;
   const taken = takenFromServer(fields);
   const lines = [
     taken.length > 0 && trans.__('Variables with the value that this server has: %1', taken.join(', ')),
-    fields.priority !== 0 && trans.__('Priority in its project: %1', fields.priority),
+    Number(fields.priority) !== 0 && trans.__('Priority in its project: %1', fields.priority),
     fields.grace !== null && trans.__('Time to save a checkpoint: %1', duration(fields.grace))
   ];
   return (
@@ -272,13 +315,14 @@ function Unseen({ model }: IPartProps): JSX.Element {
   );
 }
 
-/** `outlook`: the live line of a job that would be submitted now. */
-export function Verdict({ model, outlook = true }: IPartProps & { outlook?: boolean }): JSX.Element {
+/** `outlook`: the live line of a job that would be submitted now; `busy`: what is shown meanwhile. */
+export function Verdict(props: IPartProps & { outlook?: string; busy: string }): JSX.Element {
+  const { model, outlook, busy } = props;
   return (
     <div className="gpushare-verdict">
-      {outlook && (
+      {outlook !== undefined && (
         <p className="gpushare-outlook" role="status">
-          {outlookText(model.outlook)}
+          {outlook}
         </p>
       )}
       {model.refusal !== '' && (
@@ -286,18 +330,19 @@ export function Verdict({ model, outlook = true }: IPartProps & { outlook?: bool
           {model.refusal}
         </p>
       )}
-      {model.busy && <p role="status">{trans.__('Submitting.')}</p>}
+      {model.busy && <p role="status">{busy}</p>}
     </div>
   );
 }
 
-export interface ITextProps {
-  model: LaunchModel;
+interface ITextProps extends IPartProps {
   field: FieldOf<string>;
   label: string;
   hint?: string;
   placeholder?: string;
   rows?: number;
+  /** Whether the text was refused. */
+  isRefused?: boolean;
   onBlur?: () => void;
 }
 
@@ -311,7 +356,7 @@ export function Text(props: ITextProps): JSX.Element {
     placeholder: props.placeholder,
     spellCheck: false,
     autoComplete: 'off',
-    'aria-invalid': problem !== undefined,
+    'aria-invalid': problem !== undefined || props.isRefused === true,
     'aria-describedby': problem !== undefined ? `${id}-problem` : hint && `${id}-hint`,
     onBlur: props.onBlur,
     onChange: (event: { target: { value: string } }) => model.set({ [field]: event.target.value })
@@ -343,7 +388,7 @@ function Hint(props: { id: string; text?: string }): JSX.Element | null {
 }
 
 function Select(props: {
-  model: LaunchModel;
+  model: IForm<unknown>;
   field: FieldOf<string>;
   label: string;
   hint?: string;
@@ -375,8 +420,8 @@ function Select(props: {
   );
 }
 
-function Switch(props: {
-  model: LaunchModel;
+export function Switch(props: {
+  model: IForm<unknown>;
   field: FieldOf<boolean>;
   label: string;
   hint?: string;
@@ -399,7 +444,7 @@ function Switch(props: {
   );
 }
 
-export function Size({ model }: IPartProps): JSX.Element {
+function Size({ model }: IPartProps): JSX.Element {
   const { size, gpus, profile } = model.fields;
   const choice = (value: IFields['size'], label: string): JSX.Element => (
     <label>

@@ -1,28 +1,15 @@
 /** The dialogs that make the GPU part of a running server larger or smaller, or get its first one. */
 
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
-import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import { Signal } from '@lumino/signaling';
 import React from 'react';
 
+import { BLANK, IFields } from './launch';
+import { IForm, Project, showForm, Switch, Text, Verdict } from './launchdialog';
 import { memory } from './messages';
-import { sizeOf } from './newsize';
+import { sizeOf } from './typed';
 import { ILeaseStatus, ISizedLease, ISizeRequest } from './wire';
 import { trans } from './translate';
-
-/** What the dialog says, and what it sends. */
-interface IPlan {
-  readonly title: string;
-  readonly intro: string;
-  readonly label: string;
-  readonly button: string;
-  readonly busy: string;
-  /** Those to choose from; the first is preselected. */
-  readonly projects: readonly string[];
-  /** Resolves once the size is there. */
-  readonly send: (size: ISizeRequest) => Promise<ISizedLease>;
-  readonly receipt: (sized: ISizedLease) => string;
-}
 
 /**
  * Asks for a size and sends it; null is a server without a GPU, which gets its first one.
@@ -33,7 +20,7 @@ export async function resize(
   lease: ILeaseStatus | null,
   projects: readonly string[],
   hub: (() => void) | null,
-  send: IPlan['send']
+  send: (size: ISizeRequest) => Promise<ISizedLease>
 ): Promise<void> {
   if (lease !== null && !lease.resizable) {
     await explain(lease, hub);
@@ -48,7 +35,7 @@ export async function resize(
           button: trans.__('Get it'),
           busy: trans.__('Getting it.'),
           projects,
-          receipt: (sized: ISizedLease) => gainedText(sized)
+          receipt: gainedText
         }
       : {
           title: trans.__('Change size'),
@@ -62,12 +49,14 @@ export async function resize(
           button: trans.__('Change'),
           busy: trans.__('Changing.'),
           projects: [lease.project],
-          receipt: (sized: ISizedLease) => resizedText(sized)
+          receipt: resizedText
         };
-  const dialog = new SizeDialog(new Choice({ ...plan, send }));
-  dialog.addClass('gpushare-launch-dialog');
-  await dialog.launch();
-  await dialog.sending;
+  const choice = new Choice(plan.projects, send);
+  const form = (): JSX.Element => <Form choice={choice} {...plan} />;
+  const sized = await showForm(choice, plan.title, plan.button, form);
+  if (sized !== null) {
+    Notification.success(plan.receipt(sized), { autoClose: 10000 });
+  }
 }
 
 async function explain(lease: ILeaseStatus, hub: (() => void) | null): Promise<void> {
@@ -86,80 +75,59 @@ async function explain(lease: ILeaseStatus, hub: (() => void) | null): Promise<v
   }
 }
 
-/** What is chosen in an open dialog, and the refusal of the last try. */
-class Choice {
+/** What is chosen in an open dialog: a size as `gpus`, a project, whether to borrow. */
+class Choice implements IForm<ISizedLease> {
   constructor(
-    readonly plan: IPlan,
+    /** Those to choose from; the first is preselected. */
+    readonly projects: readonly string[],
+    /** Resolves once the size is there. */
+    private readonly _send: (size: ISizeRequest) => Promise<ISizedLease>
   ) {
-    this.project = plan.projects[0] ?? '';
+    this.fields = { ...BLANK, gpus: '', borrow: false, project: projects[0] ?? '' };
   }
 
   readonly changed = new Signal<this, void>(this);
-  text = '';
-  project: string;
-  borrow = false;
+  readonly shownProblems = {};
+  fields: IFields;
   refusal = '';
   busy = false;
 
-  set(change: { text?: string; borrow?: boolean; project?: string }): void {
-    Object.assign(this, change, { refusal: '' });
-    this.changed.emit();
+  set(change: Partial<IFields>): void {
+    this.fields = { ...this.fields, ...change };
+    this._become(this.busy, '');
   }
 
-  /** Returns the receipt; null: it was refused. */
-  async submit(): Promise<string | null> {
-    const size = sizeOf(this.text, this.borrow, this.project);
+  async submit(): Promise<ISizedLease | null> {
+    const { gpus, borrow, project } = this.fields;
+    const size = sizeOf(gpus, borrow, project);
     if (this.busy || size === null) {
-      this.refusal = this.busy ? this.refusal : trans.__('A part of the GPU like 0.5 or 1/4, or memory like 20GiB');
-      this.changed.emit();
+      this._become(this.busy, this.busy ? this.refusal : hintText());
       return null;
     }
-    this.busy = true;
-    this.refusal = '';
-    this.changed.emit();
+    this._become(true, '');
     try {
-      return this.plan.receipt(await this.plan.send(size));
+      const sized = await this._send(size);
+      this._become(false, '');
+      return sized;
     } catch (error) {
-      this.refusal = error instanceof Error ? error.message : String(error);
+      this._become(false, error instanceof Error ? error.message : String(error));
       return null;
-    } finally {
-      this.busy = false;
-      this.changed.emit();
     }
+  }
+
+  dispose(): void {
+    Signal.clearData(this);
+  }
+
+  private _become(busy: boolean, refusal: string): void {
+    this.busy = busy;
+    this.refusal = refusal;
+    this.changed.emit();
   }
 }
 
-class SizeDialog extends Dialog<void> {
-  constructor(
-    private readonly _choice: Choice,
-  ) {
-    super({
-      title: _choice.plan.title,
-      body: new SizeBody(_choice),
-      focusNodeSelector: 'input',
-      buttons: [
-        Dialog.cancelButton({ label: trans.__('Cancel') }),
-        Dialog.okButton({ label: _choice.plan.button })
-      ]
-    });
-  }
-
-  /** Until nothing is under way. */
-  sending: Promise<unknown> = Promise.resolve();
-
-  /** Closes once the size is there; a refusal leaves the dialog open. */
-  override resolve(index?: number): void {
-    if (index === 0) {
-      super.resolve(0);
-      return;
-    }
-    this.sending = this._choice.submit().then(receipt => {
-      if (receipt !== null) {
-        Notification.success(receipt, { autoClose: 10000 });
-        super.resolve(1);
-      }
-    });
-  }
+function hintText(): string {
+  return trans.__('A part of the GPU like 0.5 or 1/4, or memory like 20GiB');
 }
 
 function resizedText(lease: ILeaseStatus): string {
@@ -181,82 +149,20 @@ function gainedText(lease: ISizedLease): string {
     : trans.__('%1 Kernels that looked for a GPU before see it after a restart: %2.', has, restart.join(', '));
 }
 
-class SizeBody extends ReactWidget {
-  constructor(
-    private readonly _choice: Choice,
-  ) {
-    super();
-    this.addClass('gpushare-launch');
-  }
-
-  protected override render(): JSX.Element {
-    return (
-      <UseSignal signal={this._choice.changed}>
-        {() => <Form choice={this._choice} />}
-      </UseSignal>
-    );
-  }
-}
-
-function Form({ choice }: { choice: Choice }): JSX.Element {
-  const { plan, project, refusal } = choice;
+function Form(props: { choice: Choice; intro: string; label: string; busy: string }): JSX.Element {
+  const { choice, intro, label, busy } = props;
   return (
     <>
-      <p>{plan.intro}</p>
-      <div className="gpushare-field">
-        <label htmlFor="gpushare-resize-size">{plan.label}</label>
-        <input
-          type="text"
-          className="jp-mod-styled"
-          id="gpushare-resize-size"
-          value={choice.text}
-          spellCheck={false}
-          autoComplete="off"
-          aria-invalid={refusal !== ''}
-          aria-describedby="gpushare-resize-hint"
-          onChange={({ target: { value } }) => choice.set({ text: value })}
-        />
-        <span className="gpushare-muted" id="gpushare-resize-hint">
-          {trans.__('A part of the GPU like 0.5 or 1/4, or memory like 20GiB')}
-        </span>
-      </div>
-      {plan.projects.length > 1 && (
-        <div className="gpushare-field">
-          <label htmlFor="gpushare-resize-project">{trans.__('Project')}</label>
-          <select
-            className="jp-mod-styled"
-            id="gpushare-resize-project"
-            value={project}
-            onChange={({ target: { value } }) => choice.set({ project: value })}
-          >
-            {plan.projects.map(name => (
-              <option key={name}>{name}</option>
-            ))}
-          </select>
-        </div>
-      )}
-      <div className="gpushare-field gpushare-switch">
-        <label>
-          <input
-            type="checkbox"
-            checked={choice.borrow}
-            aria-describedby="gpushare-resize-borrow"
-            onChange={({ target: { checked } }) => choice.set({ borrow: checked })}
-          />
-          {trans.__('Also beyond what project %1 is guaranteed', project)}
-        </label>
-        <span className="gpushare-muted" id="gpushare-resize-borrow">
-          {trans.__('This session may then be put to sleep when others need the GPU.')}
-        </span>
-      </div>
-      <div className="gpushare-verdict">
-        {refusal !== '' && (
-          <p className="gpushare-refusal" role="alert">
-            {refusal}
-          </p>
-        )}
-        {choice.busy && <p role="status">{plan.busy}</p>}
-      </div>
+      <p>{intro}</p>
+      <Text model={choice} field="gpus" label={label} hint={hintText()} isRefused={choice.refusal !== ''} />
+      <Project model={choice} />
+      <Switch
+        model={choice}
+        field="borrow"
+        label={trans.__('Also beyond what project %1 is guaranteed', choice.fields.project)}
+        hint={trans.__('This session may then be put to sleep when others need the GPU.')}
+      />
+      <Verdict model={choice} busy={busy} />
     </>
   );
 }

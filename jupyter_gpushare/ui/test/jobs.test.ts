@@ -1,6 +1,6 @@
 import { describe, expect, it, vi } from 'vitest';
 
-import { changeOf } from '../src/jobchange';
+import { changeOf } from '../src/launch';
 import { FIRST_VIEW, IView, JobsModel, neighbourOf, progressOf, viewOf } from '../src/jobs';
 import { BLANK, fieldsOf, requestOf } from '../src/launch';
 import { GpuModel } from '../src/model';
@@ -221,7 +221,7 @@ describe('changeOf', () => {
   });
 
   it('sends what differs, a size as a whole, and 0 for no maximum', () => {
-    const changed = requestOf({ ...fields, size: 'memory', memory: '20GiB', priority: -5, maxRun: '' });
+    const changed = requestOf({ ...fields, size: 'memory', memory: '20GiB', priority: '-5', maxRun: '' });
     expect(changeOf(job, changed)).toEqual({ ...NONE, gpus: '1', memory: '20GiB', priority: -5, max_run_s: 0 });
   });
 });

@@ -9,8 +9,7 @@ import {
   requestOf,
   takenFromServer
 } from '../src/launch';
-import { pairsOf } from '../src/lines';
-import { outlookText } from '../src/outlook';
+import { pairsOf } from '../src/typed';
 import { IJob, ILaunchForm, ILaunchRequest, IOffers } from '../src/wire';
 import { JOB, OFFERS } from './answers';
 import './trans';
@@ -59,7 +58,9 @@ describe('what is typed', () => {
     [{ size: 'memory', memory: '20kiB' }, 'memory'],
     [{ name: 'x'.repeat(101) }, 'name'],
     [{ retries: '11' }, 'retries'],
-    [{ maxRun: '4' }, 'maxRun']
+    [{ maxRun: '4' }, 'maxRun'],
+    [{ priority: '-' }, 'priority'],
+    [{ priority: '101' }, 'priority']
   ] as [Partial<IFields>, string][])('says what is wrong with %j', (change, field) => {
     expect(Object.keys(problemsOf(fields(change)))).toEqual([field]);
   });
@@ -187,7 +188,7 @@ describe('LaunchModel', () => {
       parameters: 'lr = 0.1',
       project: OFFERS.project
     });
-    expect(outlookText(model.outlook)).toMatch(/^Number 3\. Needs 2 GPUs/);
+    expect(model.outlook).toMatch(/^Number 3\. Needs 2 GPUs/);
   });
 
   it('asks for the newest size only, when the typing pauses', async () => {
@@ -207,7 +208,7 @@ describe('LaunchModel', () => {
     model.set({ gpus: 'x' });
     await vi.advanceTimersByTimeAsync(300);
     expect(asked.length).toBe(3);
-    expect(model.outlook).toEqual({ kind: 'none' });
+    expect(model.outlook).toBe('');
   });
 
   it('asks again while somebody looks, and says what was said until then', async () => {
@@ -218,11 +219,11 @@ describe('LaunchModel', () => {
     const news = { ...OFFERS.job!, sentence: 'Would start now.' };
     job = news;
     const said: string[] = [];
-    model.changed.connect(() => said.push(outlookText(model.outlook)));
+    model.changed.connect(() => said.push(model.outlook));
     await vi.advanceTimersByTimeAsync(9_999);
     expect(asked.length).toBe(1);
     await vi.advanceTimersByTimeAsync(1);
-    expect(said).toEqual([outlookText({ kind: 'known', outlook: news })]);
+    expect(said).toEqual([news.sentence]);
     hidden = true;
     await vi.advanceTimersByTimeAsync(60_000);
     expect(asked.length).toBe(2);
@@ -242,7 +243,7 @@ describe('LaunchModel', () => {
     await vi.advanceTimersByTimeAsync(300);
     answer(OFFERS);
     await vi.advanceTimersByTimeAsync(0);
-    expect(model.outlook).toEqual({ kind: 'none' });
+    expect(model.outlook).toBe('');
   });
 
   it('asks for a MIG instance by its profile', async () => {
@@ -260,7 +261,7 @@ describe('LaunchModel', () => {
   it('shows the refusal of a size that can never run', async () => {
     open({}, { offers: () => Promise.reject(new Error('Asks for 8 GPUs together; the largest machine has 4.')) });
     await vi.advanceTimersByTimeAsync(0);
-    expect(outlookText(model.outlook)).toMatch(/^Asks for 8 GPUs/);
+    expect(model.outlook).toMatch(/^Asks for 8 GPUs/);
   });
 
   it('submits once, and the same again with the same key', async () => {
