@@ -112,10 +112,7 @@ export class JobList extends ReactWidget {
             />
           );
         }
-        return this._list(
-          viewOf(state.jobs, this._model.view, job => jobBadge(job)),
-          state.jobs.length
-        );
+        return this._list(viewOf(state.jobs, this._model.view), state.jobs.length);
     }
   }
 

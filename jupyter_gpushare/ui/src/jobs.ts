@@ -4,9 +4,9 @@
  * while the list holds unfinished jobs that the status leaves out.  No widgets here.
  */
 
-import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
 
+import { jobBadge } from './messages';
 import { GpuModel } from './model';
 import { ENDED, GpuState } from './state';
 import { IJob } from './wire';
@@ -58,18 +58,14 @@ export function gpusOf(job: IJob): number {
   return Number(part) / Number(whole);
 }
 
-/** Returns the jobs that a view shows, in its order; equals: the next to start first, then the newest. `badge`: how a state is shown. */
-export function viewOf(
-  jobs: readonly IJob[],
-  view: IView,
-  badge: (job: IJob) => string = () => ''
-): IJob[] {
+/** Returns the jobs that a view shows, in its order; equals: the next to start first, then the newest. */
+export function viewOf(jobs: readonly IJob[], view: IView): IJob[] {
   const words = view.text.toLowerCase().split(/\s+/).filter(Boolean);
   const shown = jobs.filter(job => {
     const state =
       view.show === 'all' ||
       (view.show === 'failed' ? FAILED.has(job.state) : (view.show === 'ended') === ENDED.has(job.state));
-    const texts = [job.name, job.id, job.project, ...job.command, job.state, badge(job)];
+    const texts = [job.name, job.id, job.project, ...job.command, job.state, jobBadge(job)];
     const text = texts.join(' ').toLowerCase();
     return state && words.every(word => text.includes(word));
   });
@@ -104,7 +100,7 @@ export function neighbourOf(jobs: Iterable<IJob>, job: IJob, step: -1 | 1): IJob
   return at === -1 ? null : mine[at + step] ?? null;
 }
 
-export class JobsModel implements IDisposable {
+export class JobsModel {
   constructor(
     gpu: GpuModel,
     private readonly _fetch: (limit: number) => Promise<readonly IJob[]>,
@@ -129,10 +125,6 @@ export class JobsModel implements IDisposable {
 
   get changed(): ISignal<this, void> {
     return this._changed;
-  }
-
-  get isDisposed(): boolean {
-    return this._disposed;
   }
 
   job(id: string): IJob | null {
@@ -171,7 +163,6 @@ export class JobsModel implements IDisposable {
   }
 
   dispose(): void {
-    this._disposed = true;
     Signal.clearData(this);
   }
 
@@ -204,10 +195,8 @@ export class JobsModel implements IDisposable {
   }
 
   private _become(state: JobsState): void {
-    if (!this._disposed) {
-      this._state = state;
-      this._changed.emit();
-    }
+    this._state = state;
+    this._changed.emit();
   }
 
   private readonly _changed = new Signal<this, void>(this);
@@ -217,5 +206,4 @@ export class JobsModel implements IDisposable {
   private _wasSilent = false;
   private _fetchedAt = 0;
   private _fetching: Promise<void> | null = null;
-  private _disposed = false;
 }

@@ -1,6 +1,5 @@
 /** Model of the dialog "Run as training job": fields, validation, request.  No widgets here. */
 
-import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
 
 import type { IOffersQuery } from './requests';
@@ -212,7 +211,7 @@ export function isNotebook(path: string): boolean {
 }
 
 /** The state of one open dialog. */
-export class LaunchModel implements IDisposable {
+export class LaunchModel {
   constructor(private readonly _options: LaunchModel.IOptions) {
     this._fields = { ...BLANK, ..._options.fields };
     this._touched = new Set(Object.keys(_options.fields ?? {}) as (keyof IFields)[]);
@@ -261,10 +260,6 @@ export class LaunchModel implements IDisposable {
     return command === undefined || this._tried ? this.problems : others;
   }
 
-  get isDisposed(): boolean {
-    return this._disposed;
-  }
-
   set(change: Partial<IFields>): void {
     this._fields = { ...this._fields, ...change };
     for (const field of Object.keys(change) as (keyof IFields)[]) {
@@ -282,7 +277,7 @@ export class LaunchModel implements IDisposable {
     const path = this._fields.path;
     try {
       const form = await this._options.launchForm(path);
-      if (this._disposed || this._fields.path !== path) {
+      if (this._fields.path !== path) {
         return;
       }
       this._form = form;
@@ -294,7 +289,7 @@ export class LaunchModel implements IDisposable {
         this._refusal = error instanceof Error ? error.message : String(error);
       }
     }
-    this._emit();
+    this._changed.emit();
   }
 
   /**
@@ -307,12 +302,12 @@ export class LaunchModel implements IDisposable {
     }
     this._tried = true;
     if (!this._isRight()) {
-      this._emit();
+      this._changed.emit();
       return null;
     }
     this._busy = true;
     this._refusal = '';
-    this._emit();
+    this._changed.emit();
     try {
       if (this._read !== this._fields.path) {
         await this.readFile();
@@ -328,12 +323,12 @@ export class LaunchModel implements IDisposable {
       return null;
     } finally {
       this._busy = false;
-      this._emit();
+      this._changed.emit();
     }
   }
 
   dispose(): void {
-    this._disposed = true;
+    this._questions++;
     clearTimeout(this._timer);
     Signal.clearData(this);
   }
@@ -377,12 +372,12 @@ export class LaunchModel implements IDisposable {
     const question = ++this._questions;
     if (problems.gpus !== undefined || problems.memory !== undefined) {
       this._outlook = '';
-      this._emit();
+      this._changed.emit();
       return;
     }
     if (!again) {
       this._outlook = trans.__('Asking what is free.');
-      this._emit();
+      this._changed.emit();
     }
     let outlook: string;
     try {
@@ -400,16 +395,10 @@ export class LaunchModel implements IDisposable {
       outlook = error instanceof Error ? error.message : String(error);
     }
     // Answers may arrive out of order: only the newest request counts.
-    if (question === this._questions && !this._disposed) {
+    if (question === this._questions) {
       this._outlook = outlook;
-      this._emit();
-      this._askLater(ASK_AGAIN_MS, true);
-    }
-  }
-
-  private _emit(): void {
-    if (!this._disposed) {
       this._changed.emit();
+      this._askLater(ASK_AGAIN_MS, true);
     }
   }
 
@@ -428,7 +417,6 @@ export class LaunchModel implements IDisposable {
   private _busy = false;
   /** Whether the user has typed a program or submitted. */
   private _tried = false;
-  private _disposed = false;
   private _questions = 0;
   private _timer: ReturnType<typeof setTimeout> | undefined;
 }

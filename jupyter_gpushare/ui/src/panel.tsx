@@ -13,7 +13,8 @@ import { IJobLinks, Jobs } from './paneljobs';
 import { WaitingSessions } from './waitingsessions';
 import type { IPlace } from './sight';
 import type { IGpuModel } from './tokens';
-import { ThemeChanged, Week } from './week';
+import type { ThemeChanged } from './daychart';
+import { Week } from './week';
 import { IDecision, IHistory, ILeaseStatus, IProcessUse, IProjectUse } from './wire';
 import {
   levelText,

@@ -6,7 +6,6 @@
  * tooltip of the status bar shows it.
  */
 
-import { IDisposable } from '@lumino/disposable';
 import { ISignal, Signal } from '@lumino/signaling';
 
 import type { GpuState } from './state';
@@ -14,12 +13,13 @@ import type { GpuState } from './state';
 const RANKS = { cell: 0, banner: 1, jobs: 2, sidebar: 3 } as const;
 
 /** A place where a message can be shown; dispose of it with its element. */
-export interface IPlace extends IDisposable {
+export interface IPlace {
   readonly kind: keyof typeof RANKS;
   /** The element that has to be in sight. */
   readonly node: Element;
   /** Whether it shows the message of this state at all. */
   readonly says: (state: GpuState) => boolean;
+  readonly dispose: () => void;
 }
 
 /** What `Sight` needs of an `IntersectionObserver`. */
@@ -39,18 +39,8 @@ export class Sight {
 
   /** Adds a place. */
   add(kind: IPlace['kind'], node: Element, says: IPlace['says']): IPlace {
-    const remove = (place: IPlace): void => this._remove(place);
-    const place: IPlace = {
-      kind,
-      node,
-      says,
-      get isDisposed(): boolean {
-        return !places.has(place);
-      },
-      dispose: () => remove(place)
-    };
-    const places = this._places;
-    places.add(place);
+    const place: IPlace = { kind, node, says, dispose: () => this._remove(place) };
+    this._places.add(place);
     this._observer.observe(node);
     return place;
   }

@@ -1,17 +1,13 @@
 /** Usage of the last seven days: a sentence, and a chart that is loaded on demand. */
 
-import type { ISignal } from '@lumino/signaling';
 import React from 'react';
 
 import { Button } from './button';
-import type { DayChart } from './daychart';
-import { daysOf, IDay } from './days';
+import type { IDayChartProps, ThemeChanged } from './daychart';
+import { daysOf } from './days';
 import type { IHistory } from './wire';
-import { daysText, weekText } from './messages';
+import { weekText } from './messages';
 import { trans } from './translate';
-
-/** Emitted when the colours have become others. */
-export type ThemeChanged = ISignal<unknown, unknown>;
 
 interface IWeekProps {
   readonly week: IHistory;
@@ -39,30 +35,21 @@ export function Week(props: IWeekProps): JSX.Element {
   );
 }
 
-type Make = (host: HTMLElement) => DayChart;
-
-function Days(props: {
-  days: readonly IDay[];
-  themeChanged: ThemeChanged | null;
-}): JSX.Element {
-  const [make, setMake] = React.useState<Make | 'loading' | 'failed'>('loading');
+function Days(props: IDayChartProps): JSX.Element {
+  const [Chart, setChart] = React.useState<React.ComponentType<IDayChartProps> | 'loading' | 'failed'>('loading');
   React.useEffect(() => {
-    let here = true;
-    if (make === 'loading') {
+    if (Chart === 'loading') {
       import('./daychart').then(
-        ({ DayChart }) => here && setMake(() => (host: HTMLElement) => new DayChart(host)),
-        () => here && setMake('failed')
+        ({ DayChart }) => setChart(() => DayChart),
+        () => setChart('failed')
       );
     }
-    return () => {
-      here = false;
-    };
-  }, [make]);
-  if (make === 'failed') {
+  }, [Chart]);
+  if (Chart === 'failed') {
     return (
       <>
         <p role="alert">{trans.__('The chart could not be loaded.')}</p>
-        <Button className="jp-Button jp-mod-styled jp-mod-minimal" run={() => setMake('loading')}>
+        <Button className="jp-Button jp-mod-styled jp-mod-minimal" run={() => setChart('loading')}>
           {trans.__('Try again')}
         </Button>
       </>
@@ -81,34 +68,13 @@ function Days(props: {
           {trans.__('given to others')}
         </span>
       </div>
-      {make === 'loading' ? (
+      {Chart === 'loading' ? (
         <p className="gpushare-days gpushare-muted" role="status">
           {trans.__('Loading the chart.')}
         </p>
       ) : (
-        <Chart {...props} make={make} />
+        <Chart {...props} />
       )}
     </>
   );
-}
-
-function Chart(props: {
-  make: Make;
-  days: readonly IDay[];
-  themeChanged: ThemeChanged | null;
-}): JSX.Element {
-  const { make, days, themeChanged } = props;
-  const host = React.useRef<HTMLDivElement>(null);
-  const chart = React.useRef<DayChart | null>(null);
-  React.useEffect(() => {
-    const mine = (chart.current = make(host.current!));
-    const redraw = (): void => mine.redraw();
-    themeChanged?.connect(redraw);
-    return () => {
-      themeChanged?.disconnect(redraw);
-      mine.dispose();
-    };
-  }, [make, themeChanged]);
-  React.useEffect(() => chart.current!.show(days), [make, themeChanged, days]);
-  return <div className="gpushare-days" ref={host} role="img" aria-label={daysText(days)} />;
 }
