@@ -80,7 +80,7 @@ class LocalOutlook(Outlook):
 
     @property
     def free_milli(self) -> int:
-        return sum(max(0, device.now) for device in self._round.state.usable)
+        return sum(max(0, device.now()) for device in self._round.state.usable)
 
     @cached_property
     def borrowed(self) -> Mapping[str, bool]:

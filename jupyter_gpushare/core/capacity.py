@@ -57,26 +57,36 @@ class DeviceCapacity:
 
         return undo
 
-    @property
+    # Views: methods, so that placement works with any of them.
+
     def now(self) -> int:
         """Capacity that can be granted at once."""
-        return min(self.free, self.soon)
+        return min(self.free, self.soon())
 
-    @property
     def soon(self) -> int:
         """Capacity that can be granted once every leaving lease has left."""
         soon = self.free + self.releasing - self.reserved
         return soon - self.suspended_claims if self.unlent else soon
 
-    @property
     def unclaimed(self) -> int:
         """Capacity that can be granted at once and that no suspended session claims."""
-        return min(self.free, unclaimed_soon(self))
+        return min(self.free, self.unclaimed_soon())
 
-    @property
+    def unclaimed_soon(self) -> int:
+        """`soon` without the claims of suspended sessions."""
+        return self.free + self.releasing - self.reserved - self.suspended_claims
+
     def claimable(self) -> int:
         """Capacity that can still be guaranteed to a build session."""
         return WHOLE_GPU - self.claimed - self.unreclaimable
+
+    def claimable_now(self) -> int:
+        """Capacity that can be guaranteed to a session and granted at once."""
+        return min(self.claimable(), self.now())
+
+    def returnable(self) -> int:
+        """Free, unclaimed capacity of a device that supports suspending; 0 on any other."""
+        return self.unclaimed() if self.device.suspendable else 0
 
     def on_lent(self, claimants: Container[str]) -> list[Lease]:
         """Leases without a claim that hold claimed capacity, the oldest grant first."""
@@ -93,42 +103,8 @@ class DeviceCapacity:
 
 
 CapacityView = Callable[[DeviceCapacity], int]
-
-
-def free_now(capacity: DeviceCapacity) -> int:
-    """`DeviceCapacity.now`."""
-    return capacity.now
-
-
-def free_soon(capacity: DeviceCapacity) -> int:
-    """`DeviceCapacity.soon`."""
-    return capacity.soon
-
-
-def unclaimed_now(capacity: DeviceCapacity) -> int:
-    """`DeviceCapacity.unclaimed`."""
-    return capacity.unclaimed
-
-
-def unclaimed_soon(capacity: DeviceCapacity) -> int:
-    """`DeviceCapacity.soon` without the claims of suspended sessions."""
-    return capacity.free + capacity.releasing - capacity.reserved - capacity.suspended_claims
-
-
-def claimable(capacity: DeviceCapacity) -> int:
-    """`DeviceCapacity.claimable`."""
-    return capacity.claimable
-
-
-def claimable_now(capacity: DeviceCapacity) -> int:
-    """Capacity that can be guaranteed to a session and granted at once."""
-    return min(capacity.claimable, capacity.now)
-
-
-def returnable(capacity: DeviceCapacity) -> int:
-    """Free, unclaimed capacity of a device that supports suspending; 0 on any other."""
-    return capacity.unclaimed if capacity.device.suspendable else 0
-
-
 # The view of a job that does not borrow.
-UNLENT: dict[CapacityView, CapacityView] = {free_now: unclaimed_now, free_soon: unclaimed_soon}
+UNLENT: dict[CapacityView, CapacityView] = {
+    DeviceCapacity.now: DeviceCapacity.unclaimed,
+    DeviceCapacity.soon: DeviceCapacity.unclaimed_soon,
+}

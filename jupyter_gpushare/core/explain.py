@@ -131,7 +131,7 @@ def _may_ever_start(cluster: Cluster, lease: Lease) -> bool:
 
 def _offer(cluster: Cluster, done: SchedulingRound, probe: Lease) -> Offer:
     found = done.placer.session_grant(probe)
-    free_milli = sum(max(0, capacity.now) for capacity in done.state.usable)
+    free_milli = sum(max(0, capacity.now()) for capacity in done.state.usable)
     if isinstance(found, Why):
         waits = _may_ever_start(cluster, probe)
         return Offer(size=probe.size, starts=Starts.NO, why=found, free_milli=free_milli, waits=waits)

@@ -5,16 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from jupyter_gpushare.core.capacity import (
-    UNLENT,
-    CapacityView,
-    claimable,
-    claimable_now,
-    free_soon,
-    returnable,
-    unclaimed_now,
-    unclaimed_soon,
-)
+from jupyter_gpushare.core.capacity import UNLENT, CapacityView, DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.fragmentation import Task, Workload
 from jupyter_gpushare.core.model import CheckpointMode, Grant, Lease, Why
@@ -56,7 +47,7 @@ class Placer:
             found = Placement(job.devices, held) if all(view(c) >= held for c in devices) else None
         else:
             found = self.find(job, view, most_milli)
-        unclaimed = unclaimed_soon if view is free_soon else unclaimed_now
+        unclaimed = DeviceCapacity.unclaimed_soon if view is DeviceCapacity.soon else DeviceCapacity.unclaimed
         if found is None or not job.borrow or not self.uses_lent(found, unclaimed):
             return found
         needed = state.host_memory_needed(job, found.devices, found.held_milli)
@@ -65,8 +56,8 @@ class Placer:
     def fits_soon(self, job: Lease) -> bool:
         """Whether ``job`` fits by its size alone once every leaving lease has left."""
         if job.devices:
-            return all(c.soon >= held_by(job) for c in self._state.capacities_of(job))
-        return self.find(job, free_soon) is not None
+            return all(c.soon() >= held_by(job) for c in self._state.capacities_of(job))
+        return self.find(job, DeviceCapacity.soon) is not None
 
     def lacks_quota(self, job: Lease) -> bool:
         """Whether ``job`` would have to borrow and does not want to."""
@@ -75,7 +66,7 @@ class Placer:
     def lacks_host_memory(self, job: Lease) -> bool:
         """Whether ``job``, which fits nowhere, would fit if it were stopped instead of suspended."""
         stopped = replace(job, survival=CheckpointMode.NONE)
-        return self.find_for_job(stopped, free_soon) is not None
+        return self.find_for_job(stopped, DeviceCapacity.soon) is not None
 
     def uses_lent(self, placement: Placement, unclaimed: CapacityView) -> bool:
         """Whether part of ``placement`` is claimed by suspended sessions."""
@@ -108,12 +99,12 @@ class Placer:
         """
         account = self._state.account(lease)
         quota_left = account.project.quota_milli - account.claimed
-        found = self.find(lease, claimable_now, quota_left)
+        found = self.find(lease, DeviceCapacity.claimable_now, quota_left)
         if found and not account.over_limit(found.size_milli):
             return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM)
-        if found := found or self.find(lease, claimable, quota_left):
+        if found := found or self.find(lease, DeviceCapacity.claimable, quota_left):
             return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM, asleep=True)
-        if found := self.find(lease, returnable):
+        if found := self.find(lease, DeviceCapacity.returnable):
             if account.over_limit(found.size_milli):
                 return Why.PROJECT_LIMIT
             return Grant(lease.id, found.devices, found.held_milli, Why.FREE_CAPACITY, borrowed=True)

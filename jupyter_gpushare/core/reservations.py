@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.capacity import CapacityView, DeviceCapacity, free_soon
+from jupyter_gpushare.core.capacity import CapacityView, DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, State
 from jupyter_gpushare.core.placement import Placement, Topology
@@ -54,7 +54,7 @@ class Reservations:
     def reserve_targets(self, moved: Iterable[Lease]) -> None:
         """Reserve devices on which jobs continue that are moved for a gang."""
         for job in moved:
-            if target := self._find(job, free_soon):
+            if target := self._find(job, DeviceCapacity.soon):
                 self._state.reserve(job, target.devices, target.held_milli)
 
     def moving_for(self, gang: Lease, placement: Placement) -> list[Lease]:
@@ -77,12 +77,12 @@ class Reservations:
         for tier in self._topology.tiers(job):
             for group in tier:
                 able = [c for c in group if without_jobs(c) >= c.device.demand_milli(job.size)]
-                able.sort(key=lambda c: (-c.soon, c.device.uuid))
+                able.sort(key=lambda c: (-c.soon(), c.device.uuid))
                 if not self._topology.spans_nodes(job):
                     able = able[: job.size.device_count]
-                devices = self._topology.choose(job, able, free_soon)
+                devices = self._topology.choose(job, able, DeviceCapacity.soon)
                 if devices is not None:
-                    missing = sum(max(0, c.device.demand_milli(job.size) - c.soon) for c in devices)
+                    missing = sum(max(0, c.device.demand_milli(job.size) - c.soon()) for c in devices)
                     found = (missing, devices[0].device.uuid), devices
                     best = found if best is None else min(best, found, key=lambda x: x[0])
         return best and best[1]

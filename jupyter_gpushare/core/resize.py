@@ -62,12 +62,12 @@ def _guaranteed_more(capacity: DeviceCapacity, account: Account) -> int:
     """What a session with a claim can still be guaranteed of its device, and get at once."""
     if not capacity.device.usable:
         return 0
-    return min(capacity.claimable, capacity.now, account.project.quota_milli - account.claimed)
+    return min(capacity.claimable(), capacity.now(), account.project.quota_milli - account.claimed)
 
 
 def _borrowed_more(capacity: DeviceCapacity) -> int:
     """What a session can get of its device at once and give back."""
-    return capacity.unclaimed if capacity.device.usable and capacity.device.suspendable else 0
+    return capacity.unclaimed() if capacity.device.usable and capacity.device.suspendable else 0
 
 
 def _allowed(account: Account, most: int) -> int:

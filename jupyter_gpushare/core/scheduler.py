@@ -26,7 +26,8 @@ from dataclasses import dataclass
 from functools import partial
 from math import inf
 
-from jupyter_gpushare.core import capacity, order
+from jupyter_gpushare.core import order
+from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import WHOLE_GPU, Action, Grant, Lease, Requeue, Resume, State, Suspend, Why
 from jupyter_gpushare.core.placement import Placement
@@ -143,7 +144,7 @@ class SchedulingRound:
 
     def _clear_way(self, lease: Lease) -> Why | None:
         """Evict the leases in the way of a session with a claim; returns why it waits, None: it need not."""
-        is_short = any(c.now < held_by(lease) for c in self.state.capacities_of(lease))
+        is_short = any(c.now() < held_by(lease) for c in self.state.capacities_of(lease))
         if is_short:
             victims = self.reclaimer.for_owner(lease)
             if victims is None:
@@ -185,7 +186,7 @@ class SchedulingRound:
         devices = state.capacities_of(lease)
         if not state.has_all_devices(lease):
             self.waiting[lease.id] = Why.DEVICE_BROKEN
-        elif any(c.unclaimed < held for c in devices):
+        elif any(c.unclaimed() < held for c in devices):
             self.waiting[lease.id] = Why.NO_CAPACITY
             state.add_guest_demand(lease)
         elif state.account(lease).over_limit(held * len(devices)):
@@ -198,7 +199,7 @@ class SchedulingRound:
 
     def would_start(self, job: Lease) -> bool:
         """Whether a new job would start at this point of the round."""
-        found = None if self.placer.lacks_quota(job) else self.placer.find_for_job(job, capacity.free_now)
+        found = None if self.placer.lacks_quota(job) else self.placer.find_for_job(job, DeviceCapacity.now)
         return found is not None and not self.state.account(job).over_limit(found.size_milli)
 
     def is_owed(self, job: Lease) -> bool:
@@ -335,8 +336,8 @@ class SchedulingRound:
         if not self.placer.fits_soon(job):
             return Why.NO_CAPACITY, None
         find = partial(self.placer.find_for_job, job)
-        found = find(capacity.unclaimed_now) or find(capacity.free_now)
-        soon = found or find(capacity.free_soon)
+        found = find(DeviceCapacity.unclaimed) or find(DeviceCapacity.now)
+        soon = found or find(DeviceCapacity.soon)
         if soon is None:
             return Why.NO_CAPACITY, None
         if found and not account.over_limit(found.size_milli):
@@ -383,7 +384,7 @@ class SchedulingRound:
     # -- effects on the cluster state
 
     def _start(self, job: Lease, placement: Placement) -> None:
-        state, lent = self.state, self.placer.uses_lent(placement, capacity.unclaimed_now)
+        state, lent = self.state, self.placer.uses_lent(placement, DeviceCapacity.unclaimed)
         if lent:
             state.host_free -= state.host_memory_needed(job, placement.devices, placement.held_milli)
         if job.state is State.SUSPENDED:
@@ -412,7 +413,7 @@ class SchedulingRound:
         A large borrower, evicted last, may be enough for owners that small ones left for.
         """
         for v in sorted(self._evicted, key=lambda v: (-v.cost, held_by(v.lease), v.rank)):
-            if all(c.soon >= held_by(v.lease) for c in self.state.capacities_of(v.lease)):
+            if all(c.soon() >= held_by(v.lease) for c in self.state.capacities_of(v.lease)):
                 self.state.reinstate(v.lease, suspended=v.suspends)
                 self.actions = [a for a in self.actions if a.lease != v.lease.id]
         self._evicted = []

@@ -16,7 +16,7 @@ def numbers(state: ClusterState) -> dict[str, Any]:
         uuid: (
             capacity.free,
             capacity.releasing,
-            capacity.soon,
+            capacity.soon(),
             capacity.claimed,
             capacity.suspended_claims,
             sorted(capacity.holders),

@@ -78,7 +78,7 @@ class Defragmenter:
         victims = {v.lease.id: v for clearing in chosen for v in clearing.victims}
         leaving = {uuid for v in victims.values() for uuid in v.lease.devices}
         able = [x for c in chosen for x in c.node if self._is_free(x) or x.device.uuid in leaving]
-        devices = self._topology.choose(job, able, lambda capacity: capacity.soon)
+        devices = self._topology.choose(job, able, DeviceCapacity.soon)
         return None if devices is None else (devices, tuple(victims.values()))
 
     def _cheapest(self, nodes: Iterable[Group], count: int) -> list[NodeClearing]:

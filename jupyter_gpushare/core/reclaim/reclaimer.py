@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.capacity import DeviceCapacity, unclaimed_soon
+from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Why
 from jupyter_gpushare.core.placement import Placement, Topology
@@ -67,7 +67,7 @@ class Reclaimer:
     def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Leases to preempt so that a suspended session can wake on its devices; None: not possible."""
         chosen: list[Victim] = []
-        short = {c.device.uuid: held_by(lease) - c.soon for c in self.state.capacities_of(lease)}
+        short = {c.device.uuid: held_by(lease) - c.soon() for c in self.state.capacities_of(lease)}
         for capacity in self.state.capacities_of(lease):
             uuid = capacity.device.uuid
             missing = short[uuid] - _given(uuid, chosen)
@@ -215,7 +215,7 @@ class Reclaimer:
         if job.devices or job.size.device_count == 1 or not job.consolidate or not preempts:
             return None
         if self._empty[0] != len(self.state.log):
-            empty = sum(capacity.soon >= WHOLE_GPU for capacity in self.state.usable)
+            empty = sum(capacity.soon() >= WHOLE_GPU for capacity in self.state.usable)
             self._empty = len(self.state.log), empty
         if not self._empty[1]:
             return None  # there is no device to move a job to
@@ -305,7 +305,7 @@ class Reclaimer:
         """Whether the capacity reclaimed so would be claimed by a suspended session."""
         for capacity in capacities:
             here = [v.lease for v in victims if capacity.device.uuid in v.lease.devices]
-            unclaimed = unclaimed_soon(capacity)
+            unclaimed = capacity.unclaimed_soon()
             unclaimed += sum(held_by(x) for x in here if not self.state.has_claim(x))
             if unclaimed < need:
                 return True
