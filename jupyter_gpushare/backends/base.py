@@ -16,7 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.protocol.helper import Event, Inventory, MoveResult, Sample
+from jupyter_gpushare.protocol.helper import Event, Inventory, MoveResult, Sample, SetLimit
 
 
 class HubError(GpuShareError):
@@ -52,19 +52,6 @@ class HubUser:
     name: str
     created: str  # when the Hub made it (`wall_clock.exact`); empty: the Hub does not say
     groups: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Holder:
-    """A server or job that is about to hold a lease; limits are bytes per device UUID."""
-
-    handle: str
-    uid: int  # its processes run as
-    limits: Mapping[str, int]  # granted
-    guaranteed: Mapping[str, int]  # the part of it that no reclaim takes
-    asleep: bool  # it starts suspended: its devices are in use by borrowers
-    unattended: bool = False  # the helper may resume it when it is wanted and no broker answers
-    stops: bool = False  # a job that is stopped and starts again, never suspended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +117,7 @@ class Devices(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def prepare(self, holder: Holder) -> Prepared:
+    async def prepare(self, request: SetLimit) -> Prepared:
         """Set the limits of a lease and return the environment of its processes.
 
         Raises:

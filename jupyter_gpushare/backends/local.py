@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from jupyter_gpushare.backends.base import Devices, Holder, Prepared
+from jupyter_gpushare.backends.base import Devices, Prepared
 from jupyter_gpushare.backends.helper_client import MOVE_S, HelperClient
 from jupyter_gpushare.errors import GpuShareError, HelperError
 from jupyter_gpushare.native import preload_path
@@ -35,7 +35,7 @@ class LocalDevices(Devices):
     def watch(self) -> AsyncIterator[helper.Event | None]:
         return self._helper.watch()
 
-    async def prepare(self, holder: Holder) -> Prepared:
+    async def prepare(self, request: helper.SetLimit) -> Prepared:
         """As `Devices.prepare`.
 
         Raises:
@@ -43,8 +43,8 @@ class LocalDevices(Devices):
         """
         if why := library_fault():
             raise HelperError("library", why)
-        files = await self._helper.ask("set_limit", limit_request(holder), helper.LeaseFiles)
-        return Prepared(env=holder_environment(holder.handle, files.directory, holder.limits))
+        files = await self._helper.ask("set_limit", request, helper.LeaseFiles)
+        return Prepared(env=holder_environment(request.lease, files.directory, request.limits))
 
     async def reserve(self, handle: str) -> Mapping[str, str]:
         """As `Devices.reserve`.
@@ -85,19 +85,6 @@ class LocalDevices(Devices):
         """Nothing stays open: each request has a connection of its own."""
 
 
-def limit_request(holder: Holder) -> helper.SetLimit:
-    """Return the request that sets the limits of a holder's lease."""
-    return helper.SetLimit(
-        lease=holder.handle,
-        uid=holder.uid,
-        limits=dict(holder.limits),
-        guaranteed=dict(holder.guaranteed),
-        suspended=holder.asleep,
-        unattended=holder.unattended,
-        stops=holder.stops,
-    )
-
-
 def library_fault() -> str:
     """Return why no lease can start on this machine for want of the preload library; empty: it is there."""
     try:
@@ -113,7 +100,6 @@ def holder_environment(
     """Return the environment variables that make a process part of a lease, with a preload library.
 
     ``library`` is its path; empty: that of this machine.
-
 
     The last two are hints for frameworks that otherwise allocate all device memory at start
     (documented by TensorFlow and JAX); the limit does not depend on them.

@@ -19,12 +19,12 @@ from datetime import UTC, datetime
 
 import pytest
 
-from jupyter_gpushare.backends.base import Devices, Holder, Hub, Prepared, ServerKey
+from jupyter_gpushare.backends.base import Devices, Hub, Prepared, ServerKey
 from jupyter_gpushare.broker.engine import Engine, Explanation, Work
 from jupyter_gpushare.core.model import Cluster, Device, Grant, Kind, Lease, Project, State, Why
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import HelperError, InvalidRequest
-from jupyter_gpushare.protocol.helper import LeaseSample, Phase, Refusal
+from jupyter_gpushare.protocol.helper import LeaseSample, Phase, Refusal, SetLimit
 from tests.waiting import PATIENCE_S
 
 GIB = 1 << 30
@@ -209,9 +209,9 @@ class DeviceBench(abc.ABC):
 class DevicesContract:
     """The contract of `Devices`; ``bench`` is a fixture of the subclass."""
 
-    async def _holder(self, bench: DeviceBench, handle: str = "b1-1", *, asleep: bool = False) -> Holder:
+    async def _holder(self, bench: DeviceBench, handle: str = "b1-1", *, asleep: bool = False) -> SetLimit:
         limits = {(await bench.devices.inventory()).devices[0].uuid: 8 * GIB}
-        return Holder(handle=handle, uid=os.geteuid(), limits=limits, guaranteed=limits, asleep=asleep)
+        return SetLimit(lease=handle, uid=os.geteuid(), limits=limits, guaranteed=limits, suspended=asleep)
 
     async def _running(self, bench: DeviceBench, handle: str = "b1-1") -> LeaseSample:
         prepared = await bench.devices.prepare(await self._holder(bench, handle))

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import jupyter_gpushare
-from jupyter_gpushare.backends.base import Devices, Holder, Hub, Prepared, ServerKey
+from jupyter_gpushare.backends.base import Devices, Hub, Prepared, ServerKey
 from jupyter_gpushare.backends.helper_client import (
     Address,
     Connection,
@@ -35,7 +35,16 @@ from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.core.model import Cluster
 from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.protocol.helper import Hello, LeaseSample, MoveResult, Phase, Sample, decode, encode
+from jupyter_gpushare.protocol.helper import (
+    Hello,
+    LeaseSample,
+    MoveResult,
+    Phase,
+    Sample,
+    SetLimit,
+    decode,
+    encode,
+)
 from tests.backends.contract import (
     NOW,
     DeviceBench,
@@ -255,10 +264,8 @@ class TestNodeDevices(DevicesContract):
     async def test_a_holder_gets_the_paths_of_its_node(self, bench: NodesBench) -> None:
         await bench.devices.inventory()
         uuid = bench.second.uuids()[0]
-        holder = Holder(
-            handle="b2-1", uid=os.geteuid(), limits={uuid: 1 << 30}, guaranteed={uuid: 1 << 30}, asleep=False
-        )
-        prepared = await bench.devices.prepare(holder)
+        request = SetLimit(lease="b2-1", uid=os.geteuid(), limits={uuid: 1 << 30})
+        prepared = await bench.devices.prepare(request)
         assert prepared.node == "n2"
         directory, account, library = prepared.mounts
         assert directory.path == prepared.env["GPUSHARE_LEASE_DIR"]

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare import native
-from jupyter_gpushare.backends.base import Holder
 from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
 from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.errors import DeviceError, HelperError
@@ -124,12 +123,12 @@ async def test_every_verb_is_one_the_helper_can_read(helper, devices):
     helper.answer = lambda request: ok(answers[request["verb"]])
     limits, guaranteed = {"GPU-1": 5, "GPU-0": 6}, {"GPU-1": 5, "GPU-0": 0}
     await devices.prepare(
-        Holder(
-            handle="j-1",
+        protocol.SetLimit(
+            lease="j-1",
             uid=1000,
             limits=limits,
             guaranteed=guaranteed,
-            asleep=True,
+            suspended=True,
             unattended=True,
             stops=True,
         )
@@ -276,7 +275,7 @@ def test_a_holder_sees_its_devices_its_limit_and_our_library():
 
 async def test_no_lease_is_prepared_without_the_library(helper, devices, tmp_path, monkeypatch):
     monkeypatch.setattr(native, "_HERE", tmp_path)
-    holder = Holder(handle="a-1", uid=1000, limits={"GPU-0": 1}, guaranteed={"GPU-0": 1}, asleep=False)
+    request = protocol.SetLimit(lease="a-1", uid=1000, limits={"GPU-0": 1})
     with pytest.raises(HelperError, match="preload library is missing"):
-        await devices.prepare(holder)
+        await devices.prepare(request)
     assert helper.asked == []

@@ -12,10 +12,10 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from jupyter_gpushare.backends.base import Devices, Holder, Prepared
+from jupyter_gpushare.backends.base import Devices, Prepared
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
 from tests.broker.machine import DEVICE_BYTES, GB, Held
 
 if TYPE_CHECKING:
@@ -144,17 +144,17 @@ class SiteDevices(Devices):
         finally:
             self.site.inboxes.remove(inbox)
 
-    async def prepare(self, holder: Holder) -> Prepared:
-        handle, limits, guaranteed = holder.handle, dict(holder.limits), dict(holder.guaranteed)
+    async def prepare(self, request: SetLimit) -> Prepared:
+        handle, limits, guaranteed = request.lease, dict(request.limits), dict(request.guaranteed)
         await self.effect("prepare", handle)
-        if not holder.asleep and (reason := self.site.conflict(handle, limits)):
+        if not request.suspended and (reason := self.site.conflict(handle, limits)):
             raise HelperError("conflict", reason)
-        held = self.site.held.setdefault(handle, Held(handle, holder.uid, limits))
-        held.unattended, held.stops = holder.unattended, holder.stops
+        held = self.site.held.setdefault(handle, Held(handle, request.uid, limits))
+        held.unattended, held.stops = request.unattended, request.stops
         if not held.alive or list(limits) == list(held.limits):
             held.limits, held.guaranteed = limits, guaranteed
         if not held.alive:
-            held.phase = Phase.SUSPENDED if holder.asleep else Phase.RUNNING
+            held.phase = Phase.SUSPENDED if request.suspended else Phase.RUNNING
         await self.broker.step()
         return Prepared(env={"GPUSHARE_LEASE": handle})
 

@@ -10,12 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.backends.base import Holder
 from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
 from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.gpu.driver.ladder import ladder_of, level_of, strongest, weakest
 from jupyter_gpushare.gpu.driver.nvml import Gpu
-from jupyter_gpushare.protocol.helper import Level
+from jupyter_gpushare.protocol.helper import Level, SetLimit
 from tests.cgroups import cgroup2
 from tests.gpu.machine import GIB, Machine, machine_in, until
 
@@ -103,8 +102,7 @@ async def test_the_driver_keeps_for_a_lease_what_the_broker_guarantees_it(
     devices = LocalDevices(HelperClient(SocketAddress(machine.socket), lambda: 1))
     for handle, limit, guaranteed in (("owner", 8 * GIB, 8 * GIB), ("borrower", 4 * GIB, 0)):
         limits, kept = {gpu: limit}, {gpu: guaranteed}
-        uid = os.geteuid()
-        await devices.prepare(Holder(handle=handle, uid=uid, limits=limits, guaranteed=kept, asleep=False))
+        await devices.prepare(SetLimit(lease=handle, uid=os.geteuid(), limits=limits, guaranteed=kept))
     assert machine.sim.group(0, root / "gpushare-owner") == (8 * GIB, 8 * GIB)
     assert machine.sim.group(0, root / "gpushare-borrower") == (0, 4 * GIB)
 

@@ -16,14 +16,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from jupyter_gpushare.backends.base import Devices, Holder, Mount, Prepared
+from jupyter_gpushare.backends.base import Devices, Mount, Prepared
 from jupyter_gpushare.backends.helper_client import Address
 from jupyter_gpushare.backends.kubernetes.node import Node, shifted
-from jupyter_gpushare.backends.local import holder_environment, limit_request
+from jupyter_gpushare.backends.local import holder_environment
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import (
@@ -34,6 +34,7 @@ from jupyter_gpushare.protocol.helper import (
     MoveResult,
     Refusal,
     Sample,
+    SetLimit,
 )
 from jupyter_gpushare.protocol.seats import CountSeats, SeatsCounted
 
@@ -250,24 +251,23 @@ class NodeDevices(Devices):
             seq=0, at=self._clock(), kind=EventKind.DEVICE, reason=reason, fields={"node": node.name}
         )
 
-    async def prepare(self, holder: Holder) -> Prepared:
-        """As `Devices.prepare`, with the node and the paths that the holder needs there.
+    async def prepare(self, request: SetLimit) -> Prepared:
+        """As `Devices.prepare`, with the node and the paths that its processes need there.
 
         Raises:
             HelperError: no node has its devices, its helper refused or does not answer, or has not
                 installed the preload library.
         """
         self._refresh()
-        node = self._with_devices(holder)
-        asked = node.client.ask("set_limit", limit_request(holder), helper.LeaseFiles)
-        files = await self._change(node, asked)
+        node = self._with_devices(request.limits)
+        files = await self._change(node, node.client.ask("set_limit", request, helper.LeaseFiles))
         if not files.library:
             raise HelperError(
                 "library", f"the device helper of node {node.name} was started without --install-library"
             )
-        self._where[holder.handle] = node.name
+        self._where[request.lease] = node.name
         return Prepared(
-            env=holder_environment(holder.handle, files.directory, holder.limits, files.library),
+            env=holder_environment(request.lease, files.directory, request.limits, files.library),
             node=node.name,
             mounts=(
                 Mount(path=files.directory, read_only=True),
@@ -276,12 +276,13 @@ class NodeDevices(Devices):
             ),
         )
 
-    def _with_devices(self, holder: Holder) -> Node:
+    def _with_devices(self, uuids: Iterable[str]) -> Node:
+        wanted = set(uuids)
         for node in self._nodes.values():
-            uuids = {device.uuid for device in node.inventory.devices} if node.inventory else set()
-            if holder.limits.keys() <= uuids:
+            if node.inventory and wanted <= {device.uuid for device in node.inventory.devices}:
                 return node
-        raise HelperError("unknown_device", f"no node has the devices of lease {holder.handle}")
+        named = ", ".join(uuid[:60] for uuid in sorted(wanted))
+        raise HelperError("unknown_device", f"no node has the devices {named}")
 
     async def suspend(self, handle: str, calls: str) -> MoveResult:
         return await self._move(handle, lambda node: node.devices.suspend(handle, calls))
@@ -300,14 +301,8 @@ class NodeDevices(Devices):
         return sum(await self._where_it_is(handle, lambda node: node.devices.signal(handle, number, to)))
 
     async def end_process(self, device: str, process: str) -> None:
-        node = self._with_device(device)
+        node = self._with_devices([device])
         await self._change(node, node.devices.end_process(device, process))
-
-    def _with_device(self, uuid: str) -> Node:
-        for node in self._nodes.values():
-            if node.inventory and any(device.uuid == uuid for device in node.inventory.devices):
-                return node
-        raise HelperError("unknown_device", f"no node has the device {uuid[:60]}")
 
     async def drop(self, handle: str) -> None:
         await self._where_it_is(handle, lambda node: node.devices.drop(handle))

@@ -259,7 +259,7 @@ class Effects:
     async def _set_limits(self, record: LeaseRecord) -> None:
         """Set the recorded limits of a session at the device helper, which may have others."""
         asleep = record.state is State.SUSPENDED
-        await self.devices.prepare(snapshot.holder_of(record, asleep=asleep))
+        await self.devices.prepare(snapshot.limit_request(record, asleep=asleep))
         await self.registry.edit(record, LimitsSet(limits=record.limits))
 
     async def _start_anew(self, record: LeaseRecord) -> None:

@@ -130,7 +130,7 @@ class Resizes:
     async def _set(self, record: LeaseRecord) -> LeaseRecord:
         if not record.unprepared:
             return record
-        await self.devices.prepare(snapshot.holder_of(record, asleep=False))
+        await self.devices.prepare(snapshot.limit_request(record, asleep=False))
         return await self.registry.edit(record, LimitsSet(limits=record.limits))
 
     async def _shrink(self, record: LeaseRecord, resized: Resized) -> LeaseRecord:
@@ -145,7 +145,7 @@ class Resizes:
         lower = replace(record, limits=dict(resized.limits))
         lower = replace(lower, lease=replace(record.lease, borrowed=resized.borrowed))
         try:
-            await self.devices.prepare(snapshot.holder_of(lower, asleep=False))
+            await self.devices.prepare(snapshot.limit_request(lower, asleep=False))
             _check_fits(await self._measured_since(record, self.registry.clock() + _IN_FLIGHT_S), resized)
             return await self.registry.advance(record, replace(resized, prepared=True))
         except (HelperError, DeviceError) as error:

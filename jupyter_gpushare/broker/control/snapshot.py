@@ -7,7 +7,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 
-from jupyter_gpushare.backends.base import Holder
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -26,7 +25,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.order import ORDERS
 from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import Phase, SetLimit
 
 # Shorter pauses between CUDA calls do not count as idle.
 _ACTIVE_S = 2.0
@@ -248,15 +247,14 @@ def limits_of(registry: Registry, size: Size, devices: Iterable[str], held_milli
     return {uuid: size.memory_bytes or grantable[uuid] * held_milli // WHOLE_GPU for uuid in devices}
 
 
-def holder_of(record: LeaseRecord, *, asleep: bool) -> Holder:
+def limit_request(record: LeaseRecord, *, asleep: bool) -> SetLimit:
     """Return what the device helper is told about a lease."""
-    guaranteed = dict.fromkeys(record.limits, 0) if record.lease.borrowed else record.limits
-    return Holder(
-        handle=record.handle,
+    return SetLimit(
+        lease=record.handle,
         uid=record.uid,
-        limits=record.limits,
-        guaranteed=guaranteed,
-        asleep=asleep,
+        limits=dict(record.limits),
+        guaranteed=dict.fromkeys(record.limits, 0) if record.lease.borrowed else dict(record.limits),
+        suspended=asleep,
         unattended=not record.is_job and not record.lease.borrowed,
         stops=record.is_job and record.lease.survival is not CheckpointMode.SUSPEND,
     )
