@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from jupyter_gpushare.gpu.leases.journal import Record, StateDirectory
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import Phase, SetLimit
 from tests.faults.site import SESSION_MIB, Site, running
 from tests.faults.story import Story, begun
 from tests.faults.workload import SETTLED, TRAIN
@@ -74,13 +74,17 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from jupyter_gpushare.gpu.leases.journal import Parked, Record, StateDirectory
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import Phase, SetLimit
 
 disk = Path(sys.argv[1])
 state = StateDirectory(disk, "boot")
-ada = Record(boot_id="boot", lease="ada", uid=1000, limits={"GPU-0": 1 << 30}, phase=Phase.RUNNING)
+def of(lease):
+    asked = SetLimit(lease=lease, uid=1000, limits={"GPU-0": 1 << 30})
+    return Record(asked=asked, phase=Phase.RUNNING)
+
+ada = of("ada")
 parked = [Parked(pid=pid, start_ticks=1, saved_bytes={"GPU-0": 1 << 30}) for pid in range(1, 100)]
-wide = replace(ada, lease="wide", parked=tuple(parked[:60]))
+wide = replace(of("wide"), parked=tuple(parked[:60]))
 for record in (ada, wide):
     state.save(record)
 state.raise_epoch(1_000_000)
@@ -105,7 +109,7 @@ for record in (asleep, awake, asleep):
 state.raise_epoch(1_000_001)
 assert refused(lambda: state.save(replace(ada, parked=tuple(parked)))), "more than its page"
 assert refused(lambda: state.save(replace(wide, parked=()))), "its file has several pages"
-assert refused(lambda: state.save(replace(ada, lease="new")))
+assert refused(lambda: state.save(of("new")))
 state.close()
 state = StateDirectory(disk, "boot")
 assert state.records() == (asleep, wide), state.records()
@@ -238,8 +242,9 @@ def test_no_record_is_written_over_into_blocks_that_its_file_lacks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = StateDirectory(tmp_path, "boot")
-    ada = Record(boot_id="boot", lease="ada", uid=1000, limits={"GPU-0": 1 << 30}, phase=Phase.RUNNING)
-    wide = replace(ada, counted={f"{pid}:1": "1:1" for pid in range(100, 200)})
+    asked = SetLimit(lease="ada", uid=1000, limits={"GPU-0": 1 << 30})
+    ada = Record(asked=asked, phase=Phase.RUNNING)
+    wide = replace(ada, counted=tuple((pid, 1, 1, 1) for pid in range(100, 300)))
     state.save(ada)
 
     def full(*_: object) -> None:

@@ -16,7 +16,7 @@ from jupyter_gpushare.gpu.leases.journal import Record
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
 from jupyter_gpushare.procfs import start_ticks
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import Phase, SetLimit
 
 
 @pytest.mark.parametrize("later", [0, 1], ids=["its own", "another one's"])
@@ -27,7 +27,7 @@ def test_only_the_very_process_is_put_into_a_leases_cgroup(tmp_path: Path, later
     nvml: Any = SimpleNamespace(set_memory_limits=lambda *limits: None)
     processes = Processes(tmp_path)
     cgroups = Cgroups(root, nvml, processes)
-    record = Record(boot_id="b", lease="ada", uid=os.geteuid(), phase=Phase.RUNNING, limits={"GPU-1": 1})
+    record = Record(asked=SetLimit(lease="ada", uid=os.geteuid(), limits={"GPU-1": 1}), phase=Phase.RUNNING)
     lease = Lease(record, LeaseDirectory(tmp_path, "ada"))
     cgroups.limit(lease)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:

@@ -14,7 +14,7 @@ from jupyter_gpushare.gpu.leases.journal import Record
 from jupyter_gpushare.gpu.leases.lease import Key, Lease
 from jupyter_gpushare.gpu.leases.seats import LOST_S, MARGIN_S, START_S, UNKNOWN_GRACE_S, SeatTable
 from jupyter_gpushare.gpu.moves.vacate import BROKER_S, FAILURES, RETRY_S, TERM_S, Evictions
-from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
 from jupyter_gpushare.protocol.seats import Sit
 
 GRACE_S = 60.0
@@ -60,7 +60,7 @@ class Node:
     ) -> Lease:
         pid = 100 + len(self.leases)
         limits = dict.fromkeys(devices, 1 << 30)
-        record = Record(boot_id="", lease=name, uid=1, limits=limits, phase=phase, stops=stops)
+        record = Record(asked=SetLimit(lease=name, uid=1, limits=limits, stops=stops), phase=phase)
         lease = Lease(record, SimpleNamespace())  # type: ignore[arg-type]
         process = SimpleNamespace(pid=pid, key=(pid, 1), parent=1, carries=name, lease=name, image=(pid, 1))
         lease.processes = (process,)  # type: ignore[assignment]

@@ -16,7 +16,7 @@ from jupyter_gpushare.gpu.leases.files import LeaseDirectory
 from jupyter_gpushare.gpu.leases.host import HostMemory, with_overhead
 from jupyter_gpushare.gpu.leases.journal import Record
 from jupyter_gpushare.gpu.leases.lease import Lease
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import Phase, SetLimit
 
 GIB = 1 << 30
 
@@ -118,7 +118,7 @@ def test_a_limit_that_cannot_hold_the_copy_makes_a_lease_not_suspendable(
     assert memory.too_small({1: 5 * GIB, 2: 2 * GIB}) == ""
     small = memory.too_small({1: 5 * GIB, 2: 4 * GIB})
     assert "memory cgroup of the lease" in small
-    record = Record(boot_id="", lease="ada", uid=1, limits={}, phase=Phase.RUNNING)
+    record = Record(asked=SetLimit(lease="ada", uid=1, limits={}), phase=Phase.RUNNING)
     lease = Lease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
     lease.memory_too_small = small
     can: Any = SimpleNamespace(

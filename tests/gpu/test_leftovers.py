@@ -27,7 +27,7 @@ from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
 from jupyter_gpushare.gpu.moves.steps import ProcessMoves
 from jupyter_gpushare.gpu.service.requests import Requests
-from jupyter_gpushare.protocol.helper import Phase, Signal
+from jupyter_gpushare.protocol.helper import Phase, SetLimit, Signal
 from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in
 from tests.waiting import until
 
@@ -193,7 +193,7 @@ class Scene:
     def __init__(self) -> None:
         self.table, self.files, self.devices = Table(), Files(), DeviceStates((GPU,))
         self.lease = Lease(
-            Record(boot_id="", lease="ada", uid=7, limits={"GPU-1": 40 * GIB}, phase=Phase.RUNNING),
+            Record(asked=SetLimit(lease="ada", uid=7, limits={"GPU-1": 40 * GIB}), phase=Phase.RUNNING),
             LeaseDirectory(Path("/nonexistent"), "ada"),
         )
         self.now = self.lease.measured_at = 1.0

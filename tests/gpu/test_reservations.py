@@ -36,7 +36,7 @@ from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves import reservations, steps, suspend
 from jupyter_gpushare.gpu.moves.reservations import MemoryReservations, MoveRefused
 from jupyter_gpushare.gpu.moves.suspend import Mover
-from jupyter_gpushare.protocol.helper import Phase, Refusal
+from jupyter_gpushare.protocol.helper import Phase, Refusal, SetLimit
 
 HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "150"))
 GIB = 1 << 30
@@ -64,11 +64,9 @@ class Paper:
         self.leases: list[Lease] = []
         for index, name in enumerate(NAMES):
             pid = 1000 + index
-            record = Record(
-                boot_id="b", lease=name, uid=os.geteuid(), phase=Phase.RUNNING,
-                limits={UUID: chance.choice((20, 40, 77)) * GIB},
-            )  # fmt: skip
-            lease = Lease(record, LeaseDirectory(folder, name))
+            limits = {UUID: chance.choice((20, 40, 77)) * GIB}
+            asked = SetLimit(lease=name, uid=os.geteuid(), limits=limits)
+            lease = Lease(Record(asked=asked, phase=Phase.RUNNING), LeaseDirectory(folder, name))
             lease.files.create(os.geteuid(), lease.limits, PagePhase.RUNNING)
             lease.processes = (
                 Process(pid=pid, start_ticks=1, started_at=0, uid=0, parent=1, name="", kernel="",

@@ -17,7 +17,7 @@ from jupyter_gpushare.gpu.leases.files import Account, LeaseDirectory, Slot, Tai
 from jupyter_gpushare.gpu.leases.journal import Record
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.moves.suspend import needed_bytes
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import Phase, SetLimit
 from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in, until
 
 HIDDEN_BYTES = 600 * MIB
@@ -146,7 +146,7 @@ def test_full_leases_come_back_beside_full_neighbours_and_alone(
 
 
 def test_an_account_that_claims_more_than_the_limit_is_not_believed() -> None:
-    record = Record(boot_id="", lease="ada", uid=0, limits={"GPU-1": 8 * GIB}, phase=Phase.RUNNING)
+    record = Record(asked=SetLimit(lease="ada", uid=0, limits={"GPU-1": 8 * GIB}), phase=Phase.RUNNING)
     lease = Lease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
     shown: dict[tuple[int, int], dict[str, int]] = {(7, 1): {"GPU-1": GIB}, (8, 1): {"GPU-1": GIB}}
 

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -240,7 +241,7 @@ def its_command_lives(helper: Helper, _job: Lease) -> None:
 
 
 def a_process_does_not_answer(helper: Helper, job: Lease) -> None:
-    helper.processes.unread = (SimpleNamespace(uid=job.uid, key=(3, 1)),)
+    helper.processes.unread = (SimpleNamespace(uid=job.asked.uid, key=(3, 1)),)
 
 
 def it_is_moved(_helper: Helper, job: Lease) -> None:
@@ -336,7 +337,7 @@ def test_a_broker_that_cannot_store_anything_asks_for_it(
 
 
 def never_allowed(ada: Lease) -> None:
-    ada.unattended = False  # a job, or a session that borrows
+    ada.asked = replace(ada.asked, unattended=False)  # a job, or a session that borrows
 
 
 def wanted_by_queries_alone(ada: Lease) -> None:

@@ -23,7 +23,7 @@ from jupyter_gpushare.gpu.leases.holders import Holders
 from jupyter_gpushare.gpu.leases.journal import Record
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.processes import Processes
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import Phase, SetLimit
 from tests.gpu.containers import engine_cgroup
 from tests.gpu.machine import GIB, PATIENCE_S, Machine, until
 
@@ -53,10 +53,12 @@ class Scene:
     def lease(self, *uids: int) -> None:
         """Lease the device to these users, and to no other."""
         records = [
-            Record(boot_id="", lease=f"lease-{uid}", uid=uid, limits={UUID: GIB}, phase=Phase.RUNNING)
+            Record(asked=SetLimit(lease=f"lease-{uid}", uid=uid, limits={UUID: GIB}), phase=Phase.RUNNING)
             for uid in uids
         ]
-        self.leases = [Lease(each, LeaseDirectory(Path("/nonexistent"), each.lease)) for each in records]
+        self.leases = [
+            Lease(each, LeaseDirectory(Path("/nonexistent"), each.asked.lease)) for each in records
+        ]
 
     def begin(self, *command: str, uid: int = USER) -> None:
         asked = {"user": uid} if os.geteuid() == 0 else {}

@@ -25,7 +25,7 @@ from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.native import build
 from jupyter_gpushare.procfs import start_ticks
-from jupyter_gpushare.protocol.helper import Phase, WatchdogAction
+from jupyter_gpushare.protocol.helper import Phase, SetLimit, WatchdogAction
 from tests.gpu.machine import GIB, MIB, PATIENCE_S, WORKER, Client, Machine, until
 
 SHELL_WORKER = shlex.join([sys.executable, str(WORKER)])
@@ -73,7 +73,7 @@ def test_one_sample_beyond_the_limit_is_no_reason_yet() -> None:
     process = Process(
         pid=77, start_ticks=1, started_at=0.0, uid=0, parent=1, name="", kernel="", carries="eve", lease="eve"
     )
-    record = Record(boot_id="", lease="eve", uid=0, limits={"GPU-1": GIB}, phase=Phase.RUNNING)
+    record = Record(asked=SetLimit(lease="eve", uid=0, limits={"GPU-1": GIB}), phase=Phase.RUNNING)
     eve = Lease(record, LeaseDirectory(Path("/nonexistent"), "eve"))
     eve.processes = (process,)
     within, beyond = (

@@ -209,7 +209,7 @@ class UnleasedProcesses:
         had_lease, users = self._processes.had_lease(process), _users(process)
         if not had_lease and not users & self._holders.uids:
             return "its user held no lease since boot"
-        if not any(had_lease or x.uid not in users or (x.killed and process.unread) for x in here):
+        if not any(had_lease or x.asked.uid not in users or (x.killed and process.unread) for x in here):
             return "the device is leased to no other user"
         return ""
 
@@ -246,7 +246,7 @@ class UnleasedProcesses:
             return ""
         if process.start_ticks < self._holders.since_ticks:
             return "it does not answer, and is older than the record of leases"
-        own = [lease for lease in here if lease.uid == process.uid]
+        own = [lease for lease in here if lease.asked.uid == process.uid]
         if not own or any(lease.killed for lease in own):
             return ""
         unread = {each.pid for each in self._processes.unread if each.uid == process.uid}

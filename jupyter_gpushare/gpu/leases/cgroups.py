@@ -69,7 +69,7 @@ class Cgroups:
         """Let the driver limit a lease, where it can; ``lease.in_cgroup`` says whether it does."""
         # Memory that a suspended lease has lent must not stay guaranteed to it.
         suspended = lease.phase is Phase.SUSPENDED
-        guaranteed = dict.fromkeys(lease.limits, 0) if suspended else lease.guaranteed
+        guaranteed = dict.fromkeys(lease.limits, 0) if suspended else lease.asked.guaranteed
         try:
             self.make(lease.name, lease.limits, guaranteed)
             lease.in_cgroup = True

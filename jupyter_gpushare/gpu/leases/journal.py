@@ -34,7 +34,7 @@ import fcntl
 import json
 import os
 import threading
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ from jupyter_gpushare.errors import HelperError, InvalidRequest
 from jupyter_gpushare.gpu.leases.files import check_lease
 from jupyter_gpushare.gpu.leases.holders import Holders
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.helper import ErrorKind, Phase
+from jupyter_gpushare.protocol.helper import ErrorKind, Phase, SetLimit
 
 # ENOSPC, and what a quota on the disk answers.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -88,20 +88,14 @@ class Leftover:
 class Record:
     """One lease in the journal."""
 
-    boot_id: str
-    lease: str
-    uid: int
-    limits: dict[str, int]
+    asked: SetLimit  # what the broker asked for last
     phase: Phase
     parked: tuple[Parked, ...] = ()
     lost: tuple[Parked, ...] = ()
     left: tuple[Leftover, ...] = ()
-    damaged: tuple[str, ...] = ()  # "PID:START" of processes that a failed checkpoint may have damaged
-    guaranteed: dict[str, int] = field(default_factory=dict)
-    # Counters at the moment of suspension: "PID:START" -> "CALLS:QUERIES".
-    counted: dict[str, str] = field(default_factory=dict)
-    unattended: bool = False
-    stops: bool = False
+    damaged: tuple[tuple[int, int], ...] = ()  # keys of processes that a failed checkpoint may have damaged
+    # Counters at the moment of suspension: pid, start ticks, calls and queries of each process.
+    counted: tuple[tuple[int, int, int, int], ...] = ()
     unconfirmed: bool = False
 
 
@@ -175,7 +169,8 @@ class StateDirectory:
         Raises:
             OSError: the disk does not take it.
         """
-        _replace(self._journal / record.lease, json.dumps(asdict(record)).encode())
+        written = {"boot_id": self.boot_id, **asdict(record)}
+        _replace(self._journal / record.asked.lease, json.dumps(written).encode())
 
     def forget(self, lease: str) -> None:
         """Remove the record of a lease."""
@@ -244,10 +239,11 @@ def _read_record(path: Path, boot_id: str) -> Record | None:
         raise HelperError(ErrorKind.STATE, f"{path} cannot be read: {error.strerror}") from None
     except InvalidRequest:
         return None
-    if written.get("boot_id") != boot_id or written.get("lease") != path.name:
+    if written.pop("boot_id", None) != boot_id:
         return None
     try:
-        return helper.build(Record, written)
+        record = helper.build(Record, written)
+        return record if record.asked.lease == path.name else None
     except InvalidRequest as error:
         raise HelperError(
             ErrorKind.STATE,

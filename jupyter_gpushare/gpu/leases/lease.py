@@ -64,15 +64,11 @@ class Lease:
     """The state of one lease; hold `moving` to move or change it."""
 
     def __init__(self, record: Record, files: LeaseDirectory) -> None:
-        self.name = record.lease
-        self.uid = record.uid
-        self.limits = record.limits
-        self.guaranteed = record.guaranteed
-        self.stops = record.stops  # a job that is not suspended when its seat leaves
-        self.unattended = record.unattended  # `moves.unattended` may resume it while no broker answers
+        self.name = record.asked.lease
+        self.asked = record.asked
         self.unconfirmed = record.unconfirmed  # it was resumed unrecorded, and no broker has confirmed that
         # The highest limits so far: memory allocated under them stays after a lower limit.
-        self.peak_limits = dict(record.limits)
+        self.peak_limits = dict(record.asked.limits)
         self.files = files
         self.phase = record.phase
         self.moving = threading.Lock()
@@ -93,8 +89,10 @@ class Lease:
         self.keepers: tuple[Process, ...] = ()
         self.free_since = 0.0  # since when its devices show nothing of that any more; 0: they do
         # Living processes that a failed checkpoint may have damaged.
-        self.damaged = {_key_of(process) for process in record.damaged}
-        self.baseline = counters_of(record)
+        self.damaged = set(record.damaged)
+        self.baseline = Counters(
+            {(pid, start): (calls, asked) for pid, start, calls, asked in record.counted}
+        )
         self.wanted = False
         self.queries_only = False
         self.stalled = False  # a process seems to wait in a call that is not counted
@@ -123,6 +121,11 @@ class Lease:
         self.in_cgroup = False  # whether the driver itself limits it
         self.placed: frozenset[Key] = frozenset()  # its processes in that cgroup
         self.failures: dict[Key, Failure] = {}
+
+    @property
+    def limits(self) -> dict[str, int]:
+        """Bytes by device that it may hold."""
+        return self.asked.limits
 
     @property
     def saved_bytes(self) -> dict[str, int]:
@@ -167,7 +170,7 @@ class Lease:
 
         The owner can write any process into the account.
         """
-        unread = {process.key for process in processes.unread if process.uid == self.uid}
+        unread = {process.key for process in processes.unread if process.uid == self.asked.uid}
         if not unread:
             return False
         account = self.files.account()
@@ -184,7 +187,7 @@ class Lease:
     def borrows(self, uuid: str) -> bool:
         """Whether any of its memory on a device may be reclaimed."""
         limit_bytes = self.limits.get(uuid, 0)
-        return self.guaranteed.get(uuid, limit_bytes) < limit_bytes
+        return self.asked.guaranteed.get(uuid, limit_bytes) < limit_bytes
 
     def enter(self, phase: Phase) -> Phase:
         """Change the phase and the limit page; returns the phase before.
@@ -217,7 +220,7 @@ class Lease:
             OSError: it cannot be written.
         """
         self.contexts = dict(contexts)
-        self.files.create(self.uid, self.limits, PAGE[self.phase], contexts)
+        self.files.create(self.asked.uid, self.limits, PAGE[self.phase], contexts)
 
     def block(self, key: Key, reason: str) -> None:
         """Keep a process from being suspended for a while, twice as long each time it fails again."""
@@ -249,42 +252,18 @@ class Lease:
         except OSError as error:  # removed by a process with the helper's rights
             log.error("lease=%s its limit page cannot be written: %s", self.name, error)
 
-    def record(self, boot_id: str) -> Record:
+    def record(self) -> Record:
         """The journal record of the lease."""
         return Record(
-            boot_id=boot_id,
-            lease=self.name,
-            uid=self.uid,
-            limits=self.limits,
-            guaranteed=self.guaranteed,
+            asked=self.asked,
             phase=self.phase,
             parked=tuple(self.parked.values()),
             lost=tuple(self.lost.values()),
             left=tuple(self.left.values()),
-            damaged=tuple(f"{pid}:{start}" for pid, start in sorted(self.damaged)),
-            unattended=self.unattended,
-            stops=self.stops,
+            damaged=tuple(sorted(self.damaged)),
             unconfirmed=self.unconfirmed,
-            counted={
-                f"{pid}:{start}": f"{calls}:{queries}"
-                for (pid, start), (calls, queries) in self.baseline.entered.items()
-            },
+            counted=tuple((*key, *counts) for key, counts in self.baseline.entered.items()),
         )
-
-
-def counters_of(record: Record) -> Counters:
-    """The counters in a journal record."""
-    entered = {}
-    for process, counted in record.counted.items():
-        calls, _, queries = counted.partition(":")
-        entered[_key_of(process)] = (int(calls), int(queries))
-    return Counters(entered)
-
-
-def _key_of(process: str) -> Key:
-    """The key in "PID:START"."""
-    pid, _, start = process.partition(":")
-    return int(pid), int(start)
 
 
 def parked_of(keys: Mapping[Key, Mapping[str, int]]) -> dict[Key, Parked]:

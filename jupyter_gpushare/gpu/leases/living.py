@@ -19,7 +19,7 @@ def living_of(
     Raises:
         OSError: no descriptor or memory is left to look.
     """
-    owners = {lease.name: lease.uid for lease in leases}
+    owners = {lease.name: lease.asked.uid for lease in leases}
     found = processes.scan(owners, within_s)
     claimed = [lease.claim(processes) for lease in leases]
     if any(claimed):

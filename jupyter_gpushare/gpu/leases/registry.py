@@ -21,6 +21,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 
 from jupyter_gpushare.errors import HelperError, InvalidRequest
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
@@ -99,7 +100,7 @@ class LeaseRegistry:
         """
         if self.living(lease.name):
             return True
-        return lease.was_alive and self.has_unread(lease.uid)
+        return lease.was_alive and self.has_unread(lease.asked.uid)
 
     def has_unread(self, uid: int) -> bool:
         """Whether a process of a user did not answer at the last look: it may be of any of its leases."""
@@ -148,7 +149,7 @@ class LeaseRegistry:
             return
         lease.unconfirmed = False
         try:
-            self._machine.state.save(lease.record(self._machine.state.boot_id))
+            self._machine.state.save(lease.record())
         except OSError:
             lease.unsaved = True
 
@@ -217,7 +218,7 @@ class LeaseRegistry:
                 lease = lease or self._create(request)
             if created:
                 self._note_holder(request.uid)
-                log.info("lease=%s created uid=%d phase=%s", lease.name, lease.uid, lease.phase)
+                log.info("lease=%s created uid=%d phase=%s", lease.name, request.uid, lease.phase)
                 self._enforce(lease)
                 self.let_in()
                 self.suspended.set()
@@ -242,7 +243,7 @@ class LeaseRegistry:
             users: dict[str, set[int]] = {}
             for lease in self.all():
                 for uuid in lease.limits:
-                    users.setdefault(uuid, set()).add(lease.uid)
+                    users.setdefault(uuid, set()).add(lease.asked.uid)
             self._machine.files.let_in(users)
 
     def phase_changed(self, lease: Lease) -> None:
@@ -293,25 +294,25 @@ class LeaseRegistry:
     def adopt(self) -> None:
         """Take over the leases of the helper before; moves in progress are left to `Mover.settle`."""
         state = self._machine.state
-        records = {record.lease: record for record in state.records()}
-        owners = {name: record.uid for name, record in records.items()}
+        records = {record.asked.lease: record for record in state.records()}
+        owners = {name: record.asked.uid for name, record in records.items()}
         living = self._machine.processes.scan(owners, FIRST_LOOK_S)
-        for record in records.values():
-            files = LeaseDirectory(state.leases, record.lease)
+        for name, record in records.items():
+            files, asked = LeaseDirectory(state.leases, name), record.asked
             if files.phase() in (None, PagePhase.REVOKED):
-                if not living[record.lease] and not self.has_unread(record.uid):
+                if not living[name] and not self.has_unread(asked.uid):
                     # Not finished being created, or not finished being dropped.
                     files.revoke()
-                    state.forget(record.lease)
+                    state.forget(name)
                     continue
                 log.error(
                     "lease=%s its files were removed while its processes live: they are created again, and "
                     "processes that run keep the limit that they had",
-                    record.lease,
+                    name,
                 )
-                files.create(record.uid, record.limits, PAGE[record.phase])
-            self._leases[record.lease] = Lease(record, files)
-            self._note_holder(record.uid)
+                files.create(asked.uid, asked.limits, PAGE[record.phase])
+            self._leases[name] = Lease(record, files)
+            self._note_holder(asked.uid)
         self._remove_leftovers()
         self._cgroups.sweep(self._leases)
         living = self.scan()
@@ -362,18 +363,6 @@ class LeaseRegistry:
         if all(self._devices.offers(uuid, Level.CGROUP) for uuid in lease.limits):
             self._cgroups.limit(lease)
 
-    def _record(self, request: SetLimit) -> Record:
-        return Record(
-            boot_id=self._machine.state.boot_id,
-            lease=request.lease,
-            uid=request.uid,
-            limits=dict(request.limits),
-            guaranteed=dict(request.guaranteed),
-            unattended=request.unattended,
-            stops=request.stops,
-            phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING,
-        )
-
     def _create(self, request: SetLimit) -> Lease:
         """A new lease; the caller holds the guard, so that two requests create one.
 
@@ -383,7 +372,7 @@ class LeaseRegistry:
         """
         if len(self._leases) >= MAX_LEASES:
             raise HelperError(ErrorKind.CONFLICT, f"{MAX_LEASES} leases exist: drop some first")
-        state, record = self._machine.state, self._record(request)
+        state, record = self._machine.state, _record_of(request)
         lease = Lease(record, LeaseDirectory(state.leases, request.lease))
         try:
             state.save(record)
@@ -397,8 +386,8 @@ class LeaseRegistry:
         return lease
 
     def _change(self, lease: Lease, request: SetLimit) -> None:
-        if lease.uid != request.uid:
-            raise HelperError(ErrorKind.CONFLICT, f"lease {lease.name} belongs to uid {lease.uid}")
+        if lease.asked.uid != request.uid:
+            raise HelperError(ErrorKind.CONFLICT, f"lease {lease.name} belongs to uid {lease.asked.uid}")
         if not self.may_live(lease):
             self._replace(lease, request)
             return
@@ -406,13 +395,11 @@ class LeaseRegistry:
             raise HelperError(
                 ErrorKind.CONFLICT, f"processes carry lease {lease.name}: its devices cannot change"
             )
-        before = lease.limits, lease.guaranteed, lease.unattended
-        lease.limits, lease.guaranteed = dict(request.limits), dict(request.guaranteed)
-        lease.unattended = request.unattended
+        before, lease.asked = lease.asked, request
         try:
-            self._machine.state.save(lease.record(self._machine.state.boot_id))
+            self._machine.state.save(lease.record())
         except OSError:
-            lease.limits, lease.guaranteed, lease.unattended = before
+            lease.asked = before
             raise
         lease.peak_limits = {
             uuid: max(lease.peak_limits.get(uuid, 0), count) for uuid, count in lease.limits.items()
@@ -423,17 +410,21 @@ class LeaseRegistry:
 
     def _replace(self, lease: Lease, request: SetLimit) -> None:
         """Give a lease that no process carries other limits, devices or another phase."""
-        record = self._record(request)
-        same = list(lease.limits.items()) == list(record.limits.items())
-        same = same and (lease.guaranteed, lease.unattended) == (record.guaranteed, record.unattended)
-        if same and lease.phase is record.phase and not lease.parked:
+        record = _record_of(request)
+        same = replace(lease.asked, suspended=request.suspended) == request
+        if (
+            same
+            and list(lease.limits) == list(request.limits)
+            and lease.phase is record.phase
+            and not lease.parked
+        ):
             return
         new = Lease(record, lease.files)
         new.moving = lease.moving
         # Calls counted by earlier processes must not wake the later ones.
         account = new.files.account()
         new.baseline = account.counters() if account else NO_COUNTERS
-        self._machine.state.save(new.record(self._machine.state.boot_id))
+        self._machine.state.save(new.record())
         new.create_files(self._devices.contexts(new.limits))
         new.files.reopen()
         self._cgroups.remove(lease.name, lease.limits)
@@ -443,3 +434,7 @@ class LeaseRegistry:
         lease.dropped = True
         self.suspended.set()
         log.info("lease=%s replaced phase=%s", new.name, new.phase)
+
+
+def _record_of(request: SetLimit) -> Record:
+    return Record(asked=request, phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING)

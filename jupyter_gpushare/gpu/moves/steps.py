@@ -324,8 +324,7 @@ class ProcessMoves:
         """
         lease.unsaved = False  # first: the sampler may set it again while this is being written
         try:
-            record = lease.record(self._machine.state.boot_id)
-            self._machine.state.save(replace(record, phase=phase or lease.phase))
+            self._machine.state.save(replace(lease.record(), phase=phase or lease.phase))
         except OSError as error:
             lease.unsaved = True
             raise MoveRefused(Refusal.BUSY, f"the state directory cannot be written: {error}") from None

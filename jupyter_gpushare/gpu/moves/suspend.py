@@ -227,7 +227,7 @@ class Mover:
         if any(pid in under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
         asked_at = time.monotonic()
-        said = self._sharing.read(dict.fromkeys(found, lease.uid), SHARING_WAIT_S)
+        said = self._sharing.read(dict.fromkeys(found, lease.asked.uid), SHARING_WAIT_S)
         sharing = {key: answer.value for key, answer in said.items() if answer.began_at >= asked_at}
         if silent := found.keys() - sharing.keys():
             raise MoveRefused(Refusal.BUSY, f"process {min(silent)[0]} does not answer")

@@ -57,7 +57,7 @@ class UnattendedResumes:
     def look(self, lease: Lease) -> None:
         """Resume one lease if it is suspended, wanted, and may be resumed without the broker."""
         is_wanted = lease.phase is Phase.SUSPENDED and lease.wanted and not lease.queries_only
-        is_due = is_wanted and lease.unattended and self._registry.is_unattended()
+        is_due = is_wanted and lease.asked.unattended and self._registry.is_unattended()
         if not is_due or not lease.moving.acquire(blocking=False):
             return
         try:
@@ -115,7 +115,7 @@ def _ended_beside(registry: LeaseRegistry, lease: Lease) -> list[Lease]:
         and other.lived
         and other.limits.keys() & lease.limits.keys()
         and all(process.is_runner for process in living.get(other.name, ()))
-        and not registry.has_unread(other.uid)
+        and not registry.has_unread(other.asked.uid)
     ]
 
 

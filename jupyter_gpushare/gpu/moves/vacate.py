@@ -118,7 +118,7 @@ class Evictions:
             eviction.again_at = self._clock() + RETRY_S
         if lease.phase is not Phase.SUSPENDED:
             eviction.off = False
-            if lease.stops:
+            if lease.asked.stops:
                 self._stop_job(lease, eviction)
             elif is_due:
                 eviction.suspending = threading.Thread(

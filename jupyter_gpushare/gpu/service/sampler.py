@@ -221,7 +221,7 @@ class Sampler:
 
     def _may_hold_unread(self, lease: Lease, usages: dict[str, Usage]) -> bool:
         """Whether a process of its user that does not answer uses a device of a lease, or may."""
-        pids = {process.pid for process in self._machine.processes.unread if process.uid == lease.uid}
+        pids = {process.pid for process in self._machine.processes.unread if process.uid == lease.asked.uid}
         return bool(pids) and any(
             # What a device does not say now is not known.
             (usage := usages.get(uuid)) is None
