@@ -79,17 +79,10 @@ class SeatSample:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CountSeats:
-    """Request of the broker, ``count_seats``: how a seat stands for the devices of its lease.
+    """Request ``count_seats`` of the broker, and its answer: how a seat stands for the devices of its lease.
 
     In a unit pool the broker chooses the devices of leases, and a seat stands for as many as it has.
     """
-
-    by_number: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SeatsCounted:
-    """Answer to `CountSeats`."""
 
     by_number: bool
 

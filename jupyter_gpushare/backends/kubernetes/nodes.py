@@ -36,7 +36,7 @@ from jupyter_gpushare.protocol.helper import (
     Sample,
     SetLimit,
 )
-from jupyter_gpushare.protocol.seats import CountSeats, SeatsCounted
+from jupyter_gpushare.protocol.seats import CountSeats
 
 T = TypeVar("T")
 
@@ -186,7 +186,7 @@ class NodeDevices(Devices):
         by_number = node.name in self._pools()
         if sample.seats_by_number is not by_number:
             request = CountSeats(by_number=by_number)
-            await self._ask(node, node.client.ask("count_seats", request, SeatsCounted))
+            await self._ask(node, node.client.ask("count_seats", request, CountSeats))
         now, offset_s = self._clock(), node.offset_s
         return replace(
             sample,

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from jupyter_gpushare.errors import DeviceError
@@ -48,6 +48,7 @@ ROUNDS = 3
 SHARING_WAIT_S = 1.0
 IN_HOST_MEMORY = (Phase.SUSPENDED, Phase.RESUMING)
 LOST = "its GPU memory could not be brought back: restart the kernel or job"
+UNFINISHED = "the driver has not finished an earlier move of this lease"
 
 
 class Mover:
@@ -74,51 +75,35 @@ class Mover:
 
     def suspend(self, lease: Lease, calls: str, timeout_s: float) -> MoveResult:
         """The result of parking the lease's device memory; the caller holds the lease."""
-        began = time.monotonic()
-        if lease.unsettled:
-            self.settle(lease)
-        if lease.phase is Phase.SUSPENDED:
-            return MoveResult(done=True, bytes=sum(lease.saved_bytes.values()))
-        if lease.phase is Phase.LOST:
-            return _refused(Refusal.LOST, LOST)
-        if lease.phase is not Phase.RUNNING:
-            return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
-        if reason := self._out_of_service(lease):
-            return _refused(Refusal.BUSY, reason)
-        try:
-            self._suspend(lease, calls, timeout_s)
-        except MoveRefused as error:
-            return _refused(error.refused, error.reason)
-        except DeviceError as error:
-            return _refused(Refusal.BUSY, str(error))
-        return MoveResult(
-            done=True, bytes=sum(lease.saved_bytes.values()), took_s=round(time.monotonic() - began, 4)
+        return self._move(
+            lease, Phase.RUNNING, Phase.SUSPENDED, lambda: self._suspend(lease, calls, timeout_s)
         )
 
     def resume(self, lease: Lease, timeout_s: float) -> MoveResult:
         """The result of copying the lease's memory back; the caller holds the lease."""
+        return self._move(lease, Phase.SUSPENDED, Phase.RUNNING, lambda: self._resume(lease, timeout_s))
+
+    def _move(self, lease: Lease, start: Phase, end: Phase, move: Callable[[], int]) -> MoveResult:
+        """The result of ``move``, which brings a lease from ``start`` to ``end`` and returns its bytes."""
         began = time.monotonic()
         if lease.unsettled:
             self.settle(lease)
-        if lease.phase is Phase.RUNNING:
-            return MoveResult(done=True)
+        if lease.phase is end:
+            return MoveResult(done=True, bytes=sum(lease.saved_bytes.values()))
         if lease.phase is Phase.LOST:
-            return _refused(Refusal.LOST, LOST)
-        if lease.phase is not Phase.SUSPENDED:
-            return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
-        alive = self._machine.processes.alive
-        lease.parked = {key: each for key, each in lease.parked.items() if alive(key)}
-        saved = lease.saved_bytes
-        if reason := self._out_of_service(lease):
-            return _refused(Refusal.BUSY, reason)
+            return refusal(Refusal.LOST, LOST)
+        if lease.phase is not start:
+            return refusal(Refusal.BUSY, UNFINISHED)
+        for uuid in lease.limits:
+            if reason := self._devices.out_of_service(uuid):
+                return refusal(Refusal.BUSY, f"the device is out of service: {reason}")
         try:
-            with self._reservations.reserve(saved, timeout_s):
-                self._resume(lease)
+            moved_bytes = move()
         except MoveRefused as error:
-            return _refused(error.refused, error.reason)
+            return refusal(error.refused, error.reason)
         except DeviceError as error:
-            return _refused(Refusal.BUSY, str(error))
-        return MoveResult(done=True, bytes=sum(saved.values()), took_s=round(time.monotonic() - began, 4))
+            return refusal(Refusal.BUSY, str(error))
+        return MoveResult(done=True, bytes=moved_bytes, took_s=round(time.monotonic() - began, 4))
 
     def adopt(self, lease: Lease) -> None:
         """Settle a lease of the helper before."""
@@ -173,15 +158,9 @@ class Mover:
         if not lease.lost:
             self._enter(lease, Phase.RUNNING, "the lost processes have ended or run again")
 
-    def _out_of_service(self, lease: Lease) -> str:
-        for uuid in lease.limits:
-            if reason := self._devices.out_of_service(uuid):
-                return f"the device is out of service: {reason}"
-        return ""
-
     # Suspend
 
-    def _suspend(self, lease: Lease, calls: str, timeout_s: float) -> None:
+    def _suspend(self, lease: Lease, calls: str, timeout_s: float) -> int:
         reason = "idle" if calls else "forced"
         deadline = time.monotonic() + timeout_s
         found = self._movable(lease, calls)
@@ -198,12 +177,13 @@ class Mover:
             except (MoveRefused, DeviceError) as error:
                 if lease.phase is Phase.SUSPENDING:
                     self._undo_suspend(lease)
-                if lease.phase is Phase.SUSPENDED:
-                    return  # it could not be undone: the next resume brings it back
+                if lease.phase is Phase.SUSPENDED:  # it could not be undone: the next resume brings it back
+                    return sum(lease.saved_bytes.values())
                 if isinstance(error, DeviceError):
                     raise MoveRefused(Refusal.BUSY, str(error)) from None
                 raise
         self._enter(lease, Phase.SUSPENDED, reason)
+        return sum(lease.saved_bytes.values())
 
     def _movable(self, lease: Lease, calls: str) -> dict[Key, dict[str, int]]:
         """The processes to move with their bytes by device.
@@ -274,29 +254,45 @@ class Mover:
     def _undo_suspend(self, lease: Lease) -> None:
         """After a suspension failed: running again, or suspended where that is not possible."""
         try:
-            saved: dict[str, int] = {}
-            for key, state in self._processes.states(lease).items():
-                if state is State.CHECKPOINTED:
-                    _add(saved, lease.parked[key].saved_bytes)
-            with self._reservations.reserve(saved, FREE_WAIT_S):
-                self._processes.restore_all(lease)
-                self._finish_running(lease, "suspension undone")
+            states = self._processes.states(lease).items()
+            parked = [key for key, state in states if state is State.CHECKPOINTED]
+            self._bring_back(lease, parked, "suspension undone")
         except (MoveRefused, DeviceError):
             self.settle(lease)
 
+    def _bring_back(self, lease: Lease, parked: Iterable[Key], reason: str) -> None:
+        """All processes to the device, where there is memory for these, which are in host memory.
+
+        Raises:
+            MoveRefused: there is not.
+            DeviceError: the driver fails.
+        """
+        saved: dict[str, int] = {}
+        for key in parked:
+            for uuid, count in lease.parked[key].saved_bytes.items():
+                saved[uuid] = saved.get(uuid, 0) + count
+        with self._reservations.reserve(saved, FREE_WAIT_S):
+            self._processes.restore_all(lease)
+            self._finish_running(lease, reason)
+
     # Resume
 
-    def _resume(self, lease: Lease) -> None:
-        """Restore and unlock every process; the caller has reserved the memory."""
-        self._enter(lease, Phase.RESUMING, "")
-        try:
-            self._processes.restore_all(lease)
-            self._finish_running(lease, "")
-        except (MoveRefused, DeviceError) as error:
-            self._undo_resume(lease)
-            raise MoveRefused(Refusal.BUSY, str(error)) from None
+    def _resume(self, lease: Lease, timeout_s: float) -> int:
+        """Restore and unlock every process that lives."""
+        alive = self._machine.processes.alive
+        lease.parked = {key: each for key, each in lease.parked.items() if alive(key)}
+        saved = lease.saved_bytes
+        with self._reservations.reserve(saved, timeout_s):
+            self._enter(lease, Phase.RESUMING, "")
+            try:
+                self._processes.restore_all(lease)
+                self._finish_running(lease, "")
+            except (MoveRefused, DeviceError) as error:
+                self._undo_resume(lease)
+                raise MoveRefused(Refusal.BUSY, str(error)) from None
         if lease.phase is Phase.LOST:
             raise MoveRefused(Refusal.LOST, LOST)
+        return sum(saved.values())
 
     def _finish_running(self, lease: Lease, reason: str) -> None:
         """LOCKED -> RUNNING for every process, and the phase with them."""
@@ -321,13 +317,8 @@ class Mover:
 
     def _settle_mixed(self, lease: Lease, parked: list[Key]) -> None:
         """Some processes are in host memory, some on the device: all to the device if they fit."""
-        saved: dict[str, int] = {}
-        for key in parked:
-            _add(saved, lease.parked[key].saved_bytes)
         try:
-            with self._reservations.reserve(saved, FREE_WAIT_S):
-                self._processes.restore_all(lease)
-                self._finish_running(lease, "found half-way")
+            self._bring_back(lease, parked, "found half-way")
         except (MoveRefused, DeviceError):
             for key, state in self._processes.states(lease).items():
                 if state is State.RUNNING:
@@ -378,11 +369,6 @@ class Mover:
         )
 
 
-def _add(total: dict[str, int], more: dict[str, int]) -> None:
-    for uuid, count in more.items():
-        total[uuid] = total.get(uuid, 0) + count
-
-
 def needed_bytes(
     lease: Lease, account: Account | None, shown: Mapping[Key, Mapping[str, int]]
 ) -> dict[Key, dict[str, int]]:
@@ -406,5 +392,6 @@ def _counters(account: Account | None) -> Counters:
     return account.counters() if account else NO_COUNTERS
 
 
-def _refused(refused: Refusal, reason: str) -> MoveResult:
+def refusal(refused: Refusal, reason: str) -> MoveResult:
+    """The answer to a move that moved nothing."""
     return MoveResult(done=False, refused=refused, reason=reason)

@@ -23,7 +23,7 @@ import threading
 
 from jupyter_gpushare.gpu.leases.lease import Lease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
-from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.moves.suspend import UNFINISHED, Mover, refusal
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 
 log = logging.getLogger(__name__)
@@ -81,14 +81,14 @@ def resume_unrecorded(
     if lease.unsettled:
         mover.settle(lease)  # here, since what is suspended then has to be claimed
     if lease.unsettled:
-        return _refused(Refusal.BUSY, "the driver has not finished an earlier move of this lease")
+        return refusal(Refusal.BUSY, UNFINISHED)
     if lease.phase is not Phase.SUSPENDED:
         return mover.resume(lease, timeout_s)
     kept = [_put_to_sleep(mover, ended) for ended in _ended_beside(registry, lease)]
     if not registry.claim(lease, asked=asked):
         reasons = [reason for reason in kept if reason]
         reason = reasons[0] if reasons else "another lease has its part of the devices, or may get it"
-        return _refused(Refusal.NO_MEMORY, reason)
+        return refusal(Refusal.NO_MEMORY, reason)
     try:
         moved = mover.resume(lease, timeout_s)
     finally:
@@ -130,7 +130,3 @@ def _put_to_sleep(mover: Mover, lease: Lease) -> str:
     finally:
         lease.moving.release()
     return "" if moved.done else f"lease {lease.name} has ended and keeps its part: {moved.reason}"
-
-
-def _refused(refused: Refusal, reason: str) -> MoveResult:
-    return MoveResult(done=False, refused=refused, reason=reason)

@@ -29,13 +29,13 @@ from jupyter_gpushare.gpu.leases.leftovers import keepers_of
 from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import leader
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
-from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.moves.suspend import Mover, refusal
 from jupyter_gpushare.gpu.moves.unattended import resume_unrecorded
 from jupyter_gpushare.gpu.service.sampler import Sampler
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, Phase
+from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, Phase, Refusal
 from jupyter_gpushare.protocol.reservations import Reserve
-from jupyter_gpushare.protocol.seats import CountSeats, SeatsCounted
+from jupyter_gpushare.protocol.seats import CountSeats
 from jupyter_gpushare.protocol.unleased import EndProcess
 
 log = logging.getLogger(__name__)
@@ -114,9 +114,9 @@ class Requests:
         self._registry.fence(epoch)
         return change(request, epoch)
 
-    def _count_seats(self, request: CountSeats, epoch: int) -> SeatsCounted:
+    def _count_seats(self, request: CountSeats, epoch: int) -> CountSeats:
         self._machine.seats.count(request.by_number)
-        return SeatsCounted(by_number=request.by_number)
+        return request
 
     def _hello(self) -> helper.Hello:
         return helper.Hello(
@@ -189,25 +189,23 @@ class Requests:
         if request.unrecorded:
             return resume_unrecorded(self._registry, self._mover, lease, request.timeout_s, asked=True)
         if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, lease.limits)):
-            return helper.MoveResult(done=False, refused=helper.Refusal.NO_MEMORY, reason=reason)
+            return refusal(Refusal.NO_MEMORY, reason)
         moved = self._mover.resume(lease, request.timeout_s)
-        if moved.done or moved.refused is helper.Refusal.LOST:  # else it may still be under way
+        if moved.done or moved.refused is Refusal.LOST:  # else it may still be under way
             self._registry.confirm(lease)
         return moved
 
     def _move(self, name: str, epoch: int, move: Callable[[Lease], helper.MoveResult]) -> helper.MoveResult:
         lease = self._registry.get(name)
         if lease is None:
-            return helper.MoveResult(
-                done=False, refused=helper.Refusal.NO_LEASE, reason=f"no lease {name} on this machine"
-            )
+            return refusal(Refusal.NO_LEASE, f"no lease {name} on this machine")
         try:
             with self._registry.hold(lease, epoch):
                 moved = move(lease)
         except HelperError as error:
             if error.kind != ErrorKind.BUSY:
                 raise
-            return helper.MoveResult(done=False, refused=helper.Refusal.BUSY, reason=str(error))
+            return refusal(Refusal.BUSY, str(error))
         if not moved.done:
             log.info("lease=%s stays %s refused=%s reason=%s", name, lease.phase, moved.refused, moved.reason)
         self._sampler.refresh(REFRESH_WAIT_S)
