@@ -73,7 +73,12 @@ async def test_a_refusal_stays_in_the_dialog_until_another_size_is_sent(page, br
     await dialog.get_by_role("checkbox", name="Also beyond what project vision is guaranteed").check()
     await change.click()
     await expect(dialog.get_by_role("alert")).to_contain_text("choose at most 3/4 GPU")
-    assert broker.asked(PATH)[0].json == {"gpus": None, "memory": "64GiB", "borrow": True, "project": "vision"}
+    assert broker.asked(PATH)[0].json == {
+        "gpus": None,
+        "memory": "64GiB",
+        "borrow": True,
+        "project": "vision",
+    }
     await in_themes(page, "resize", ".jp-Dialog-content")
     broker.answer(PATH, golden("status_active")["leases"][0])
     await field.fill("0.75")
