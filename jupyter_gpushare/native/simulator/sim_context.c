@@ -214,3 +214,52 @@ API CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
     sim_hinder(SIM_HINDERED_PEER);
     return CUDA_SUCCESS;
 }
+
+API CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice ordinal, unsigned flags)
+{
+    KNOW(ordinal);
+    (void)flags;
+    return CUDA_SUCCESS;
+}
+
+/* A stack of one is enough for push and pop as frameworks use them, but not a lie: deeper
+ * pushes are kept per thread up to a bound. */
+static _Thread_local CUcontext pushed[16];
+static _Thread_local unsigned pushes;
+
+API CUresult cuCtxPushCurrent_v2(CUcontext context)
+{
+    ENTER(SIM_NEED_INIT);
+    if (!context || pushes == sizeof pushed / sizeof *pushed)
+        return CUDA_ERROR_INVALID_VALUE;
+    pushed[pushes++] = sim_context;
+    sim_context = context;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxPopCurrent_v2(CUcontext *context)
+{
+    ENTER(SIM_NEED_INIT);
+    if (!sim_context)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (context)
+        *context = sim_context;
+    sim_context = pushes ? pushed[--pushes] : NULL;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxGetApiVersion(CUcontext context, unsigned *version)
+{
+    (void)context;
+    *version = 13000;
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuCtxDisablePeerAccess(CUcontext peer)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    if (!peer || !(sim_context->peers >> peer->device & 1u))
+        return CUDA_ERROR_PEER_ACCESS_NOT_ENABLED;
+    sim_context->peers &= ~(1u << peer->device);
+    return CUDA_SUCCESS;
+}

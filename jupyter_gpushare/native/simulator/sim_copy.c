@@ -97,3 +97,56 @@ API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, 
     (void)stream;
     return sim_set(to, value, 1, count);
 }
+
+API CUresult cuMemAllocHost_v2(void **out, size_t bytes)
+{
+    return cuMemHostAlloc(out, bytes, 0);
+}
+
+API CUresult cuMemFreeHost(void *memory)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    free(memory);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuMemHostRegister_v2(void *memory, size_t bytes, unsigned flags)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)flags;
+    return memory && bytes ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuMemHostUnregister(void *memory)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    return memory ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
+}
+
+API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
+}
+
+API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
+}
+
+API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return copy(to, true, from, true, bytes);
+}
+
+API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)stream;
+    return sim_set(to, value, sizeof value, count);
+}

@@ -222,3 +222,21 @@ API CUresult cuGetErrorName(CUresult code, const char **name)
 #undef CUDA_CODE
     return *name ? CUDA_SUCCESS : CUDA_ERROR_INVALID_VALUE;
 }
+
+API CUresult cuDeviceGetPCIBusId(char *text, int length, CUdevice ordinal)
+{
+    KNOW(ordinal);
+    if (length <= 0)
+        return CUDA_ERROR_INVALID_VALUE;
+    snprintf(text, (size_t)length, "0000:%02X:00.0", device_ + 1);
+    return CUDA_SUCCESS;
+}
+
+API CUresult cuDeviceCanAccessPeer(int *can, CUdevice ordinal, CUdevice peer)
+{
+    KNOW(ordinal);
+    if (sim_physical(peer) < 0)
+        return CUDA_ERROR_INVALID_DEVICE;
+    *can = ordinal != peer;
+    return CUDA_SUCCESS;
+}

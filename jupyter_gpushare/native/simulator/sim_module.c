@@ -128,3 +128,9 @@ API CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *n
         }
     return CUDA_ERROR_NOT_FOUND;
 }
+
+API CUresult cuModuleLoadDataEx(CUmodule *out, const void *image, unsigned options, int *names, void **values)
+{
+    (void)options, (void)names, (void)values;
+    return cuModuleLoadData(out, image);
+}

@@ -266,3 +266,16 @@ API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data)
     pthread_detach(thread);
     return CUDA_SUCCESS;
 }
+
+API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
+{
+    ENTER(SIM_NEED_CONTEXT);
+    (void)flags;
+    if (!event)
+        return CUDA_ERROR_INVALID_HANDLE;
+    pthread_mutex_lock(&sim_local);
+    struct CUstream_st *waits = stream_of(stream);
+    waits->done_ns = event->done_ns > waits->done_ns ? event->done_ns : waits->done_ns;
+    pthread_mutex_unlock(&sim_local);
+    return CUDA_SUCCESS;
+}
