@@ -5,7 +5,8 @@ import React from 'react';
 
 import { Button } from './button';
 import { isInOrder } from './jobs';
-import { ILogPiece, keepReading, Log } from './log';
+import { keepReading, Log } from './log';
+import type { Requests } from './requests';
 import { ENDED } from './state';
 import { Stops } from './stops';
 import { chosenVariables } from './launch';
@@ -31,9 +32,7 @@ export interface IDetailProps {
   readonly duplicate: (job: IJob) => void;
   /** Opens the notebook that the job writes. */
   readonly openOutput: (path: string) => void;
-  readonly readLog: (job: string, attempt: number, offset: number) => Promise<ILogPiece>;
-  readonly logUrl: (job: string, attempt: number) => string;
-  readonly timeline: (job: string) => Promise<readonly IJobMoment[]>;
+  readonly requests: Pick<Requests, 'log' | 'logUrl' | 'timeline'>;
 }
 
 export function JobDetail(props: IDetailProps): JSX.Element {
@@ -158,7 +157,7 @@ function LogView(props: IDetailProps): JSX.Element {
         />
         {kept.length > 1 && <Attempts kept={kept} attempt={attempt} change={setAttempt} />}
         {kept.length > 0 && (
-          <a className="gpushare-link" href={props.logUrl(job.id, attempt)} download>
+          <a className="gpushare-link" href={props.requests.logUrl(job.id, attempt)} download>
             {trans.__('Download')}
           </a>
         )}
@@ -184,14 +183,14 @@ function LogView(props: IDetailProps): JSX.Element {
 
 /** Reads the log of an attempt for as long as it is shown; `reads` counts the pieces. */
 function useLog(
-  { job, readLog }: IDetailProps,
+  { job, requests }: IDetailProps,
   attempt: number,
   box: React.RefObject<HTMLElement>
 ): { log: Log; reads: number; refusal: string } {
   const [refusal, setRefusal] = React.useState('');
   const [reads, setRead] = React.useState(0);
   const log = React.useMemo(
-    () => new Log((n, from) => readLog(job.id, n, from), attempt, bytes => gapText(bytes)),
+    () => new Log((n, from) => requests.log(job.id, n, from), attempt, gapText),
     [job.id, attempt]
   );
   React.useEffect(
@@ -346,9 +345,9 @@ function Timeline(props: IDetailProps): JSX.Element {
   const [moments, setMoments] = React.useState<readonly IJobMoment[] | string | null>(null);
   React.useEffect(() => {
     let over = false;
-    props
+    props.requests
       .timeline(job.id)
-      .then(timeline => !over && setMoments(timeline))
+      .then(({ moments }) => !over && setMoments(moments))
       .catch(error => !over && setMoments(error instanceof Error ? error.message : String(error)));
     return () => {
       over = true;

@@ -5,8 +5,7 @@ import { ISignal, Signal } from '@lumino/signaling';
 import React from 'react';
 
 import { Button } from './button';
-import { Heads } from './jobheads';
-import { IView, JobsModel, Show, viewOf } from './jobs';
+import { Column, JobsModel, Show, viewOf } from './jobs';
 import { IDetailProps, JobDetail } from './jobdetail';
 import { canBeMarked, Mark, MarkedJobs } from './jobmarks';
 import type { IPlace } from './sight';
@@ -122,8 +121,7 @@ export class JobList extends ReactWidget {
     return (
       <>
         <Tools
-          view={this._model.view}
-          change={view => (this._model.view = view)}
+          model={this._model}
           count={jobs.length}
           all={all}
           submit={this._actions.submit}
@@ -132,8 +130,7 @@ export class JobList extends ReactWidget {
         </Tools>
         <Rows
           jobs={jobs}
-          view={this._model.view}
-          change={view => (this._model.view = view)}
+          model={this._model}
           selected={this._selected}
           select={id => this.select(id)}
           marked={new Set(marked.map(({ id }) => id))}
@@ -176,14 +173,14 @@ function Empty(props: { text: string; action?: string; run?: () => void }): JSX.
 }
 
 function Tools(props: {
-  view: IView;
-  change: (view: IView) => void;
+  model: JobsModel;
   count: number;
   all: number;
   submit: () => void;
   children: React.ReactNode;
 }): JSX.Element {
-  const { view, change } = props;
+  const { model } = props;
+  const { view } = model;
   const shows: [Show, string][] = [
     ['all', trans.__('All')],
     ['living', trans.__('Waiting or running')],
@@ -198,12 +195,12 @@ function Tools(props: {
         aria-label={trans.__('Filter jobs')}
         placeholder={trans.__('Filter')}
         value={view.text}
-        onChange={event => change({ ...view, text: event.target.value })}
+        onChange={event => (model.view = { ...view, text: event.target.value })}
       />
       <select
         aria-label={trans.__('Which jobs')}
         value={view.show}
-        onChange={event => change({ ...view, show: event.target.value as Show })}
+        onChange={event => (model.view = { ...view, show: event.target.value as Show })}
       >
         {shows.map(([value, text]) => (
           <option key={value} value={value}>
@@ -226,8 +223,7 @@ function Tools(props: {
 
 function Rows(props: {
   jobs: readonly IJob[];
-  view: IView;
-  change: (view: IView) => void;
+  model: JobsModel;
   selected: string | null;
   select: (id: string) => void;
   marked: ReadonlySet<string>;
@@ -257,7 +253,7 @@ function Rows(props: {
   return (
     <div className="gpushare-grid" role="grid" aria-label={trans.__('My training jobs')} aria-rowcount={jobs.length + 1}>
       <div className="gpushare-row-grid gpushare-head" role="row" aria-rowindex={1}>
-        <Heads view={props.view} change={props.change} />
+        <Heads model={props.model} />
       </div>
       <div
         ref={scroller}
@@ -304,6 +300,41 @@ function Rows(props: {
         </div>
       </div>
     </div>
+  );
+}
+
+/** The column headers: a click sorts by a column, another one the other way round. */
+function Heads({ model }: { model: JobsModel }): JSX.Element {
+  const { view } = model;
+  const columns: [Column, string][] = [
+    ['name', trans.__('Job')],
+    ['state', trans.__('State')],
+    ['size', trans.__('Size')],
+    ['waited', trans.__('Waited')],
+    ['ran', trans.__('Ran')],
+    ['progress', trans.__('Progress')]
+  ];
+  return (
+    <>
+      {columns.map(([column, text]) => {
+        const mine = view.column === column;
+        return (
+          <span
+            key={column}
+            role="columnheader"
+            aria-sort={mine ? (view.descending ? 'descending' : 'ascending') : 'none'}
+          >
+            <button
+              type="button"
+              onClick={() => (model.view = { ...view, column, descending: mine && !view.descending })}
+            >
+              {text}
+              {mine ? (view.descending ? ' \u25be' : ' \u25b4') : ''}
+            </button>
+          </span>
+        );
+      })}
+    </>
   );
 }
 
@@ -361,16 +392,7 @@ function drawn(rows: number, top: number, height: number, rowPx: number, reached
   return reached < rows && !found.includes(reached) ? [...found, reached] : found;
 }
 
-const Row = React.memo(function Row(props: {
-  job: IJob;
-  n: number;
-  px: number;
-  selected: boolean;
-  reached: boolean;
-  select: (id: string) => void;
-  marked: boolean;
-  toggle: (id: string) => void;
-}): JSX.Element {
+const Row = React.memo(function Row(props: IRowProps): JSX.Element {
   const { job, n } = props;
   const progress = progressAndTimeText(job);
   return (
@@ -415,6 +437,8 @@ interface IRowProps {
   readonly selected: boolean;
   readonly reached: boolean;
   readonly marked: boolean;
+  readonly select: (id: string) => void;
+  readonly toggle: (id: string) => void;
 }
 
 /** Answers are new objects each time; a row is drawn again when it would look different. */

@@ -215,9 +215,7 @@ class Jobs {
         },
         duplicate: job => void this.launch(fieldsOf(job)),
         openOutput: path => void this._app.commands.execute('docmanager:open', { path }),
-        readLog: (job, attempt, offset) => requests.log(job, attempt, offset),
-        logUrl: (job, attempt) => requests.logUrl(job, attempt),
-        timeline: async job => (await requests.timeline(job)).moments
+        requests
       },
     );
     const widget = new MainAreaWidget({ content });

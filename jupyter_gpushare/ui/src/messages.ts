@@ -293,20 +293,14 @@ function jobsText(ended: readonly IJob[], paused: readonly IJob[]): string {
 
 /** Returns how the memory limit of a lease is enforced. */
 export function levelText(level: string): string {
-  switch (level) {
-    case 'whole_gpu':
-      return trans.__('whole devices');
-    case 'mig':
-      return trans.__('enforced by the hardware (MIG)');
-    case 'cgroup':
-      return trans.__('enforced by the driver');
-    case 'preload':
-      return trans.__('enforced in software');
-    case 'hints':
-      return trans.__('not enforced: frameworks are only asked');
-    default:
-      return level;
-  }
+  const words: { readonly [level: string]: string } = {
+    whole_gpu: trans.__('whole devices'),
+    mig: trans.__('enforced by the hardware (MIG)'),
+    cgroup: trans.__('enforced by the driver'),
+    preload: trans.__('enforced in software'),
+    hints: trans.__('not enforced: frameworks are only asked')
+  };
+  return words[level] ?? level;
 }
 
 /** `6.4`, `120`: GPU-hours from GPU-seconds. */
@@ -358,26 +352,22 @@ export function daysText(days: readonly IDay[]): string {
 
 /** Returns the label of a checkpoint mode. */
 export function checkpointLabel(checkpoint: CheckpointMode): string {
-  switch (checkpoint) {
-    case 'suspend':
-      return trans.__('Suspend, and go on where it was');
-    case 'sigterm':
-      return trans.__('Stop, and start again from its own checkpoint');
-    case 'none':
-      return trans.__('Start again from the beginning');
-  }
+  const words: { readonly [checkpoint in CheckpointMode]: string } = {
+    suspend: trans.__('Suspend, and go on where it was'),
+    sigterm: trans.__('Stop, and start again from its own checkpoint'),
+    none: trans.__('Start again from the beginning')
+  };
+  return words[checkpoint];
 }
 
 /** Returns the explanation of a checkpoint mode. */
 export function checkpointText(checkpoint: CheckpointMode): string {
-  switch (checkpoint) {
-    case 'suspend':
-      return trans.__('Its GPU memory moves to RAM meanwhile. Nothing has to be changed in your program.');
-    case 'sigterm':
-      return trans.__('Your program saves a checkpoint at SIGTERM, and loads the newest when it starts.');
-    case 'none':
-      return trans.__('Whatever it had done is done once more.');
-  }
+  const words: { readonly [checkpoint in CheckpointMode]: string } = {
+    suspend: trans.__('Its GPU memory moves to RAM meanwhile. Nothing has to be changed in your program.'),
+    sigterm: trans.__('Your program saves a checkpoint at SIGTERM, and loads the newest when it starts.'),
+    none: trans.__('Whatever it had done is done once more.')
+  };
+  return words[checkpoint];
 }
 
 /** Returns both steps of a slow resume, with the seconds so far. */
@@ -423,38 +413,23 @@ export function gapText(bytes: number): string {
 
 /** Returns the word for one event in a job's timeline. */
 export function momentText(what: string): string {
-  switch (what) {
-    case 'submitted':
-      return trans.__('Submitted');
-    case 'grant':
-      return trans.__('Starting');
-    case 'started':
-      return trans.__('Started');
-    case 'progress':
-      return trans.__('Progress');
-    case 'suspend':
-      return trans.__('Paused');
-    case 'resume':
-      return trans.__('Resumed');
-    case 'requeue':
-      return trans.__('Back in queue');
-    case 'edit':
-      return trans.__('Changed');
-    case 'move':
-      return trans.__('Moved');
-    case 'ended':
-      return trans.__('Ended');
-    case 'admin':
-      return trans.__('Administrator');
-    case 'device':
-    case 'low-use':
-    case 'watchdog':
-      return trans.__('GPU');
-    case 'lost':
-      return trans.__('GPU state lost');
-    case 'time_limit':
-      return trans.__('Time limit');
-    default:
-      return trans.__('Note');
-  }
+  const words: { readonly [what: string]: string } = {
+    submitted: trans.__('Submitted'),
+    grant: trans.__('Starting'),
+    started: trans.__('Started'),
+    progress: trans.__('Progress'),
+    suspend: trans.__('Paused'),
+    resume: trans.__('Resumed'),
+    requeue: trans.__('Back in queue'),
+    edit: trans.__('Changed'),
+    move: trans.__('Moved'),
+    ended: trans.__('Ended'),
+    admin: trans.__('Administrator'),
+    device: trans.__('GPU'),
+    'low-use': trans.__('GPU'),
+    watchdog: trans.__('GPU'),
+    lost: trans.__('GPU state lost'),
+    time_limit: trans.__('Time limit')
+  };
+  return words[what] ?? trans.__('Note');
 }
