@@ -35,11 +35,11 @@ UNSCHEDULABLE = "UnschedulableOnNodePool"
 _PREEMPTOR = re.compile(r"workload \S+/(seat-[0-9a-f]{32})\b")
 
 
-class _Struct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
-    pass
+class Struct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
+    """A part of an object; unknown fields are ignored."""
 
 
-class Meta(_Struct, frozen=True):
+class Meta(Struct, frozen=True):
     """``metadata`` of an object; times in RFC 3339, empty where there is none."""
 
     name: str
@@ -52,32 +52,32 @@ class Meta(_Struct, frozen=True):
     deletion_timestamp: str = ""
 
 
-class Object(_Struct, frozen=True):
+class Object(Struct, frozen=True):
     """Any object: only its metadata is read."""
 
     metadata: Meta
 
 
-class Resources(_Struct, frozen=True):
+class Resources(Struct, frozen=True):
     """Limits of a container; Kubernetes quantities."""
 
     limits: dict[str, str] = {}
 
 
-class Container(_Struct, frozen=True):
+class Container(Struct, frozen=True):
     """A container of a pod."""
 
     resources: Resources = Resources()
 
 
-class PodSpec(_Struct, frozen=True):
+class PodSpec(Struct, frozen=True):
     """Where a pod is bound to, and what it asks for."""
 
     node_name: str = ""
     containers: list[Container] = []
 
 
-class PodCondition(_Struct, frozen=True):
+class PodCondition(Struct, frozen=True):
     """One condition of a pod."""
 
     type: str = ""
@@ -85,7 +85,7 @@ class PodCondition(_Struct, frozen=True):
     message: str = ""
 
 
-class PodStatus(_Struct, frozen=True):
+class PodStatus(Struct, frozen=True):
     """Phase, address and conditions of a pod."""
 
     phase: str = "Pending"
@@ -145,14 +145,14 @@ class Pod(Object, frozen=True):
         return self.status.phase in ("Succeeded", "Failed")
 
 
-class Reason(_Struct, frozen=True):
+class Reason(Struct, frozen=True):
     """One reason of KAI why a PodGroup waits."""
 
     reason: str = ""
     message: str = ""
 
 
-class SchedulingCondition(_Struct, frozen=True):
+class SchedulingCondition(Struct, frozen=True):
     """KAI's last answer about a PodGroup."""
 
     type: str = ""
@@ -160,7 +160,7 @@ class SchedulingCondition(_Struct, frozen=True):
     reasons: list[Reason] = []
 
 
-class PodGroupSpec(_Struct, frozen=True):
+class PodGroupSpec(Struct, frozen=True):
     """Terms of a PodGroup."""
 
     queue: str = ""
@@ -168,7 +168,7 @@ class PodGroupSpec(_Struct, frozen=True):
     preemptibility: str = ""
 
 
-class PodGroupStatus(_Struct, frozen=True):
+class PodGroupStatus(Struct, frozen=True):
     """What KAI says about a PodGroup."""
 
     scheduling_conditions: list[SchedulingCondition] = []
@@ -200,7 +200,7 @@ class PodGroup(Object, frozen=True):
         ]
 
 
-class BindRequestStatus(_Struct, frozen=True):
+class BindRequestStatus(Struct, frozen=True):
     """What became of a BindRequest."""
 
     phase: str = ""  # ``Pending``, ``Succeeded`` or ``Failed``
@@ -217,7 +217,7 @@ class BindRequest(Object, frozen=True):
         return self.status.phase == "Failed"
 
 
-class QueueResource(_Struct, frozen=True):
+class QueueResource(Struct, frozen=True):
     """Numbers of a queue for one resource; -1: unlimited."""
 
     quota: float = 0.0
@@ -225,13 +225,13 @@ class QueueResource(_Struct, frozen=True):
     over_quota_weight: float = 1.0
 
 
-class QueueResources(_Struct, frozen=True):
+class QueueResources(Struct, frozen=True):
     """Numbers of a queue for GPUs."""
 
     gpu: QueueResource = QueueResource()
 
 
-class QueueSpec(_Struct, frozen=True):
+class QueueSpec(Struct, frozen=True):
     """Place and numbers of a queue."""
 
     parent_queue: str = ""
@@ -245,7 +245,7 @@ class Queue(Object, frozen=True):
     spec: QueueSpec = QueueSpec()
 
 
-class NodeStatus(_Struct, frozen=True):
+class NodeStatus(Struct, frozen=True):
     """What a node has to allocate, by resource; Kubernetes quantities."""
 
     allocatable: dict[str, str] = {}
@@ -257,20 +257,20 @@ class Node(Object, frozen=True):
     status: NodeStatus = NodeStatus()
 
 
-class ActionConfig(_Struct, frozen=True):
+class ActionConfig(Struct, frozen=True):
     """Whether KAI carries out one of its actions; None: its default."""
 
     enabled: bool | None = None
 
 
-class PlacementStrategy(_Struct, frozen=True):
+class PlacementStrategy(Struct, frozen=True):
     """``binpack`` or ``spread``, by resource."""
 
     gpu: str | None = None
     cpu: str | None = None
 
 
-class ShardSpec(_Struct, frozen=True):
+class ShardSpec(Struct, frozen=True):
     """Settings of one scheduler of KAI."""
 
     actions: dict[str, ActionConfig] = {}
@@ -293,14 +293,14 @@ class SchedulingShard(Object, frozen=True):
     spec: ShardSpec = ShardSpec()
 
 
-class Admission(_Struct, frozen=True):
+class Admission(Struct, frozen=True):
     """Settings of KAI's admission webhooks."""
 
     gpu_sharing: bool = msgspec.field(default=False, name="gpuSharing")
     block_nvidia_visible_devices: bool = msgspec.field(default=False, name="blockNvidiaVisibleDevices")
 
 
-class ConfigSpec(_Struct, frozen=True):
+class ConfigSpec(Struct, frozen=True):
     """Settings of one installation of KAI."""
 
     admission: Admission = Admission()

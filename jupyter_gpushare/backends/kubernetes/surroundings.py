@@ -8,35 +8,31 @@ from __future__ import annotations
 import msgspec
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.objects import Object
+from jupyter_gpushare.backends.kubernetes.objects import Object, Struct
 
 ENV_ACCEPTED = "ACCEPT_NVIDIA_VISIBLE_DEVICES_ENVVAR_WHEN_UNPRIVILEGED"
 
 
-class _Struct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
-    pass
-
-
-class Variable(_Struct, frozen=True):
+class Variable(Struct, frozen=True):
     """A variable of an environment."""
 
     name: str
     value: str = ""
 
 
-class Toolkit(_Struct, frozen=True):
+class Toolkit(Struct, frozen=True):
     """NVIDIA's container toolkit."""
 
     env: list[Variable] = []
 
 
-class Cdi(_Struct, frozen=True):
+class Cdi(Struct, frozen=True):
     """How containers get devices."""
 
     nri_plugin_enabled: bool = msgspec.field(default=False, name="nriPluginEnabled")
 
 
-class ClusterPolicySpec(_Struct, frozen=True):
+class ClusterPolicySpec(Struct, frozen=True):
     """Settings of the GPU operator."""
 
     cdi: Cdi = Cdi()
@@ -55,7 +51,7 @@ class ClusterPolicy(Object, frozen=True):
         return said.get(ENV_ACCEPTED, "true").lower() != "false"
 
 
-class DeploymentSpec(_Struct, frozen=True):
+class DeploymentSpec(Struct, frozen=True):
     """How many pods a deployment has."""
 
     replicas: int = 1
@@ -67,7 +63,7 @@ class Deployment(Object, frozen=True):
     spec: DeploymentSpec = DeploymentSpec()
 
 
-class ClaimSpec(_Struct, frozen=True):
+class ClaimSpec(Struct, frozen=True):
     """How a volume can be mounted."""
 
     access_modes: list[str] = []
@@ -79,7 +75,7 @@ class Claim(Object, frozen=True):
     spec: ClaimSpec = ClaimSpec()
 
 
-class Expression(_Struct, frozen=True):
+class Expression(Struct, frozen=True):
     """One requirement of a label selector."""
 
     key: str
@@ -99,7 +95,7 @@ class Expression(_Struct, frozen=True):
                 return labels.get(self.key) not in self.values
 
 
-class Selector(_Struct, frozen=True):
+class Selector(Struct, frozen=True):
     """A label selector; an empty one matches everything."""
 
     match_labels: dict[str, str] = {}
@@ -111,14 +107,14 @@ class Selector(_Struct, frozen=True):
         return equal and all(each.matches(labels) for each in self.match_expressions)
 
 
-class IpBlock(_Struct, frozen=True):
+class IpBlock(Struct, frozen=True):
     """A range of addresses."""
 
     cidr: str
     except_: list[str] = msgspec.field(default_factory=list, name="except")
 
 
-class Peer(_Struct, frozen=True):
+class Peer(Struct, frozen=True):
     """The other side of a rule."""
 
     pod_selector: Selector | None = None
@@ -126,7 +122,7 @@ class Peer(_Struct, frozen=True):
     ip_block: IpBlock | None = None
 
 
-class PolicyPort(_Struct, frozen=True):
+class PolicyPort(Struct, frozen=True):
     """A port of a rule, by number or name; None: every port.  ``end_port``: the last of a range."""
 
     port: int | str | None = None
@@ -147,7 +143,7 @@ class PolicyPort(_Struct, frozen=True):
         )
 
 
-class PolicyRule(_Struct, frozen=True):
+class PolicyRule(Struct, frozen=True):
     """One rule: peers and ports; a side that names none means all."""
 
     to: list[Peer] = []
@@ -155,7 +151,7 @@ class PolicyRule(_Struct, frozen=True):
     ports: list[PolicyPort] = []
 
 
-class NetworkPolicySpec(_Struct, frozen=True):
+class NetworkPolicySpec(Struct, frozen=True):
     """What may reach the selected pods, and what they may reach."""
 
     pod_selector: Selector = Selector()

@@ -29,6 +29,7 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.gpu.leases.files import write_whole
 from jupyter_gpushare.gpu.leases.own_memory import Key
 
 log = logging.getLogger(__name__)
@@ -162,11 +163,9 @@ class Containers:
     def _write(self) -> None:
         if self._file is None:
             return
-        new = self._file.with_name(f".{self._file.name}.new")
         try:
             stored = {"boot_id": self._boot_id, "containers": self._leases}
-            new.write_text(json.dumps(stored), encoding="utf-8")
-            new.rename(self._file)
+            write_whole(self._file, json.dumps(stored).encode())
         except OSError as error:
             log.error("%s cannot be written, the next helper may miss containers: %s", self._file, error)
 

@@ -36,6 +36,7 @@ from pathlib import Path
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.leases.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -216,9 +217,7 @@ class DeviceFiles:
 
     def _save(self, originals: dict[Path, Rights]) -> None:
         files = {str(path): asdict(rights) for path, rights in originals.items()}
-        new = self._saved.with_name(f".{self._saved.name}.new")
-        new.write_text(json.dumps({"boot_id": self._boot_id, "files": files}))
-        new.rename(self._saved)
+        write_whole(self._saved, json.dumps({"boot_id": self._boot_id, "files": files}).encode())
         self._originals = originals
 
 

@@ -261,10 +261,10 @@ class LeaseDirectory:
         for index, (uuid, limit_bytes) in enumerate(limits.items()):
             at = LIMIT_HEAD.size + index * LIMIT_DEVICE.size
             LIMIT_DEVICE.pack_into(page, at, uuid_bytes(uuid), limit_bytes, contexts.get(uuid, 0))
-        _write_whole(self._limit, bytes(page), 0o644, os.geteuid())
+        write_whole(self._limit, bytes(page), 0o644)
         if not os.path.lexists(self._account):
             head = ACCOUNT_HEAD.pack(0, 0, 0)
-            _write_whole(self._account, head.ljust(ACCOUNT_BYTES, b"\0"), 0o600, uid)
+            write_whole(self._account, head.ljust(ACCOUNT_BYTES, b"\0"), uid=uid)
 
     def owner(self) -> int:
         """Return the uid of the lease: only root may change who owns its account.
@@ -428,14 +428,18 @@ def _cut(fd: int) -> None:
                 os.close(writable)
 
 
-def _write_whole(path: Path, content: bytes, mode: int, uid: int) -> None:
-    """Write a file that is never seen half written, owned by ``uid``."""
+def write_whole(path: Path, content: bytes, mode: int = 0o600, uid: int | None = None) -> None:
+    """Write a file that is never seen half written, owned by ``uid`` (None: the user of this process).
+
+    Raises:
+        OSError: the disk does not take it.
+    """
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     with os.fdopen(fd, "wb") as file:
         file.write(content)
         os.fchmod(fd, mode)
-        if uid != os.geteuid():
+        if uid is not None and uid != os.geteuid():
             os.fchown(fd, uid, -1)
     new.rename(path)

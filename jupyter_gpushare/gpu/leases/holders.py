@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.gpu.leases.files import write_whole
 
 # Users of one boot; of further ones no process is stopped.
 MAX_UIDS = 10_000
@@ -63,12 +64,10 @@ class Holders:
                 self._save()
 
     def _save(self) -> None:
-        new = self._path.with_name(f".{self._path.name}.new")
         stored = {
             "boot_id": self._boot_id,
             "since_ticks": self.since_ticks,
             "uids": sorted(self.uids),
             "with_lost_record": sorted(self.with_lost_record),
         }
-        new.write_text(json.dumps(stored), encoding="ascii")
-        new.rename(self._path)
+        write_whole(self._path, json.dumps(stored).encode())
