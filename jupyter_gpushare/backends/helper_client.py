@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import abc
 import asyncio
-import socket
 import ssl
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ import msgspec
 
 from jupyter_gpushare.errors import DeviceError, GpuShareError, HelperError
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.helper_tls import HELPER, TlsFiles, names, reason
+from jupyter_gpushare.protocol.helper_tls import HELPER, TlsFiles, keep_alive, names, reason
 
 T = TypeVar("T")
 
@@ -30,12 +29,6 @@ _QUICK_S = 5.0
 MOVE_S = 600.0
 # For a connection and the proofs of both sides.
 _CONNECT_S = 5.0
-_KEEPALIVE = (  # a node that is gone is noticed after half a minute
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-)
 
 
 class Connection:
@@ -131,8 +124,7 @@ class NodeAddress(Address):
         )
         connection = Connection(reader, writer)
         try:
-            for level, option, value in _KEEPALIVE:
-                writer.get_extra_info("socket").setsockopt(level, option, value)
+            keep_alive(writer.get_extra_info("socket"))
             self._verify(names(writer.get_extra_info("peercert")), await connection.receive())
         except BaseException:
             connection.close()

@@ -58,6 +58,10 @@ driver refuses them while a process has the devices open.
 """
 
 
+def _absolute(path: str) -> Path:
+    return Path(path).absolute()
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="gpushare helper",
@@ -65,14 +69,16 @@ def _parser() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--state-dir", type=Path, required=True, help="the epoch and the journal, on disk")
     parser.add_argument(
-        "--lease-dir", type=Path, metavar="PATH",
+        "--state-dir", type=_absolute, required=True, help="the epoch and the journal, on disk"
+    )
+    parser.add_argument(
+        "--lease-dir", type=_absolute, metavar="PATH",
         help="limit pages and accounts, in memory (default: STATE_DIR/leases)",
     )  # fmt: skip
-    parser.add_argument("--socket", type=Path, help="where to listen (default: STATE_DIR/helper.sock)")
+    parser.add_argument("--socket", type=_absolute, help="where to listen (default: STATE_DIR/helper.sock)")
     parser.add_argument(
-        "--allow-uid", type=int, action="append", default=[], metavar="UID",
+        "--allow-uid", type=int, action="append", default=[], metavar="UID", dest="allow_uids",
         help="also answer this user; root and the helper's own user always have access (repeatable)",
     )  # fmt: skip
     parser.add_argument(
@@ -98,7 +104,7 @@ def _parser() -> argparse.ArgumentParser:
         help="how much of the host's memory suspended leases may take together (default 50)",
     )  # fmt: skip
     parser.add_argument(
-        "--cgroup-root", type=Path, metavar="PATH",
+        "--cgroup-root", type=_absolute, metavar="PATH",
         help="a cgroup (v2) below which the helper creates one per lease: for drivers that limit them (r615)",
     )  # fmt: skip
     parser.add_argument(
@@ -107,7 +113,7 @@ def _parser() -> argparse.ArgumentParser:
         "default, because tools of other users, such as nvidia-smi, see no GPU then (docs/isolation.md)",
     )  # fmt: skip
     parser.add_argument(
-        "--device-dir", type=Path, metavar="PATH",
+        "--device-dir", type=_absolute, metavar="PATH",
         help="where the device files are (default: /dev; none with the simulated driver)",
     )  # fmt: skip
     parser.add_argument(
@@ -147,7 +153,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         help="name of this node at the broker (default: the host's name)",
     )  # fmt: skip
     network.add_argument(
-        "--seat-socket", type=Path, metavar="PATH",
+        "--seat-socket", type=_absolute, metavar="PATH",
         help="listen for seats here; a lease then has device memory only while a seat of it is connected",
     )  # fmt: skip
     network.add_argument(
@@ -156,7 +162,7 @@ def _add_network(parser: argparse.ArgumentParser) -> None:
         "(/var/lib/kubelet/pod-resources/kubelet.sock)",
     )  # fmt: skip
     network.add_argument(
-        "--install-library", type=Path, metavar="FOLDER",
+        "--install-library", type=_absolute, metavar="FOLDER", dest="library_dir",
         help="copy the preload library into this folder of the node, for the pods of leases",
     )  # fmt: skip
 
@@ -195,7 +201,7 @@ def parse(argv: Sequence[str]) -> Options:
         parser.error("--sample-s is 0.05 to 10 seconds")
     if given.stop_uids < 1:
         parser.error("--stop-uids is 1 or more: processes of root are never stopped")
-    if any(uid < 0 for uid in given.allow_uid):
+    if any(uid < 0 for uid in given.allow_uids):
         parser.error("--allow-uid is a user's number")
     if given.seat_socket and given.cgroup_root:
         parser.error("--cgroup-root moves processes out of the cgroups of their pods: not with --seat-socket")
@@ -207,28 +213,16 @@ def parse(argv: Sequence[str]) -> Options:
         endpoint = _endpoint(given)
     except GpuShareError as error:
         parser.error(str(error))
-    state_dir = given.state_dir.absolute()
-    return Options(
-        state_dir=state_dir,
-        socket=(given.socket or state_dir / "helper.sock").absolute(),
-        lease_dir=given.lease_dir.absolute() if given.lease_dir else None,
-        allow_uids=frozenset(given.allow_uid),
-        watchdog=given.watchdog,
-        unleased=StopRules(
+    named = {name: value for name, value in vars(given).items() if name in Options.__slots__}
+    made = {
+        "socket": given.socket or given.state_dir / "helper.sock",
+        "allow_uids": frozenset(given.allow_uids),
+        "unleased": StopRules(
             # On Kubernetes the cluster placed it.
             stops=given.unleased == "stop" and not given.seat_socket,
             first_uid=given.stop_uids,
             ignore=tuple(given.watchdog_ignore),
         ),
-        host_budget_percent=given.host_budget_percent,
-        park_before_kill=given.park_before_kill,
-        cgroup_root=given.cgroup_root.absolute() if given.cgroup_root else None,
-        own_device_files=given.own_device_files,
-        pod_resources=given.pod_resources,
-        device_dir=given.device_dir.absolute() if given.device_dir else None,
-        sample_s=given.sample_s,
-        endpoint=endpoint,
-        seat_socket=given.seat_socket.absolute() if given.seat_socket else None,
-        node=given.node,
-        library_dir=given.install_library.absolute() if given.install_library else None,
-    )
+        "endpoint": endpoint,
+    }
+    return Options(**named | made)

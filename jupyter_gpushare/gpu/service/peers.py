@@ -7,12 +7,14 @@ and never gives way.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import socket
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from jupyter_gpushare.connections import Connections
 from jupyter_gpushare.gpu.service.lines import Closed, Lines
@@ -23,6 +25,39 @@ log = logging.getLogger(__name__)
 # A thread that waits costs about 0.02 MiB of memory.
 MAX_UNPROVEN = 128
 ENDS_S = 1.0
+
+
+class Acceptor(abc.ABC):
+    """A listening socket, and the connections that were accepted on it."""
+
+    def __init__(self, listener: socket.socket, most: int) -> None:
+        self._socket = listener
+        self._peers = Peers(most)
+        self._stopped = False
+
+    def run(self) -> None:
+        """Accept until stopped."""
+        while not self._stopped:
+            try:
+                peer, address = self._socket.accept()
+            except OSError:
+                if self._stopped:
+                    return
+                time.sleep(0.1)  # out of descriptors: peers wait in the backlog
+                continue
+            self.meet(peer, address)
+
+    @abc.abstractmethod
+    def meet(self, peer: socket.socket, address: Any) -> None:
+        """Serve a connection in a thread of its own, or close it; never wait for its peer."""
+
+    def stop(self) -> None:
+        """Close the socket and every connection."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._peers.stop()
 
 
 class Peers:

@@ -344,28 +344,19 @@ class Sampler:
             damaged=any(process.key in lease.damaged for process in lease.processes),
             alive=bool(lease.processes),
             runner_ended=lease.had_runner and not any(process.is_runner for process in lease.processes),
-            processes=tuple(
-                ProcessSample(
-                    pid=process.pid,
-                    started_at=process.started_at,
-                    name=process.name,
-                    used_bytes=0 if suspended else by_process.get(process.pid, 0),
-                    calls=slots[process.key].calls if process.key in slots else -1,
-                    kernel=process.kernel,
-                )
-                for process in shown[:processes_shown]
-            )
-            + tuple(
-                ProcessSample(
-                    pid=process.pid,
-                    started_at=process.started_at,
-                    name=process.name,
-                    used_bytes=left if index == 0 else 0,
-                    calls=-1,
-                    kernel=process.kernel,
-                    keeps=True,
-                )
-                for index, process in enumerate(keepers[: max(1, processes_shown - len(shown))])
+            processes=(
+                *(
+                    _process_sample(
+                        each,
+                        0 if suspended else by_process.get(each.pid, 0),
+                        slots[each.key].calls if each.key in slots else -1,
+                    )
+                    for each in shown[:processes_shown]
+                ),
+                *(
+                    _process_sample(each, 0 if index else left, -1, keeps=True)
+                    for index, each in enumerate(keepers[: max(1, processes_shown - len(shown))])
+                ),
             ),
             wanted=lease.wanted,
             queries_only=lease.queries_only,
@@ -373,3 +364,15 @@ class Sampler:
             level=self._states.level_of(lease),
             unconfirmed=lease.unconfirmed,
         )
+
+
+def _process_sample(process: Process, used_bytes: int, calls: int, *, keeps: bool = False) -> ProcessSample:
+    return ProcessSample(
+        pid=process.pid,
+        started_at=process.started_at,
+        name=process.name,
+        used_bytes=used_bytes,
+        calls=calls,
+        kernel=process.kernel,
+        keeps=keeps,
+    )

@@ -21,13 +21,14 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from jupyter_gpushare.errors import GpuShareError, HelperError
 from jupyter_gpushare.gpu.driver.nvml import Nvml
-from jupyter_gpushare.protocol.helper import MAX_LINE_BYTES, ErrorKind, encode
+from jupyter_gpushare.gpu.service.lines import Closed, Lines
+from jupyter_gpushare.protocol.helper import ErrorKind, encode
 from jupyter_gpushare.protocol.seats import Sit, Vacate
 
 log = logging.getLogger(__name__)
@@ -39,26 +40,14 @@ ANSWER_S = 10.0
 _FINAL = (ErrorKind.STALE_EPOCH, ErrorKind.BAD_REQUEST, ErrorKind.NOT_ALLOWED)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
-    """What a seat stands for."""
-
-    name: str
-    lease: str
-    epoch: int
-    grace_s: float
-    socket: Path
-
-
 class Seat:
     """One seat and its connection to the helper; ``stop`` is a descriptor that a signal makes readable."""
 
-    def __init__(self, options: Options, devices: tuple[str, ...], stop: int) -> None:
-        self._options = options
-        self._devices = devices
+    def __init__(self, sit: Sit, path: Path, stop: int) -> None:
+        """``path`` is the helper's socket; `Sit.returns` becomes true once a helper has accepted the seat."""
+        self._sit = sit
+        self._path = path
         self._stop = stop
-        self._accepted = False  # by any helper, once
-        self._rest = b""
 
     def run(self) -> str:
         """Return what became of the lease's memory once the seat may end.
@@ -69,46 +58,34 @@ class Seat:
         kill_at: float | None = None
         while True:
             if kill_at is None and self._is_stopped(0.0):
-                kill_at = time.monotonic() + self._options.grace_s
-            if kill_at is not None and not self._accepted:
+                kill_at = time.monotonic() + self._sit.grace_s
+            if kill_at is not None and not self._sit.returns:
                 return "no helper has accepted it"
             with contextlib.suppress(OSError), self._connected() as helper:
-                if self._sit(helper, kill_at is not None):
+                if self._is_seated(helper, kill_at is not None):
                     if kill_at is None and self._wait(helper):
-                        kill_at = time.monotonic() + self._options.grace_s
+                        kill_at = time.monotonic() + self._sit.grace_s
                     if kill_at is not None and (outcome := self._vacate(helper, kill_at)):
                         return outcome
             self._pause(kill_at is not None)
 
     def _connected(self) -> socket.socket:
-        self._rest = b""
         helper = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             helper.settimeout(ANSWER_S)
-            helper.connect(str(self._options.socket))
+            helper.connect(str(self._path))
         except OSError as error:
             helper.close()
-            log.warning("no device helper at %s: %s", self._options.socket, error.strerror)
+            log.warning("no device helper at %s: %s", self._path, error.strerror)
             raise
         return helper
 
-    def _sit(self, helper: socket.socket, leaving: bool) -> bool:
+    def _is_seated(self, helper: socket.socket, leaving: bool) -> bool:
         """Connect this seat; False: the helper refused it for now."""
-        options = self._options
-        sit = Sit(
-            seat=options.name,
-            lease=options.lease,
-            epoch=options.epoch,
-            devices=self._devices,
-            grace_s=options.grace_s,
-            returns=self._accepted,
-            leaving=leaving,
-        )
-        answer = self._ask(helper, "sit", sit, ANSWER_S)
-        if answer is None:
+        if self._ask(helper, "sit", replace(self._sit, leaving=leaving), ANSWER_S) is None:
             return False
-        self._accepted = True
-        log.info("lease=%s sits on %s", options.lease, ", ".join(self._devices))
+        self._sit = replace(self._sit, returns=True)
+        log.info("lease=%s sits on %s", self._sit.lease, ", ".join(self._sit.devices))
         return True
 
     def _wait(self, helper: socket.socket) -> bool:
@@ -119,7 +96,7 @@ class Seat:
     def _vacate(self, helper: socket.socket, kill_at: float) -> str:
         """Return what became of the memory; empty when the connection was lost first."""
         left_s = max(0.0, kill_at - time.monotonic())
-        log.info("lease=%s leaves within %.0f s", self._options.lease, left_s)
+        log.info("lease=%s leaves within %.0f s", self._sit.lease, left_s)
         # The kubelet ends the wait, should the helper never answer.
         answer = self._ask(helper, "vacate", Vacate(left_s=left_s), None)
         if answer is None:
@@ -135,17 +112,12 @@ class Seat:
             HelperError: it refused for good.
             OSError: it does not answer.
         """
-        fields = {name: getattr(request, name) for name in request.__slots__}
-        helper.settimeout(ANSWER_S)
-        helper.sendall(encode({"verb": verb, **fields}))
-        helper.settimeout(timeout_s)
-        while b"\n" not in self._rest:
-            more = helper.recv(65536)
-            if not more or len(self._rest) > MAX_LINE_BYTES:
-                return None
-            self._rest += more
-        line, self._rest = self._rest.split(b"\n", 1)
-        answer: dict[str, Any] = json.loads(line)
+        lines = Lines(helper, timeout_s)
+        lines.write(encode({"verb": verb, **asdict(request)}))
+        try:
+            answer: dict[str, Any] = json.loads(lines.read())
+        except Closed:
+            return None
         if answer.get("ok"):
             result: dict[str, Any] = answer["result"]
             return result
@@ -165,8 +137,8 @@ class Seat:
         return bool(select.select([self._stop], [], [], within_s)[0])
 
 
-def parse(argv: Sequence[str]) -> Options:
-    """Return the options on a command line; exits with 2 and a usage line when they are wrong."""
+def parse(argv: Sequence[str]) -> tuple[Sit, Path]:
+    """Return the seat without devices, and the helper's socket; exits with 2 where they are wrong."""
     parser = argparse.ArgumentParser(
         prog="gpushare seat",
         description="Stands for one lease on a Kubernetes node; started by the broker, in a pod that the "
@@ -184,18 +156,13 @@ def parse(argv: Sequence[str]) -> Options:
         help=f"folder of the node's device helper, with its {SOCKET} (default /run/gpushare)",
     )  # fmt: skip
     given = parser.parse_args(argv)
-    return Options(
-        name=given.name,
-        lease=given.lease,
-        epoch=given.epoch,
-        grace_s=given.grace_s,
-        socket=given.host_dir / SOCKET,
-    )
+    sit = Sit(seat=given.name, lease=given.lease, epoch=given.epoch, devices=(), grace_s=given.grace_s)
+    return sit, given.host_dir / SOCKET
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a seat until it is asked to end and its lease is off the devices; 1 with a reason otherwise."""
-    options = parse(sys.argv[1:] if argv is None else argv)
+    sit, path = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr
     )
@@ -210,11 +177,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not devices:
             reason = "; ".join(nvml.left_out) or "the driver shows no device in this container"
             raise HelperError("no_device", reason)
-        outcome = Seat(options, devices, stop).run()
+        outcome = Seat(replace(sit, devices=devices), path, stop).run()
     except GpuShareError as error:
         print(f"gpushare seat: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # a thread that hangs in the driver must not keep the process alive
-    log.info("lease=%s seat=%s ends: %s", options.lease, options.name, outcome)
+    log.info("lease=%s seat=%s ends: %s", sit.lease, sit.seat, outcome)
     sys.stderr.flush()
     os._exit(0)
 

@@ -14,15 +14,16 @@ import contextlib
 import logging
 import os
 import socket
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from jupyter_gpushare.connections import BACKLOG, IDLE_S
 from jupyter_gpushare.errors import HelperError
+from jupyter_gpushare.gpu.service.exchange import error_answer
 from jupyter_gpushare.gpu.service.lines import IDLE_TIMEOUT_S, Lines
-from jupyter_gpushare.gpu.service.peers import Peers
+from jupyter_gpushare.gpu.service.peers import Acceptor
 from jupyter_gpushare.peers import socket_uid
 from jupyter_gpushare.protocol.helper import ErrorKind, encode
 
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 MAX_CONNECTIONS = 32
 
 
-class Server:
+class Server(Acceptor):
     """Accepts connections on a unix socket; ``talk`` serves each."""
 
     def __init__(
@@ -52,34 +53,20 @@ class Server:
         self._talk = talk
         self._most = most
         self._idle_s = idle_s
-        self._peers = Peers(most)
-        self._stopped = False
-        self._socket = _bind(path, self._allowed)
+        super().__init__(_bind(path, self._allowed), most)
 
-    def run(self) -> None:
-        """Accept until stopped."""
-        while not self._stopped:
-            try:
-                peer, _ = self._socket.accept()
-            except OSError:
-                if self._stopped:
-                    return
-                time.sleep(0.1)  # out of descriptors: peers wait in the backlog
-                continue
-            uid = socket_uid(peer)
-            if uid not in self._allowed:
-                self._refuse(peer, uid, ErrorKind.NOT_ALLOWED, f"uid {uid} may not use this socket")
-            elif not self._peers.serve(peer, f"uid {uid}", partial(self._serve, peer), is_proven=True):
-                self._refuse(peer, uid, ErrorKind.BUSY, f"{self._most} connections are open: try again")
+    def meet(self, peer: socket.socket, address: Any) -> None:
+        """Serve a user that has access, and tell any other that it has none."""
+        uid = socket_uid(peer)
+        if uid not in self._allowed:
+            self._refuse(peer, uid, ErrorKind.NOT_ALLOWED, f"uid {uid} may not use this socket")
+        elif not self._peers.serve(peer, f"uid {uid}", partial(self._serve, peer), is_proven=True):
+            self._refuse(peer, uid, ErrorKind.BUSY, f"{self._most} connections are open: try again")
 
     def stop(self) -> None:
-        """Close the socket and every connection."""
-        self._stopped = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
+        """Close the socket and every connection, and remove the socket's file."""
+        super().stop()
         self._path.unlink(missing_ok=True)
-        self._peers.stop()
 
     def _refuse(self, peer: socket.socket, uid: int | None, kind: ErrorKind, message: str) -> None:
         if not self._peers.serve(peer, f"uid {uid}", partial(_answer_refusal, peer, kind, message)):
@@ -122,7 +109,6 @@ def _bind(path: Path, allowed: frozenset[int]) -> socket.socket:
 
 def _answer_refusal(peer: socket.socket, kind: ErrorKind, message: str) -> None:
     """Answer the peer's first line with a refusal (an earlier answer might not be read)."""
-    answer = {"ok": False, "error": {"kind": str(kind), "message": message, "call": "", "code": 0}}
     peer.settimeout(IDLE_S)
     peer.recv(65536)
-    peer.sendall(encode(answer))
+    peer.sendall(encode(error_answer(HelperError(kind, message))))

@@ -7,7 +7,6 @@ A peer that vanished without a word is noticed by TCP keepalive.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
 import ssl
@@ -15,27 +14,22 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from jupyter_gpushare.connections import BACKLOG
 from jupyter_gpushare.errors import GpuShareError, HelperError
 from jupyter_gpushare.gpu.service.exchange import error_answer
 from jupyter_gpushare.gpu.service.lines import Lines
-from jupyter_gpushare.gpu.service.peers import Peers
+from jupyter_gpushare.gpu.service.peers import Acceptor
 from jupyter_gpushare.gpu.service.server import MAX_CONNECTIONS
 from jupyter_gpushare.peers import holder_of
 from jupyter_gpushare.protocol.helper import ErrorKind, encode
-from jupyter_gpushare.protocol.helper_tls import BROKER, TlsFiles, names, reason
+from jupyter_gpushare.protocol.helper_tls import BROKER, TlsFiles, keep_alive, names, reason
 
 log = logging.getLogger(__name__)
 
 # Failed handshakes are logged this often at most.
 LOG_EVERY_S = 60.0
-KEEPALIVE = (  # a peer that is gone is noticed after half a minute
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5),
-    (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
-)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,7 +42,7 @@ class Endpoint:
     tls: TlsFiles
 
 
-class TcpServer:
+class TcpServer(Acceptor):
     """Accepts connections on a TCP port; ``talk`` serves each of the broker's."""
 
     def __init__(self, endpoint: Endpoint, talk: Callable[[Lines], None]) -> None:
@@ -61,55 +55,33 @@ class TcpServer:
         self._endpoint = endpoint
         self._talk = talk
         endpoint.tls.context(ssl.Purpose.CLIENT_AUTH)
-        self._peers = Peers(MAX_CONNECTIONS)
         self._logged_at = float("-inf")
-        self._stopped = False
         try:
             family = socket.AF_INET6 if ":" in endpoint.host else socket.AF_INET
-            self._socket = socket.create_server(
-                (endpoint.host, endpoint.port), family=family, backlog=BACKLOG
-            )
+            listener = socket.create_server((endpoint.host, endpoint.port), family=family, backlog=BACKLOG)
         except OSError as error:
             raise HelperError(
                 "socket", f"cannot listen on {endpoint.host} port {endpoint.port}: {error.strerror}"
             ) from None
+        super().__init__(listener, MAX_CONNECTIONS)
 
     @property
     def port(self) -> int:
         """The port that it listens on."""
         return int(self._socket.getsockname()[1])
 
-    def run(self) -> None:
-        """Accept until stopped."""
-        while not self._stopped:
-            try:
-                peer, address = self._socket.accept()
-            except OSError:
-                if self._stopped:
-                    return
-                time.sleep(0.1)  # out of descriptors: peers wait in the backlog
-                continue
-            self._meet(peer, str(address[0]))
-
-    def stop(self) -> None:
-        """Close the port and every connection."""
-        self._stopped = True
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._peers.stop()
-
-    def _meet(self, accepted: socket.socket, host: str) -> None:
+    def meet(self, peer: socket.socket, address: Any) -> None:
         """Begin the handshake of a peer in a thread of its own."""
+        host = str(address[0])
         try:
-            peer = self._prepared(accepted)
+            prepared = self._prepared(peer)
         except (OSError, GpuShareError) as error:
             if isinstance(error, GpuShareError):  # otherwise the peer is gone
                 self._log_failure(host, str(error))
-            accepted.close()
-            return
-        if not self._peers.serve(peer, holder_of(host), partial(self._serve, peer, host)):
             peer.close()
+            return
+        if not self._peers.serve(prepared, holder_of(host), partial(self._serve, prepared, host)):
+            prepared.close()
 
     def _serve(self, peer: ssl.SSLSocket, host: str) -> None:
         try:
@@ -136,8 +108,7 @@ class TcpServer:
             OSError: the peer is gone.
             GpuShareError: the certificate cannot be used.
         """
-        for level, option, value in KEEPALIVE:
-            peer.setsockopt(level, option, value)
+        keep_alive(peer)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         context = self._endpoint.tls.context(ssl.Purpose.CLIENT_AUTH)
         return context.wrap_socket(peer, server_side=True, do_handshake_on_connect=False)
