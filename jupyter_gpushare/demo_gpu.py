@@ -8,7 +8,6 @@ import os
 import sys
 import zlib
 from array import array
-from collections.abc import Sequence
 from ctypes import c_uint64
 from pathlib import Path
 from typing import Any
@@ -60,9 +59,9 @@ class Gpu:
         call("cuCtxSetCurrent", self._context)
         return call(name, *arguments)
 
-    def memory(self) -> Sequence[int]:
+    def memory(self) -> list[int]:
         """Return the free and total bytes that this process may use: within a lease, the lease's."""
-        return tuple(self.call("cuMemGetInfo"))
+        return list(self.call("cuMemGetInfo"))
 
     def allocate(self, size: int | str) -> "Buffer":
         """Return memory of so many bytes, or ``"6GiB"``; raise InvalidRequest or GpuOutOfMemory."""
@@ -113,7 +112,7 @@ class Buffer:
         return array("Q", range(first, first + self._n_words))
 
 
-def train(buffers: Sequence[Buffer], steps: int, step_s: float = 0.1) -> None:
+def train(buffers: list[Buffer], steps: int, step_s: float = 0.1) -> None:
     """Do steps on all buffers together."""
     for _ in range(steps):
         for buffer in buffers:
@@ -125,12 +124,10 @@ def train(buffers: Sequence[Buffer], steps: int, step_s: float = 0.1) -> None:
 def main() -> None:
     """Run the command line; exit with a text where the GPU refuses or the memory is not what it should be."""
     parser = argparse.ArgumentParser(prog="python -m jupyter_gpushare.demo_gpu")
-    command = parser.add_subparsers(required=True).add_parser(
-        "train", help="do steps on all GPUs and check them"
-    )
-    command.add_argument("--steps", type=int, default=100, help="how many (default %(default)s)")
-    command.add_argument("--step-s", type=float, default=0.1, help="seconds per step (default %(default)s)")
-    command.add_argument("--bytes", default="1GiB", help="memory on each GPU (default %(default)s)")
+    parser.add_argument("command", choices=["train"], help="do steps on all GPUs and check them")
+    parser.add_argument("--steps", type=int, default=100, help="how many (default %(default)s)")
+    parser.add_argument("--step-s", type=float, default=0.1, help="seconds per step (default %(default)s)")
+    parser.add_argument("--bytes", default="1GiB", help="memory on each GPU (default %(default)s)")
     given = parser.parse_args()
     try:
         buffers = [open(number).allocate(given.bytes) for number in range(device_count())]

@@ -127,15 +127,10 @@ static int count_devices(enum hook hook, unsigned *count)
     return result;
 }
 
-API int nvmlDeviceGetCount(unsigned *count)
-{
-    return count_devices(HOOK_nvmlDeviceGetCount, count);
-}
-
-API int nvmlDeviceGetCount_v2(unsigned *count)
-{
-    return count_devices(HOOK_nvmlDeviceGetCount_v2, count);
-}
+#define COUNTS(name) \
+    API int name(unsigned *count) { return count_devices(HOOK_##name, count); }
+COUNTS(nvmlDeviceGetCount)
+COUNTS(nvmlDeviceGetCount_v2)
 
 static int device_at(enum hook hook, unsigned index, nvmlDevice_t *device)
 {
@@ -147,15 +142,10 @@ static int device_at(enum hook hook, unsigned index, nvmlDevice_t *device)
     return result ? result : find_gpu(index, device);
 }
 
-API int nvmlDeviceGetHandleByIndex(unsigned index, nvmlDevice_t *device)
-{
-    return device_at(HOOK_nvmlDeviceGetHandleByIndex, index, device);
-}
-
-API int nvmlDeviceGetHandleByIndex_v2(unsigned index, nvmlDevice_t *device)
-{
-    return device_at(HOOK_nvmlDeviceGetHandleByIndex_v2, index, device);
-}
+#define FINDS_BY_INDEX(name) \
+    API int name(unsigned index, nvmlDevice_t *device) { return device_at(HOOK_##name, index, device); }
+FINDS_BY_INDEX(nvmlDeviceGetHandleByIndex)
+FINDS_BY_INDEX(nvmlDeviceGetHandleByIndex_v2)
 
 /* Of a MIG instance it is the index on its GPU. */
 API int nvmlDeviceGetIndex(nvmlDevice_t device, unsigned *index)
@@ -174,29 +164,20 @@ static bool find_memory(nvmlDevice_t device, struct lease_memory *lease)
     return lease_is_set() && lease_memory(index_of(device), lease);
 }
 
-API int nvmlDeviceGetMemoryInfo(nvmlDevice_t device, nvmlMemory_t *memory)
-{
-    int (*real)(nvmlDevice_t, nvmlMemory_t *) = real_of(HOOK_nvmlDeviceGetMemoryInfo);
-    struct lease_memory lease;
-    int result = real ? real(device, memory) : NVML_ERROR_UNINITIALIZED;
-    if (!result && find_memory(device, &lease) && lease.limit_bytes < memory->total) {
-        memory->total = lease.limit_bytes;
-        memory->used = lease.used_bytes < lease.limit_bytes ? lease.used_bytes : lease.limit_bytes;
-        memory->free = memory->total - memory->used;
+#define SHOWS_MEMORY(name, type, ...)                                                    \
+    API int name(nvmlDevice_t device, type *memory)                                      \
+    {                                                                                    \
+        int (*real)(nvmlDevice_t, type *) = real_of(HOOK_##name);                        \
+        struct lease_memory lease;                                                       \
+        int result = real ? real(device, memory) : NVML_ERROR_UNINITIALIZED;             \
+        uint64_t limit = !result && find_memory(device, &lease) ? lease.limit_bytes : UINT64_MAX; \
+        if (!result && limit < memory->total) {                                          \
+            memory->total = limit;                                                       \
+            memory->used = lease.used_bytes < limit ? lease.used_bytes : limit;          \
+            memory->free = memory->total - memory->used;                                 \
+            __VA_ARGS__;                                                                 \
+        }                                                                                \
+        return result;                                                                   \
     }
-    return result;
-}
-
-API int nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t *memory)
-{
-    int (*real)(nvmlDevice_t, nvmlMemory_v2_t *) = real_of(HOOK_nvmlDeviceGetMemoryInfo_v2);
-    struct lease_memory lease;
-    int result = real ? real(device, memory) : NVML_ERROR_UNINITIALIZED;
-    if (!result && find_memory(device, &lease) && lease.limit_bytes < memory->total) {
-        memory->total = lease.limit_bytes;
-        memory->reserved = 0;
-        memory->used = lease.used_bytes < lease.limit_bytes ? lease.used_bytes : lease.limit_bytes;
-        memory->free = memory->total - memory->used;
-    }
-    return result;
-}
+SHOWS_MEMORY(nvmlDeviceGetMemoryInfo, nvmlMemory_t, )
+SHOWS_MEMORY(nvmlDeviceGetMemoryInfo_v2, nvmlMemory_v2_t, memory->reserved = 0)

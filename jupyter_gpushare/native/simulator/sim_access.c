@@ -35,16 +35,6 @@ static unsigned long long status_of(int32_t pid, const char *field, int base)
     return value;
 }
 
-static bool is_below(int32_t pid, int32_t ancestor)
-{
-    for (int generation = 0; pid > 1 && generation < 64; generation++)
-        if (pid == ancestor)
-            return true;
-        else
-            pid = (int32_t)status_of(pid, "PPid", 10);
-    return false;
-}
-
 bool sim_may_checkpoint(int32_t pid)
 {
     enum { CAP_SYS_PTRACE = 19 }; /* linux/capability.h */
@@ -55,7 +45,7 @@ bool sim_may_checkpoint(int32_t pid)
         return true;
     if (status_of(self, "CapEff", 16) >> CAP_SYS_PTRACE & 1 || status_of(pid, "TracerPid", 10) == (unsigned)self)
         return true;
-    return sim->checkpoint_by == SIM_BY_YAMA && status_of(pid, "Uid", 10) == geteuid() && is_below(pid, self);
+    return sim->checkpoint_by == SIM_BY_YAMA && status_of(pid, "Uid", 10) == geteuid() && sim_is_below(pid, &self, 1);
 }
 
 /* ---- NCCL ---- */

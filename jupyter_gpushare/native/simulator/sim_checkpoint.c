@@ -99,13 +99,20 @@ static CUresult aim_in_state(int pid, struct target *target, enum sim_process_st
 /* The driver kills the target with SIGSEGV where this fault strikes; the mutex is not held. */
 static bool kills(enum sim_fault_kind kind, int pid)
 {
-    uint32_t unused;
-    if (!sim_me || !sim_strikes(kind, pid, -1, &unused))
+    if (!sim_me || !sim_strikes(kind, pid, -1, NULL))
         return false;
     kill(pid, SIGSEGV);
     while (process_start_ticks(pid))
         sim_sleep_ns(poll_ns);
     return true;
+}
+
+/* The target has ended (the mutex is held, and given up here). */
+static CUresult gone(void)
+{
+    sim_sweep();
+    sim_unlock();
+    return CUDA_ERROR_INVALID_VALUE;
 }
 
 static bool still_there(const struct target *target)
@@ -145,7 +152,7 @@ API CUresult cuCheckpointProcessGetState(int pid, int *state)
 API CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args)
 {
     struct target target;
-    uint32_t unused, timeout_ms = args ? args->timeoutMs : 0;
+    uint32_t timeout_ms = args ? args->timeoutMs : 0;
     if (kills(SIM_FAULT_LOCK_KILLS, pid))
         return CUDA_ERROR_OPERATING_SYSTEM;
     CUresult result = aim_in_state(pid, &target, SIM_RUNNING);
@@ -154,17 +161,14 @@ API CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args)
     sim_begin_move(target.process, SIM_MOVE_LOCK, 0);
     sim_gate_set(target.process, SIM_GATE_CLOSED);
     sim_unlock();
-    bool in_time = !sim_strikes(SIM_FAULT_LOCK_TIMEOUT, pid, -1, &unused);
+    bool in_time = !sim_strikes(SIM_FAULT_LOCK_TIMEOUT, pid, -1, NULL);
     uint64_t until = sim_now_ns() + (uint64_t)timeout_ms * 1000000u;
     for (;;) {
         bool quiet = !atomic_load(&target.process->inside);
         sim_lock();
         quiet = quiet && sim_busy_until(target.process) <= sim_now_ns();
-        if (!still_there(&target)) {
-            sim_sweep();
-            sim_unlock();
-            return CUDA_ERROR_INVALID_VALUE;
-        }
+        if (!still_there(&target))
+            return gone();
         if (in_time && quiet)
             break;
         if (!in_time || (timeout_ms && sim_now_ns() >= until)) {
@@ -185,13 +189,12 @@ API CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args)
 API CUresult cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs *args)
 {
     struct target target;
-    uint32_t unused;
     (void)args;
     CUresult result = aim_in_state(pid, &target, SIM_LOCKED);
     if (result)
         return result;
     sim_unlock();
-    if (sim_strikes(SIM_FAULT_UNLOCK_FAILS, pid, -1, &unused))
+    if (sim_strikes(SIM_FAULT_UNLOCK_FAILS, pid, -1, NULL))
         return CUDA_ERROR_UNKNOWN;
     result = aim_in_state(pid, &target, SIM_LOCKED);
     if (result)
@@ -241,12 +244,11 @@ API CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs *
 {
     struct target target;
     uint64_t all = 0;
-    uint32_t unused;
     (void)args;
     if (kills(SIM_FAULT_CHECKPOINT_KILLS, pid))
         return CUDA_ERROR_OPERATING_SYSTEM;
-    bool damages = sim && sim_strikes(SIM_FAULT_CHECKPOINT_FAILS, pid, -1, &unused);
-    bool fails = damages || (sim && sim_strikes(SIM_FAULT_CHECKPOINT_FAILS_UNHARMED, pid, -1, &unused));
+    bool damages = sim && sim_strikes(SIM_FAULT_CHECKPOINT_FAILS, pid, -1, NULL);
+    bool fails = damages || (sim && sim_strikes(SIM_FAULT_CHECKPOINT_FAILS_UNHARMED, pid, -1, NULL));
     CUresult result = aim_in_state(pid, &target, SIM_LOCKED);
     if (result)
         return result;
@@ -266,11 +268,8 @@ API CUresult cuCheckpointProcessCheckpoint(int pid, CUcheckpointCheckpointArgs *
     }
     uint64_t ns = copy_ns(all);
     sim_begin_move(process, SIM_MOVE_CHECKPOINT, ns);
-    if (!wait_for_copy(&target, fails ? ns / 2 : ns)) {
-        sim_sweep();
-        sim_unlock();
-        return CUDA_ERROR_INVALID_VALUE;
-    }
+    if (!wait_for_copy(&target, fails ? ns / 2 : ns))
+        return gone();
     process->damaged = process->damaged || damages;
     sim_end_checkpoint(process, fails);
     sim_unlock();
@@ -344,11 +343,10 @@ API CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *args)
     struct target target;
     int32_t to[SIM_DEVICES];
     uint64_t need[SIM_DEVICES] = {0}, all = 0;
-    uint32_t unused;
     if (kills(SIM_FAULT_RESTORE_KILLS, pid))
         return CUDA_ERROR_OPERATING_SYSTEM;
-    bool loses = sim && sim_strikes(SIM_FAULT_RESTORE_POISONS, pid, -1, &unused);
-    bool fails = sim && sim_strikes(SIM_FAULT_RESTORE_FAILS, pid, -1, &unused);
+    bool loses = sim && sim_strikes(SIM_FAULT_RESTORE_POISONS, pid, -1, NULL);
+    bool fails = sim && sim_strikes(SIM_FAULT_RESTORE_FAILS, pid, -1, NULL);
     CUresult result = aim_in_state(pid, &target, SIM_CHECKPOINTED);
     if (result)
         return result;
@@ -365,11 +363,8 @@ API CUresult cuCheckpointProcessRestore(int pid, CUcheckpointRestoreArgs *args)
         all += need[d];
     uint64_t ns = copy_ns(all);
     sim_begin_restore(process, to, ns);
-    if (!wait_for_copy(&target, ns)) {
-        sim_sweep();
-        sim_unlock();
-        return CUDA_ERROR_INVALID_VALUE;
-    }
+    if (!wait_for_copy(&target, ns))
+        return gone();
     sim_end_restore(process);
     sim_unlock();
     return CUDA_SUCCESS;

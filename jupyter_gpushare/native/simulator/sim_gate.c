@@ -35,12 +35,6 @@ bool sim_was_forked(void)
     return atomic_load(&forked);
 }
 
-static void reopen_if_abandoned(void)
-{
-    HOLD_STATE;
-    sim_sweep();
-}
-
 bool sim_is_initialized(void)
 {
     return sim_me && !atomic_load_explicit(&forked, memory_order_relaxed);
@@ -51,7 +45,7 @@ static bool is_on_device(void)
     return sim_me->state == SIM_RUNNING || sim_me->state == SIM_LOCKED;
 }
 
-static struct sim_call enter(enum sim_need need, bool waits)
+struct sim_call sim_enter(enum sim_need need, bool waits)
 {
     struct sim_call call = {CUDA_ERROR_NOT_INITIALIZED, false};
     if (!sim_is_initialized())
@@ -73,8 +67,9 @@ static struct sim_call enter(enum sim_need need, bool waits)
             return call;
         }
         sim_gate_wait(sim_me, gate, 100000000u);
+        HOLD_STATE;
         if (atomic_load(&sim_me->gate) == gate)
-            reopen_if_abandoned();
+            sim_sweep(); /* opens it where the caller of the move has died */
     }
     call.inside = true;
     call.error = CUDA_SUCCESS;
@@ -91,19 +86,9 @@ static struct sim_call enter(enum sim_need need, bool waits)
     return call;
 }
 
-struct sim_call sim_enter(enum sim_need need)
-{
-    return enter(need, true);
-}
-
-struct sim_call sim_ask(void)
-{
-    return enter(SIM_NEED_CONTEXT, false);
-}
-
 struct sim_call sim_poll(void)
 {
-    struct sim_call call = sim_ask();
+    struct sim_call call = sim_enter(SIM_NEED_CONTEXT, false);
     while (call.error == CUDA_ERROR_OPERATING_SYSTEM)
         raise(SIGSEGV);
     return call;

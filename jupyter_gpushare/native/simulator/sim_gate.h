@@ -30,10 +30,9 @@ extern struct sim_process *sim_me; /* this process's entry, after cuInit */
 extern pthread_mutex_t sim_local;  /* guards this process's own tables; never held while waiting */
 extern _Thread_local CUcontext sim_context;
 
-struct sim_call sim_enter(enum sim_need need);
-/* These need a context and never wait.  Of a process whose state is not on the device, `sim_ask` has
- * the error CUDA_ERROR_OPERATING_SYSTEM, and `sim_poll` ends it with SIGSEGV. */
-struct sim_call sim_ask(void);
+/* Of a process whose state is not on the device, a call that does not wait has the error
+ * CUDA_ERROR_OPERATING_SYSTEM, and `sim_poll`, which needs a context, ends it with SIGSEGV. */
+struct sim_call sim_enter(enum sim_need need, bool waits);
 struct sim_call sim_poll(void);
 void sim_leave(struct sim_call *call);
 
@@ -44,7 +43,7 @@ void sim_leave(struct sim_call *call);
 
 /* First line of every entry point that can block while the process is locked.  What it
  * holds is released when the function returns. */
-#define ENTER(need) ENTER_BY(sim_enter(need))
+#define ENTER(need) ENTER_BY(sim_enter(need, true))
 
 /* First line of an entry point that looks whether work has completed. */
 #define POLL ENTER_BY(sim_poll())
@@ -52,7 +51,7 @@ void sim_leave(struct sim_call *call);
 /* First line of an entry point that reads what the process knows already.  Whether such calls wait
  * while the process is locked is not documented: they do with queries=wait. */
 #define ASK \
-    ENTER_BY(sim && sim->queries_wait ? sim_enter(SIM_NEED_INIT) : ((struct sim_call){CUDA_SUCCESS, false}))
+    ENTER_BY(sim && sim->queries_wait ? sim_enter(SIM_NEED_INIT, true) : ((struct sim_call){CUDA_SUCCESS, false}))
 
 /* Whether this process may use CUDA: it called cuInit, and was not forked after that. */
 bool sim_is_initialized(void);

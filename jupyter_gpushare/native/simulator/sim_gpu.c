@@ -357,7 +357,8 @@ bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t
         struct sim_fault *fault = &sim->fault[i];
         if (!fits(fault, kind, pid, device))
             continue;
-        *value = fault->value;
+        if (value)
+            *value = fault->value;
         if (fault->remaining > 0 && --fault->remaining == 0) {
             fault->kind = SIM_FAULT_NONE;
             atomic_fetch_sub(&sim->fault_count, 1);

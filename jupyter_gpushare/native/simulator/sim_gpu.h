@@ -243,6 +243,8 @@ uint64_t sim_busy_until(const struct sim_process *process);
 bool sim_device_lost(uint32_t device);
 bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes);
 bool sim_in_group(const char *path, int32_t pid);
+/* Whether a process is one of some, or descends from one. */
+bool sim_is_below(int32_t pid, const int32_t *ancestors, int count);
 bool sim_group_set(const char *path, uint32_t device, uint64_t soft_bytes, uint64_t hard_bytes);
 
 /* sim_moves.c: moves of a process's memory, and what ended: processes, and callers half-way in a move. */
@@ -256,7 +258,7 @@ void sim_note_each(const struct sim_process *process, const char *event, const u
 bool sim_is_abandoned(const struct sim_process *process);
 void sim_abandon(struct sim_process *process);
 
-/* Whether a fault strikes now (and is used up by one); takes the mutex itself. */
+/* Whether a fault strikes now (and is used up by one), and its value (NULL: not asked for); takes the mutex itself. */
 bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t *value);
 void sim_hang(enum sim_fault_kind kind, int32_t pid, int32_t device);
 

@@ -43,11 +43,11 @@ static int32_t parent_of(int32_t pid)
     return parent;
 }
 
-static bool is_member(const struct members *members, int32_t pid)
+bool sim_is_below(int32_t pid, const int32_t *ancestors, int count)
 {
     for (int generation = 0; pid > 1 && generation < MOST_GENERATIONS; generation++) {
-        for (int i = 0; i < members->count; i++)
-            if (members->pid[i] == pid)
+        for (int i = 0; i < count; i++)
+            if (ancestors[i] == pid)
                 return true;
         pid = parent_of(pid);
     }
@@ -58,7 +58,7 @@ bool sim_in_group(const char *path, int32_t pid)
 {
     static struct members members; /* guarded by sim_lock */
     read_members(path, &members);
-    return is_member(&members, pid);
+    return sim_is_below(pid, members.pid, members.count);
 }
 
 /* Whether a cgroup's hard limit is in the way of so many more bytes (mutex held). */
@@ -70,11 +70,11 @@ bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes)
         if (!group->path[0] || group->device != device || group->hard_bytes == UINT64_MAX)
             continue;
         read_members(group->path, &members);
-        if (!is_member(&members, pid))
+        if (!sim_is_below(pid, members.pid, members.count))
             continue;
         uint64_t used = 0;
         for (int i = 0; i < SIM_PROCESSES; i++)
-            if (sim->process[i].pid > 0 && is_member(&members, sim->process[i].pid))
+            if (sim_is_below(sim->process[i].pid, members.pid, members.count))
                 used += sim_process_device_used(&sim->process[i], device);
         if (used > group->hard_bytes || bytes > group->hard_bytes - used)
             return true;

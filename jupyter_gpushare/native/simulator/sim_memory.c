@@ -157,7 +157,7 @@ API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 
 API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 {
-    ENTER_BY(sim_ask());
+    ENTER_BY(sim_enter(SIM_NEED_CONTEXT, false));
     uint32_t device = sim_current_device();
     HOLD_STATE;
     sim_sweep();

@@ -140,8 +140,8 @@ API const char *nvmlErrorString(nvmlReturn_t code)
 
 API nvmlReturn_t nvmlSystemGetDriverVersion(char *text, unsigned size)
 {
-    nvmlReturn_t error = sim_nvml_enter();
-    return error ? error : put_text(text, size, sim->driver);
+    ENTER_SYSTEM;
+    return put_text(text, size, sim->driver);
 }
 
 API nvmlReturn_t nvmlSystemGetCudaDriverVersion_v2(int *version)
@@ -157,17 +157,14 @@ API nvmlReturn_t nvmlSystemGetCudaDriverVersion(int *version)
 
 API nvmlReturn_t nvmlDeviceGetCount_v2(unsigned *count)
 {
-    nvmlReturn_t error = sim_nvml_enter();
-    if (!error)
-        *count = sim->mig ? 1 : sim->device_count;
-    return error;
+    ENTER_SYSTEM;
+    *count = sim->mig ? 1 : sim->device_count;
+    return NVML_SUCCESS;
 }
 
 API nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index, nvmlDevice_t *device)
 {
-    nvmlReturn_t error = sim_nvml_enter();
-    if (error)
-        return error;
+    ENTER_SYSTEM;
     if (index >= (sim->mig ? 1 : sim->device_count))
         return NVML_ERROR_INVALID_ARGUMENT;
     if (sim->mig) {
@@ -181,9 +178,7 @@ API nvmlReturn_t nvmlDeviceGetHandleByIndex_v2(unsigned index, nvmlDevice_t *dev
 API nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
 {
     char text[SIM_UUID_TEXT];
-    nvmlReturn_t error = sim_nvml_enter();
-    if (error)
-        return error;
+    ENTER_SYSTEM;
     if (sim->mig && !strcmp(uuid, whole_uuid)) {
         *device = &sim_whole;
         return NVML_SUCCESS;
@@ -201,9 +196,7 @@ API nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *devic
 /* With a domain of 4 or of 8 digits. */
 API nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *address, nvmlDevice_t *device)
 {
-    nvmlReturn_t error = sim_nvml_enter();
-    if (error)
-        return error;
+    ENTER_SYSTEM;
     for (uint32_t d = 0; d < (sim->mig ? 1 : sim->device_count); d++) {
         char text[32];
         snprintf(text, sizeof text, "00000000:%02X:00.0", d + 1);

@@ -38,11 +38,13 @@ bool sim_nvml_is_open(void);
 nvmlReturn_t sim_nvml_enter(void);
 nvmlReturn_t sim_nvml_enter_device(nvmlDevice_t device);
 
-#define ENTER(device)                                       \
-    do {                                                    \
-        nvmlReturn_t error = sim_nvml_enter_device(device); \
-        if (error)                                          \
-            return error;                                   \
+#define ENTER_BY(entry)             \
+    do {                            \
+        nvmlReturn_t error = entry; \
+        if (error)                  \
+            return error;           \
     } while (0)
+#define ENTER(device) ENTER_BY(sim_nvml_enter_device(device))
+#define ENTER_SYSTEM ENTER_BY(sim_nvml_enter())
 
 #endif

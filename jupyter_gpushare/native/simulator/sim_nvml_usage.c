@@ -155,11 +155,10 @@ API nvmlReturn_t nvmlDeviceGetComputeRunningProcesses_v3(nvmlDevice_t device, un
 API nvmlReturn_t nvmlDeviceGetMPSComputeRunningProcesses_v3(nvmlDevice_t device, unsigned *count, nvmlProcessInfo_t *list)
 {
     unsigned capacity = *count, found = 0;
-    uint32_t unused;
     ENTER(device);
     for (int i = 0; i < SIM_PROCESSES; i++) {
         int32_t pid = sim->process[i].pid;
-        if (pid <= 0 || !sim_strikes(SIM_FAULT_MPS, pid, (int32_t)device->index, &unused))
+        if (pid <= 0 || !sim_strikes(SIM_FAULT_MPS, pid, (int32_t)device->index, NULL))
             continue;
         if (found < capacity && list)
             list[found] = (nvmlProcessInfo_t){(unsigned)pid, 0, ~0u, ~0u};
@@ -201,9 +200,7 @@ API nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProces
 
 API nvmlReturn_t nvmlEventSetCreate(nvmlEventSet_t *set)
 {
-    nvmlReturn_t error = sim_nvml_enter();
-    if (error)
-        return error;
+    ENTER_SYSTEM;
     *set = calloc(1, sizeof **set);
     return *set ? NVML_SUCCESS : NVML_ERROR_MEMORY;
 }
@@ -245,9 +242,9 @@ static bool next_event(nvmlEventSet_t set, nvmlEventData_t *data)
 
 API nvmlReturn_t nvmlEventSetWait_v2(nvmlEventSet_t set, nvmlEventData_t *data, unsigned timeout_ms)
 {
-    nvmlReturn_t error = sim_nvml_enter();
-    if (error || !set || !data)
-        return error ? error : NVML_ERROR_INVALID_ARGUMENT;
+    ENTER_SYSTEM;
+    if (!set || !data)
+        return NVML_ERROR_INVALID_ARGUMENT;
     uint64_t until = sim_now_ns() + (uint64_t)timeout_ms * 1000000u;
     while (!next_event(set, data)) {
         if (!sim_nvml_is_open())
