@@ -73,7 +73,8 @@ class Planner:
         """Return a round at ``now`` that has not run; ``explain_all``: with every reason."""
         self.state.settle(now)
         self.queues.set_user_levels(self.user_levels, now)
-        self.queues.put_all(self._changed.values(), now)
+        for lease in self._changed.values():
+            self.queues.put(lease, now)
         self._changed.clear()
         self.queues.refile_due(now)
         self.state.begin()

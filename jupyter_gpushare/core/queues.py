@@ -17,10 +17,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count
-from typing import Any, NamedTuple
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.cluster_state import ClusterState
@@ -41,19 +40,6 @@ RunningKey = tuple[bool, float, str]  # sorts the running jobs of a level, the f
 Timer = tuple[float, int, str]  # time, stamp of the lease when it was set, lease id
 
 _WAITING = (State.PENDING, State.SUSPENDED)
-# From this many leases on, `put_all` appends and sorts once.
-_BULK = 32
-
-
-class _Insert(NamedTuple):
-    """How leases are added to sorted lists and to heaps."""
-
-    into_list: Callable[[list[Any], Any], None]
-    into_heap: Callable[[list[Any], Any], None]
-
-
-_SORTED = _Insert(insort, heapq.heappush)
-_UNSORTED = _Insert(list.append, list.append)
 
 
 @dataclass(slots=True)
@@ -142,33 +128,12 @@ class JobQueues:
             return
         self._user_levels = levels
         changed = {user for user, _ in levels.items() ^ before.items()}
-        self.put_all([x for x in self.leases.values() if (x.project, x.user) in changed], now)
+        for lease in [x for x in self.leases.values() if (x.project, x.user) in changed]:
+            self.put(lease, now)
 
     def put(self, lease: Lease, now: float) -> None:
         """Add a lease, or replace it after a change."""
         self.drop(lease.id)
-        self._file(lease, now, _SORTED)
-
-    def put_all(self, leases: Collection[Lease], now: float) -> None:
-        """Add or replace several leases; many are sorted at once."""
-        if len(leases) < _BULK:
-            for lease in leases:
-                self.put(lease, now)
-            return
-        for lease in leases:
-            if lease.id in self.leases:
-                self.drop(lease.id)
-        for lease in leases:
-            self._file(lease, now, _UNSORTED)
-        heapq.heapify(self._timers)
-        for queue in self.by_project.values():
-            heapq.heapify(queue.demotions)
-            for waiting in queue.waiting.values():
-                waiting.sort()
-            for running in queue.running.values():
-                running.sort()
-
-    def _file(self, lease: Lease, now: float, insert: _Insert) -> None:
         if lease.cancelled:
             return
         self.leases[lease.id] = lease
@@ -177,15 +142,15 @@ class JobQueues:
         if lease.made_way_for:
             self.made_way[lease.id] = lease
         if lease.kind is Kind.BUILD:
-            self._file_session(lease, now, insert)
+            self._file_session(lease, now)
         elif waits and (lease.devices or lease.state is State.PENDING):
-            self._file_waiting(lease, now, insert)
+            self._file_waiting(lease, now)
         elif lease.state in HOLDS_CAPACITY and lease.state not in LEAVING:
-            self._file_running(lease, now, insert)
+            self._file_running(lease, now)
         if lease.retry_at > now and (waits or lease.state is State.RUNNING):
-            self._set_timer(lease.retry_at, lease, insert)
+            self._set_timer(lease.retry_at, lease)
 
-    def _file_session(self, lease: Lease, now: float, insert: _Insert) -> None:
+    def _file_session(self, lease: Lease, now: float) -> None:
         if lease.state is State.PENDING:
             self.new_sessions[lease.id] = lease
         elif lease.state is State.SUSPENDED and lease.wanted and lease.devices:
@@ -193,9 +158,9 @@ class JobQueues:
         elif (at := eligible_at(lease, self.settings)) is not None:
             self.idle[lease.id] = lease
             if at > now:
-                self._set_timer(at, lease, insert)
+                self._set_timer(at, lease)
 
-    def _file_waiting(self, lease: Lease, now: float, insert: _Insert) -> None:
+    def _file_waiting(self, lease: Lease, now: float) -> None:
         queue = self._queue_of(lease.project)
         if lease.retry_at > now:
             self.backing_off[lease.id] = lease
@@ -204,24 +169,24 @@ class JobQueues:
         shape = _shape(lease, rank[0], drifts=self._order.drifts)
         if (ranks := queue.waiting.get(shape)) is None:
             ranks = queue.waiting[shape] = []
-        insert.into_list(ranks, rank)
+        insort(ranks, rank)
         self._waiting_at[lease.id] = shape, rank
         for wait_s in self._long_waits_s:
             if (at := lease.waits_since_at + wait_s) > now:
-                self._set_timer(at, lease, insert)
+                self._set_timer(at, lease)
                 break
 
-    def _file_running(self, lease: Lease, now: float, insert: _Insert) -> None:
+    def _file_running(self, lease: Lease, now: float) -> None:
         queue, settings = self._queue_of(lease.project), self.settings
         level = self.level(lease, now)
         if self._order.drifts:
             level = *level[:2], 0.0  # `outranked` works the levels out
         stops = lease.survival is not CheckpointMode.SUSPEND or not lease.suspendable
         key = stops, -order.seniority(lease, now, settings), lease.id
-        insert.into_list(queue.running.setdefault(level, []), key)
+        insort(queue.running.setdefault(level, []), key)
         self._running_at[lease.id] = level, key
         if (at := self._order.leaves_at(lease, now, settings)) is not None:
-            insert.into_heap(queue.demotions, self._timer(at, lease))
+            heapq.heappush(queue.demotions, self._timer(at, lease))
 
     def _queue_of(self, project: str) -> ProjectQueue:
         if project not in self.by_project:
@@ -305,8 +270,8 @@ class JobQueues:
         levels = sorted((later for later in running if later > level), reverse=True)
         return [self.leases[key[-1]] for later in levels for key in running[later]]
 
-    def _set_timer(self, at: float, lease: Lease, insert: _Insert) -> None:
-        insert.into_heap(self._timers, self._timer(at, lease))
+    def _set_timer(self, at: float, lease: Lease) -> None:
+        heapq.heappush(self._timers, self._timer(at, lease))
 
     def _timer(self, at: float, lease: Lease) -> Timer:
         return at, self._stamps[lease.id], lease.id
