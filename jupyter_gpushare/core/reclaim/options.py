@@ -5,13 +5,11 @@ Costs are computed on demand and again after a change of the device.
 
 from __future__ import annotations
 
-import heapq
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
-from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import Lease
 from jupyter_gpushare.core.placement import Group, Topology
 from jupyter_gpushare.core.quota import held_by
@@ -80,70 +78,41 @@ class ReclaimOptions:
 
 
 class Cheapest:
-    """Keeps the cheapest set of devices for one kind of job.
+    """The cheapest set of devices for one kind of job.
 
-    Every set of devices that the job may use, and that has a candidate device,
-    has a price; only sets with a device that changed are priced again.
+    In question is every set that the job may use, and that has a candidate device.
     """
 
     def __init__(
-        self,
-        state: ClusterState,
-        topology: Topology,
-        options: ReclaimOptions,
-        job: Lease,
-        candidates: set[DeviceCapacity],
+        self, topology: Topology, options: ReclaimOptions, job: Lease, candidates: set[DeviceCapacity]
     ) -> None:
         self._job = job
         self._topology = topology
         self._options = options
-        self._log = state.log
-        self._seen = len(self._log)
-        alone: list[Group] = [(c,) for c in sorted(candidates, key=lambda c: c.device.uuid)]
-        tiers = [alone] if job.size.device_count == 1 else topology.tiers(job)
-        self._sets: list[tuple[int, Group]] = [
-            (tier, group)
-            for tier, groups in enumerate(tiers)
-            for group in groups
-            if not candidates.isdisjoint(group)
-        ]
-        self._sets_of: dict[DeviceCapacity, list[int]] = {}
-        self._stamp = [0] * len(self._sets)
-        self._heap: list[tuple[Price, int, int, list[DeviceCapacity]]] = []
-        for number, (_, group) in enumerate(self._sets):
-            for capacity in group:
-                self._sets_of.setdefault(capacity, []).append(number)
-        for number in range(len(self._sets)):
-            self._price_set(number)
+        self._tiers: list[list[Group]] = [[(c,) for c in sorted(candidates, key=lambda c: c.device.uuid)]]
+        if job.size.device_count > 1:
+            tiers = topology.tiers(job)
+            self._tiers = [[x for x in groups if not candidates.isdisjoint(x)] for groups in tiers]
 
     def best(self) -> list[DeviceCapacity] | None:
         """The cheapest devices to reclaim; None: no set of devices will do."""
-        changed = {capacity for capacity in self._log[self._seen :] if capacity in self._sets_of}
-        self._seen = len(self._log)
-        for number in sorted({number for capacity in changed for number in self._sets_of[capacity]}):
-            self._price_set(number)
-        while self._heap and self._heap[0][2] != self._stamp[self._heap[0][1]]:
-            heapq.heappop(self._heap)
-        return self._heap[0][3] if self._heap else None
+        sets = (self._priced(tier, x) for tier, groups in enumerate(self._tiers) for x in groups)
+        cheapest = min(filter(None, sets), key=lambda priced: priced[0], default=None)
+        return cheapest and cheapest[1]
 
-    def _price_set(self, number: int) -> None:
-        tier, group = self._sets[number]
-        self._stamp[number] += 1
-        if self._job.size.device_count == 1:
-            alone = self._options.option(group[0]).price
-            if alone is not None:
-                heapq.heappush(self._heap, (alone, number, self._stamp[number], [group[0]]))
-            return
+    def _priced(self, tier: int, group: Group) -> tuple[Price, list[DeviceCapacity]] | None:
+        """The cheapest devices of a set, and their price; None: too few can be reclaimed."""
         able = [(option.price, c) for c in group if (option := self._options.option(c)).price]
         if len(able) < self._job.size.device_count:
-            return
+            return None
+        if self._job.size.device_count == 1:
+            return able[0][0], [able[0][1]]
         able.sort(key=lambda priced: priced[0])
         capacities = self._chosen([capacity for _, capacity in able])
         if capacities is None:
-            return
+            return None
         victims = sorted(self._options.victims_of(capacities), key=rank)
-        found = (*price(victims), tier, *able[0][0][3:])
-        heapq.heappush(self._heap, (found, number, self._stamp[number], capacities))
+        return (*price(victims), tier, *able[0][0][3:]), capacities
 
     def _chosen(self, able: list[DeviceCapacity]) -> list[DeviceCapacity] | None:
         """The devices to take of ``able``, which are sorted by price."""

@@ -146,7 +146,7 @@ class Reclaimer:
         else:
             key = options, job.size.device_count, job.consolidate
             if key not in self._cheapest:
-                self._cheapest[key] = Cheapest(self.state, self._topology, options, job, candidates)
+                self._cheapest[key] = Cheapest(self._topology, options, job, candidates)
             devices = self._cheapest[key].best()
             if devices is None:
                 return None
