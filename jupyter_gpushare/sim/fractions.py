@@ -15,6 +15,7 @@ from bisect import insort
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from typing import NamedTuple
 
 from jupyter_gpushare.core.fragmentation import Task, Workload, best_fit_on_node
@@ -177,16 +178,12 @@ class _Fleet:
     """Nodes grouped by their stock, so that equal nodes are judged once."""
 
     def __init__(self, nodes: Sequence[Node], placement: Choose | None, rng: random.Random) -> None:
-        self._placement = placement
+        self._placement = cache(placement) if placement is not None else None
+        self._options = cache(options)
         self._rng = rng
-        self._count: dict[Stock, int] = {}
-        self._known: dict[Shape, dict[Stock, Choice]] = {}
-        self._options: dict[Shape, dict[Stock, list[Stock]]] = {}
-        for node in nodes:
-            self._add(Stock(node.model, node.cpu_milli, node.memory_mib, (WHOLE_GPU,) * node.gpus))
-
-    def _add(self, stock: Stock) -> None:
-        self._count[stock] = self._count.get(stock, 0) + 1
+        self._count = Counter(
+            Stock(node.model, node.cpu_milli, node.memory_mib, (WHOLE_GPU,) * node.gpus) for node in nodes
+        )
 
     def place(self, shape: Shape) -> bool:
         found = self._random(shape) if self._placement is None else self._best(shape, self._placement)
@@ -196,30 +193,20 @@ class _Fleet:
         self._count[before] -= 1
         if not self._count[before]:
             del self._count[before]
-        self._add(after)
+        self._count[after] += 1
         return True
 
     def _best(self, shape: Shape, placement: Choose) -> tuple[Stock, Stock] | None:
-        known = self._known.setdefault(shape, {})
         best: tuple[tuple[float, ...], Stock, Stock] | None = None
         for stock in self._count:
-            if stock in known:
-                choice = known[stock]
-            else:
-                choice = known[stock] = placement(stock, shape)
+            choice = placement(stock, shape)
             if choice is not None and (best is None or (choice[0], stock) < best[:2]):
                 best = choice[0], stock, choice[1]
         return best and (best[1], best[2])
 
     def _random(self, shape: Shape) -> tuple[Stock, Stock] | None:
-        known = self._options.setdefault(shape, {})
-        able = []
-        for stock in self._count:
-            if stock not in known:
-                known[stock] = options(stock, shape)
-            if known[stock]:
-                able.append(stock)
+        able = [stock for stock in self._count if self._options(stock, shape)]
         if not able:
             return None
         stock = self._rng.choices(able, weights=[self._count[s] for s in able])[0]
-        return stock, self._rng.choice(known[stock])
+        return stock, self._rng.choice(self._options(stock, shape))
