@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from jupyter_core.utils import ensure_async
+
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
 from jupyter_gpushare.protocol.wire import ActivityReport, KernelActivity
@@ -30,6 +32,7 @@ SAMPLE_S = 1.0
 REPORT_S = 5.0
 HEARTBEAT_S = 60.0
 MAX_KERNELS = 200
+MAX_SESSIONS = 1_000
 MAX_NAME = 200
 
 
@@ -88,6 +91,16 @@ def look(kernel_manager: Any, terminal_manager: Any, runs: Runs) -> Seen:
     kernels.sort(key=lambda seen: (not seen[1], seen[0]))
     terminals = 0 if terminal_manager is None else len(terminal_manager.list())
     return Seen(tuple(kernels[:MAX_KERNELS]), terminals)
+
+
+async def notebooks_of(session_manager: Any) -> dict[str, str]:
+    """Return the path of the notebook by kernel id, where there is one."""
+    sessions = await ensure_async(session_manager.list_sessions())
+    return {
+        str(session["kernel"]["id"]): str(session.get("path") or session.get("name") or "")
+        for session in sessions[:MAX_SESSIONS]
+        if session.get("kernel")
+    }
 
 
 def report_of(seen: Seen, names: Mapping[str, str], now: datetime) -> ActivityReport:

@@ -12,17 +12,15 @@ import os
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from jupyter_core.utils import ensure_async
 from jupyter_server.extension.application import ExtensionApp
 
 from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.server.activity import Reporter, Runs, Seen, look
+from jupyter_gpushare.server.activity import Reporter, Runs, Seen, look, notebooks_of
 from jupyter_gpushare.server.base import Broker
 from jupyter_gpushare.server.handlers import routes
 from jupyter_gpushare.server.watch import EVENTS_DIR, Watch
 
-MAX_SESSIONS = 1_000
 RESTART_S = 60
 CANCEL_AGAIN_S = 0.5
 
@@ -92,13 +90,7 @@ class GpuShareExtension(ExtensionApp):
         return look(self.serverapp.kernel_manager, terminals, self._runs)
 
     async def _notebooks(self) -> Mapping[str, str]:
-        """Return the path of the notebook by kernel id, where there is one."""
-        sessions = await ensure_async(self.serverapp.session_manager.list_sessions())
-        return {
-            str(session["kernel"]["id"]): str(session.get("path") or session.get("name") or "")
-            for session in sessions[:MAX_SESSIONS]
-            if session.get("kernel")
-        }
+        return await notebooks_of(self.serverapp.session_manager)
 
     def _emit(self, schema: str, data: dict[str, Any]) -> None:
         self.serverapp.event_logger.emit(schema_id=schema, data=data)

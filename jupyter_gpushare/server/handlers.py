@@ -28,6 +28,7 @@ from jupyter_gpushare.errors import BrokerUnavailable, RequestError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.jobfiles import attempts_of, jobs_dir, log_end, log_path, read_log, read_text
 from jupyter_gpushare.server import gain, launch
+from jupyter_gpushare.server.activity import notebooks_of
 from jupyter_gpushare.server.base import Broker, Handler, Refused, for_user
 from jupyter_gpushare.server.forward import forward_routes
 from jupyter_gpushare.wall_clock import iso_now
@@ -36,13 +37,16 @@ LOG_BYTES = 256 << 10
 _TEXT = "text/plain; charset=utf-8"
 
 
-class StatusHandler(Handler):
-    """The broker's status of this server, for the page."""
+class PolledHandler(Handler):
+    """Logs only errors: an open panel polls every few seconds."""
 
     def _log(self) -> None:
-        # An open panel polls every few seconds: only errors are logged.
         if self.get_status() >= 400:
             super()._log()
+
+
+class StatusHandler(PolledHandler):
+    """The broker's status of this server, for the page."""
 
     @for_user
     async def get(self) -> None:
@@ -61,7 +65,7 @@ class StatusHandler(Handler):
         self.send(json.loads(wire.encode(status)) | mine | {"unreachable_since": None})
 
 
-class LogHandler(Handler):
+class LogHandler(PolledHandler):
     """Log of a job from the user's own files: about `LOG_BYTES` from ``offset`` on, as UTF-8.
 
     A negative ``offset`` counts from the end; ``attempt`` defaults to the newest;
@@ -69,10 +73,6 @@ class LogHandler(Handler):
     (newest attempt with a stored log) and -First (oldest; both 0: none), -Offset (start
     of the answer), -Next (offset of the next piece).
     """
-
-    def _log(self) -> None:
-        if self.get_status() >= 400:
-            super()._log()
 
     @for_user
     async def get(self, job: str) -> None:
@@ -166,15 +166,9 @@ class SizeHandler(Handler):
         restart = []
         if lease == first and sized.env:
             os.environ.update(shown := gain.shown(sized.env))
-            restart = await gain.show(self.kernel_manager, shown, await self._notebooks())
+            notebooks = await notebooks_of(self.settings["session_manager"])
+            restart = await gain.show(self.kernel_manager, shown, notebooks)
         self.send(wire.replace(sized, env={}, restart=restart))
-
-    async def _notebooks(self) -> dict[str, str]:
-        """Return the path of the notebook by kernel id."""
-        sessions = await ensure_async(self.settings["session_manager"].list_sessions())
-        return {
-            str(each["kernel"]["id"]): str(each.get("path", "")) for each in sessions if each.get("kernel")
-        }
 
 
 class ReleaseHandler(Handler):
