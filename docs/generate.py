@@ -23,8 +23,8 @@ from traitlets import Bool, DefaultHandler, Enum, Float, HasTraits, Integer, Lis
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.http.routes import ROUTES
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.broker.settings import Settings
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, TRANSITIONS, Event, State
+from jupyter_gpushare.broker.settings import BrokerTraits
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, TRANSITIONS, LeaseEvent, State
 from jupyter_gpushare.hub import GPUShareMixin
 from jupyter_gpushare.hub.limits import LimitedProcesses
 from jupyter_gpushare.protocol import wire
@@ -51,14 +51,14 @@ MEANINGS: Mapping[State, str] = {
 
 def lease_page() -> str:
     """``docs/lease.md``: every state and every arrow of `TRANSITIONS`."""
-    ways: dict[Event, list[tuple[State, State]]] = defaultdict(list)
+    ways: dict[LeaseEvent, list[tuple[State, State]]] = defaultdict(list)
     for (state, event), after in TRANSITIONS.items():
         ways[event].append((state, after))
     drawn = {event: pairs for event, pairs in ways.items() if len(pairs) < EVERYWHERE}
     everywhere = {event: pairs for event, pairs in ways.items() if len(pairs) >= EVERYWHERE}
     arrows = [
         f"    {before} --> {after}: {event}"
-        for event in Event
+        for event in LeaseEvent
         for before, after in sorted(drawn.get(event, ()))
     ]
     sentences = []
@@ -339,7 +339,7 @@ _OF_THE_CHART = frozenset(
 def values_schema() -> str:
     """The chart's schema of values, with the settings of the broker that a site may change."""
     schema = json.loads((DOCS / VALUES_SCHEMA).read_text())
-    traits = Settings.class_own_traits(config=True)
+    traits = BrokerTraits.class_own_traits(config=True)
     known = {name: _of_trait(trait) for name, trait in sorted(traits.items()) if name not in _OF_THE_CHART}
     config = schema["properties"]["broker"]["properties"]["config"]["properties"]
     config["GPUShareBroker"]["properties"] = known

@@ -1,4 +1,4 @@
-"""Contracts between the broker and what carries its decisions out: `Devices` and `Hub`.
+"""Contracts between the broker and what carries its decisions out: `DeviceBackend` and `Hub`.
 
 Every method may be called again with the same arguments after a crash of
 either side: a repeated call has the effect of one call.  A ``handle`` names one
@@ -71,7 +71,7 @@ class Prepared:
     mounts: tuple[Mount, ...] = ()  # of a cluster: paths of that node that its processes need
 
 
-class Devices(abc.ABC):
+class DeviceBackend(abc.ABC):
     """GPUs with a device helper: measures them and moves leases on them."""
 
     @abc.abstractmethod

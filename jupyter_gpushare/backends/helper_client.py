@@ -52,7 +52,7 @@ class Connection:
         self._writer.transport.abort()
 
 
-class Address(abc.ABC):
+class HelperAddress(abc.ABC):
     """Where a helper listens."""
 
     @abc.abstractmethod
@@ -65,7 +65,7 @@ class Address(abc.ABC):
 
 
 @dataclass(frozen=True, slots=True)
-class SocketAddress(Address):
+class SocketAddress(HelperAddress):
     """A unix socket of this machine."""
 
     path: Path
@@ -84,7 +84,7 @@ class SocketAddress(Address):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class NodeAddress(Address):
+class NodeAddress(HelperAddress):
     """A TCP port of a node."""
 
     host: str
@@ -147,7 +147,7 @@ class NodeAddress(Address):
 class HelperClient:
     """Connections to the device helper, each with the epoch that the broker has at that moment."""
 
-    def __init__(self, address: Address, epoch: Callable[[], int]) -> None:
+    def __init__(self, address: HelperAddress, epoch: Callable[[], int]) -> None:
         self._address = address
         self._epoch = epoch
 

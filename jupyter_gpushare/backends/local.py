@@ -5,19 +5,18 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
-from jupyter_gpushare.backends.base import Devices, Prepared
+from jupyter_gpushare.backends.base import DeviceBackend, Prepared
 from jupyter_gpushare.backends.helper_client import MOVE_S, HelperClient
 from jupyter_gpushare.errors import GpuShareError, HelperError
 from jupyter_gpushare.native import preload_path
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.reservations import Reserve
-from jupyter_gpushare.protocol.unleased import EndProcess
+from jupyter_gpushare.protocol.helper import EndProcess, Reserve
 
 # What a process has to have from its start to become part of a lease later.
 _RESERVED = ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "LD_PRELOAD")
 
 
-class LocalDevices(Devices):
+class LocalDevices(DeviceBackend):
     """The GPUs of the machine that broker and device helper share."""
 
     def __init__(self, helper: HelperClient) -> None:
@@ -36,7 +35,7 @@ class LocalDevices(Devices):
         return self._helper.watch()
 
     async def prepare(self, request: helper.SetLimit) -> Prepared:
-        """As `Devices.prepare`.
+        """As `DeviceBackend.prepare`.
 
         Raises:
             HelperError: it refused, does not answer, or the preload library is missing on this machine.
@@ -47,7 +46,7 @@ class LocalDevices(Devices):
         return Prepared(env=holder_environment(request.lease, files.directory, request.limits))
 
     async def reserve(self, handle: str) -> Mapping[str, str]:
-        """As `Devices.reserve`.
+        """As `DeviceBackend.reserve`.
 
         Raises:
             HelperError: it refused, does not answer, or the preload library is missing on this machine.

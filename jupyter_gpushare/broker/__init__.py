@@ -1,8 +1,8 @@
 """The broker: the one process that decides, stores and answers.
 
 * `app` reads the configuration and starts everything; `respawn` starts it again when it ends.
-* `http` answers requests: `handlers` (a table of routes), `pages`, `metrics`, `openapi`; `access`
-  identifies callers, `listener`, `peers` and `rates` keep limits.
+* `http` answers requests: `handlers`, `routes` (their table), `pages`, `metrics`; `access` identifies
+  callers, `listener` keeps limits.
 * `views` turns records and measurements into answers.
 * `control` acts: `observer` measures, `loop` decides and reconciles, `effects` carries out;
   `admission` serves the Hub's spawner, `requests` serves people and job runners.

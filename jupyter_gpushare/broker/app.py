@@ -39,28 +39,25 @@ from jupyter_gpushare.broker import respawn as respawning
 from jupyter_gpushare.broker.cluster import KubeCluster, queue_projects
 from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.announcer import Announcer
-from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.control.fenced_hub import StartTickets
+from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy, overrides_text
 from jupyter_gpushare.broker.control.requests import RequestService
-from jupyter_gpushare.broker.control.start_tickets import StartTickets
-from jupyter_gpushare.broker.heartbeat import Heartbeat
-from jupyter_gpushare.broker.http import metrics, openapi
+from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import Access
 from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service, Site
-from jupyter_gpushare.broker.http.certificate import tls_context
-from jupyter_gpushare.broker.http.clients import Proxies
-from jupyter_gpushare.broker.http.downloads import DecisionsCsv, UsageCsv
-from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
-from jupyter_gpushare.broker.http.listener import ApiListener
-from jupyter_gpushare.broker.http.pages import AdminPage
+from jupyter_gpushare.broker.http.handlers import MetricsHandler, NoSuchPathHandler
+from jupyter_gpushare.broker.http.listener import ApiListener, Proxies
+from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv, UsageCsv
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
-from jupyter_gpushare.broker.http.secret_files import secret_file
+from jupyter_gpushare.broker.http.secret_files import secret_file, tls_context
 from jupyter_gpushare.broker.http.sockets import Addresses, Sockets
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.broker.local_engine import LocalEngine
-from jupyter_gpushare.broker.settings import Settings
+from jupyter_gpushare.broker.respawn import Heartbeat
+from jupyter_gpushare.broker.settings import BrokerTraits
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.broker.views.overview import Overview
@@ -76,7 +73,7 @@ log = logging.getLogger("gpushare.broker")
 END_S = 2.0
 
 
-class GPUShareBroker(Settings):
+class GPUShareBroker(BrokerTraits):
     """Decides which user gets which part of which GPU, and stores it."""
 
     name = "gpushare broker"
@@ -198,7 +195,7 @@ class GPUShareBroker(Settings):
         loop = Loop(registry, engine, devices, hub, tickets, announcer)
         if cluster is None:
             loop.faults.check(library_fault)
-        forecast = Forecast(registry, loop.engine)
+        forecast = Forecasts(registry, loop.engine)
         service = self._service(loop, forecast, sockets.inherited)
         application = self._application(service)
         servers = self._listen(application, service.gate, sockets, self._proxy_tls())
@@ -292,7 +289,7 @@ class GPUShareBroker(Settings):
             listeners[-1].add_sockets(listening)
         return listeners
 
-    def _service(self, loop: Loop, forecast: Forecast, inherited: bool) -> Service:
+    def _service(self, loop: Loop, forecast: Forecasts, inherited: bool) -> Service:
         registry, engine, effects = loop.registry, loop.engine, loop.effects
         base_url = hub_base_url(os.environ["JUPYTERHUB_API_URL"])
         prefix = f"{base_url}services/{os.environ.get('JUPYTERHUB_SERVICE_NAME', 'gpushare')}/"
@@ -306,7 +303,7 @@ class GPUShareBroker(Settings):
         admission = ServerAdmission(
             registry, engine, effects.devices, effects, request_policy, loop.ownership
         )
-        describe = functools.cache(lambda: openapi.describe(prefix))
+        describe = functools.cache(lambda: routes.describe(prefix))
         return Service(
             control=Control(
                 registry,
@@ -334,11 +331,11 @@ class GPUShareBroker(Settings):
             [
                 *((f"{top}/api/v1/{pattern(route)}", route.handler, options) for route in ROUTES),
                 (f"{top}/oauth_callback", OAuthCallback, options),
-                (f"{top}/metrics", Metrics, options),
+                (f"{top}/metrics", MetricsHandler, options),
                 (f"{top}/?", AdminPage, options),
                 (f"{top}/decisions.csv", DecisionsCsv, options),
                 (f"{top}/usage.csv", UsageCsv, options),
-                (".*", NoSuchPath, options),
+                (".*", NoSuchPathHandler, options),
             ],
             cookie_secret=self._cookie_secret(),
             log_function=_log_request,

@@ -9,9 +9,8 @@ from collections.abc import Callable, Sequence
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import ApiClient
-from jupyter_gpushare.backends.kubernetes.foreign_pods import ForeignPods
 from jupyter_gpushare.backends.kubernetes.helpers import Helpers
-from jupyter_gpushare.backends.kubernetes.nodes import NodeDevices
+from jupyter_gpushare.backends.kubernetes.nodes import ForeignPods, NodeDevices
 from jupyter_gpushare.backends.kubernetes.readiness import lacks
 from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
 from jupyter_gpushare.broker.kai_engine import KaiEngine

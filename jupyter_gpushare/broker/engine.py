@@ -21,7 +21,7 @@ from jupyter_gpushare.core.estimate import Estimate, Work
 from jupyter_gpushare.core.estimate import Forecast as JobForecast
 from jupyter_gpushare.core.explain import Offer, Use
 from jupyter_gpushare.core.model import Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
-from jupyter_gpushare.core.resize import NotResized, Resized
+from jupyter_gpushare.core.resize import NewSize, NotResized
 from jupyter_gpushare.core.size import Size
 
 __all__ = [
@@ -29,10 +29,10 @@ __all__ = [
     "Estimate",
     "Explanation",
     "JobForecast",
+    "NewSize",
     "NotResized",
     "Offer",
     "Outlook",
-    "Resized",
     "StartPhase",
     "StartProgress",
     "Use",
@@ -192,7 +192,7 @@ class Engine(abc.ABC):
         is_part = lease.size.device_count == 1 and not lease.size.profile
         return self.resizes and lease.kind is Kind.BUILD and is_part
 
-    def resize(self, cluster: Cluster, lease: Lease, size: Size, now: float) -> Resized | NotResized:
+    def resize(self, cluster: Cluster, lease: Lease, size: Size, now: float) -> NewSize | NotResized:
         """Return what a `resizable` session that runs would hold of its device with ``size``."""
         raise NotImplementedError
 

@@ -28,10 +28,19 @@ from jupyter_gpushare.broker.kai_start import ROUND_S, Start
 from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.kube.claims import claimants
 from jupyter_gpushare.core.kube.demand import Demands, demands
-from jupyter_gpushare.core.kube.follow import Change, Create, Seats, follow, is_awaited, reconcile
+from jupyter_gpushare.core.kube.follow import (
+    Change,
+    Create,
+    Misplaced,
+    Seats,
+    delayed,
+    follow,
+    is_awaited,
+    note_misplaced,
+    reconcile,
+)
 from jupyter_gpushare.core.kube.pool_seats import assigned
 from jupyter_gpushare.core.kube.pools import keeps, marked, obstacles, pools_of, takes
-from jupyter_gpushare.core.kube.returns import Misplaced, delayed, note_misplaced
 from jupyter_gpushare.core.kube.seats import Demand, Seat, SeatClass, Seating, check_project, request, terms
 from jupyter_gpushare.core.model import (
     Cluster,

@@ -11,8 +11,7 @@ from jupyter_gpushare.broker.engine import Offer, Outlook, Use
 from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, guests
 from jupyter_gpushare.core.kube.demand import demands
-from jupyter_gpushare.core.kube.follow import Seats, follow, live
-from jupyter_gpushare.core.kube.returns import Misplaced, delayed
+from jupyter_gpushare.core.kube.follow import Misplaced, Seats, delayed, follow, live
 from jupyter_gpushare.core.kube.seats import Demand, SeatClass, Seating
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,

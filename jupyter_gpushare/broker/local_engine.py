@@ -14,10 +14,10 @@ from jupyter_gpushare.broker.engine import (
     Engine,
     Explanation,
     JobForecast,
+    NewSize,
     NotResized,
     Offer,
     Outlook,
-    Resized,
     Use,
     Work,
 )
@@ -164,7 +164,7 @@ class LocalEngine(Engine):
                 return action
         return self.outlook(considered, now).explain(lease.id)
 
-    def resize(self, cluster: Cluster, lease: Lease, size: Size, now: float) -> Resized | NotResized:
+    def resize(self, cluster: Cluster, lease: Lease, size: Size, now: float) -> NewSize | NotResized:
         return resize.resized(cluster, lease, size, now)
 
     def check_request(self, cluster: Cluster, lease: Lease) -> None:

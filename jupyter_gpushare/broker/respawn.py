@@ -3,7 +3,7 @@
 It holds the broker's listening sockets all that time, so that no other process
 can take their port while the broker restarts.
 
-A broker that sends no sign of life for 10 s (`heartbeat`) hangs: it is killed and replaced.
+A broker that sends no sign of life for 10 s hangs: it is killed and replaced.
 
 The Hub itself looks after its services only every 30 s.  This process holds
 no state.  It goes when its own parent, the Hub, goes, and the broker with it
@@ -18,6 +18,7 @@ this service in order (then no lease is left).
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import logging
 import os
@@ -27,16 +28,71 @@ import struct
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from pathlib import Path
 from types import FrameType
 
-from jupyter_gpushare.broker import heartbeat
 from jupyter_gpushare.broker.http.sockets import Addresses, Sockets, pass_on
 from jupyter_gpushare.errors import StoreError
-from jupyter_gpushare.parent import bound
+from jupyter_gpushare.parent import Notifier, bound
 
 log = logging.getLogger("gpushare.respawn")
+
+
+# ---- signs of life of the broker's event loop, for the parent that replaces a broker that hangs
+# * systemd (``Type=notify``, ``WatchdogSec=``): ``READY=1`` once the broker answers, then
+#   ``WATCHDOG=1`` every `EVERY_S` to the socket ``NOTIFY_SOCKET`` (sd_notify(3)).
+# * ``gpushare broker --respawn``: a byte every `EVERY_S` into the pipe ``GPUSHARE_HEARTBEAT_FD``.
+
+EVERY_S = 1.0
+# A broker without a sign of life for so long hangs.  Before the first one it opens its database.
+HANGS_S = 10.0
+STARTS_S = 60.0
+FD_VARIABLE = "GPUSHARE_HEARTBEAT_FD"
+_DRAIN_BYTES = 4096
+
+
+class Heartbeat:
+    """The broker's end."""
+
+    def __init__(self, environment: MutableMapping[str, str]) -> None:
+        """Take the addresses out of the environment, so that no child of the broker sends signs."""
+        self.systemd = Notifier(environment)
+        self._pipe = int(environment.pop(FD_VARIABLE, "-1"))
+
+    async def run(self) -> None:
+        """Send signs of life until cancelled."""
+        self.systemd.ready()
+        while True:
+            self.systemd.send("WATCHDOG=1")
+            if self._pipe >= 0:
+                with contextlib.suppress(OSError):  # full, or the parent is gone
+                    os.write(self._pipe, b".")
+            await asyncio.sleep(EVERY_S)
+
+
+class Monitor:
+    """The end of a parent: whether its child still sends signs of life."""
+
+    def __init__(self) -> None:
+        self._reading, self.writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+        self._silent_at = time.monotonic() + STARTS_S
+
+    def hangs(self) -> bool:
+        """Return whether the child was silent for `HANGS_S`, or never said anything for `STARTS_S`."""
+        now = time.monotonic()
+        with contextlib.suppress(BlockingIOError):
+            if os.read(self._reading, _DRAIN_BYTES):
+                self._silent_at = now + HANGS_S
+        return now >= self._silent_at
+
+    def close(self) -> None:
+        """Close both ends of the pipe."""
+        os.close(self._reading)
+        os.close(self.writing)
+
+
+# ---- the parent --------------------------------------------------------------
 
 # Exit status of a broker that a newer one has followed: started again, it would take the devices back.
 SUPERSEDED_STATUS = 3
@@ -77,14 +133,14 @@ class _Child:
         is_watched: bool = False,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """``is_watched``: it sends signs of life (`heartbeat`), and is killed when it hangs."""
+        """``is_watched``: it sends signs of life, and is killed when it hangs."""
         self._environment = environment
         self._is_watched = is_watched
         self._command = list(command)
         self._own_session = own_session
         self._sockets = sockets
         self._process: subprocess.Popen[bytes] | None = None
-        self._heartbeat: heartbeat.Monitor | None = None
+        self._heartbeat: Monitor | None = None
         self._not_before = 0.0
         self.is_superseded = False
 
@@ -107,8 +163,8 @@ class _Child:
             environment = dict(self._environment)
             passed = pass_on(self._sockets, environment) if self._sockets else ()
             if self._is_watched:
-                self._heartbeat = heartbeat.Monitor()
-                environment[heartbeat.FD_VARIABLE] = str(self._heartbeat.writing)
+                self._heartbeat = Monitor()
+                environment[FD_VARIABLE] = str(self._heartbeat.writing)
                 passed = (*passed, self._heartbeat.writing)
             held_back = RELOAD if self._is_watched else frozenset[signal.Signals]()
             mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)  # a child inherits it

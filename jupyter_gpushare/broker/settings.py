@@ -10,8 +10,7 @@ from typing import Any
 from traitlets import Bool, Dict, Enum, Float, Integer, List, TraitError, Unicode, default, validate
 from traitlets.config import Application
 
-from jupyter_gpushare.broker.state.policy import Policy, parse_project
-from jupyter_gpushare.broker.state.receivers import Receivers, is_url
+from jupyter_gpushare.broker.state.policy import Policy, Receivers, is_url, parse_project
 from jupyter_gpushare.broker.state.records import LendingMode
 from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, WHOLE_GPU, Order
 from jupyter_gpushare.core.size import Size
@@ -21,7 +20,7 @@ from jupyter_gpushare.errors import InvalidRequest
 _SITE = Policy(projects=())
 
 
-class Settings(Application):
+class BrokerTraits(Application):
     """Configuration of `app.GPUShareBroker`, under that name."""
 
     config_file = Unicode("", help="Configuration file; may be the Hub's own jupyterhub_config.py.").tag(

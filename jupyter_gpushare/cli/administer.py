@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import argparse
 import csv
+import re
 import sys
 from contextlib import closing
-from typing import TYPE_CHECKING, Literal
+from datetime import datetime, timedelta
+from typing import IO, TYPE_CHECKING, Literal
 from urllib.parse import quote
 
 from jupyter_gpushare.cli.output import (
+    complain,
+    day_and_time,
     for_spreadsheets,
     lending_text,
+    note,
     print_job,
     print_json,
     print_table,
     project_text,
     say,
 )
-from jupyter_gpushare.cli.verbs import EXIT_OK, confirm, connect, shown_by
-from jupyter_gpushare.errors import NotFound
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, confirm, connect, shown_by
+from jupyter_gpushare.errors import Conflict, GpuShareError, NotFound, RequestError
+from jupyter_gpushare.gibibytes import gibibytes
 from jupyter_gpushare.messages import about, local, printable
 from jupyter_gpushare.protocol import wire
 
@@ -199,3 +205,258 @@ def _found(client: BlockingClient, id: str) -> wire.LeaseStatus:
 
 def _sentence(lease: wire.LeaseStatus) -> str:
     return about(local(lease.sentence, lease.sentence_texts), lease.user)
+
+
+# ---- `gpushare admin drain` and `undrain`: a GPU, or the machine, takes nothing new
+
+MACHINE = "machine"
+_CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
+
+
+def time_of_day(text: str) -> str:
+    """Return a time of the clock of this computer, like ``18:00``, or a day and time, as ISO 8601.
+
+    A time of the clock that is over today is that of tomorrow.
+
+    Raises:
+        argparse.ArgumentTypeError: it is neither.
+    """
+    now = datetime.now().astimezone()
+    if clock := _CLOCK.fullmatch(text.strip()):
+        at = now.replace(hour=int(clock[1]), minute=int(clock[2]), second=0, microsecond=0)
+        return (at if at > now else at + timedelta(days=1)).isoformat()
+    try:
+        return datetime.fromisoformat(text.strip()).astimezone().isoformat()
+    except (ValueError, OverflowError):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a time like 18:00 or 2026-11-22T18:00") from None
+
+
+def _print(answer: wire.Devices) -> None:
+    for device in answer.devices:
+        say(f"{device.uuid} ({device.name}): {_drains_sentence(device.drain)}")
+    if not answer.devices:
+        say("No GPU is known.")
+
+
+@shown_by(_print)
+def drain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
+    """Let a GPU or the machine take nothing new, and ask owners there to finish.
+
+    gpushare admin drain                        which take nothing new, and what is still there
+    gpushare admin drain GPU-5f2 --by 18:00     its UUID, or how that begins
+    gpushare admin drain machine
+    """
+    if args.by is not None and args.device is None:
+        args.parser.error("name the GPU, or `machine`")
+    known = client.get("devices", wire.Devices)
+    if args.device is None:
+        return known
+    request = wire.DrainRequest(until=args.by)
+    return client.put(_path(known, args.device), request, wire.Devices, repeatable=True)
+
+
+@shown_by(_print)
+def undrain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
+    """Let a GPU or the machine take work again.
+
+    gpushare admin undrain machine
+    """
+    path = _path(client.get("devices", wire.Devices), args.device)
+    return client.delete(path, wire.Devices, repeatable=True)
+
+
+def _path(known: wire.Devices, asked: str) -> str:
+    """Return the path of the machine, or of the GPU whose UUID begins with ``asked``.
+
+    Raises:
+        NotFound: there is none, or several.
+    """
+    uuids = [device.uuid for device in known.devices]
+    names = [MACHINE, *uuids]
+    found = [asked] if asked in names else [uuid for uuid in uuids if uuid.startswith(asked)]
+    if len(found) != 1:
+        what = "several GPUs begin" if found else "no GPU begins"
+        there = ", ".join(uuids) or "none"
+        raise NotFound(f"{what} with {asked!r}; there are: {there}. All together: {MACHINE}")
+    return f"devices/{quote(found[0], safe='')}/drain"
+
+
+def _drains_sentence(drain: wire.Drain | None) -> str:
+    if drain is None:
+        return "takes work."
+    there = f"{_count(drain.sessions, 'session')} and {_count(drain.jobs, 'job')} are still there"
+    asked = f", asked to finish by {day_and_time(drain.until)}" if drain.until and drain.sessions else ""
+    return f"takes nothing new, set by {drain.by} at {day_and_time(drain.at)}; {there}{asked}."
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+# ---- `gpushare admin owners`, `adopt` and `end`: jobs of users that are absent from the Hub
+
+
+def _owners_print(answer: wire.Owners) -> None:
+    if not answer.owners:
+        say("The Hub has the owners of all sessions and jobs.")
+        return
+    rows = [
+        [x.name, x.created or "unknown", str(x.jobs), str(x.others), "held" if x.held else "absent"]
+        for x in answer.owners
+    ]
+    print_table(["OWNER", "MADE AT", "WAITING JOBS", "OTHERS", ""], rows)
+
+
+@shown_by(_owners_print)
+def owners(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
+    """Owners of sessions and jobs that are absent from the Hub, or were made anew."""
+    return client.get("owners", wire.Owners)
+
+
+def adopt(args: argparse.Namespace) -> int:
+    """Give what belongs to such an owner to a user of the Hub.
+
+    gpushare admin adopt ada              to the ada of the Hub now
+    gpushare admin adopt ada --to lovelace
+    gpushare admin adopt --all            each to the present user of the name
+    """
+    if args.name is None and args.to is not None:
+        args.parser.error("--to goes with the name of one owner")
+    code = EXIT_OK
+    with closing(connect(args)) as client:
+        answer = client.get("owners", wire.Owners)
+        for name in _names(args, answer):
+            try:
+                answer = client.put(_owners_path(name), wire.Adoption(to=args.to), wire.Owners)
+            except RequestError as error:
+                if not args.all:
+                    raise
+                complain(args, error)
+                code = EXIT_REFUSED
+    print_json(answer) if args.json else _owners_print(answer)
+    return code
+
+
+@shown_by(_owners_print)
+def end(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
+    """Fail the waiting jobs of such an owner.
+
+    gpushare admin end ada
+    """
+    answer = client.get("owners", wire.Owners)
+    if names := _names(args, answer):
+        confirm(args, f"Fail the waiting jobs of {', '.join(names)}?")
+    for name in names:
+        answer = client.delete(_owners_path(name), wire.Owners)
+    return answer
+
+
+def _names(args: argparse.Namespace, answer: wire.Owners) -> list[str]:
+    if args.all == (args.name is not None):
+        args.parser.error("name the owner, or give --all")
+    return sorted({owner.name for owner in answer.owners}) if args.all else [args.name]
+
+
+def _owners_path(name: str) -> str:
+    return f"owners/{quote(name, safe='')}"
+
+
+# ---- `gpushare admin release`: processes that use a GPU without a lease ------
+
+
+def _processes_print(answer: wire.Devices | None) -> None:
+    if answer is None:
+        say("It was told to end.")
+        return
+    rows = [
+        [str(p.pid), str(p.uid), p.name, d.uuid, gibibytes(p.used_bytes) if p.used_bytes else "-", _what(p)]
+        for d in answer.devices
+        for p in d.unleased
+    ]
+    if rows:
+        print_table(["PID", "UID", "NAME", "GPU", "MEMORY", ""], rows)
+    else:
+        say("No process is known to use a GPU without a lease.")
+
+
+@shown_by(_processes_print)
+def release(client: BlockingClient, args: argparse.Namespace) -> wire.Devices | None:
+    """End a process that uses a GPU without a lease.
+
+    gpushare admin release           those that there are, and which are left alone
+    gpushare admin release 4711      SIGTERM, and SIGKILL 5 s later; asks first
+
+    Raises:
+        NotFound: there is no such process.
+        Conflict: there are several, on different machines.
+    """
+    answer = client.get("devices", wire.Devices)
+    if args.pid is None:
+        return answer
+    found = [(d, p) for d in answer.devices for p in d.unleased if p.pid == args.pid]
+    if not found:
+        raise NotFound(
+            f"No process {args.pid} uses a GPU without a lease; `gpushare admin release` lists them."
+        )
+    if len({process.process for _, process in found}) > 1:
+        gpus = ", ".join(device.uuid for device, _ in found)
+        raise Conflict(f"Processes {args.pid} of several machines use GPUs ({gpus}): use the service's page.")
+    device, process = found[0]
+    what = f"process {process.pid} ({process.name}) of uid {process.uid} on GPU {device.uuid}"
+    confirm(args, f"End {what}? What it has not saved is lost.")
+    path = f"devices/{quote(device.uuid, safe='')}/processes/{process.process}"
+    answer = client.delete(path, wire.Devices, repeatable=True)
+    return answer if args.json else None
+
+
+def _what(process: wire.UnleasedProcess) -> str:
+    if process.kept:
+        return f"left alone: {process.kept}"
+    return "told to end" if process.ending else ""
+
+
+# ---- `gpushare admin export`: what ran on this site, as a trace for `gpushare simulate`
+
+_MINUTE_S = 60.0
+_COLUMNS = ("num_gpu", "submit_time", "duration", "session", "user", "project", "gpus")
+
+
+def export(args: argparse.Namespace) -> int:
+    """What ran on this site, as a trace for `gpushare simulate`.
+
+    gpushare admin export jobs jobs.csv
+    gpushare simulate jobs jobs.csv --gpus 8
+    gpushare admin export cells cells.csv
+    gpushare simulate notebooks cells.csv --gpus 8 --jobs jobs.csv --idle-timeout 900
+
+    Raises:
+        GpuShareError: the file is there already, or cannot be written.
+    """
+    params = {"names": 1} if args.names else {}
+    with closing(connect(args)) as client:
+        answer = client.get(f"trace/{args.kind}", wire.Trace, params=params)
+    if args.json:
+        print_json(answer)
+        return EXIT_OK
+    if args.file == "-":
+        _write(sys.stdout, args.kind, answer)
+    else:
+        try:
+            with open(args.file, "x", encoding="utf-8", newline="") as file:
+                _write(file, args.kind, answer)
+        except OSError as error:
+            raise GpuShareError(f"{args.file}: {error.strerror}") from None
+    left = f"; {answer.left_out} never ran and are left out" if answer.left_out else ""
+    note(f"{len(answer.rows)} rows, the first at {answer.since or 'no time'}{left}.")
+    return EXIT_OK
+
+
+def _write(file: IO[str], kind: str, answer: wire.Trace) -> None:
+    # The simulator reads jobs in seconds, and cells in minutes.
+    unit_s = 1.0 if kind == "jobs" else _MINUTE_S
+    table = csv.writer(file, lineterminator="\n")
+    table.writerow(_COLUMNS)
+    for row in answer.rows:
+        times = (f"{seconds / unit_s:.6f}" for seconds in (row.submit_s, row.duration_s))
+        names = (for_spreadsheets(text) for text in (row.session, row.user, row.project))
+        table.writerow([row.num_gpu, *times, *names, f"{row.gpus:g}"])

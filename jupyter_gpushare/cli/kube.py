@@ -25,9 +25,7 @@ from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.cluster import queue_projects
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli.checks import named, report
-from jupyter_gpushare.cli.kube_canary import NAME, canary
-from jupyter_gpushare.cli.kube_checks import examine
-from jupyter_gpushare.cli.kube_hub import BrokerPod, hub_checks, not_examined
+from jupyter_gpushare.cli.kube_checks import NAME, BrokerPod, canary, examine, hub_checks, not_examined
 from jupyter_gpushare.cli.options import JSON
 from jupyter_gpushare.cli.output import print_json
 from jupyter_gpushare.command_line import Option, Parser, Verb

@@ -5,11 +5,15 @@ They ask the API server only, with the rights that the broker has.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import asyncio
+import ipaddress
+import secrets
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from jupyter_gpushare.backends.helper_client import Address, HelperClient
+from jupyter_gpushare.backends.helper_client import HelperAddress, HelperClient
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import (
     CLUSTER_POLICIES,
@@ -23,18 +27,255 @@ from jupyter_gpushare.backends.kubernetes.client import (
     Resource,
 )
 from jupyter_gpushare.backends.kubernetes.helpers import Helpers
-from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, Node, Object
+from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, HOSTNAME, Node, Object
 from jupyter_gpushare.backends.kubernetes.queues import in_force, misplaced, missing, priority_classes
 from jupyter_gpushare.backends.kubernetes.readiness import shares_gpus
-from jupyter_gpushare.backends.kubernetes.surroundings import ENV_ACCEPTED
+from jupyter_gpushare.backends.kubernetes.surroundings import (
+    ENV_ACCEPTED,
+    Claim,
+    Deployment,
+    NetworkPolicy,
+    Peer,
+    PolicyRule,
+)
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import checks
-from jupyter_gpushare.cli.checks import Check, Probe, fail, ok, warn
-from jupyter_gpushare.cli.kube_hub import BROKER
+from jupyter_gpushare.cli.checks import Check, Probe, fail, named, ok, warn
 from jupyter_gpushare.core.kube.pools import LABEL
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError, HelperError
-from jupyter_gpushare.protocol.helper import Hello
+from jupyter_gpushare.protocol.helper import Hello, Inventory
+
+# ---- checks of the Hub's namespace, from what ``kubectl get -o json`` prints of it
+# The broker has no right to read there, and needs none: an administrator pipes the objects in.
+
+COMMAND = "kubectl -n HUB get deployments,persistentvolumeclaims,networkpolicies -o json"
+# Labels of pods and claims in JupyterHub's chart, and of the broker in ours.
+_COMPONENT = "component"
+BROKER = {"app.kubernetes.io/name": "gpushare-broker"}
+_USER = "hub.jupyter.org/username"
+_NAMESPACE = "kubernetes.io/metadata.name"
+
+
+@dataclass(frozen=True, slots=True)
+class BrokerPod:
+    """Where network policies find the broker; ``address`` may be unknown (empty)."""
+
+    namespace: str
+    address: str
+    http_port: int
+    tls_port: int
+
+
+def hub_checks(objects: Iterable[Object], broker: BrokerPod) -> list[Check]:
+    """Return one check per thing in the Hub's namespace that can be wrong."""
+    found = list(objects)
+    return named(
+        {
+            "hub-scheduler": _scheduler([each for each in found if isinstance(each, Deployment)]),
+            "hub-homes": _homes([each for each in found if isinstance(each, Claim)]),
+            "hub-network": _network([each for each in found if isinstance(each, NetworkPolicy)], broker),
+        }
+    )
+
+
+def not_examined() -> list[Check]:
+    """Return that the Hub's namespace was not examined, and how to do it."""
+    advice = f"{COMMAND} | gpushare kube check --hub -"
+    return named({"hub": warn("The Hub's namespace was not examined.", advice)})
+
+
+def _scheduler(deployments: list[Deployment]) -> Check:
+    for each in deployments:
+        if each.metadata.labels.get(_COMPONENT) == "user-scheduler" and each.spec.replicas:
+            return fail(
+                f"JupyterHub's own scheduler ({each.metadata.name}) places servers.",
+                "set scheduling.userScheduler.enabled to false in the values of JupyterHub's chart",
+            )
+    return ok("Servers are placed by the cluster's own scheduler.")
+
+
+def _homes(claims: list[Claim]) -> Check:
+    homes = [each for each in claims if each.metadata.labels.get(_COMPONENT) == "singleuser-storage"]
+    if single := [each.metadata.name for each in homes if "ReadWriteMany" not in each.spec.access_modes]:
+        return fail(
+            f"Homes that one node at a time can mount: {_some(single)}. A job runs on another one.",
+            "make them ReadWriteMany (singleuser.storage.dynamic.storageAccessModes)",
+        )
+    of_user: dict[str, set[str]] = defaultdict(set)
+    for each in homes:
+        of_user[each.metadata.annotations.get(_USER, each.metadata.name)].add(each.metadata.name)
+    if several := [user for user, names in of_user.items() if len(names) > 1]:
+        return fail(
+            f"A home for each server, of {_some(several)}: a second server begins with an empty one.",
+            "set singleuser.storage.dynamic.pvcNameTemplate to claim-{username}",
+        )
+    return ok(f"{len(homes)} homes, one for each user." if homes else "There is no home yet.")
+
+
+def _network(policies: list[NetworkPolicy], broker: BrokerPod) -> Check:
+    cut = [
+        f"{component} to the broker's port {port}"
+        for component, port in (
+            ("singleuser-server", broker.tls_port),
+            ("hub", broker.tls_port),
+            ("proxy", broker.http_port),
+        )
+        if not _is_let(policies, component, "Egress", broker, {port})
+    ]
+    if not _is_let(policies, "hub", "Ingress", broker, {8081, "http"}):
+        cut.append("the broker to the Hub's port 8081")
+    if cut:
+        return fail(
+            f"Network policies of the Hub's namespace cut: {', '.join(cut)}.",
+            "add the rules of helm-values/z2jh.yaml (networkPolicy)",
+        )
+    return ok("Its network policies let the Hub, its proxy and servers reach the broker.")
+
+
+def _is_let(
+    policies: list[NetworkPolicy], component: str, way: str, broker: BrokerPod, ports: set[int | str]
+) -> bool:
+    mine = [
+        each.spec
+        for each in policies
+        if each.spec.pod_selector.matches({_COMPONENT: component, "app": "jupyterhub"} | _release(each))
+        and way in each.spec.policy_types
+    ]
+    rules = [rule for spec in mine for rule in (spec.egress if way == "Egress" else spec.ingress)]
+    return not mine or any(_lets(rule, way, broker, ports) for rule in rules)
+
+
+def _release(policy: NetworkPolicy) -> dict[str, str]:
+    """Labels that a policy selects beside the component: those of its release."""
+    wanted = policy.spec.pod_selector.match_labels
+    return {key: value for key, value in wanted.items() if key != _COMPONENT}
+
+
+def _lets(rule: PolicyRule, way: str, broker: BrokerPod, ports: set[int | str]) -> bool:
+    peers = rule.to if way == "Egress" else rule.from_
+    at_port = not rule.ports or any(each.lets(ports) for each in rule.ports)
+    return at_port and (not peers or any(_is_broker(peer, broker) for peer in peers))
+
+
+def _is_broker(peer: Peer, broker: BrokerPod) -> bool:
+    if peer.ip_block is not None:
+        return (
+            bool(broker.address)
+            and _in(peer.ip_block.cidr, broker.address)
+            and not any(_in(each, broker.address) for each in peer.ip_block.except_)
+        )
+    if peer.namespace_selector is None or not peer.namespace_selector.matches({_NAMESPACE: broker.namespace}):
+        return False
+    return peer.pod_selector is None or peer.pod_selector.matches(BROKER)
+
+
+def _in(network: str, address: str) -> bool:
+    return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(sorted(names)[:5])
+
+
+# ---- the canary of ``gpushare kube check --canary``: a pod that is told a GPU as a server is
+# It requests no GPU, like the pod of a server, and asks the driver which it sees.  Each form of
+# ``c.GPUShareKubeSpawner.gpu_names`` is tried until one works: what settings of the GPU operator make of
+# it is known only then.
+
+NAME = "canary"
+# With an image that the node has: the device helper runs there.
+PATIENCE_S = 60.0
+_LOOK_S = 0.5
+_CDI_KIND = "k8s.device-plugin.nvidia.com/gpu"
+_FORMS = ("cdi", "uuid", "annotation")
+
+
+async def canary(kube: GPUShareKube, patience_s: float = PATIENCE_S) -> Check:
+    """Return which form shows a pod exactly the GPU that it was told.
+
+    Raises:
+        KubeError: no API server is configured, or its file cannot be read.
+    """
+    client = ApiClient(kube.address(), deadline_s=5.0)
+    try:
+        node, uuid = await _gpu(client, kube)
+        for form in _FORMS:
+            if await _sees(client, kube, _pod(kube, form, node, uuid), patience_s):
+                setting = f'c.GPUShareKubeSpawner.gpu_names = "{form}"'
+                return ok(f"A pod on {node} sees its GPU alone with {setting}.")
+    except GpuShareError as error:
+        return warn(f"No pod can be tried: {error}.", "mend the checks above first")
+    finally:
+        await client.close()
+    return fail(
+        f"A pod on {node} that is told its GPU does not see exactly that one ({', '.join(_FORMS)}).",
+        f"look at the runtime class {kube.seat_runtime_class}, and at cdi and toolkit of the GPU operator",
+    )
+
+
+async def _gpu(client: ApiClient, kube: GPUShareKube) -> tuple[str, str]:
+    """Return the node with most GPUs, where seeing too many shows, and one of them."""
+    pods = (await client.list(PODS, kube.namespace, kube.helper_selector)).items
+    helpers = Helpers(client, kube.helpers()).of(pods)
+    found = {node: (await _inventory(address)).devices for node, address in sorted(helpers.items())}
+    if not any(found.values()):
+        raise GpuShareError("no device helper has a GPU")
+    node = max(found, key=lambda each: len(found[each]))
+    return node, found[node][0].uuid
+
+
+async def _inventory(address: HelperAddress) -> Inventory:
+    """Ask with the epoch of the broker that the helper obeys, which stays the newest."""
+    hello = await HelperClient(address, lambda: 0).ask("hello", None, Hello)
+    return await HelperClient(address, lambda: hello.epoch).ask("inventory", None, Inventory)
+
+
+def _pod(kube: GPUShareKube, form: str, node: str, uuid: str) -> dict[str, Any]:
+    """Return the pod; without the label of seats, so that no broker takes it for one."""
+    name = f"gpushare-canary-{secrets.token_hex(8)}"
+    told = uuid if form == "uuid" else f"{_CDI_KIND}={uuid}"
+    by_annotation = form == "annotation"
+    container = {
+        "name": NAME,
+        "image": kube.seat_image,
+        "args": [NAME, uuid],
+        "resources": kube.seat_resources,
+        "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void" if by_annotation else told}],
+    }
+    spec = {
+        "restartPolicy": "Never",
+        "runtimeClassName": kube.seat_runtime_class,
+        "automountServiceAccountToken": False,
+        "enableServiceLinks": False,
+        "nodeSelector": {HOSTNAME: node},
+        "tolerations": kube.seat_tolerations,
+        "containers": [container],
+    }
+    annotations = {f"nvidia.cdi.k8s.io/container.{NAME}": told} if by_annotation else {}
+    metadata = {"name": name, "annotations": annotations}
+    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
+
+
+async def _sees(client: ApiClient, kube: GPUShareKube, pod: dict[str, Any], patience_s: float) -> bool:
+    """Return whether the pod ends and says that it sees its GPU alone; it is deleted in any case."""
+    name = pod["metadata"]["name"]
+    try:
+        await client.create(PODS, kube.namespace, pod)
+        async with asyncio.timeout(patience_s):
+            while True:
+                pods = (await client.list(PODS, kube.namespace)).items
+                found = next((each for each in pods if each.metadata.name == name), None)
+                if found is None or found.has_ended:
+                    return found is not None and found.status.phase == "Succeeded"
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        return False
+    finally:
+        await client.delete(PODS, kube.namespace, name)
+
+
+# ---- the cluster -------------------------------------------------------------
 
 T = TypeVar("T", bound=Object)
 
@@ -58,7 +299,7 @@ _APPLY = "gpushare kube queues --config FILE | kubectl apply -f -"
 
 
 @dataclass(frozen=True, slots=True)
-class Cluster:
+class CheckedCluster:
     """What the checks look at."""
 
     client: ApiClient
@@ -74,14 +315,14 @@ async def examine(kube: GPUShareKube, projects: Sequence[Project], levels: int) 
         KubeError: no API server is configured, or its file cannot be read.
     """
     client = ApiClient(kube.address(), deadline_s=5.0)
-    cluster = Cluster(client, kube, projects, levels)
+    cluster = CheckedCluster(client, kube, projects, levels)
     try:
         return await checks.examine(_CHECKS, cluster, unreadable=_NO_RIGHT, gate="api-server")
     finally:
         await client.close()
 
 
-async def _api_server(cluster: Cluster) -> Check:
+async def _api_server(cluster: CheckedCluster) -> Check:
     try:
         await cluster.client.list(PODS, cluster.kube.namespace)
     except KubeError as error:
@@ -94,7 +335,7 @@ async def _api_server(cluster: Cluster) -> Check:
     return ok("It answers, and lets the broker read its namespace.")
 
 
-async def _rights(cluster: Cluster) -> Check:
+async def _rights(cluster: CheckedCluster) -> Check:
     lacking = []
     for rights, namespace in ((RIGHTS, cluster.kube.namespace), (CLUSTER_RIGHTS, "")):
         for verb, group, resource in rights:
@@ -105,7 +346,7 @@ async def _rights(cluster: Cluster) -> Check:
     return fail(f"This account may not: {', '.join(lacking)}.", "add these verbs to the broker's Role")
 
 
-async def _queues(cluster: Cluster) -> Check:
+async def _queues(cluster: CheckedCluster) -> Check:
     try:
         there = {queue.metadata.name: queue for queue in (await cluster.client.list(QUEUES)).items}
     except KubeError as error:
@@ -131,7 +372,7 @@ async def _queues(cluster: Cluster) -> Check:
     return ok("Every project has its Queues, with the configured numbers.")
 
 
-async def _priority_classes(cluster: Cluster) -> Check:
+async def _priority_classes(cluster: CheckedCluster) -> Check:
     there = {found.metadata.name for found in (await cluster.client.list(PRIORITY_CLASSES)).items}
     lost = [
         c["metadata"]["name"] for c in priority_classes(cluster.levels) if c["metadata"]["name"] not in there
@@ -141,7 +382,7 @@ async def _priority_classes(cluster: Cluster) -> Check:
     return ok("All are there.")
 
 
-async def _consolidation(cluster: Cluster) -> Check:
+async def _consolidation(cluster: CheckedCluster) -> Check:
     shards = (await cluster.client.list(SHARDS)).items
     moving = [shard.metadata.name for shard in shards if shard.spec.consolidates]
     if not moving:
@@ -154,7 +395,7 @@ async def _consolidation(cluster: Cluster) -> Check:
     )
 
 
-async def _sharing(cluster: Cluster) -> Check:
+async def _sharing(cluster: CheckedCluster) -> Check:
     if await shares_gpus(cluster.client):
         return ok("KAI gives out parts of GPUs.")
     return fail(
@@ -163,7 +404,7 @@ async def _sharing(cluster: Cluster) -> Check:
     )
 
 
-async def _variable(cluster: Cluster) -> Check:
+async def _variable(cluster: CheckedCluster) -> Check:
     """Whether a server may be told its GPUs in NVIDIA_VISIBLE_DEVICES."""
     for found in await _listed(cluster, CONFIGS):
         if found.spec.admission.block_nvidia_visible_devices:
@@ -187,7 +428,7 @@ async def _variable(cluster: Cluster) -> Check:
     return ok("Servers can be told their GPUs.")
 
 
-async def _listed(cluster: Cluster, kind: Resource[T]) -> list[T]:
+async def _listed(cluster: CheckedCluster, kind: Resource[T]) -> list[T]:
     """All objects of a kind; none where the cluster does not have it."""
     try:
         return (await cluster.client.list(kind)).items
@@ -197,7 +438,7 @@ async def _listed(cluster: Cluster, kind: Resource[T]) -> list[T]:
         raise
 
 
-async def _one_broker(cluster: Cluster) -> Check:
+async def _one_broker(cluster: CheckedCluster) -> Check:
     selector = ",".join(f"{key}={value}" for key, value in BROKER.items())
     pods = (await cluster.client.list(PODS, cluster.kube.namespace, selector)).items
     running = [
@@ -211,7 +452,7 @@ async def _one_broker(cluster: Cluster) -> Check:
     return ok("No second broker runs.")
 
 
-async def _helpers(cluster: Cluster) -> Check:
+async def _helpers(cluster: CheckedCluster) -> Check:
     kube = cluster.kube
     try:
         site = kube.helpers()
@@ -236,7 +477,7 @@ async def _helpers(cluster: Cluster) -> Check:
     return ok(f"They answer on {len(addresses)} nodes.")
 
 
-async def _answers(address: Address) -> bool:
+async def _answers(address: HelperAddress) -> bool:
     try:
         await HelperClient(address, lambda: 0).ask("hello", None, Hello)
     except HelperError:
@@ -244,7 +485,7 @@ async def _answers(address: Address) -> bool:
     return True
 
 
-async def _nodes(cluster: Cluster) -> Check:
+async def _nodes(cluster: CheckedCluster) -> Check:
     nodes = (await cluster.client.list(NODES)).items
     having = {node.metadata.name: count for node in nodes if (count := _gpus(node))}
     if not having:
@@ -270,7 +511,7 @@ def _gpus(node: Node) -> int:
     return int(said) if said.isascii() and said.isdigit() else 0
 
 
-async def _seats(cluster: Cluster) -> Check:
+async def _seats(cluster: CheckedCluster) -> Check:
     if not cluster.kube.seat_image:
         return fail(
             "No image for seats is configured.",
@@ -279,7 +520,7 @@ async def _seats(cluster: Cluster) -> Check:
     return ok(f"Their image is {cluster.kube.seat_image}.")
 
 
-_CHECKS: dict[str, Probe[Cluster]] = {
+_CHECKS: dict[str, Probe[CheckedCluster]] = {
     "api-server": _api_server,
     "rights": _rights,
     "queues": _queues,

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from jupyter_gpushare import __version__
-from jupyter_gpushare.cli import queue, sessions, verbs
-from jupyter_gpushare.cli.admin_parser import ADMIN
+from jupyter_gpushare.cli import administer, verbs
+from jupyter_gpushare.cli.administer import MODES
 from jupyter_gpushare.cli.options import (
     JOB,
     MEMORY,
@@ -16,6 +16,7 @@ from jupyter_gpushare.cli.options import (
     PRIORITY,
     PROFILE,
     SERVER,
+    YES,
     job_id,
     limit,
     pair,
@@ -23,6 +24,66 @@ from jupyter_gpushare.cli.options import (
 )
 from jupyter_gpushare.command_line import OneOf, Option, Parser, Verb, count
 from jupyter_gpushare.core.model import CheckpointMode
+
+# ---- the verbs of `gpushare admin`, with their options -----------------------
+
+_LEASE = Option("ID", "as `gpushare admin leases` shows it", job_id)
+_GPU = "UUID, its beginning, or `machine` for all"
+_OWNER = (
+    Option("[OWNER]", "as `gpushare admin owners` shows it", dest="name"),
+    Option("--all", "all of them"),
+)
+
+ADMIN = (
+    Verb(administer.lending, Option("[mode]", kind=[*MODES, "default"])),
+    Verb(administer.leases),
+    Verb(administer.wake, _LEASE),
+    Verb(administer.lend, _LEASE),
+    Verb(administer.stop, _LEASE, YES),
+    Verb(
+        administer.priority,
+        Option("JOB", kind=job_id, dest="id"),
+        Option("N", "-100 to 100", PRIORITY, dest="priority"),
+    ),
+    Verb(
+        administer.drain,
+        Option("[GPU]", _GPU, dest="device"),
+        Option("--by TIME", "like 18:00; stops nothing", administer.time_of_day),
+    ),
+    Verb(administer.undrain, Option("GPU", _GPU, dest="device")),
+    Verb(administer.release, Option("[PID]", "as `gpushare admin release` shows it", int), YES),
+    Verb(administer.owners),
+    Verb(administer.adopt, Option("--to USER", "another name at the Hub"), *_OWNER),
+    Verb(administer.end, YES, *_OWNER),
+    Verb(
+        administer.usage,
+        Option("--by COLUMNS", "of user, project, gpu and day or month, with commas"),
+        Option("--since DAY", "the first, like 2026-11-01 (UTC)"),
+        Option("--until DAY", "the last (default: today)"),
+        Option("--user NAME", "only of this user"),
+        Option("--project P", "only of this project"),
+        Option("--csv", "print CSV"),
+    ),
+    Verb(
+        administer.export,
+        Option("kind", "ended jobs, or the work of sessions", ["jobs", "cells"]),
+        Option("FILE", "is made anew; -: the output"),
+        Option("--names", "of users and projects; else they are numbered"),
+    ),
+    Verb(
+        administer.quota,
+        Option("[PROJECT]"),
+        Option("--quota G", "guaranteed GPUs", float),
+        Option("--weight N", "share of what is over", count(0, 1_000)),
+        Option("--limit G", "the most GPUs that it may hold", float),
+        Option("--priority-max N", "highest priority that members give to jobs", count(0, 100)),
+        Option("--force", "also more than the machine has"),
+        Option("--reset", "take all changes back"),
+    ),
+)
+
+
+# ---- users -------------------------------------------------------------------
 
 _SUBMIT: tuple[Option | OneOf, ...] = (
     Option("-p --parameter NAME=VALUE ...", "of the notebook; may be repeated", pair, dest="parameters"),
@@ -74,9 +135,9 @@ VERBS = (
     ),
     Verb(verbs.retry, JOB),
     Verb(verbs.show, JOB),
-    Verb(queue.cancel, Option("ID ...", "of the jobs, as `gpushare jobs` shows them", job_id, dest="ids")),
+    Verb(verbs.cancel, Option("ID ...", "of the jobs, as `gpushare jobs` shows them", job_id, dest="ids")),
     Verb(
-        queue.edit,
+        verbs.edit,
         JOB,
         OneOf(Option("--gpus G", "0.5, 1/4 or 2; several are given together"), MEMORY, PROFILE),
         Option("--project P", "it goes to the end of that project's queue"),
@@ -84,7 +145,7 @@ VERBS = (
         Option("--max-run TIME", "like 30m, 4h or 2d; none: no maximum", limit),
     ),
     Verb(
-        queue.move,
+        verbs.move,
         JOB,
         OneOf(
             Option("--before JOB", "to start before this one", job_id),
@@ -96,15 +157,15 @@ VERBS = (
             required=True,
         ),
     ),
-    Verb(sessions.wake, SERVER),
+    Verb(verbs.wake, SERVER),
     Verb(
-        sessions.keep,
+        verbs.keep,
         Option("--minutes N", "default 30; 0: not any more", count(0, 1_440), default=30),
         SERVER,
     ),
-    Verb(sessions.lend, SERVER),
+    Verb(verbs.lend, SERVER),
     Verb(
-        sessions.resize,
+        verbs.resize,
         OneOf(
             Option("--gpus G", "a part of the GPU like 0.5 or 1/4; 1: all of it"),
             Option("--memory SIZE", "GPU memory instead, like 20GiB"),
@@ -113,8 +174,8 @@ VERBS = (
         Option("--borrow", "it may sleep when others need the GPU, if it is over the quota"),
         SERVER,
     ),
-    Verb(sessions.usage),
-    Verb(sessions.sleep, Option("may", kind=["never", "allow"]), SERVER),
+    Verb(verbs.usage),
+    Verb(verbs.sleep, Option("may", kind=["never", "allow"]), SERVER),
     Verb(
         verbs.doctor,
         Option("--site", "check the configuration of Hub and broker"),

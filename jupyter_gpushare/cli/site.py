@@ -9,22 +9,344 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import pwd
+import re
+import shlex
 import stat
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
-from jupyter_gpushare import channel, native
-from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.state.policy import Policy, beyond_machine, parse_project
-from jupyter_gpushare.broker.state.schema import database_trouble, stored_overrides
+from jupyter_gpushare import channel, native, procfs
+from jupyter_gpushare.backends.base import HubError
+from jupyter_gpushare.backends.hub import HubClient
+from jupyter_gpushare.broker.app import GPUShareBroker, hub_base_url
+from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig, beyond_machine, parse_project
+from jupyter_gpushare.broker.state.store import database_trouble, stored_overrides
+from jupyter_gpushare.channel import api_url
 from jupyter_gpushare.cli import checks
-from jupyter_gpushare.cli import site_services as services
 from jupyter_gpushare.cli.checks import Check, Probe, fail, warn
-from jupyter_gpushare.cli.site_facts import SERVICE, Files, Found, Machine, Site
+from jupyter_gpushare.client import BlockingClient
 from jupyter_gpushare.core.model import WHOLE_GPU
-from jupyter_gpushare.errors import GpuShareError, InvalidRequest
+from jupyter_gpushare.errors import GpuShareError, InvalidRequest, NotSetUp
 from jupyter_gpushare.hub import broker_access, compat, contract
 from jupyter_gpushare.hub.spawner import JOBS_SCOPE, GPUShareMixin
+from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
 from jupyter_gpushare.messages import gibibytes
+from jupyter_gpushare.protocol import wire
+
+# ---- what ``gpushare doctor --site`` looks at: both configurations, files, and this machine
+
+SERVICE = "gpushare"
+_HUB_S = 5.0
+_LISTENS = "0A"  # TCP_LISTEN
+
+# A check yields what is wrong, or nothing.
+Found = Iterator[Check]
+
+
+@dataclass(frozen=True, slots=True)
+class SiteMachine:
+    """Facts about this machine for the checks; ``driver`` is empty where none is found."""
+
+    gpu_memory_bytes: tuple[int, ...]
+    ram_bytes: int
+    driver: str
+    cgroup_v2: bool
+    # What a Hub that runs refuses to a token (with the broker's environment), and the remedy; whether a
+    # broker that runs has not the API at an address (with its certificate); uids that listen at a port.
+    ask_hub: Callable[[str, str, Mapping[str, str]], tuple[str, str] | None] = lambda *_: None
+    ask_broker: Callable[[str, str], str] = lambda *_: ""
+    listeners: Callable[[int], frozenset[int]] = lambda _port: frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Files:
+    """Where an installation keeps what no configuration names."""
+
+    broker_environment: Path = Path("/etc/gpushare/broker.env")
+    units: Path = Path("/etc/systemd/system")
+
+
+@dataclass(frozen=True, slots=True)
+class SiteFacts:
+    """The configurations of Hub and broker, and the machine."""
+
+    hub: Any  # JupyterHub with its configuration
+    broker: GPUShareBroker
+    projects: tuple[ProjectConfig, ...]
+    machine: SiteMachine
+    files: Files
+
+    @property
+    def spawner(self) -> dict[str, Any]:
+        """Settings of the mixin."""
+        return {
+            name: self.hub.config.GPUShareMixin.get(name, "")
+            for name in ("broker_url", "broker_token_file", "broker_certificate_file")
+        }
+
+    def service(self) -> dict[str, Any] | None:
+        """The broker as a service of the Hub."""
+        return next((each for each in self.hub.services if each.get("name") == SERVICE), None)
+
+
+def this_machine() -> SiteMachine:
+    """Return the facts about this machine as they are now."""
+    from jupyter_gpushare.errors import DeviceError
+    from jupyter_gpushare.gpu.driver.nvml import Nvml
+
+    try:
+        nvml = Nvml()
+        driver, memory = nvml.driver, tuple(gpu.memory_bytes for gpu in nvml.gpus)
+    except DeviceError:
+        driver, memory = "", ()
+    return SiteMachine(
+        gpu_memory_bytes=memory,
+        ram_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        driver=driver,
+        cgroup_v2=Path("/sys/fs/cgroup/cgroup.controllers").is_file(),
+        ask_hub=ask_hub,
+        ask_broker=ask_broker,
+        listeners=listeners,
+    )
+
+
+def ask_hub(url: str, token: str, env: Mapping[str, str]) -> tuple[str, str] | None:
+    """Return what a running Hub refuses to this token, and the remedy; None: nothing, or no Hub runs.
+
+    ``env`` is the broker's: it names the certificates of the Hub's internal TLS.
+
+    Raises:
+        GpuShareError: they cannot be used.
+    """
+
+    async def ask() -> tuple[str, str] | None:
+        client = HubClient(url, token, timeout_s=_HUB_S, tls=internal_tls(env))
+        try:
+            await client.servers()
+        except HubError as error:
+            return (f"{error}.", error.remedy) if error.remedy else None
+        finally:
+            await client.close()
+        return None
+
+    return asyncio.run(ask())
+
+
+def ask_broker(url: str, certificate: str) -> str:
+    """Return why what listens at a spawner's address is not its broker; empty: it is, or nothing answers."""
+    try:
+        with contextlib.closing(
+            BlockingClient(api_url(url), "", certificate=certificate, retry_s=0.0)
+        ) as client:
+            client.get("health", wire.Health)
+    except NotSetUp as error:
+        return str(error)
+    except GpuShareError:
+        return ""  # of a broker that does not run, other checks say so
+    return ""
+
+
+def listeners(port: int) -> frozenset[int]:
+    """Return the uids of the sockets that listen at a port of this machine (proc(5), net/tcp)."""
+    rows: list[list[str]] = []
+    for table in ("net/tcp", "net/tcp6"):
+        with contextlib.suppress(OSError):
+            rows += [line.split() for line in Path(procfs.path(0, table)).read_text().splitlines()[1:]]
+    ours = [row for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port]
+    return frozenset(int(row[7]) for row in ours)
+
+
+# ---- checks of a site's services: tokens and answers of the Hub, units, sockets and ports
+
+_VARIABLE = "JUPYTERHUB_API_TOKEN="
+_BROKER_UNIT, _HELPER_UNIT = "gpushare-broker.service", "gpushare-helper.service"
+# What each unit must have, and why.
+_UNIT_LINES = {
+    _BROKER_UNIT: {
+        "Type=notify": "systemd would not wait until the broker answers",
+        "WatchdogSec=": "a broker that hangs would not be replaced",
+        "Requires=gpushare-broker.socket": "the broker's port would be free while it restarts",
+    },
+    "gpushare-broker.socket": {"ListenStream=/": "the Hub would have no socket of the broker"},
+    _HELPER_UNIT: {
+        "RuntimeDirectoryPreserve=yes": "a restart would take the limits of running servers away",
+        "StateDirectory=": "suspended sessions would be lost at a restart",
+    },
+    "jupyterhub.service": {
+        "KillMode=process": "stopping the Hub would kill every server and every job",
+        "OOMPolicy=continue": "one kernel that is killed for want of memory would take the Hub down",
+    },
+}
+
+
+def api_token(site: SiteFacts) -> Found:
+    """Yield what is wrong with the API token of the broker: its file, the Hub's copy, the Hub's answer."""
+    service, path = site.service() or {}, site.files.broker_environment
+    if service.get("command") or not service.get("api_token"):
+        return  # the Hub starts the broker and gives it a token; or the check of the service has said it
+    try:
+        about, text = path.stat(), path.read_text(errors="replace")
+    except OSError as error:
+        yield fail(
+            f"{path} cannot be read: {error.strerror}.",
+            "docs/admin.md, 2: JUPYTERHUB_API_TOKEN=..., mode 0600",
+        )
+        return
+    if stat.S_IMODE(about.st_mode) & 0o077:
+        yield fail(f"Others can read the Hub API token in {path}.", f"chmod 600 {path}")
+    found = [line.partition("=")[2].strip() for line in text.splitlines() if line.startswith(_VARIABLE)]
+    if found[-1:] != [service["api_token"]]:
+        yield fail(
+            f"The Hub's configuration and {path} have different API tokens.",
+            "let the configuration read this file (docs/admin.md, 3), and restart both",
+        )
+
+
+def hub_answer(site: SiteFacts) -> Found:
+    """What a running Hub says to the broker's token; a Hub that does not run is not a fault here."""
+    service, env = site.service() or {}, _broker_environment(site)
+    if token := service.get("api_token"):
+        scheme, host = "https" if site.hub.internal_ssl else "http", site.hub.hub_ip or "127.0.0.1"
+        host = f"[{host}]" if ":" in host else host
+        url = f"{scheme}://{host}:{site.hub.hub_port}{site.hub.base_url}hub/api"
+        with contextlib.suppress(GpuShareError):  # the check of internal TLS has said it
+            if remedy := site.machine.ask_hub(env.get("JUPYTERHUB_API_URL", url), token, env):
+                yield fail(*remedy)
+
+
+def hub_address(site: SiteFacts) -> Found:
+    """Yield what an external broker knows wrongly of the Hub's addresses: its page could not be used."""
+    service, hub, env = site.service() or {}, site.hub, _broker_environment(site)
+    if service.get("command") or not (api := env.get("JUPYTERHUB_API_URL")):
+        return
+    where = f"in {site.files.broker_environment}"
+    if hub_base_url(api) != hub.base_url:
+        yield fail(
+            f"The Hub's base_url is {hub.base_url}, and JUPYTERHUB_API_URL of the broker is {api}.",
+            f"set JUPYTERHUB_API_URL {where} to an address that ends with {hub.base_url}hub/api",
+        )
+    if not hub.subdomain_host:
+        return
+    parts = urlsplit(hub.subdomain_host)
+    domain = hub.subdomain_hook(SERVICE, parts.hostname, kind="service")
+    origin = f"{parts.scheme}://{domain}{f':{parts.port}' if parts.port else ''}"
+    for name, value in (
+        ("JUPYTERHUB_HOST", hub.subdomain_host),
+        ("JUPYTERHUB_OAUTH_CALLBACK_URL", f"{origin}{hub.base_url}services/{SERVICE}/oauth_callback"),
+    ):
+        if env.get(name) != value:
+            yield fail(
+                f"c.JupyterHub.subdomain_host is set, and {name} of the broker is not.",
+                f"{name}={value} {where}",
+            )
+
+
+def internal_ssl(site: SiteFacts) -> Found:
+    """Yield what an external broker lacks to talk to a Hub with internal TLS."""
+    service, path = site.service() or {}, site.files.broker_environment
+    if service.get("command") or not service.get("api_token"):
+        return  # a broker that the Hub starts gets its certificates from it
+    remedy, env = "docs/operations.md, TLS and internal_ssl", _broker_environment(site)
+    if not site.hub.internal_ssl:
+        if used := [name for name in VARIABLES if name in env]:
+            yield fail(f"{path} sets {', '.join(used)}, and c.JupyterHub.internal_ssl is off.", remedy)
+        return
+    try:
+        if internal_tls(env) is None:
+            yield fail(f"The Hub uses internal_ssl, and {path} names no certificates.", remedy)
+    except GpuShareError as error:
+        yield fail(f"{error}.", remedy)
+    for name, url in (
+        ("JUPYTERHUB_API_URL", env.get("JUPYTERHUB_API_URL", "")),
+        ("JUPYTERHUB_SERVICE_URL", env.get("JUPYTERHUB_SERVICE_URL", "")),
+        (f"The url of the service {SERVICE}", service.get("url") or ""),
+    ):
+        if not url.startswith("https://"):
+            yield fail(
+                f"{name} is {url or 'not set'}, but the Hub uses internal_ssl: https:// is needed.", remedy
+            )
+
+
+def _broker_environment(site: SiteFacts) -> dict[str, str]:
+    """Return the variables of an external broker: those of its unit, then of broker.env."""
+    lines: list[str] = []
+    with contextlib.suppress(OSError, ValueError):  # the check of the units says so
+        unit = _unit_text(site.files.units / _BROKER_UNIT)
+        for setting in re.findall(r"^Environment=(.*)$", unit, re.MULTILINE):
+            lines += shlex.split(setting)
+    with contextlib.suppress(OSError):  # the check of the API token says so
+        lines += site.files.broker_environment.read_text(errors="replace").splitlines()
+    return {name: value.strip() for name, is_set, value in (each.partition("=") for each in lines) if is_set}
+
+
+def _unit_text(path: Path) -> str:
+    drop_ins = sorted(path.with_name(f"{path.name}.d").glob("*.conf"))
+    return "\n".join(each.read_text(errors="replace") for each in (path, *drop_ins))
+
+
+def port(site: SiteFacts) -> Found:
+    """Whether a user of this machine holds the broker's port, and so gets what is sent there."""
+    address = urlsplit((site.service() or {}).get("url") or "")
+    state = Path(site.broker.state_dir)
+    trusted = {0, state.stat().st_uid if state.is_dir() else 0}
+    if address.port and address.hostname in ("127.0.0.1", "::1", "localhost"):
+        for uid in site.machine.listeners(address.port) - trusted:
+            yield fail(
+                f"Port {address.port} of the service {SERVICE} is held by uid {uid}, not the broker.",
+                "end that program, then start gpushare-broker.socket, which keeps the port",
+            )
+
+
+def units(site: SiteFacts) -> Found:
+    """Yield what is wrong with the systemd units and their drop-ins."""
+    folder = site.files.units
+    units = {name: folder / name for name in _UNIT_LINES}
+    if not any(path.is_file() for path in units.values()):
+        return  # started in another way
+    for name, path in units.items():
+        if not path.is_file():
+            yield fail(f"The unit {path} is missing.", f"copy docs/units/{name} to {folder}")
+            return
+        text = _unit_text(path)
+        for line, why in _UNIT_LINES[name].items():
+            if not re.search(rf"^{re.escape(line)}", text, re.MULTILINE):
+                yield fail(f"{path} lacks {line}: {why}.", f"compare it with docs/units/{name}")
+    uid = re.search(r"^Environment=GPUSHARE_BROKER_UID=(\d+)", units[_HELPER_UNIT].read_text(), re.MULTILINE)
+    user = re.search(r"^User=(\S+)", units[_BROKER_UNIT].read_text(), re.MULTILINE)
+    if user is None:
+        return
+    try:
+        number = pwd.getpwnam(user[1]).pw_uid
+    except KeyError:
+        yield fail(
+            f"There is no user {user[1]}, as which {_BROKER_UNIT} runs.",
+            f"useradd --system --home-dir /var/lib/gpushare --shell /usr/sbin/nologin {user[1]}",
+        )
+        return
+    if uid and int(uid[1]) != number:
+        yield fail(
+            f"{units[_HELPER_UNIT]} lets uid {uid[1]} ask the helper; {user[1]} is uid {number}.",
+            f"set GPUSHARE_BROKER_UID to the number of `id -u {user[1]}`",
+        )
+
+
+def socket_folder(site: SiteFacts) -> Found:
+    """Whether another user could put a socket where the Hub sends its token."""
+    path = Path(site.broker.api_socket).absolute()
+    if not path.parent.is_dir():
+        return  # the check of the socket says that nothing listens
+    try:
+        channel.trusted_uids(path)
+    except channel.Unverified as error:
+        yield fail(f"{error}.", f"chmod go-w {path.parent}, and its parents; chown them to root")
+
+
+# ---- checks ------------------------------------------------------------------
 
 _SERVER_SCOPES = {
     "users:activity!user",
@@ -37,7 +359,7 @@ _CHECKPOINT_DRIVER = 570
 
 
 def examine(
-    hub_config: Path, broker_config: Path, machine: Machine, files: Files | None = None
+    hub_config: Path, broker_config: Path, machine: SiteMachine, files: Files | None = None
 ) -> list[Check]:
     """Return one check per thing that can be wrong with a site, with the remedy."""
     if files is None:
@@ -50,17 +372,17 @@ def examine(
         projects = [parse_project(*each) for each in broker.projects.items()]
     except (Exception, SystemExit) as error:
         return checks.named({name: fail(f"{file} cannot be read: {error}.", "mend this file first")})
-    site = Site(hub, broker, tuple(projects), machine, files)
+    site = SiteFacts(hub, broker, tuple(projects), machine, files)
     unreadable = "run doctor as root, or as the user of the services"
     return asyncio.run(checks.examine(CHECKS, site, unreadable=unreadable))
 
 
-def _spawner_class(site: Site) -> Found:
+def _spawner_class(site: SiteFacts) -> Found:
     for said in contract.breaches(site.hub.spawner_class, site.hub.config):
         yield fail(said, "set c.JupyterHub.spawner_class to a class of docs/spawners.md")
 
 
-def _named_servers(site: Site) -> Found:
+def _named_servers(site: SiteFacts) -> Found:
     if not site.hub.allow_named_servers:
         yield fail(
             "Named servers are off, so no training job can start.",
@@ -68,7 +390,7 @@ def _named_servers(site: Site) -> Found:
         )
 
 
-def _job_scope(site: Site) -> Found:
+def _job_scope(site: SiteFacts) -> Found:
     if JOBS_SCOPE not in site.hub.custom_scopes:
         yield fail(
             f"The scope {JOBS_SCOPE} is not defined.",
@@ -76,7 +398,7 @@ def _job_scope(site: Site) -> Found:
         )
 
 
-def _user_scopes(site: Site) -> Found:
+def _user_scopes(site: SiteFacts) -> Found:
     given = set(getattr(site.hub, "extra_user_scopes", ()))
     for role in site.hub.load_roles:
         if role.get("name") == "user":
@@ -94,7 +416,7 @@ def _user_scopes(site: Site) -> Found:
         )
 
 
-def _server_scopes(site: Site) -> Found:
+def _server_scopes(site: SiteFacts) -> Found:
     given = site.hub.config.Spawner.get("server_token_scopes")
     if isinstance(given, (list, tuple, set)) and (lost := _SERVER_SCOPES - set(given)):
         yield fail(
@@ -103,7 +425,7 @@ def _server_scopes(site: Site) -> Found:
         )
 
 
-def _service(site: Site) -> Found:
+def _service(site: SiteFacts) -> Found:
     service = site.service()
     if service is None:
         yield fail(
@@ -116,7 +438,7 @@ def _service(site: Site) -> Found:
         )
 
 
-def _broker_role(site: Site) -> Found:
+def _broker_role(site: SiteFacts) -> Found:
     given = {
         scope
         for role in site.hub.load_roles
@@ -130,7 +452,7 @@ def _broker_role(site: Site) -> Found:
         )
 
 
-def _spawner_token(site: Site) -> Found:
+def _spawner_token(site: SiteFacts) -> Found:
     path = site.spawner["broker_token_file"]
     try:
         hub_token = broker_access.read_token(Path(path))
@@ -157,7 +479,7 @@ def _spawner_token(site: Site) -> Found:
         )
 
 
-def _broker_socket(site: Site) -> Found:
+def _broker_socket(site: SiteFacts) -> Found:
     url = site.spawner["broker_url"] or GPUShareMixin.broker_url.default_value
     try:
         address = channel.parse(url)
@@ -180,13 +502,13 @@ def _broker_socket(site: Site) -> Found:
         yield fail(f"{said}.", broker_access.WRONG_PATH)
 
 
-def _helper_socket(site: Site) -> Found:
+def _helper_socket(site: SiteFacts) -> Found:
     path = Path(site.broker.helper_socket)
     if not path.is_socket():
         yield fail(f"The device helper does not listen at {path}.", "systemctl enable --now gpushare-helper")
 
 
-def _state_dir(site: Site) -> Found:
+def _state_dir(site: SiteFacts) -> Found:
     folder = Path(site.broker.state_dir)
     if not folder.is_dir():
         yield fail(
@@ -197,14 +519,14 @@ def _state_dir(site: Site) -> Found:
         yield fail(f"Others can write into {folder}.", f"chmod 700 {folder}")
 
 
-def _database(site: Site) -> Found:
+def _database(site: SiteFacts) -> Found:
     if site.broker.db_url == site.hub.db_url:
         yield fail("The broker uses the Hub's database.", "give c.GPUShareBroker.db_url one of its own")
     if trouble := database_trouble(site.broker.db_url):
         yield fail(f"The broker's database: {trouble}.", "see docs/troubleshooting.md, or restore a backup")
 
 
-def _quotas(site: Site) -> Found:
+def _quotas(site: SiteFacts) -> Found:
     gpus, policy = len(site.machine.gpu_memory_bytes), Policy(projects=site.projects)
     if not policy.projects:
         yield fail("No project is configured, so no user gets a GPU.", "set c.GPUShareBroker.projects")
@@ -223,7 +545,7 @@ def _quotas(site: Site) -> Found:
         )
 
 
-def _library(site: Site) -> Found:
+def _library(site: SiteFacts) -> Found:
     try:
         library = native.preload_path()
     except GpuShareError as error:
@@ -239,7 +561,7 @@ def _library(site: Site) -> Found:
         yield fail(f"Users cannot read {library}.", f"chmod o+r {library}")
 
 
-def _driver(site: Site) -> Found:
+def _driver(site: SiteFacts) -> Found:
     machine = site.machine
     if not machine.driver:
         yield fail("No NVIDIA driver is found.", "install it; `nvidia-smi` must list the GPUs")
@@ -255,7 +577,7 @@ def _driver(site: Site) -> Found:
         )
 
 
-def _host_memory(site: Site) -> Found:
+def _host_memory(site: SiteFacts) -> Found:
     largest = max(site.machine.gpu_memory_bytes, default=0)
     if site.machine.ram_bytes // 2 < largest:
         yield warn(
@@ -265,7 +587,7 @@ def _host_memory(site: Site) -> Found:
         )
 
 
-def _cgroups(site: Site) -> Found:
+def _cgroups(site: SiteFacts) -> Found:
     if not site.machine.cgroup_v2:
         yield warn(
             "This machine has no cgroup v2: the driver's own limits (r615) cannot be used.",
@@ -273,7 +595,7 @@ def _cgroups(site: Site) -> Found:
         )
 
 
-CHECKS: dict[str, Probe[Site]] = {
+CHECKS: dict[str, Probe[SiteFacts]] = {
     "spawner": _spawner_class,
     "named-servers": _named_servers,
     "job-scope": _job_scope,
@@ -281,15 +603,15 @@ CHECKS: dict[str, Probe[Site]] = {
     "server-scopes": _server_scopes,
     "service": _service,
     "broker-role": _broker_role,
-    "api-token": services.api_token,
-    "internal-ssl": services.internal_ssl,
-    "hub": services.hub_answer,
-    "hub-address": services.hub_address,
+    "api-token": api_token,
+    "internal-ssl": internal_ssl,
+    "hub": hub_answer,
+    "hub-address": hub_address,
     "spawner-token": _spawner_token,
     "broker-socket": _broker_socket,
-    "socket-folder": services.socket_folder,
-    "port": services.port,
-    "units": services.units,
+    "socket-folder": socket_folder,
+    "port": port,
+    "units": units,
     "helper-socket": _helper_socket,
     "state-dir": _state_dir,
     "database": _database,

@@ -11,12 +11,14 @@ import time
 import uuid
 from collections.abc import Callable
 from contextlib import closing
+from math import floor
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from jupyter_gpushare.cli.job_logs import ENDED
 from jupyter_gpushare.cli.output import (
+    complain,
     day_and_time,
     gpus,
     lines,
@@ -28,7 +30,7 @@ from jupyter_gpushare.cli.output import (
     say,
 )
 from jupyter_gpushare.core.model import CheckpointMode
-from jupyter_gpushare.errors import BrokerUnavailable
+from jupyter_gpushare.errors import BrokerUnavailable, NotFound, RequestError
 from jupyter_gpushare.messages import duration, gibibytes, local, one_line, printable
 from jupyter_gpushare.protocol import wire
 
@@ -379,11 +381,222 @@ def doctor(args: argparse.Namespace) -> int:
     from jupyter_gpushare.cli.checks import Result, report
 
     if args.site:
-        from jupyter_gpushare.cli import site, site_facts
+        from jupyter_gpushare.cli import site
 
-        checks = site.examine(args.hub_config, args.broker_config, site_facts.this_machine())
+        checks = site.examine(args.hub_config, args.broker_config, site.this_machine())
         return report(checks, as_json=args.json)
     url = args.url or os.environ.get("GPUSHARE_API_URL", "")
     checks = doctor.examine(url, _token(args), os.environ)
     code = report(checks, as_json=args.json)
     return EXIT_UNREACHABLE if url and checks[0].result is Result.FAIL else code
+
+
+# ---- verbs of the command line for the user's own sessions: wake, keep, lend, resize, sleep, usage
+
+_HOUR_S = 3600.0
+
+
+def _print_lease(lease: wire.LeaseStatus) -> None:
+    say(f"{lease.badge}: {local(lease.sentence, lease.sentence_texts)}")
+
+
+def _print_keep(lease: wire.LeaseStatus) -> None:
+    _print_lease(lease)
+    if lease.keep_left_minutes is not None:
+        left = floor(lease.keep_left_minutes)
+        say(f"{left} min of that are left today; `gpushare keep --minutes 0` undoes it.")
+
+
+def _print_size(lease: wire.LeaseStatus) -> None:
+    size, limit = local(lease.size, lease.size_texts), gibibytes(lease.memory_limit_bytes)
+    say(
+        f"This session has {size} now ({limit}). PyTorch and CuPy see it at once; "
+        "JAX and TensorFlow after a restart of their kernel."
+    )
+
+
+@shown_by(_print_lease)
+def wake(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Get the GPU of my sleeping session back."""
+    return _act(client, args, "resume")
+
+
+@shown_by(_print_keep)
+def keep(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Keep the GPU of my idle session for a while, out of today's budget.
+
+    gpushare keep
+    gpushare keep --minutes 60
+    gpushare keep --minutes 0         undo it
+    """
+    return _act(client, args, "keep", wire.KeepRequest(minutes=args.minutes))
+
+
+@shown_by(_print_lease)
+def lend(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Lend the GPU of my session now."""
+    return _act(client, args, "lend")
+
+
+@shown_by(_print_lease)
+def sleep(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Whether my sessions may be put to sleep.
+
+    gpushare sleep never            this server keeps its GPU, if its project has that right
+    gpushare sleep allow
+    """
+    return _act(client, args, "never-sleep" if args.may == "never" else "may-sleep")
+
+
+@shown_by(_print_size)
+def resize(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
+    """Make the part of a GPU of my running session larger or smaller.
+
+    gpushare resize --gpus 1/2
+    gpushare resize --memory 20GiB
+    gpushare resize --gpus 1 --borrow     also beyond what my project is guaranteed
+    """
+    request = wire.SizeRequest(gpus=args.gpus, memory=args.memory, borrow=args.borrow)
+    return client.put(f"leases/{session_of(client, args.server).id}/size", request, wire.LeaseStatus)
+
+
+def _act(
+    client: BlockingClient, args: argparse.Namespace, action: str, body: wire.KeepRequest | None = None
+) -> wire.LeaseStatus:
+    path = f"leases/{session_of(client, args.server).id}/{action}"
+    return client.post(path, body, wire.LeaseStatus, repeatable=True)
+
+
+def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:
+    """Return the lease of a server of the user; None: of the server of this process, or of the only one.
+
+    Raises:
+        NotFound: that server holds no GPU, or there are several to choose from.
+        RequestError: the broker refused.
+        BrokerUnavailable: it does not answer.
+    """
+    sessions = [lease for lease in client.get("leases", wire.Leases).leases if lease.job is None]
+    named = os.environ.get("JUPYTERHUB_SERVER_NAME") if server is None else server
+    found = [lease for lease in sessions if lease.server == named]
+    if not found and server is None and len(sessions) == 1:
+        found = sessions
+    if not found:
+        which = "This server" if named is None else f"The server {named!r}"
+        names = ", ".join(repr(lease.server) for lease in sessions)
+        advice = (
+            f"Name one that does with --server NAME: {names}"
+            if names
+            else "Choose Get a GPU in JupyterLab's sidebar, or start a server with a GPU"
+        )
+        raise NotFound(f"{which} holds no GPU. {advice}")
+    return found[0]
+
+
+def _print_usage(week: wire.History) -> None:
+    if week.days:
+        rows = [[d.day, d.project, _hours(d.used_gpu_s), _hours(d.lent_gpu_s)] for d in week.days]
+        total = ["total", "", _hours(week.used_gpu_s), _hours(week.lent_gpu_s)]
+        print_table(["DAY", "PROJECT", "USED", "LENT"], [*rows, total])
+        print("GPU-hours; days in UTC.")
+    else:
+        print("No GPU was used in the last seven days.")
+    if week.helped_jobs:
+        jobs = "1 job" if week.helped_jobs == 1 else f"{week.helped_jobs} jobs"
+        say(f"Your idle sessions lent their GPUs to {jobs}.")
+
+
+@shown_by(_print_usage)
+def usage(client: BlockingClient, args: argparse.Namespace) -> wire.History:
+    """My GPU-hours of the last seven days."""
+    return client.get("history", wire.History)
+
+
+def _hours(gpu_s: float) -> str:
+    """Return hours with enough digits that a small number is not printed as 0."""
+    hours = gpu_s / _HOUR_S
+    return f"{hours:.1f}" if hours >= 0.05 or not gpu_s else f"{hours:.3f}"
+
+
+# ---- verbs of the command line that change jobs in the queue: ``edit``, ``move``, ``cancel``
+
+# As many as the broker lists at once.
+_ALL = 10_000
+
+
+@shown_by(print_job)
+def edit(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
+    """Change what a job in the queue asks for.
+
+    gpushare edit k3v9m2x7qa --gpus 2
+    gpushare edit k3v9m2x7qa --project nlp --priority -5
+    gpushare edit k3v9m2x7qa --max-run 4h      none: no maximum
+    """
+    change = wire.JobChange(
+        gpus=args.gpus,
+        memory=args.memory,
+        profile=args.profile,
+        project=args.project,
+        priority=args.priority,
+        max_run_s=args.max_run,
+    )
+    if change == wire.JobChange():
+        args.parser.error("say what to change, like: gpushare edit k3v9m2x7qa --gpus 2")
+    return client.put(f"jobs/{args.id}", change, wire.Job, repeatable=True)
+
+
+@shown_by(print_job)
+def move(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
+    """Move a job in the queue among my own of its project and priority.
+
+    gpushare move k3v9m2x7qa --before p4w8n1y6rb
+    gpushare move k3v9m2x7qa --up
+    """
+    place: wire.JobPlace | None = wire.JobPlace(before=args.before, behind=args.behind)
+    if args.to is not None:
+        job = client.get(f"jobs/{args.id}", wire.Job)
+        place = _place(job, client.get("jobs", wire.JobList, params={"limit": _ALL}).jobs, args.to)
+        if place is None:
+            note(f"It is the {'first' if args.to in ('up', 'first') else 'last'} of yours already.")
+            return job
+    return client.put(f"jobs/{args.id}/place", place, wire.Job, repeatable=True)
+
+
+def _place(job: wire.Job, queue: list[wire.Job], to: str) -> wire.JobPlace | None:
+    """Return the place ``to`` which a job goes; None: it is there.  ``queue``: the next to start first."""
+    ids = [
+        other.id
+        for other in queue
+        if (other.state, other.project, other.priority, other.user)
+        == ("queued", job.project, job.priority, job.user)
+        and not other.ran_s
+    ]
+    if job.id not in ids:
+        # The broker says why not.
+        return wire.JobPlace(before=job.id)
+    at, last = ids.index(job.id), len(ids) - 1
+    target = {"up": max(0, at - 1), "down": min(last, at + 1), "first": 0, "last": last}[to]
+    if target == at:
+        return None
+    return wire.JobPlace(behind=ids[target]) if target > at else wire.JobPlace(before=ids[target])
+
+
+def cancel(args: argparse.Namespace) -> int:
+    """Take jobs out of the queue, or stop them.
+
+    gpushare cancel k3v9m2x7qa
+    gpushare cancel k3v9m2x7qa p4w8n1y6rb
+    """
+    ids, jobs, code = list(dict.fromkeys(args.ids)), [], EXIT_OK
+    with closing(connect(args)) as client:
+        for id in ids:
+            try:
+                jobs.append(client.delete(f"jobs/{id}", wire.Job, repeatable=True))
+            except RequestError as error:
+                complain(args, error)
+                code = EXIT_REFUSED
+    if args.json and len(ids) > 1:
+        print_json(wire.JobList(jobs=jobs))
+    else:
+        for job in jobs:
+            print_json(job) if args.json else print_job(job)
+    return code

@@ -154,7 +154,7 @@ def _sized(lease: Lease, devices: Sequence[Device]) -> Lease:
 def around(seconds: float, basis: Basis, *, is_shared: bool = False) -> Estimate | None:
     """Return the range around a prediction; None: it is too wide to be told.
 
-    ``is_shared``: several projects share the GPUs, or users decide in one (`users`).
+    ``is_shared``: several projects share the GPUs, or users decide in one (`fairshare`).
     """
     band = BANDS[basis][is_shared]
     if band is None:

@@ -68,7 +68,7 @@ class State(enum.StrEnum):
     FAILED = "failed"  # could not be started, or its device state was lost
 
 
-class Event(enum.StrEnum):
+class LeaseEvent(enum.StrEnum):
     """What moves a lease from one `State` to another."""
 
     GRANT = "grant"
@@ -92,30 +92,30 @@ class Event(enum.StrEnum):
 _ENDED = frozenset({State.RELEASED, State.FAILED})
 
 # Every transition of a lease.  `advance` refuses any other; no other module assigns `Lease.state`.
-TRANSITIONS: Mapping[tuple[State, Event], State] = MappingProxyType(
+TRANSITIONS: Mapping[tuple[State, LeaseEvent], State] = MappingProxyType(
     {
-        (State.PENDING, Event.GRANT): State.GRANTED,
-        (State.PENDING, Event.GRANT_ASLEEP): State.SUSPENDED,
-        (State.GRANTED, Event.STARTED): State.RUNNING,
-        (State.GRANTED, Event.START_FAILED): State.PENDING,
-        (State.RUNNING, Event.RESIZE): State.RUNNING,
-        (State.RUNNING, Event.SUSPEND): State.SUSPENDING,
-        (State.SUSPENDING, Event.SUSPEND_DONE): State.SUSPENDED,
+        (State.PENDING, LeaseEvent.GRANT): State.GRANTED,
+        (State.PENDING, LeaseEvent.GRANT_ASLEEP): State.SUSPENDED,
+        (State.GRANTED, LeaseEvent.STARTED): State.RUNNING,
+        (State.GRANTED, LeaseEvent.START_FAILED): State.PENDING,
+        (State.RUNNING, LeaseEvent.RESIZE): State.RUNNING,
+        (State.RUNNING, LeaseEvent.SUSPEND): State.SUSPENDING,
+        (State.SUSPENDING, LeaseEvent.SUSPEND_DONE): State.SUSPENDED,
         # A lease that the driver refuses to checkpoint keeps its GPU.
-        (State.SUSPENDING, Event.SUSPEND_REFUSED): State.RUNNING,
-        (State.SUSPENDED, Event.RESUME): State.RESUMING,
-        (State.RESUMING, Event.RESUME_DONE): State.RUNNING,
-        (State.RESUMING, Event.RESUME_REFUSED): State.SUSPENDED,
+        (State.SUSPENDING, LeaseEvent.SUSPEND_REFUSED): State.RUNNING,
+        (State.SUSPENDED, LeaseEvent.RESUME): State.RESUMING,
+        (State.RESUMING, LeaseEvent.RESUME_DONE): State.RUNNING,
+        (State.RESUMING, LeaseEvent.RESUME_REFUSED): State.SUSPENDED,
         # The kernel must be restarted; the session and its claim stay.
-        (State.RESUMING, Event.STATE_LOST): State.RUNNING,
+        (State.RESUMING, LeaseEvent.STATE_LOST): State.RUNNING,
         **{
-            (s, Event.STOP): State.STOPPING
+            (s, LeaseEvent.STOP): State.STOPPING
             for s in State
             if s not in _ENDED | {State.PENDING, State.STOPPING}
         },
-        (State.STOPPING, Event.REQUEUED): State.PENDING,
-        **{(s, Event.RELEASE): State.RELEASED for s in State if s not in _ENDED},
-        **{(s, Event.FAIL): State.FAILED for s in State if s not in _ENDED},
+        (State.STOPPING, LeaseEvent.REQUEUED): State.PENDING,
+        **{(s, LeaseEvent.RELEASE): State.RELEASED for s in State if s not in _ENDED},
+        **{(s, LeaseEvent.FAIL): State.FAILED for s in State if s not in _ENDED},
     }
 )
 
@@ -125,7 +125,7 @@ HOLDS_CAPACITY = frozenset({State.GRANTED, State.RUNNING, State.SUSPENDING, Stat
 LEAVING = frozenset({State.SUSPENDING, State.STOPPING})
 
 
-def advance(state: State, event: Event) -> State:
+def advance(state: State, event: LeaseEvent) -> State:
     """Return the state that follows.
 
     Raises:
@@ -315,7 +315,9 @@ class Cluster:
     leases: tuple[Lease, ...]
     settings: Settings = field(default_factory=Settings)
     lags_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by project (`fairshare`)
-    user_levels: Mapping[tuple[str, str], int] = field(default_factory=dict)  # by project and user (`users`)
+    user_levels: Mapping[tuple[str, str], int] = field(
+        default_factory=dict
+    )  # by project and user (`fairshare`)
 
 
 class Why(enum.StrEnum):

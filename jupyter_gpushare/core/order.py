@@ -1,6 +1,6 @@
 """The order of the jobs inside one project, and of build sessions.
 
-Jobs sort by `level` first: priority, then the level of their user (`users`) where
+Jobs sort by `level` first: priority, then the level of their user (`fairshare`) where
 the order preempts, then the group that the site's order (`Settings.order`) puts
 them into.  A waiting job may preempt running jobs of a
 later level where the order preempts.  `ORDERS` holds one object per order of a

@@ -7,9 +7,8 @@ from dataclasses import replace
 
 from jupyter_gpushare.core.capacity import UNLENT, CapacityView, DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.fragmentation import Task, Workload
 from jupyter_gpushare.core.model import CheckpointMode, Grant, Lease, Why
-from jupyter_gpushare.core.placement import Index, Placement, Topology, empty_device, find
+from jupyter_gpushare.core.placement import Index, Placement, Task, Topology, Workload, empty_device, find
 from jupyter_gpushare.core.queues import Fit
 from jupyter_gpushare.core.quota import held_by
 

@@ -39,7 +39,7 @@ class Planner:
         self.queues = JobQueues(settings)
         self.placer = Placer(self.state, settings.workload)
         self.lags_gpu_s: Mapping[str, float] = {}  # by project (`fairshare`)
-        self.user_levels: Mapping[tuple[str, str], int] = {}  # by project and user (`users`)
+        self.user_levels: Mapping[tuple[str, str], int] = {}  # by project and user (`fairshare`)
         self.notices = Notices()
         self._changed: dict[str, Lease] = {}
 

@@ -6,7 +6,7 @@ level, so that the jobs that a waiting one may preempt are found without a scan.
 
 Levels change with time: a running job is demoted, a waiting one starves.
 `refile_due` sorts those jobs again; `next_at` is the time of the next change.
-When the level of a user changes (`users`), `set_user_levels` sorts the jobs of that
+When the level of a user changes (`fairshare`), `set_user_levels` sorts the jobs of that
 user again.
 
 The sorted lists hold numbers and names, not leases, so that the garbage

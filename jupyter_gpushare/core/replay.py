@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from jupyter_gpushare.core.fairshare import Ledger
+from jupyter_gpushare.core.fairshare import Ledger, UserLedger
 from jupyter_gpushare.core.idle import adaptive_timeout_s, eligible_at
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
@@ -31,10 +31,10 @@ from jupyter_gpushare.core.model import (
     Action,
     CheckpointMode,
     Cluster,
-    Event,
     Grant,
     Kind,
     Lease,
+    LeaseEvent,
     Resume,
     State,
     Suspend,
@@ -44,8 +44,7 @@ from jupyter_gpushare.core.order import order_of, served, with_turn
 from jupyter_gpushare.core.planner import Planner
 from jupyter_gpushare.core.quota import size_of
 from jupyter_gpushare.core.simulated_lease import Cell as Cell
-from jupyter_gpushare.core.simulated_lease import EventKind, Reports, SimulatedLease
-from jupyter_gpushare.core.users import UserLedger
+from jupyter_gpushare.core.simulated_lease import Happening, Reports, SimulatedLease
 
 # After this many rounds at one moment the plan is taken not to settle.
 MOST_ROUNDS = 10_000
@@ -79,7 +78,7 @@ class CellRun:
     crowded: bool  # other sessions held its devices
 
 
-class Watcher:
+class ReplayWatcher:
     """Receives the events of a replay; this one ignores them."""
 
     def changed(self, now: float, before: Lease | None, after: Lease) -> None:
@@ -99,7 +98,7 @@ class Replay:
         *,
         now: float = 0.0,
         adaptive: bool = False,
-        watcher: Watcher | None = None,
+        watcher: ReplayWatcher | None = None,
     ) -> None:
         """``cluster``: without leases; they come in by `add_job` and `add_session`.
 
@@ -110,7 +109,7 @@ class Replay:
         settings = self._settings = cluster.settings
         self._costs = costs
         self._adaptive = adaptive
-        self._watcher = watcher or Watcher()
+        self._watcher = watcher or ReplayWatcher()
         self.stopped = False  # set to True: `run` returns after the present moment
         self._planner = Planner(cluster.devices, cluster.projects, settings)
         self._ledger: Ledger | None = None  # with several projects only
@@ -120,7 +119,7 @@ class Replay:
         if order_of(settings).preempts:
             self._users = UserLedger({}, now=now)
         self._leases: dict[str, SimulatedLease] = {}
-        self._heap: list[tuple[float, EventKind, int, str, int]] = []
+        self._heap: list[tuple[float, Happening, int, str, int]] = []
         self._scheduled = 0
         self._waiting: set[str] = set()  # ids of leases that wait for capacity
         self._due = False  # a round may decide something
@@ -130,12 +129,12 @@ class Replay:
     def add_job(self, lease: Lease, duration_s: float, reports: Reports | None = None) -> None:
         """Add a job that comes at its ``submitted_at``, runs for ``duration_s`` and may report progress."""
         self._leases[lease.id] = SimulatedLease(lease, duration_s, reports=reports)
-        self._schedule(max(lease.submitted_at, self.now), EventKind.CAME, lease.id)
+        self._schedule(max(lease.submitted_at, self.now), Happening.CAME, lease.id)
 
     def add_session(self, lease: Lease, cells: Sequence[Cell]) -> None:
         """Add a session that comes with the first of ``cells``, which are sorted by submission."""
         self._leases[lease.id] = SimulatedLease(lease, 0.0, cells)
-        self._schedule(max(cells[0].submit_at, self.now), EventKind.CAME, lease.id)
+        self._schedule(max(cells[0].submit_at, self.now), Happening.CAME, lease.id)
 
     def run(self, until_at: float = inf, *, most_events: float = inf) -> bool:
         """Run until ``until_at``, or for about ``most_events``; False: nothing is left to do."""
@@ -160,23 +159,23 @@ class Replay:
 
     # -- events
 
-    def _schedule(self, moment: float, what: EventKind, name: str) -> None:
+    def _schedule(self, moment: float, what: Happening, name: str) -> None:
         self._scheduled += 1
-        stamp = _ALWAYS if what >= EventKind.CAME else self._leases[name].stamp
+        stamp = _ALWAYS if what >= Happening.CAME else self._leases[name].stamp
         heapq.heappush(self._heap, (moment, what, self._scheduled, name, stamp))
 
-    def _handle(self, what: EventKind, sim: SimulatedLease) -> None:
+    def _handle(self, what: Happening, sim: SimulatedLease) -> None:
         match what:
-            case EventKind.MOVED:
+            case Happening.MOVED:
                 self._complete(sim, sim.lease)
-            case EventKind.ENDED if sim.busy:
+            case Happening.ENDED if sim.busy:
                 sim.busy = False
                 self._next_cell(sim)
-            case EventKind.ENDED:
+            case Happening.ENDED:
                 self._release(sim)
-            case EventKind.REPORTED:
+            case Happening.REPORTED:
                 self._report(sim)
-            case EventKind.CAME:
+            case Happening.CAME:
                 self._on_arrival(sim)
             case _:
                 self._submit_cell(sim)
@@ -226,7 +225,7 @@ class Replay:
 
     def _release(self, sim: SimulatedLease) -> None:
         before = sim.lease
-        after = replace(self._served(before), state=advance(before.state, Event.RELEASE))
+        after = replace(self._served(before), state=advance(before.state, LeaseEvent.RELEASE))
         del self._leases[before.id]
         self._waiting.discard(before.id)
         self._due = True
@@ -241,7 +240,7 @@ class Replay:
         sim.due.append(sim.cells[sim.next_cell])
         sim.next_cell += 1
         if sim.next_cell < len(sim.cells):
-            self._schedule(sim.cells[sim.next_cell].submit_at, EventKind.CELL, sim.lease.id)
+            self._schedule(sim.cells[sim.next_cell].submit_at, Happening.CELL, sim.lease.id)
         if not sim.busy and len(sim.due) == 1:
             self._next_cell(sim)
 
@@ -330,17 +329,21 @@ class Replay:
                 placed = {"devices": action.devices, "held_milli": action.held_milli}
                 placed |= {"borrowed": action.borrowed, "granted_at": self.now, "made_way_for": ""}
                 if action.asleep:
-                    self._put(sim, advance(state, Event.GRANT_ASLEEP), **placed)
+                    self._put(sim, advance(state, LeaseEvent.GRANT_ASLEEP), **placed)
                 else:
-                    self._move(sim, advance(state, Event.GRANT), placed)
+                    self._move(sim, advance(state, LeaseEvent.GRANT), placed)
             case Suspend():
                 self._move(
-                    sim, advance(state, Event.SUSPEND), {"wanted": sim.busy, "made_way_for": action.for_lease}
+                    sim,
+                    advance(state, LeaseEvent.SUSPEND),
+                    {"wanted": sim.busy, "made_way_for": action.for_lease},
                 )
             case Resume():
-                self._move(sim, advance(state, Event.RESUME), {"granted_at": self.now, "made_way_for": ""})
+                self._move(
+                    sim, advance(state, LeaseEvent.RESUME), {"granted_at": self.now, "made_way_for": ""}
+                )
             case _:
-                self._move(sim, advance(state, Event.STOP), {"made_way_for": action.for_lease})
+                self._move(sim, advance(state, LeaseEvent.STOP), {"made_way_for": action.for_lease})
 
     def _move(self, sim: SimulatedLease, state: State, changes: dict[str, Any]) -> None:
         """Enter a transitional state; leave it at once if the transition takes no time."""
@@ -354,7 +357,7 @@ class Replay:
         takes_s = self._takes(sim)
         if takes_s > 0:
             self._update(sim, before, sim.lease)
-            self._schedule(self.now + takes_s, EventKind.MOVED, sim.lease.id)
+            self._schedule(self.now + takes_s, Happening.MOVED, sim.lease.id)
         else:
             self._complete(sim, before)
 
@@ -379,14 +382,17 @@ class Replay:
             lease = with_turn(lease, lease.granted_at, self._settings)
         match lease.state:
             case State.GRANTED:
-                event, changes = Event.STARTED, {"attained_at": now}
+                event, changes = LeaseEvent.STARTED, {"attained_at": now}
             case State.RESUMING:
-                event, changes = Event.RESUME_DONE, {"attained_at": now, "granted_at": now}
+                event, changes = LeaseEvent.RESUME_DONE, {"attained_at": now, "granted_at": now}
                 changes |= {"saved_bytes": 0, "wanted": False}
             case State.SUSPENDING:
-                event, changes = Event.SUSPEND_DONE, {"saved_bytes": lease.used_bytes, "waits_since_at": now}
+                event, changes = (
+                    LeaseEvent.SUSPEND_DONE,
+                    {"saved_bytes": lease.used_bytes, "waits_since_at": now},
+                )
             case _:
-                event, changes = Event.REQUEUED, {"devices": (), "held_milli": 0, "waits_since_at": now}
+                event, changes = LeaseEvent.REQUEUED, {"devices": (), "held_milli": 0, "waits_since_at": now}
                 changes["saved_bytes"] = 0
                 sim.restarts = True
                 sim.attempt += 1
@@ -405,7 +411,7 @@ class Replay:
 
     def _run_from_now(self, sim: SimulatedLease) -> None:
         sim.runs_from_at = self.now
-        self._schedule(self.now + sim.left_s, EventKind.ENDED, sim.lease.id)
+        self._schedule(self.now + sim.left_s, Happening.ENDED, sim.lease.id)
         if sim.reports is not None:
             self._report(sim)
 
@@ -414,7 +420,7 @@ class Replay:
         if (after := sim.report(self.now)) != before:
             self._due = True
             self._update(sim, before, after)
-        self._schedule(self.now + sim.reports_in_s(self.now), EventKind.REPORTED, before.id)
+        self._schedule(self.now + sim.reports_in_s(self.now), Happening.REPORTED, before.id)
 
 
 def _waits(lease: Lease) -> bool:

@@ -19,7 +19,7 @@ from jupyter_gpushare.core.size import Size
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Resized:
+class NewSize:
     """The new part of its device that a session may have; ``borrowed``: it may be reclaimed then."""
 
     held_milli: int
@@ -34,7 +34,7 @@ class NotResized:
     most_milli: int
 
 
-def resized(cluster: Cluster, lease: Lease, size: Size, now: float) -> Resized | NotResized:
+def resized(cluster: Cluster, lease: Lease, size: Size, now: float) -> NewSize | NotResized:
     """Return what a running session of ``cluster``, on one device, would hold with ``size``."""
     # Waiting jobs take nothing from a session.
     others = tuple(x for x in cluster.leases if x.kind is Kind.BUILD or x.state is not State.PENDING)
@@ -46,7 +46,7 @@ def resized(cluster: Cluster, lease: Lease, size: Size, now: float) -> Resized |
     wanted = capacity.device.demand_milli(size)
     more = wanted - held
     if more <= 0:
-        return Resized(held_milli=wanted, borrowed=lease.borrowed)
+        return NewSize(held_milli=wanted, borrowed=lease.borrowed)
     guaranteed = _guaranteed_more(capacity, account) if has_claim else 0
     most = max(guaranteed, _borrowed_more(capacity))
     if more > most:
@@ -55,7 +55,7 @@ def resized(cluster: Cluster, lease: Lease, size: Size, now: float) -> Resized |
         return NotResized(why=Why.NO_CAPACITY, most_milli=held + max(0, _allowed(account, most)))
     if account.over_limit(more):
         return NotResized(why=Why.PROJECT_LIMIT, most_milli=held + max(0, _allowed(account, most)))
-    return Resized(held_milli=wanted, borrowed=not has_claim or more > guaranteed)
+    return NewSize(held_milli=wanted, borrowed=not has_claim or more > guaranteed)
 
 
 def _guaranteed_more(capacity: DeviceCapacity, account: Account) -> int:

@@ -26,7 +26,7 @@ class Cell:
     duration_s: float
 
 
-class EventKind(enum.IntEnum):
+class Happening(enum.IntEnum):
     """Kinds of events; at one moment those that free capacity come first."""
 
     MOVED = 0  # a transition is complete

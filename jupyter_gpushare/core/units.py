@@ -71,7 +71,7 @@ class Occupant:
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
+class UnitPlacement:
     """GPUs of a lease, and the guests that have to leave before it can use them."""
 
     gpus: tuple[str, ...]
@@ -106,7 +106,7 @@ class Pool:
             for gpu in mine.gpus
         )
 
-    def place(self, units: int, *, keeps: bool) -> Placement | None:
+    def place(self, units: int, *, keeps: bool) -> UnitPlacement | None:
         """Return GPUs for a new lease of so many units; None: there are too few yet.
 
         ``keeps``: it claims its units, or cannot leave them, and gets unclaimed ones.  Guests that are in
@@ -116,12 +116,12 @@ class Pool:
             fitting = [gpu for gpu in self.gpus if self.claimed(gpu) < self.per_gpu]
             fitting.sort(key=lambda gpu: (self._staying(gpu) >= self.per_gpu, self._taken(gpu)))
             gpus = tuple(sorted(fitting[:units], key=self.gpus.index))
-            return Placement(gpus, self._displaced(gpus, "", EVERY_EXIT)) if len(gpus) == units else None
+            return UnitPlacement(gpus, self._displaced(gpus, "", EVERY_EXIT)) if len(gpus) == units else None
         free = [gpu for gpu in self.gpus if self._taken(gpu) < self.per_gpu]
         free.sort(key=self._is_borrowed)
-        return Placement(tuple(sorted(free[:units], key=self.gpus.index))) if len(free) >= units else None
+        return UnitPlacement(tuple(sorted(free[:units], key=self.gpus.index))) if len(free) >= units else None
 
-    def bring_back(self, lease: str, exits: Container[Exit] = EVERY_EXIT) -> Placement | None:
+    def bring_back(self, lease: str, exits: Container[Exit] = EVERY_EXIT) -> UnitPlacement | None:
         """Return the guests that an assigned lease displaces from its own GPUs when it gets them back.
 
         None: some unit of it is taken by a lease that it does not displace: one with a claim, or a guest
@@ -134,7 +134,7 @@ class Pool:
         left = self.without(displaced)
         if any(left._staying(gpu, lease) >= self.per_gpu for gpu in mine.gpus):
             return None
-        return Placement(mine.gpus, displaced)
+        return UnitPlacement(mine.gpus, displaced)
 
     def put(self, occupant: Occupant) -> Pool:
         """Return the pool in which a lease is assigned as this says."""

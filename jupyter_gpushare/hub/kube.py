@@ -21,7 +21,16 @@ from jupyter_gpushare import channel
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.hub import kube_pod, options
 from jupyter_gpushare.hub.compat import SpawnException
-from jupyter_gpushare.hub.kube_pod import NODE_NAME, Form, Place, Runtime, complaint, escaped, outside, shaped
+from jupyter_gpushare.hub.kube_pod import (
+    NODE_NAME,
+    Form,
+    PodPlace,
+    Runtime,
+    complaint,
+    escaped,
+    outside,
+    shaped,
+)
 from jupyter_gpushare.hub.refusals import BAD_GRANT, NOT_PLACED, OWN_GPU, SITE_SETTING, refusal
 from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME
 from jupyter_gpushare.hub.spawner import GPUShareMixin
@@ -178,13 +187,13 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         self._tell_administrator(wrong)
         raise refusal(BAD_GRANT, "bad_grant", 503)
 
-    def _place(self) -> Place | None:
+    def _place(self) -> PodPlace | None:
         grant, given = self._grant, self._environment
         if grant is None or grant.lease is None:
             return None
         mounts = {mount.path: mount.read_only for mount in grant.mounts}
         devices = tuple(given.get("CUDA_VISIBLE_DEVICES", "").split(","))
-        return Place(node=grant.node, devices=devices, mounts=mounts)
+        return PodPlace(node=grant.node, devices=devices, mounts=mounts)
 
     @property
     def _runtime(self) -> Runtime:
@@ -250,7 +259,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         finally:
             self.modify_pod_hook, self.user_options = site_hook, site_options
 
-    async def _start_at(self, place: Place, start: Coroutine[Any, Any, Any]) -> Any:
+    async def _start_at(self, place: PodPlace, start: Coroutine[Any, Any, Any]) -> Any:
         started = asyncio.ensure_future(start)
         placed = asyncio.ensure_future(self._wait_until_placed())
         try:
@@ -283,7 +292,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
                     return False
             await asyncio.sleep(_LOOK_S)
 
-    def _not_placed(self, place: Place) -> SpawnException:
+    def _not_placed(self, place: PodPlace) -> SpawnException:
         self._avoided[*self._identity()[:2], place.node] = time.monotonic() + _AVOID_S
         self.log.warning("pod %s was not placed on the node %s of its lease", self.pod_name, place.node)
         return refusal(NOT_PLACED, "not_placed", 503)

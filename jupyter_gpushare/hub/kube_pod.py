@@ -43,7 +43,7 @@ class Form(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class PodPlace:
     """Where a server with a lease runs, and what it gets there."""
 
     node: str
@@ -60,7 +60,7 @@ class Runtime:
     tolerations: Sequence[Mapping[str, Any]]
 
 
-def shaped(pod: Any, place: Place | None, runtime: Runtime) -> Any:
+def shaped(pod: Any, place: PodPlace | None, runtime: Runtime) -> Any:
     """Return a spawner's pod with what a lease needs; ``place`` None: the server has no lease."""
     spec = pod.spec
     for container in (*spec.containers, *(spec.init_containers or ())):
@@ -88,7 +88,7 @@ def shaped(pod: Any, place: Place | None, runtime: Runtime) -> Any:
     return pod
 
 
-def complaint(pod: Mapping[str, Any], place: Place | None, runtime: Runtime) -> str:
+def complaint(pod: Mapping[str, Any], place: PodPlace | None, runtime: Runtime) -> str:
     """Return why a pod, as the API server would get it, must not be created; empty: nothing is wrong.
 
     Profiles and hooks of the site have changed it by now.
@@ -128,7 +128,7 @@ def joined(pod: Mapping[str, Any]) -> str:
     return next((name for name in ("hostPID", "hostIPC", "hostNetwork") if pod["spec"].get(name)), "")
 
 
-def _lost(spec: Mapping[str, Any], place: Place, runtime: Runtime) -> str:
+def _lost(spec: Mapping[str, Any], place: PodPlace, runtime: Runtime) -> str:
     """Return the runtime class or a mount of a lease that a pod does not have; empty: it has all."""
     if runtime.runtime_class and spec.get("runtimeClassName") != runtime.runtime_class:
         return f"the runtime class {runtime.runtime_class}"

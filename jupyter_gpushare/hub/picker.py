@@ -61,7 +61,7 @@ class Card:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class WaitingPlace:
     """Where a session is that waits for its start, as the page's script asked."""
 
     state: Literal["waiting", "ready", "unknown", "refused"]
@@ -78,7 +78,7 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class ProjectCards:
     """The choices within one project."""
 
     project: str
@@ -93,7 +93,7 @@ class Group:
 
 
 def render(
-    offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = "", place: Place | None = None
+    offers: Sequence[Offers], *, last: Mapping[str, Any], trouble: str = "", place: WaitingPlace | None = None
 ) -> str:
     """Return the HTML of the picker.
 
@@ -118,14 +118,14 @@ def render(
     )
 
 
-def _group(offers: Offers, last: Mapping[str, Any]) -> Group:
+def _group(offers: Offers, last: Mapping[str, Any]) -> ProjectCards:
     wanted = _comparable(last) if last else _comparable(_first_choice(offers.offers))
     memory = str(last.get("memory") or "")
     cards = [_card(offer, wanted) for offer in offers.offers]
     exact = any(not card.disabled for card in cards)
     exact_checked = bool(memory) and exact and not any(card.checked for card in cards)
     none = _no_gpu_card(checked=not exact_checked and not any(card.checked for card in cards), jobs=True)
-    return Group(
+    return ProjectCards(
         project=offers.project,
         size_field=options.size_field(offers.project),
         memory_field=options.memory_field(offers.project),
@@ -138,8 +138,8 @@ def _group(offers: Offers, last: Mapping[str, Any]) -> Group:
     )
 
 
-def _bare_group() -> Group:
-    return Group(
+def _bare_group() -> ProjectCards:
+    return ProjectCards(
         project="",
         size_field=options.size_field(""),
         memory_field=options.memory_field(""),

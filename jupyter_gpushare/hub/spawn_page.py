@@ -81,7 +81,7 @@ class SpawnPage(BrokerAccess):
             own_uid=self.own_uid,
         )
 
-    async def _place_in_queue(self, live: str) -> picker.Place | None:
+    async def _place_in_queue(self, live: str) -> picker.WaitingPlace | None:
         """Keep the place of this server in the queue of sessions, or give it up; None: it has none."""
         user = self._identity()[0]
         try:
@@ -95,10 +95,10 @@ class SpawnPage(BrokerAccess):
                 found = await self._answer(client.post("spawner/wait", body, SpawnWait, repeatable=True))
         except (RequestError, BrokerUnavailable, TimeoutError) as error:
             if isinstance(error, RequestError) and not _passes(error):
-                return picker.Place(state="refused", sentence=str(error))
+                return picker.WaitingPlace(state="refused", sentence=str(error))
             self.log.warning("user=%s waits without broker: %s", user, str(error) or "no answer in time")
-            return picker.Place(state="unknown", sentence=_NO_ANSWER)
-        return picker.Place(state=found.state, sentence=found.sentence)
+            return picker.WaitingPlace(state="unknown", sentence=_NO_ANSWER)
+        return picker.WaitingPlace(state=found.state, sentence=found.sentence)
 
     async def _offers(self) -> tuple[list[Offers], str]:
         """Return the broker's offers for each project of the user, or why there are none."""

@@ -32,9 +32,9 @@ from traitlets import Float, TraitError, Unicode, default, validate
 
 from jupyter_gpushare import channel
 from jupyter_gpushare.errors import BrokerStopped, BrokerUnavailable, GpuShareError, NotSetUp, RequestError
-from jupyter_gpushare.hub import distinct, grant_environment, options
+from jupyter_gpushare.hub import distinct, grants, options
 from jupyter_gpushare.hub.compat import SpawnException, keep_failure_count
-from jupyter_gpushare.hub.memory import MemoryForSleep
+from jupyter_gpushare.hub.grants import MemoryForSleep
 from jupyter_gpushare.hub.refusals import BAD_GRANT, BROKER_DOWN, NOT_SET_UP, SHARED_RESOURCE, refusal
 from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME, SpawnPage
 from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnStop, encode, replace
@@ -300,7 +300,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         """
         api = self.server_broker_url or self.broker_url
         try:
-            given = grant_environment.checked(grant.env) if grant is not None else {}
+            given = grants.checked(grant.env) if grant is not None else {}
             if api.startswith("https://") and (certificate := self.certificate()):
                 given[channel.CERTIFICATE_VARIABLE] = certificate
         except GpuShareError as error:

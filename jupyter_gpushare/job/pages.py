@@ -4,7 +4,7 @@
 * ``.../log?offset=N`` raw bytes from N on, at most `CHUNK_BYTES`; the header
   ``X-Gpushare-Next`` says where to read on, ``X-Gpushare-Offset`` where the
   answer begins (behind N when the middle of a long log was left out)
-* ``.../status``      `Record` as JSON, with progress
+* ``.../status``      `AttemptRecord` as JSON, with progress
 * ``.../api``         open: the Hub's readiness probe
 
 All other pages require the Hub's scope for the owner's servers.
@@ -26,7 +26,7 @@ from tornado import web
 from tornado.escape import xhtml_escape
 
 from jupyter_gpushare.listener import Gate, Listener, connections_allowed
-from jupyter_gpushare.protocol.jobfiles import Record, log_end, read_log
+from jupyter_gpushare.protocol.jobfiles import AttemptRecord, log_end, read_log
 
 CHUNK_BYTES = 1 << 20
 # Few enough that the limit of open files, which the command inherits, stays as it is.
@@ -50,7 +50,7 @@ pre {{ border: 1px solid gray; border-radius: .3rem; padding: .8rem; white-space
 </body></html>
 """
 
-Now = Callable[[], tuple[Record, Mapping[str, float | None]]]
+Now = Callable[[], tuple[AttemptRecord, Mapping[str, float | None]]]
 
 
 class _Open(web.RequestHandler):
@@ -134,14 +134,14 @@ class _RawLog(_Private):
         self.finish(piece.data)
 
 
-class _Status(_Private):
+class _StatusPage(_Private):
     @web.authenticated
     def get(self) -> None:
         record, progress = self._now()
         self.finish({**asdict(record), **progress})
 
 
-def sentence(record: Record) -> str:
+def sentence(record: AttemptRecord) -> str:
     """Return the state of the attempt as a sentence for users."""
     if record.state == "starting":
         return "Starting."
@@ -180,7 +180,7 @@ def _application(
             (f"{prefix}api/?", _Open, {"seen": seen}),
             (callback, _Callback, {"auth": auth}),
             (f"{prefix}log", _RawLog, private),
-            (f"{prefix}status", _Status, private),
+            (f"{prefix}status", _StatusPage, private),
             (f"{prefix}?", _LogPage, private),
         ],
         cookie_secret=secrets.token_bytes(32),

@@ -60,8 +60,8 @@ from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
 from jupyter_gpushare.job.webhook import Webhook
 from jupyter_gpushare.listener import Listener
 from jupyter_gpushare.protocol.jobfiles import (
+    AttemptRecord,
     BoundedLog,
-    Record,
     forget_old_attempts,
     forget_old_jobs,
     jobs_dir,
@@ -98,7 +98,7 @@ class Runner:
         self._env = env
         self._home = env.get("HOME") or os.getcwd()
         self._log_path = log_path(Path(self._home), spec.id, spec.attempt)
-        self._record = Record(
+        self._record = AttemptRecord(
             id=spec.id,
             attempt=spec.attempt,
             name=spec.name,
@@ -115,7 +115,7 @@ class Runner:
         self._seen = asyncio.Event()
         self._seen_at = math.inf
 
-    async def run(self) -> Record:
+    async def run(self) -> AttemptRecord:
         """Run the attempt to its end and return its record; ``reported``: the broker accepted it.
 
         Raises:
@@ -159,7 +159,7 @@ class Runner:
         self._log.close()
         self._keep(self._record)
 
-    def _observe(self, before: Record) -> None:
+    def _observe(self, before: AttemptRecord) -> None:
         """Take over the outcome of an earlier start of this job; its command does not run again."""
         if before.state != "ended":
             # The command dies with its runner (`children`).
@@ -192,7 +192,7 @@ class Runner:
             else:
                 return server
 
-    def _now(self) -> tuple[Record, Mapping[str, float | None]]:
+    def _now(self) -> tuple[AttemptRecord, Mapping[str, float | None]]:
         return self._record, self._progress
 
     def _on_seen(self) -> None:
@@ -333,7 +333,7 @@ class Runner:
             **self._progress,
         )
 
-    def _keep(self, record: Record) -> None:
+    def _keep(self, record: AttemptRecord) -> None:
         self._record = record
         if self._log is not None:
             end, left_out = self._log.end, self._log.left_out_bytes
@@ -445,5 +445,5 @@ def main(env: Mapping[str, str] | None = None) -> int:
     return 0 if record.reported else 1
 
 
-async def _run(spec: JobSpec, env: Mapping[str, str]) -> Record:
+async def _run(spec: JobSpec, env: Mapping[str, str]) -> AttemptRecord:
     return await Runner(spec, env).run()

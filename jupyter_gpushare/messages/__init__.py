@@ -1,41 +1,43 @@
 """Sentences for users: one table for JupyterLab, the Hub's pages, the command line and the log.
 
 * `templates`  the table
-* `texts`      a key with its arguments, and their English
-* `units`      sizes, memory, durations, times
-* `queue`      why jobs wait, when they start, why work was preempted
-* `news`       what webhooks and mails say of a job
-* `progress`   remaining time of jobs
-* `reasons`    reasons that other processes say in English
-* `readers`    a sentence about a session, for a reader other than its owner
-* `decisions`  lines of the decision log
+* `texts`      a key with its arguments, and their English; sizes, memory, durations, times; reasons
+* `jobs`       why jobs wait, when they start, why work was preempted; their progress; webhooks and mails
+* `decisions`  lines of the decision log, and sentences for a reader other than the owner
 """
 
 from jupyter_gpushare.gibibytes import gibibytes
-from jupyter_gpushare.messages.decisions import DecisionFacts, decision, to_reader
-from jupyter_gpushare.messages.news import job_news, news_line
-from jupyter_gpushare.messages.progress import doubt, left_s, measured
-from jupyter_gpushare.messages.queue import (
+from jupyter_gpushare.messages.decisions import DecisionFacts, about, decision, to_reader
+from jupyter_gpushare.messages.jobs import (
     STATE_LOST,
     because_of,
+    doubt,
     is_preemption,
+    job_news,
+    left_s,
+    measured,
+    news_line,
     requeued,
     usually,
     waiting,
 )
-from jupyter_gpushare.messages.readers import about
-from jupyter_gpushare.messages.reasons import reason_text, reason_texts
 from jupyter_gpushare.messages.templates import TEMPLATES
-from jupyter_gpushare.messages.texts import Texts, english, in_english, local, text
-from jupyter_gpushare.messages.units import (
+from jupyter_gpushare.messages.texts import (
     LEVELS,
+    Texts,
     duration,
     duration_text,
+    english,
+    in_english,
+    local,
     memory,
     needs_of,
     one_line,
     printable,
     range_text,
+    reason_text,
+    reason_texts,
     size_text,
+    text,
     time_text,
 )

@@ -1,12 +1,13 @@
-"""Lines of the decision log."""
+"""Lines of the decision log, and sentences for a reader other than the owner."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jupyter_gpushare.core.model import Kind, Why
-from jupyter_gpushare.messages.queue import BECAUSE
+from jupyter_gpushare.messages.jobs import BECAUSE
 from jupyter_gpushare.messages.templates import TEMPLATES
 from jupyter_gpushare.messages.texts import Texts, text
 from jupyter_gpushare.protocol.wire import Text
@@ -77,3 +78,23 @@ def _to_reader(told: Text, reader: str, *, is_first: bool) -> Text:
         for n, each in enumerate(told.args)
     ]
     return Text(key=told.key, args=args)
+
+
+# ---- a sentence about a session, for a reader other than its owner -----------
+
+# In this order; every sentence of a session is covered by a test.
+_OF_OTHERS: Mapping[str, str] = {
+    r"\bIf you run a cell\b": "If {owner} runs a cell",
+    r"\bRun any GPU cell to wake it\b": "Any GPU cell of {owner} wakes it",
+    r"\bcheck your results, or restart the kernel\b": "{owner} should check results, or restart the kernel",
+    r"\bYou keep\b": "{owner} keeps",
+    r"\bwith you\b": "with {owner}",
+    r"\b[Yy]ours?\b": "{owner}'s",
+}
+
+
+def about(sentence: str, owner: str) -> str:
+    """Return a sentence that addresses the owner of a session, for another reader."""
+    for pattern, words in _OF_OTHERS.items():
+        sentence = re.sub(pattern, words.format(owner=owner).replace("\\", r"\\"), sentence)
+    return sentence

@@ -33,7 +33,48 @@ from typing import Any, NoReturn, TypeVar
 
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol.seats import GpuPod, SeatSample
-from jupyter_gpushare.protocol.unleased import UnleasedProcess
+
+# ---- the helper's verb ``reserve``: names of leases that servers without a GPU may get while they run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reserve:
+    """Name a lease that a server without a GPU may get while it runs.
+
+    Nothing is created: its processes carry the name from their start, and are denied every
+    allocation until `SetLimit` creates the lease.
+    """
+
+    lease: str
+
+
+# ---- processes without a lease: what the device helper shows of them, and the request to end one
+# A request names a process as the sample did, by pid and start time.  The helper compares that with
+# what it finds itself: it ends only a process that has no lease then.
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnleasedProcess:
+    """A process without a lease that uses a device."""
+
+    process: str  # names it in `EndProcess`
+    pid: int
+    uid: int
+    name: str  # as the process chose it
+    used_bytes: int  # on this device; 0 where the driver does not say
+    kept: str  # why it is not ended on request; empty: it may be
+    ending: bool = False  # it was told to end
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndProcess:
+    """End a process without a lease: SIGTERM, and SIGKILL after 5 s if it is still there without one."""
+
+    device: str  # UUID
+    process: str
+
+
+# ---- requests and answers ----------------------------------------------------
 
 # A line may not be longer; a sample of as many leases and processes as are shown stays below it.
 MAX_LINE_BYTES = 1 << 20
@@ -269,7 +310,7 @@ class SetLimit:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseFiles:
-    """Answer to `SetLimit`, and to `reservations.Reserve`."""
+    """Answer to `SetLimit`, and to `helper.Reserve`."""
 
     directory: str  # goes into GPUSHARE_LEASE_DIR
     library: str = ""  # on a node of a cluster: the preload library there

@@ -2,7 +2,7 @@
 
     ~/.local/share/gpushare/jobs/<job>/attempt-<n>.log                 the first `HEAD_BYTES` it printed
                                        attempt-<n>.log.<offset>        later parts, named by where they begin
-                                       attempt-<n>.json                state, exit code, reason (`Record`)
+                                       attempt-<n>.json                state, code, reason (`AttemptRecord`)
 
 Rules:
 
@@ -290,7 +290,7 @@ class BoundedLog:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class AttemptRecord:
     """What is known about one attempt, in the JSON file beside its log."""
 
     id: str
@@ -307,7 +307,7 @@ class Record:
     log_left_out_bytes: int = 0
 
 
-def write_record(path: Path, record: Record) -> bool:
+def write_record(path: Path, record: AttemptRecord) -> bool:
     """Replace the file in one step; False when the disk did not take it."""
     fresh = path.with_name(path.name + ".new")
     try:
@@ -349,13 +349,13 @@ def _has_ended(job: Path) -> bool:
     return found is None or found.state == "ended"
 
 
-def read_record(path: Path) -> Record | None:
+def read_record(path: Path) -> AttemptRecord | None:
     """Return the record in a file that a user can change; None: there is none that is whole."""
     try:
         with open_for_reading(path) as file:
             said = json.loads(file.read(_RECORD_BYTES))
-        kinds = {name: kind for name, kind in get_type_hints(Record).items() if name in said}
-        return Record(**{name: _checked(said[name], kind) for name, kind in kinds.items()})
+        kinds = {name: kind for name, kind in get_type_hints(AttemptRecord).items() if name in said}
+        return AttemptRecord(**{name: _checked(said[name], kind) for name, kind in kinds.items()})
     except (OSError, ValueError, TypeError, RecursionError):
         return None
 
@@ -377,7 +377,7 @@ def _checked(value: Any, kind: Any) -> Any:
     return value
 
 
-def unseen_outcome(folder: Path, settled: int, attempt: int) -> Record | None:
+def unseen_outcome(folder: Path, settled: int, attempt: int) -> AttemptRecord | None:
     """Return the record of a start that the broker may not know of; None: the attempt may run.
 
     It is of this attempt or of an earlier one after ``settled``, or of one that succeeded: then

@@ -22,7 +22,7 @@ import enum
 from dataclasses import dataclass
 
 
-class Outcome(enum.StrEnum):
+class SeatOutcome(enum.StrEnum):
     """What became of the device memory of a lease whose seat left."""
 
     EMPTY = "empty"  # it had none
@@ -62,7 +62,7 @@ class Vacate:
 class Vacated:
     """No memory of the lease is left that this seat stood for."""
 
-    outcome: Outcome
+    outcome: SeatOutcome
     reason: str = ""  # why the processes were ended
 
 

@@ -4,7 +4,7 @@
 * `activity`   reports of kernels and terminals (user code can forge them, so no
                right and no limit depends on them)
 * `watch`      long poll to the broker, and the Jupyter Events made from it
-* `handlers`   ``/gpushare/*``, with `forward` for requests that the broker answers
+* `handlers`   ``/gpushare/*``: requests that the broker answers, and those of this server
 
 Nothing here counts as activity of the user.  Without a broker address ``status`` answers
 ``enabled: false`` and every request that needs the broker 404 "not_configured".

@@ -6,7 +6,7 @@
     POST gpushare/launch                         `LaunchRequest` -> `Job`
     PUT  gpushare/leases/ID/size                 `SizeRequest` -> `SizedLease`: see `SizeHandler`
     POST gpushare/leases/ID/kernels/KID/release  restarts a kernel of this server, which frees its GPU memory
-    all other paths                              see `forward.FORWARDS`
+    all other paths                              see `handlers.FORWARDS`
 
 While the broker is unreachable, ``status`` answers 200 with ``unreachable_since`` and
 no numbers; all other paths answer 503.
@@ -18,8 +18,12 @@ import asyncio
 import json
 import os
 import re
+from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import datetime
+from itertools import groupby
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from jupyter_core.utils import ensure_async
@@ -30,8 +34,107 @@ from jupyter_gpushare.protocol.jobfiles import attempts_of, jobs_dir, log_end, l
 from jupyter_gpushare.server import gain, launch
 from jupyter_gpushare.server.activity import notebooks_of
 from jupyter_gpushare.server.base import Broker, Handler, Refused, for_user
-from jupyter_gpushare.server.forward import forward_routes
 from jupyter_gpushare.wall_clock import iso_now
+
+# ---- requests that the broker answers, forwarded with this server's identity -
+# `FORWARDS` is the whole list: a row names method and path, which are the same here
+# and at the broker, and the messages that go in and out.
+
+_JOB = "([a-z0-9]{1,40})"
+_LEASE = "([a-z0-9-]{1,64})"
+
+
+@dataclass(frozen=True, slots=True)
+class Forward:
+    """One request: ``{}`` in ``path`` stands for the id that ``pattern`` matches."""
+
+    method: str
+    path: str
+    answer: type[Any]
+    pattern: str = ""
+    body: type[Any] | None = None  # an empty body is an empty object
+    query: tuple[str, ...] = ()  # parameters that are passed on
+    status: int = 200
+
+
+FORWARDS: tuple[Forward, ...] = (
+    Forward("GET", "offers", wire.Offers, query=("project", "gpus", "memory", "profile", "borrow")),
+    Forward("GET", "history", wire.History),
+    Forward("GET", "jobs", wire.JobList, query=("limit",)),
+    Forward("POST", "jobs", wire.Job, body=wire.JobRequest, status=201),
+    Forward("GET", "jobs/{}", wire.Job, _JOB),
+    Forward("PUT", "jobs/{}", wire.Job, _JOB, body=wire.JobChange),
+    Forward("DELETE", "jobs/{}", wire.Job, _JOB),
+    Forward("PUT", "jobs/{}/place", wire.Job, _JOB, body=wire.JobPlace),
+    Forward("GET", "jobs/{}/timeline", wire.JobTimeline, _JOB),
+    Forward("POST", "jobs/{}/retry", wire.Job, _JOB, status=201),
+    Forward("POST", "leases/{}/resume", wire.LeaseStatus, _LEASE),
+    Forward("POST", "leases/{}/stay-asleep", wire.LeaseStatus, _LEASE),
+    Forward("POST", "leases/{}/keep", wire.LeaseStatus, _LEASE, body=wire.KeepRequest),
+    Forward("POST", "leases/{}/lend", wire.LeaseStatus, _LEASE),
+    Forward("POST", "leases/{}/release", wire.LeaseStatus, _LEASE),
+)
+
+
+NONE: Mapping[str, Forward] = MappingProxyType({})
+
+
+class ForwardHandler(Handler):
+    """Forwards the requests to one path."""
+
+    def initialize(self, broker: Broker | None, forwards: Mapping[str, Forward] = NONE) -> None:
+        super().initialize(broker)
+        self._forwards = forwards
+
+    @for_user
+    async def get(self, *ids: str) -> None:
+        await self._forward(*ids)
+
+    @for_user
+    async def post(self, *ids: str) -> None:
+        await self._forward(*ids)
+
+    @for_user
+    async def put(self, *ids: str) -> None:
+        await self._forward(*ids)
+
+    @for_user
+    async def delete(self, *ids: str) -> None:
+        await self._forward(*ids)
+
+    async def _forward(self, *ids: str) -> None:
+        client = self.connected().client
+        forward = self._forwards.get(self.request.method or "")
+        if forward is None:
+            raise Refused(405, "not_allowed", "%1 is not possible here.", self.request.method)
+        body = None
+        if forward.body is not None:
+            body = self.read(forward.body) if self.request.body else wire.decode(b"{}", forward.body)
+        given = {name: self.get_query_argument(name, "") for name in forward.query}
+        awaitable = client.request(
+            forward.method,
+            forward.path.format(*ids),
+            forward.answer,
+            body,
+            params={name: value for name, value in given.items() if value},
+            key=self.request.headers.get("Idempotency-Key") if body is not None else None,
+        )
+        await self.answer(awaitable, forward.status)
+
+
+def forward_routes(broker: Broker | None) -> list[tuple[str, type[Handler], dict[str, Any]]]:
+    """Return one handler per path of `FORWARDS`, below the server's base URL."""
+    return [
+        (
+            "/gpushare/" + path.format(pattern),
+            ForwardHandler,
+            {"broker": broker, "forwards": {forward.method: forward for forward in forwards}},
+        )
+        for (path, pattern), forwards in groupby(FORWARDS, lambda each: (each.path, each.pattern))
+    ]
+
+
+# ---- requests that this server answers ---------------------------------------
 
 LOG_BYTES = 256 << 10
 _TEXT = "text/plain; charset=utf-8"
@@ -45,7 +148,7 @@ class PolledHandler(Handler):
             super()._log()
 
 
-class StatusHandler(PolledHandler):
+class SessionStatusHandler(PolledHandler):
     """The broker's status of this server, for the page."""
 
     @for_user
@@ -191,7 +294,7 @@ def routes(broker: Broker | None) -> list[tuple[str, type[Handler], dict[str, An
     """Return the handlers for an `ExtensionApp`, below the server's base URL."""
     given = {"broker": broker}
     return [
-        (r"/gpushare/status", StatusHandler, given),
+        (r"/gpushare/status", SessionStatusHandler, given),
         (r"/gpushare/jobs/([a-z0-9]{1,40})/log", LogHandler, given),
         (r"/gpushare/launch", LaunchHandler, given),
         (r"/gpushare/leases/([a-z0-9-]{1,64})/size", SizeHandler, given),

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
-from jupyter_gpushare.core.fragmentation import Task, Workload, best_fit_on_node
 from jupyter_gpushare.core.model import WHOLE_GPU
-from jupyter_gpushare.sim.traces import Node, Pod
+from jupyter_gpushare.core.placement import Task, Workload, best_fit_on_node
+from jupyter_gpushare.sim.traces import TraceNode, TracePod
 
 # GPUs asked for, of what the cluster has, when the last pod has come.
 LOAD = 1.3
@@ -66,12 +66,12 @@ class Filled:
         return next((got for asked, got in pairs if asked >= asked_percent), self.allocated_percent[-1])
 
 
-def shape_of(pod: Pod) -> Shape:
+def shape_of(pod: TracePod) -> Shape:
     """Return the request of a pod, which pods of equal placement share."""
     return Shape(pod.gpus, pod.gpu_milli, pod.cpu_milli, pod.memory_mib, pod.models)
 
 
-def arrivals(pods: Sequence[Pod], capacity_milli: int, rng: random.Random) -> list[Pod]:
+def arrivals(pods: Sequence[TracePod], capacity_milli: int, rng: random.Random) -> list[TracePod]:
     """Return the pods in the order of one run: all, shuffled, then drawn until the load is reached.
 
     Each pod occurs once where none of them requests a GPU.
@@ -125,8 +125,8 @@ _CPU_SCALE = 128_000
 _GPU_SCALE = 8 * WHOLE_GPU
 
 
-def product(pods: Sequence[Pod]) -> Choose:
-    """The product's placement (`core.fragmentation`, `core.placement`) for the GPU requests of this load.
+def product(pods: Sequence[TracePod]) -> Choose:
+    """The product's placement (`core.placement`, `core.placement`) for the GPU requests of this load.
 
     CPU and memory only bind: the product does not place them.  A pod for several
     GPUs goes to the node with the fewest empty ones, a pod without goes where
@@ -151,7 +151,7 @@ def product(pods: Sequence[Pod]) -> Choose:
     return choose
 
 
-def fill(nodes: Sequence[Node], pods: Sequence[Pod], placement: Choose | None, seed: int) -> Filled:
+def fill(nodes: Sequence[TraceNode], pods: Sequence[TracePod], placement: Choose | None, seed: int) -> Filled:
     """Return how the cluster filled; ``placement`` None: a random node, there a random GPU."""
     rng = random.Random(seed)  # noqa: S311 - a repeatable order, no secret
     capacity = WHOLE_GPU * sum(n.gpus for n in nodes)
@@ -177,7 +177,7 @@ def fill(nodes: Sequence[Node], pods: Sequence[Pod], placement: Choose | None, s
 class _Fleet:
     """Nodes grouped by their stock, so that equal nodes are judged once."""
 
-    def __init__(self, nodes: Sequence[Node], placement: Choose | None, rng: random.Random) -> None:
+    def __init__(self, nodes: Sequence[TraceNode], placement: Choose | None, rng: random.Random) -> None:
         self._placement = cache(placement) if placement is not None else None
         self._options = cache(options)
         self._rng = rng

@@ -1,6 +1,6 @@
 """Metrics of a replay: completion and queue times, allocation, utilization, lending, fairness.
 
-A `Meter` receives every change (`core.replay.Watcher`) and integrates what is
+A `ReplayMeter` receives every change (`core.replay.Watcher`) and integrates what is
 held between changes.  Terms:
 
 * *completion*: from submission to the end; *queue*: the part of it without GPUs;
@@ -33,7 +33,7 @@ from jupyter_gpushare.core.model import (
     State,
 )
 from jupyter_gpushare.core.quota import held_by, size_of
-from jupyter_gpushare.core.replay import CellRun, Watcher
+from jupyter_gpushare.core.replay import CellRun, ReplayWatcher
 
 # A job that goes from the one to the other is preempted; what takes no time is reported in one step.
 _PRESENT = HOLDS_CAPACITY - LEAVING
@@ -85,7 +85,7 @@ class ProjectMeter:
     longest_owed_s: float = 0.0
 
 
-class Meter(Watcher):
+class ReplayMeter(ReplayWatcher):
     """Watches a replay on these devices."""
 
     def __init__(self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings) -> None:

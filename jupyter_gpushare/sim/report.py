@@ -10,13 +10,13 @@ from xml.sax.saxutils import escape
 
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.sim.fractions import Filled
-from jupyter_gpushare.sim.metrics import DAY_HOURS, HOUR_S, Meter, ProjectMeter, mean, percentile
-from jupyter_gpushare.sim.scenario import Result
+from jupyter_gpushare.sim.metrics import DAY_HOURS, HOUR_S, ProjectMeter, ReplayMeter, mean, percentile
+from jupyter_gpushare.sim.scenario import ReplayResult
 
 Numbers = dict[str, object]
 
 
-def job_numbers(result: Result) -> Numbers:
+def job_numbers(result: ReplayResult) -> Numbers:
     """Return the figures of the training jobs; times in virtual seconds."""
     meter, replay = result.meter, result.replay
     makespan_s = replay.now - (meter.began_at or 0.0)
@@ -42,7 +42,7 @@ def job_numbers(result: Result) -> Numbers:
     }
 
 
-def engine_numbers(result: Result) -> Numbers:
+def engine_numbers(result: ReplayResult) -> Numbers:
     """Return the figures of the planner's work."""
     replay, wall_s = result.replay, result.wall_s
     return {
@@ -54,7 +54,7 @@ def engine_numbers(result: Result) -> Numbers:
     }
 
 
-def notebook_numbers(result: Result) -> Numbers:
+def notebook_numbers(result: ReplayResult) -> Numbers:
     """Return the figures of the cells and of the idle time between them."""
     meter = result.meter
     return {
@@ -83,7 +83,7 @@ def fraction_numbers(filled: Filled, wall_s: float) -> Numbers:
     }
 
 
-def fairness(meter: Meter) -> list[Numbers]:
+def fairness(meter: ReplayMeter) -> list[Numbers]:
     """Return per project its GPU-hours, and its share of over-quota GPU time against its weight.
 
     ``share_percent``: of what was over quota on contested days, against
@@ -183,7 +183,7 @@ MOST_POINTS = 450
 SERIES = (("allocation", "#4c78a8"), ("utilization", "#f58518"))
 
 
-def plot(result: Result) -> str:
+def plot(result: ReplayResult) -> str:
     """Return an SVG of allocation and utilization over time, in per cent of all GPUs."""
     meter, gpus = result.meter, result.fleet.gpus
     hours = max(len(meter.allocated.hours), 1)
@@ -234,7 +234,7 @@ def plot(result: Result) -> str:
     return "\n".join([*parts, "</svg>", ""])
 
 
-def _caption(result: Result) -> str:
+def _caption(result: ReplayResult) -> str:
     return f"Allocation and utilization of {result.fleet.gpus} GPUs over time"
 
 

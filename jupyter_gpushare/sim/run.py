@@ -10,10 +10,12 @@ import gzip
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import TracebackType
 
+from jupyter_gpushare import command_line
 from jupyter_gpushare.command_line import Option, Parser, Verb
 from jupyter_gpushare.core.model import (
     DEFAULT_ORDER,
@@ -28,18 +30,104 @@ from jupyter_gpushare.core.model import (
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gibibytes import GIB
 from jupyter_gpushare.sim import fractions, report, synthetic, traces
-from jupyter_gpushare.sim.arguments import count, numbers, positive, seconds, seconds_or, share_and_error
-from jupyter_gpushare.sim.progress import Bar
-from jupyter_gpushare.sim.reporting import some
 from jupyter_gpushare.sim.scenario import (
     GPUS_PER_NODE,
-    DeviceState,
+    SRTF,
+    DeviceFootprint,
     Fleet,
-    Result,
+    ReplayResult,
     replay_jobs,
     replay_notebooks,
+    some,
 )
-from jupyter_gpushare.sim.srtf import SRTF
+
+# ---- numbers on the command line of `gpushare simulate` ----------------------
+
+count = command_line.count(1, 99_999_999)
+
+
+def number(least: float, expected: str) -> Callable[[str], float]:
+    """Return a reader of numbers from ``least``; ``expected`` says in an error what they are."""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = -1.0
+        if not least <= value <= traces.LARGEST:
+            raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
+        return value
+
+    return parse
+
+
+seconds = number(0.0, "a number of seconds, 0 or more")
+positive = number(1e-9, "a number above 0")
+
+
+def share_and_error(text: str) -> tuple[float, float]:
+    """Return a share of jobs and the error of their reports: ``0.5,0.3``.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    try:
+        share, sigma = map(float, text.split(","))
+    except ValueError:
+        share, sigma = -1.0, 0.0
+    if not (0 <= share <= 1 and 0 <= sigma <= 10):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share and an error like 0.5,0.3")
+    return share, sigma
+
+
+def seconds_or(word: str) -> Callable[[str], float | None]:
+    """Return a reader of seconds, with ``word`` as None."""
+    return lambda text: None if text == word else seconds(text)
+
+
+def numbers(least: int, most: int) -> Callable[[str], list[int]]:
+    """Return a reader of a list of whole numbers from ``least`` to ``most``, with commas."""
+    read = command_line.count(least, most)
+    return lambda text: [read(part) for part in text.split(",")]
+
+
+# ---- a progress bar for long runs: on a terminal only, on standard error, erased at the end
+
+WIDTH = 30
+EVERY_S = 0.2
+
+
+class Bar:
+    """``with Bar("jobs") as bar: ...; bar(0.3)`` shows that 30 % is done."""
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._shown = sys.stderr.isatty()
+        self._began = time.monotonic()
+        self._next = self._began + EVERY_S
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __call__(self, done: float) -> None:
+        now = time.monotonic()
+        if not self._shown or now < self._next:
+            return
+        self._next = now + EVERY_S
+        full = round(WIDTH * min(done, 1.0))
+        passed = now - self._began
+        left = f", about {passed * (1 - done) / done:.0f} s left" if done > 0.02 else ""
+        bar = "#" * full + "." * (WIDTH - full)
+        print(f"\r[{bar}] {done:4.0%} of the {self._what}{left}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._shown:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+# ---- the command -------------------------------------------------------------
 
 EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
 
@@ -236,7 +324,7 @@ def _projects(args: argparse.Namespace) -> list[Project]:
     return [Project(name=f"p{n}", quota_milli=quota * WHOLE_GPU, weight=w) for n, (w, quota) in pairs]
 
 
-def jobs(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+def jobs(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]:
     """Training jobs in a queue.
 
     gpushare simulate jobs philly.csv.gz --gpus 40 --nodes 10 --preempt-cost 30 --progress 0.5,0.3
@@ -258,7 +346,7 @@ def jobs(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
     return report.job_numbers(result), result
 
 
-def notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+def notebooks(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]:
     """Notebook sessions that lend their idle GPUs, to training jobs if there are any.
 
     gpushare simulate notebooks cells.csv.gz --gpus 1200 --nodes 150 --jobs philly.csv.gz --saturate
@@ -278,7 +366,9 @@ def notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
             adaptive=args.idle_timeout is None,
             survival=args.survival,
             saturate=args.saturate,
-            state=DeviceState(bytes_per_gpu=int(args.state_gib * GIB), copy_bytes_per_s=args.copy_gbps * 1e9),
+            state=DeviceFootprint(
+                bytes_per_gpu=int(args.state_gib * GIB), copy_bytes_per_s=args.copy_gbps * 1e9
+            ),
             preempt_cost_s=args.preempt_cost,
             progress=bar,
         )
@@ -286,7 +376,7 @@ def notebooks(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
     return (report.job_numbers(result) | numbers if jobs else numbers), result
 
 
-def fill(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+def fill(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]:
     """Pods that ask for parts of GPUs fill a cluster.
 
     gpushare simulate fractions pods.csv.gz --nodes-file nodes.csv.gz --placement fgd --seed 42
@@ -305,7 +395,7 @@ def fill(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
     return report.fraction_numbers(filled, time.perf_counter() - began), None
 
 
-def make(args: argparse.Namespace) -> tuple[report.Numbers, Result | None]:
+def make(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]:
     """Write a made-up trace (its percentiles: docs/simulator.md).
 
     gpushare simulate make jobs jobs.csv --count 5000 --gpus 64 --load 0.9

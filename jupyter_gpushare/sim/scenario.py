@@ -6,26 +6,80 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from math import exp, inf
+from random import Random
 
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     CheckpointMode,
     Cluster,
     Device,
+    JobOrder,
     Kind,
     Lease,
     Project,
     Settings,
     State,
 )
+from jupyter_gpushare.core.order import attained_gpu_s, gpus
 from jupyter_gpushare.core.replay import Costs, Replay
 from jupyter_gpushare.core.simulated_lease import Reports
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gibibytes import GIB
-from jupyter_gpushare.sim.metrics import Meter
-from jupyter_gpushare.sim.srtf import TraceJob
+from jupyter_gpushare.sim.metrics import ReplayMeter
 from jupyter_gpushare.sim.traces import NotebookSession, TrainingJob
+
+# ---- shortest remaining service first: needs durations, which only a trace has
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TraceJob(Lease):
+    """A job with a known duration."""
+
+    duration_s: float
+
+
+class ShortestRemaining(JobOrder):
+    """Order by remaining GPU-seconds; a job of unknown duration comes last."""
+
+    __slots__ = ()
+
+    def group(self, lease: Lease, now: float, settings: Settings) -> float:
+        if not isinstance(lease, TraceJob):
+            return inf
+        return lease.duration_s * gpus(lease) - attained_gpu_s(lease, now)
+
+    def place(self, lease: Lease, settings: Settings) -> tuple[float, bool, float]:
+        return self.group(lease, 0.0, settings), False, lease.queued_at
+
+    def gain_gpu_s(self, lease: Lease, now: float, settings: Settings) -> float:
+        return self.group(lease, now, settings) if isinstance(lease, TraceJob) else 0.0
+
+
+SRTF = ShortestRemaining(preempts=True, drifts=True)
+
+
+# ---- progress reports of simulated jobs: by a share of them, with an error ---
+
+
+def with_error(factor: float) -> Reports:
+    """Return reports that overestimate the remaining work by ``factor``."""
+    return lambda done: done / (done + factor * (1.0 - done)) if done < 1.0 else 1.0
+
+
+def some(share: float, sigma: float, seed: int = 0) -> Callable[[int], Reports | None]:
+    """Return what job n reports: a ``share`` of the jobs, each with a log-normal error of its own."""
+
+    def of(number: int) -> Reports | None:
+        random = Random(f"{seed} {number}")  # noqa: S311 - a repeatable draw, no secret
+        error = exp(random.gauss(0.0, sigma))
+        return with_error(error) if random.random() < share else None
+
+    return of
+
+
+# ---- scenarios ---------------------------------------------------------------
 
 GPUS_PER_NODE = 8
 NOTEBOOKS, JOBS = "notebooks", "jobs"
@@ -83,10 +137,10 @@ def _parts(total: int, count: int) -> list[int]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class ReplayResult:
     """A finished replay and its metrics."""
 
-    meter: Meter
+    meter: ReplayMeter
     replay: Replay
     wall_s: float
     fleet: Fleet
@@ -104,19 +158,19 @@ def replay_jobs(
     reports: Callable[[int], Reports | None] = lambda number: None,
     users: Callable[[int], str] = lambda number: "",
     progress: Progress | None = None,
-) -> Result:
+) -> ReplayResult:
     """Replay training jobs to their end; job n belongs to project n mod their number.
 
     A preempted job is stopped, which takes ``grace_s``, and starts again
     anywhere; there it makes no progress for ``preempt_cost_s``.  With ``survival`` suspend
-    its GPU memory (`DeviceState`) is copied to the host, and it goes on where it was.
+    its GPU memory (`DeviceFootprint`) is copied to the host, and it goes on where it was.
     ``reports`` and ``users`` give what a job reports of its progress, and its user, by its number.
     """
     projects = projects or (Project(name="p0", quota_milli=fleet.gpus * WHOLE_GPU),)
     devices = fleet.devices()
-    meter = Meter(devices, projects, settings)
+    meter = ReplayMeter(devices, projects, settings)
     cluster = Cluster(devices=devices, projects=tuple(projects), leases=(), settings=settings)
-    state = DeviceState()
+    state = DeviceFootprint()
     costs = Costs(restart_s=preempt_cost_s, grace_s=grace_s, copy_bytes_per_s=state.copy_bytes_per_s)
     replay = Replay(cluster, costs, watcher=meter)
     suspends = survival is CheckpointMode.SUSPEND
@@ -145,7 +199,7 @@ def _job_lease(number: int, job: TrainingJob, project: str, fleet: Fleet, **more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceState:
+class DeviceFootprint:
     """Device memory of a workload on each of its GPUs, and its copy rate."""
 
     bytes_per_gpu: int = 16 * GIB
@@ -161,10 +215,10 @@ def replay_notebooks(
     adaptive: bool = False,
     survival: CheckpointMode = CheckpointMode.SIGTERM,
     saturate: bool = False,
-    state: DeviceState = DeviceState(),
+    state: DeviceFootprint = DeviceFootprint(),
     preempt_cost_s: float = 0.0,
     progress: Progress | None = None,
-) -> Result:
+) -> ReplayResult:
     """Replay notebook sessions and training jobs together, until the last session ends.
 
     The sessions' project is guaranteed every GPU, that of the jobs none: jobs
@@ -206,7 +260,7 @@ def replay_notebooks(
 
 
 def _jobs_with_state(
-    jobs: Iterable[TrainingJob], fleet: Fleet, state: DeviceState, survival: CheckpointMode
+    jobs: Iterable[TrainingJob], fleet: Fleet, state: DeviceFootprint, survival: CheckpointMode
 ) -> Iterator[_Work]:
     for number, job in enumerate(jobs):
         used = job.gpus * state.bytes_per_gpu
@@ -214,7 +268,7 @@ def _jobs_with_state(
         yield lease, job.duration_s
 
 
-class _UntilSessionsEnd(Meter):
+class _UntilSessionsEnd(ReplayMeter):
     """A meter that ends the replay with the last session, and until then may keep jobs waiting."""
 
     replay: Replay
@@ -255,11 +309,11 @@ def _size(lease: Lease) -> int:
 
 
 def _run(
-    replay: Replay, meter: Meter, fleet: Fleet, done: Callable[[], float], progress: Progress | None
-) -> Result:
+    replay: Replay, meter: ReplayMeter, fleet: Fleet, done: Callable[[], float], progress: Progress | None
+) -> ReplayResult:
     began = time.perf_counter()
     while replay.run(most_events=SLICE):
         if progress is not None:
             progress(done())
     meter.advance(replay.now)
-    return Result(meter=meter, replay=replay, wall_s=time.perf_counter() - began, fleet=fleet)
+    return ReplayResult(meter=meter, replay=replay, wall_s=time.perf_counter() - began, fleet=fleet)

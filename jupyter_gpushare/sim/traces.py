@@ -56,7 +56,7 @@ class NotebookSession:
 
 
 @dataclass(frozen=True, slots=True)
-class Pod:
+class TracePod:
     """One pod of a trace: its name, and what it requests of one node."""
 
     name: str
@@ -68,7 +68,7 @@ class Pod:
 
 
 @dataclass(frozen=True, slots=True)
-class Node:
+class TraceNode:
     """One node of a trace, with what it has."""
 
     name: str
@@ -122,7 +122,7 @@ def read_cells(path: Path, *, most_gpus: int | None = None) -> list[NotebookSess
     return sessions
 
 
-def read_pods(path: Path) -> list[Pod]:
+def read_pods(path: Path) -> list[TracePod]:
     """Return the pods of ``path`` in their order.
 
     Raises:
@@ -136,19 +136,19 @@ def read_pods(path: Path) -> list[Pod]:
             raise row.wrong("gpu_milli", f"{WHOLE_GPU}: several GPUs are only given whole")
         models = frozenset(m for m in row.text("gpu_spec", "").split("|") if m)
         pods.append(
-            Pod(row.text("name"), row.count("cpu_milli"), row.count("memory_mib"), gpus, milli, models)
+            TracePod(row.text("name"), row.count("cpu_milli"), row.count("memory_mib"), gpus, milli, models)
         )
     return pods
 
 
-def read_nodes(path: Path) -> list[Node]:
+def read_nodes(path: Path) -> list[TraceNode]:
     """Return the nodes of ``path`` in their order.
 
     Raises:
         InvalidRequest: the file cannot be read, or a row is not as expected.
     """
     return [
-        Node(
+        TraceNode(
             row.text("sn"),
             row.count("cpu_milli"),
             row.count("memory_mib"),

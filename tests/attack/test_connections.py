@@ -18,7 +18,7 @@ import pytest
 from tornado.netutil import bind_sockets
 
 from jupyter_gpushare import listener
-from jupyter_gpushare.backends.helper_client import Address, NodeAddress, SocketAddress
+from jupyter_gpushare.backends.helper_client import HelperAddress, NodeAddress, SocketAddress
 from jupyter_gpushare.channel import unix_url
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.connections import BACKLOG
@@ -27,7 +27,7 @@ from jupyter_gpushare.gpu.service.lines import Lines
 from jupyter_gpushare.gpu.service.server import Server
 from jupyter_gpushare.gpu.service.tcp import Endpoint, TcpServer
 from jupyter_gpushare.job import pages
-from jupyter_gpushare.protocol.jobfiles import Record
+from jupyter_gpushare.protocol.jobfiles import AttemptRecord
 from tests.attack import crowd
 from tests.broker.http_site import PREFIX, SPAWNER, Http
 from tests.broker.site import Site
@@ -123,7 +123,7 @@ async def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
         "JUPYTERHUB_SERVICE_PREFIX": "/user/ada/",
     }.items():
         monkeypatch.setenv(name, value)
-    record = Record(id="j1", attempt=1, name="x", command=[], state="running", log="")
+    record = AttemptRecord(id="j1", attempt=1, name="x", command=[], state="running", log="")
     server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=tmp_path, seen=lambda: None)
     (listening,) = bind_sockets(0, "127.0.0.1", backlog=BACKLOG)
     server.add_socket(listening)
@@ -148,7 +148,7 @@ def echo(lines: Lines) -> None:
 async def helper(tmp_path: Path, way: str) -> AsyncIterator[Target]:
     address: crowd.Address
     server: Server | TcpServer
-    client: Address
+    client: HelperAddress
     if way in ("unix", "seats"):
         path = tmp_path / "helper.sock"
         is_for_seats = way == "seats"

@@ -20,7 +20,7 @@ import pytest
 from jupyter_gpushare import listener
 from jupyter_gpushare.broker.app import _Formatter
 from jupyter_gpushare.broker.http import base, handlers
-from jupyter_gpushare.broker.http.rates import Rate, Turns
+from jupyter_gpushare.broker.http.listener import Rate, Turns
 from jupyter_gpushare.broker.views import cluster_view
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import TooMany
@@ -264,7 +264,7 @@ async def test_answers_that_a_user_does_not_read_are_few_and_not_kept(http: Http
         await self.identify()
         self.finish(bytes(16 << 20))
 
-    monkeypatch.setattr(handlers.Devices, "get", large)
+    monkeypatch.setattr(handlers.DevicesHandler, "get", large)
     requests = http.service.gate.connections.requests
     head = f"GET {PREFIX}api/v1/devices HTTP/1.1\r\nHost: x\r\nAuthorization: token bo\r\n\r\n"
     deaf = []

@@ -16,7 +16,7 @@ import pytest
 from traitlets import TraitError
 
 from jupyter_gpushare.broker.http import listener
-from jupyter_gpushare.broker.http.clients import Proxies
+from jupyter_gpushare.broker.http.listener import Proxies
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 from tests.broker.http_site import PREFIX, SPAWNER, Http
 from tests.broker.site import Site

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.broker.http.rates import Rate
+from jupyter_gpushare.broker.http.listener import Rate
 from tests.broker.http_site import SPAWNER, Http
 
 

@@ -19,7 +19,7 @@ from datetime import UTC, datetime
 
 import pytest
 
-from jupyter_gpushare.backends.base import Devices, Hub, Prepared, ServerKey
+from jupyter_gpushare.backends.base import DeviceBackend, Hub, Prepared, ServerKey
 from jupyter_gpushare.broker.engine import Engine, Explanation, Work
 from jupyter_gpushare.core.model import Cluster, Device, Grant, Kind, Lease, Project, State, Why
 from jupyter_gpushare.core.size import Size
@@ -180,7 +180,7 @@ class EngineContract:
 class DeviceBench(abc.ABC):
     """Devices under test, and the processes on them."""
 
-    devices: Devices
+    devices: DeviceBackend
 
     @abc.abstractmethod
     def newer_broker(self) -> None:
@@ -207,7 +207,7 @@ class DeviceBench(abc.ABC):
 
 
 class DevicesContract:
-    """The contract of `Devices`; ``bench`` is a fixture of the subclass."""
+    """The contract of `DeviceBackend`; ``bench`` is a fixture of the subclass."""
 
     async def _holder(self, bench: DeviceBench, handle: str = "b1-1", *, asleep: bool = False) -> SetLimit:
         limits = {(await bench.devices.inventory()).devices[0].uuid: 8 * GIB}

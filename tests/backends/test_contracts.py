@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 import jupyter_gpushare
-from jupyter_gpushare.backends.base import Devices, Hub, Prepared, ServerKey
+from jupyter_gpushare.backends.base import DeviceBackend, Hub, Prepared, ServerKey
 from jupyter_gpushare.backends.helper_client import (
-    Address,
     Connection,
+    HelperAddress,
     HelperClient,
     NodeAddress,
     SocketAddress,
@@ -126,7 +126,7 @@ def drop_all(machine: Machine) -> None:
 class LocalBench(DeviceBench):
     """A broker of its own with a device helper, on the simulated driver."""
 
-    devices: Devices
+    devices: DeviceBackend
 
     def __init__(self, machine: Machine) -> None:
         self._machine = machine
@@ -174,7 +174,7 @@ class TestLocalDevices(DevicesContract):
 class NodesBench(LocalBench):
     """Two nodes with a device helper each, over TCP; the leases are on the first."""
 
-    def __init__(self, first: Machine, second: Machine, addresses: dict[str, Address]) -> None:
+    def __init__(self, first: Machine, second: Machine, addresses: dict[str, HelperAddress]) -> None:
         self.second = second
         self.addresses = addresses
         for name, machine in (("n1", first), ("n2", second)):
@@ -224,7 +224,7 @@ async def test_a_watch_ends_also_where_an_event_comes_at_that_moment(monkeypatch
     assert task.cancelled()
 
 
-TwoNodes = tuple[Machine, Machine, dict[str, Address]]
+TwoNodes = tuple[Machine, Machine, dict[str, HelperAddress]]
 
 
 @pytest.fixture(scope="module")
@@ -324,7 +324,7 @@ class TestNodeDevices(DevicesContract):
             await asyncio.gather(listening, return_exceptions=True)
 
     async def test_times_are_those_of_this_machine(self, tmp_path: Path) -> None:
-        class Elsewhere(Address):
+        class Elsewhere(HelperAddress):
             """A helper on a machine that was started long after this one."""
 
             async def connect(self) -> Connection:
@@ -365,7 +365,7 @@ class TestNodeDevices(DevicesContract):
 
     async def test_a_node_that_leaves_while_it_is_asked_is_left_out(self) -> None:
         leaving = _Switched("b2-1")
-        listed: dict[str, Address] = {"n1": _Switched("b1-1"), "n2": leaving}
+        listed: dict[str, HelperAddress] = {"n1": _Switched("b1-1"), "n2": leaving}
         here = NodeDevices(lambda: dict(listed), lambda: 1)
         await here.sample()
         leaving.answers.clear()
@@ -378,7 +378,7 @@ class TestNodeDevices(DevicesContract):
 
     async def test_a_node_that_joins_later_and_does_not_answer_stops_no_other(self) -> None:
         now = time.monotonic()
-        listed: dict[str, Address] = {"n1": _Switched("b1-1")}
+        listed: dict[str, HelperAddress] = {"n1": _Switched("b1-1")}
         here = NodeDevices(lambda: dict(listed), lambda: 1, lambda: now)
         await here.sample()
         now += nodes.FIRST_S + 1
@@ -414,7 +414,7 @@ class TestNodeDevices(DevicesContract):
             await NodeDevices(dict, lambda: 1).sample()
 
 
-class _Switched(Address):
+class _Switched(HelperAddress):
     """A helper that answers, or a machine that is off: no connection to it is ever refused."""
 
     def __init__(self, lease: str) -> None:
@@ -461,7 +461,7 @@ class _Answers:
 
 
 class SiteBench(DeviceBench):
-    def __init__(self, site: Site, devices: Devices) -> None:
+    def __init__(self, site: Site, devices: DeviceBackend) -> None:
         self._site = site
         self.devices = devices
 
@@ -575,7 +575,7 @@ class TestSiteHub(HubContract):
             yield bench
 
 
-@pytest.mark.parametrize("contract", [Engine, Devices, Hub])
+@pytest.mark.parametrize("contract", [Engine, DeviceBackend, Hub])
 def test_every_implementation_passes_its_contract(contract: type) -> None:
     for module in pkgutil.walk_packages(jupyter_gpushare.__path__, "jupyter_gpushare."):
         if re.match(r"jupyter_gpushare\.(backends|broker)\.(?!state\.migrations)", module.name):

@@ -15,7 +15,7 @@ from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.errors import DeviceError, HelperError
 from jupyter_gpushare.gpu.service import exchange
 from jupyter_gpushare.protocol import helper as protocol
-from jupyter_gpushare.protocol.unleased import EndProcess
+from jupyter_gpushare.protocol.helper import EndProcess
 
 SAMPLE = protocol.Sample(
     at=1.5,

@@ -31,9 +31,8 @@ from jupyter_gpushare.core.model import (
     State,
 )
 from jupyter_gpushare.core.order import attained_gpu_s, gpus, is_waiting
-from jupyter_gpushare.core.replay import Costs, Replay, Watcher
-from jupyter_gpushare.sim.reporting import some
-from jupyter_gpushare.sim.scenario import Fleet, _job_lease
+from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
+from jupyter_gpushare.sim.scenario import Fleet, _job_lease, some
 from jupyter_gpushare.sim.traces import TrainingJob
 from tests.benchmarks.jittered import copies, error
 from tests.benchmarks.report import print_table
@@ -67,7 +66,7 @@ CASES = {
 Answer = tuple[str, bool, float, Estimate | None]  # lease, whether about its end, when, the range
 
 
-class Outcomes(Watcher):
+class Outcomes(ReplayWatcher):
     """When jobs started, each time, and ended; and how many GPUs became free when."""
 
     def __init__(self, free: int) -> None:

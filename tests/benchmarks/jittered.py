@@ -38,8 +38,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.simulated_lease import Reports
 from jupyter_gpushare.sim import report
-from jupyter_gpushare.sim.reporting import some
-from jupyter_gpushare.sim.scenario import Fleet, replay_jobs
+from jupyter_gpushare.sim.scenario import Fleet, replay_jobs, some
 from jupyter_gpushare.sim.traces import TrainingJob, read_jobs
 from tests.benchmarks.report import print_table
 from tests.benchmarks.traces import trace

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from jupyter_gpushare.core.model import Settings
 from jupyter_gpushare.sim.report import write_whole
-from jupyter_gpushare.sim.scenario import Fleet, Result, replay_jobs
+from jupyter_gpushare.sim.scenario import Fleet, ReplayResult, replay_jobs
 from jupyter_gpushare.sim.synthetic import make_jobs
 from jupyter_gpushare.sim.traces import TrainingJob, read_jobs
 from tests.benchmarks.report import print_table, spread
@@ -43,7 +43,7 @@ def curve(points: list[tuple[float, float]]) -> str:
     )
 
 
-def timed(jobs: list[TrainingJob], gpus: int) -> tuple[Result, float]:
+def timed(jobs: list[TrainingJob], gpus: int) -> tuple[ReplayResult, float]:
     """A replay, and the seconds of processor time that it took."""
     began = time.process_time()
     result = replay_jobs(jobs, Fleet(gpus=gpus, nodes=None), Settings())

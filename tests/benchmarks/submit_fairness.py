@@ -26,7 +26,7 @@ from pathlib import Path
 
 import httpx
 
-from jupyter_gpushare.broker.http.rates import Rate
+from jupyter_gpushare.broker.http.listener import Rate
 from jupyter_gpushare.broker.state.store import Store
 from tests.benchmarks.report import percentile, print_table
 from tests.broker import brokers

@@ -15,17 +15,17 @@ import sqlalchemy as sa
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.admission import ServerAdmission
-from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.control.fenced_hub import StartTickets
+from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
-from jupyter_gpushare.broker.control.start_tickets import StartTickets
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.rows import Change
 from jupyter_gpushare.broker.state.store import Store
+from jupyter_gpushare.broker.state.tables import Change
 from jupyter_gpushare.broker.views.views import Views
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, State
 from jupyter_gpushare.protocol import wire
@@ -68,7 +68,7 @@ class Broker:
         self.hub = SiteHub(site, self)
         tickets = StartTickets(lambda: self.store.epoch, ["of the spawner"])
         self.loop = Loop(self.registry, self.engine, self.devices, self.hub, tickets)
-        self.forecast = forecast = Forecast(self.registry, self.engine, _at_once)
+        self.forecast = forecast = Forecasts(self.registry, self.engine, _at_once)
         self.request_policy = RequestPolicy(self.registry, self.engine)
         self.requests = RequestService(
             self.registry, self.engine, self.loop.effects, forecast, self.request_policy

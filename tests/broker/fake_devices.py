@@ -1,4 +1,4 @@
-"""The contract of `Devices` on a `Site`, for one broker.
+"""The contract of `DeviceBackend` on a `Site`, for one broker.
 
 Imitates `gpu.service.helper`: the epoch fence (`ErrorKind.STALE_EPOCH`), refusals of moves
 (`gpu.moves.suspend`) and of leases beside one that was resumed unasked, and the sample of a
@@ -12,7 +12,7 @@ import signal
 from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING
 
-from jupyter_gpushare.backends.base import Devices, Prepared
+from jupyter_gpushare.backends.base import DeviceBackend, Prepared
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from tests.broker.site import Site
 
 
-class SiteDevices(Devices):
+class SiteDevices(DeviceBackend):
     """Devices of a site; each effect is two steps of its broker."""
 
     def __init__(self, site: Site, broker: Broker) -> None:

@@ -15,17 +15,15 @@ from jupyterhub.services.auth import HubOAuth
 from tornado import httpserver, web
 from tornado.netutil import bind_sockets, bind_unix_socket
 
-from jupyter_gpushare.broker.http import metrics, openapi
+from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Access
 from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service
 from jupyter_gpushare.broker.http.base import Site as HttpSite
-from jupyter_gpushare.broker.http.certificate import tls_context
-from jupyter_gpushare.broker.http.clients import Proxies
-from jupyter_gpushare.broker.http.downloads import DecisionsCsv, UsageCsv
-from jupyter_gpushare.broker.http.handlers import Metrics, NoSuchPath
-from jupyter_gpushare.broker.http.listener import ApiListener
-from jupyter_gpushare.broker.http.pages import AdminPage
+from jupyter_gpushare.broker.http.handlers import MetricsHandler, NoSuchPathHandler
+from jupyter_gpushare.broker.http.listener import ApiListener, Proxies
+from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv, UsageCsv
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
+from jupyter_gpushare.broker.http.secret_files import tls_context
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.connections import BACKLOG
 from jupyter_gpushare.listener import Gate
@@ -120,7 +118,7 @@ class Http:
             views=self.broker.views,
             overview=Overview(self.broker.registry, self.broker.views.cluster_views),
             access=Access(auth, [SPAWNER], self.broker.hub, self.broker.loop.ownership),
-            site=HttpSite(PREFIX, lambda: openapi.describe(PREFIX), metrics.collectors(self.broker.registry)),
+            site=HttpSite(PREFIX, lambda: routes.describe(PREFIX), metrics.collectors(self.broker.registry)),
             gate=Gate(),
         )
         options = {"service": self.service}
@@ -128,11 +126,11 @@ class Http:
             [
                 *((f"{PREFIX}api/v1/{pattern(r)}", r.handler, options) for r in ROUTES),
                 (PREFIX + "oauth_callback", OAuthCallback, options),
-                (PREFIX + "metrics", Metrics, options),
+                (PREFIX + "metrics", MetricsHandler, options),
                 (PREFIX + "?", AdminPage, options),
                 (PREFIX + "decisions.csv", DecisionsCsv, options),
                 (PREFIX + "usage.csv", UsageCsv, options),
-                (".*", NoSuchPath, options),
+                (".*", NoSuchPathHandler, options),
             ],
             cookie_secret=b"secret",
             log_function=_silent,

@@ -27,8 +27,7 @@ from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.errors import DiskFull, RequestError, StoreError
 from jupyter_gpushare.protocol import helper, wire
-from jupyter_gpushare.protocol.helper import MoveResult, Phase
-from jupyter_gpushare.protocol.unleased import UnleasedProcess
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, UnleasedProcess
 from tests.broker.brokers import Broker
 from tests.broker.machine import DEVICE_BYTES, GROUPS, RESERVE_BYTES, Held, Program, Run
 from tests.broker.virtual_time import until
@@ -248,7 +247,7 @@ class Site:
         self.faults.setdefault(name, deque()).extend(outcomes)
 
     def claim(self, held: Held) -> bool:
-        """Whether a lease may be resumed unrecorded, as `moves.unattended` says: what ended makes way."""
+        """Whether a lease may be resumed unrecorded, as `moves.wake` says: what ended makes way."""
         for other in self.held.values():
             if other.command_ended and other.phase is Phase.RUNNING and not any(other.used.values()):
                 other.phase = Phase.SUSPENDED

@@ -7,7 +7,7 @@ from typing import Any
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.http.access import JOBS_SCOPE
-from jupyter_gpushare.broker.http.rates import Rate
+from jupyter_gpushare.broker.http.listener import Rate
 from jupyter_gpushare.protocol import wire
 from tests.broker.http_site import PREFIX, SPAWNER, Http, person
 

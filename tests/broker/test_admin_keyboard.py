@@ -9,7 +9,7 @@ import pytest_asyncio
 from playwright.async_api import Browser, Locator, Page, expect
 
 from jupyter_gpushare.broker.state.transitions import Started
-from jupyter_gpushare.protocol.unleased import UnleasedProcess
+from jupyter_gpushare.protocol.helper import UnleasedProcess
 from tests.broker import pages
 from tests.broker.http_site import PREFIX, Http
 from tests.broker.pages import HUB_STATIC, WIDTHS

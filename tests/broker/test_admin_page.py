@@ -11,7 +11,7 @@ import pytest
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state.transitions import Started
-from jupyter_gpushare.protocol.unleased import UnleasedProcess
+from jupyter_gpushare.protocol.helper import UnleasedProcess
 from tests.broker import pages
 from tests.broker.http_site import PREFIX
 from tests.broker.pages import HUB_STATIC, WIDTHS

@@ -11,7 +11,7 @@ from jupyter_gpushare.broker.http.routes import _ID
 from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.messages import text
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.unleased import UnleasedProcess
+from jupyter_gpushare.protocol.helper import UnleasedProcess
 from tests.broker.site import spawn
 
 

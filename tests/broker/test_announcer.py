@@ -15,8 +15,8 @@ from traitlets import TraitError
 
 from jupyter_gpushare.broker.control import announcer as module
 from jupyter_gpushare.broker.control.announcer import Announcer
-from jupyter_gpushare.broker.settings import Settings
-from jupyter_gpushare.broker.state.receivers import Receivers
+from jupyter_gpushare.broker.settings import BrokerTraits
+from jupyter_gpushare.broker.state.policy import Receivers
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
@@ -207,7 +207,7 @@ def test_a_name_that_makes_no_address_gets_no_mail():
 )
 def test_a_wrong_setting_is_refused(trait, value):
     with pytest.raises(TraitError, match=trait):
-        Settings(**{trait: value})
+        BrokerTraits(**{trait: value})
 
 
 async def test_the_story_of_a_job_is_announced_in_order(site, broker):

@@ -99,7 +99,7 @@ HANGS = """
 import asyncio, pathlib, time
 from jupyter_gpushare import errors
 from jupyter_gpushare.broker.control.announcer import Announcer
-from jupyter_gpushare.broker.heartbeat import Heartbeat
+from jupyter_gpushare.broker.respawn import Heartbeat
 from jupyter_gpushare.broker.http.listener import Listener
 from jupyter_gpushare.broker.state.store import Store
 

@@ -9,10 +9,10 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.http.rates import Rate
+from jupyter_gpushare.broker.http.listener import Rate
 from jupyter_gpushare.broker.state.records import LeaseRecord, UsageRecord
-from jupyter_gpushare.broker.state.usage import Usage
-from jupyter_gpushare.broker.views import chargeback
+from jupyter_gpushare.broker.state.usage import UsageSums
+from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.core.model import Kind, Lease, State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
@@ -28,7 +28,7 @@ TO_MIDNIGHT_S = 6_400.0
 async def told(broker, by, **only):
     today = broker.registry.iso_now()[:10]
     asked = {"since": "2023-11-01"} | only
-    return await chargeback.usage(broker.registry, chargeback.query(today, by=by, **asked))
+    return await history.usage(broker.registry, history.query(today, by=by, **asked))
 
 
 def test_a_stretch_is_divided_at_midnight():
@@ -61,7 +61,7 @@ async def test_each_day_has_the_hours_that_were_held_in_it(site, broker):
 
 def test_many_days_without_a_sum_change_no_day_before_them():
     """More of them than are kept in memory: the broker was away while a session ran on."""
-    usage = Usage(lambda _: "", 0.0)
+    usage = UsageSums(lambda _: "", 0.0)
     before = UsageRecord(day="2023-11-10", user="ada", project="vision", used_gpu_s=36_000.0)
     usage.load([replace(before, day=f"2023-11-{day:02}") for day in range(4, 11)])
     lease = Lease(id="x", project="vision", kind=Kind.BUILD, size=Size(1000), user="ada", state=State.RUNNING)
@@ -143,11 +143,11 @@ async def test_days_that_are_on_disk_only_are_told_with_those_in_memory(site, br
 )
 def test_a_wrong_query_is_refused(wrong):
     with pytest.raises(InvalidRequest):
-        chargeback.query("2023-11-14", **wrong)
+        history.query("2023-11-14", **wrong)
 
 
 async def test_too_many_rows_are_refused_with_what_to_do(http, monkeypatch):
-    monkeypatch.setattr(chargeback, "MAX_ROWS", 1)
+    monkeypatch.setattr(history, "MAX_ROWS", 1)
     registry = http.broker.registry
     for user in ("ada", "bo"):
         registry.usage.count(UsageRecord(day="2023-11-14", user=user, project="nlp", used_gpu_s=1))

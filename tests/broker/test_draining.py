@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.control import draining
+from jupyter_gpushare.broker.control import administration
 from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.records import MACHINE
@@ -96,7 +96,7 @@ async def test_a_drain_outlives_the_absence_of_its_gpu_and_another_drain(http):
 
 
 async def test_drains_are_bounded_and_one_that_is_known_may_change(http, monkeypatch):
-    monkeypatch.setattr(draining, "MAX_DRAINS", 1)
+    monkeypatch.setattr(administration, "MAX_DRAINS", 1)
     first, second = (device.uuid for device in http.broker.registry.devices.listed)
     await drained(http, first)
     await drained(http, first, by="night")
@@ -114,7 +114,7 @@ async def test_an_engine_that_cannot_keep_a_gpu_empty_refuses(http, monkeypatch)
 
 async def test_a_machine_that_is_emptied_stays_so_after_a_restart_and_its_jobs_wait(site, broker):
     await site.session("ada", "1/2")
-    await draining.drain(broker.registry, broker.admission.engine, MACHINE, None, "root")
+    await administration.drain(broker.registry, broker.admission.engine, MACHINE, None, "root")
     job = await site.submit("bo", "1/2")
     await broker.end()
     registry = (await site.start_broker()).registry
@@ -125,5 +125,5 @@ async def test_a_machine_that_is_emptied_stays_so_after_a_restart_and_its_jobs_w
     assert registry.by_server("ada", "").state is State.RUNNING
     reason = site.broker.seen(job).reason
     assert "an administrator empties GPUs here, and they take nothing new." in reason
-    await draining.undrain(registry, MACHINE, "root")
+    await administration.undrain(registry, MACHINE, "root")
     await until(lambda: registry.leases[job.lease_id].state is State.RUNNING, 60)

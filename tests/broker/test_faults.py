@@ -12,7 +12,7 @@ import pytest
 
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker import respawn
-from jupyter_gpushare.broker.control.draining import drain, undrain
+from jupyter_gpushare.broker.control.administration import drain, undrain
 from jupyter_gpushare.errors import Conflict, HelperError, NotAllowed, StoreError, Superseded, TooMany
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.state.lending import lent_milli
+from jupyter_gpushare.broker.state.usage import lent_milli
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.core.model import Kind, Lease, State
 from jupyter_gpushare.core.size import Size

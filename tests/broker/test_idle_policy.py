@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.state.keep_budget import keep_left
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
+from jupyter_gpushare.broker.state.registry import keep_left
 from jupyter_gpushare.errors import TooMany
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker

@@ -9,7 +9,7 @@ import pytest
 from jupyter_gpushare.broker.state import transitions
 from jupyter_gpushare.broker.state.observations import WANTED, Observation, WakeRequest
 from jupyter_gpushare.broker.state.transitions import Cancelled, Released, Stopping, Transition
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, Event, State
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, LeaseEvent, State
 from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Refusal
 from tests.broker.machine import Program
@@ -19,7 +19,7 @@ from tests.broker.virtual_time import until
 def test_every_event_of_a_lease_has_one_transition() -> None:
     kinds = [kind for kind in vars(transitions).values() if isinstance(kind, type)]
     events = [kind.event for kind in kinds if issubclass(kind, Transition) and kind is not Transition]
-    assert sorted(events) == sorted(Event)
+    assert sorted(events) == sorted(LeaseEvent)
 
 
 async def test_no_other_module_can_put_a_lease_or_a_job_into_the_registry(site, broker):

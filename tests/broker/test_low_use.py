@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.state.low_use import LowUse
+from jupyter_gpushare.broker.state.observations import LowUse
 from tests.broker.brokers import Broker
 from tests.broker.machine import Held
 from tests.broker.site import Site

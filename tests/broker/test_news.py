@@ -10,7 +10,7 @@ import pytest
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control.loop import is_job_server
-from jupyter_gpushare.broker.state.devices import STALE_S
+from jupyter_gpushare.broker.state.observations import STALE_S
 from jupyter_gpushare.broker.state.transitions import OwnedBy
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import wire

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.http.pages import HEIGHT, WIDTH, path
-from jupyter_gpushare.broker.state.breakdown import GpuBreakdown, Meter, downsample, gpu_breakdown
 from jupyter_gpushare.broker.state.records import MachineUse
+from jupyter_gpushare.broker.state.usage import GpuBreakdown, Meter, downsample, gpu_breakdown
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.core.model import Kind, Lease, State
 from jupyter_gpushare.core.size import Size

@@ -13,10 +13,9 @@ from tornado.web import create_signed_value
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, HubUser, ServerKey
-from jupyter_gpushare.broker.control import draining
+from jupyter_gpushare.broker.control import administration
 from jupyter_gpushare.broker.control.effects import MAX_TRIES
 from jupyter_gpushare.broker.control.ownership import AGAIN_S, LOOK_S
-from jupyter_gpushare.broker.state.keep_budget import keep_left
 from jupyter_gpushare.broker.state.records import (
     MACHINE,
     JobRecord,
@@ -27,8 +26,9 @@ from jupyter_gpushare.broker.state.records import (
     UserService,
     former,
 )
+from jupyter_gpushare.broker.state.registry import keep_left
 from jupyter_gpushare.broker.state.transitions import Started
-from jupyter_gpushare.broker.views.owners import owners
+from jupyter_gpushare.broker.views.views import owners
 from jupyter_gpushare.errors import Conflict, DiskFull, NotAllowed, NotFound
 from jupyter_gpushare.protocol import wire
 from tests.broker import stored
@@ -51,7 +51,7 @@ async def started(site: Site) -> Broker:
 async def emptied(site: Site) -> Broker:
     """A broker that knows the Hub's users and starts nothing."""
     broker = await started(site)
-    await draining.drain(broker.registry, broker.engine, MACHINE, None, "root")
+    await administration.drain(broker.registry, broker.engine, MACHINE, None, "root")
     return broker
 
 
@@ -61,7 +61,7 @@ async def broker(site: Site) -> Broker:
 
 
 async def open_again(broker: Broker) -> None:
-    await draining.undrain(broker.registry, MACHINE, "root")
+    await administration.undrain(broker.registry, MACHINE, "root")
 
 
 def made_anew(site: Site, *names: str) -> None:
@@ -585,7 +585,7 @@ async def test_a_session_of_an_owner_that_went_before_does_not_count_as_one_that
     site.deleted.add("bo")
     await asyncio.sleep(LOOK_S + 2 * AGAIN_S)
     assert former("bo", site.made_at("bo")) in broker.registry.owners.of
-    await draining.drain(broker.registry, broker.engine, MACHINE, None, "root")
+    await administration.drain(broker.registry, broker.engine, MACHINE, None, "root")
     job = await site.submit("ada")
     site.deleted.add("ada")
     await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)

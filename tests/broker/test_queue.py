@@ -11,10 +11,10 @@ import pytest
 from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.local_engine import KEEP_S, LocalEngine
-from jupyter_gpushare.broker.state.fairness import FairnessTracker
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.records import Lags, UserService
 from jupyter_gpushare.broker.state.transitions import Granted, StartFailed
+from jupyter_gpushare.broker.state.usage import FairnessTracker
 from jupyter_gpushare.core.model import Order, State
 from jupyter_gpushare.core.planner import IncrementalPlanner, plan
 from jupyter_gpushare.errors import InvalidRequest

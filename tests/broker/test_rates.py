@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.broker.http import rates
-from jupyter_gpushare.broker.http.rates import Rate
+from jupyter_gpushare.broker.http import listener
+from jupyter_gpushare.broker.http.listener import Rate
 from jupyter_gpushare.errors import TooMany
 
 
@@ -46,7 +46,7 @@ def test_what_was_refused_is_not_counted():
 
 
 def test_callers_that_rested_are_forgotten(monkeypatch):
-    monkeypatch.setattr(rates, "_MANY", 3)
+    monkeypatch.setattr(listener, "_MANY", 3)
     clock = Clock()
     rate = Rate(1.0, burst=1, clock=clock)
     for caller in "abc":

@@ -14,7 +14,7 @@ from jupyter_gpushare.errors import fill
 from jupyter_gpushare.gpu.checks.health import RECOVERY_WORDS, XID_WORDS
 from jupyter_gpushare.gpu.leases.files import TAINT_WORDS, Taint, words_of
 from jupyter_gpushare.messages import TEMPLATES, english, reason_text
-from jupyter_gpushare.messages.reasons import FAMILIES
+from jupyter_gpushare.messages.texts import FAMILIES
 
 PACKAGE = Path(jupyter_gpushare.__file__).parent
 # The argument that is a reason, of calls in these folders.

@@ -9,7 +9,7 @@ import pytest
 
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.request_policy import overrides_text
-from jupyter_gpushare.broker.state.keep_budget import keep_left
+from jupyter_gpushare.broker.state.registry import keep_left
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import (
     Conflict,

@@ -23,7 +23,7 @@ import alembic.migration
 import pytest
 import sqlalchemy as sa
 
-from jupyter_gpushare.broker.state import schema
+from jupyter_gpushare.broker.state import store as store_module
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.broker.state.tables import metadata
 from jupyter_gpushare.errors import StoreError
@@ -39,7 +39,7 @@ CALLS = "pwrite64,write,fsync,fdatasync,ftruncate,rename,unlink,flock,sendto,pol
 OPEN = """
 import sys
 from pathlib import Path
-from jupyter_gpushare.broker.state import schema
+from jupyter_gpushare.broker.state import store as schema
 from jupyter_gpushare.broker.state.store import Store
 schema.MIGRATIONS = Path(sys.argv[2])
 Store(sys.argv[1], "boot").close()
@@ -78,7 +78,7 @@ def make_url(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[], str
 @pytest.fixture
 def next_schema(tmp_path: Path) -> Path:
     folder = tmp_path / "next"
-    shutil.copytree(schema.MIGRATIONS, folder)
+    shutil.copytree(store_module.MIGRATIONS, folder)
     (folder / "versions" / "v2_next.py").write_text(NEXT)
     return folder
 
@@ -134,7 +134,7 @@ def test_other_tables_have_another_revision():
         lines += [f"{each.name} {list(each.columns.keys())}" for each in table.indexes]
         lines += [f"{each.name} {list(each.columns.keys())}" for each in table.constraints]
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:12]
-    (file,) = (schema.MIGRATIONS / "versions").glob("*.py")
+    (file,) = (store_module.MIGRATIONS / "versions").glob("*.py")
     (revision,) = re.findall(r'^revision = "(.*)"$', file.read_text(), re.MULTILINE)
     assert (revision, digest) == ("v1b", "047c450b4efa")
 
@@ -150,7 +150,7 @@ def test_a_schema_of_another_version_is_refused_and_left_alone(make_url, revisio
     with pytest.raises(StoreError) as refused:
         Store(url, "boot")
     assert f"it has the schema {revision}, and this version knows v1b: start" in str(refused.value)
-    assert schema.database_trouble(url) in str(refused.value)
+    assert store_module.database_trouble(url) in str(refused.value)
     assert revision_of(url) == revision
     execute(url, "UPDATE alembic_version SET version_num = 'v1b'")
     Store(url, "boot").close()
@@ -196,7 +196,7 @@ def test_a_place_where_no_file_can_be_is_named(tmp_path):
 def test_a_url_that_no_broker_can_use_is_refused(url, says):
     with pytest.raises(StoreError, match=says):
         Store(url, "boot")
-    assert says in schema.database_trouble(url)
+    assert says in store_module.database_trouble(url)
 
 
 # ---- made --------------------------------------------------------------------
@@ -229,7 +229,7 @@ def test_no_database_is_made_beside_what_another_stored_last(tmp_path, put_back)
     (tmp_path / "kept-wal").rename(f"{path}-wal")
     with pytest.raises(StoreError, match=r"b\.sqlite-wal has what was stored last"):
         Store(url, "boot")
-    assert "b.sqlite-wal" in schema.database_trouble(url)
+    assert "b.sqlite-wal" in store_module.database_trouble(url)
     if put_back:
         kept.rename(path)
     else:
@@ -256,7 +256,7 @@ def test_a_next_schema_keeps_what_is_stored_and_the_old_version_refuses_it(
 ):
     filled(url := make_url())
     with monkeypatch.context() as later:
-        later.setattr(schema, "MIGRATIONS", next_schema)
+        later.setattr(store_module, "MIGRATIONS", next_schema)
         assert is_upgraded(url)
     with pytest.raises(StoreError, match="it has the schema v2, and this version knows v1b"):
         Store(url, "boot")
@@ -280,7 +280,7 @@ def test_an_upgrade_that_fails_half_way_changes_nothing(make_url, next_schema, m
     file = next_schema / "versions" / "v2_next.py"
     file.write_text(f'{NEXT}    op.execute("SELECT no_such_column FROM kinds")\n')
     with monkeypatch.context() as later:
-        later.setattr(schema, "MIGRATIONS", next_schema)
+        later.setattr(store_module, "MIGRATIONS", next_schema)
         with pytest.raises(StoreError, match="no_such_column"):
             Store(url, "boot")
         file.write_text(NEXT)
@@ -340,9 +340,9 @@ def chosen(points: list[str]) -> list[str]:
 def test_a_broker_killed_while_it_makes_its_database_leaves_one_for_the_next(make_url, tmp_path):
     killed = Killed(tmp_path)
     killed_ones = 0
-    for point in chosen(killed.points(make_url(), schema.MIGRATIONS)):
+    for point in chosen(killed.points(make_url(), store_module.MIGRATIONS)):
         url = make_url()
-        killed_ones += killed.at(point, url, schema.MIGRATIONS)
+        killed_ones += killed.at(point, url, store_module.MIGRATIONS)
         until(lambda url=url: is_open_to_the_next(url), "the database is open to the next broker")
         assert revision_of(url) == "v1b"
     assert killed_ones >= KILLS * 0.9
@@ -360,7 +360,7 @@ def test_a_broker_killed_while_it_upgrades_its_database_loses_nothing(
         filled(url := make_url())
         killed_ones += killed.at(point, url, next_schema)
         with monkeypatch.context() as later:
-            later.setattr(schema, "MIGRATIONS", next_schema)
+            later.setattr(store_module, "MIGRATIONS", next_schema)
             assert is_upgraded(url)
     assert killed_ones >= KILLS * 0.9
 
@@ -368,11 +368,11 @@ def test_a_broker_killed_while_it_upgrades_its_database_loses_nothing(
 def test_a_new_database_has_its_name_only_when_it_is_whole(tmp_path):
     killed = Killed(tmp_path)
     url = f"sqlite:///{tmp_path / 'first.sqlite'}"
-    points = killed.points(url, schema.MIGRATIONS)
+    points = killed.points(url, store_module.MIGRATIONS)
     (renamed,) = [number for number, point in enumerate(points) if "rename:" in point]
     for number in (renamed, renamed + 1):
         path = tmp_path / f"{number}.sqlite"
-        assert killed.at(points[number], f"sqlite:///{path}", schema.MIGRATIONS)
+        assert killed.at(points[number], f"sqlite:///{path}", store_module.MIGRATIONS)
         assert path.exists() == (number > renamed)
     with sqlite3.connect(path) as connection:
         assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("v1b",)]

@@ -9,7 +9,7 @@ import pytest
 from jupyter_gpushare import native
 from jupyter_gpushare.backends import local
 from jupyter_gpushare.backends.base import HubError
-from jupyter_gpushare.broker.state.faults import Faults
+from jupyter_gpushare.broker.state.observations import Faults
 from tests.broker.http_site import SPAWNER, Http
 from tests.broker.virtual_time import until
 

@@ -9,7 +9,7 @@ import pytest
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, ServerKey
 from jupyter_gpushare.broker.control import snapshot
-from jupyter_gpushare.broker.control.start_tickets import StartTickets
+from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.core.model import Lease, State
 from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol import wire

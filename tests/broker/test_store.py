@@ -11,8 +11,8 @@ from dataclasses import fields, replace
 import pytest
 import sqlalchemy as sa
 
-from jupyter_gpushare.broker.state import rows
 from jupyter_gpushare.broker.state import store as store_module
+from jupyter_gpushare.broker.state import tables
 from jupyter_gpushare.broker.state.policy import Policy
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.store import Store
@@ -216,8 +216,8 @@ async def test_nothing_is_written_when_the_last_of_the_space_would_be_used(sqlit
 
 
 async def test_old_decisions_and_ended_jobs_are_dropped(database, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_DECISIONS", 10)
-    monkeypatch.setattr(rows, "MAX_ENDED", 3)
+    monkeypatch.setattr(tables, "MAX_DECISIONS", 10)
+    monkeypatch.setattr(tables, "MAX_ENDED", 3)
     store = database()
     for number in range(5):
         await store.commit(

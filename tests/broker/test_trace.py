@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.broker.state import exports, rows
+from jupyter_gpushare.broker.state import store as store_module
+from jupyter_gpushare.broker.state import tables
 from jupyter_gpushare.broker.state.observations import PauseTracker
 from jupyter_gpushare.broker.state.records import BusyStretch, JobRecord
 from jupyter_gpushare.broker.state.store import Store
-from jupyter_gpushare.broker.views import trace
-from jupyter_gpushare.cli.export import _write
+from jupyter_gpushare.broker.views import history
+from jupyter_gpushare.cli.administer import _write
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.sim.run import main as simulate
 from jupyter_gpushare.sim.traces import read_cells, read_jobs
@@ -65,8 +66,8 @@ def replay_site(folder, jobs: int = 0) -> tuple[wire.Trace, wire.Trace]:
             for n in range(jobs):
                 job = await site.submit("bo", program=Program(work_s=30.0 + n))
                 await until(lambda id=job.id: bool(broker.registry.jobs[id].result), 600)
-            found.append(await trace.jobs(broker.registry, names=True))
-            found.append(await trace.cells(broker.registry, names=False))
+            found.append(await history.jobs(broker.registry, names=True))
+            found.append(await history.cells(broker.registry, names=False))
 
     run()
     return found[0], found[1]
@@ -112,7 +113,7 @@ async def test_the_work_of_a_session_is_measured_and_kept(site):
         await site.gpu_cell(held)
         await asyncio.sleep(1)
     await asyncio.sleep(400)  # sums are stored every few minutes
-    *_, last = await exports.cells(registry.store)
+    *_, last = await store_module.cells(registry.store)
     assert (last.user, last.project, last.gpus) == ("ada", "vision", 0.5)
     assert seconds_between(began_at, last.began_at) <= 5
     assert last.duration_s == pytest.approx(29, abs=5)
@@ -123,17 +124,17 @@ async def test_stretches_below_a_second_are_not_kept(site):
     await site.session("ada", "1/2")
     lease = registry.by_server("ada", "").lease
     await asyncio.sleep(400)
-    stored = await exports.cells(registry.store)
+    stored = await store_module.cells(registry.store)
     for seconds in (10.0, 20.0, 0.5):  # the last is what is left of the time of a sample
         registry.usage.worked(lease, 100.0, seconds, registry.iso_now())
     await asyncio.sleep(400)
-    added = (await exports.cells(registry.store))[len(stored) :]
+    added = (await store_module.cells(registry.store))[len(stored) :]
     assert [each.duration_s for each in added] == [10.0, 20.0]
 
 
 def test_an_export_is_read_in_pages_of_short_columns_that_no_commit_waits_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(exports, "PAGE", 7)
-    monkeypatch.setattr(exports, "_REQUESTS", 3)
+    monkeypatch.setattr(store_module, "PAGE", 7)
+    monkeypatch.setattr(store_module, "_REQUESTS", 3)
     pages: list[tuple[str, int, int]] = []
     plain = Store._rows
 
@@ -165,10 +166,10 @@ def test_an_export_is_read_in_pages_of_short_columns_that_no_commit_waits_for(tm
     store = Store(f"sqlite:///{tmp_path / 'pages.sqlite'}", "boot")
     store._write((*ended, *(stretch("bone", n) for n in range(20))))
     pages.clear()
-    jobs = asyncio.run(exports.ended_jobs(store))
-    cells = asyncio.run(exports.cells(store))
+    jobs = asyncio.run(store_module.ended_jobs(store))
+    cells = asyncio.run(store_module.cells(store))
     assert all(length < 2_000 for _, _, length in pages), "no commands, no environments"
-    sizes = asyncio.run(exports.sizes(store, (job.id for job in jobs)))
+    sizes = asyncio.run(store_module.sizes(store, (job.id for job in jobs)))
     store.close()
     assert [job.id for job in jobs] == [job.id for job in ended]
     assert [each.began_at[14:16] for each in cells] == [f"{n:02d}" for n in range(20)]
@@ -189,10 +190,10 @@ def test_a_session_that_worked_and_paused_is_one_stretch():
 
 
 def test_the_oldest_work_is_forgotten(tmp_path, monkeypatch):
-    monkeypatch.setattr(rows, "MAX_CELLS", 10)
+    monkeypatch.setattr(tables, "MAX_CELLS", 10)
     store = Store(f"sqlite:///{tmp_path / 'cells.sqlite'}", "boot")
     store._write(tuple(stretch("bone", n % 60) for n in range(1_005)))
-    kept = asyncio.run(exports.cells(store))
+    kept = asyncio.run(store_module.cells(store))
     store.close()
     assert len(kept) == 15
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.control import draining, snapshot
+from jupyter_gpushare.broker.control import administration, snapshot
 from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
@@ -19,7 +19,7 @@ from jupyter_gpushare.broker.state.session_queue import (
     RESERVED_S,
     SessionQueue,
 )
-from jupyter_gpushare.broker.views.waiting_sessions import spawn_wait, waiting_sessions
+from jupyter_gpushare.broker.views.views import spawn_wait, waiting_sessions
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import Conflict, InvalidRequest, TooMany
 from jupyter_gpushare.protocol import wire
@@ -154,7 +154,7 @@ async def test_what_is_reserved_on_a_gpu_that_takes_nothing_new_is_not_used(brok
     await ask(broker, "bo")
     await until(lambda: seen(broker, "bo").state == "ready", 10)
     (device,) = broker.registry.devices.listed
-    await draining.drain(broker.registry, broker.admission.engine, device.uuid, None, "root")
+    await administration.drain(broker.registry, broker.admission.engine, device.uuid, None, "root")
     with pytest.raises(Conflict, match="an administrator empties GPUs here"):
         await broker.admission.start(spawn("bo", "1"))
     assert broker.holds_nothing

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.broker import heartbeat, respawn
+from jupyter_gpushare.broker import respawn
 from tests.broker.test_app import Brokers, until
 from tests.ports import free_ports
 
@@ -34,7 +34,7 @@ def brokers(tmp_path):
 
 @pytest.fixture
 def child(tmp_path, monkeypatch):
-    monkeypatch.setattr(heartbeat, "HANGS_S", 1.0)
+    monkeypatch.setattr(respawn, "HANGS_S", 1.0)
     children = []
 
     def start():
@@ -63,8 +63,8 @@ def test_a_child_that_hangs_is_killed_and_started_again(tmp_path, child):
 
 
 def test_each_sign_of_life_puts_the_limit_off(monkeypatch):
-    monkeypatch.setattr(heartbeat, "HANGS_S", 0.2)
-    monitor = heartbeat.Monitor()
+    monkeypatch.setattr(respawn, "HANGS_S", 0.2)
+    monitor = respawn.Monitor()
     for _ in range(3):
         os.write(monitor.writing, b".")
         time.sleep(0.25)  # longer than the limit: what was sent meanwhile counts
@@ -74,8 +74,8 @@ def test_each_sign_of_life_puts_the_limit_off(monkeypatch):
 
 
 def test_a_child_that_never_gives_a_sign_is_replaced_after_its_time_to_start(tmp_path, monkeypatch):
-    monkeypatch.setattr(heartbeat, "STARTS_S", 0.2)
-    monitor = heartbeat.Monitor()
+    monkeypatch.setattr(respawn, "STARTS_S", 0.2)
+    monitor = respawn.Monitor()
     until(monitor.hangs, "the time to start is over")
     monitor.close()
 

@@ -13,7 +13,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.broker.engine import Estimate
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
-from jupyter_gpushare.broker.views.lease_view import LeaseView, Lending
+from jupyter_gpushare.broker.views.lease_view import LeaseView, LendingOutlook
 from jupyter_gpushare.core.model import Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
 from jupyter_gpushare.messages import DecisionFacts
@@ -60,7 +60,7 @@ def seen(state: State, kind: Kind = Kind.BUILD, *, waiting: int = 2, **more) -> 
         _OF_VIEW | more,
         lease=lease,
         record=LeaseRecord(lease=lease, since_at=since.isoformat(), **of_record),
-        lending=Lending(**of_lending),
+        lending=LendingOutlook(**of_lending),
         cluster=SimpleNamespace(waiting=waiting),
     )
     return view

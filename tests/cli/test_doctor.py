@@ -11,7 +11,7 @@ import pytest
 
 from jupyter_gpushare.cli import doctor
 from jupyter_gpushare.cli.checks import Result, named
-from jupyter_gpushare.cli.doctor_access import check_projects, check_refusal
+from jupyter_gpushare.cli.doctor import check_projects, check_refusal
 from jupyter_gpushare.errors import NotAllowed
 from jupyter_gpushare.gpu.driver.known import NOTES, PROGRAMS
 from jupyter_gpushare.gpu.leases.files import VERSION

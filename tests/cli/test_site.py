@@ -23,8 +23,7 @@ from certipy import Certipy
 from jupyter_gpushare import native
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.cli.checks import Result
-from jupyter_gpushare.cli.site import CHECKS, Files, Machine, examine
-from jupyter_gpushare.cli.site_facts import ask_hub, listeners
+from jupyter_gpushare.cli.site import CHECKS, Files, SiteMachine, ask_hub, examine, listeners
 
 GIB = 1 << 30
 HUB = """
@@ -51,13 +50,15 @@ c.GPUShareBroker.helper_socket = "{folder}/helper.sock"
 c.GPUShareBroker.spawner_token_file = "{folder}/state/spawner-token"
 c.GPUShareBroker.projects = {{"vision": {{"quota": "50%"}}, "nlp": {{"quota": 1}}}}
 """
-MACHINE = Machine(gpu_memory_bytes=(80 * GIB, 80 * GIB), ram_bytes=512 * GIB, driver="580.65", cgroup_v2=True)
+MACHINE = SiteMachine(
+    gpu_memory_bytes=(80 * GIB, 80 * GIB), ram_bytes=512 * GIB, driver="580.65", cgroup_v2=True
+)
 
 
 @dataclass
 class Setup:
     folder: Path
-    machine: Machine = MACHINE
+    machine: SiteMachine = MACHINE
 
     @property
     def hub_config(self) -> Path:

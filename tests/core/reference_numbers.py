@@ -7,8 +7,8 @@ from functools import cached_property
 from itertools import chain
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.fragmentation import Task, Workload
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, Cluster, Kind, Lease
+from jupyter_gpushare.core.placement import Task, Workload
 from jupyter_gpushare.core.quota import fair_shares, held_by, size_of
 
 View = Callable[[str], int]

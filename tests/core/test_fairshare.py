@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jupyter_gpushare.core.fairshare import HALF_LIFE_S, Ledger
 from jupyter_gpushare.core.model import Cluster, Grant, Requeue, State, Why
 from jupyter_gpushare.core.planner import plan
-from jupyter_gpushare.core.replay import Costs, Replay, Watcher
+from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
 from jupyter_gpushare.core.scheduler import REVIEW_S
 from tests.core.build import NOW, CheckpointMode, build, cluster, device, project, train
 
@@ -199,7 +199,7 @@ def test_while_several_projects_have_jobs_and_one_waits_the_shares_are_computed_
     assert plan(contest(leases=only_q), NOW).next_at is None
 
 
-class Held(Watcher):
+class Held(ReplayWatcher):
     """GPU-seconds held per project until a moment."""
 
     def __init__(self, until_at):

@@ -10,7 +10,7 @@ import pytest
 from jupyter_gpushare.broker.local_engine import gc_paused
 from jupyter_gpushare.core.model import Order
 from jupyter_gpushare.core.planner import dry_run, plan
-from jupyter_gpushare.sim.srtf import SRTF
+from jupyter_gpushare.sim.scenario import SRTF
 from tests.benchmarks.plan_speed import NOW, cluster
 
 ROUNDS = {"plan": lambda c: plan(c, NOW), "dry_run": lambda c: dry_run(c, NOW).run()}

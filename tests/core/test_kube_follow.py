@@ -12,21 +12,19 @@ from hypothesis import strategies as st
 from jupyter_gpushare.core.kube.claims import claimants
 from jupyter_gpushare.core.kube.demand import demands
 from jupyter_gpushare.core.kube.follow import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
     Create,
     Delete,
+    Misplaced,
     Retarget,
+    delayed,
     follow,
     is_awaited,
     live,
     misplaced_seat,
-    reconcile,
-)
-from jupyter_gpushare.core.kube.returns import (
-    FIRST_PAUSE_S,
-    MAX_PAUSE_S,
-    Misplaced,
-    delayed,
     note_misplaced,
+    reconcile,
 )
 from jupyter_gpushare.core.kube.seats import (
     Seat,

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.core.model import TRANSITIONS, Device, Event, State, advance
+from jupyter_gpushare.core.model import TRANSITIONS, Device, LeaseEvent, State, advance
 from jupyter_gpushare.errors import Conflict
 
 ENDED = {State.RELEASED, State.FAILED}
 
 
 @pytest.mark.parametrize("state", State)
-@pytest.mark.parametrize("event", Event)
+@pytest.mark.parametrize("event", LeaseEvent)
 def test_every_pair_is_in_the_table_or_refused(state, event):
     if (state, event) in TRANSITIONS:
         assert advance(state, event) is TRANSITIONS[state, event]
@@ -26,8 +26,8 @@ def test_nothing_follows_an_end():
 
 def test_every_life_can_end():
     for state in set(State) - ENDED:
-        assert advance(state, Event.RELEASE) is State.RELEASED
-        assert advance(state, Event.FAIL) is State.FAILED
+        assert advance(state, LeaseEvent.RELEASE) is State.RELEASED
+        assert advance(state, LeaseEvent.FAIL) is State.FAILED
 
 
 def test_every_state_can_be_reached():

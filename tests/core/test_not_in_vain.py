@@ -15,10 +15,10 @@ from jupyter_gpushare.core.estimate import Work, forecast
 from jupyter_gpushare.core.model import (
     CheckpointMode,
     Cluster,
-    Event,
     Grant,
     Kind,
     Lease,
+    LeaseEvent,
     Order,
     Requeue,
     Resume,
@@ -190,18 +190,18 @@ class Undisturbed:
         lasts_s = 1.0
         match action:
             case Grant():
-                event = Event.GRANT_ASLEEP if action.asleep else Event.GRANT
+                event = LeaseEvent.GRANT_ASLEEP if action.asleep else LeaseEvent.GRANT
                 more = {
                     "devices": action.devices,
                     "held_milli": action.held_milli,
                     "borrowed": action.borrowed,
                 }
             case Resume():
-                event, more = Event.RESUME, {}
+                event, more = LeaseEvent.RESUME, {}
             case Suspend():
-                event, more = Event.SUSPEND, {}
+                event, more = LeaseEvent.SUSPEND, {}
             case Requeue():
-                event, more, lasts_s = Event.STOP, {}, float(self.random.randint(1, LONGEST_STOP_S))
+                event, more, lasts_s = LeaseEvent.STOP, {}, float(self.random.randint(1, LONGEST_STOP_S))
         if isinstance(action, Grant | Resume):
             self.waits_until.pop(lease.id, None)
             self.made_way.pop(lease.id, None)

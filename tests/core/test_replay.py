@@ -16,12 +16,12 @@ from jupyter_gpushare.core.model import (
     State,
     Why,
 )
-from jupyter_gpushare.core.replay import Cell, CellRun, Costs, Replay, Watcher
+from jupyter_gpushare.core.replay import Cell, CellRun, Costs, Replay, ReplayWatcher
 from jupyter_gpushare.core.simulated_lease import SimulatedLease
 from tests.core.build import GIB, build, device, project, train
 
 
-class Story(Watcher):
+class Story(ReplayWatcher):
     """What happened, as lines like "10 a pending->granted"."""
 
     def __init__(self) -> None:

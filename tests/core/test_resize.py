@@ -5,22 +5,22 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpushare.core.model import Cluster, State, Why
-from jupyter_gpushare.core.resize import NotResized, Resized, resized
+from jupyter_gpushare.core.resize import NewSize, NotResized, resized
 from jupyter_gpushare.core.size import Size
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 
 
-def answer(c: Cluster, milli: int, *, memory_bytes: int = 0, lease: str = "nb") -> Resized | NotResized:
+def answer(c: Cluster, milli: int, *, memory_bytes: int = 0, lease: str = "nb") -> NewSize | NotResized:
     (found,) = (x for x in c.leases if x.id == lease)
     return resized(c, found, Size(milli, 1, memory_bytes), NOW)
 
 
-def guaranteed(milli: int) -> Resized:
-    return Resized(held_milli=milli, borrowed=False)
+def guaranteed(milli: int) -> NewSize:
+    return NewSize(held_milli=milli, borrowed=False)
 
 
-def borrowed(milli: int) -> Resized:
-    return Resized(held_milli=milli, borrowed=True)
+def borrowed(milli: int) -> NewSize:
+    return NewSize(held_milli=milli, borrowed=True)
 
 
 def refused(why: Why, most: int) -> NotResized:

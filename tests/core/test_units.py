@@ -7,7 +7,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from jupyter_gpushare.core.units import EVERY_EXIT, Exit, Occupant, Placement, Pool, Presence
+from jupyter_gpushare.core.units import EVERY_EXIT, Exit, Occupant, Pool, Presence, UnitPlacement
 
 FOUR = ("a", "b", "c", "d")
 RESTARTS = frozenset({Exit.RESTART})
@@ -26,23 +26,23 @@ def pool(*occupants: Occupant, per_gpu: int = 1, gpus: tuple[str, ...] = FOUR) -
 
 
 def test_a_guest_takes_unclaimed_units_first():
-    assert pool(owner("o", "ab")).place(1, keeps=False) == Placement(("c",))
-    assert pool(owner("o", "ab")).place(3, keeps=False) == Placement(("a", "c", "d"))
+    assert pool(owner("o", "ab")).place(1, keeps=False) == UnitPlacement(("c",))
+    assert pool(owner("o", "ab")).place(3, keeps=False) == UnitPlacement(("a", "c", "d"))
     half = pool(owner("o", "a"), owner("p", "a"), on("g", "b"), per_gpu=2, gpus=("a", "b"))
-    assert half.place(1, keeps=False) == Placement(("b",))
-    assert half.put(on("h", "b")).place(1, keeps=False) == Placement(("a",))
+    assert half.place(1, keeps=False) == UnitPlacement(("b",))
+    assert half.put(on("h", "b")).place(1, keeps=False) == UnitPlacement(("a",))
 
 
 def test_a_guest_waits_for_units_that_are_being_released():
     full = pool(on("x", "a", Presence.LEAVING), on("y", "b", Presence.ARRIVING), gpus=("a", "b"))
     assert full.place(1, keeps=False) is None
-    assert full.without(("x",)).place(1, keeps=False) == Placement(("a",))
+    assert full.without(("x",)).place(1, keeps=False) == UnitPlacement(("a",))
 
 
 def test_a_return_displaces_one_guest_for_each_of_its_units():
     lent = pool(owner("o", "ab"), on("g", "bc"), on("h", "d"))
-    assert lent.bring_back("o") == Placement(("a", "b"), ("g",))
-    assert pool(owner("o", "ab")).bring_back("o") == Placement(("a", "b"))
+    assert lent.bring_back("o") == UnitPlacement(("a", "b"), ("g",))
+    assert pool(owner("o", "ab")).bring_back("o") == UnitPlacement(("a", "b"))
     assert lent.bring_back("unknown") is None
 
 
@@ -50,22 +50,22 @@ def test_one_guest_of_a_shared_gpu_is_displaced_and_rather_one_that_restarts():
     shared = pool(
         owner("o", "a"), on("parks", "a", exit=Exit.PARK), on("restarts", "a"), per_gpu=2, gpus=("a",)
     )
-    assert shared.bring_back("o") == Placement(("a",), ("restarts",))
-    assert shared.without(("restarts",)).bring_back("o") == Placement(("a",))
+    assert shared.bring_back("o") == UnitPlacement(("a",), ("restarts",))
+    assert shared.without(("restarts",)).bring_back("o") == UnitPlacement(("a",))
 
 
 def test_a_guest_that_cannot_leave_any_more_is_displaced_last():
     stuck = pool(owner("o", "a"), on("stuck", "a", exit=Exit.NONE), gpus=("a",))
-    assert stuck.bring_back("o") == Placement(("a",), ("stuck",))
+    assert stuck.bring_back("o") == UnitPlacement(("a",), ("stuck",))
     both = pool(
         owner("o", "a"), on("stuck", "a", exit=Exit.NONE), on("parks", "a", exit=Exit.PARK), per_gpu=2
     )
-    assert both.bring_back("o") == Placement(("a",), ("parks",))
+    assert both.bring_back("o") == UnitPlacement(("a",), ("parks",))
 
 
 def test_a_guest_returns_where_it_displaces_only_what_it_may():
     parked = on("g", "a", Presence.ASLEEP, exit=Exit.PARK)
-    assert pool(parked, on("x", "a")).bring_back("g", RESTARTS) == Placement(("a",), ("x",))
+    assert pool(parked, on("x", "a")).bring_back("g", RESTARTS) == UnitPlacement(("a",), ("x",))
     assert pool(parked, on("x", "a")).bring_back("g", frozenset()) is None
     assert pool(parked, on("x", "a", exit=Exit.PARK)).bring_back("g", RESTARTS) is None
     assert pool(parked, owner("o", "a", Presence.AWAKE)).bring_back("g", RESTARTS) is None
@@ -73,16 +73,16 @@ def test_a_guest_returns_where_it_displaces_only_what_it_may():
 
 def test_a_claim_gets_unclaimed_units_and_displaces_their_guests():
     filled = pool(owner("o", "ab"), on("g", "c"), on("h", "d"))
-    assert filled.place(1, keeps=True) == Placement(("c",), ("g",))
-    assert filled.without(("h",)).place(1, keeps=True) == Placement(("d",))
+    assert filled.place(1, keeps=True) == UnitPlacement(("c",), ("g",))
+    assert filled.without(("h",)).place(1, keeps=True) == UnitPlacement(("d",))
     assert filled.place(3, keeps=True) is None
 
 
 def test_what_cannot_leave_is_never_put_on_a_claimed_unit():
     claimed = pool(owner("o", "abc"))
-    assert claimed.place(1, keeps=True) == Placement(("d",))
+    assert claimed.place(1, keeps=True) == UnitPlacement(("d",))
     assert claimed.put(on("stuck", "d", exit=Exit.NONE)).place(1, keeps=True) is None
-    assert claimed.put(on("stuck", "d", exit=Exit.NONE)).place(1, keeps=False) == Placement(("a",))
+    assert claimed.put(on("stuck", "d", exit=Exit.NONE)).place(1, keeps=False) == UnitPlacement(("a",))
 
 
 def test_units_are_free_once_no_other_lease_has_memory_there():
@@ -126,7 +126,7 @@ class Node(RuleBasedStateMachine):
             if x.presence in presences and all(getattr(x, key) == value for key, value in wanted.items())
         ]
 
-    def displace(self, placement: Placement, units: int) -> None:
+    def displace(self, placement: UnitPlacement, units: int) -> None:
         """What displaced guests do, and that there are few, and none with a claim."""
         assert len(placement.displaced) <= units
         for lease in placement.displaced:
@@ -236,7 +236,7 @@ class Node(RuleBasedStateMachine):
         ]
         if guests:
             guest = data.draw(st.sampled_from(guests))
-            self.pool = self.pool.put(on_units(guest.lease, Placement(guest.gpus), guest))
+            self.pool = self.pool.put(on_units(guest.lease, UnitPlacement(guest.gpus), guest))
             self.claim[guest.lease] = guest.gpus
 
     # ---- rules -----------------------------------------------------------------
@@ -271,7 +271,7 @@ class Node(RuleBasedStateMachine):
         assert not self.restarting
 
 
-def on_units(lease: str, placement: Placement, before: Occupant | None = None) -> Occupant:
+def on_units(lease: str, placement: UnitPlacement, before: Occupant | None = None) -> Occupant:
     """A lease that restarted, or a guest that has a claim now."""
     if before is None:
         return Occupant(lease=lease, gpus=placement.gpus, presence=Presence.AWAKE)

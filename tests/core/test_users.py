@@ -9,10 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.fairshare import HALF_LIFE_S
+from jupyter_gpushare.core.fairshare import BASE_GPU_S, HALF_LIFE_S, STEP, UserLedger
 from jupyter_gpushare.core.model import Order, State
 from jupyter_gpushare.core.planner import Planner
-from jupyter_gpushare.core.users import BASE_GPU_S, STEP, UserLedger
 from tests.core.build import NOW, build, cluster, started, stops
 
 HOUR_S = 3600.0

@@ -21,10 +21,10 @@ from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     CheckpointMode,
     Cluster,
-    Event,
     Grant,
     Kind,
     Lease,
+    LeaseEvent,
     Order,
     Project,
     Requeue,
@@ -39,18 +39,18 @@ from jupyter_gpushare.core.order import served
 from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
 from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.sim.srtf import SRTF, TraceJob
+from jupyter_gpushare.sim.scenario import SRTF, TraceJob
 from tests.core.build import GIB, device, quotas, why
 
 SUCCESS = {
-    State.GRANTED: Event.STARTED,
-    State.SUSPENDING: Event.SUSPEND_DONE,
-    State.RESUMING: Event.RESUME_DONE,
+    State.GRANTED: LeaseEvent.STARTED,
+    State.SUSPENDING: LeaseEvent.SUSPEND_DONE,
+    State.RESUMING: LeaseEvent.RESUME_DONE,
 }
 FAILURE = {
-    State.GRANTED: Event.START_FAILED,
-    State.SUSPENDING: Event.SUSPEND_REFUSED,
-    State.RESUMING: Event.RESUME_REFUSED,
+    State.GRANTED: LeaseEvent.START_FAILED,
+    State.SUSPENDING: LeaseEvent.SUSPEND_REFUSED,
+    State.RESUMING: LeaseEvent.RESUME_REFUSED,
 }
 BACK_OFF_S = 30.0
 
@@ -101,22 +101,22 @@ class World(RuleBasedStateMachine):
             lags_gpu_s=self.lags,
         )
 
-    def change(self, id: str, event: Event | None = None, **more: object) -> None:
+    def change(self, id: str, event: LeaseEvent | None = None, **more: object) -> None:
         lease = self.leases[id]
         if lease.kind is Kind.TRAIN and lease.state is State.RUNNING:
             lease = served(lease, self.now, self.settings)
         if event is not None:
             more["state"] = advance(lease.state, event)
-            if event in (Event.SUSPEND_DONE, Event.REQUEUED):
+            if event in (LeaseEvent.SUSPEND_DONE, LeaseEvent.REQUEUED):
                 more["waits_since_at"] = self.now
-            if event in (Event.STARTED, Event.RESUME_DONE):
+            if event in (LeaseEvent.STARTED, LeaseEvent.RESUME_DONE):
                 more["attained_at"] = self.now
         lease = replace(lease, **more)
         if lease.state is State.PENDING:
             lease = replace(lease, devices=(), held_milli=0, saved_bytes=0, used_bytes=0)
         elif lease.state is State.RUNNING:
             lease = replace(lease, saved_bytes=0, wanted=False)
-        elif lease.state is State.SUSPENDED and event is Event.SUSPEND_DONE:
+        elif lease.state is State.SUSPENDED and event is LeaseEvent.SUSPEND_DONE:
             lease = replace(lease, saved_bytes=lease.used_bytes, used_bytes=0)
         if lease.state in (State.RELEASED, State.FAILED):
             self.forget(id)
@@ -193,10 +193,10 @@ class World(RuleBasedStateMachine):
         if id in self.leases:
             lease = self.leases[id]
             if lease.state in HOLDS_CAPACITY and lease.state is not State.STOPPING:
-                self.change(id, Event.STOP)
+                self.change(id, LeaseEvent.STOP)
                 self.ending.add(id)
             else:
-                self.change(id, Event.RELEASE)
+                self.change(id, LeaseEvent.RELEASE)
 
     @rule(id=names, idle=st.booleans())
     def work(self, id, idle):
@@ -255,13 +255,13 @@ class World(RuleBasedStateMachine):
         lease = self.leases[id]
         if lease.state is State.STOPPING:
             if id in self.ending:
-                self.change(id, Event.RELEASE)
+                self.change(id, LeaseEvent.RELEASE)
             else:
-                self.change(id, Event.REQUEUED)
+                self.change(id, LeaseEvent.REQUEUED)
         elif lease.state in SUCCESS:
             if fails:
                 if lease.kind is Kind.BUILD and lease.state is State.GRANTED:
-                    return self.change(id, Event.FAIL)
+                    return self.change(id, LeaseEvent.FAIL)
                 return self.change(id, FAILURE[lease.state], retry_at=self.now + BACK_OFF_S)
             more = {"used_bytes": used_bytes} if lease.state is State.GRANTED else {}
             if lease.state is State.RESUMING:
@@ -300,7 +300,7 @@ class World(RuleBasedStateMachine):
             self.a_job_that_does_not_borrow_starts_within_quota(action)
         match action:
             case Grant():
-                event = Event.GRANT_ASLEEP if action.asleep else Event.GRANT
+                event = LeaseEvent.GRANT_ASLEEP if action.asleep else LeaseEvent.GRANT
                 self.change(
                     action.lease,
                     event,
@@ -311,11 +311,11 @@ class World(RuleBasedStateMachine):
                     made_way_for="",
                 )
             case Suspend():
-                self.change(action.lease, Event.SUSPEND, made_way_for=action.for_lease)
+                self.change(action.lease, LeaseEvent.SUSPEND, made_way_for=action.for_lease)
             case Resume():
-                self.change(action.lease, Event.RESUME, granted_at=self.now, made_way_for="")
+                self.change(action.lease, LeaseEvent.RESUME, granted_at=self.now, made_way_for="")
             case Requeue():
-                self.change(action.lease, Event.STOP, made_way_for=action.for_lease)
+                self.change(action.lease, LeaseEvent.STOP, made_way_for=action.for_lease)
 
     @rule()
     def tick(self):

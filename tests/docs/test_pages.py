@@ -9,7 +9,59 @@ from types import ModuleType
 
 import pytest
 
+from jupyter_gpushare.broker.app import GPUShareBroker
+from jupyter_gpushare.broker.settings import BrokerTraits
 from jupyter_gpushare.core.model import TRANSITIONS, State
+from tests.gpu_real.order import PARTS
+
+# ---- docs/first-gpu.md names every scenario of `make test-gpu`, in the order in which they run
+
+FIRST_GPU = Path(__file__).resolve().parents[2] / "docs" / "first-gpu.md"
+
+
+def test_the_page_has_every_scenario_in_its_order():
+    rows = re.findall(r"^\| (\d) \| (.*?) \|", FIRST_GPU.read_text(), re.MULTILINE)
+    named = [(int(part), name) for part, row in rows for name in re.findall(r"`([a-z]\w*)`", row)]
+    first = {}
+    for number, part in enumerate(PARTS, 1):
+        for scenario in part:
+            first.setdefault(scenario.function.__name__, number)
+    assert sorted(named) == sorted((part, name) for name, part in first.items())
+    numbers = [next(n for n, (_, row) in enumerate(rows) if f"`{name}`" in row) for name in first]
+    assert numbers == sorted(numbers)
+
+
+# ---- docs/operations.md lists what a reload of the broker does not change ----
+
+OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
+
+
+def test_the_page_names_each_setting_that_a_reload_does_not_change():
+    names = {
+        name
+        for name, trait in GPUShareBroker.class_traits(config=True).items()
+        if trait.this_class in (GPUShareBroker, BrokerTraits)
+    }
+    read: set[str] = set()
+
+    class Recording(GPUShareBroker):
+        def __getattribute__(self, name: str) -> object:
+            read.add(name)
+            return super().__getattribute__(name)
+
+    broker = Recording()
+    read.clear()
+    broker.policy()
+    broker.receivers()
+    assert {"projects", "idle_timeout", "lending"} < read
+    section = (
+        OPERATIONS.read_text().partition("## Change settings without a restart")[2].partition("\n## ")[0]
+    )
+    (listed,) = re.findall(r"At a restart only: (.*?)\.", section)
+    assert set(re.findall(r"`(\w+)`", listed)) == names - read
+
+
+# ---- test pages --------------------------------------------------------------
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])

@@ -22,8 +22,8 @@ import msgspec
 import pytest
 from jsonschema import Draft202012Validator
 
-from jupyter_gpushare.broker.http import base, openapi
-from jupyter_gpushare.broker.http.rates import Rate
+from jupyter_gpushare.broker.http import base, routes
+from jupyter_gpushare.broker.http.listener import Rate
 from jupyter_gpushare.protocol import wire
 from tests.broker.http_site import PREFIX, SPAWNER, TOKENS, Http
 from tests.broker.site import Site
@@ -31,7 +31,7 @@ from tests.waiting import until
 
 REQUESTS = int(os.environ.get("GPUSHARE_TEST_REQUESTS", "1000"))
 SEED = random.randrange(1 << 32) if "GPUSHARE_TEST_REQUESTS" in os.environ else 20261122
-DOCUMENT = openapi.describe(PREFIX)
+DOCUMENT = routes.describe(PREFIX)
 TEXTS = [
     "",
     "1",

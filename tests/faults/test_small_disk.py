@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import httpx
 import pytest
 
-from jupyter_gpushare.gpu.leases.journal import Record, StateDirectory
+from jupyter_gpushare.gpu.leases.journal import JournalRecord, StateDirectory
 from jupyter_gpushare.protocol.helper import Phase, SetLimit
 from tests.faults.site import SESSION_MIB, Site, running
 from tests.faults.story import Story, begun
@@ -243,7 +243,7 @@ def test_no_record_is_written_over_into_blocks_that_its_file_lacks(
 ) -> None:
     state = StateDirectory(tmp_path, "boot")
     asked = SetLimit(lease="ada", uid=1000, limits={"GPU-0": 1 << 30})
-    ada = Record(asked=asked, phase=Phase.RUNNING)
+    ada = JournalRecord(asked=asked, phase=Phase.RUNNING)
     wide = replace(ada, counted=tuple((pid, 1, 1, 1) for pid in range(100, 300)))
     state.save(ada)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from jupyter_gpushare.protocol.jobfiles import Record, log_path, read_record
+from jupyter_gpushare.protocol.jobfiles import AttemptRecord, log_path, read_record
 from tests.faults.site import SESSION_MIB, Site
 from tests.waiting import until
 
@@ -32,7 +32,7 @@ class Workload:
     accepted: dict[str, str] = field(default_factory=dict)  # idempotency keys by job id
     cells: int = 0
     # By (job id, attempt), as they were written: the runner keeps only those of the newest attempts.
-    records: dict[tuple[str, str], Record] = field(default_factory=dict)
+    records: dict[tuple[str, str], AttemptRecord] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder = self.site.folder / "jobs"
@@ -124,7 +124,7 @@ class Workload:
                 if record is not None and record.state == "ended":
                     self.records[job, attempt] = record
 
-    def record(self, job: str, attempt: str) -> Record | None:
+    def record(self, job: str, attempt: str) -> AttemptRecord | None:
         """What the runner of an attempt wrote of it; None: no such file."""
         if (job, attempt) in self.records:
             return self.records[job, attempt]

@@ -18,13 +18,13 @@ import pytest
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.checks import canary
 from jupyter_gpushare.gpu.driver import ladder, probe
-from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
 from jupyter_gpushare.protocol.helper import Level, Rung
 from tests.gpu.machine import Machine, machine_in, until
 from tests.simulator import Fault
 
-GPU = Gpu("GPU-1", 0, "H100", 80 << 30, mig=False, island="")
+GPU = DriverGpu("GPU-1", 0, "H100", 80 << 30, mig=False, island="")
 
 
 def test_a_device_that_passed_offers_suspending_and_the_librarys_level(bare: Machine) -> None:
@@ -231,7 +231,7 @@ def test_a_verdict_is_kept_for_its_boot_and_driver_only() -> None:
     devices.load({}, "boot driver")
     devices.set_verdict("GPU-1", verdict)
     devices.set_verdict("GPU-2", later)
-    devices.measure_hidden("GPU-1", Usage((1 << 30) + 5, (79 << 30) - 5, 0, {7: 1 << 30}, None), 0)
+    devices.measure_hidden("GPU-1", DeviceReading((1 << 30) + 5, (79 << 30) - 5, 0, {7: 1 << 30}, None), 0)
     plain = json.loads(json.dumps(devices.saved()))
 
     def loaded(saved: dict[str, Any], key: str) -> DeviceStates:

@@ -24,8 +24,8 @@ from jupyter_gpushare.gpu.leases.files import (
     LeaseDirectory,
     PagePhase,
 )
-from jupyter_gpushare.gpu.leases.living import keys_by_inner
 from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.gpu.leases.registry import keys_by_inner
 from jupyter_gpushare.gpu.service import options
 from tests.gpu.containers import engine_cgroup, escaped, in_container, pod_cgroup
 from tests.gpu.machine import GIB, MIB, PATIENCE_S, Machine, machine_in

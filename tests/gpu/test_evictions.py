@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.leases.journal import Record
-from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.journal import JournalRecord
+from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
 from jupyter_gpushare.gpu.leases.seats import LOST_S, MARGIN_S, START_S, UNKNOWN_GRACE_S, SeatTable
 from jupyter_gpushare.gpu.moves.vacate import BROKER_S, FAILURES, RETRY_S, TERM_S, Evictions
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
@@ -26,7 +26,7 @@ class Node:
     def __init__(self) -> None:
         self.now = 1000.0
         self.seats = SeatTable(required=True, clock=lambda: self.now)
-        self.leases: list[Lease] = []
+        self.leases: list[HelperLease] = []
         self.held: dict[str, dict[int, int]] = {}
         self.broken = False
         self.is_unattended = False
@@ -57,17 +57,17 @@ class Node:
         phase: Phase = Phase.RUNNING,
         devices: tuple[str, ...] = ("GPU-0",),
         stops: bool = False,
-    ) -> Lease:
+    ) -> HelperLease:
         pid = 100 + len(self.leases)
         limits = dict.fromkeys(devices, 1 << 30)
-        record = Record(asked=SetLimit(lease=name, uid=1, limits=limits, stops=stops), phase=phase)
-        lease = Lease(record, SimpleNamespace())  # type: ignore[arg-type]
+        record = JournalRecord(asked=SetLimit(lease=name, uid=1, limits=limits, stops=stops), phase=phase)
+        lease = HelperLease(record, SimpleNamespace())  # type: ignore[arg-type]
         process = SimpleNamespace(pid=pid, key=(pid, 1), parent=1, carries=name, lease=name, image=(pid, 1))
         lease.processes = (process,)  # type: ignore[assignment]
         self.leases.append(lease)
         return lease
 
-    def hold(self, lease: Lease, uuid: str = "GPU-0") -> None:
+    def hold(self, lease: HelperLease, uuid: str = "GPU-0") -> None:
         """Let the driver, and the last measurement, show memory of a lease."""
         pid = lease.processes[0].pid
         self.held.setdefault(uuid, {})[pid] = 1
@@ -100,7 +100,7 @@ class Node:
         self.sent.append((key, number))
         return True
 
-    def _suspend(self, lease: Lease, calls: str, timeout_s: float) -> MoveResult:
+    def _suspend(self, lease: HelperLease, calls: str, timeout_s: float) -> MoveResult:
         self.suspended.append(lease.name)
         return MoveResult(done=False, refused=Refusal.BUSY, reason="not now")
 

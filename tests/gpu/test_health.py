@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.gpu.checks import health
-from jupyter_gpushare.gpu.checks.health import APPLICATION_XIDS, Health
+from jupyter_gpushare.gpu.checks.health import APPLICATION_XIDS, HealthChecks
 from jupyter_gpushare.gpu.driver import nvml
-from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.service import helper
@@ -172,9 +172,9 @@ def test_what_does_not_answer_is_out_of_service_within_five_seconds(tmp_path: Pa
 def test_each_failed_test_doubles_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(health, "RETRY_S", 10.0)
     monkeypatch.setattr(health, "MAX_RETRY_S", 50.0)
-    devices = DeviceStates((Gpu(uuid="GPU", index=0, name="X", memory_bytes=1, mig=False),))
+    devices = DeviceStates((DriverGpu(uuid="GPU", index=0, name="X", memory_bytes=1, mig=False),))
     registry: Any = SimpleNamespace(all=list)
-    ill = Health(None, Events(), registry, devices)  # type: ignore[arg-type]  # asks no driver here
+    ill = HealthChecks(None, Events(), registry, devices)  # type: ignore[arg-type]  # asks no driver here
     ill.drain("GPU", "first")
     ill.drain("GPU", "second")
     now = time.monotonic()

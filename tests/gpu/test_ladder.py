@@ -7,19 +7,60 @@ import subprocess
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
 from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.gpu.driver.ladder import ladder_of, level_of, strongest, weakest
-from jupyter_gpushare.gpu.driver.nvml import Gpu
-from jupyter_gpushare.protocol.helper import Level, SetLimit
-from tests.cgroups import cgroup2
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
+from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory
+from jupyter_gpushare.gpu.leases.journal import JournalRecord
+from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.leases.processes import Process, Processes
+from jupyter_gpushare.procfs import start_ticks
+from jupyter_gpushare.protocol.helper import Level, Phase, SetLimit
 from tests.gpu.machine import GIB, Machine, machine_in, until
+from tests.systemd import cgroup2
 
-WHOLE = Gpu("GPU-1", 0, "H100", 80 * GIB, mig=False, island="")
-INSTANCE = Gpu("MIG-1", 0, "H100 MIG 1g.10gb", 10 * GIB, mig=True, island="", profile="1g.10gb")
+# ---- into the cgroup of a lease go its own processes, and none that has taken over the pid of one
+
+
+@pytest.mark.parametrize("later", [0, 1], ids=["its own", "another one's"])
+def test_only_the_very_process_is_put_into_a_leases_cgroup(tmp_path: Path, later: int) -> None:
+    root = tmp_path / "cgroup"
+    root.mkdir()
+    (root / "cgroup.procs").touch()
+    nvml: Any = SimpleNamespace(set_memory_limits=lambda *limits: None)
+    processes = Processes(tmp_path)
+    cgroups = Cgroups(root, nvml, processes)
+    record = JournalRecord(
+        asked=SetLimit(lease="ada", uid=os.geteuid(), limits={"GPU-1": 1}), phase=Phase.RUNNING
+    )
+    lease = HelperLease(record, LeaseDirectory(tmp_path, "ada"))
+    cgroups.limit(lease)
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
+        # The one that was seen may have ended since, and its pid may have gone to another.
+        seen = start_ticks(child.pid) - later
+        lease.processes = (
+            Process(pid=child.pid, start_ticks=seen, started_at=0, uid=0, parent=1, name="", kernel="",
+                    carries="ada", lease="ada"),
+        )  # fmt: skip
+        cgroups.place(lease)
+        members = cgroups.path("ada") / "cgroup.procs"
+        written = members.read_text() if members.exists() else ""
+        assert written == ("" if later else f"{child.pid}\n")
+        child.communicate()
+    processes.close()
+
+
+# ---- test ladder -------------------------------------------------------------
+
+WHOLE = DriverGpu("GPU-1", 0, "H100", 80 * GIB, mig=False, island="")
+INSTANCE = DriverGpu("MIG-1", 0, "H100 MIG 1g.10gb", 10 * GIB, mig=True, island="", profile="1g.10gb")
 
 
 def offered(machine: Machine, index: int = 0) -> dict[str, str]:

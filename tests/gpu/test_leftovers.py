@@ -16,12 +16,12 @@ from typing import Any, cast
 import pytest
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.device_files import DESCRIPTORS, DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import HIDDEN_SETTLES_S, DeviceStates, Verdict
-from jupyter_gpushare.gpu.leases.files import Account, LeaseDirectory, Slot, Taint
-from jupyter_gpushare.gpu.leases.journal import Record
-from jupyter_gpushare.gpu.leases.lease import Lease, parked_of
+from jupyter_gpushare.gpu.leases.files import AccountFile, LeaseDirectory, Slot, Taint
+from jupyter_gpushare.gpu.leases.journal import JournalRecord
+from jupyter_gpushare.gpu.leases.lease import HelperLease, parked_of
 from jupyter_gpushare.gpu.leases.leftovers import MOST, Leftovers
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
@@ -140,7 +140,7 @@ def test_the_watchdog_counts_what_was_left(plain: Machine) -> None:
 # ---- which processes, and how much
 
 
-GPU = Gpu("GPU-1", 0, "H100", 80 * GIB, mig=False, minor=0)
+GPU = DriverGpu("GPU-1", 0, "H100", 80 * GIB, mig=False, minor=0)
 
 
 class Table:
@@ -192,8 +192,10 @@ class Scene:
 
     def __init__(self) -> None:
         self.table, self.files, self.devices = Table(), Files(), DeviceStates((GPU,))
-        self.lease = Lease(
-            Record(asked=SetLimit(lease="ada", uid=7, limits={"GPU-1": 40 * GIB}), phase=Phase.RUNNING),
+        self.lease = HelperLease(
+            JournalRecord(
+                asked=SetLimit(lease="ada", uid=7, limits={"GPU-1": 40 * GIB}), phase=Phase.RUNNING
+            ),
             LeaseDirectory(Path("/nonexistent"), "ada"),
         )
         self.now = self.lease.measured_at = 1.0
@@ -205,7 +207,7 @@ class Scene:
         """Measure once: the pids of the keepers, and the bytes that they keep."""
         self.table.living = living
         shown = {int(name[1:]): count for name, count in listed.items()}
-        usages = {"GPU-1": Usage(used, 80 * GIB - used, 0, shown, None)}
+        usages = {"GPU-1": DeviceReading(used, 80 * GIB - used, 0, shown, None)}
         self._leftovers.find([self.lease], {"ada": living}, usages, (), self.now)
         self.lease.processes = living
         self.lease.held = {p.key: {"GPU-1": count} for p in living if (count := shown.get(p.pid))}
@@ -245,7 +247,7 @@ def test_what_has_gpu_state_of_its_own_is_no_keeper_nor_what_it_forked() -> None
     for each, into in ((parked, scene.lease.parked), (lost, scene.lease.lost)):
         into |= parked_of({each.key: {"GPU-1": GIB}})
     slots = (slot(fork, 0, 0), slot(counts, 0, GIB), slot(calls, 1, 0))
-    scene.lease.account = Account(denied=0, slots=slots)
+    scene.lease.account = AccountFile(denied=0, slots=slots)
     living = (fork, new, blind, parked, lost, counts, calls, inits, its_worker)
     seen = scene.sees(*living, used=9 * GIB, p12=GIB, p13=None, p18=0)
     assert seen == ([fork.pid, inits.pid], 8 * GIB)
@@ -254,7 +256,7 @@ def test_what_has_gpu_state_of_its_own_is_no_keeper_nor_what_it_forked() -> None
 @pytest.mark.parametrize("unknown", ["never measured", "late", "failed"])
 def test_no_keeper_is_named_while_a_device_does_not_answer(unknown: str) -> None:
     scene, fork = Scene(), process(11, 110)
-    usage = Usage(8 * GIB, 0, 0, {}, None)
+    usage = DeviceReading(8 * GIB, 0, 0, {}, None)
     scene.lease.limits["GPU-2"] = 40 * GIB
     usages = {"GPU-1": usage} | ({} if unknown == "failed" else {"GPU-2": usage})
     scene.lease.measured_at = 0.0 if unknown == "never measured" else 1.0
@@ -368,7 +370,7 @@ def test_what_a_device_shows_is_charged_to_one_lease_only() -> None:
         lease.held = {(10 + n, 100): {"GPU-1": (4 + n) * GIB}}
     forks = {name: (process(20 + n, 110),) for n, name in enumerate(scenes)}
     # The dead process of ada is listed, those of the others are not.
-    usages = {"GPU-1": Usage(13 * GIB, 0, 0, {10: 4 * GIB}, None)}
+    usages = {"GPU-1": DeviceReading(13 * GIB, 0, 0, {10: 4 * GIB}, None)}
     scenes["ada"].table.living = tuple(each for found in forks.values() for each in found)
     scenes["ada"]._leftovers.find(leases, forks, usages, (), 1.0)
     shares = [sum(lease.left_bytes.values()) // GIB for lease in leases]
@@ -378,12 +380,12 @@ def test_what_a_device_shows_is_charged_to_one_lease_only() -> None:
 def test_a_process_that_left_its_lease_has_not_ended() -> None:
     scene, fork = Scene(), process(11, 110)
     scene.table.living = scene.lease.processes
-    usages = {"GPU-1": Usage(8 * GIB, 0, 0, {}, None)}
+    usages = {"GPU-1": DeviceReading(8 * GIB, 0, 0, {}, None)}
     scene._leftovers.find([scene.lease], {"ada": (fork,)}, usages, (), 1.0)
     assert (scene.lease.left, scene.lease.keepers) == ({}, ())
 
 
-class Marked(Lease):
+class Marked(HelperLease):
     """A lease that tells what was left at the moment that it was marked as unsaved."""
 
     at_mark: tuple[int, ...] | None = None
@@ -405,9 +407,9 @@ def test_what_was_left_is_there_before_the_lease_is_marked_as_unsaved() -> None:
 @pytest.mark.parametrize("fails", [False, True], ids=["written", "disk full"])
 def test_what_was_left_while_a_record_is_written_is_written_next(fails: bool) -> None:
     scene = Scene()
-    written: list[Record] = []
+    written: list[JournalRecord] = []
 
-    def save(record: Record) -> None:
+    def save(record: JournalRecord) -> None:
         scene.sees(process(11, 110))
         if fails:
             raise OSError(errno.ENOSPC, "disk full")

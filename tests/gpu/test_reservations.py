@@ -24,14 +24,14 @@ import pytest
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver import denied
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
-from jupyter_gpushare.gpu.driver.checkpoint import NotAsked, State
+from jupyter_gpushare.gpu.driver.checkpoint import NotAsked, ProcessState
 from jupyter_gpushare.gpu.driver.ladder import margin_bytes
-from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase
-from jupyter_gpushare.gpu.leases.journal import Record
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.journal import JournalRecord
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves import reservations, steps, suspend
 from jupyter_gpushare.gpu.moves.reservations import MemoryReservations, MoveRefused
@@ -42,7 +42,7 @@ HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "150"))
 GIB = 1 << 30
 MIB = 1 << 20
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
-GPU = Gpu(UUID, 0, "paper", 80 * GIB, mig=False, island="")
+GPU = DriverGpu(UUID, 0, "paper", 80 * GIB, mig=False, island="")
 NAMES = ("ada", "bo", "cy", "di")
 
 
@@ -58,15 +58,15 @@ class Paper:
         self.chance = chance
         self.held: dict[int, int] = {}  # on the device, by pid
         self.parked: dict[int, int] = {}
-        self.states: dict[int, State] = {}
+        self.states: dict[int, ProcessState] = {}
         self.lost: list[int] = []
         self.restores = 0
-        self.leases: list[Lease] = []
+        self.leases: list[HelperLease] = []
         for index, name in enumerate(NAMES):
             pid = 1000 + index
             limits = {UUID: chance.choice((20, 40, 77)) * GIB}
             asked = SetLimit(lease=name, uid=os.geteuid(), limits=limits)
-            lease = Lease(Record(asked=asked, phase=Phase.RUNNING), LeaseDirectory(folder, name))
+            lease = HelperLease(JournalRecord(asked=asked, phase=Phase.RUNNING), LeaseDirectory(folder, name))
             lease.files.create(os.geteuid(), lease.limits, PagePhase.RUNNING)
             lease.processes = (
                 Process(pid=pid, start_ticks=1, started_at=0, uid=0, parent=1, name="", kernel="",
@@ -74,15 +74,15 @@ class Paper:
             )  # fmt: skip
             self.leases.append(lease)
             self.held[pid] = 512 * MIB
-            self.states[pid] = State.RUNNING
+            self.states[pid] = ProcessState.RUNNING
             self.allocate(lease, pid)
 
     def free(self) -> int:
         return GPU.memory_bytes - sum(self.held.values())
 
-    def allocate(self, lease: Lease, pid: int) -> None:
+    def allocate(self, lease: HelperLease, pid: int) -> None:
         """As the library lets it: within the limit, and not while its page says to wait."""
-        if lease.files.phase() is not PagePhase.RUNNING or self.states[pid] is not State.RUNNING:
+        if lease.files.phase() is not PagePhase.RUNNING or self.states[pid] is not ProcessState.RUNNING:
             return
         most = min(lease.limits[UUID] - self.held[pid], self.free())
         if most > 0:
@@ -95,7 +95,7 @@ class Paper:
             dice = self.chance.random()
             if dice < 0.5:
                 self.allocate(lease, pid)
-            elif dice < 0.6 and self.states[pid] is State.RUNNING:
+            elif dice < 0.6 and self.states[pid] is ProcessState.RUNNING:
                 self.held[pid] = 512 * MIB
 
     # Nvml
@@ -109,12 +109,12 @@ class Paper:
         self.meanwhile()
         return {pid: count for pid, count in self.held.items() if count}
 
-    def usage(self, uuid: str) -> Usage:
+    def usage(self, uuid: str) -> DeviceReading:
         self.meanwhile()
         shown = self.processes(uuid)
         if self.chance.random() < 0.1:  # two calls of the driver: what is free may be of another moment
             self.meanwhile()
-        return Usage(GPU.memory_bytes - self.free(), self.free(), 0, dict(shown), None)
+        return DeviceReading(GPU.memory_bytes - self.free(), self.free(), 0, dict(shown), None)
 
     def under_mps(self, uuid: str) -> frozenset[int]:
         return frozenset()
@@ -123,16 +123,16 @@ class Paper:
         return None
 
     # Checkpoint
-    def state(self, pid: int) -> State:
+    def state(self, pid: int) -> ProcessState:
         return self.states[pid]
 
     def lock(self, pid: int, timeout_s: float) -> None:
         self.meanwhile()
-        self.states[pid] = State.LOCKED
+        self.states[pid] = ProcessState.LOCKED
 
     def checkpoint(self, pid: int, timeout_s: float) -> None:
         self.parked[pid], self.held[pid] = self.held[pid], 0
-        self.states[pid] = State.CHECKPOINTED
+        self.states[pid] = ProcessState.CHECKPOINTED
         self.meanwhile()
 
     def restore(self, pid: int, timeout_s: float) -> None:
@@ -146,11 +146,11 @@ class Paper:
             self.lost.append(pid)
             raise DeviceError("cuCheckpointProcessRestore", 2)
         self.held[pid] = needed
-        self.states[pid] = State.LOCKED
+        self.states[pid] = ProcessState.LOCKED
         self.meanwhile()
 
     def unlock(self, pid: int) -> None:
-        self.states[pid] = State.RUNNING
+        self.states[pid] = ProcessState.RUNNING
         self.meanwhile()
 
 
@@ -321,7 +321,7 @@ def test_a_move_that_breaks_off_for_an_unexpected_reason_is_settled_later(
     monkeypatch.setattr(paper, call, done)
     mover.settle(lease)
     assert (lease.phase, lease.unsettled) == (phase, False)
-    reached = State.RUNNING if phase is Phase.RUNNING else State.CHECKPOINTED
+    reached = ProcessState.RUNNING if phase is Phase.RUNNING else ProcessState.CHECKPOINTED
     assert paper.states[lease.processes[0].pid] is reached
     assert mover.suspend(lease, "", 1.0).done
     assert not lease.unsettled
@@ -344,7 +344,7 @@ def test_a_lock_that_hit_another_process_with_the_pid_of_one_that_ended_is_undon
     mover = mover_on(paper, alive=lambda key: key not in ended)
     assert mover.suspend(lease, "", 1.0).done
     assert lease.parked == {}
-    assert paper.states[process.pid] is State.RUNNING
+    assert paper.states[process.pid] is ProcessState.RUNNING
 
 
 @pytest.mark.parametrize(
@@ -398,7 +398,7 @@ def test_a_suspension_is_undone_while_the_device_shows_its_memory_as_used(
     monkeypatch.setattr(paper, "usage", lambda uuid: replace(look(uuid), used_bytes=used_bytes))
     moved = mover_on(paper).suspend(lease, "", 1.0)
     assert (moved.refused, moved.reason) == (Refusal.BUSY, "the driver still shows the memory of the lease")
-    assert paper.states[lease.processes[0].pid] is State.RUNNING
+    assert paper.states[lease.processes[0].pid] is ProcessState.RUNNING
 
 
 @pytest.mark.parametrize(("code", "final"), [(2, 1), (304, 2), (401, 2), (801, 2), (999, 2), (719, 0)])
@@ -429,7 +429,7 @@ def test_the_codes_of_a_restore_say_whether_its_process_is_lost(
         (
             [
                 DeviceError("cuCheckpointProcessGetState", TIMED_OUT),
-                State.RESTORING,
+                ProcessState.RESTORING,
                 DeviceError("cuCheckpointProcessGetState", TIMED_OUT),
             ],
             False,
@@ -437,7 +437,7 @@ def test_the_codes_of_a_restore_say_whether_its_process_is_lost(
     ],
 )
 def test_a_process_is_out_of_step_where_every_question_about_it_fails_for_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[State | DeviceError], is_lost: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: list[ProcessState | DeviceError], is_lost: bool
 ) -> None:
     """Each answer comes 40 s after the one before; a copy takes 30 s at most."""
     paper, now = Paper(random.Random(1), tmp_path), [0.0]
@@ -447,7 +447,7 @@ def test_a_process_is_out_of_step_where_every_question_about_it_fails_for_long(
     monkeypatch.setattr(steps.time, "monotonic", lambda: now[0])
     monkeypatch.setattr(steps, "copy_s", lambda parked: 30.0)
 
-    def answer(pid: int) -> State:
+    def answer(pid: int) -> ProcessState:
         said = answers[int(now[0] // 40)]
         if isinstance(said, DeviceError):
             raise said
@@ -476,9 +476,13 @@ def test_a_process_that_the_driver_answers_for_again_writes_core_files_as_before
     )
     mover.forget_lost(lease)
     assert (lease.phase, filters) == (Phase.LOST, [])
-    paper.states[key[0]] = State.LOCKED
+    paper.states[key[0]] = ProcessState.LOCKED
     mover.forget_lost(lease)
-    assert (lease.phase, paper.states[key[0]], filters) == (Phase.RUNNING, State.RUNNING, [(key, 0x33)])
+    assert (lease.phase, paper.states[key[0]], filters) == (
+        Phase.RUNNING,
+        ProcessState.RUNNING,
+        [(key, 0x33)],
+    )
 
 
 def test_a_lease_is_held_back_until_the_last_restore_beside_it_is_over(tmp_path: Path) -> None:
@@ -515,7 +519,7 @@ def test_memory_that_no_process_of_a_session_explains_counts_beside_a_restore(
     bo.limits[UUID] = 36 * GIB
     used = (held_gib + unlisted_gib) * GIB
     listed = {bo.processes[0].pid: held_gib * GIB, 7: None}
-    usage = Usage(used, GPU.memory_bytes - used, 0, listed, None)
+    usage = DeviceReading(used, GPU.memory_bytes - used, 0, listed, None)
     shows = SimpleNamespace(gpus=(GPU,), usage=lambda uuid: usage, free_bytes=lambda uuid: 60 * GIB)
     registry = SimpleNamespace(all=lambda: [bo])
     reservations = MemoryReservations(shows, DeviceStates((GPU,)), registry)  # type: ignore[arg-type]

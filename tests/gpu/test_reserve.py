@@ -11,17 +11,17 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.gpu.driver.ladder import MARGIN_FLOOR_BYTES, margin_bytes, reserve_bytes
-from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
-from jupyter_gpushare.gpu.leases.files import Account, LeaseDirectory, Slot, Taint
-from jupyter_gpushare.gpu.leases.journal import Record
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.files import AccountFile, LeaseDirectory, Slot, Taint
+from jupyter_gpushare.gpu.leases.journal import JournalRecord
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.moves.suspend import needed_bytes
 from jupyter_gpushare.protocol.helper import Phase, SetLimit
 from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in, until
 
 HIDDEN_BYTES = 600 * MIB
-GPU = Gpu("GPU-1", 0, "H100", 80 * GIB, mig=False, island="")
+GPU = DriverGpu("GPU-1", 0, "H100", 80 * GIB, mig=False, island="")
 
 
 @pytest.mark.parametrize("gib", [5, 16, 24, 80])
@@ -38,7 +38,9 @@ def reserve_after(devices: DeviceStates, *samples: tuple[float, int, dict[int, i
     """The hidden bytes after samples: each at so many seconds, with used bytes and those of processes."""
     for at, used, processes in samples:
         before = devices.reserve_bytes(GPU)
-        fell = devices.measure_hidden("GPU-1", Usage(used, GPU.memory_bytes - used, 0, processes, None), at)
+        fell = devices.measure_hidden(
+            "GPU-1", DeviceReading(used, GPU.memory_bytes - used, 0, processes, None), at
+        )
         assert fell is (0 < devices.reserve_bytes(GPU) < before)
     return devices.reserve_bytes(GPU) - margin_bytes(GPU.memory_bytes)
 
@@ -94,7 +96,7 @@ def test_memory_that_comes_free_after_the_helper_started_is_granted(unlisted: Ma
 
 def test_memory_that_no_process_explains_takes_at_most_an_eighth_of_a_device() -> None:
     devices = DeviceStates((GPU,))
-    devices.measure_hidden("GPU-1", Usage(60 * GIB, 20 * GIB, 0, {}, None), 0)
+    devices.measure_hidden("GPU-1", DeviceReading(60 * GIB, 20 * GIB, 0, {}, None), 0)
     assert devices.reserve_bytes(GPU) == 10 * GIB + margin_bytes(GPU.memory_bytes)
 
 
@@ -146,15 +148,15 @@ def test_full_leases_come_back_beside_full_neighbours_and_alone(
 
 
 def test_an_account_that_claims_more_than_the_limit_is_not_believed() -> None:
-    record = Record(asked=SetLimit(lease="ada", uid=0, limits={"GPU-1": 8 * GIB}), phase=Phase.RUNNING)
-    lease = Lease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
+    record = JournalRecord(asked=SetLimit(lease="ada", uid=0, limits={"GPU-1": 8 * GIB}), phase=Phase.RUNNING)
+    lease = HelperLease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
     shown: dict[tuple[int, int], dict[str, int]] = {(7, 1): {"GPU-1": GIB}, (8, 1): {"GPU-1": GIB}}
 
-    def account(*used: int) -> Account:
+    def account(*used: int) -> AccountFile:
         slots = (Slot(7 + n, 1, Taint(0), 0, 0, 0, (count,), (7 + n, 1)) for n, count in enumerate(used))
-        return Account(0, tuple(slots))
+        return AccountFile(0, tuple(slots))
 
-    def needed(found: Account | None) -> list[int]:
+    def needed(found: AccountFile | None) -> list[int]:
         return [held["GPU-1"] for held in needed_bytes(lease, found, shown).values()]
 
     assert needed(None) == [GIB, GIB]
@@ -165,7 +167,7 @@ def test_an_account_that_claims_more_than_the_limit_is_not_believed() -> None:
 
 def test_bytes_of_processes_that_the_driver_hides_are_not_reserved() -> None:
     devices = DeviceStates((GPU,))
-    devices.measure_hidden("GPU-1", Usage(4 * GIB, 76 * GIB, 0, {7: 0}, None), 0)
+    devices.measure_hidden("GPU-1", DeviceReading(4 * GIB, 76 * GIB, 0, {7: 0}, None), 0)
     assert devices.reserve_bytes(GPU) == 4 * GIB + margin_bytes(GPU.memory_bytes)
     devices.set_verdict("GPU-1", Verdict(suspendable=False, blind=True))
     assert devices.reserve_bytes(GPU) == margin_bytes(GPU.memory_bytes)

@@ -21,7 +21,7 @@ from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.service import options
 from jupyter_gpushare.gpu.service import tcp as tcp_module
 from jupyter_gpushare.gpu.service.lines import Lines
-from jupyter_gpushare.gpu.service.peers import MAX_UNPROVEN
+from jupyter_gpushare.gpu.service.server import MAX_UNPROVEN
 from jupyter_gpushare.gpu.service.tcp import Endpoint, TcpServer
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER, TlsFiles

@@ -14,18 +14,18 @@ from typing import Any, cast
 import pytest
 
 from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases import registry as leases
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
 from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
-from jupyter_gpushare.gpu.leases.lease import Lease
-from jupyter_gpushare.gpu.leases.machine import Machine as Parts
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.registry import Machine as Parts
 from jupyter_gpushare.gpu.leases.seats import SeatTable
 from jupyter_gpushare.gpu.moves.suspend import Mover
-from jupyter_gpushare.gpu.moves.unattended import UnattendedResumes, resume_unrecorded
+from jupyter_gpushare.gpu.moves.wake import UnattendedResumes, resume_unrecorded
 from jupyter_gpushare.protocol.helper import Drop, MoveResult, Phase, Refusal, SetLimit
 from tests.gpu.machine import GIB, Machine, Refused, machine_in, until
 
@@ -43,7 +43,7 @@ class Moves:
         self.may_suspend = True
         self.hangs = 0  # so many more looks find the driver at work
 
-    def settle(self, lease: Lease) -> None:
+    def settle(self, lease: HelperLease) -> None:
         """As `Mover.settle` where the driver has undone a restore."""
         if self.hangs:
             self.hangs -= 1
@@ -51,14 +51,14 @@ class Moves:
         lease.unsettled = False
         lease.enter(Phase.SUSPENDED)
 
-    def suspend(self, lease: Lease, calls: str, timeout_s: float) -> MoveResult:
+    def suspend(self, lease: HelperLease, calls: str, timeout_s: float) -> MoveResult:
         if not self.may_suspend:
             return MoveResult(done=False, refused=Refusal.BUSY, reason="it cannot be written")
         lease.enter(Phase.SUSPENDING)
         lease.enter(Phase.SUSPENDED)
         return MoveResult(done=True)
 
-    def resume(self, lease: Lease, timeout_s: float) -> MoveResult:
+    def resume(self, lease: HelperLease, timeout_s: float) -> MoveResult:
         if lease.unsettled:
             self.settle(lease)
         if lease.phase is Phase.RESUMING:
@@ -81,7 +81,7 @@ class Helper:
     """Registry, journal and lease files are real; no broker has been heard for 5 s."""
 
     def __init__(self, folder: Path) -> None:
-        gpus = tuple(Gpu(uuid, 0, "paper", 80 * GIB, mig=False, island="") for uuid in UUIDS)
+        gpus = tuple(DriverGpu(uuid, 0, "paper", 80 * GIB, mig=False, island="") for uuid in UUIDS)
         self.state = StateDirectory(folder, "boot")
         parts = SimpleNamespace(
             nvml=SimpleNamespace(gpus=gpus),
@@ -99,7 +99,7 @@ class Helper:
         self.moves = Moves()
         self.resumes = UnattendedResumes(self.registry, cast("Mover", self.moves))
 
-    def lease(self, name: str, limit_bytes: int = HALF, devices: int = 1, **fields: Any) -> Lease:
+    def lease(self, name: str, limit_bytes: int = HALF, devices: int = 1, **fields: Any) -> HelperLease:
         limits = dict.fromkeys(UUIDS[:devices], limit_bytes)
         request = SetLimit(lease=name, uid=os.geteuid(), limits=limits, **fields)
         self.registry.set_limit(request, EPOCH)
@@ -107,18 +107,20 @@ class Helper:
         assert lease is not None
         return lease
 
-    def asleep(self, name: str, limit_bytes: int = HALF, *, unattended: bool = True, **fields: Any) -> Lease:
+    def asleep(
+        self, name: str, limit_bytes: int = HALF, *, unattended: bool = True, **fields: Any
+    ) -> HelperLease:
         lease = self.lease(name, limit_bytes, suspended=True, unattended=unattended, **fields)
         lease.wanted = True
         return lease
 
-    def ended(self, name: str = "job", **fields: Any) -> Lease:
+    def ended(self, name: str = "job", **fields: Any) -> HelperLease:
         """A lease that had processes: a job whose runner reports the end, if it borrows."""
         lease = self.lease(name, 60 * GIB, **fields)
         lease.lived = True
         return lease
 
-    def ask(self, lease: Lease) -> MoveResult:
+    def ask(self, lease: HelperLease) -> MoveResult:
         """What the broker gets that cannot store that it asks."""
         with lease.moving:
             return resume_unrecorded(self.registry, cast("Mover", self.moves), lease, 0.0, asked=True)
@@ -207,17 +209,17 @@ def test_what_another_lease_has_or_may_get_is_not_taken(
     assert not ada.unconfirmed
 
 
-def borrows(helper: Helper) -> Lease:
+def borrows(helper: Helper) -> HelperLease:
     return helper.ended(guaranteed={UUIDS[0]: 0})
 
 
-def borrows_and_reports(helper: Helper) -> Lease:
+def borrows_and_reports(helper: Helper) -> HelperLease:
     helper.living["job"] = (RUNNER,)
     return borrows(helper)
 
 
 @pytest.mark.parametrize("ended", [Helper.ended, borrows, borrows_and_reports])
-def test_a_lease_that_has_ended_makes_way(helper: Helper, ended: Callable[[Helper], Lease]) -> None:
+def test_a_lease_that_has_ended_makes_way(helper: Helper, ended: Callable[[Helper], HelperLease]) -> None:
     job, ada = ended(helper), helper.asleep("ada")
     assert helper.look() == ["ada"]
     assert (job.phase, ada.unconfirmed) == (Phase.SUSPENDED, True)
@@ -236,19 +238,19 @@ def test_a_lease_that_has_ended_on_another_device_is_left_alone(helper: Helper) 
     assert job.phase is Phase.RUNNING
 
 
-def its_command_lives(helper: Helper, _job: Lease) -> None:
+def its_command_lives(helper: Helper, _job: HelperLease) -> None:
     helper.living["job"] = (RUNNER, COMMAND)
 
 
-def a_process_does_not_answer(helper: Helper, job: Lease) -> None:
+def a_process_does_not_answer(helper: Helper, job: HelperLease) -> None:
     helper.processes.unread = (SimpleNamespace(uid=job.asked.uid, key=(3, 1)),)
 
 
-def it_is_moved(_helper: Helper, job: Lease) -> None:
+def it_is_moved(_helper: Helper, job: HelperLease) -> None:
     job.moving.acquire()
 
 
-def it_cannot_be_put_to_sleep(helper: Helper, _job: Lease) -> None:
+def it_cannot_be_put_to_sleep(helper: Helper, _job: HelperLease) -> None:
     helper.moves.may_suspend = False
 
 
@@ -263,7 +265,7 @@ def it_cannot_be_put_to_sleep(helper: Helper, _job: Lease) -> None:
     ],
 )
 def test_nothing_is_taken_from_a_lease_that_may_not_have_ended(
-    helper: Helper, by_broker: bool, but: Callable[[Helper, Lease], None]
+    helper: Helper, by_broker: bool, but: Callable[[Helper, HelperLease], None]
 ) -> None:
     ada = helper.asleep("ada")
     but(helper, helper.ended())
@@ -336,28 +338,30 @@ def test_a_broker_that_cannot_store_anything_asks_for_it(
     assert job.phase is Phase.SUSPENDED
 
 
-def never_allowed(ada: Lease) -> None:
+def never_allowed(ada: HelperLease) -> None:
     ada.asked = replace(ada.asked, unattended=False)  # a job, or a session that borrows
 
 
-def wanted_by_queries_alone(ada: Lease) -> None:
+def wanted_by_queries_alone(ada: HelperLease) -> None:
     ada.queries_only = True
 
 
-def not_wanted(ada: Lease) -> None:
+def not_wanted(ada: HelperLease) -> None:
     ada.wanted = False
 
 
-def held(ada: Lease) -> None:
+def held(ada: HelperLease) -> None:
     ada.moving.acquire()
 
 
-def dropped(ada: Lease) -> None:
+def dropped(ada: HelperLease) -> None:
     ada.dropped = True
 
 
 @pytest.mark.parametrize("change", [never_allowed, wanted_by_queries_alone, not_wanted, held, dropped])
-def test_nothing_else_is_resumed_without_a_broker(helper: Helper, change: Callable[[Lease], None]) -> None:
+def test_nothing_else_is_resumed_without_a_broker(
+    helper: Helper, change: Callable[[HelperLease], None]
+) -> None:
     ada = helper.asleep("ada")
     change(ada)
     assert helper.look() == []
@@ -410,7 +414,7 @@ def test_what_was_granted_meanwhile_is_refused_until_the_broker_confirms(helper:
 #: A broker is silent after 0.5 s, and is looked for more often.
 SOON = """
 from jupyter_gpushare.gpu.leases import registry
-from jupyter_gpushare.gpu.moves import unattended
+from jupyter_gpushare.gpu.moves import wake as unattended
 registry.SILENT_S, unattended.LOOK_S = 0.5, 0.05
 """
 

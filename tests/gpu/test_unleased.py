@@ -16,12 +16,11 @@ import pytest
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.checks import unleased
 from jupyter_gpushare.gpu.checks.unleased import StopRules, UnleasedProcesses
-from jupyter_gpushare.gpu.driver.nvml import Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory
-from jupyter_gpushare.gpu.leases.holders import Holders
-from jupyter_gpushare.gpu.leases.journal import Record
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.journal import Holders, JournalRecord
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.protocol.helper import Phase, SetLimit
 from tests.gpu.containers import engine_cgroup
@@ -53,11 +52,13 @@ class Scene:
     def lease(self, *uids: int) -> None:
         """Lease the device to these users, and to no other."""
         records = [
-            Record(asked=SetLimit(lease=f"lease-{uid}", uid=uid, limits={UUID: GIB}), phase=Phase.RUNNING)
+            JournalRecord(
+                asked=SetLimit(lease=f"lease-{uid}", uid=uid, limits={UUID: GIB}), phase=Phase.RUNNING
+            )
             for uid in uids
         ]
         self.leases = [
-            Lease(each, LeaseDirectory(Path("/nonexistent"), each.asked.lease)) for each in records
+            HelperLease(each, LeaseDirectory(Path("/nonexistent"), each.asked.lease)) for each in records
         ]
 
     def begin(self, *command: str, uid: int = USER) -> None:
@@ -72,7 +73,7 @@ class Scene:
     def sample(self, at: float, used: int = GIB) -> None:
         self.now = at
         until(self._scanned, "the child answers")
-        usage = Usage(used, 0, 0, processes={self.pid: used}, computing=None)
+        usage = DeviceReading(used, 0, 0, processes={self.pid: used}, computing=None)
         self.watch.compare({UUID: usage}, self.leases)
 
     def _scanned(self) -> bool:

@@ -135,10 +135,10 @@ def test_a_process_that_waits_in_the_library_may_be_killed(asleep: Machine) -> N
     asleep.resume("ada", worker)
 
 
-#: As `stalls` does it, sooner.
+#: As `wake` does it, sooner.
 QUICK = """
-from jupyter_gpushare.gpu.moves import stalls, wake
-stalls.STALLED_S, wake.STALL_POLL_S = {stalled_s}, {poll_s}
+from jupyter_gpushare.gpu.moves import wake
+wake.STALLED_S, wake.STALL_POLL_S = {stalled_s}, {poll_s}
 """
 
 

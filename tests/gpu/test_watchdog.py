@@ -15,13 +15,12 @@ import pytest
 
 from jupyter_gpushare.gpu.checks.unleased import StopRules, UnleasedProcesses
 from jupyter_gpushare.gpu.checks.watchdog import Watchdog
-from jupyter_gpushare.gpu.driver.nvml import Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases import files
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory
-from jupyter_gpushare.gpu.leases.holders import Holders
-from jupyter_gpushare.gpu.leases.journal import Record
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.journal import Holders, JournalRecord
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.native import build
 from jupyter_gpushare.procfs import start_ticks
@@ -73,11 +72,11 @@ def test_one_sample_beyond_the_limit_is_no_reason_yet() -> None:
     process = Process(
         pid=77, start_ticks=1, started_at=0.0, uid=0, parent=1, name="", kernel="", carries="eve", lease="eve"
     )
-    record = Record(asked=SetLimit(lease="eve", uid=0, limits={"GPU-1": GIB}), phase=Phase.RUNNING)
-    eve = Lease(record, LeaseDirectory(Path("/nonexistent"), "eve"))
+    record = JournalRecord(asked=SetLimit(lease="eve", uid=0, limits={"GPU-1": GIB}), phase=Phase.RUNNING)
+    eve = HelperLease(record, LeaseDirectory(Path("/nonexistent"), "eve"))
     eve.processes = (process,)
     within, beyond = (
-        {"GPU-1": Usage(used, 0, 0, processes={77: used}, computing=None)} for used in (GIB, 2 * GIB)
+        {"GPU-1": DeviceReading(used, 0, 0, processes={77: used}, computing=None)} for used in (GIB, 2 * GIB)
     )
     for usages in (beyond, within, beyond):
         compare(usages, [eve])

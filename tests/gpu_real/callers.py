@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
-from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
 from tests.gpu.machine import GIB, MIB, until
 from tests.gpu_real.direct import ANSWER_S, bring_back, checkpoint_of, park, says, states_of
 from tests.gpu_real.site import CALL_S, ROOT, Helper, Site, do, end
@@ -72,7 +72,7 @@ def a_caller_is_killed_in_a_move(site: Site) -> None:
         killed = killed_in(site, name, pid, after_s[name])
         states = states_of(checkpoint, pid, 1.0 + 4 * after_s[name])
         codes = bring_back(checkpoint, pid)
-        is_back = codes.endswith(f"({State.RUNNING.name})")
+        is_back = codes.endswith(f"({ProcessState.RUNNING.name})")
         kept = says(worker, "verify", READ_S if is_back else ANSWER_S)
         site.report.add(
             f"caller killed in {name} after {after_s[name]:.2f} s: when, states since; undone by; memory",

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, State
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, ProcessState
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import MIB, Worker
 from tests.gpu_real.site import CALL_S, Site, Skip
@@ -16,7 +16,7 @@ from tests.gpu_real.site import CALL_S, Site, Skip
 # How long a process may take over an answer that is right only if it survived.
 ANSWER_S = 8.0
 # Since CUDA 13.1; earlier drivers show the state before.
-MOVING = (State.CHECKPOINTING.name, State.RESTORING.name)
+MOVING = (ProcessState.CHECKPOINTING.name, ProcessState.RESTORING.name)
 
 
 def checkpoint_of(site: Site) -> Checkpoint:
@@ -85,7 +85,7 @@ def states_of(checkpoint: Checkpoint, pid: int, for_s: float) -> str:
 def park(checkpoint: Checkpoint, pid: int) -> str:
     """Lock and Checkpoint: their codes, and the state after them."""
     codes = f"Lock {code_of(checkpoint.lock, pid, CALL_S)}"
-    if state_of(checkpoint, pid) == State.LOCKED.name:
+    if state_of(checkpoint, pid) == ProcessState.LOCKED.name:
         codes += f", Checkpoint {code_of(checkpoint.checkpoint, pid, CALL_S)}"
     return f"{codes} ({state_of(checkpoint, pid)})"
 
@@ -93,9 +93,9 @@ def park(checkpoint: Checkpoint, pid: int) -> str:
 def bring_back(checkpoint: Checkpoint, pid: int) -> str:
     """Restore and Unlock, each where the state asks for it: their codes, and the state after them."""
     codes = []
-    if state_of(checkpoint, pid) == State.CHECKPOINTED.name:
+    if state_of(checkpoint, pid) == ProcessState.CHECKPOINTED.name:
         codes.append(f"Restore {code_of(checkpoint.restore, pid, CALL_S)}")
-    if state_of(checkpoint, pid) == State.LOCKED.name:
+    if state_of(checkpoint, pid) == ProcessState.LOCKED.name:
         codes.append(f"Unlock {code_of(checkpoint.unlock, pid)}")
     return f"{', '.join(codes) or 'nothing to undo'} ({state_of(checkpoint, pid)})"
 

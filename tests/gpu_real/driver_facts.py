@@ -71,7 +71,7 @@ def _caller(site: Site, environment: Mapping[str, str]) -> Worker:
 
 
 def these_calls_wait_while_a_process_is_locked(site: Site) -> None:
-    """Which functions block under Lock, and in which system call (`moves.stalls`).
+    """Which functions block under Lock, and in which system call (`moves.wake`).
 
     Each is called by a thread that had the context before the lock: without one a call answers 201
     and waits for nothing.

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.bounded import BoundedWorker
-from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB, MIB
 from tests.gpu_real.direct import bring_back, checkpoint_of, listed, park, says, state_of
@@ -65,7 +65,7 @@ def a_process_moves_to_another_gpu(site: Site) -> None:
         before, codes = says(worker, "sees"), [park(checkpoint, worker.pid)]
         tries = [("one pair", {used: other}), ("all pairs", both)]
         for what, pairs in tries if used == first else reversed(tries):
-            if state_of(checkpoint, worker.pid) == State.CHECKPOINTED.name:
+            if state_of(checkpoint, worker.pid) == ProcessState.CHECKPOINTED.name:
                 codes.append(f"{what} {restore(worker.pid, pairs)}")
         codes.append(bring_back(checkpoint, worker.pid))
         kept, after = says(worker, "verify"), says(worker, "sees")

@@ -15,9 +15,8 @@ from statistics import median
 from typing import Any
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, State
-from jupyter_gpushare.gpu.driver.nvml import Nvml, Usage
-from jupyter_gpushare.gpu.driver.xids import listen
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, ProcessState
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading, Nvml, listen
 from jupyter_gpushare.native import build
 from tests.gpu.machine import GIB, MIB, Client, until
 from tests.gpu_real.overhead import PAIRS, added, in_turn
@@ -43,7 +42,7 @@ def the_driver_is_found(site: Site) -> None:
     site.report.add("checkpoint calls", checkpoint.unavailable or "available")
     for gpu in nvml.gpus:
         usage = nvml.usages(within_s=PATIENCE_S)[gpu.uuid]
-        assert isinstance(usage, Usage)
+        assert isinstance(usage, DeviceReading)
         assert 0 <= usage.used_bytes <= gpu.memory_bytes
         ecc = "not counted" if usage.uncorrected is None else usage.uncorrected
         site.report.add(
@@ -96,7 +95,7 @@ def the_driver_moves_a_process_by_itself(site: Site, gib: int) -> None:
     locked = time.monotonic()
     checkpoint.checkpoint(worker.pid, CALL_S)
     parked = time.monotonic()
-    assert checkpoint.state(worker.pid) is State.CHECKPOINTED
+    assert checkpoint.state(worker.pid) is ProcessState.CHECKPOINTED
     until(lambda: nvml.free_bytes(site.uuid) - free >= size, "its memory is given back", CALL_S)
     given_back = nvml.free_bytes(site.uuid) - free
     halfway = time.monotonic()

@@ -10,7 +10,7 @@ import os
 import signal
 from collections.abc import Iterable
 
-from jupyter_gpushare.gpu.driver.checkpoint import State
+from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB, MIB, Worker
 from tests.gpu_real.direct import bring_back, checkpoint_of, lags, listed, mib, move_of, park, says
@@ -27,7 +27,7 @@ def asleep(site: Site, name: str, worker: Worker) -> str:
     if not site.device["suspendable"]:
         checkpoint = checkpoint_of(site)
         codes = park(checkpoint, worker.pid)
-        if codes.endswith(f"({State.CHECKPOINTED.name})"):
+        if codes.endswith(f"({ProcessState.CHECKPOINTED.name})"):
             return "done by the driver's calls"
         return f"by the driver's calls: {codes}, {bring_back(checkpoint, worker.pid)}"
     answer = site.ask("suspend", lease=name, calls=site.rests(name))
@@ -43,7 +43,7 @@ def awake(site: Site, name: str, worker: Worker) -> None:
         assert back["done"], back
     else:
         codes = bring_back(checkpoint_of(site), worker.pid)
-        assert codes.endswith(f"({State.RUNNING.name})"), codes
+        assert codes.endswith(f"({ProcessState.RUNNING.name})"), codes
 
 
 def kill(pids: Iterable[int]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from jupyter_gpushare.backends.local import holder_environment
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.hub.grant_environment import checked
+from jupyter_gpushare.hub.grants import checked
 from jupyter_gpushare.native import install_preload
 from tests.hub.conftest import Hub
 from tests.hub.fake_broker import GRANT

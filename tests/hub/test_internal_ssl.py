@@ -19,7 +19,7 @@ import httpx
 import pytest
 from certipy import Certipy
 
-from jupyter_gpushare.cli.site_facts import ask_hub
+from jupyter_gpushare.cli.site import ask_hub
 from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
 from tests.faults.site import PREFIX, Site, running
 from tests.ports import free_ports

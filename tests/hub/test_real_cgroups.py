@@ -18,8 +18,8 @@ import pytest
 from jupyter_gpushare.gpu.leases import host
 from jupyter_gpushare.hub import GPUShareLocalSpawner
 from jupyter_gpushare.hub.limits import LimitedProcesses
-from tests.cgroups import cgroup2
 from tests.hub.test_limits import spawner
+from tests.systemd import cgroup2
 from tests.waiting import until
 
 pytestmark = [

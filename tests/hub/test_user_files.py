@@ -16,7 +16,7 @@ import pytest
 from certipy import Certipy
 
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.hub import user_files
+from jupyter_gpushare.hub import local
 from jupyter_gpushare.hub.compat import SpawnException
 from jupyter_gpushare.hub.local import GPUShareLocalSpawner
 from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
@@ -42,8 +42,8 @@ def home(tmp_path: Path) -> Path:
 @needs_root
 async def test_the_file_and_its_folders_belong_to_the_user_alone(home: Path) -> None:
     path = home / "a b" / "server.pem"
-    await user_files.write_as("nobody", path, b"one")
-    await user_files.write_as("nobody", path, b"two")
+    await local.write_as("nobody", path, b"one")
+    await local.write_as("nobody", path, b"two")
     assert path.read_bytes() == b"two"
     assert [each.name for each in path.parent.iterdir()] == ["server.pem"]
     for each, mode in ((path, 0o600), (path.parent, 0o700)):
@@ -60,7 +60,7 @@ async def test_a_link_in_the_home_leads_nowhere_that_the_user_could_not_write(
     secret.mkdir(mode=0o755)
     (home / ".jupyterhub").symlink_to(secret)
     with pytest.raises(GpuShareError, match="Permission denied"):
-        await user_files.write_as("nobody", home / ".jupyterhub" / "certs" / "server.pem", b"key")
+        await local.write_as("nobody", home / ".jupyterhub" / "certs" / "server.pem", b"key")
     assert list(secret.iterdir()) == []
     assert secret.stat().st_uid == 0
 
@@ -68,7 +68,7 @@ async def test_a_link_in_the_home_leads_nowhere_that_the_user_could_not_write(
 def test_a_hub_that_ends_while_it_writes_leaves_the_file_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "server.pem").write_bytes(b"of before")
     words = ("sh", str(tmp_path), "server.pem", "5")
-    done = subprocess.run(["/bin/sh", "-c", user_files._WRITE, *words], input=b"new", timeout=60, check=False)
+    done = subprocess.run(["/bin/sh", "-c", local._WRITE, *words], input=b"new", timeout=60, check=False)
     assert done.returncode == 1
     assert [(each.name, each.read_bytes()) for each in tmp_path.iterdir()] == [("server.pem", b"of before")]
 
@@ -76,25 +76,25 @@ def test_a_hub_that_ends_while_it_writes_leaves_the_file_as_it_was(tmp_path: Pat
 async def test_a_home_that_does_not_answer_is_given_up(
     home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_files, "WRITE_S", 0.2)
-    monkeypatch.setattr(user_files, "_WRITE", "exec sleep 600")
+    monkeypatch.setattr(local, "WRITE_S", 0.2)
+    monkeypatch.setattr(local, "_WRITE", "exec sleep 600")
     with pytest.raises(GpuShareError, match="not written within"):
-        await user_files.write_as(ME, tmp_path / "x", b"key")
+        await local.write_as(ME, tmp_path / "x", b"key")
 
 
 async def test_no_more_is_kept_than_is_quoted_of_what_the_users_process_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(user_files, "_WRITE", "echo first >&2; head -c 10000 /dev/zero >&2; exit 3")
+    monkeypatch.setattr(local, "_WRITE", "echo first >&2; head -c 10000 /dev/zero >&2; exit 3")
     with pytest.raises(GpuShareError, match="cannot be written: first") as refused:
-        await user_files.write_as(ME, tmp_path / "x", b"key")
+        await local.write_as(ME, tmp_path / "x", b"key")
     assert len(str(refused.value)) < 1000
-    monkeypatch.setattr(user_files, "WRITE_S", 1.0)
-    monkeypatch.setattr(user_files, "_WRITE", "exec cat /dev/zero >&2")
+    monkeypatch.setattr(local, "WRITE_S", 1.0)
+    monkeypatch.setattr(local, "_WRITE", "exec cat /dev/zero >&2")
     tracemalloc.start()
     try:
         with pytest.raises(GpuShareError, match="not written within"):
-            await user_files.write_as(ME, tmp_path / "x", b"key")
+            await local.write_as(ME, tmp_path / "x", b"key")
         assert tracemalloc.get_traced_memory()[1] < 4 << 20
     finally:
         tracemalloc.stop()

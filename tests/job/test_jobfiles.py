@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from jupyter_gpushare.protocol.jobfiles import (
     LIVE_S,
+    AttemptRecord,
     BoundedLog,
-    Record,
     attempts_of,
     forget_old_attempts,
     forget_old_jobs,
@@ -213,7 +213,7 @@ def test_only_the_folders_that_were_written_to_last_are_kept(tmp_path: Path) -> 
 
 
 def record(folder: Path, attempt: int, state: Any, written_at: float) -> None:
-    made = Record(id=folder.name, attempt=attempt, name="n", command=["x"], state=state, log="l")
+    made = AttemptRecord(id=folder.name, attempt=attempt, name="n", command=["x"], state=state, log="l")
     assert write_record(folder / f"attempt-{attempt}.json", made)
     for path in (folder / f"attempt-{attempt}.json", folder):
         os.utime(path, (written_at, written_at))
@@ -249,7 +249,7 @@ def test_of_many_attempts_the_newest_logs_are_kept(tmp_path: Path) -> None:
 
 
 def test_a_record_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None:
-    record = Record(id="a", attempt=1, name="n", command=["x"], state="running", log="l")
+    record = AttemptRecord(id="a", attempt=1, name="n", command=["x"], state="running", log="l")
     assert write_record(tmp_path / "job" / "attempt-1.json", record)
     assert (tmp_path / "job" / "attempt-1.json").stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path / "job") == ["attempt-1.json"]

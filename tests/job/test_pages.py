@@ -13,7 +13,7 @@ from tornado.netutil import bind_sockets
 from jupyter_gpushare import listener
 from jupyter_gpushare.job import pages
 from jupyter_gpushare.listener import HUB
-from jupyter_gpushare.protocol.jobfiles import Record
+from jupyter_gpushare.protocol.jobfiles import AttemptRecord
 
 SCOPE = "access:servers!server=ada/j1-1"
 
@@ -38,7 +38,7 @@ async def test_a_user_is_counted_as_one_once_it_may_read_the_pages(
     monkeypatch.setattr(HubOAuth, "user_for_token", known)
     # Without JupyterHub's thread for this: its event loop is never closed.
     monkeypatch.setattr(HubOAuth, "_synchronize", lambda _, __, handler: handler._cached_hub_user)
-    record = Record(id="j1", attempt=1, name="x", command=[], state="running", log="")
+    record = AttemptRecord(id="j1", attempt=1, name="x", command=[], state="running", log="")
     server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=tmp_path, seen=lambda: None)
     (listening,) = bind_sockets(0, "127.0.0.1")
     server.add_socket(listening)

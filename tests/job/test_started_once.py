@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.protocol.jobfiles import Record, read_record, unseen_outcome, write_record
+from jupyter_gpushare.protocol.jobfiles import AttemptRecord, read_record, unseen_outcome, write_record
 from tests.job.conftest import HubAndBroker, Job, Start, is_alive, wait_for
 
 COUNTED = ("sh", "-c", "echo run >> ../runs; exec sleep 600")
@@ -90,7 +90,7 @@ def test_a_job_that_succeeded_unseen_is_done_although_the_attempt_was_counted_as
     assert runs(first) == 1
 
 
-RECORD = Record(id="x", attempt=3, name="n", command=["c"], state="ended", log="l", exit_code=1)
+RECORD = AttemptRecord(id="x", attempt=3, name="n", command=["c"], state="ended", log="l", exit_code=1)
 
 
 @pytest.mark.parametrize(

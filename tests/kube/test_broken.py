@@ -19,8 +19,7 @@ from jupyter_gpushare.backends.kubernetes.surroundings import PolicyPort, parse_
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import kube, kube_checks
 from jupyter_gpushare.cli.checks import Check
-from jupyter_gpushare.cli.kube_checks import examine
-from jupyter_gpushare.cli.kube_hub import BrokerPod, hub_checks
+from jupyter_gpushare.cli.kube_checks import BrokerPod, examine, hub_checks
 from tests.certificates import broker_and_helper, broker_settings
 from tests.kube import store
 from tests.kube.apiserver import ApiServer, api_server

@@ -16,7 +16,7 @@ import pytest
 
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.cli.kube import configured
-from jupyter_gpushare.cli.kube_canary import canary
+from jupyter_gpushare.cli.kube_checks import canary
 from jupyter_gpushare.core.model import Project
 from tests.certificates import broker_and_helper, helper_options
 from tests.kube.cluster import Cluster, running_cluster

@@ -20,7 +20,7 @@ from traitlets.config import Config
 from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.broker.http.certificate import tls_context
+from jupyter_gpushare.broker.http.secret_files import tls_context
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import main
 from jupyter_gpushare.cli.kube_checks import CLUSTER_RIGHTS, RIGHTS, examine

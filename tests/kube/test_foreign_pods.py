@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.backends.kubernetes.foreign_pods import UNUSED_S, ForeignPods
-from jupyter_gpushare.protocol.helper import DeviceSample, Sample
+from jupyter_gpushare.backends.kubernetes.nodes import UNUSED_S, ForeignPods
+from jupyter_gpushare.protocol.helper import DeviceSample, Sample, UnleasedProcess
 from jupyter_gpushare.protocol.seats import GpuPod, SeatSample
-from jupyter_gpushare.protocol.unleased import UnleasedProcess
 
 SEAT = GpuPod(namespace="gpushare", name="seat-1", devices=("GPU-1",))
 RESERVATION = GpuPod(namespace="kai", name="gpu-reservation-1", devices=("GPU-1",))

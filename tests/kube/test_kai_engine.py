@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.engine import Explanation, JobForecast, Work
-from jupyter_gpushare.core.kube import returns
+from jupyter_gpushare.core.kube import follow
 from jupyter_gpushare.core.model import (
     CheckpointMode,
     Cluster,
@@ -217,7 +217,7 @@ class TestReturns:
     async def test_a_return_on_another_gpu_of_the_node_is_given_up_and_tried_again(
         self, monkeypatch: pytest.MonkeyPatch
     ):
-        monkeypatch.setattr(returns, "FIRST_PAUSE_S", 1.0)
+        monkeypatch.setattr(follow, "FIRST_PAUSE_S", 1.0)
         guest, owner = Project(name="vision", quota_milli=0), Project(name="nlp", quota_milli=2000)
         async with kube_bed({"n0": ("GPU-0", "GPU-1")}, (guest, owner)) as bed:
             broker = Broker(bed, guest, owner)

@@ -18,7 +18,7 @@ from jupyter_gpushare.sim.fractions import (
     options,
     product,
 )
-from jupyter_gpushare.sim.traces import Node, Pod, read_nodes, read_pods
+from jupyter_gpushare.sim.traces import TraceNode, TracePod, read_nodes, read_pods
 from tests import traces
 from tests.core.build import NOW, cluster, device, train
 
@@ -26,7 +26,7 @@ ANY = frozenset[str]()
 
 
 def pod(gpus, milli=1000, cpu=0, memory=0, models=ANY):
-    return Pod("p", cpu, memory, gpus, milli if gpus else 0, models)
+    return TracePod("p", cpu, memory, gpus, milli if gpus else 0, models)
 
 
 def shape(gpus, milli=1000, cpu=0, memory=0, models=ANY):
@@ -121,7 +121,7 @@ def test_pods_are_drawn_until_the_load_is_reached():
 
 
 def test_what_does_not_fit_is_dropped_and_the_curve_says_so():
-    filled = fill([Node("n", 1000, 1000, 2, "T4")], [pod(1), pod(1), pod(1)], best_fit, seed=1)
+    filled = fill([TraceNode("n", 1000, 1000, 2, "T4")], [pod(1), pod(1), pod(1)], best_fit, seed=1)
     assert (filled.pods, filled.dropped, filled.gpus) == (3, 1, 2)
     assert filled.asked_percent == (50.0, 100.0, 150.0)
     assert filled.allocated_percent == (50.0, 100.0, 100.0)

@@ -20,7 +20,7 @@ from jupyter_gpushare.core.model import (
     Project,
     Settings,
 )
-from jupyter_gpushare.core.replay import Costs, Replay, Watcher
+from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.sim.scenario import Fleet
 
@@ -34,7 +34,7 @@ def job(id: str, project: str, at: float = 0.0, gpus: int = 1, **more: object) -
     return Lease(id=id, project=project, kind=Kind.TRAIN, size=Size(1000, gpus), submitted_at=at, **given)
 
 
-class Held(Watcher):
+class Held(ReplayWatcher):
     """GPU-hours that each group of jobs held, by hour, and the preemptions of each group."""
 
     def __init__(self, group: Callable[[Lease], str]) -> None:
@@ -175,7 +175,7 @@ def test_a_job_that_is_submitted_again_and_again_gains_nothing():
     assert held.between("a", 0, 48) >= 0.9 * 4 * 48
 
 
-class Waits(Watcher):
+class Waits(ReplayWatcher):
     """How long each wait of one job was, and for how long it held capacity after it."""
 
     def __init__(self, id: str) -> None:

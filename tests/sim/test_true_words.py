@@ -26,14 +26,14 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.order import is_starved, rank
 from jupyter_gpushare.core.planner import dry_run
-from jupyter_gpushare.core.replay import Costs, Replay, Watcher
+from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
 from jupyter_gpushare.sim.scenario import Fleet
 from tests.sim.test_gaming import DAY_S, HOUR_S, job
 
 GPUS, GUARD_S = 8, 6 * HOUR_S
 
 
-class World(Watcher):
+class World(ReplayWatcher):
     """Jobs of up to three projects that want more than all GPUs, on 1 or 2 nodes, and what they are told."""
 
     def __init__(self, seed: int) -> None:

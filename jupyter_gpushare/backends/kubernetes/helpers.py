@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from jupyter_gpushare.backends.helper_client import Address, NodeAddress
+from jupyter_gpushare.backends.helper_client import HelperAddress, NodeAddress
 from jupyter_gpushare.backends.kubernetes.client import NODES, PODS, ApiClient
 from jupyter_gpushare.backends.kubernetes.objects import Node, Pod
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
@@ -30,7 +30,7 @@ class Helpers:
         self._site = site
         self._pods: Reflector[Pod] = Reflector(client, PODS, namespace=site.namespace, selector=site.selector)
         self._nodes: Reflector[Node] = Reflector(client, NODES)
-        self._known: dict[str, Address] = {}
+        self._known: dict[str, HelperAddress] = {}
 
     async def run(self) -> None:
         """Follow pods and nodes until cancelled."""
@@ -38,7 +38,7 @@ class Helpers:
             group.create_task(self._pods.run())
             group.create_task(self._nodes.run())
 
-    def addresses(self) -> dict[str, Address]:
+    def addresses(self) -> dict[str, HelperAddress]:
         """Return the addresses of the helpers by the name of their node.
 
         A helper that is being replaced keeps its last one while the cluster has its node: it does not
@@ -48,7 +48,7 @@ class Helpers:
         self._known = kept | self.of(self._pods.objects.values())
         return dict(self._known)
 
-    def of(self, pods: Iterable[Pod]) -> dict[str, Address]:
+    def of(self, pods: Iterable[Pod]) -> dict[str, HelperAddress]:
         """Return the addresses of those of these pods that run, by the name of their node."""
         return {
             pod.spec.node_name: NodeAddress(

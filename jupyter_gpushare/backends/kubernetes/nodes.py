@@ -16,27 +16,156 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterable, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Mapping,
+)
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
-from jupyter_gpushare.backends.base import Devices, Mount, Prepared
-from jupyter_gpushare.backends.helper_client import Address
-from jupyter_gpushare.backends.kubernetes.node import Node, shifted
-from jupyter_gpushare.backends.local import holder_environment
+from jupyter_gpushare.backends.base import DeviceBackend, Mount, Prepared
+from jupyter_gpushare.backends.helper_client import HelperAddress, HelperClient
+from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import (
+    DeviceSample,
     ErrorKind,
     Event,
     EventKind,
     Inventory,
+    LeaseSample,
     MoveResult,
     Refusal,
     Sample,
     SetLimit,
 )
-from jupyter_gpushare.protocol.seats import CountSeats
+from jupyter_gpushare.protocol.seats import CountSeats, SeatSample
+
+# ---- one node of a cluster, as its device helper was last heard --------------
+
+
+class HelperNode:
+    """One node as it was last heard."""
+
+    def __init__(self, name: str, address: HelperAddress, epoch: Callable[[], int], seen_at: float) -> None:
+        self.name = name
+        self.address = address
+        self.client = HelperClient(address, epoch)
+        self.devices = LocalDevices(self.client)
+        self.seen_at = seen_at
+        self.offset_s = 0.0  # of this machine's clock to the node's
+        self.clock_at = float("-inf")
+        self.silent = ""  # why it does not answer
+        self.probe: asyncio.Task[None] | None = None  # while it is silent
+        self.inventory: Inventory | None = None
+        self.sample: Sample | None = None
+        self.has_news = False  # since the sample was asked for
+
+    def stale(self) -> str:
+        """Return the sentence about a helper that does not answer."""
+        return f"the device helper of node {self.name} does not answer"
+
+    def shown_devices(self) -> tuple[helper.Device, ...]:
+        """Return the devices as others see them: unhealthy while the helper is silent."""
+        devices = self.inventory.devices if self.inventory else ()
+        unhealthy = partial(replace, healthy=False, reason=self.stale(), suspendable=False)
+        return tuple(map(unhealthy, devices)) if self.silent else devices
+
+    def device_samples(self, sample: Sample) -> tuple[DeviceSample, ...]:
+        """Return what a sample says about devices: unhealthy while the helper is silent."""
+        unhealthy = partial(replace, healthy=False, reason=self.stale())
+        return tuple(map(unhealthy, sample.devices)) if self.silent else sample.devices
+
+    def seat_samples(self, sample: Sample) -> tuple[SeatSample, ...]:
+        """Return what a sample says about seats: not connected while the helper is silent."""
+        return tuple(replace(seat, connected=False) for seat in sample.seats) if self.silent else sample.seats
+
+
+def shifted(lease: LeaseSample, offset_s: float, now: float) -> LeaseSample:
+    """Return a lease's sample with the times of this machine's clock."""
+    return replace(
+        lease,
+        measured_at=min(now, lease.measured_at + offset_s),
+        active_at=min(now, lease.active_at + offset_s),
+        unread_since=lease.unread_since and min(now, lease.unread_since + offset_s),
+        processes=tuple(
+            replace(process, started_at=min(now, process.started_at + offset_s))
+            for process in lease.processes
+        ),
+    )
+
+
+# ---- pods that use GPUs of a unit pool without being ours: there the pool grants and lends nothing
+# ==============================================  =====================================
+# pod, or process, on a GPU of the node           it is foreign
+# ==============================================  =====================================
+# seat: in the namespace of seats                 no
+# reservation of KAI, for parts of a GPU          once no seat has had that GPU for
+#                                                 `UNUSED_S`: a part is another pod's
+# any other pod to which the kubelet gave a GPU   yes
+# process without a lease                         yes: a part of a GPU can be another
+#                                                 pod's beside a seat, which no list
+#                                                 tells
+# kubelet or device helper do not say             yes
+# ==============================================  =====================================
+
+# KAI makes a reservation before the seat connects, and ends it some time after.
+UNUSED_S = 120.0
+
+
+class ForeignPods:
+    """Foreign pods of every node, as the helpers' last samples tell."""
+
+    def __init__(
+        self,
+        namespace: str,
+        reservations: str,
+        samples: Callable[[], Mapping[str, Sample | None]],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``namespace``: of seats; ``reservations``: of KAI's pods that reserve GPUs."""
+        self._namespace = namespace
+        self._reservations = reservations
+        self._samples = samples
+        self._clock = clock
+        self._unused: dict[tuple[str, str], float] = {}  # reservations without a seat, and since when
+
+    def by_node(self) -> dict[str, str]:
+        """Return what is foreign, by node, as a sentence has it; nodes without are left out."""
+        now, samples = self._clock(), self._samples()
+        unused = {(node, pod) for node, sample in samples.items() if sample for pod in self._idle(sample)}
+        self._unused = {key: self._unused.get(key, now) for key in unused}
+        found = {node: self._foreign(node, sample, now) for node, sample in samples.items()}
+        return {node: said for node, said in found.items() if said}
+
+    def _idle(self, sample: Sample) -> Iterator[str]:
+        """Yield the names of KAI's reservations of GPUs that no seat has."""
+        seated = {uuid for seat in sample.seats for uuid in seat.devices}
+        for pod in sample.gpu_pods:
+            if pod.namespace == self._reservations and not seated.intersection(pod.devices):
+                yield pod.name
+
+    def _foreign(self, node: str, sample: Sample | None, now: float) -> str:
+        if sample is None or not sample.knows_gpu_pods:
+            return "its device helper does not say which pods have GPUs"
+        for pod in sample.gpu_pods:
+            since = self._unused.get((node, pod.name), now)
+            is_ours = pod.namespace in (self._namespace, self._reservations)
+            if not is_ours or now - since >= UNUSED_S:
+                return f"the pod {pod.namespace}/{pod.name} has a GPU there"
+        process = next((each.name for device in sample.devices for each in device.unleased), None)
+        return "" if process is None else f"a process without a lease ({process}) uses a GPU there"
+
+
+# ---- all nodes ---------------------------------------------------------------
 
 T = TypeVar("T")
 
@@ -51,12 +180,12 @@ _EVENTS = 1024
 _NO_NODE = "no node has a device helper"
 
 
-class NodeDevices(Devices):
+class NodeDevices(DeviceBackend):
     """The devices of all nodes that ``nodes`` lists, by the addresses of their helpers."""
 
     def __init__(
         self,
-        nodes: Callable[[], Mapping[str, Address]],
+        nodes: Callable[[], Mapping[str, HelperAddress]],
         epoch: Callable[[], int],
         clock: Callable[[], float] = time.monotonic,
         pools: Callable[[], Collection[str]] = tuple,
@@ -66,7 +195,7 @@ class NodeDevices(Devices):
         self._pools = pools
         self._epoch = epoch
         self._clock = clock
-        self._nodes: dict[str, Node] = {}
+        self._nodes: dict[str, HelperNode] = {}
         self._where: dict[str, str] = {}  # handle -> node, as last heard
         self._seated: dict[str, str] = {}  # seat -> node, as last heard
         self._at_once = asyncio.Semaphore(_AT_ONCE)
@@ -147,12 +276,12 @@ class NodeDevices(Devices):
             HelperError: as `sample`.
         """
 
-        async def newest(node: Node) -> Sample:
+        async def newest(node: HelperNode) -> Sample:
             return await self._sample_of(node) if node.sample is None or node.has_news else node.sample
 
         return await self._sampled(newest)
 
-    async def _sampled(self, ask: Callable[[Node], Coroutine[Any, Any, Sample]]) -> Sample:
+    async def _sampled(self, ask: Callable[[HelperNode], Coroutine[Any, Any, Sample]]) -> Sample:
         answers = self._some(await self._of_all(ask))
         for name, sample in answers.items():
             if (found := self._nodes.get(name)) is not None:  # it may have left the list meanwhile
@@ -174,13 +303,13 @@ class NodeDevices(Devices):
             seats=tuple(seat for node, sample in known for seat in node.seat_samples(sample)),
         )
 
-    def _may_have_leases(self, node: Node) -> bool:
+    def _may_have_leases(self, node: HelperNode) -> bool:
         """Return whether a node that has not answered yet is waited for."""
         is_of_the_start = node.seen_at - self._began_at < FIRST_S
         is_new = self._clock() - node.seen_at < FIRST_S
         return is_new and (is_of_the_start or node.name in self._where.values())
 
-    async def _sample_of(self, node: Node) -> Sample:
+    async def _sample_of(self, node: HelperNode) -> Sample:
         node.has_news = False
         sample = await node.devices.sample()
         by_number = node.name in self._pools()
@@ -225,7 +354,7 @@ class NodeDevices(Devices):
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
-    async def _follow(self, node: Node, queue: asyncio.Queue[Event | HelperError | None]) -> None:
+    async def _follow(self, node: HelperNode, queue: asyncio.Queue[Event | HelperError | None]) -> None:
         """Pass the events of one node on until its connection ends."""
         connected = False
         try:
@@ -246,13 +375,13 @@ class NodeDevices(Devices):
             await queue.put(self._news(node, node.stale()))
         await asyncio.sleep(RETRY_S)
 
-    def _news(self, node: Node, reason: str) -> Event:
+    def _news(self, node: HelperNode, reason: str) -> Event:
         return Event(
             seq=0, at=self._clock(), kind=EventKind.DEVICE, reason=reason, fields={"node": node.name}
         )
 
     async def prepare(self, request: SetLimit) -> Prepared:
-        """As `Devices.prepare`, with the node and the paths that its processes need there.
+        """As `DeviceBackend.prepare`, with the node and the paths that its processes need there.
 
         Raises:
             HelperError: no node has its devices, its helper refused or does not answer, or has not
@@ -276,7 +405,7 @@ class NodeDevices(Devices):
             ),
         )
 
-    def _with_devices(self, uuids: Iterable[str]) -> Node:
+    def _with_devices(self, uuids: Iterable[str]) -> HelperNode:
         wanted = set(uuids)
         for node in self._nodes.values():
             if node.inventory and wanted <= {device.uuid for device in node.inventory.devices}:
@@ -290,7 +419,9 @@ class NodeDevices(Devices):
     async def resume(self, handle: str, *, unrecorded: bool = False) -> MoveResult:
         return await self._move(handle, lambda node: node.devices.resume(handle, unrecorded=unrecorded))
 
-    async def _move(self, handle: str, move: Callable[[Node], Coroutine[Any, Any, MoveResult]]) -> MoveResult:
+    async def _move(
+        self, handle: str, move: Callable[[HelperNode], Coroutine[Any, Any, MoveResult]]
+    ) -> MoveResult:
         results = await self._where_it_is(handle, move)
         none = MoveResult(
             done=False, refused=Refusal.NO_LEASE, reason=f"no lease {handle} on any node of the cluster"
@@ -323,7 +454,7 @@ class NodeDevices(Devices):
         kept = {n: node for n, node in self._nodes.items() if listed.get(n) == node.address}
         for name, address in listed.items():
             if name not in kept:
-                kept[name] = Node(name, address, self._epoch, self._clock())
+                kept[name] = HelperNode(name, address, self._epoch, self._clock())
                 if (before := self._nodes.get(name)) is not None:  # the same node, elsewhere
                     kept[name].inventory, kept[name].sample = before.inventory, before.sample
         for name, node in self._nodes.items():
@@ -331,7 +462,7 @@ class NodeDevices(Devices):
                 node.probe.cancel()
         self._nodes = {name: kept[name] for name in sorted(kept)}
 
-    async def _where_it_is(self, handle: str, ask: Callable[[Node], Coroutine[Any, Any, T]]) -> list[T]:
+    async def _where_it_is(self, handle: str, ask: Callable[[HelperNode], Coroutine[Any, Any, T]]) -> list[T]:
         """Return the answer of the node of a lease; of all nodes where that is not known.
 
         Raises:
@@ -342,14 +473,14 @@ class NodeDevices(Devices):
         nodes = [self._nodes[name]] if name in self._nodes else list(self._nodes.values())
         return await asyncio.gather(*(self._change(node, ask(node)) for node in nodes))
 
-    async def _change(self, node: Node, request: Awaitable[T]) -> T:
+    async def _change(self, node: HelperNode, request: Awaitable[T]) -> T:
         """As `_ask`, for what the next sample has to show."""
         try:
             return await self._ask(node, request)
         finally:
             node.has_news = True
 
-    async def _ask(self, node: Node, request: Awaitable[T]) -> T:
+    async def _ask(self, node: HelperNode, request: Awaitable[T]) -> T:
         """Return a node's answer, and note whether it gave one.
 
         Raises:
@@ -365,11 +496,13 @@ class NodeDevices(Devices):
             node.silent, node.has_news = "", True
         return answer
 
-    async def _of_all(self, ask: Callable[[Node], Coroutine[Any, Any, T]]) -> dict[str, T | HelperError]:
+    async def _of_all(
+        self, ask: Callable[[HelperNode], Coroutine[Any, Any, T]]
+    ) -> dict[str, T | HelperError]:
         """Return what each node says: an error for one that is silent, which is asked beside the others."""
         self._refresh()
 
-        async def one(node: Node) -> T | HelperError:
+        async def one(node: HelperNode) -> T | HelperError:
             if node.silent:
                 if node.probe is None or node.probe.done():
                     node.probe = asyncio.create_task(self._probe(node))
@@ -388,12 +521,12 @@ class NodeDevices(Devices):
         nodes = list(self._nodes.values())
         return dict(zip((n.name for n in nodes), await asyncio.gather(*map(one, nodes)), strict=True))
 
-    async def _probe(self, node: Node) -> None:
+    async def _probe(self, node: HelperNode) -> None:
         """Ask a silent node for its clock; once it answers it is not silent any more."""
         with contextlib.suppress(HelperError):
             await self._compare_clocks(node)
 
-    async def _compare_clocks(self, node: Node) -> None:
+    async def _compare_clocks(self, node: HelperNode) -> None:
         began_at = self._clock()
         if began_at - node.clock_at < CLOCK_EVERY_S and not node.silent:
             return

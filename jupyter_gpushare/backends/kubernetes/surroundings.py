@@ -177,7 +177,7 @@ class _Kind(msgspec.Struct):
     kind: str = ""
 
 
-class _List(msgspec.Struct):
+class _PrintedList(msgspec.Struct):
     items: list[msgspec.Raw]
 
 
@@ -189,7 +189,7 @@ def parse_list(content: bytes) -> list[Object]:
     """
     found = []
     try:
-        for raw in msgspec.json.decode(content, type=_List).items:
+        for raw in msgspec.json.decode(content, type=_PrintedList).items:
             if kind := _KINDS.get(msgspec.json.decode(raw, type=_Kind).kind):
                 found.append(msgspec.json.decode(raw, type=kind))
     except msgspec.MsgspecError as error:

@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import inf
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.backends.base import Devices
+from jupyter_gpushare.backends.base import DeviceBackend
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.job_starts import JobStarts
@@ -25,7 +25,7 @@ from jupyter_gpushare.broker.control.resizes import Resizes, check_borrows
 from jupyter_gpushare.broker.engine import Engine, Explanation, StartProgress
 from jupyter_gpushare.broker.state.records import LeaseRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.session_queue import Place
+from jupyter_gpushare.broker.state.session_queue import QueuePlace
 from jupyter_gpushare.broker.state.transitions import Released, Stopping
 from jupyter_gpushare.core.model import Grant, Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size
@@ -53,7 +53,7 @@ class ServerAdmission:
         self,
         registry: Registry,
         engine: Engine,
-        devices: Devices,
+        devices: DeviceBackend,
         effects: Effects,
         request_policy: RequestPolicy,
         ownership: Ownership,
@@ -162,7 +162,7 @@ class ServerAdmission:
         lease = replace(lease, waits=bool(self.registry.session_queue.waiting()))
         return await self._prepare(await self._admit(lease, server, request))
 
-    async def wait(self, request: wire.SpawnRequest) -> Place | None:
+    async def wait(self, request: wire.SpawnRequest) -> QueuePlace | None:
         """Return the place in the queue of a server that is to start when it can; None: it waits no more.
 
         A request without a size gives the place up.

@@ -14,7 +14,7 @@ from functools import partial
 import httpx
 
 from jupyter_gpushare import messages, notices
-from jupyter_gpushare.broker.state.receivers import Receivers
+from jupyter_gpushare.broker.state.policy import Receivers
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.protocol import wire
 

@@ -17,15 +17,14 @@ from dataclasses import replace
 from typing import Any
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.backends.base import Devices, Hub, HubError, ServerKey
+from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, ServerKey
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.announcer import Announcer
-from jupyter_gpushare.broker.control.ending import LOOK_S, Ending
+from jupyter_gpushare.broker.control.ending import LOOK_S, Ending, outcome_of, with_end
 from jupyter_gpushare.broker.control.error_log import ErrorLog
+from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.job_request import shown_name
 from jupyter_gpushare.broker.control.observer import GONE_S, Observer
-from jupyter_gpushare.broker.control.outcome import outcome_of, with_end
-from jupyter_gpushare.broker.control.start_tickets import StartTickets
 from jupyter_gpushare.broker.state.observations import Observation
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -84,7 +83,7 @@ class Effects:
     def __init__(
         self,
         registry: Registry,
-        devices: Devices,
+        devices: DeviceBackend,
         hub: Hub,
         observer: Observer,
         announcer: Announcer,

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from itertools import islice
 from typing import Any
 
-from jupyter_gpushare.broker.control import snapshot, time_limit
+from jupyter_gpushare.broker.control import ending, snapshot
 from jupyter_gpushare.broker.engine import Engine, Estimate, JobForecast, Work
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -35,7 +35,7 @@ _FRESH_S = 1.0
 MAX_SAMPLES = 500
 
 
-class Forecast:
+class Forecasts:
     """The last forecast, corrected for the time that has passed since.
 
     ``run_in_thread`` calls a function beside the event loop.
@@ -139,8 +139,8 @@ class Forecast:
                 found = job.measure.left_at(attained_gpu_s(record.lease, now))
                 if found is not None:
                     left[record.id] = found
-            if (limit_s := time_limit.limit_s(job)) is not None:
-                running_s = time_limit.left_s(job, record, now)
+            if (limit_s := ending.limit_s(job)) is not None:
+                running_s = ending.left_s(job, record, now)
                 left_s = limit_s - job.ran_s if running_s is None else running_s
                 limits[record.id] = max(0.0, left_s)
         newest = (j for j in reversed(tuple(registry.jobs.values())) if _has_run(j))

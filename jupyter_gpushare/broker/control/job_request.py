@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.state.receivers import is_url
+from jupyter_gpushare.broker.state.policy import is_url
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease
 from jupyter_gpushare.errors import InvalidRequest

@@ -16,7 +16,7 @@ from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode, LendingOverride
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.rows import Change
+from jupyter_gpushare.broker.state.tables import Change
 from jupyter_gpushare.core.model import State, Suspend
 from jupyter_gpushare.protocol.wire import Text
 

@@ -29,7 +29,7 @@ from jupyter_gpushare.backends.base import Hub, HubError, HubUser
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.state.records import Owner, OwnerForgotten, OwnerMoved, UserService, former
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.rows import Change
+from jupyter_gpushare.broker.state.tables import Change
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed, NotFound
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import exact, is_same, is_whole_second

@@ -16,14 +16,13 @@ from math import floor
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
-from jupyter_gpushare.broker.control.forecast import Forecast, seconds
+from jupyter_gpushare.broker.control.ending import bounded, outcome_told, with_end
+from jupyter_gpushare.broker.control.forecast import Forecasts, seconds
 from jupyter_gpushare.broker.control.job_request import check_job, default_name, job_lease, job_spec
-from jupyter_gpushare.broker.control.outcome import bounded, outcome_told, with_end
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.engine import Engine
-from jupyter_gpushare.broker.state.keep_budget import keep_left
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord, UsageRecord, random_id
-from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.registry import Registry, keep_left
 from jupyter_gpushare.broker.state.transitions import Cancelled, Kept, Lent, SleepAllowed, Started, Stopping
 from jupyter_gpushare.core import measure, order
 from jupyter_gpushare.core.model import State, Why
@@ -55,7 +54,7 @@ class RequestService:
         registry: Registry,
         engine: Engine,
         effects: Effects,
-        forecast: Forecast,
+        forecast: Forecasts,
         request_policy: RequestPolicy,
     ) -> None:
         self.registry = registry

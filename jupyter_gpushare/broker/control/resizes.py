@@ -22,7 +22,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.engine import Engine, NotResized
-from jupyter_gpushare.broker.engine import Resized as Answer
+from jupyter_gpushare.broker.engine import NewSize as Answer
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.transitions import LimitsSet, LimitsUnset, Resized
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, State, Why

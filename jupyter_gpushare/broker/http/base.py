@@ -29,9 +29,8 @@ from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.http.access import Access, Identity
-from jupyter_gpushare.broker.http.listener import GUARDS
-from jupyter_gpushare.broker.http.rates import Rate, Turns
-from jupyter_gpushare.broker.state.faults import Faults
+from jupyter_gpushare.broker.http.listener import GUARDS, Rate, Turns
+from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.broker.views.views import Views

@@ -11,15 +11,17 @@ import logging
 import prometheus_client
 
 from jupyter_gpushare.backends.base import ServerKey
-from jupyter_gpushare.broker.control.administration import note_act, prioritize
+from jupyter_gpushare.broker.control import administration
+from jupyter_gpushare.broker.control.administration import end_process, note_act, prioritize
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Identity
 from jupyter_gpushare.broker.http.base import Base
-from jupyter_gpushare.broker.state.keep_budget import keep_left
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode
+from jupyter_gpushare.broker.state.registry import keep_left
 from jupyter_gpushare.broker.state.transitions import Stopping
-from jupyter_gpushare.broker.views import chargeback, history
-from jupyter_gpushare.broker.views.waiting_sessions import waiting_sessions
-from jupyter_gpushare.errors import NotAllowed, NotFound, TooMany
+from jupyter_gpushare.broker.views import history
+from jupyter_gpushare.broker.views.views import owners, waiting_sessions
+from jupyter_gpushare.errors import Conflict, NotAllowed, NotFound, TooMany
+from jupyter_gpushare.peers import socket_uid
 from jupyter_gpushare.protocol import wire
 
 log = logging.getLogger("gpushare.broker")
@@ -33,7 +35,7 @@ def _mine(record: LeaseRecord, identity: Identity) -> LeaseRecord:
     return record
 
 
-class Status(Base):
+class StatusHandler(Base):
     """The user's leases, jobs and projects; ``?after=SEQ&wait=25`` waits for a change."""
 
     _poll: asyncio.Task[None] | None = None
@@ -76,7 +78,7 @@ class Status(Base):
         self.answer(wire.replace(status, keep_left_minutes=left, waiting=waits))
 
 
-class Offers(Base):
+class OffersHandler(Base):
     """What could start now for me, also a job: with ``?gpus=``, ``?memory=`` or ``?profile=``.
 
     With ``&borrow=0`` one that does not borrow.
@@ -103,7 +105,7 @@ class Offers(Base):
         self.answer(offers)
 
 
-class Jobs(Base):
+class JobsHandler(Base):
     """My jobs; submit one."""
 
     async def get(self) -> None:
@@ -125,7 +127,7 @@ class Jobs(Base):
             self.answer(self.service.views.job(job, is_new=True), 201)
 
 
-class Job(Base):
+class JobHandler(Base):
     """One job of mine; put changes it while it is queued, delete cancels it."""
 
     async def get(self, job_id: str) -> None:
@@ -158,7 +160,7 @@ class Job(Base):
         self.answer(self.service.views.job(await self.control.queue.change(job, groups, change)))
 
 
-class JobPlace(Base):
+class JobPlaceHandler(Base):
     """Move a queued job of mine before or behind another."""
 
     async def put(self, job_id: str) -> None:
@@ -168,7 +170,7 @@ class JobPlace(Base):
         self.answer(self.service.views.job(await self.control.queue.place(job, place)))
 
 
-class JobTimeline(Base):
+class JobTimelineHandler(Base):
     """Every pause and resume of a job, with its reason."""
 
     async def get(self, job_id: str) -> None:
@@ -177,7 +179,7 @@ class JobTimeline(Base):
         self.answer(await history.timeline(self.control.registry, job, identity.user))
 
 
-class JobRetry(Base):
+class JobRetryHandler(Base):
     """Submit an ended job again."""
 
     async def post(self, job_id: str) -> None:
@@ -190,7 +192,7 @@ class JobRetry(Base):
             self.answer(self.service.views.job(again, is_new=True), 201)
 
 
-class JobReport(Base):
+class JobReportHandler(Base):
     """A runner reports its own attempt."""
 
     is_hint = True
@@ -213,7 +215,7 @@ class JobReport(Base):
             self.answer(outcome)
 
 
-class Activity(Base):
+class ActivityHandler(Base):
     """A server reports its kernels."""
 
     is_hint = True
@@ -232,7 +234,7 @@ class Activity(Base):
         self.set_status(204)
 
 
-class Leases(Base):
+class LeasesHandler(Base):
     """My leases; all of them for an admin (``?all=1``)."""
 
     async def get(self) -> None:
@@ -242,7 +244,7 @@ class Leases(Base):
         self.answer(wire.Leases(leases=views.leases(user), waiting=waiting_sessions(views, user)))
 
 
-class LeaseAction(Base):
+class LeaseActionHandler(Base):
     """Wake, keep, lend, stop or release a lease of mine, let it sleep; mark it never to sleep, or undo that.
 
     ``release`` ends the processes that keep GPU memory of ended ones.
@@ -264,7 +266,7 @@ class LeaseAction(Base):
 
 
 async def act(handler: Base, record: LeaseRecord, action: str, identity: Identity, minutes: float) -> None:
-    """Do what a path of `LeaseAction` says; noted before, where ``identity`` is not the owner.
+    """Do what a path of `LeaseActionHandler` says; noted before, where ``identity`` is not the owner.
 
     Raises:
         RequestError: it is not possible now; the text says why.
@@ -294,7 +296,7 @@ async def act(handler: Base, record: LeaseRecord, action: str, identity: Identit
             await requests.allow_sleep(record, action == "may-sleep")
 
 
-class KernelRelease(Base):
+class KernelReleaseHandler(Base):
     """Free the GPU memory of a kernel of mine: 307 to its server, which alone can restart it."""
 
     async def post(self, lease_id: str, kernel_id: str) -> None:
@@ -311,7 +313,7 @@ class KernelRelease(Base):
         self.redirect(f"{url}gpushare/leases/{lease_id}/kernels/{kernel_id}/release", status=307)
 
 
-class Projects(Base):
+class ProjectsHandler(Base):
     """My projects; all of them for an admin."""
 
     async def get(self) -> None:
@@ -320,7 +322,7 @@ class Projects(Base):
         self.answer(wire.Projects(projects=self.service.views.projects(groups, everyone=identity.admin)))
 
 
-class Project(Base):
+class ProjectHandler(Base):
     """Change a project's numbers."""
 
     async def put(self, name: str) -> None:
@@ -335,7 +337,7 @@ class Project(Base):
         self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
 
 
-class Lending(Base):
+class LendingHandler(Base):
     """Whether GPUs of idle sessions are lent; change it."""
 
     async def get(self) -> None:
@@ -349,7 +351,7 @@ class Lending(Base):
         self.answer(self.service.views.lending())
 
 
-class Devices(Base):
+class DevicesHandler(Base):
     """The GPUs of this machine."""
 
     async def get(self) -> None:
@@ -357,7 +359,7 @@ class Devices(Base):
         self.answer(self.service.views.devices(admin=identity.admin))
 
 
-class History(Base):
+class HistoryHandler(Base):
     """GPU-hours that I used and lent in the last seven days."""
 
     async def get(self) -> None:
@@ -365,7 +367,7 @@ class History(Base):
         self.answer(await history.week(self.control.registry, identity.user))
 
 
-class Usage(Base):
+class UsageHandler(Base):
     """GPU-hours by user, project, GPU model, day or month, of all users for an admin, else mine.
 
     ``?by=user,month&since=2031-05-01&until=2031-05-31&user=&project=``
@@ -388,10 +390,10 @@ async def usage_of(handler: Base, identity: Identity) -> wire.Usage:
     if not identity.admin:
         asked["user"] = identity.user
     handler.service.limits.scans.take(identity.user)
-    return await chargeback.usage(registry, chargeback.query(registry.iso_now()[:10], **asked))
+    return await history.usage(registry, history.query(registry.iso_now()[:10], **asked))
 
 
-class Decisions(Base):
+class DecisionsHandler(Base):
     """The newest decisions that concern me; all of them for an admin."""
 
     async def get(self) -> None:
@@ -401,7 +403,7 @@ class Decisions(Base):
         self.answer(wire.Decisions(decisions=self.service.views.decisions(user, limit, identity.user)))
 
 
-class Health(Base):
+class HealthHandler(Base):
     """Whether the broker works; needs no token."""
 
     async def get(self) -> None:
@@ -412,7 +414,7 @@ class Health(Base):
         self.answer(health, 200 if health.status == "ok" else 503)
 
 
-class OpenApi(Base):
+class OpenApiHandler(Base):
     """This interface, described."""
 
     async def get(self) -> None:
@@ -420,7 +422,7 @@ class OpenApi(Base):
         self.answer(self.service.site.openapi())
 
 
-class Metrics(Base):
+class MetricsHandler(Base):
     """Numbers for Prometheus; needs the Hub's ``read:metrics``."""
 
     async def get(self) -> None:
@@ -429,7 +431,7 @@ class Metrics(Base):
         self.finish(prometheus_client.generate_latest(self.service.site.metrics))
 
 
-class NoSuchPath(Base):
+class NoSuchPathHandler(Base):
     """Everything else below the API."""
 
     async def prepare(self) -> None:
@@ -442,3 +444,132 @@ class NoSuchPath(Base):
         self.refuse_frames()
         await self.turn()
         raise NotFound("there is no such path: see openapi.json", reason=wire.NO_SUCH_PATH)
+
+
+# ---- the routes that give a running session another size, and a running server its first GPU
+
+
+class SizeChangeHandler(Base):
+    """Base of both routes."""
+
+    async def change(
+        self, lease_id: str, request: wire.SizeRequest, *, by_server: bool = False
+    ) -> wire.SpawnGrant | None:
+        """Return the grant of a server that asks for its first GPU.
+
+        Raises:
+            NotAllowed: ``by_server``, and no running server asks with its own token over the unix socket.
+        """
+        identity = await self.identify(JOBS_SCOPE)
+        uid, server = socket_uid(self.stream.socket), None
+        if identity.server is not None and uid is not None:
+            is_new = lease_id not in self.control.registry.leases
+            server = wire.SpawnRequest(
+                user=identity.user,
+                server=identity.server,
+                groups=list(await self.service.access.groups(identity, fresh=True)) if is_new else [],
+                uid=uid,
+                options=wire.GpuRequest(project=request.project),
+            )
+        elif by_server:
+            raise NotAllowed("a server asks for its GPU itself: choose Get a GPU in JupyterLab")
+        return await self.control.admission.change_size(identity.user, lease_id, request, server)
+
+
+class LeaseSizeHandler(SizeChangeHandler):
+    """Give my session another size on its GPU, or its first GPU to the server that asks.
+
+    A server without a GPU asks with the lease that its environment names, over the unix socket: the lease
+    gets the uid of its process.
+    """
+
+    async def put(self, lease_id: str) -> None:
+        """Answer with the lease once its processes may use it.
+
+        Raises:
+            NotFound: there is no such lease, or it is another user's, also for an admin.
+        """
+        grant = await self.change(lease_id, self.body(wire.SizeRequest))
+        lease = self.service.views.lease(self.control.registry.get(lease_id))
+        self.answer(wire.SizedLease.of(lease, env=grant.env if grant else {}))
+
+
+class ServerGpuHandler(SizeChangeHandler):
+    """As `PUT leases/{id}/size` of the server that asks, for its first GPU."""
+
+    async def post(self) -> None:
+        """Answer with the environment of the lease, once the server's processes may use it.
+
+        Raises:
+            Conflict: the server has a GPU.
+        """
+        identity, request = await self.identify(JOBS_SCOPE), self.body(wire.GpuGain)
+        lease_id = request.lease.partition("-")[0]
+        record = self.control.registry.leases.get(lease_id)
+        if record and record.lease.user == identity.user and record.lease.size != request.size():
+            raise Conflict("this server has a GPU: change its size", reason="has_gpu")
+        self.answer(await self.change(lease_id, request, by_server=True))
+
+
+# ---- routes for administrators alone -----------------------------------------
+
+
+class DeviceDrainHandler(Base):
+    """Let a GPU (its UUID), or the ``machine``, take nothing new; delete lets it take work again."""
+
+    async def put(self, name: str) -> None:
+        identity = await self.identify(ADMIN_SCOPE)
+        request = self.body(wire.DrainRequest) if self.content else wire.DrainRequest()
+        await administration.drain(
+            self.control.registry, self.control.admission.engine, name, request.until, identity.user
+        )
+        self.answer(self.service.views.devices(admin=True))
+
+    async def delete(self, name: str) -> None:
+        identity = await self.identify(ADMIN_SCOPE)
+        await administration.undrain(self.control.registry, name, identity.user)
+        self.answer(self.service.views.devices(admin=True))
+
+
+class UnleasedProcessHandler(Base):
+    """End a process without a lease on a GPU; the watchdog's rules say which are left alone."""
+
+    async def delete(self, name: str, process: str) -> None:
+        identity = await self.identify(ADMIN_SCOPE)
+        control = self.control
+        await end_process(control.registry, control.admission.devices, name, process, identity.user)
+        self.answer(self.service.views.devices(admin=True))
+
+
+class OwnersHandler(Base):
+    """Owners of leases that are absent from the Hub, or were made anew."""
+
+    async def get(self) -> None:
+        await self.identify(ADMIN_SCOPE)
+        self.answer(owners(self.control.registry))
+
+
+class OwnerHandler(Base):
+    """Give what belongs to an absent owner to a user of the Hub; delete fails the jobs that wait."""
+
+    async def put(self, name: str) -> None:
+        identity = await self.identify(ADMIN_SCOPE)
+        to = (self.body(wire.Adoption) if self.content else wire.Adoption()).to
+        await self.control.ownership.adopt(name, to, identity.user)
+        self.answer(owners(self.control.registry))
+
+    async def delete(self, name: str) -> None:
+        identity = await self.identify(ADMIN_SCOPE)
+        await self.control.ownership.end(name, identity.user)
+        self.answer(owners(self.control.registry))
+
+
+class TraceHandler(Base):
+    """What ran here, as a trace for the simulator: ``jobs`` or ``cells``; ``?names=1``: with names."""
+
+    async def get(self, kind: str) -> None:
+        identity = await self.identify(ADMIN_SCOPE)
+        self.service.limits.scans.take(identity.user)
+        of_kind = history.jobs if kind == "jobs" else history.cells
+        names = self.get_query_argument("names", "") == "1"
+        self.answer(await of_kind(self.control.registry, names=names))

@@ -1,24 +1,147 @@
-"""HTTP server of the broker: its connections, and the requests of each client behind a proxy.
+"""HTTP server of the broker: its connections, and the limits of each client and caller.
 
 Connections follow the rules of `connections`.  A proxy at a configured address is proven, as a holder of its
 own: what else has such an address takes nothing of the Hub's reserve.  Requests that come through a proxy are
-counted for their client (`clients`), from their head until they are answered: one client's slow requests
+counted for their client, from their head until they are answered: one client's slow requests
 leave the proxy's share to others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable
+import asyncio
+import contextlib
+import ipaddress
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
 
 from tornado import httputil, iostream, web
 
-from jupyter_gpushare.broker.http.clients import Proxies
 from jupyter_gpushare.errors import TooMany
 from jupyter_gpushare.listener import Gate, Listener, Passed
-from jupyter_gpushare.peers import holder_of, source_of
+from jupyter_gpushare.peers import Address, address_of, holder_of, machine_of, our_users, source_of
 from jupyter_gpushare.protocol import wire
+
+# ---- client behind a proxy, by the last entries of X-Forwarded-For -----------
+# A proxy appends the address of its own peer to the header, and passes on what the
+# client wrote before it (configurable-http-proxy, nginx with
+# ``$proxy_add_x_forwarded_for``).  So the header is believed from a proxy only, and
+# read from its end: the first address that is no proxy's is the client's.
+
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True)
+class Proxies:
+    """Peers with an X-Forwarded-For that is believed.
+
+    ``sources`` are users of this machine as `peers.source_of` names them: by default root and
+    the broker's user, over TCP.  ``networks`` are addresses of further proxies.
+    """
+
+    networks: tuple[_Network, ...] = ()
+    sources: frozenset[str] = field(default_factory=our_users)
+
+    @classmethod
+    def at(cls, addresses: Iterable[str]) -> Proxies:
+        """Return those with further proxies at ``addresses``.
+
+        Raises:
+            ValueError: one is neither an address nor a network.
+        """
+        return cls(tuple(ipaddress.ip_network(each, strict=False) for each in addresses))
+
+    def trusts(self, source: str) -> bool:
+        """Return whether ``source`` is a proxy."""
+        return source in self.sources or self._has(address_of(source))
+
+    def client(self, source: str, forwarded: str) -> str:
+        """Return the client of a request from ``source``; empty: the source is the client.
+
+        A machine counts as one, whichever of its loopback or IPv6 addresses it uses.
+        """
+        if not self.trusts(source):
+            return ""
+        client = ""
+        for text in reversed(forwarded.split(",") if forwarded else ()):
+            address = address_of(text.strip())
+            client = machine_of(address)
+            if not self._has(address):
+                break
+        return client
+
+    def _has(self, address: Address) -> bool:
+        return address is not None and any(address in each for each in self.networks)
+
+
+# ---- limits per caller: a token bucket for its rate, and turns for its costly requests
+
+# Above this number of buckets, full ones are dropped: they limit nothing.
+_MANY = 10_000
+
+
+class Rate:
+    """Rate limit of ``per_s`` requests a second per caller, after a burst of ``burst``."""
+
+    def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_s = per_s
+        self._burst = burst
+        self._clock = clock
+        self._full_at: dict[str, float] = {}  # when a bucket will be full again
+
+    def take(self, caller: str) -> None:
+        """Count one request of ``caller``.
+
+        Raises:
+            TooMany: the bucket is empty; nothing is counted.
+        """
+        now = self._clock()
+        full_at = max(now, self._full_at.get(caller, now)) + 1 / self._per_s
+        wait_s = full_at - now - self._burst / self._per_s
+        if wait_s > 1e-9:
+            raise TooMany(
+                "at most %1 of these a second: wait before the next one",
+                f"{self._per_s:g}",
+                retry_after_s=wait_s,
+            )
+        if len(self._full_at) >= _MANY and caller not in self._full_at:
+            self._full_at = {each: at for each, at in self._full_at.items() if at > now}
+        self._full_at[caller] = full_at
+
+
+class Turns:
+    """Costly steps of one caller run one after the other, so that more connections get no larger share."""
+
+    def __init__(self, at_once: int = 1, most: int = 128) -> None:
+        """Let ``at_once`` steps of a caller run while others wait, ``most`` in all."""
+        self._at_once = at_once
+        self._most = most
+        self._slots: dict[str, asyncio.Semaphore] = {}
+        self._callers: Counter[str] = Counter()  # running and waiting steps
+
+    @contextlib.asynccontextmanager
+    async def of(self, caller: str) -> AsyncIterator[None]:
+        """Wait for the end of the caller's earlier steps.
+
+        Raises:
+            TooMany: as many of them run and wait as may.
+        """
+        if self._callers[caller] >= self._most:
+            raise TooMany("at most %1 of your requests wait at once", self._most, retry_after_s=1.0)
+        self._callers[caller] += 1
+        try:
+            async with self._slots.setdefault(caller, asyncio.Semaphore(self._at_once)):
+                yield
+        finally:
+            self._callers[caller] -= 1
+            if not self._callers[caller]:
+                del self._callers[caller], self._slots[caller]
+
+
+# ---- the server --------------------------------------------------------------
 
 # Requests in progress of one client behind a proxy.
 MAX_PER_CLIENT = 125

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.tally import Durations
+from jupyter_gpushare.broker.state.usage import Durations
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU
 
 

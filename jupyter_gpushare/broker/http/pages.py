@@ -11,7 +11,9 @@ that opened it has the focus again: the fragment of the address names it.
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
+import io
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
@@ -23,18 +25,97 @@ import jinja2
 from tornado import httputil
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.control import draining
+from jupyter_gpushare.broker.control import administration
 from jupyter_gpushare.broker.control.administration import end_process, prioritize
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, Identity
-from jupyter_gpushare.broker.http.downloads import Page
-from jupyter_gpushare.broker.http.handlers import act
+from jupyter_gpushare.broker.http.base import Base
+from jupyter_gpushare.broker.http.handlers import act, usage_of
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode, MachineUse
-from jupyter_gpushare.broker.views.overview import PERIODS
-from jupyter_gpushare.broker.views.tables import Tables
+from jupyter_gpushare.broker.views.overview import PERIODS, Tables
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import InvalidRequest, NotAllowed, RequestError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import before
+
+# ---- files to download from the service's page: the log of decisions and GPU-hours, as CSV
+
+# Decisions are read from disk, and sent, in pieces of so many.
+_PIECE = 1_000
+_COLUMNS = ("seq", "at", "user", "project", "lease", "action", "why", "for_lease", "sentence")
+
+
+class Page(Base):
+    """What pages have in common: people log in at the Hub."""
+
+    async def current_user_or_login(self) -> Identity | None:
+        """Return the user; None: redirected to the Hub's login."""
+        try:
+            return await self.identify()
+        except NotAllowed as error:
+            if error.reason != "login":
+                raise
+            self.redirect(self.get_login_url())
+            return None
+
+
+class DecisionsCsv(Page):
+    """The log of decisions as CSV (RFC 4180), newest first; people get their own part."""
+
+    async def get(self) -> None:
+        identity = await self.current_user_or_login()
+        if identity is None:
+            return
+        self.set_header("Content-Type", "text/csv; charset=utf-8; header=present")
+        self.set_header("Content-Disposition", 'attachment; filename="gpushare-decisions.csv"')
+        self.set_header("Cache-Control", "no-store")
+        seq, text = 1 << 53, io.StringIO()
+        table = csv.writer(text)
+        table.writerow(_COLUMNS)
+        while True:
+            piece = await self.control.registry.store.decisions_before(
+                seq, None if identity.admin else identity.user, _PIECE
+            )
+            for row in piece:
+                values = (getattr(row, name) or "" for name in _COLUMNS)
+                table.writerow(_for_spreadsheets(value) for value in values)
+            self.write(text.getvalue())
+            await self.flush()
+            text.seek(0)
+            text.truncate()
+            if len(piece) < _PIECE:
+                return
+            seq = piece[-1].seq
+
+
+class UsageCsv(Page):
+    """GPU-hours as CSV (RFC 4180), with the parameters of ``GET usage``; people get their own part."""
+
+    async def get(self) -> None:
+        identity = await self.current_user_or_login()
+        if identity is None:
+            return
+        usage = await usage_of(self, identity)
+        text = io.StringIO()
+        table = csv.writer(text)
+        amounts = [name for name in wire.UsageRow.__struct_fields__ if name.endswith("_gpu_h")]
+        table.writerow([*usage.by, *amounts])
+        for row in usage.rows:
+            table.writerow(_for_spreadsheets(getattr(row, name)) for name in (*usage.by, *amounts))
+        self.set_header("Content-Type", "text/csv; charset=utf-8; header=present")
+        self.set_header("Content-Disposition", 'attachment; filename="gpushare-usage.csv"')
+        self.set_header("Cache-Control", "no-store")
+        self.finish(text.getvalue())
+
+
+def _for_spreadsheets(value: Any) -> Any:
+    """Return a value that starts no formula and has no control characters."""
+    if not isinstance(value, str):
+        return value
+    value = messages.printable(messages.one_line(value))
+    return f"'{value}" if value.startswith(("=", "+", "-", "@")) else value
+
+
+# ---- the page ----------------------------------------------------------------
 
 _ENVIRONMENT = jinja2.Environment(
     loader=jinja2.PackageLoader("jupyter_gpushare.broker.http", "templates"),
@@ -162,13 +243,13 @@ class AdminPage(Page):
             elif wanted := given("act", ""):
                 await self._act(registry.get(given("lease", "")), wanted, identity)
             elif device := given("drain", ""):
-                await draining.drain(
+                await administration.drain(
                     registry, service.control.admission.engine, device, self._finish_by(), identity.user
                 )
             elif process := given("end", ""):
                 await self._end_process(given("device", ""), process, identity)
             elif device := given("undrain", ""):
-                await draining.undrain(registry, device, identity.user)
+                await administration.undrain(registry, device, identity.user)
             elif project := self.get_body_argument("reset", ""):
                 await service.control.request_policy.reset_project(project, identity.user)
             else:

@@ -1,13 +1,72 @@
-"""Files with a secret of the broker: its spawner token and its cookie secret."""
+"""Files with a secret of the broker: its certificate's key, its spawner token and its cookie secret."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import secrets
+import ssl
 import tempfile
 from pathlib import Path
 
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
 from jupyter_gpushare.errors import StoreError
+
+# ---- the broker's own certificate, which callers on other machines pin -------
+
+# A pinned certificate is replaced, never left to expire; X.509 requires an end.
+_VALID_DAYS = 36_500
+
+
+def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
+    """Return the server's side of TLS; key and certificate are made when they are missing.
+
+    Raises:
+        StoreError: they cannot be made or used.
+    """
+    try:
+        if not (certificate.exists() and key.exists()):
+            _make_certificate(certificate, key)
+        if key.stat().st_mode & 0o077:
+            raise StoreError(f"{key} can be read by others: chmod 600 it")
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificate, key)
+    except (OSError, ssl.SSLError) as error:
+        raise StoreError(f"{certificate}: {error}") from None
+    return context
+
+
+def _make_certificate(certificate: Path, key: Path) -> None:
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "gpushare broker")])
+    now = datetime.datetime.now(datetime.UTC)
+    signed = (
+        x509.CertificateBuilder()
+        .subject_name(name)
+        .issuer_name(name)
+        .public_key(private.public_key())
+        .serial_number(x509.random_serial_number())
+        .not_valid_before(now - datetime.timedelta(days=1))
+        .not_valid_after(now + datetime.timedelta(days=_VALID_DAYS))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(private, hashes.SHA256())
+    )
+    pem = serialization.Encoding.PEM
+    secret = private.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+    for path, content, mode in ((key, secret, 0o600), (certificate, signed.public_bytes(pem), 0o644)):
+        new = path.with_name(f".{path.name}.new")
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(new, path)
+
+
+# ---- the token and the cookie secret -----------------------------------------
 
 
 def secret_file(path: Path) -> str:

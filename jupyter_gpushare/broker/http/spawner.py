@@ -9,7 +9,7 @@ from tornado import iostream
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.http.base import Base
-from jupyter_gpushare.broker.views.waiting_sessions import spawn_wait
+from jupyter_gpushare.broker.views.views import spawn_wait
 from jupyter_gpushare.errors import NotAllowed, RequestError
 from jupyter_gpushare.listener import HUB
 from jupyter_gpushare.peers import source_of

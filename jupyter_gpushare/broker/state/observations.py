@@ -1,18 +1,71 @@
-"""Measurements and hints about a lease: not stored, and measured again after a restart."""
+"""What is observed and not stored: leases, devices, and what an administrator has to mend."""
 
 from __future__ import annotations
 
 import enum
+import logging
+import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
-from jupyter_gpushare.broker.state.low_use import LowUse
+from jupyter_gpushare.broker.state.records import Drains
 from jupyter_gpushare.core.idle import PauseHistory
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, State
-from jupyter_gpushare.protocol.helper import LeaseSample
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, WHOLE_GPU, State
+from jupyter_gpushare.core.model import Device as PlannerDevice
+from jupyter_gpushare.protocol.helper import Device, DeviceSample, Inventory, LeaseSample, Sample
 from jupyter_gpushare.protocol.wire import JobReport
+
+log = logging.getLogger("gpushare.broker")
+
+
+# ---- sessions that keep a GPU busy without computing: a program that only polls the driver is never idle
+
+# Utilization from which a GPU computes, in percent.
+COMPUTES_PERCENT = 2
+# A session without a call of the driver for so long does not keep its GPU busy.
+STILL_S = 600.0
+# A longer time without a measurement counts for nothing.
+GAP_S = 60.0
+
+
+@dataclass(slots=True)
+class LowUse:
+    """Since when a session's processes enter the driver while its GPUs stay below `COMPUTES_PERCENT`.
+
+    The driver does not split utilization between processes, so a fraction counts only while its
+    neighbours do not compute either.  Not stored: it begins anew with the broker.
+    """
+
+    since_at: float | None = None
+    entered_at: float = 0.0  # the last call of the driver
+    seen_at: float = 0.0  # the last measurement
+    is_told: bool = False  # once for each such time
+
+    def saw(self, entered_at: float, utilization_percent: int | None, now: float) -> None:
+        """Add a measurement: the last call of the driver, and the highest utilization of its GPUs."""
+        computes = utilization_percent is None or utilization_percent >= COMPUTES_PERCENT
+        if now - self.seen_at > GAP_S:
+            self.reset()
+        self.seen_at = now
+        if computes or now - entered_at > STILL_S:
+            self.reset()
+        else:
+            self.since_at = now if self.since_at is None else self.since_at
+            self.entered_at = entered_at
+
+    def reset(self) -> None:
+        """Forget what was seen: the session computes, is idle, or has no GPU."""
+        self.since_at, self.is_told = None, False
+
+    @property
+    def lasted_s(self) -> float:
+        """For how long it has lasted, up to the last call of the driver, in seconds; 0: it does not."""
+        return 0.0 if self.since_at is None else max(0.0, self.entered_at - self.since_at)
+
+
+# ---- leases ------------------------------------------------------------------
 
 
 @dataclass(slots=True)
@@ -184,3 +237,178 @@ class WakeTimes:
             return None
         tenths = quantiles(self.took_s, n=10, method="inclusive")
         return tenths[0], median(self.took_s), tenths[-1]
+
+
+# ---- what the device helper said last: the one place that reads its inventory and samples
+
+# After this many seconds without a sample the devices are unknown and nothing is decided.
+STALE_S = 5.0
+
+
+@dataclass(slots=True)
+class DeviceObservations:
+    """Inventory and last sample; not stored, measured again after a restart."""
+
+    inventory: Inventory | None = None
+    sample: Sample | None = None
+    sampled_at: float = float("-inf")  # when the devices were measured, on the clock of this machine
+    orphaned: dict[str, str] = field(default_factory=dict)  # device UUID -> lease missing in the database
+    drains: Drains = field(default_factory=Drains)  # stored, other than all above
+
+    def are_known(self, now: float) -> bool:
+        """Return whether there is an inventory and a sample that is at most `STALE_S` old."""
+        return self.inventory is not None and now - self.sampled_at <= STALE_S
+
+    @property
+    def listed(self) -> tuple[Device, ...]:
+        """All devices of the inventory; empty before the first."""
+        return self.inventory.devices if self.inventory else ()
+
+    @property
+    def measured(self) -> tuple[DeviceSample, ...]:
+        """All devices of the last sample; empty before the first."""
+        return self.sample.devices if self.sample else ()
+
+    @property
+    def total_milli(self) -> int:
+        """Capacity of all devices, in thousandths of a GPU."""
+        return WHOLE_GPU * len(self.listed)
+
+    @property
+    def left_out(self) -> tuple[str, ...]:
+        """A sentence for each device that cannot be leased."""
+        return self.inventory.left_out if self.inventory else ()
+
+    @property
+    def host_budget_bytes(self) -> int:
+        """Host memory that suspended leases may take."""
+        return self.inventory.host_budget_bytes if self.inventory else 0
+
+    @property
+    def host_saved_bytes(self) -> int:
+        """Host memory that suspended leases take."""
+        return self.sample.host_saved_bytes if self.sample else 0
+
+    def for_planner(self) -> Iterator[PlannerDevice]:
+        """Yield all devices as the planner sees them.
+
+        A device that the last sample does not show, that holds an orphaned lease, or that is being emptied
+        is not usable.
+        """
+        if self.inventory is None:
+            return
+        healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else None
+        for device in self.inventory.devices:
+            works = device.healthy if healthy is None else healthy.get(device.uuid, False)
+            works = works and device.uuid not in self.orphaned
+            draining = self.drains.on(device.uuid) is not None
+            yield PlannerDevice(
+                uuid=device.uuid,
+                memory_bytes=device.memory_bytes,
+                reserve_bytes=device.reserve_bytes,
+                node=device.node or self.inventory.host,
+                island=device.island,
+                name=device.name,
+                profile=device.profile,
+                usable=works and not draining,
+                draining=works and draining,
+                suspendable=device.suspendable,
+            )
+
+    def model_name(self, uuids: Collection[str]) -> str:
+        """Return the model of the first of these devices, for people; empty when none is known."""
+        return next((d.name for d in self.listed if d.uuid in uuids), "")
+
+    def nodes_of(self, uuids: Collection[str]) -> frozenset[str]:
+        """Return the nodes of these devices."""
+        return frozenset(d.node for d in self.for_planner() if d.uuid in uuids)
+
+    def have_left(self, uuids: Collection[str]) -> bool:
+        """Return whether a cluster measures none of these devices any more: their node has left it."""
+        measured = {device.uuid for device in self.measured}
+        is_cluster = self.inventory is not None and not self.inventory.host
+        return is_cluster and bool(uuids) and measured.isdisjoint(uuids)
+
+    def level(self, uuid: str) -> str:
+        """Return how the memory limit is enforced on a device; empty for an unknown one."""
+        return next((str(d.level) for d in self.listed if d.uuid == uuid), "")
+
+    def suspend_obstacle(self, uuids: Collection[str]) -> str:
+        """Return why nothing can be suspended on one of these devices; empty when it can."""
+        return next((d.suspend_reason for d in self.listed if not d.suspendable and d.uuid in uuids), "")
+
+    def copy_rates(self, uuids: Collection[str]) -> tuple[float, float]:
+        """Return bytes per second of a suspension and of a resume; 0: unknown.
+
+        Of the slowest of these devices, as the self-test measured them.
+        """
+        found = [d for d in self.listed if d.uuid in uuids]
+        suspend = min((d.suspend_bytes_per_s for d in found), default=0.0)
+        return suspend, min((d.resume_bytes_per_s for d in found), default=0.0)
+
+    def most_utilization_percent(self, uuids: Collection[str]) -> int | None:
+        """Return the highest utilization of these devices; None: not measured, as of MIG instances."""
+        if any(device.profile for device in self.listed if device.uuid in uuids):
+            return None
+        return max((d.utilization_percent for d in self.measured if d.uuid in uuids), default=None)
+
+    def utilization_percent(self, uuids: Collection[str]) -> int | None:
+        """Return the mean utilization of these devices; None: not measured."""
+        percents = [d.utilization_percent for d in self.measured if d.uuid in uuids]
+        return sum(percents) // len(percents) if percents else None
+
+
+# ---- faults outside the broker -----------------------------------------------
+# What an administrator has to mend outside the broker: one sentence per source, for health and the page.
+
+# Sentences kept; a source is a part of the site, of which there are few.
+_MOST = 20
+# Between two lines in the log about one source: a sentence may name the server that could not start.
+_LOG_S = 60.0
+
+
+class Faults:
+    """Faults that were reported and not yet seen to be mended."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self._clock = clock
+        self._found: dict[str, tuple[str, float]] = {}
+        self._logged: dict[str, tuple[str, float]] = {}  # the last sentence in the log; empty: it is over
+        self._checks: list[Callable[[], str]] = []
+
+    def check(self, look: Callable[[], str]) -> None:
+        """Ask ``look`` at each `sentences`; it returns the fault, or an empty text."""
+        self._checks.append(look)
+
+    def found(self, source: str, sentence: str, *, forget_s: float = math.inf) -> None:
+        """Note the fault of a source in place of an earlier one; it counts until mended, or ``forget_s``.
+
+        The log has each new sentence, of one source at most one in `_LOG_S`.
+        """
+        if source not in self._found and len(self._found) >= _MOST:
+            return
+        self._end_forgotten()
+        now, (logged, at) = self._clock(), self._logged.get(source, ("", -math.inf))
+        if sentence != logged and now - at >= _LOG_S:
+            log.error("%s", sentence)
+            self._logged[source] = (sentence, now)
+        self._found[source] = (sentence, now + forget_s)
+
+    def mended(self, *sources: str) -> None:
+        """Forget the faults of these sources."""
+        for source in sources:
+            self._found.pop(source, None)
+            logged, at = self._logged.get(source, ("", 0.0))
+            if logged:
+                log.info("%s: works again", source)
+                self._logged[source] = ("", at)
+
+    def sentences(self) -> list[str]:
+        """Return the faults that are known now."""
+        self._end_forgotten()
+        checked = [said for look in self._checks if (said := look())]
+        return [*checked, *(sentence for sentence, _ in self._found.values())]
+
+    def _end_forgotten(self) -> None:
+        now = self._clock()
+        self.mended(*[source for source, (_, until) in self._found.items() if now >= until])

@@ -297,7 +297,7 @@ class Lags(MetaValue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserService(MetaValue):
-    """GPU-seconds that each user's jobs received lately, by project and user (`core.users`)."""
+    """GPU-seconds that each user's jobs received lately, by project and user (`core.fairshare`)."""
 
     gpu_s: dict[str, dict[str, float]] = field(default_factory=dict)
 

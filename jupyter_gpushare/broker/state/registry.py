@@ -9,22 +9,15 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.state.breakdown import Meter
-from jupyter_gpushare.broker.state.decisions import Decisions
-from jupyter_gpushare.broker.state.devices import DeviceState
-from jupyter_gpushare.broker.state.fairness import FairnessTracker
-from jupyter_gpushare.broker.state.journal import Journal
-from jupyter_gpushare.broker.state.known_owners import KnownOwners
-from jupyter_gpushare.broker.state.lease_index import LeaseIndex
-from jupyter_gpushare.broker.state.lending_switch import LendingSwitch
-from jupyter_gpushare.broker.state.notifications import Notifications
-from jupyter_gpushare.broker.state.observations import Observation, WakeTimes
+from jupyter_gpushare.broker.state.observations import DeviceObservations, Observation, WakeTimes
 from jupyter_gpushare.broker.state.policy import Policy
 from jupyter_gpushare.broker.state.records import (
     ENDED,
@@ -32,24 +25,240 @@ from jupyter_gpushare.broker.state.records import (
     JobRecord,
     Lags,
     LeaseRecord,
+    LendingMode,
+    LendingOverride,
+    Owner,
     ProjectOverride,
     SuspensionCounts,
     UserService,
     with_current_boot,
 )
-from jupyter_gpushare.broker.state.rows import Change
 from jupyter_gpushare.broker.state.session_queue import SessionQueue
-from jupyter_gpushare.broker.state.store import Loaded, Store
-from jupyter_gpushare.broker.state.tally import Tally
+from jupyter_gpushare.broker.state.store import Journal, Loaded, Store
+from jupyter_gpushare.broker.state.tables import Change
 from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition, log_transition
-from jupyter_gpushare.broker.state.usage import Counted, Usage
+from jupyter_gpushare.broker.state.usage import Counted, FairnessTracker, Meter, Tally, UsageSums
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.model import Event, Kind, Lease, Notice, State, advance
+from jupyter_gpushare.core.model import Kind, Lease, LeaseEvent, Notice, State, advance
 from jupyter_gpushare.errors import Conflict, DiskFull, NotFound
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.wire import Text
 from jupyter_gpushare.wall_clock import iso_now
 
 log = logging.getLogger("gpushare.broker")
+
+
+# ---- the log of decisions: one sentence each, with lease, owner and reason ---
+# Owners and administrators read it; every entry is also stored.
+
+# Entries in memory; the database has all.
+_KEPT = 1_000
+
+
+class DecisionLog:
+    """Creates all entries and keeps the latest in memory."""
+
+    def __init__(self, wall: Callable[[], str], stored: Iterable[DecisionRecord] = ()) -> None:
+        self.latest = deque(stored, maxlen=_KEPT)
+        self.counted: Counter[tuple[str, str]] = Counter()  # by action and reason, for metrics
+        self._wall = wall
+        self._seq = self.latest[-1].seq if self.latest else 0
+
+    def move_owner(self, old: str, new: str) -> None:
+        """Let the entries about one owner's leases be those of another."""
+        for number, entry in enumerate(self.latest):
+            if entry.user == old:
+                self.latest[number] = replace(entry, user=new)
+
+    def made_way_for(self, lease_id: str) -> tuple[str, ...]:
+        """Return the actions on other leases for this one since its last grant, of the latest entries."""
+        found: dict[str, None] = {}
+        for entry in reversed(self.latest):
+            if entry.lease == lease_id and entry.action == "grant":
+                break
+            if entry.for_lease == lease_id:
+                found[entry.action] = None
+        return tuple(found)
+
+    def add(
+        self, record: LeaseRecord | None, action: str, text: Text, *, why: str = "", for_lease: str = ""
+    ) -> DecisionRecord:
+        """Return a new entry, which the caller stores; without a lease it concerns the machine."""
+        self._seq += 1
+        self.counted[action, why] += 1
+        entry = DecisionRecord(
+            seq=self._seq,
+            at=self._wall(),
+            lease=record.id if record else "",
+            user=record.lease.user if record else "",
+            project=record.lease.project if record else "",
+            action=action,
+            why=why,
+            for_lease=for_lease or None,
+            texts=(text,),
+        )
+        self.latest.append(entry)
+        return entry
+
+
+# ---- the owners that the broker knows, and those of them of which no waiting job starts
+
+
+class KnownOwners:
+    """Changed by `control.ownership` alone, which says which of them are absent."""
+
+    def __init__(self) -> None:
+        self.of: dict[str, Owner] = {}  # by `Owner.user`
+        self.absent: frozenset[str] = frozenset()
+        self.are_undated = False  # the Hub does not say of all users when it made them
+        self.doubted = asyncio.Event()  # the Hub may not have an owner
+
+    def load(self, stored: Iterable[Owner]) -> None:
+        """Replace all owners by those on disk."""
+        self.of = {owner.user: owner for owner in stored}
+        self.absent |= {user for user, owner in self.of.items() if owner.held or owner.is_former}
+
+    def doubt(self, user: str) -> None:
+        """Start no job of an owner until the Hub was asked: it said that it has no such user."""
+        self.absent |= {user}
+        self.doubted.set()
+
+
+# ---- all leases that have not ended, waiting jobs apart from the others ------
+# Thousands of jobs may wait, and nothing is measured about them.  So what looks at
+# every lease once a second looks at the others only, and what needs the waiting
+# ones keeps its result until a number here changes.
+
+
+class LeaseIndex:
+    """Leases by id, as read-only views: ``all``, and its parts ``queued`` and ``placed``."""
+
+    def __init__(self) -> None:
+        self._all: dict[str, LeaseRecord] = {}
+        self._queued: dict[str, LeaseRecord] = {}
+        self._placed: dict[str, LeaseRecord] = {}
+        self.all: Mapping[str, LeaseRecord] = MappingProxyType(self._all)
+        self.queued: Mapping[str, LeaseRecord] = MappingProxyType(self._queued)  # jobs that are pending
+        self.placed: Mapping[str, LeaseRecord] = MappingProxyType(self._placed)
+        self.changes = 0  # of any lease
+        self._queue_changes = 0
+        self._kept: tuple[object, tuple[Lease, ...]] = None, ()
+
+    def put(self, record: LeaseRecord) -> None:
+        """Add a lease, or replace it."""
+        is_queued = record.is_job and record.state is State.PENDING
+        into, other = (self._queued, self._placed) if is_queued else (self._placed, self._queued)
+        self._all[record.id] = into[record.id] = record
+        was_elsewhere = other.pop(record.id, None) is not None
+        self.changes += 1
+        self._queue_changes += is_queued or was_elsewhere
+
+    def drop(self, id: str) -> None:
+        """Remove a lease, if it is there."""
+        if self._all.pop(id, None) is not None:
+            self.changes += 1
+            self._placed.pop(id, None)
+            self._queue_changes += self._queued.pop(id, None) is not None
+
+    def clear(self) -> None:
+        """Remove all leases."""
+        for id in list(self._all):
+            self.drop(id)
+
+    def waiting(
+        self, version: object, as_planned: Callable[[Iterable[LeaseRecord]], Iterable[Lease]]
+    ) -> tuple[Lease, ...]:
+        """Return what ``as_planned`` makes of the waiting jobs.
+
+        Made anew after a change of the queue or of ``version``, on which it may depend.
+        """
+        key = self._queue_changes, version
+        if self._kept[0] != key:
+            self._kept = key, tuple(as_planned(self._queued.values()))
+        return self._kept[1]
+
+
+# ---- the lending mode in force: as configured, unless an administrator has set another one
+
+
+@dataclass(slots=True)
+class LendingSwitch:
+    """Configured mode and override; the override is stored and outlives restarts."""
+
+    configured: LendingMode
+    override: LendingOverride = field(default_factory=LendingOverride)
+
+    @property
+    def mode(self) -> LendingMode:
+        """The mode in force."""
+        return self.configured if self.override.mode is None else self.override.mode
+
+    @property
+    def obstacle(self) -> str:
+        """Why no session is suspended, as a part of a sentence; empty: lending is on."""
+        match self.mode:
+            case LendingMode.ON:
+                return ""
+            case LendingMode.WATCH:
+                return "lending is only watched on this machine"
+            case LendingMode.OFF:
+                return "lending is switched off on this machine"
+
+
+# ---- readers that wait -------------------------------------------------------
+# Notifications of readers that wait for a change, such as long polls: bundled, with a sequence number.
+
+# Minimum interval between notifications: changes in between are sent together.
+_INTERVAL_S = 0.1
+# Changes per epoch; 2**21 epochs fit into the integers that a JSON number holds exactly.
+_PER_EPOCH = 2**32
+
+
+class Notifications:
+    """Counts changes (`seq`) and wakes waiting readers.
+
+    The numbers of a broker are above those of its predecessor: a client with
+    a request that outlived a restart would otherwise take new answers for old ones.
+    """
+
+    def __init__(self, epoch: int) -> None:
+        self.seq = epoch * _PER_EPOCH  # of the last change
+        self.notified_seq = self.seq  # of the last notification
+        self._notified_at = float("-inf")  # clock of the event loop
+        self._timer: asyncio.TimerHandle | None = None
+        self._event = asyncio.Event()
+
+    def add(self) -> None:
+        """Count a change; readers are notified within `_INTERVAL_S`."""
+        self.seq += 1
+        if self._timer is None:
+            loop = asyncio.get_running_loop()
+            self._timer = loop.call_at(max(loop.time(), self._notified_at + _INTERVAL_S), self._notify)
+
+    def enter(self, epoch: int) -> None:
+        """Count on from a higher epoch, as a change; readers are notified."""
+        self.seq = epoch * _PER_EPOCH
+        self.add()
+
+    def is_last(self, seq: int) -> bool:
+        """Return whether a reader with ``seq`` has all changes; False for a number of another broker."""
+        return self.notified_seq <= seq <= self.seq
+
+    def _notify(self) -> None:
+        self.notified_seq, self._timer = self.seq, None
+        self._notified_at = asyncio.get_running_loop().time()
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait_after(self, seq: int, timeout_s: float) -> None:
+        """Return after the notification of a change later than ``seq``, or after the timeout."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                while self.notified_seq <= seq:
+                    await self._event.wait()
+
+
+# ---- the registry ------------------------------------------------------------
 
 # Ended jobs in memory; the database has all.
 _MAX_ENDED_JOBS = 2_000
@@ -75,15 +284,15 @@ class Registry:
         self.leases = self.index.all  # those that have not ended
         self.jobs: Mapping[str, JobRecord] = MappingProxyType(self._jobs)
         self.observations: Mapping[str, Observation] = MappingProxyType(self._observations)
-        self.decisions = Decisions(wall)
+        self.decisions = DecisionLog(wall)
         self.overrides, self.owners = dict[str, ProjectOverride](), KnownOwners()
         self.fairness = FairnessTracker(Lags(), UserService())
         self.lending_switch = LendingSwitch(policy.lending)
         self.suspensions, self._sums_kept_at = SuspensionCounts(), clock()
         self.wake_times, self.meter = WakeTimes(), Meter(clock())
-        self.tally, self.devices = Tally(), DeviceState()
+        self.tally, self.devices = Tally(), DeviceObservations()
         self.session_queue = SessionQueue()
-        self.usage = Usage(self.devices.model_name, clock())
+        self.usage = UsageSums(self.devices.model_name, clock())
         self.hub_backoff_until = float("-inf")  # no job is started before
         self.notices: dict[str, Notice] = {}  # by the session whose owner is told
         self.notifications = Notifications(store.epoch)
@@ -125,7 +334,7 @@ class Registry:
         for record in leases:
             self._open(record)
         self._jobs.update({job.id: job for job in loaded.jobs})
-        self.decisions = Decisions(self.iso_now, loaded.decisions)
+        self.decisions = DecisionLog(self.iso_now, loaded.decisions)
         self.overrides = {o.name: o for o in loaded.overrides}
         lags, self.lending_switch.override, self.suspensions, self.devices.drains, users = loaded.meta
         self.fairness = FairnessTracker(lags, users)
@@ -308,7 +517,7 @@ class Registry:
         also += map(self.usage.count, self.usage.of(record, self.iso_now(), record.uncounted_s(now)))
         if transition.why:
             event = transition.event
-            action = {Event.STOP: "requeue", Event.GRANT_ASLEEP: "grant"}.get(event, str(event))
+            action = {LeaseEvent.STOP: "requeue", LeaseEvent.GRANT_ASLEEP: "grant"}.get(event, str(event))
             also.append(self.decision(changed, action, transition.why, transition.for_lease))
         self._cache(changed)
         if changed.id in self.observations:
@@ -447,3 +656,31 @@ class Registry:
         if job is not None:
             return messages.text("decision.job", user, job.name, size)
         return messages.text("decision.session", user, size)
+
+
+# ---- the budget of a day for keeping idle sessions from being lent -----------
+# A project with ``keep_minutes_per_day`` of its own counts what its sessions are kept by
+# itself; all other projects share the site's budget.
+
+
+def keep_budget(registry: Registry, project: str) -> float:
+    """Return the minutes a day for which a user may keep idle sessions of a project."""
+    policy = registry.policy
+    own = _own(registry, project)
+    return policy.keep_minutes_per_day if own is None else own
+
+
+def keep_left(registry: Registry, user: str, project: str = "") -> float:
+    """Return the minutes left today (UTC) in a user's budget for a project; without one, in the site's."""
+    today, usage = registry.iso_now()[:10], registry.usage
+    if _own(registry, project) is not None:
+        used_s = usage.kept_s(today, user, project)
+    else:
+        known = usage.kept_projects(today, user)
+        used_s = sum(usage.kept_s(today, user, each) for each in known if _own(registry, each) is None)
+    return max(0.0, keep_budget(registry, project) - used_s / 60)
+
+
+def _own(registry: Registry, project: str) -> float | None:
+    config = registry.policy.project_config(project)
+    return None if config is None else config.keep_minutes_per_day

@@ -33,7 +33,7 @@ ServerName = tuple[str, str]  # user, name of the server
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Place:
+class QueuePlace:
     """One session's place; ``lease`` as the planner sees it."""
 
     lease: Lease
@@ -49,7 +49,7 @@ class SessionQueue:
     """The places of all users, first come first served."""
 
     def __init__(self) -> None:
-        self._places: dict[ServerName, Place] = {}
+        self._places: dict[ServerName, QueuePlace] = {}
         # Servers that did not use their reservation, and until when they have no place; oldest first.
         self._barred: dict[ServerName, float] = {}
 
@@ -57,16 +57,16 @@ class SessionQueue:
         """Return the leases of all places: pending, or holding what is reserved."""
         return tuple(place.lease for place in self._places.values())
 
-    def of(self, user: str, server: str) -> Place | None:
+    def of(self, user: str, server: str) -> QueuePlace | None:
         """Return the place of a server."""
         return self._places.get((user, server))
 
-    def waiting(self) -> list[Place]:
+    def waiting(self) -> list[QueuePlace]:
         """Return the places without a reservation, the first to start first."""
         waiting = (place for place in self._places.values() if place.grant is None)
         return sorted(waiting, key=lambda place: place.lease.queued_at)
 
-    def join(self, lease: Lease, now: float) -> Place:
+    def join(self, lease: Lease, now: float) -> QueuePlace:
         """Return the place of ``lease``'s server, which keeps it while it asks for the same.
 
         Raises:
@@ -99,10 +99,10 @@ class SessionQueue:
                     retry_after_s=_RETRY_S,
                     reason=QUEUE_FULL,
                 )
-            place = self._places[key] = Place(lease=lease, asked_at=now)
+            place = self._places[key] = QueuePlace(lease=lease, asked_at=now)
         return place
 
-    def keep(self, user: str, server: str, size: Size, project: str, now: float) -> Place | None:
+    def keep(self, user: str, server: str, size: Size, project: str, now: float) -> QueuePlace | None:
         """Return the place that a server has for just this request, asked for at ``now``; None: none."""
         known = self._places.get((user, server))
         if known is None or not _asks_for(known.lease, size, project):
@@ -151,7 +151,7 @@ class SessionQueue:
         return place.grant if all(uuid in usable for uuid in place.grant.devices) else None
 
     def expire(self, now: float) -> bool:
-        """Give up the places that have ended (`Place.ends_at`); returns whether there were any."""
+        """Give up the places that have ended (`QueuePlace.ends_at`); returns whether there were any."""
         over = [key for key, place in self._places.items() if place.ends_at() <= now]
         for key in over:
             self.leave(*key, now)

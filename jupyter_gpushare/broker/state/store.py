@@ -1,4 +1,6 @@
-"""The broker's database: SQLite by default, PostgreSQL by URL; never the Hub's.
+"""The broker's database: its schema, what is read from it, and commits to it.
+
+SQLite by default, PostgreSQL by URL; never the Hub's.
 
 Rules:
 
@@ -20,21 +22,27 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import math
 import os
 import socket
-from collections.abc import Callable, Sequence
+import sqlite3
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import alembic.command
+import alembic.config
+import alembic.migration
+import alembic.script
 import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 
-from jupyter_gpushare.broker.state import schema
-from jupyter_gpushare.broker.state.database_errors import brief, free_bytes, is_disk_full
 from jupyter_gpushare.broker.state.records import (
+    BusyStretch,
     DecisionRecord,
     JobRecord,
     LeaseRecord,
@@ -44,10 +52,14 @@ from jupyter_gpushare.broker.state.records import (
     ProjectOverride,
     UsageRecord,
 )
-from jupyter_gpushare.broker.state.rows import Change, read_meta, update_leases, write, write_meta
 from jupyter_gpushare.broker.state.tables import (
+    MAX_CELLS,
+    MAX_ENDED,
+    Change,
+    cells_select,
     decision_of,
     decisions,
+    ended_select,
     job_of,
     jobs,
     lease_of,
@@ -57,13 +69,231 @@ from jupyter_gpushare.broker.state.tables import (
     meta_values,
     owners,
     projects,
+    read_meta,
+    requests_select,
+    update_leases,
     usage,
     usage_select,
+    write,
+    write_meta,
 )
 from jupyter_gpushare.broker.state.usage import AMOUNTS, WEEK_DAYS, Amounts, UsageQuery, UsageSum
 from jupyter_gpushare.core.model import State
-from jupyter_gpushare.errors import DiskFull, StoreError
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import DiskFull, InvalidRequest, StoreError
+from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import iso_now
+
+# ---- what a driver of a database says when a statement fails, and whether its disk is full
+
+# SQLSTATE of PostgreSQL's disk_full (manual, appendix A).
+_POSTGRESQL_DISK_FULL = "53100"
+
+
+def is_disk_full(error: sa.exc.SQLAlchemyError) -> bool:
+    """Return whether a commit failed for want of space.
+
+    SQLite reports a write that ENOSPC cut short as SQLITE_FULL, before any sync (os_unix.c, unixWrite).
+    """
+    cause = getattr(error, "orig", None)
+    is_sqlite = getattr(cause, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL
+    return is_sqlite or getattr(cause, "sqlstate", None) == _POSTGRESQL_DISK_FULL
+
+
+def brief(error: Exception) -> str:
+    """Return what went wrong in one line: the further ones of a driver may quote a row, with its secrets."""
+    cause = getattr(error, "orig", None) or error
+    return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
+
+
+def free_bytes(folder: Path) -> int:
+    """Return the free space of a folder's disk for a process without privileges.
+
+    Raises:
+        StoreError: the disk does not answer.
+    """
+    try:
+        space = os.statvfs(folder)
+    except OSError as error:
+        raise StoreError(f"the disk of the database does not answer: {error.strerror}") from None
+    return space.f_bavail * space.f_frsize
+
+
+# ---- the broker's database as a whole: which schema it has, how it is made and upgraded
+# Rules:
+#
+# * An SQLite database is made beside its name and gets the name once it is whole.
+# * An upgrade is one transaction, in SQLite too: its driver commits before DDL unless
+#   it is told where transactions begin (`begin_explicitly`).
+# * A schema that this version does not know is refused, and nothing of it is changed.
+
+MIGRATIONS = Path(__file__).parent / "migrations"
+
+
+def url_of(text: str) -> sa.URL:
+    """Return the parsed URL of a database.
+
+    Raises:
+        StoreError: a broker can use none of this kind.
+    """
+    try:
+        url = sa.make_url(text)
+    except sa.exc.ArgumentError:
+        raise StoreError("GPUShareBroker.db_url is a URL of SQLAlchemy, such as sqlite:////path") from None
+    if url.get_backend_name() not in ("sqlite", "postgresql"):
+        raise StoreError(f"GPUShareBroker.db_url is sqlite or postgresql, not {url.get_backend_name()}")
+    if url.get_backend_name() == "sqlite" and url.database in (None, "", ":memory:"):
+        raise StoreError("the broker's database must be a file: jobs would be lost with its process")
+    return url
+
+
+def database_trouble(text: str) -> str:
+    """Return why no broker could use the database of a URL; empty: one could, or makes it."""
+    try:
+        url = url_of(text)
+        with _connected(url) as connection:
+            return _left_behind(url) if connection is None else _unknown_schema(connection)
+    except StoreError as error:
+        return str(error)
+    except (OSError, sa.exc.SQLAlchemyError) as error:
+        return f"it cannot be used: {brief(error)}"
+    except ImportError as error:
+        return f"it cannot be used: {error}: install the package of its driver"
+
+
+def stored_overrides(url: str) -> dict[str, ProjectOverride]:
+    """Return, by project, what administrators changed.
+
+    There is none where the database cannot be read: `database_trouble` says why.
+    """
+    try:
+        with _connected(sa.make_url(url)) as connection:
+            if connection is None:
+                return {}
+            rows = connection.execute(sa.select(projects)).mappings()
+            return {row["name"]: ProjectOverride(**row) for row in rows}
+    except (OSError, sa.exc.SQLAlchemyError, ImportError):
+        return {}
+
+
+def upgrade(engine: sa.Engine) -> None:
+    """Give a database the newest schema, in one transaction; make it first where it is an SQLite file.
+
+    Raises:
+        OSError: no file can be made there.
+        sqlalchemy.exc.SQLAlchemyError: the database failed, and has the schema that it had.
+    """
+    if is_to_be_made(engine.url):
+        _make_file(engine.url)
+    with engine.begin() as connection:
+        _migrate(connection)
+
+
+def begin_explicitly(engine: sa.Engine) -> None:
+    """Have SQLite's driver begin a transaction where SQLAlchemy does, not at the first INSERT.
+
+    Source: SQLAlchemy's manual, dialects, SQLite, "Enabling Non-Legacy SQLite Transactional Modes".
+    """
+    sa.event.listen(engine, "connect", _begin_nothing)
+    sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+
+
+def _begin_nothing(connection: Any, _record: Any) -> None:
+    connection.isolation_level = None
+
+
+def _make_file(url: sa.URL) -> None:
+    path = Path(os.path.realpath(url.database or ""))
+    new = path.with_name(f"{path.name}.new")
+    # Of a broker that was killed here; no other one is here now.
+    new.unlink(missing_ok=True)
+    os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+    engine = sa.create_engine(url.set(database=str(new)), poolclass=sa.NullPool)
+    begin_explicitly(engine)
+    sa.event.listen(engine, "connect", _in_memory_journal)
+    try:
+        with engine.begin() as connection:
+            _migrate(connection)
+        _sync(new)
+        new.rename(path)
+        _sync(path.parent)
+    finally:
+        new.unlink(missing_ok=True)
+
+
+def _in_memory_journal(connection: Any, _record: Any) -> None:
+    # The file is thrown away unless it becomes whole, and is synced once.
+    connection.execute("PRAGMA journal_mode=MEMORY").close()
+    connection.execute("PRAGMA synchronous=OFF").close()
+
+
+def _sync(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def is_to_be_made(url: sa.URL) -> bool:
+    """Return whether a URL names an SQLite file that is missing or empty."""
+    path = Path(url.database or "")
+    return url.get_backend_name() == "sqlite" and (not path.exists() or path.stat().st_size == 0)
+
+
+def _left_behind(url: sa.URL) -> str:
+    path = os.path.realpath(url.database or "")
+    for rest in (Path(f"{path}-wal"), Path(f"{path}-journal")):
+        # SQLite would delete it, with the commits in it.
+        if rest.exists() and rest.stat().st_size:
+            return (
+                f"it is missing or empty, and {rest.name} has what was stored last: put the database back, "
+                f"or move {rest.name} away too"
+            )
+    return ""
+
+
+@contextmanager
+def _connected(url: sa.URL) -> Iterator[Connection | None]:
+    """Connect to a database; None: it is to be made."""
+    if is_to_be_made(url):
+        yield None
+        return
+    engine = sa.create_engine(url, hide_parameters=True)
+    try:
+        with engine.connect() as connection:
+            yield connection
+    finally:
+        engine.dispose()
+
+
+def _config() -> alembic.config.Config:
+    config = alembic.config.Config()
+    config.set_main_option("script_location", str(MIGRATIONS).replace("%", "%%"))
+    return config
+
+
+def _migrate(connection: Connection) -> None:
+    config = _config()
+    config.attributes["connection"] = connection
+    alembic.command.upgrade(config, "head")
+
+
+def _unknown_schema(connection: Connection) -> str:
+    heads = alembic.migration.MigrationContext.configure(connection).get_current_heads()
+    if not heads and not sa.inspect(connection).get_table_names():
+        return ""
+    script = alembic.script.ScriptDirectory.from_config(_config())
+    if len(heads) == 1 and heads[0] in {each.revision for each in script.walk_revisions()}:
+        return ""
+    return (
+        f"it has the schema {', '.join(heads) or 'of another program'}, and this version knows "
+        f"{script.get_current_head()}: start the version that wrote it, or name another database "
+        "(GPUShareBroker.db_url)"
+    )
+
+
+# ---- the store ---------------------------------------------------------------
 
 # PostgreSQL advisory lock: the letters "gpus".
 _LOCK_KEY = 0x67707573
@@ -101,7 +331,7 @@ class Store:
     """
 
     def __init__(self, url: str, boot_id: str) -> None:
-        self._url = schema.url_of(url)
+        self._url = url_of(url)
         self._lock_fd = -1
         self._lock_connection: Connection | None = None
         self._is_full = False  # in the store's thread alone
@@ -153,7 +383,7 @@ class Store:
     def _open(self) -> None:
         if self._url.get_backend_name() == "sqlite":
             self._lock_sqlite(Path(self._url.database or ""))
-            schema.begin_explicitly(self._engine)
+            begin_explicitly(self._engine)
             sa.event.listen(self._engine, "connect", _sqlite_pragmas)
         else:
             self._lock_connection = self._engine.connect()
@@ -164,9 +394,9 @@ class Store:
                 raise StoreError(f"another broker uses this database ({holder or 'unknown'}): stop it first")
 
     def _upgrade(self) -> None:
-        if trouble := schema.database_trouble(self._url.render_as_string(hide_password=False)):
+        if trouble := database_trouble(self._url.render_as_string(hide_password=False)):
             raise self._unusable(trouble)
-        schema.upgrade(self._engine)
+        upgrade(self._engine)
 
     def _unusable(self, why: str) -> StoreError:
         with contextlib.suppress(StoreError):  # its disk does not answer
@@ -436,3 +666,209 @@ def _sqlite_pragmas(connection: Any, _record: Any) -> None:
         raise StoreError(
             f"SQLite refused WAL with synchronous=FULL (got {mode}, {level}): is this a local disk?"
         )
+
+
+# ---- commits of the registry's changes, and what follows from one that fails -
+# A failed database ends the broker.  A full disk does not: the changes that are not
+# durable are undone in memory once no commit is open, and changes are refused until
+# `retry` finds space.  So memory never shows for long what a restart would lose.
+# A database that hangs is waited for: `takes_nothing` says so after `LATE_S`.
+
+# A disk syncs within this time, a database answers within it.
+LATE_S = 5.0
+
+
+class Journal:
+    """Makes changes durable, in the order of the calls."""
+
+    def __init__(self, store: Store, roll_back: Callable[[], None]) -> None:
+        """Commit to ``store``; ``roll_back`` replaces what is in memory by what is on disk."""
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.is_disk_full = False
+        self._store = store
+        self._roll_back = roll_back
+        self._open: dict[asyncio.Future[None], float] = {}  # and when each began
+
+    async def commit(self, *changes: Change) -> None:
+        """Make changes durable.
+
+        Raises:
+            DiskFull: they are not, and are undone in memory.
+            StoreError: the database failed; the broker ends (`failed`).
+        """
+        self._refuse_after_failure()
+        loop = asyncio.get_running_loop()
+        ended: asyncio.Future[None] = loop.create_future()
+        self._open[ended] = loop.time()
+        try:
+            await self._store.commit(changes)
+        except DiskFull:
+            self.is_disk_full = True
+            raise
+        except StoreError as error:
+            raise self.fail(error) from None
+        finally:
+            del self._open[ended]
+            if self.is_disk_full and not self._open:
+                self._undo()
+            ended.set_result(None)
+
+    async def durable(self) -> None:
+        """Return when all changes made so far are on disk: an answer may rest on those of another request.
+
+        Raises:
+            DiskFull: one of them is not.
+            StoreError: a commit failed; the broker ends.
+        """
+        if self._open:
+            await asyncio.wait(tuple(self._open))
+            self.check()
+        self._refuse_after_failure()
+
+    @property
+    def takes_nothing(self) -> bool:
+        """Whether nothing can be stored now: the disk was full at the last try, or a commit is late."""
+        began_at = min(self._open.values(), default=math.inf)
+        return self.is_disk_full or asyncio.get_running_loop().time() - began_at > LATE_S
+
+    def check(self) -> None:
+        """Return if changes can be stored now; called before memory changes.
+
+        Raises:
+            DiskFull: the disk was full at the last try.
+            StoreError: a commit failed; the broker ends.
+        """
+        self._refuse_after_failure()
+        if self.is_disk_full:
+            raise DiskFull
+
+    async def retry(self) -> bool:
+        """Return whether the disk takes changes again.
+
+        Raises:
+            StoreError: the database failed; the broker ends.
+        """
+        if self._open:
+            return False  # what failed is not undone yet
+        try:
+            await self._store.retry()
+        except DiskFull:
+            return False
+        except StoreError as error:
+            raise self.fail(error) from None
+        self.is_disk_full = False
+        return True
+
+    def raise_epoch(self, epoch: int) -> None:
+        """Take a higher epoch, before anything else is stored.
+
+        Raises:
+            DiskFull: it cannot be stored; the broker does nothing before it is.
+            StoreError: a newer broker uses the database, or it failed; the broker ends.
+        """
+        try:
+            self._store.raise_epoch(epoch)
+        except DiskFull:
+            self.is_disk_full = True
+            raise
+        except StoreError as error:
+            raise self.fail(error) from None
+
+    def fail(self, error: StoreError) -> StoreError:
+        """End the broker: nothing is stored from now on; returns the error, to be raised."""
+        if not self.failed.done():
+            self.failed.set_exception(error)
+        return error
+
+    def _undo(self) -> None:
+        try:
+            self._roll_back()
+        except StoreError as error:
+            self.fail(error)
+
+    def _refuse_after_failure(self) -> None:
+        if self.failed.done() and (error := self.failed.exception()) is not None:
+            raise StoreError(str(error))
+
+
+# ---- what ran on this site, read from the database in pages ------------------
+# No commit waits for it: pages are read by the thread for long queries, which also converts their
+# rows.  A page holds at most `PAGE` rows of short columns; requests of jobs, of up to 1 MiB each, are
+# read by their keys, `_REQUESTS` at once.
+
+PAGE = 1_000
+_REQUESTS = 20
+# After every time of a submission, and every number of a stretch.
+_NEWEST = "9999"
+_LAST = 1 << 53
+
+
+@dataclass(frozen=True, slots=True)
+class EndedJob:
+    """A job that has ended."""
+
+    id: str
+    user: str
+    project: str
+    submitted_at: str  # wall clock (ISO 8601, UTC)
+    ran_s: float
+
+
+async def ended_jobs(store: Store) -> list[EndedJob]:
+    """Return the newest `MAX_ENDED` jobs that have ended, by the time of their submission.
+
+    Raises:
+        StoreError: the database cannot be read.
+    """
+    found: list[EndedJob] = []
+    before = _NEWEST, ""
+    while len(found) < MAX_ENDED:
+        page = await store.scan(ended_select(before, PAGE), lambda row: EndedJob(**row))
+        found += page
+        if len(page) < PAGE:
+            break
+        before = page[-1].submitted_at, page[-1].id
+    return found[::-1]
+
+
+async def sizes(store: Store, ids: Iterable[str]) -> dict[str, Size]:
+    """Return what jobs asked for, by their ids; a job whose request is unreadable or gone is left out.
+
+    Raises:
+        StoreError: the database cannot be read.
+    """
+    found: dict[str, Size] = {}
+    wanted = list(ids)
+    for start in range(0, len(wanted), _REQUESTS):
+        query = requests_select(wanted[start : start + _REQUESTS])
+        for job_id, size in await store.scan(query, lambda row: (row["id"], _size(row["request"]))):
+            if size is not None:
+                found[job_id] = size
+    return found
+
+
+def _size(request: str) -> Size | None:
+    try:
+        return wire.decode_stored(request, wire.JobTerms).asked_size()
+    except (ValueError, InvalidRequest):  # of an earlier version
+        return None
+
+
+async def cells(store: Store) -> list[BusyStretch]:
+    """Return the newest `MAX_CELLS` stretches of work of sessions, in the order in which they ended.
+
+    Raises:
+        StoreError: the database cannot be read.
+    """
+    found: list[BusyStretch] = []
+    before = _LAST
+    while len(found) < MAX_CELLS:
+        page = await store.scan(
+            cells_select(before, PAGE),
+            lambda row: (row["seq"], BusyStretch(**{k: v for k, v in row.items() if k != "seq"})),
+        )
+        found += [stretch for _, stretch in page]
+        if len(page) < PAGE:
+            break
+        before = page[-1][0]
+    return found[::-1]

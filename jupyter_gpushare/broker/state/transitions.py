@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from jupyter_gpushare.broker.state.records import LeaseRecord
-from jupyter_gpushare.core.model import Event, Lease
+from jupyter_gpushare.core.model import Lease, LeaseEvent
 from jupyter_gpushare.core.size import Size
 
 log = logging.getLogger("gpushare.broker")
@@ -115,7 +115,7 @@ class LimitsSet(Edit):
 class Transition:
     """A change of state; with a ``why`` it is a decision, which the log of decisions shows."""
 
-    event: ClassVar[Event]
+    event: ClassVar[LeaseEvent]
     why: str = ""
     for_lease: str = ""  # the lease that profits
 
@@ -128,7 +128,7 @@ class Transition:
 class Granted(Transition):
     """A lease got devices; a job's next attempt begins."""
 
-    event = Event.GRANT
+    event = LeaseEvent.GRANT
     devices: tuple[str, ...]
     held_milli: int
     limits: Mapping[str, int] = field(default_factory=dict)  # bytes per device UUID
@@ -150,14 +150,14 @@ class Granted(Transition):
 class GrantedAsleep(Granted):
     """A session got devices that borrowers use: it starts suspended."""
 
-    event = Event.GRANT_ASLEEP
+    event = LeaseEvent.GRANT_ASLEEP
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Started(Transition):
     """The first process of a lease runs."""
 
-    event = Event.STARTED
+    event = LeaseEvent.STARTED
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         return replace(record, tries=0)
@@ -167,7 +167,7 @@ class Started(Transition):
 class StartFailed(Transition):
     """The Hub did not start a job's server; ``tries`` counts such failures of this attempt."""
 
-    event = Event.START_FAILED
+    event = LeaseEvent.START_FAILED
     reason: str
     tries: int
 
@@ -180,7 +180,7 @@ class StartFailed(Transition):
 class Resized(Transition):
     """A session has another size on its device; ``prepared``: the device helper has set its limits."""
 
-    event = Event.RESIZE
+    event = LeaseEvent.RESIZE
     size: Size
     held_milli: int
     limits: Mapping[str, int]
@@ -196,7 +196,7 @@ class Resized(Transition):
 class SuspendBegun(Transition):
     """A lease is to give its device memory up, to a lease of the project ``given_to``."""
 
-    event = Event.SUSPEND
+    event = LeaseEvent.SUSPEND
     given_to: str = ""
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
@@ -207,7 +207,7 @@ class SuspendBegun(Transition):
 class SuspendDone(Transition):
     """The device memory of a lease is in host memory."""
 
-    event = Event.SUSPEND_DONE
+    event = LeaseEvent.SUSPEND_DONE
     saved_bytes: int
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
@@ -218,7 +218,7 @@ class SuspendDone(Transition):
 class SuspendRefused(Transition):
     """The device helper did not suspend a lease."""
 
-    event = Event.SUSPEND_REFUSED
+    event = LeaseEvent.SUSPEND_REFUSED
     reason: str
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
@@ -229,14 +229,14 @@ class SuspendRefused(Transition):
 class ResumeBegun(Transition):
     """A lease is to get its device memory back."""
 
-    event = Event.RESUME
+    event = LeaseEvent.RESUME
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeDone(Transition):
     """The device memory of a lease is back."""
 
-    event = Event.RESUME_DONE
+    event = LeaseEvent.RESUME_DONE
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         return replace(record, lease=replace(record.lease, saved_bytes=0, granted_at=now), note="")
@@ -246,7 +246,7 @@ class ResumeDone(Transition):
 class ResumeRefused(Transition):
     """The device helper did not resume a lease."""
 
-    event = Event.RESUME_REFUSED
+    event = LeaseEvent.RESUME_REFUSED
     reason: str
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
@@ -257,7 +257,7 @@ class ResumeRefused(Transition):
 class StateLost(Transition):
     """The driver could not restore the device memory of a lease."""
 
-    event = Event.STATE_LOST
+    event = LeaseEvent.STATE_LOST
     reason: str
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
@@ -269,7 +269,7 @@ class StateLost(Transition):
 class Stopping(Transition):
     """A lease is to end; with ``requeue`` its job goes back to the queue."""
 
-    event = Event.STOP
+    event = LeaseEvent.STOP
     reason: str = ""  # empty: the earlier one stays
     requeue: bool = False
     given_to: str = ""  # of a requeued job: the project that its GPU is taken for
@@ -284,7 +284,7 @@ class Stopping(Transition):
 class Requeued(Transition):
     """An attempt is over and its job waits again."""
 
-    event = Event.REQUEUED
+    event = LeaseEvent.REQUEUED
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         return replace(
@@ -303,7 +303,7 @@ class Requeued(Transition):
 class Released(Transition):
     """A lease has ended."""
 
-    event = Event.RELEASE
+    event = LeaseEvent.RELEASE
     reason: str = ""
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
@@ -314,7 +314,7 @@ class Released(Transition):
 class Failed(Released):
     """A job has ended without success."""
 
-    event = Event.FAIL
+    event = LeaseEvent.FAIL
 
 
 def log_transition(record: LeaseRecord, changed: LeaseRecord, transition: Transition) -> None:

@@ -6,12 +6,12 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.control import snapshot, time_limit
-from jupyter_gpushare.broker.control.forecast import Forecast
+from jupyter_gpushare.broker.control import ending, snapshot
+from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.engine import Estimate
-from jupyter_gpushare.broker.state.lending import lent_milli
 from jupyter_gpushare.broker.state.records import Drain, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.usage import lent_milli
 from jupyter_gpushare.broker.views.cluster_view import ClusterView
 from jupyter_gpushare.core import idle
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, CheckpointMode, Kind, State
@@ -25,7 +25,7 @@ _CLOSE_S = 120.0
 _ROUND_S = 2.0
 
 
-class Lending(NamedTuple):
+class LendingOutlook(NamedTuple):
     """When an idle session is lent, in seconds from now, and whether its owner is warned."""
 
     stays_s: float = 0.0  # it is not lent before
@@ -44,7 +44,7 @@ class LeaseView:
     """One lease at the moment of a cluster view; each value is computed when it is first read."""
 
     def __init__(
-        self, registry: Registry, cluster: ClusterView, forecast: Forecast, record: LeaseRecord
+        self, registry: Registry, cluster: ClusterView, forecast: Forecasts, record: LeaseRecord
     ) -> None:
         self._registry = registry
         self._forecast = forecast
@@ -128,21 +128,21 @@ class LeaseView:
         return min(drains, key=lambda each: each.until or "9", default=None)
 
     @cached_property
-    def lending(self) -> Lending:
+    def lending(self) -> LendingOutlook:
         """When it is lent while it stays idle."""
         view, measured = self.cluster, self.lease
         is_idle = measured.kind is Kind.BUILD and measured.state is State.RUNNING
         eligible_at = idle.eligible_at(measured, view.cluster.settings) if is_idle else None
         if eligible_at is None or measured.idle_since_at is None:
-            return Lending()
+            return LendingOutlook()
         if (notice := self._registry.notices.get(measured.id)) is not None:
             lend_in_s = max(0.0, notice.until_at - view.at)
-            return Lending(lend_in_s, lend_in_s, warned=True)
+            return LendingOutlook(lend_in_s, lend_in_s, warned=True)
         stays_s = eligible_at - view.at
         if not view.waiting or stays_s < -OVERDUE_S:
-            return Lending(stays_s)
+            return LendingOutlook(stays_s)
         warn_at = idle.warn_at(measured, view.cluster.settings)
-        return Lending(stays_s, max(0.0, stays_s), warned=warn_at is not None and view.at >= warn_at)
+        return LendingOutlook(stays_s, max(0.0, stays_s), warned=warn_at is not None and view.at >= warn_at)
 
     @cached_property
     def processor_only(self) -> ProcessorOnly | None:
@@ -241,7 +241,7 @@ class LeaseView:
     @cached_property
     def is_timed_out(self) -> bool:
         """Whether a job has run for its maximum."""
-        return self._job is not None and time_limit.why_over(self._job) is not None
+        return self._job is not None and ending.why_over(self._job) is not None
 
     @cached_property
     def progress(self) -> messages.Texts:
@@ -249,7 +249,7 @@ class LeaseView:
         job, at = self._job, self.cluster.at
         if job is None:
             return ()
-        run_left_s = time_limit.left_s(job, self.record, self._registry.clock())
+        run_left_s = ending.left_s(job, self.record, self._registry.clock())
         runs_until = self._time_in(run_left_s or 0.0)
         until = () if runs_until is None else (messages.text("job.runs_until", runs_until),)
         if (doubt := messages.doubt(self.record.lease, job.measure, at)) is not None:

@@ -2,28 +2,102 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Literal
 
 from jupyter_gpushare import __version__, messages
-from jupyter_gpushare.broker.control.forecast import Forecast, seconds
-from jupyter_gpushare.broker.control.outcome import result_state
-from jupyter_gpushare.broker.engine import Engine, Offer
-from jupyter_gpushare.broker.state.faults import Faults
-from jupyter_gpushare.broker.state.keep_budget import keep_left
+from jupyter_gpushare.broker.control.ending import result_state
+from jupyter_gpushare.broker.control.forecast import Forecasts, seconds
+from jupyter_gpushare.broker.engine import Engine, Estimate, Offer
+from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, LeaseRecord
-from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.views import job_order
+from jupyter_gpushare.broker.state.registry import Registry, keep_left
+from jupyter_gpushare.broker.state.session_queue import QueuePlace
+from jupyter_gpushare.broker.views import cluster_view
 from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
-from jupyter_gpushare.broker.views.drains import drain_of
 from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
 from jupyter_gpushare.broker.views.lease_view import LeaseView
-from jupyter_gpushare.broker.views.owners import held, undated
-from jupyter_gpushare.broker.views.unleased import unleased_on
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, Lease, State, Why
+from jupyter_gpushare.core.order import gpus
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import DeviceSample
 from jupyter_gpushare.wall_clock import before, seconds_between
+
+# ---- whether a device is being emptied, and what is still there, as `wire.Drain`
+
+
+def drain_of(registry: Registry, uuid: str) -> wire.Drain | None:
+    """Return why a device takes nothing new; None: an administrator lets it take work."""
+    drains = registry.devices.drains
+    if (drain := drains.on(uuid)) is None:
+        return None
+    there = [record for record in registry.index.placed.values() if uuid in record.lease.devices]
+    return wire.Drain(
+        by=drain.by,
+        at=drain.at,
+        until=drain.until,
+        machine=uuid not in drains.of,
+        sessions=sum(not record.is_job for record in there),
+        jobs=sum(record.is_job for record in there),
+    )
+
+
+# ---- absent owners of leases, for administrators and for `health` ------------
+
+
+def owners(registry: Registry) -> wire.Owners:
+    """Return the owners of leases that are absent from the Hub, or were made anew."""
+    waiting = Counter(record.lease.user for record in registry.index.queued.values())
+    others = Counter(record.lease.user for record in registry.index.placed.values())
+    found = [
+        wire.Owner(
+            name=owner.name,
+            user=user,
+            created=owner.created,
+            jobs=waiting[user],
+            others=others[user],
+            held=owner.held,
+        )
+        for user, owner in registry.owners.of.items()
+        if user in registry.owners.absent
+    ]
+    return wire.Owners(owners=[owner for owner in found if owner.jobs or owner.others])
+
+
+def undated(registry: Registry) -> list[str]:
+    """Return a sentence if the Hub does not say when its users were made."""
+    if not registry.owners.are_undated:
+        return []
+    return [
+        "The Hub does not say of all users when it made them: whoever gets the name of such a user gets the "
+        "jobs and sessions too. Give the broker's role in c.JupyterHub.load_roles the scope read:users."
+    ]
+
+
+def held(registry: Registry) -> tuple[int, list[str]]:
+    """Return how many jobs are held until an administrator decides, and a sentence if there are any."""
+    found = [owner.jobs for owner in owners(registry).owners if owner.held and owner.jobs]
+    if not found:
+        return 0, []
+    return sum(found), [
+        f"{len(found)} owners of waiting jobs are gone from the Hub, or were made anew: the jobs are held. "
+        "`gpushare admin owners` lists them; `adopt` gives them to a user, `end` fails them."
+    ]
+
+
+# ---- processes without a lease on a device, as `wire.UnleasedProcess` --------
+
+
+def unleased_on(measured: DeviceSample | None) -> list[wire.UnleasedProcess]:
+    """Return the processes without a lease that the last sample of a device shows."""
+    found = measured.unleased if measured is not None else ()
+    return [wire.UnleasedProcess(**asdict(each) | {"name": messages.printable(each.name)}) for each in found]
+
+
+# ---- leases, jobs and projects -----------------------------------------------
 
 _JOB_STATES: Mapping[State, wire.JobState] = {
     State.PENDING: "queued",
@@ -45,7 +119,7 @@ NOT_FOR_FREE = frozenset({Why.TOO_LARGE, Why.PROJECT_LIMIT})
 class Views:
     """Builds answers from the registry and the present cluster view."""
 
-    def __init__(self, registry: Registry, engine: Engine, forecast: Forecast, faults: Faults) -> None:
+    def __init__(self, registry: Registry, engine: Engine, forecast: Forecasts, faults: Faults) -> None:
         self.registry = registry
         self._faults = faults
         self.engine = engine
@@ -124,9 +198,9 @@ class Views:
     # ---- jobs ----------------------------------------------------------------
 
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
-        """Return jobs: started, requeued, queued with the next to start first, ended (`job_order`)."""
+        """Return jobs: started, requeued, queued with the next to start first, ended."""
         mine = (j for j in self.registry.jobs.values() if user is None or j.user == user)
-        return [self.job(j) for j in job_order.listed(mine, self.registry, self.cluster_views, limit)]
+        return [self.job(j) for j in cluster_view.listed(mine, self.registry, self.cluster_views, limit)]
 
     def job(self, job: JobRecord, *, is_new: bool = False) -> wire.Job:
         """Return one job with its sentence, position and times.
@@ -419,3 +493,71 @@ def _decision(record: DecisionRecord, reader: str, *, show_all: bool) -> wire.De
         for_lease=record.for_lease if show_all else None,
         sentence_texts=list(messages.to_reader(record.texts, reader)),
     )
+
+
+# ---- sessions that wait for their start, as the spawn page and the lists of the queue show them
+
+
+def spawn_wait(views: Views, place: QueuePlace) -> wire.SpawnWait:
+    """Return what the spawn page says about a place."""
+    if place.grant is not None:
+        left_s = place.ends_at() - views.registry.clock()
+        size, left = messages.size_text(place.lease.size), messages.duration_text(left_s)
+        sentence = messages.text("spawn.reserved", size, left)
+        return wire.SpawnWait(state="ready", sentence=messages.english(sentence))
+    _, position, estimate = next(each for each in _waiting(views) if each[0].lease.id == place.lease.id)
+    return wire.SpawnWait(
+        state="waiting",
+        sentence=messages.english(_sentence(views, place, position, estimate)),
+        position=position,
+        starts_in=seconds(estimate),
+    )
+
+
+def waiting_sessions(views: Views, user: str | None) -> list[wire.WaitingSession]:
+    """Return the sessions of a user that wait, the first to start first; of all users for None."""
+    found: list[wire.WaitingSession] = []
+    if user is not None and all(each.lease.user != user for each in views.registry.session_queue.waiting()):
+        return found
+    for place, position, estimate in _waiting(views):
+        lease = place.lease
+        if user is None or lease.user == user:
+            found.append(
+                wire.WaitingSession(
+                    user=lease.user,
+                    server=lease.server,
+                    project=lease.project,
+                    size=lease.size.text,
+                    position=position,
+                    sentence_texts=list(_sentence(views, place, position, estimate)),
+                    starts_in=seconds(estimate),
+                )
+            )
+    return found
+
+
+def _waiting(views: Views) -> Iterator[tuple[QueuePlace, int, Estimate | None]]:
+    """Yield waiting places with their positions, and when they start where that is known well enough.
+
+    A place starts when what it and those before it ask for is free at once, unless that is not
+    what it waits for.
+    """
+    wanted = 0.0
+    outlook = views.cluster_views.now().outlook
+    for position, place in enumerate(views.registry.session_queue.waiting(), 1):
+        wanted += gpus(place.lease)
+        is_for_free = outlook.why.get(place.lease.id) not in NOT_FOR_FREE
+        yield place, position, views.forecast.free(wanted) if is_for_free else None
+
+
+def _sentence(views: Views, place: QueuePlace, position: int, estimate: Estimate | None) -> messages.Texts:
+    explanation = views.cluster_views.now().outlook.explain(place.lease.id)
+    sentence = messages.waiting(
+        "" if explanation.why is Why.NOT_WAITING else explanation.why,
+        needs=messages.needs_of(place.lease),
+        free_milli=explanation.free_milli,
+        position=position,
+    )
+    if estimate is not None:
+        sentence += (messages.text("job.starts_in", messages.range_text(estimate.low_s, estimate.high_s)),)
+    return sentence

@@ -109,7 +109,7 @@ class _Assignment:
         return is_free
 
     def _displace(self, guest: str, pool: Pool, owner: str) -> None:
-        """Note what a displaced guest does; one without an exit loses its seat (`returns`)."""
+        """Note what a displaced guest does; one without an exit loses its seat (`follow`)."""
         lease, occupant = self._leases[guest], pool.of(guest)
         if occupant is None or lease.retry_at > self._now:
             return

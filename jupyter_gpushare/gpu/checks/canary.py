@@ -39,13 +39,13 @@ from jupyter_gpushare.errors import DeviceError, GpuShareError
 from jupyter_gpushare.gpu.driver import denied, probe
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
 from jupyter_gpushare.gpu.driver.ladder import ladder_of
-from jupyter_gpushare.gpu.driver.nvml import NOT_OFFERED, Gpu
+from jupyter_gpushare.gpu.driver.nvml import NOT_OFFERED, DriverGpu
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
 from jupyter_gpushare.gpu.leases.devices import Verdict
-from jupyter_gpushare.gpu.leases.files import Account, LeaseDirectory, PagePhase
+from jupyter_gpushare.gpu.leases.files import AccountFile, LeaseDirectory, PagePhase
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
 from jupyter_gpushare.gpu.leases.lease import Key
-from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.registry import Machine
 from jupyter_gpushare.protocol.helper import Level
 
 log = logging.getLogger(__name__)
@@ -102,7 +102,7 @@ class Canary:
         self._cgroups = cgroups
         self._own_pids = own_pids
 
-    def examine(self, gpu: Gpu) -> Verdict:
+    def examine(self, gpu: DriverGpu) -> Verdict:
         """The verdict on one device; takes seconds on a real one."""
         try:
             if self._machine.nvml.free_bytes(gpu.uuid) < min(FREE_BYTES, gpu.memory_bytes // 4):
@@ -122,7 +122,7 @@ class Canary:
                 suspendable=False, reason=reason, works=False, ladder=ladder_of(gpu, tested), final=not hung
             )
 
-    def _mig(self, gpu: Gpu) -> Verdict:
+    def _mig(self, gpu: DriverGpu) -> Verdict:
         """An instance: more than it has is denied by the hardware."""
         with self._child(gpu, gpu.memory_bytes, os.geteuid()) as (_, _digest, denied):
             why_not = "" if denied else "more than the instance's memory was granted"
@@ -132,7 +132,7 @@ class Canary:
             ladder=ladder_of(gpu, {Level.MIG: why_not}),
         )
 
-    def _whole(self, gpu: Gpu) -> Verdict:
+    def _whole(self, gpu: DriverGpu) -> Verdict:
         if os.geteuid() == 0:
             try:
                 return self._as_user(gpu, probe.OVERFLOW_UID)
@@ -140,7 +140,7 @@ class Canary:
                 log.info("device=%s not usable as uid %d: %s", gpu.uuid, probe.OVERFLOW_UID, error)
         return self._as_user(gpu, os.geteuid())
 
-    def _as_user(self, gpu: Gpu, uid: int) -> Verdict:
+    def _as_user(self, gpu: DriverGpu, uid: int) -> Verdict:
         files = LeaseDirectory(self._machine.state.leases, f"{SELF_TEST_PREFIX}{secrets.token_hex(8)}")
         limit_bytes = CANARY_BYTES + FEATURE_BYTES
         if not self._machine.simulated:
@@ -166,7 +166,7 @@ class Canary:
             final=cycle.final and why_not != NO_MEMORY,
         )
 
-    def _cgroup(self, gpu: Gpu) -> str:
+    def _cgroup(self, gpu: DriverGpu) -> str:
         """Why the driver does not limit cgroups here; "" where it was seen to do so."""
         if self._cgroups.unavailable:
             return self._cgroups.unavailable
@@ -191,7 +191,12 @@ class Canary:
 
     @contextlib.contextmanager
     def _child(
-        self, gpu: Gpu, excess_bytes: int, uid: int, files: LeaseDirectory | None = None, cgroup: str = ""
+        self,
+        gpu: DriverGpu,
+        excess_bytes: int,
+        uid: int,
+        files: LeaseDirectory | None = None,
+        cgroup: str = "",
     ) -> Iterator[tuple[Child, str, bool]]:
         """A child that holds the pattern; with its digest, and whether the excess was denied.
 
@@ -209,7 +214,7 @@ class Canary:
             child.kill()
             self._own_pids.discard(child.pid)
 
-    def _cycle(self, child: Child, digest: str, gpu: Gpu, held: int | None) -> Verdict:
+    def _cycle(self, child: Child, digest: str, gpu: DriverGpu, held: int | None) -> Verdict:
         """Suspend and resume the child, which is shown with ``held`` bytes, and compare what it holds."""
         nvml, checkpoint = self._machine.nvml, self._machine.checkpoint
         if held is None and child.pid not in nvml.processes(gpu.uuid):
@@ -248,7 +253,7 @@ class Canary:
             grown_bytes=max(0, grown),
         )
 
-    def _shown(self, gpu: Gpu, pid: int) -> int | None:
+    def _shown(self, gpu: DriverGpu, pid: int) -> int | None:
         """The child's bytes that the driver shows, `CANARY_BYTES` at least where it shows any; None: none."""
         deadline = time.monotonic() + SHOWN_TIMEOUT_S
         while True:
@@ -257,7 +262,7 @@ class Canary:
                 return held
             time.sleep(0.05)
 
-    def _gone(self, gpu: Gpu, pid: int, unexplained_before: int) -> bool:
+    def _gone(self, gpu: DriverGpu, pid: int, unexplained_before: int) -> bool:
         """Whether the child's bytes are gone: from the list of processes, and from what is used."""
         deadline = time.monotonic() + SHOWN_TIMEOUT_S
         while True:
@@ -275,13 +280,13 @@ class _Failed(Exception):
     pass
 
 
-def _context_bytes(held: int | None, account: Account | None, child: Key) -> int:
+def _context_bytes(held: int | None, account: AccountFile | None, child: Key) -> int:
     """Bytes that the driver shows of a process beyond what the library counted; 0: it counted nothing."""
     counted = sum(account.held().get(child, ())) if account else 0
     return max(0, held - counted) if held and counted else 0
 
 
-def _start(gpu: Gpu, excess_bytes: int, uid: int, files: LeaseDirectory | None, cgroup: str) -> Child:
+def _start(gpu: DriverGpu, excess_bytes: int, uid: int, files: LeaseDirectory | None, cgroup: str) -> Child:
     environment = {
         name: value
         for name, value in os.environ.items()

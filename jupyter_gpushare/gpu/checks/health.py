@@ -26,11 +26,10 @@ import time
 from dataclasses import dataclass
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.driver.nvml import Nvml, is_restart
-from jupyter_gpushare.gpu.driver.xids import listen
+from jupyter_gpushare.gpu.driver.nvml import Nvml, is_restart, listen
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.protocol.helper import EventKind
 
@@ -75,14 +74,14 @@ XID_WORDS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Drain:
+class Retest:
     """When a device that is out of service is tested again."""
 
     test_at: float
     wait_s: float
 
 
-class Health:
+class HealthChecks:
     """Drains devices (`DeviceStates.out_of_service`); safe to call from several threads."""
 
     def __init__(self, nvml: Nvml, events: Events, registry: LeaseRegistry, devices: DeviceStates) -> None:
@@ -91,7 +90,7 @@ class Health:
         self._registry = registry
         self._devices = devices
         self._guard = threading.Lock()
-        self._drained: dict[str, Drain] = {}
+        self._drained: dict[str, Retest] = {}
         self._ecc: dict[str, int] = {}
         self._recovery_actions: dict[str, int] = {}
         self._waits: dict[str, tuple[float, float]] = {}  # the last wait of each device, and when it began
@@ -105,7 +104,7 @@ class Health:
             return False
         return not any(uuid in lease.out_of_step for lease in self._registry.all())
 
-    def out_of_step(self, lease: Lease) -> None:
+    def out_of_step(self, lease: HelperLease) -> None:
         """Drain the devices of processes of a lease with which the driver is out of step."""
         for uuid, pid in lease.out_of_step.items():
             self.drain(uuid, f"the driver fails at every call about process {pid}")
@@ -155,7 +154,7 @@ class Health:
             wait_s = min(2 * wait_s, MAX_RETRY_S) if now - at < 2 * MAX_RETRY_S else 0.0
             wait_s = max(wait_s, RETRY_S)
             self._waits[uuid] = (wait_s, now)
-            self._drained[uuid] = Drain(now + wait_s, wait_s)
+            self._drained[uuid] = Retest(now + wait_s, wait_s)
             self._devices.set_out_of_service(uuid, reason)
         self._publish(uuid, reason, healthy=False)
 
@@ -168,7 +167,7 @@ class Health:
                 return
             wait_s = min(2 * drain.wait_s, MAX_RETRY_S)
             self._waits[uuid] = (wait_s, now)
-            self._drained[uuid] = Drain(now + wait_s, wait_s)
+            self._drained[uuid] = Retest(now + wait_s, wait_s)
         log.warning("device=%s stays out of service, tried again in %.0f s: %s", uuid, wait_s, why)
 
     def passed(self, uuid: str) -> None:

@@ -12,11 +12,10 @@ import threading
 import time
 
 from jupyter_gpushare.gpu.checks.canary import Canary
-from jupyter_gpushare.gpu.checks.health import Health
-from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.checks.health import HealthChecks
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
-from jupyter_gpushare.gpu.leases.machine import Machine
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.protocol.helper import EventKind
 
 log = logging.getLogger(__name__)
@@ -32,7 +31,12 @@ class SelfTests:
     """Tests devices in its own thread (`run`), and writes the verdicts into `DeviceStates`."""
 
     def __init__(
-        self, machine: Machine, registry: LeaseRegistry, devices: DeviceStates, health: Health, canary: Canary
+        self,
+        machine: Machine,
+        registry: LeaseRegistry,
+        devices: DeviceStates,
+        health: HealthChecks,
+        canary: Canary,
     ) -> None:
         self._machine = machine
         self._registry = registry
@@ -86,7 +90,7 @@ class SelfTests:
         verdict = self._devices.verdict(uuid)
         return verdict is None or self._devices.is_doubted(uuid) or (again and not verdict.final)
 
-    def _examine(self, gpu: Gpu) -> None:
+    def _examine(self, gpu: DriverGpu) -> None:
         known = self._devices.verdict(gpu.uuid)
         verdict = self._canary.examine(gpu)
         self._devices.set_verdict(gpu.uuid, verdict)
@@ -104,7 +108,7 @@ class SelfTests:
         except OSError as error:
             log.warning("the verdicts of the self-tests cannot be written: %s", error)
 
-    def _publish(self, gpu: Gpu, verdict: Verdict) -> None:
+    def _publish(self, gpu: DriverGpu, verdict: Verdict) -> None:
         log.info(
             "device=%s suspendable=%s level=%s suspend_bytes_per_s=%d resume_bytes_per_s=%d reason=%s",
             gpu.uuid, verdict.suspendable, verdict.level,

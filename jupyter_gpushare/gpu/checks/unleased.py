@@ -40,13 +40,12 @@ from dataclasses import dataclass, replace
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.gpu.driver.nvml import Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.holders import Holders
-from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.journal import Holders
+from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
-from jupyter_gpushare.protocol.helper import ErrorKind, EventKind
-from jupyter_gpushare.protocol.unleased import UnleasedProcess
+from jupyter_gpushare.protocol.helper import ErrorKind, EventKind, UnleasedProcess
 
 log = logging.getLogger(__name__)
 
@@ -104,7 +103,7 @@ class UnleasedProcesses:
             replace(told, ending=process.key in self._asked) for process, told in self._shown.get(uuid, ())
         )
 
-    def end(self, uuid: str, name: str, leases: Iterable[Lease]) -> None:
+    def end(self, uuid: str, name: str, leases: Iterable[HelperLease]) -> None:
         """End a process of `shown`: SIGTERM now, SIGKILL `GRACE_S` later; in any thread.
 
         Raises:
@@ -132,7 +131,7 @@ class UnleasedProcesses:
             raise HelperError(ErrorKind.UNKNOWN_PROCESS, "this process has ended")
         self._report(process, uuid, told.used_bytes, "", action="stop")
 
-    def compare(self, usages: Mapping[str, Usage], leases: Iterable[Lease]) -> None:
+    def compare(self, usages: Mapping[str, DeviceReading], leases: Iterable[HelperLease]) -> None:
         """Report, and where the conditions hold stop, processes without a lease in one sample."""
         now, leases = time.monotonic(), list(leases)
         shown: dict[str, list[tuple[Process, UnleasedProcess]]] = {uuid: [] for uuid in usages}
@@ -200,7 +199,7 @@ class UnleasedProcesses:
             seen.stopped_at = now
             self._report(process, uuid, used_bytes, "", action="stop")
 
-    def _spared(self, process: Process, here: Iterable[Lease], kept: str) -> str:
+    def _spared(self, process: Process, here: Iterable[HelperLease], kept: str) -> str:
         """Return why the watchdog stops no process without a lease; empty: it does, after `NOTICE_S`."""
         if not self._rules.stops:
             return "the watchdog only reports"
@@ -240,7 +239,9 @@ class UnleasedProcesses:
         except OSError:
             return False
 
-    def _may_be_leased(self, process: Process, uuid: str, usage: Usage, here: Iterable[Lease]) -> str:
+    def _may_be_leased(
+        self, process: Process, uuid: str, usage: DeviceReading, here: Iterable[HelperLease]
+    ) -> str:
         """Return why a process that does not answer may be in a lease on this device that goes on; or ""."""
         if not process.unread or process.lease or self._processes.had_lease(process):
             return ""

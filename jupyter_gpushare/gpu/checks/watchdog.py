@@ -29,9 +29,9 @@ from collections.abc import Iterable, Mapping
 
 from jupyter_gpushare.gibibytes import compared, gibibytes
 from jupyter_gpushare.gpu.checks.unleased import TOLERANCE_BYTES, UnleasedProcesses
-from jupyter_gpushare.gpu.driver.nvml import Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
 from jupyter_gpushare.gpu.leases.processes import Process, Processes, leader
 from jupyter_gpushare.protocol.helper import EventKind, Phase, WatchdogAction
 
@@ -58,7 +58,7 @@ class Watchdog:
         self._reported: dict[tuple[str, str], float] = {}
         self._stopping: dict[Key, float] = {}
 
-    def compare(self, usages: Mapping[str, Usage], leases: Iterable[Lease]) -> None:
+    def compare(self, usages: Mapping[str, DeviceReading], leases: Iterable[HelperLease]) -> None:
         """Compare one sample: the usage of each device, and the leases with their processes."""
         if self.action is WatchdogAction.OFF:
             return
@@ -85,7 +85,7 @@ class Watchdog:
         if len(self._reported) > MAX_REMEMBERED:
             self._reported = {key: at for key, at in self._reported.items() if now - at < REPEAT_S}
 
-    def _over_limit(self, lease: Lease, uuid: str, used: int, usage: Usage, now: float) -> None:
+    def _over_limit(self, lease: HelperLease, uuid: str, used: int, usage: DeviceReading, now: float) -> None:
         if not self._is_due((lease.name, uuid), now):
             return
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
@@ -125,7 +125,7 @@ class Watchdog:
                 del self._stopping[key]
 
 
-def _victim(lease: Lease, uuid: str, usage: Usage) -> Process | None:
+def _victim(lease: HelperLease, uuid: str, usage: DeviceReading) -> Process | None:
     """The process with the most memory that the library did not count; None when contexts explain it."""
     first = leader(lease.processes)
     counted = lease.counted_bytes(lease.account, uuid, (process.key for process in lease.processes))

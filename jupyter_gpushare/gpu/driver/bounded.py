@@ -30,8 +30,8 @@ class BoundedWorker:
         self._name = name
         self._busy = threading.Lock()
         self._wake = threading.Condition()
-        self._job: Job[Any] | None = None
-        self._stuck: Job[Any] | None = None
+        self._job: Call[Any] | None = None
+        self._stuck: Call[Any] | None = None
         self._thread: threading.Thread | None = None
 
     @property
@@ -40,7 +40,7 @@ class BoundedWorker:
         stuck = self._stuck
         return stuck.name if stuck is not None and not stuck.done.is_set() else ""
 
-    def begin(self, name: str, call: Callable[[], _Value], wait_s: float = 0.0) -> Job[_Value]:
+    def begin(self, name: str, call: Callable[[], _Value], wait_s: float = 0.0) -> Call[_Value]:
         """The started call, at once, or after at most ``wait_s`` when another is still running.
 
         Raises:
@@ -50,7 +50,7 @@ class BoundedWorker:
             raise DeviceError(name, TIMED_OUT, f"{self.stuck_in} has not returned")
         if not self._busy.acquire(timeout=wait_s):
             raise DeviceError(name, TIMED_OUT, f"{self._name} is busy")
-        job = Job(name, call)
+        job = Call(name, call)
         with self._wake:
             self._job = job
             if self._thread is None:
@@ -59,7 +59,7 @@ class BoundedWorker:
             self._wake.notify()
         return job
 
-    def abandon(self, job: Job[_Value], after_s: float) -> DeviceError:
+    def abandon(self, job: Call[_Value], after_s: float) -> DeviceError:
         """The error for a call that took too long; until it returns, every other one is refused at once."""
         self._stuck = job
         return DeviceError(job.name, TIMED_OUT, f"no answer within {after_s:g} s")
@@ -93,7 +93,7 @@ class BoundedWorker:
             del job
 
 
-class Job(Generic[_Value]):
+class Call(Generic[_Value]):
     """One call of a worker: ``done`` is set when it has returned."""
 
     __slots__ = ("_call", "_error", "_value", "began_at", "done", "name")

@@ -55,7 +55,7 @@ class NotAsked(DeviceError):
         super().__init__(call, TIMED_OUT, why)
 
 
-class State(enum.IntEnum):
+class ProcessState(enum.IntEnum):
     """CUprocessState of cuda.h."""
 
     RUNNING = 0
@@ -92,7 +92,7 @@ class Checkpoint:
         except DeviceError as error:
             self.unavailable = str(error)
 
-    def state(self, pid: int) -> State:
+    def state(self, pid: int) -> ProcessState:
         """The checkpoint state of a process, as the driver says.
 
         Raises:
@@ -101,9 +101,9 @@ class Checkpoint:
         value = ctypes.c_int(-1)
         self._call(_STATE, SHORT_TIMEOUT_S, pid, ctypes.byref(value))
         try:
-            return State(value.value)
+            return ProcessState(value.value)
         except ValueError:
-            return State.FAILED
+            return ProcessState.FAILED
 
     def lock(self, pid: int, timeout_s: float) -> None:
         """RUNNING -> LOCKED; the process stays RUNNING when that takes too long.

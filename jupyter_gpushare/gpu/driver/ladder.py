@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.protocol.helper import Level, Rung
 
 # Not measured on a GPU yet: contexts grow with modules and after a restore (llm-d, HAMi-core),
@@ -35,12 +35,12 @@ def margin_bytes(saved_bytes: int, grown_bytes: int = 0) -> int:
     return max(MARGIN_FLOOR_BYTES, saved_bytes * MARGIN_PERCENT // 100, 2 * grown_bytes)
 
 
-def reserve_bytes(gpu: Gpu, hidden_bytes: int) -> int:
+def reserve_bytes(gpu: DriverGpu, hidden_bytes: int) -> int:
     """Bytes of a device that are never granted; ``hidden_bytes`` are used when it is empty."""
     return hidden_bytes + margin_bytes(gpu.memory_bytes)
 
 
-def ladder_of(gpu: Gpu, tested: Mapping[Level, str]) -> tuple[Rung, ...]:
+def ladder_of(gpu: DriverGpu, tested: Mapping[Level, str]) -> tuple[Rung, ...]:
     """All rungs of a device; ``tested`` has the reason why a level failed its test, or ""."""
     fixed: dict[Level, str]
     if gpu.mig:

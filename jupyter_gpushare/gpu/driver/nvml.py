@@ -33,15 +33,15 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import pynvml
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT, BoundedWorker, Job
+from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT, BoundedWorker, Call
 
 log = logging.getLogger(__name__)
 
@@ -65,11 +65,11 @@ _RESTARTED = (
 )
 
 _Value = TypeVar("_Value")
-_Found = tuple[str, list[tuple["Gpu", Any]], tuple[str, ...]]
+_Found = tuple[str, list[tuple["DriverGpu", Any]], tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)
-class Gpu:
+class DriverGpu:
     """The properties of one device that do not change while the helper runs."""
 
     uuid: str
@@ -85,7 +85,7 @@ class Gpu:
 
 
 @dataclass(frozen=True, slots=True)
-class Usage:
+class DeviceReading:
     """One measurement of one device."""
 
     used_bytes: int
@@ -125,16 +125,16 @@ class Nvml:
         self._workers = {gpu.uuid: BoundedWorker(gpu.uuid) for gpu, _ in found}
         self._seen_us = dict.fromkeys(self._handles, int(time.time() * 1e6))
         self.gpus = _with_islands(found, self._system)
-        self.pending: dict[str, Job[Usage]] = {}  # calls of `usages` that go on
+        self.pending: dict[str, Call[DeviceReading]] = {}  # calls of `usages` that go on
 
-    def usages(self, within_s: float = PASS_TIMEOUT_S) -> dict[str, Usage | DeviceError | None]:
+    def usages(self, within_s: float = PASS_TIMEOUT_S) -> dict[str, DeviceReading | DeviceError | None]:
         """The usage of each device; all are asked at once, and none is waited for longer than ``within_s``.
 
         None: it has not answered yet, and its answer comes with a later call.  After
         `CALL_TIMEOUT_S` without one it is an error, and every other call to that
         device is refused at once until it has answered.
         """
-        found: dict[str, Usage | DeviceError | None] = {}
+        found: dict[str, DeviceReading | DeviceError | None] = {}
         for uuid in self._handles:
             if uuid not in self.pending:
                 try:
@@ -156,7 +156,7 @@ class Nvml:
                 found[uuid] = None
         return found
 
-    def usage(self, uuid: str) -> Usage:
+    def usage(self, uuid: str) -> DeviceReading:
         """Memory, utilization and processes of one device.
 
         Raises:
@@ -165,7 +165,7 @@ class Nvml:
         call = functools.partial(_usage, self._handle(uuid), int(time.time() * 1e6), self._parents[uuid])
         return self._call(uuid, "nvmlDeviceGetMemoryInfo", call)
 
-    def _begin_usage(self, uuid: str) -> Job[Usage]:
+    def _begin_usage(self, uuid: str) -> Call[DeviceReading]:
         call = functools.partial(_usage, self._handles[uuid], self._seen_us[uuid], self._parents[uuid])
         job = self._workers[uuid].begin("nvmlDeviceGetMemoryInfo", call)
         self._seen_us[uuid] = int(time.time() * 1e6)
@@ -268,7 +268,7 @@ def device_error(call: str, error: pynvml.NVMLError) -> DeviceError:
 
 def _find() -> _Found:
     """The driver's version, the devices that can be leased with their handles, and why not the others."""
-    found: list[tuple[Gpu, Any]] = []
+    found: list[tuple[DriverGpu, Any]] = []
     left_out: list[str] = []
     try:
         pynvml.nvmlInit()
@@ -280,7 +280,7 @@ def _find() -> _Found:
     return driver, found, tuple(left_out)
 
 
-def _look_at(index: int, found: list[tuple[Gpu, Any]], left_out: list[str]) -> None:
+def _look_at(index: int, found: list[tuple[DriverGpu, Any]], left_out: list[str]) -> None:
     """Add a device, or its instances, to those that were found, or to those left out."""
     name = f"GPU {index}"
     try:
@@ -312,11 +312,11 @@ def _obstacle(handle: Any) -> str:
     return ""
 
 
-def _gpu(handle: Any, index: int, whole: Any, *, mig: bool) -> Gpu:
+def _gpu(handle: Any, index: int, whole: Any, *, mig: bool) -> DriverGpu:
     minor = -1
     with suppress(pynvml.NVMLError):  # WSL has none
         minor = int(pynvml.nvmlDeviceGetMinorNumber(whole))
-    gpu = Gpu(
+    gpu = DriverGpu(
         uuid=text_of(pynvml.nvmlDeviceGetUUID(handle)),
         index=index,
         name=text_of(pynvml.nvmlDeviceGetName(handle)),
@@ -349,7 +349,7 @@ def _instances(handle: Any) -> list[Any]:
     return instances
 
 
-def _with_islands(found: list[tuple[Gpu, Any]], worker: BoundedWorker) -> tuple[Gpu, ...]:
+def _with_islands(found: list[tuple[DriverGpu, Any]], worker: BoundedWorker) -> tuple[DriverGpu, ...]:
     """The devices, with the same ``island`` for those that reach each other over NVLink."""
     word = {gpu.uuid: gpu.uuid for gpu, _ in found}
     for (gpu, handle), (other, other_handle) in itertools.combinations(found, 2):
@@ -378,7 +378,7 @@ def _memory(handle: Any) -> Any:
     return pynvml.nvmlDeviceGetMemoryInfo(handle)
 
 
-def _usage(handle: Any, since_us: int, parent: str) -> Usage:
+def _usage(handle: Any, since_us: int, parent: str) -> DeviceReading:
     memory = _memory(handle)
     try:
         percent = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
@@ -386,7 +386,7 @@ def _usage(handle: Any, since_us: int, parent: str) -> Usage:
         if is_gone(device_error("nvmlDeviceGetUtilizationRates", error)):
             raise
         percent = 0
-    return Usage(
+    return DeviceReading(
         used_bytes=int(memory.used),
         free_bytes=int(memory.free),
         utilization_percent=percent,
@@ -448,3 +448,68 @@ def _under_mps(handle: Any) -> frozenset[int]:
 
 def text_of(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
+
+
+# ---- what the devices report by themselves: XIDs, as NVML's events -----------
+# Facts (NVML API reference): ``nvmlEventSetWait`` blocks in the driver and answers TIMEOUT when
+# nothing happened; devices without events answer NOT_SUPPORTED; those of a MIG instance come from
+# its parent.
+
+
+@contextmanager
+def listen(gpus: tuple[DriverGpu, ...]) -> Iterator[XidListener]:
+    """A listener for the devices' events; it blocks in the driver, so it needs its own thread.
+
+    Raises:
+        DeviceError: the driver was restarted, or has no events at all.
+    """
+    try:
+        listener = XidListener(gpus)
+    except pynvml.NVMLError as error:
+        raise device_error("nvmlEventSetCreate", error) from None
+    try:
+        yield listener
+    finally:
+        listener.close()
+
+
+class XidListener:
+    """An event set of all devices that have events."""
+
+    def __init__(self, gpus: tuple[DriverGpu, ...]) -> None:
+        self._gpus = gpus
+        self._set = pynvml.nvmlEventSetCreate()
+        self.devices: set[str] = set()
+        for parent in dict.fromkeys(gpu.parent for gpu in gpus):
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByUUID(parent)
+                pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._set)
+                self.devices.add(parent)
+            except pynvml.NVMLError:
+                continue  # a virtual GPU, or one that is lost: the sampler notices
+
+    def wait(self, timeout_ms: int) -> list[tuple[str, int]]:
+        """The devices (MIG instances apart) that reported an XID within ``timeout_ms``, with its number.
+
+        Raises:
+            DeviceError: the driver was restarted, or cannot be waited for.
+        """
+        try:
+            event = pynvml.nvmlEventSetWait_v2(self._set, timeout_ms)
+            parent = text_of(pynvml.nvmlDeviceGetUUID(event.device))
+        except pynvml.NVMLError_Timeout:
+            return []
+        except pynvml.NVMLError_GpuIsLost:
+            return []  # the sampler notices which
+        except pynvml.NVMLError as error:
+            raise device_error("nvmlEventSetWait", error) from None
+        return [
+            (gpu.uuid, int(event.eventData))
+            for gpu in self._gpus
+            if gpu.parent == parent and event.gpuInstanceId in (ALL_INSTANCES, gpu.instance)
+        ]
+
+    def close(self) -> None:
+        """Free the event set."""
+        with suppress(pynvml.NVMLError):
+            pynvml.nvmlEventSetFree(self._set)

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.nvml import NO_LIMIT, Nvml
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.protocol.helper import Phase
 
@@ -65,7 +65,7 @@ class Cgroups:
             self._nvml.set_memory_limits(uuid, str(path), soft_bytes, hard_bytes)
         return path
 
-    def limit(self, lease: Lease) -> None:
+    def limit(self, lease: HelperLease) -> None:
         """Let the driver limit a lease, where it can; ``lease.in_cgroup`` says whether it does."""
         # Memory that a suspended lease has lent must not stay guaranteed to it.
         suspended = lease.phase is Phase.SUSPENDED
@@ -78,8 +78,8 @@ class Cgroups:
             lease.in_cgroup = False
         lease.placed = frozenset()
 
-    def place(self, lease: Lease) -> None:
-        """Move the processes of a lease into its cgroup; `Lease.in_cgroup` is false when one cannot.
+    def place(self, lease: HelperLease) -> None:
+        """Move the processes of a lease into its cgroup; `HelperLease.in_cgroup` is false when one cannot.
 
         A process in a container stays there: the engine's limits hold in the container's cgroup alone.
         """

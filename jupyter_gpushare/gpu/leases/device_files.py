@@ -35,7 +35,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases.files import write_whole
 
 log = logging.getLogger(__name__)
@@ -96,7 +96,7 @@ def _listed(users: Collection[int]) -> str:
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class FileAccess:
     """Who may open the file of a device: ``by`` enforces it, or ``reason`` says why every user may."""
 
     by: str = ""
@@ -106,7 +106,9 @@ class Access:
 class DeviceFiles:
     """The device files of this machine; safe to use from several threads."""
 
-    def __init__(self, folder: Path | None, gpus: Collection[Gpu], saved: Path, boot_id: str, owns: bool):
+    def __init__(
+        self, folder: Path | None, gpus: Collection[DriverGpu], saved: Path, boot_id: str, owns: bool
+    ):
         """``folder`` is /dev, or None: there are no device files (the simulated driver).
 
         ``saved`` keeps the rights that the files had before, until `restore`.
@@ -122,14 +124,14 @@ class DeviceFiles:
         self._users: Mapping[str, Collection[int]] = {}
         self._tested: tuple[str, int] | None = None  # the device that is tested, and the test's user
         self._seen: dict[Path, tuple[tuple[int, int], Rights]] = {}
-        self._access: dict[str, Access] = {}
+        self._access: dict[str, FileAccess] = {}
         self._originals = self._load()
         if not owns:
             self.restore()
 
-    def access(self, uuid: str) -> Access:
+    def access(self, uuid: str) -> FileAccess:
         """Who may open the file of a device, as last seen."""
-        return self._access.get(uuid, Access())
+        return self._access.get(uuid, FileAccess())
 
     def are_open_in(self, pid: int) -> bool:
         """Whether a process has any of them open; one with more than `DESCRIPTORS` open files counts as such.
@@ -181,12 +183,12 @@ class DeviceFiles:
             try:
                 access = self._close(path, uuids) if self._owns else _look(path)
             except OSError as error:
-                access = Access(reason=f"{path} cannot be closed to other users: {error.strerror}")
+                access = FileAccess(reason=f"{path} cannot be closed to other users: {error.strerror}")
             if access != self._access.get(uuids[0]):
                 log.info("%s: %s", path, access.reason or f"closed by {access.by}")
             self._access |= dict.fromkeys(uuids, access)
 
-    def _close(self, path: Path, uuids: list[str]) -> Access:
+    def _close(self, path: Path, uuids: list[str]) -> FileAccess:
         found, lists = path.stat(), _has_lists(path)
         users = {uid for uuid in uuids for uid in self._users.get(uuid, ())}
         if lists and self._tested is not None and self._tested[0] in uuids:
@@ -203,8 +205,10 @@ class DeviceFiles:
             found = path.stat()
             self._seen[path] = (found.st_ino, found.st_ctime_ns), wanted
         if wanted.mode & 0o006:
-            return Access(reason=f"the file system of {path} has no access lists, and several users need it")
-        return Access(by=f"{'the access list' if lists else 'the owner'} of {path}")
+            return FileAccess(
+                reason=f"the file system of {path} has no access lists, and several users need it"
+            )
+        return FileAccess(by=f"{'the access list' if lists else 'the owner'} of {path}")
 
     def _load(self) -> dict[Path, Rights]:
         try:
@@ -238,11 +242,11 @@ def _has_lists(path: Path) -> bool:
     return True
 
 
-def _look(path: Path) -> Access:
+def _look(path: Path) -> FileAccess:
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:
-        return Access(reason=f"{path} is not there: {error.strerror}")
+        return FileAccess(reason=f"{path} is not there: {error.strerror}")
     if mode & 0o006:
-        return Access(reason=f"{path} is open to every user (mode {mode:04o}): see --own-device-files")
-    return Access(by=f"the mode of {path} ({mode:04o})")
+        return FileAccess(reason=f"{path} is open to every user (mode {mode:04o}): see --own-device-files")
+    return FileAccess(by=f"the mode of {path} ({mode:04o})")

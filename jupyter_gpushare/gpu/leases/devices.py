@@ -14,9 +14,9 @@ from typing import Any
 
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gpu.driver.ladder import level_of, margin_bytes, reserve_bytes, strongest, weakest
-from jupyter_gpushare.gpu.driver.nvml import LEFT_OUT, Gpu, Usage
-from jupyter_gpushare.gpu.leases.device_files import Access, DeviceFiles
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.driver.nvml import LEFT_OUT, DeviceReading, DriverGpu
+from jupyter_gpushare.gpu.leases.device_files import DeviceFiles, FileAccess
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import Level, Rung
 
@@ -62,7 +62,7 @@ class Verdict:
 class DeviceStates:
     """State of every device by UUID; safe to read from several threads."""
 
-    def __init__(self, gpus: tuple[Gpu, ...], files: DeviceFiles | None = None) -> None:
+    def __init__(self, gpus: tuple[DriverGpu, ...], files: DeviceFiles | None = None) -> None:
         self._files = files
         self._gpus = {gpu.uuid: gpu for gpu in gpus}
         self._verdicts: dict[str, Verdict] = {}
@@ -158,7 +158,7 @@ class DeviceStates:
 
     # Memory
 
-    def measure_hidden(self, uuid: str, usage: Usage, at: float) -> bool:
+    def measure_hidden(self, uuid: str, usage: DeviceReading, at: float) -> bool:
         """Note what a device does not show as free though no listed process holds it.
 
         On an idle H100 that is the driver's own memory and what graphics sessions hold.  The first
@@ -180,7 +180,7 @@ class DeviceStates:
         _, self._hidden_bytes[uuid] = self._fewer_hidden.pop(uuid)
         return True
 
-    def reserve_bytes(self, gpu: Gpu) -> int:
+    def reserve_bytes(self, gpu: DriverGpu) -> int:
         """Bytes of a device that are never granted, so that a full lease can be restored (`ladder`)."""
         return reserve_bytes(gpu, self.hidden_bytes(gpu.uuid))
 
@@ -201,7 +201,7 @@ class DeviceStates:
         verdicts = {uuid: self._verdicts.get(uuid) for uuid in uuids}
         return {uuid: verdict.context_bytes if verdict else 0 for uuid, verdict in verdicts.items()}
 
-    def level_of(self, lease: Lease) -> Level:
+    def level_of(self, lease: HelperLease) -> Level:
         """The level that enforces the limits of a lease now; of several devices the weakest."""
         levels = []
         for uuid, limit_bytes in lease.limits.items():
@@ -236,7 +236,7 @@ class DeviceStates:
                     counts[uuid] = count
 
 
-def with_access(rungs: tuple[Rung, ...], access: Access) -> tuple[Rung, ...]:
+def with_access(rungs: tuple[Rung, ...], access: FileAccess) -> tuple[Rung, ...]:
     """The rungs of a device with the one of a whole device as its file allows."""
     return tuple(
         replace(rung, offered=not access.reason, reason=access.reason, by=access.by)

@@ -113,7 +113,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Account:
+class AccountFile:
     """The account of a lease."""
 
     denied: int
@@ -202,13 +202,13 @@ def uuid_bytes(uuid: str) -> bytes:
     return raw
 
 
-def parse_account(raw: bytes) -> Account | None:
+def parse_account(raw: bytes) -> AccountFile | None:
     """The account in the bytes of its file; None when it is not one."""
     if len(raw) != ACCOUNT_BYTES:
         return None
     magic, version, denied = ACCOUNT_HEAD.unpack_from(raw)
     if magic == 0:
-        return Account(0, ())  # no process has finished opening it yet
+        return AccountFile(0, ())  # no process has finished opening it yet
     if magic != ACCOUNT_MAGIC or version != VERSION:
         return None
     slots = []
@@ -220,7 +220,7 @@ def parse_account(raw: bytes) -> Account | None:
             writer = (pid, start_ticks)
             slots.append(Slot(pid, start_ticks, known, work, work + calls, queries, used, writer))
         at += SLOT.size
-    return Account(denied, tuple(slots))
+    return AccountFile(denied, tuple(slots))
 
 
 class LeaseDirectory:
@@ -331,12 +331,12 @@ class LeaseDirectory:
         if old >= 0:
             os.close(old)
 
-    def account(self) -> Account | None:
+    def account(self) -> AccountFile | None:
         """The account as it is now; None when it is broken."""
         self.reopen()
         return self.parse(self.raw_account())
 
-    def parse(self, raw: bytes) -> Account | None:
+    def parse(self, raw: bytes) -> AccountFile | None:
         """The account in these bytes, its processes named by the pids of this process; None: it is broken."""
         account, keys = parse_account(raw), self._host_keys
         if account is None or not keys:

@@ -5,7 +5,7 @@
             lock               held while a helper runs here: there is only one
             epoch              the highest epoch ever seen, written before its effect
             canary             self-test verdicts and device states of this boot and driver
-            holders            users that held a lease in this boot (`holders`)
+            holders            users that held a lease in this boot (`Holders`)
             pods               on Kubernetes: the leases of pods in this boot (`pods`)
             unit-pool          on Kubernetes: exists while seats count by number (`seats`)
             journal/<lease>    one record per lease, written before and after each step
@@ -34,15 +34,81 @@ import fcntl
 import json
 import os
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError, InvalidRequest
-from jupyter_gpushare.gpu.leases.files import check_lease
-from jupyter_gpushare.gpu.leases.holders import Holders
+from jupyter_gpushare.gpu.leases.files import check_lease, write_whole
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import ErrorKind, Phase, SetLimit
+
+# ---- which users held a lease since the machine booted, and of which users a record of a lease was lost
+# The watchdog stops processes only of users that hold, or since boot held, a lease here,
+# and none of a user with a lost record: it does not know then which processes were in that lease.
+# A record is lost where the helper's own folder of a lease has none.  That a process names
+# a lease without a record shows nothing: every user can start one.
+
+# Users of one boot; of further ones no process is stopped.
+MAX_UIDS = 10_000
+
+
+class Holders:
+    """Kept in one file, so that it outlives the helper and not the boot."""
+
+    def __init__(self, path: Path, boot_id: str) -> None:
+        """Read the file; one of another boot, or a damaged one, counts as empty."""
+        self._path = path
+        self._boot_id = boot_id
+        self._guard = threading.Lock()
+        self.uids: frozenset[int] = frozenset()
+        self.with_lost_record: frozenset[int] = frozenset()
+        # A process that began earlier may have been in a lease that is not known here.
+        self.since_ticks = procfs.ticks(time.clock_gettime(time.CLOCK_BOOTTIME))
+        try:
+            stored = json.loads(path.read_bytes())
+            if stored["boot_id"] == boot_id:
+                self.since_ticks = int(stored.get("since_ticks", 0))
+                self.uids = frozenset(int(uid) for uid in stored["uids"])
+                self.with_lost_record = frozenset(int(uid) for uid in stored.get("with_lost_record", ()))
+        except (OSError, ValueError, KeyError, TypeError):
+            pass
+
+    def add(self, uid: int) -> None:
+        """Note that a user holds a lease.
+
+        Raises:
+            OSError: the disk does not take it.
+        """
+        with self._guard:
+            if uid not in self.uids and len(self.uids) < MAX_UIDS:
+                self.uids |= {uid}
+                self._save()
+
+    def lose_record(self, uid: int) -> None:
+        """Note that a lease of this user has no record any more.
+
+        Raises:
+            OSError: the disk does not take it; it is noted until this helper ends.
+        """
+        with self._guard:
+            if uid not in self.with_lost_record:
+                self.with_lost_record |= {uid}
+                self._save()
+
+    def _save(self) -> None:
+        stored = {
+            "boot_id": self._boot_id,
+            "since_ticks": self.since_ticks,
+            "uids": sorted(self.uids),
+            "with_lost_record": sorted(self.with_lost_record),
+        }
+        write_whole(self._path, json.dumps(stored).encode())
+
+
+# ---- the journal -------------------------------------------------------------
 
 # ENOSPC, and what a quota on the disk answers.
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
@@ -85,7 +151,7 @@ class Leftover:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Record:
+class JournalRecord:
     """One lease in the journal."""
 
     asked: SetLimit  # what the broker asked for last
@@ -163,7 +229,7 @@ class StateDirectory:
             _replace(self._private / "epoch", f"{epoch}\n".encode(), sync=True)
             self.epoch = epoch
 
-    def save(self, record: Record) -> None:
+    def save(self, record: JournalRecord) -> None:
         """Write the record of a lease.
 
         Raises:
@@ -176,7 +242,7 @@ class StateDirectory:
         """Remove the record of a lease."""
         (self._journal / lease).unlink(missing_ok=True)
 
-    def records(self) -> tuple[Record, ...]:
+    def records(self) -> tuple[JournalRecord, ...]:
         """The records of this boot.
 
         Raises:
@@ -226,7 +292,7 @@ class StateDirectory:
             ) from None
 
 
-def _read_record(path: Path, boot_id: str) -> Record | None:
+def _read_record(path: Path, boot_id: str) -> JournalRecord | None:
     """The record in a file; None: it is none, cut short, or of another boot.
 
     Raises:
@@ -242,7 +308,7 @@ def _read_record(path: Path, boot_id: str) -> Record | None:
     if written.pop("boot_id", None) != boot_id:
         return None
     try:
-        record = helper.build(Record, written)
+        record = helper.build(JournalRecord, written)
         return record if record.asked.lease == path.name else None
     except InvalidRequest as error:
         raise HelperError(

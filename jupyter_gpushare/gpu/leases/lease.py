@@ -4,7 +4,7 @@
 
 A move that fails goes back to the phase that it came from.  When the driver
 lost the GPU state of a process, the lease is LOST until that process has ended.  Only
-`Lease.enter` changes the phase, and only along `TRANSITIONS`.
+`HelperLease.enter` changes the phase, and only along `TRANSITIONS`.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account, Counters, LeaseDirectory, PagePhase
-from jupyter_gpushare.gpu.leases.journal import Leftover, Parked, Record
+from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, AccountFile, Counters, LeaseDirectory, PagePhase
+from jupyter_gpushare.gpu.leases.journal import JournalRecord, Leftover, Parked
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
 from jupyter_gpushare.protocol.helper import Phase
 
@@ -60,10 +60,10 @@ class Failure:
     wait_s: float
 
 
-class Lease:
+class HelperLease:
     """The state of one lease; hold `moving` to move or change it."""
 
-    def __init__(self, record: Record, files: LeaseDirectory) -> None:
+    def __init__(self, record: JournalRecord, files: LeaseDirectory) -> None:
         self.name = record.asked.lease
         self.asked = record.asked
         self.unconfirmed = record.unconfirmed  # it was resumed unrecorded, and no broker has confirmed that
@@ -107,7 +107,7 @@ class Lease:
         self.by_process: dict[int, int] = {}
         self.held: dict[Key, dict[str, int]] = {}  # bytes by process and device
         self.left_bytes: dict[str, int] = {}  # the part of `used_bytes` that dead processes hold
-        self.account: Account | None = None
+        self.account: AccountFile | None = None
         self.seen = NO_COUNTERS
         self.active_at = time.monotonic()
         self.memory_too_small = ""  # why its memory limit cannot hold its device memory
@@ -152,7 +152,7 @@ class Lease:
         found = [each for each in list(self.lost.values()) if each.out_of_step]
         return {uuid: each.pid for each in found for uuid in each.saved_bytes or self.limits}
 
-    def counted_bytes(self, account: Account | None, uuid: str, keys: Iterable[Key]) -> dict[Key, int]:
+    def counted_bytes(self, account: AccountFile | None, uuid: str, keys: Iterable[Key]) -> dict[Key, int]:
         """Bytes that the library counts for these processes on a device, contexts not included.
 
         The owner can write anything there.  The library never counts more than the highest
@@ -252,9 +252,9 @@ class Lease:
         except OSError as error:  # removed by a process with the helper's rights
             log.error("lease=%s its limit page cannot be written: %s", self.name, error)
 
-    def record(self) -> Record:
+    def record(self) -> JournalRecord:
         """The journal record of the lease."""
-        return Record(
+        return JournalRecord(
             asked=self.asked,
             phase=self.phase,
             parked=tuple(self.parked.values()),

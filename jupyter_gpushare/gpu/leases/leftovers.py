@@ -17,11 +17,11 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from heapq import nlargest
 
-from jupyter_gpushare.gpu.driver.nvml import Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import HIDDEN_SETTLES_S, DeviceStates
 from jupyter_gpushare.gpu.leases.journal import Leftover
-from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
 from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
 
@@ -47,9 +47,9 @@ class Leftovers:
 
     def find(
         self,
-        leases: Sequence[Lease],
+        leases: Sequence[HelperLease],
         living: Living,
-        usages: Mapping[str, Usage],
+        usages: Mapping[str, DeviceReading],
         late: Collection[str],
         at: float,
     ) -> None:
@@ -83,7 +83,7 @@ class Leftovers:
             for process in living.get(lease.name, ())
             if process.key in with_state[lease]
         }
-        kept: dict[Lease, dict[Key, Leftover]] = {}
+        kept: dict[HelperLease, dict[Key, Leftover]] = {}
         for lease, found in left.items():
             images = {each.image for each in keepers.get(lease, ())}
             known = lease in forks
@@ -120,7 +120,7 @@ class Leftovers:
                 keepers.append(each)
         return tuple(keepers)
 
-    def _left(self, lease: Lease, living: tuple[Process, ...]) -> dict[Key, Leftover]:
+    def _left(self, lease: HelperLease, living: tuple[Process, ...]) -> dict[Key, Leftover]:
         """What processes of a lease left: those noted before, and those that ended since."""
         present = {process.key for process in living}
         ended = {
@@ -138,8 +138,8 @@ class Leftovers:
         return lease.left | {key: each for key, each in ended.items() if not self._processes.alive(key)}
 
     def _shares(
-        self, left: Mapping[Lease, Mapping[Key, Leftover]], uuid: str, usage: Usage
-    ) -> dict[Lease, int]:
+        self, left: Mapping[HelperLease, Mapping[Key, Leftover]], uuid: str, usage: DeviceReading
+    ) -> dict[HelperLease, int]:
         """Bytes of a device that the dead processes of each lease still hold.
 
         What the device shows beyond all that it lists is shared out once, to who had most first.
@@ -151,7 +151,7 @@ class Leftovers:
         if self._devices.is_blind(uuid):
             return counts
         beyond = max(0, usage.unexplained_bytes - self._devices.hidden_bytes(uuid))
-        shares: dict[Lease, int] = {}
+        shares: dict[HelperLease, int] = {}
         for lease in sorted(counts, key=counts.__getitem__, reverse=True):
             listed = sum(usage.processes.get(pid) or 0 for pid, _ in filter(self._is_dead, left[lease]))
             shares[lease] = min(counts[lease], listed + beyond)
@@ -164,7 +164,7 @@ class Leftovers:
         return known is None or known.key == key
 
 
-def keepers_of(lease: Lease, processes: Processes) -> tuple[Process, ...]:
+def keepers_of(lease: HelperLease, processes: Processes) -> tuple[Process, ...]:
     """Return the keepers of a lease that have not called exec since they were found, to be signalled now.
 
     Raises:
@@ -175,7 +175,7 @@ def keepers_of(lease: Lease, processes: Processes) -> tuple[Process, ...]:
 
 
 def _note(
-    lease: Lease, left: dict[Key, Leftover], keepers: tuple[Process, ...], is_free: bool, at: float
+    lease: HelperLease, left: dict[Key, Leftover], keepers: tuple[Process, ...], is_free: bool, at: float
 ) -> None:
     """Note what was left of a lease, unless its devices have shown nothing of it for long enough."""
     if not is_free:
@@ -194,7 +194,7 @@ def _largest(left: Mapping[Key, Leftover]) -> dict[Key, Leftover]:
     return dict(nlargest(MOST, left.items(), key=lambda item: sum(item[1].held_bytes.values())))
 
 
-def _with_state(lease: Lease, living: Living, usages: Mapping[str, Usage]) -> set[Key]:
+def _with_state(lease: HelperLease, living: Living, usages: Mapping[str, DeviceReading]) -> set[Key]:
     """The processes of a lease that have GPU state of their own, or had in the last sample."""
     pids = {pid for usage in usages.values() for pid, count in usage.processes.items() if count != 0}
     shown = (process.key for process in living.get(lease.name, ()) if process.pid in pids)

@@ -7,7 +7,7 @@ removed from it after they are gone, so that the next helper finds out what a
 killed one left half done.
 
 While no broker answers, or it cannot store anything, the helper may resume a lease that
-no broker has recorded as awake (`moves.unattended`).  A broker may have granted the same
+no broker has recorded as awake (`moves.wake`).  A broker may have granted the same
 capacity meanwhile: until it confirms that resume, no other lease gets a limit, or is
 resumed, that does not fit beside it.
 """
@@ -16,27 +16,121 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from jupyter_gpushare.errors import HelperError, InvalidRequest
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu, Nvml
+from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, LeaseDirectory, PagePhase
-from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, Record
-from jupyter_gpushare.gpu.leases.lease import PAGE, Lease
-from jupyter_gpushare.gpu.leases.limit_checks import check_limits
-from jupyter_gpushare.gpu.leases.living import living_of
-from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.files import DEVICES, NO_COUNTERS, LeaseDirectory, PagePhase, uuid_bytes
+from jupyter_gpushare.gpu.leases.host import HostMemory
+from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, JournalRecord, StateDirectory
+from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key
 from jupyter_gpushare.gpu.leases.own_memory import LOOK_S
-from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods
+from jupyter_gpushare.gpu.leases.processes import Process, Processes
+from jupyter_gpushare.gpu.leases.seats import SeatTable
 from jupyter_gpushare.protocol.helper import Drop, Dropped, ErrorKind, LeaseFiles, Level, Phase, SetLimit
 
 log = logging.getLogger(__name__)
+
+
+# ---- the parts of one machine that every component of the device layer works with
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """One machine: driver, processes, state directory, host memory, events, device files."""
+
+    nvml: Nvml
+    checkpoint: Checkpoint
+    processes: Processes
+    state: StateDirectory
+    host: HostMemory
+    events: Events
+    files: DeviceFiles
+    seats: SeatTable = field(default_factory=SeatTable)
+    kubelet: KubeletPods | None = None  # of a node of a cluster
+    library: str = ""  # the preload library, where pods of this node find it
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the driver is the simulated one."""
+        return self.checkpoint.simulated_host_memory() is not None
+
+
+# ---- check what the broker asks for before a lease is created or changed -----
+
+
+def check_limits(request: SetLimit, gpus: Iterable[DriverGpu]) -> None:
+    """Return if the limits of a request make sense on these devices.
+
+    Raises:
+        InvalidRequest: they do not.
+        HelperError: this helper may not write files of that user.
+    """
+    if request.uid < 0 or (os.geteuid() != 0 and request.uid != os.geteuid()):
+        raise HelperError(
+            ErrorKind.NOT_ALLOWED,
+            f"a helper of uid {os.geteuid()} cannot create files for uid {request.uid}: run it as root",
+        )
+    if not 1 <= len(request.limits) <= DEVICES:
+        raise InvalidRequest(f"a lease has 1 to {DEVICES} devices")
+    memory = {gpu.uuid: gpu.memory_bytes for gpu in gpus}
+    for uuid, limit_bytes in request.limits.items():
+        if uuid not in memory:
+            raise InvalidRequest(f"no device {uuid[:80]!r} here")
+        uuid_bytes(uuid)
+        if not 0 < limit_bytes <= memory[uuid]:
+            raise InvalidRequest(f"a limit on {uuid} is 1 to {memory[uuid]} bytes, not {limit_bytes}")
+    for uuid, soft_bytes in request.guaranteed.items():
+        if not 0 <= soft_bytes <= request.limits.get(uuid, -1):
+            raise InvalidRequest(f"guaranteed on {uuid[:80]!r} is 0 to its limit, not {soft_bytes}")
+
+
+# ---- the living processes of leases, and by which keys their accounts name them
+
+
+def living_of(
+    processes: Processes, leases: Sequence[HelperLease], within_s: float = LOOK_S
+) -> dict[str, tuple[Process, ...]]:
+    """Return the living processes of every lease by its name, looked up now, oldest first.
+
+    A process that does not answer belongs to the lease that has it in its account or record.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    owners = {lease.name: lease.asked.uid for lease in leases}
+    found = processes.scan(owners, within_s)
+    claimed = [lease.claim(processes) for lease in leases]
+    if any(claimed):
+        found = processes.scan(owners)
+    for lease in leases:
+        lease.files.know(keys_by_inner(found[lease.name]))
+    return found
+
+
+def keys_by_inner(processes: Iterable[Process]) -> dict[Key, Key]:
+    """Return the keys of processes by those that they write into accounts; none that two of them have."""
+    found: dict[Key, Key] = {}
+    twice: set[Key] = set()
+    for process in processes:
+        if found.setdefault(process.inner_key, process.key) != process.key:
+            twice.add(process.inner_key)
+    return {inner: key for inner, key in found.items() if inner not in twice}
+
+
+# ---- the leases --------------------------------------------------------------
 
 MAX_LEASES = 256
 # How long a change of a lease waits for a move in progress.
@@ -59,17 +153,17 @@ class LeaseRegistry:
         self._guard = threading.Lock()
         self._epoch_guard = threading.Lock()
         self._access_guard = threading.Lock()
-        self._leases: dict[str, Lease] = {}
+        self._leases: dict[str, HelperLease] = {}
         self._heard_at = time.monotonic()
         # Set when a lease may be suspended that was not before.
         self.suspended = threading.Event()
 
-    def all(self) -> list[Lease]:
+    def all(self) -> list[HelperLease]:
         """The leases known now."""
         with self._guard:
             return list(self._leases.values())
 
-    def get(self, name: str) -> Lease | None:
+    def get(self, name: str) -> HelperLease | None:
         """The lease of this name, if it is known."""
         with self._guard:
             return self._leases.get(name)
@@ -92,7 +186,7 @@ class LeaseRegistry:
         """
         return self.scan().get(name, ())
 
-    def may_live(self, lease: Lease) -> bool:
+    def may_live(self, lease: HelperLease) -> bool:
         """Whether a lease has processes now, or had some and those that do not answer may be its own.
 
         Raises:
@@ -126,8 +220,8 @@ class LeaseRegistry:
         """Whether no broker has sent a request for `SILENT_S`."""
         return time.monotonic() - self._heard_at >= SILENT_S
 
-    def claim(self, lease: Lease, *, asked: bool) -> bool:
-        """Whether a lease that is held may be resumed unrecorded; then it counts as `Lease.unconfirmed`.
+    def claim(self, lease: HelperLease, *, asked: bool) -> bool:
+        """Whether a held lease may be resumed unrecorded; then it counts as `HelperLease.unconfirmed`.
 
         It may if the broker asks for it (``asked``) or does not answer, and if, beside what is on its
         devices or about to be, its limits fit and no lease is there that only borrows.
@@ -143,7 +237,7 @@ class LeaseRegistry:
             lease.unconfirmed = self._fits(lease.limits, beside)
             return lease.unconfirmed
 
-    def confirm(self, lease: Lease) -> None:
+    def confirm(self, lease: HelperLease) -> None:
         """Note that the broker knows of a resume without it."""
         if not lease.unconfirmed:
             return
@@ -169,12 +263,12 @@ class LeaseRegistry:
             return ""
         return f"lease {unknown[0]} was resumed on its device while no broker answered"
 
-    def _on_devices(self, name: str) -> list[Lease]:
+    def _on_devices(self, name: str) -> list[HelperLease]:
         """The other leases that hold device memory, may soon, or are being moved."""
         others = [lease for lease in self._leases.values() if lease.name != name]
         return [each for each in others if each.phase is not Phase.SUSPENDED or each.moving.locked()]
 
-    def _fits(self, limits: Mapping[str, int], beside: list[Lease]) -> bool:
+    def _fits(self, limits: Mapping[str, int], beside: list[HelperLease]) -> bool:
         """Whether the limits of all these leases fit together on each device."""
         grantable = {
             gpu.uuid: gpu.memory_bytes - self._devices.reserve_bytes(gpu) for gpu in self._machine.nvml.gpus
@@ -185,7 +279,7 @@ class LeaseRegistry:
         )
 
     @contextmanager
-    def hold(self, lease: Lease, epoch: int) -> Iterator[None]:
+    def hold(self, lease: HelperLease, epoch: int) -> Iterator[None]:
         """Hold a lease; the epoch is compared again after the wait.
 
         Raises:
@@ -246,14 +340,14 @@ class LeaseRegistry:
                     users.setdefault(uuid, set()).add(lease.asked.uid)
             self._machine.files.let_in(users)
 
-    def phase_changed(self, lease: Lease) -> None:
+    def phase_changed(self, lease: HelperLease) -> None:
         """Adapt the driver's limits to a new phase, and let the wake detector look."""
         if lease.in_cgroup:
             self._cgroups.limit(lease)
         if lease.phase is Phase.SUSPENDED:
             self.suspended.set()
 
-    def place(self, lease: Lease) -> None:
+    def place(self, lease: HelperLease) -> None:
         """Put the processes of a lease into its cgroup, where the driver limits it."""
         self._cgroups.place(lease)
 
@@ -282,7 +376,7 @@ class LeaseRegistry:
         log.info("lease=%s dropped killed=%d", lease.name, len(killed))
         return Dropped(known=True)
 
-    def _end_processes(self, lease: Lease) -> list[tuple[int, int]]:
+    def _end_processes(self, lease: HelperLease) -> list[tuple[int, int]]:
         """Kill the processes that name a lease, until none does; return their identities."""
         processes, killed = self._machine.processes, []
         until = time.monotonic() + END_PROCESSES_S
@@ -311,7 +405,7 @@ class LeaseRegistry:
                     name,
                 )
                 files.create(asked.uid, asked.limits, PAGE[record.phase])
-            self._leases[name] = Lease(record, files)
+            self._leases[name] = HelperLease(record, files)
             self._note_holder(asked.uid)
         self._remove_leftovers()
         self._cgroups.sweep(self._leases)
@@ -359,11 +453,11 @@ class LeaseRegistry:
         for name in stale:
             state.forget(name)
 
-    def _enforce(self, lease: Lease) -> None:
+    def _enforce(self, lease: HelperLease) -> None:
         if all(self._devices.offers(uuid, Level.CGROUP) for uuid in lease.limits):
             self._cgroups.limit(lease)
 
-    def _create(self, request: SetLimit) -> Lease:
+    def _create(self, request: SetLimit) -> HelperLease:
         """A new lease; the caller holds the guard, so that two requests create one.
 
         Raises:
@@ -373,7 +467,7 @@ class LeaseRegistry:
         if len(self._leases) >= MAX_LEASES:
             raise HelperError(ErrorKind.CONFLICT, f"{MAX_LEASES} leases exist: drop some first")
         state, record = self._machine.state, _record_of(request)
-        lease = Lease(record, LeaseDirectory(state.leases, request.lease))
+        lease = HelperLease(record, LeaseDirectory(state.leases, request.lease))
         try:
             state.save(record)
             lease.create_files(self._devices.contexts(lease.limits))
@@ -385,7 +479,7 @@ class LeaseRegistry:
         self._leases[lease.name] = lease
         return lease
 
-    def _change(self, lease: Lease, request: SetLimit) -> None:
+    def _change(self, lease: HelperLease, request: SetLimit) -> None:
         if lease.asked.uid != request.uid:
             raise HelperError(ErrorKind.CONFLICT, f"lease {lease.name} belongs to uid {lease.asked.uid}")
         if not self.may_live(lease):
@@ -408,7 +502,7 @@ class LeaseRegistry:
         for index, limit_bytes in enumerate(lease.limits.values()):
             lease.files.set_limit(index, limit_bytes)
 
-    def _replace(self, lease: Lease, request: SetLimit) -> None:
+    def _replace(self, lease: HelperLease, request: SetLimit) -> None:
         """Give a lease that no process carries other limits, devices or another phase."""
         record = _record_of(request)
         same = replace(lease.asked, suspended=request.suspended) == request
@@ -419,7 +513,7 @@ class LeaseRegistry:
             and not lease.parked
         ):
             return
-        new = Lease(record, lease.files)
+        new = HelperLease(record, lease.files)
         new.moving = lease.moving
         # Calls counted by earlier processes must not wake the later ones.
         account = new.files.account()
@@ -436,5 +530,5 @@ class LeaseRegistry:
         log.info("lease=%s replaced phase=%s", new.name, new.phase)
 
 
-def _record_of(request: SetLimit) -> Record:
-    return Record(asked=request, phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING)
+def _record_of(request: SetLimit) -> JournalRecord:
+    return JournalRecord(asked=request, phase=Phase.SUSPENDED if request.suspended else Phase.RUNNING)

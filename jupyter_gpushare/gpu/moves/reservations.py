@@ -8,7 +8,7 @@ longer free): that errs on the safe side until it ends.
 
 Where the limits of the running leases on a device do not all fit beside the restore,
 they could take the memory between the check and the restore.  Their allocations are
-paused in the library until the restore is over (`Lease.allocations_paused`).
+paused in the library until the restore is over (`HelperLease.allocations_paused`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from contextlib import ExitStack, contextmanager
 from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.protocol.helper import Phase, Refusal
 
@@ -130,7 +130,7 @@ class MemoryReservations:
                         raise MoveRefused(Refusal.NO_MEMORY, reason)
             yield
 
-    def _growing(self, saved: Mapping[str, int]) -> list[Lease]:
+    def _growing(self, saved: Mapping[str, int]) -> list[HelperLease]:
         """Running leases that could allocate the memory meant for the restore.
 
         The bytes that they hold now do not count: they may free and allocate them again.
@@ -146,7 +146,7 @@ class MemoryReservations:
             )
         ]
 
-    def _overcommitted(self, uuid: str, count: int, running: list[Lease]) -> bool:
+    def _overcommitted(self, uuid: str, count: int, running: list[HelperLease]) -> bool:
         gpu = next((each for each in self._nvml.gpus if each.uuid == uuid), None)
         if gpu is None or not count:
             return False

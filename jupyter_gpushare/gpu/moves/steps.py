@@ -36,13 +36,12 @@ from dataclasses import replace
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver import denied
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
-from jupyter_gpushare.gpu.driver.checkpoint import NotAsked, State
+from jupyter_gpushare.gpu.driver.checkpoint import NotAsked, ProcessState
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import Account
+from jupyter_gpushare.gpu.leases.files import AccountFile
 from jupyter_gpushare.gpu.leases.journal import Parked
-from jupyter_gpushare.gpu.leases.lease import Key, Lease
-from jupyter_gpushare.gpu.leases.machine import Machine
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
 from jupyter_gpushare.protocol.helper import EventKind, Phase, Refusal
 
@@ -82,14 +81,14 @@ class ProcessMoves:
         self._registry = registry
         self._devices = devices
 
-    def states(self, lease: Lease) -> dict[Key, State]:
+    def states(self, lease: HelperLease) -> dict[Key, ProcessState]:
         """The state of each process of the move; those that ended or were lost leave the move.
 
         Raises:
             DeviceError: the driver does not answer, or not yet for long enough to count as out of step.
         """
         alive = self._machine.processes.alive
-        states: dict[Key, State] = {}
+        states: dict[Key, ProcessState] = {}
         for key in list(lease.parked):
             try:
                 state = self._machine.checkpoint.state(key[0])
@@ -101,15 +100,15 @@ class ProcessMoves:
                 continue
             if not alive(key):
                 del lease.parked[key]
-            elif state is State.FAILED:
+            elif state is ProcessState.FAILED:
                 self._lose(lease, key, "the driver says that it failed")
             else:
                 states[key] = state
-                if state is not State.LOCKED:  # it may be Unlock that fails
+                if state is not ProcessState.LOCKED:  # it may be Unlock that fails
                     lease.failing.pop(key, None)
         return states
 
-    def on_devices(self, lease: Lease) -> dict[Key, dict[str, int]]:
+    def on_devices(self, lease: HelperLease) -> dict[Key, dict[str, int]]:
         """The lease's processes that hold memory on a device, with their bytes by device, now.
 
         A process that is listed without bytes is left out: it only called cuInit.
@@ -133,7 +132,7 @@ class ProcessMoves:
         return found
 
     def refuse_unknown_bytes(
-        self, lease: Lease, account: Account | None, shown: Mapping[Key, Mapping[str, int]]
+        self, lease: HelperLease, account: AccountFile | None, shown: Mapping[Key, Mapping[str, int]]
     ) -> None:
         """Refuse a move when a process counts memory on a device where the driver shows none of it.
 
@@ -150,7 +149,7 @@ class ProcessMoves:
                     lease.block(key, reason)
                     raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
 
-    def lock_all(self, lease: Lease, keys: Iterable[Key], deadline: float) -> None:
+    def lock_all(self, lease: HelperLease, keys: Iterable[Key], deadline: float) -> None:
         """RUNNING -> LOCKED for every process, as `lock`; after a refusal the rest leaves the move.
 
         The driver was asked nothing about the rest, and may refuse their state as well.
@@ -168,7 +167,7 @@ class ProcessMoves:
                     lease.parked.pop(untouched, None)
                 raise
 
-    def lock(self, lease: Lease, key: Key, deadline: float) -> None:
+    def lock(self, lease: HelperLease, key: Key, deadline: float) -> None:
         """RUNNING -> LOCKED; a process that ended or does not use CUDA leaves the move.
 
         Raises:
@@ -198,7 +197,7 @@ class ProcessMoves:
             with suppress(DeviceError):
                 checkpoint.unlock(key[0])
 
-    def park(self, lease: Lease, key: Key) -> None:
+    def park(self, lease: HelperLease, key: Key) -> None:
         """LOCKED -> CHECKPOINTED; a process that ended leaves the move.
 
         Raises:
@@ -215,7 +214,7 @@ class ProcessMoves:
             self._machine.processes.set_core_filter(key, 0)
         self.checkpoint(lease, key)
 
-    def checkpoint(self, lease: Lease, key: Key) -> None:
+    def checkpoint(self, lease: HelperLease, key: Key) -> None:
         """LOCKED -> CHECKPOINTED, nothing else; a process that ended leaves the move.
 
         Raises:
@@ -237,7 +236,7 @@ class ProcessMoves:
             self._failed(lease, key, reason)
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason) from None
 
-    def unexplained(self, lease: Lease) -> dict[str, int]:
+    def unexplained(self, lease: HelperLease) -> dict[str, int]:
         """Bytes used on each device of the lease beyond those of all listed processes.
 
         Raises:
@@ -249,7 +248,7 @@ class ProcessMoves:
                 found[gpu.uuid] = self._machine.nvml.usage(gpu.uuid).unexplained_bytes
         return found
 
-    def wait_gone(self, lease: Lease, unexplained_before: dict[str, int]) -> None:
+    def wait_gone(self, lease: HelperLease, unexplained_before: dict[str, int]) -> None:
         """Wait until the device memory of the parked processes is free, by the list and by what is free.
 
         Raises:
@@ -267,17 +266,17 @@ class ProcessMoves:
                 raise MoveRefused(Refusal.BUSY, "the driver still shows the memory of the lease")
             time.sleep(0.01)
 
-    def restore_all(self, lease: Lease) -> None:
+    def restore_all(self, lease: HelperLease) -> None:
         """CHECKPOINTED -> LOCKED for every process; one that the driver lost goes to ``lease.lost``.
 
         Raises:
             DeviceError: the first error for a process that is still checkpointed and not lost.
         """
         for key, state in self.states(lease).items():
-            if state is State.CHECKPOINTED and key in lease.parked:
+            if state is ProcessState.CHECKPOINTED and key in lease.parked:
                 self._restore(lease, key)
 
-    def _restore(self, lease: Lease, key: Key) -> None:
+    def _restore(self, lease: HelperLease, key: Key) -> None:
         first: DeviceError | None = None
         repeated = 0
         for _ in range(RETRIES):
@@ -292,7 +291,7 @@ class ProcessMoves:
                     return
                 repeated += error.code in _LOST_WHEN_REPEATED
                 # Failed ones are sorted out by `states`; retried only while nothing has changed.
-                if self.states(lease).get(key) is not State.CHECKPOINTED:
+                if self.states(lease).get(key) is not ProcessState.CHECKPOINTED:
                     return
                 if error.code == _OUT_OF_MEMORY or repeated >= LOST_AFTER:
                     self._lose(lease, key, str(first))
@@ -300,7 +299,7 @@ class ProcessMoves:
         assert first is not None
         raise first
 
-    def unlock(self, lease: Lease, key: Key) -> None:
+    def unlock(self, lease: HelperLease, key: Key) -> None:
         """LOCKED -> RUNNING, retried while the process stays locked.
 
         Raises:
@@ -311,12 +310,12 @@ class ProcessMoves:
                 self._machine.checkpoint.unlock(key[0])
                 return
             except DeviceError as error:
-                if self.states(lease).get(key) is not State.LOCKED:
+                if self.states(lease).get(key) is not ProcessState.LOCKED:
                     return
                 if attempt == RETRIES - 1:
                     self._lose_if_out_of_step(lease, key, error)
 
-    def save(self, lease: Lease, phase: Phase | None = None) -> None:
+    def save(self, lease: HelperLease, phase: Phase | None = None) -> None:
         """Write the lease to the journal, as it will be in ``phase`` (default: as it is).
 
         Raises:
@@ -329,7 +328,7 @@ class ProcessMoves:
             lease.unsaved = True
             raise MoveRefused(Refusal.BUSY, f"the state directory cannot be written: {error}") from None
 
-    def _uses_no_cuda(self, lease: Lease, key: Key, error: DeviceError) -> bool:
+    def _uses_no_cuda(self, lease: HelperLease, key: Key, error: DeviceError) -> bool:
         """Whether an error says that a process uses no CUDA, or not any more.
 
         Raises:
@@ -339,7 +338,7 @@ class ProcessMoves:
             return not any(self._machine.nvml.processes(uuid).get(key[0]) for uuid in lease.limits)
         return error.code in _NO_CUDA_PROCESS
 
-    def _lose_if_out_of_step(self, lease: Lease, key: Key, error: DeviceError) -> None:
+    def _lose_if_out_of_step(self, lease: HelperLease, key: Key, error: DeviceError) -> None:
         """Lose a process if the driver has failed about it for as long as its copy may take.
 
         Raises:
@@ -357,15 +356,15 @@ class ProcessMoves:
         """Whether a process that was lost as out of step runs after all; one that is locked is unlocked."""
         checkpoint = self._machine.checkpoint
         try:
-            if process.out_of_step and checkpoint.state(process.pid) is State.LOCKED:
+            if process.out_of_step and checkpoint.state(process.pid) is ProcessState.LOCKED:
                 if process.core_filter > 0:
                     self._machine.processes.set_core_filter(process.key, process.core_filter)
                 checkpoint.unlock(process.pid)
-            return process.out_of_step and checkpoint.state(process.pid) is State.RUNNING
+            return process.out_of_step and checkpoint.state(process.pid) is ProcessState.RUNNING
         except DeviceError:
             return False
 
-    def _lose(self, lease: Lease, key: Key, why: str) -> None:
+    def _lose(self, lease: HelperLease, key: Key, why: str) -> None:
         log.error(
             "lease=%s process=%d its GPU state is lost (%s): restart the kernel or job",
             lease.name, key[0], why,
@@ -373,7 +372,7 @@ class ProcessMoves:
         lease.failing.pop(key, None)
         lease.lost[key] = lease.parked.pop(key)
 
-    def _ended(self, lease: Lease, key: Key, call: str) -> bool:
+    def _ended(self, lease: HelperLease, key: Key, call: str) -> bool:
         """Whether the process ended; one that the driver ended within a call is reported."""
         if self._machine.processes.alive(key):
             return False
@@ -395,7 +394,7 @@ class ProcessMoves:
                 self._machine.state.save_devices(self._devices.saved())
         return True
 
-    def _failed(self, lease: Lease, key: Key, reason: str) -> None:
+    def _failed(self, lease: HelperLease, key: Key, reason: str) -> None:
         log.error("lease=%s process=%d %s", lease.name, key[0], reason)
         lease.block(key, reason)
         for uuid in lease.parked[key].saved_bytes if key in lease.parked else lease.limits:

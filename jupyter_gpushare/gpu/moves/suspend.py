@@ -28,19 +28,87 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.driver.checkpoint import State
-from jupyter_gpushare.gpu.leases.blockers import SuspendBlockers
+from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
+from jupyter_gpushare.gpu.driver.known import note_of
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account, Counters
-from jupyter_gpushare.gpu.leases.lease import PAGE, Key, Lease, parked_of
-from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, AccountFile, Counters, words_of
+from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key, parked_of
 from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader, shares_memory_of_nccl
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.moves.reservations import FREE_WAIT_S, MemoryReservations, MoveRefused
 from jupyter_gpushare.gpu.moves.steps import ProcessMoves
 from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Phase, Refusal
 
 log = logging.getLogger(__name__)
+
+
+# ---- why a lease cannot be suspended now, in words for its owner -------------
+# In this order: a dead process left memory (`leftovers`), the machine or the device cannot, the driver
+# is known to fail in the lease's container (`known`: the self-test sees all devices, and would not
+# notice), the driver failed at it lately, a process used something that the driver cannot checkpoint
+# (taints), its memory limit cannot hold the copy, the library is not loaded or the account file is
+# broken.  A failure of the driver is believed for a minute, then for twice as long each time it happens
+# again to the same process (`HelperLease.block`): retrying is harmless, retrying all the time is not.
+
+# A checkpoint takes only the memory of living processes.
+LEFT = "GPU memory of an ended process is kept by processes that it started"
+
+
+class SuspendBlockers:
+    """Answers why a lease cannot be suspended."""
+
+    def __init__(self, machine: Machine, devices: DeviceStates) -> None:
+        self._machine = machine
+        self._devices = devices
+
+    def reason(
+        self, lease: HelperLease, account: AccountFile | None, keys: Iterable[Key], *, forced: bool
+    ) -> str:
+        """Why the lease cannot be suspended while the processes ``keys`` use the GPU; "" if it can.
+
+        A ``forced`` suspension (of a job) needs neither the library nor its counters.  Where the
+        driver does not say how many bytes a process holds, any living process may use the GPU.
+        """
+        if lease.left_bytes:
+            return LEFT
+        keys = set(keys)
+        blind = bool(lease.processes) and any(self._devices.is_blind(uuid) for uuid in lease.limits)
+        if not keys and not blind:
+            return ""
+        if reason := self._machine.checkpoint.unavailable:
+            return reason
+        for uuid in lease.limits:
+            if reason := self._devices.suspend_blocker(uuid):
+                return reason
+        if reason := self._in_container(lease):
+            return reason
+        now = time.monotonic()
+        for key, failure in list(lease.failures.items()):
+            if key in keys and failure.until > now:
+                return failure.reason
+        slots = {(slot.pid, slot.start_ticks): slot for slot in account.slots} if account else {}
+        if words := words_of(slot.taints for key, slot in slots.items() if key in keys):
+            return f"it uses {words}"
+        if lease.memory_too_small:
+            return lease.memory_too_small
+        if not forced and account is None:
+            return "its account file is broken"
+        if not forced and not keys <= slots.keys():
+            return "a process in it does not load the library that limits memory"
+        return ""
+
+    def _in_container(self, lease: HelperLease) -> str:
+        """Why the driver fails in the container of a lease, which has the devices of the lease alone."""
+        driver, note = self._machine.nvml.driver, note_of(self._machine.nvml.driver)
+        has_all = len(lease.limits) == len(self._machine.nvml.gpus) + len(self._machine.nvml.left_out)
+        if note is None or not note.refused_in_containers or has_all:
+            return ""
+        if not any(map(self._machine.processes.is_contained, lease.processes)):
+            return ""
+        return f"driver {driver} cannot suspend in a container with some of the machine's GPUs"
+
+
+# ---- moves -------------------------------------------------------------------
 
 # A process that appears between the list and the page is caught by the next round.
 ROUNDS = 3
@@ -73,17 +141,17 @@ class Mover:
 
     # Verbs
 
-    def suspend(self, lease: Lease, calls: str, timeout_s: float) -> MoveResult:
+    def suspend(self, lease: HelperLease, calls: str, timeout_s: float) -> MoveResult:
         """The result of parking the lease's device memory; the caller holds the lease."""
         return self._move(
             lease, Phase.RUNNING, Phase.SUSPENDED, lambda: self._suspend(lease, calls, timeout_s)
         )
 
-    def resume(self, lease: Lease, timeout_s: float) -> MoveResult:
+    def resume(self, lease: HelperLease, timeout_s: float) -> MoveResult:
         """The result of copying the lease's memory back; the caller holds the lease."""
         return self._move(lease, Phase.SUSPENDED, Phase.RUNNING, lambda: self._resume(lease, timeout_s))
 
-    def _move(self, lease: Lease, start: Phase, end: Phase, move: Callable[[], int]) -> MoveResult:
+    def _move(self, lease: HelperLease, start: Phase, end: Phase, move: Callable[[], int]) -> MoveResult:
         """The result of ``move``, which brings a lease from ``start`` to ``end`` and returns its bytes."""
         began = time.monotonic()
         if lease.unsettled:
@@ -105,7 +173,7 @@ class Mover:
             return refusal(Refusal.BUSY, str(error))
         return MoveResult(done=True, bytes=moved_bytes, took_s=round(time.monotonic() - began, 4))
 
-    def adopt(self, lease: Lease) -> None:
+    def adopt(self, lease: HelperLease) -> None:
         """Settle a lease of the helper before."""
         was_asleep = lease.phase is Phase.SUSPENDED
         if lease.phase not in (Phase.RUNNING, Phase.LOST):
@@ -117,7 +185,7 @@ class Mover:
         lease.files.set_phase(PAGE[lease.phase])
         log.info("lease=%s adopted phase=%s processes=%d", lease.name, lease.phase, len(lease.processes))
 
-    def settle(self, lease: Lease) -> None:
+    def settle(self, lease: HelperLease) -> None:
         """Bring an interrupted move of a lease to an end, from the states that the driver reports.
 
         It ends where most of the work is done already: suspended when every process
@@ -130,10 +198,12 @@ class Mover:
                 # It held no device memory, or its processes have ended.
                 lease.unsettled, lease.failing = False, {}
                 return
-            if any(state in (State.CHECKPOINTING, State.RESTORING) for state in states.values()):
+            if any(
+                state in (ProcessState.CHECKPOINTING, ProcessState.RESTORING) for state in states.values()
+            ):
                 lease.unsettled = True
                 return
-            parked = [key for key, state in states.items() if state is State.CHECKPOINTED]
+            parked = [key for key, state in states.items() if state is ProcessState.CHECKPOINTED]
             if lease.parked and len(parked) == len(states) and not lease.lost:
                 self._enter(lease, Phase.SUSPENDED, "found checkpointed")
             elif not parked:
@@ -146,12 +216,12 @@ class Mover:
                 log.warning("lease=%s phase=%s unsettled: %s", lease.name, lease.phase, error)
             lease.unsettled = True
 
-    def save_again(self, lease: Lease) -> None:
+    def save_again(self, lease: HelperLease) -> None:
         """Write the lease to the journal, where an earlier write failed."""
         with suppress(MoveRefused):
             self._processes.save(lease)
 
-    def forget_lost(self, lease: Lease) -> None:
+    def forget_lost(self, lease: HelperLease) -> None:
         """Let a lease go on once the processes that the driver lost have ended, or run after all."""
         lost = {key: each for key, each in lease.lost.items() if self._machine.processes.alive(key)}
         lease.lost = {key: each for key, each in lost.items() if not self._processes.runs_again(each)}
@@ -160,7 +230,7 @@ class Mover:
 
     # Suspend
 
-    def _suspend(self, lease: Lease, calls: str, timeout_s: float) -> int:
+    def _suspend(self, lease: HelperLease, calls: str, timeout_s: float) -> int:
         reason = "idle" if calls else "forced"
         deadline = time.monotonic() + timeout_s
         found = self._movable(lease, calls)
@@ -185,7 +255,7 @@ class Mover:
         self._enter(lease, Phase.SUSPENDED, reason)
         return sum(lease.saved_bytes.values())
 
-    def _movable(self, lease: Lease, calls: str) -> dict[Key, dict[str, int]]:
+    def _movable(self, lease: HelperLease, calls: str) -> dict[Key, dict[str, int]]:
         """The processes to move with their bytes by device.
 
         Raises:
@@ -215,7 +285,7 @@ class Mover:
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, "it uses NCCL between processes")
         return needed_bytes(lease, account, found)
 
-    def _park(self, lease: Lease, calls: str, deadline: float) -> None:
+    def _park(self, lease: HelperLease, calls: str, deadline: float) -> None:
         """Lock and checkpoint every process of the lease that is on a device."""
         done: set[Key] = set()
         unexplained = self._processes.unexplained(lease)
@@ -251,16 +321,16 @@ class Mover:
                 _check_calls(lease.files.account(), calls)
         self._processes.wait_gone(lease, unexplained)
 
-    def _undo_suspend(self, lease: Lease) -> None:
+    def _undo_suspend(self, lease: HelperLease) -> None:
         """After a suspension failed: running again, or suspended where that is not possible."""
         try:
             states = self._processes.states(lease).items()
-            parked = [key for key, state in states if state is State.CHECKPOINTED]
+            parked = [key for key, state in states if state is ProcessState.CHECKPOINTED]
             self._bring_back(lease, parked, "suspension undone")
         except (MoveRefused, DeviceError):
             self.settle(lease)
 
-    def _bring_back(self, lease: Lease, parked: Iterable[Key], reason: str) -> None:
+    def _bring_back(self, lease: HelperLease, parked: Iterable[Key], reason: str) -> None:
         """All processes to the device, where there is memory for these, which are in host memory.
 
         Raises:
@@ -277,7 +347,7 @@ class Mover:
 
     # Resume
 
-    def _resume(self, lease: Lease, timeout_s: float) -> int:
+    def _resume(self, lease: HelperLease, timeout_s: float) -> int:
         """Restore and unlock every process that lives."""
         alive = self._machine.processes.alive
         lease.parked = {key: each for key, each in lease.parked.items() if alive(key)}
@@ -294,42 +364,42 @@ class Mover:
             raise MoveRefused(Refusal.LOST, LOST)
         return sum(saved.values())
 
-    def _finish_running(self, lease: Lease, reason: str) -> None:
+    def _finish_running(self, lease: HelperLease, reason: str) -> None:
         """LOCKED -> RUNNING for every process, and the phase with them."""
         for key, parked in lease.parked.items():
             if parked.core_filter > 0:
                 self._machine.processes.set_core_filter(key, parked.core_filter)
         for key, state in self._processes.states(lease).items():
-            if state is State.LOCKED:
+            if state is ProcessState.LOCKED:
                 self._processes.unlock(lease, key)
         phase = Phase.LOST if lease.lost else Phase.RUNNING
         self._enter(lease, phase, LOST if lease.lost else reason)
 
-    def _undo_resume(self, lease: Lease) -> None:
+    def _undo_resume(self, lease: HelperLease) -> None:
         """After a resume failed: suspended again, or running where that is not possible."""
         try:
             for key, state in self._processes.states(lease).items():
-                if state is State.LOCKED:
+                if state is ProcessState.LOCKED:
                     self._processes.checkpoint(lease, key)
         except (MoveRefused, DeviceError) as error:
             log.warning("lease=%s could not be suspended again: %s", lease.name, error)
         self.settle(lease)
 
-    def _settle_mixed(self, lease: Lease, parked: list[Key]) -> None:
+    def _settle_mixed(self, lease: HelperLease, parked: list[Key]) -> None:
         """Some processes are in host memory, some on the device: all to the device if they fit."""
         try:
             self._bring_back(lease, parked, "found half-way")
         except (MoveRefused, DeviceError):
             for key, state in self._processes.states(lease).items():
-                if state is State.RUNNING:
+                if state is ProcessState.RUNNING:
                     self._processes.lock(lease, key, time.monotonic() + FREE_WAIT_S)
-                if state in (State.RUNNING, State.LOCKED):
+                if state in (ProcessState.RUNNING, ProcessState.LOCKED):
                     self._processes.checkpoint(lease, key)
             self._enter(lease, Phase.SUSPENDED, "found half-way, not enough memory to go back")
 
     # Phase
 
-    def _enter(self, lease: Lease, phase: Phase, reason: str) -> None:
+    def _enter(self, lease: HelperLease, phase: Phase, reason: str) -> None:
         """Change the phase: in the journal, in the limit page, for watchers, in the log.
 
         A suspension is written first, and not begun when that fails: the next helper
@@ -370,7 +440,7 @@ class Mover:
 
 
 def needed_bytes(
-    lease: Lease, account: Account | None, shown: Mapping[Key, Mapping[str, int]]
+    lease: HelperLease, account: AccountFile | None, shown: Mapping[Key, Mapping[str, int]]
 ) -> dict[Key, dict[str, int]]:
     """Bytes by device that a restore of each process needs: the more of what driver and library say."""
     needed = {key: dict(held) for key, held in shown.items()}
@@ -381,14 +451,14 @@ def needed_bytes(
     return needed
 
 
-def _check_calls(account: Account | None, calls: str) -> None:
+def _check_calls(account: AccountFile | None, calls: str) -> None:
     if account is None:
         raise MoveRefused(Refusal.NOT_SUSPENDABLE, "its account file is broken")
     if account.counters().token() != calls:
         raise MoveRefused(Refusal.WANTED, "a process of the lease entered a CUDA call")
 
 
-def _counters(account: Account | None) -> Counters:
+def _counters(account: AccountFile | None) -> Counters:
     return account.counters() if account else NO_COUNTERS
 
 

@@ -23,15 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
 from jupyter_gpushare.gpu.leases.leftovers import keepers_of
-from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import leader
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.leases.seats import lease_id
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.protocol.helper import EventKind, Phase
-from jupyter_gpushare.protocol.seats import Outcome, Vacated
+from jupyter_gpushare.protocol.seats import SeatOutcome, Vacated
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,7 @@ class Evictions:
             except Exception:  # as above; it is looked at again
                 log.exception("seat=%s cannot be forgotten", seat)
 
-    def look(self, lease: Lease) -> None:
+    def look(self, lease: HelperLease) -> None:
         """Begin or go on to take one lease off the devices, if it has no seat."""
         seats = self._machine.seats
         if seats.may_keep(lease.name, lease.limits):
@@ -140,16 +139,16 @@ class Evictions:
         """
         leases = [lease for lease in self._registry.all() if lease_id(lease.name) == seat_lease]
         if leases and all(self._machine.seats.may_keep(lease.name, lease.limits) for lease in leases):
-            return Vacated(outcome=Outcome.SEATED)
+            return Vacated(outcome=SeatOutcome.SEATED)
         if not all(self._is_off(lease) for lease in leases):
             return None
         with self._guard:
             evictions = [self._evictions.get(lease.name) for lease in leases]
         ended = [eviction for eviction in evictions if eviction is not None and eviction.ended]
         if ended:
-            return Vacated(outcome=Outcome.ENDED, reason=ended[0].reason)
+            return Vacated(outcome=SeatOutcome.ENDED, reason=ended[0].reason)
         parked = any(lease.phase is Phase.SUSPENDED and lease.saved_bytes for lease in leases)
-        return Vacated(outcome=Outcome.SUSPENDED if parked else Outcome.EMPTY)
+        return Vacated(outcome=SeatOutcome.SUSPENDED if parked else SeatOutcome.EMPTY)
 
     def _forget(self, present: set[str]) -> None:
         """Forget what is noted about leases that are gone."""
@@ -164,14 +163,14 @@ class Evictions:
         may_keep = self._machine.seats.may_keep
         return all(not may_keep(lease.name, lease.limits) and self._is_off(lease) for lease in held)
 
-    def _is_off(self, lease: Lease) -> bool:
+    def _is_off(self, lease: HelperLease) -> bool:
         """Whether a lease has no device memory and can get none."""
         living = self._registry.living(lease.name)
         if not living and lease.phase in (Phase.RUNNING, Phase.SUSPENDED, Phase.LOST):
             return not self._registry.may_live(lease)
         return lease.phase in (Phase.SUSPENDED, Phase.LOST) and self._shown(lease) == (set(), True)
 
-    def _shown(self, lease: Lease) -> tuple[set[Key], bool]:
+    def _shown(self, lease: HelperLease) -> tuple[set[Key], bool]:
         """The processes of a lease that hold device memory, and whether all devices answered.
 
         They are those that the driver shows there, and those that keep what dead ones held.
@@ -189,7 +188,7 @@ class Evictions:
             found |= {keys[pid] for pid, count in shown.items() if pid in keys and count != 0}
         return found, all_answered
 
-    def _to_end(self, lease: Lease, eviction: _Eviction) -> set[Key]:
+    def _to_end(self, lease: HelperLease, eviction: _Eviction) -> set[Key]:
         """The processes of a lease that hold device memory, as far as the driver says."""
         found, all_answered = self._shown(lease)
         eviction.seen = found if all_answered else eviction.seen | found
@@ -198,7 +197,7 @@ class Evictions:
             found |= {key for key in eviction.seen if self._machine.processes.alive(key)}
         return found
 
-    def _suspend(self, lease: Lease, eviction: _Eviction) -> None:
+    def _suspend(self, lease: HelperLease, eviction: _Eviction) -> None:
         if not lease.moving.acquire(timeout=SUSPEND_S):
             return
         try:
@@ -214,7 +213,7 @@ class Evictions:
             eviction.reason = moved.reason
             log.warning("lease=%s has no seat and cannot be suspended: %s", lease.name, moved.reason)
 
-    def _stop_job(self, lease: Lease, eviction: _Eviction) -> None:
+    def _stop_job(self, lease: HelperLease, eviction: _Eviction) -> None:
         """Ask the runner of a job to stop it, unless the broker has time to do so."""
         awaits_broker = self._clock() - eviction.began_at < BROKER_S and not self._registry.is_unattended()
         if eviction.asked or awaits_broker:
@@ -224,7 +223,7 @@ class Evictions:
         if runner is not None and self._machine.processes.signal(runner.key, signal.SIGTERM):
             log.warning("lease=%s has no seat: its job is asked to stop", lease.name)
 
-    def _end_processes(self, lease: Lease, eviction: _Eviction) -> None:
+    def _end_processes(self, lease: HelperLease, eviction: _Eviction) -> None:
         now = self._clock()
         for key in self._to_end(lease, eviction):
             if key not in eviction.told:

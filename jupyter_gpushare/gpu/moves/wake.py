@@ -1,4 +1,4 @@
-"""Notice that a suspended lease is wanted: its processes entered a CUDA call.
+"""Wake-up: notice that a suspended lease is wanted, and resume it while no broker can.
 
 The preload library counts a call at its entry, before the driver's lock can stop
 it, so a counter that differs from the one taken at suspension is a call that
@@ -8,8 +8,7 @@ waits.  It stays different until the lease is resumed, so no call is missed, and
 Some runtimes query streams and events for ever in the background, so queries are
 counted apart, and the broker decides what they mean (``queries_only``): they wake a
 lease only while its kernel is busy.  The sample also says whether a process seems to
-wait in a call that is not counted (``stalled``, see `stalls`), again for the broker to
-decide.
+wait in a call that is not counted (``stalled``), again for the broker to decide.
 
 While a lease is suspended, every account is compared each `POLL_S`, which costs
 one pread and one comparison of bytes.  Otherwise the thread sleeps.
@@ -18,15 +17,92 @@ one pread and one comparison of bytes.  Otherwise the thread sleeps.
 from __future__ import annotations
 
 import logging
+import platform
+import threading
 import time
+from collections.abc import Iterable
 
+from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
-from jupyter_gpushare.gpu.moves.stalls import StallDetector
-from jupyter_gpushare.protocol.helper import EventKind, Phase
+from jupyter_gpushare.gpu.moves.suspend import UNFINISHED, Mover, refusal
+from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Phase, Refusal
 
 log = logging.getLogger(__name__)
+
+
+# ---- find processes of suspended leases that seem to wait in the driver without a counted call
+# The library counts the calls that may wait while a process is suspended.  A driver
+# function that it does not count, or one that is reached past the library, would wait for
+# ever.  So a parked process counts as stalled while it has used no CPU time (all threads)
+# for `STALLED_S` and its main thread is in no system call that sleeps, polls, reads or
+# waits for a child or a connection: a kernel at rest polls its sockets, ``input()`` and a
+# slow request poll or read, ``time.sleep`` sleeps.  The broker wakes the lease when its
+# kernel has been busy for long enough as well.
+#
+# Sources: /proc/PID/stat and /proc/PID/syscall of proc(5); the numbers are those of
+# asm/unistd.h.  Where /proc/PID/syscall may not be read, no process is ever stalled.
+
+STALLED_S = 2.0
+_SYSCALL_BYTES = 256
+
+# read, poll, pread64, readv, select, pause, nanosleep, connect, accept, recvfrom, recvmsg, wait4,
+# rt_sigtimedwait, clock_nanosleep, epoll_wait, waitid, pselect6, ppoll, epoll_pwait, accept4,
+# recvmmsg, epoll_pwait2.
+_WAITS = {
+    "x86_64": frozenset(
+        {0, 7, 17, 19, 23, 34, 35, 42, 43, 45, 47, 61, 128, 230, 232, 247, 270, 271, 281, 288, 299, 441}
+    ),
+    "aarch64": frozenset({22, 63, 65, 67, 72, 73, 95, 101, 115, 137, 202, 203, 207, 212, 242, 243, 260, 441}),
+}
+
+
+class StallDetector:
+    """Remembers since when each process has used no CPU time."""
+
+    def __init__(self) -> None:
+        self._since: dict[Key, tuple[int, float]] = {}  # CPU ticks, and the moment they were first seen
+
+    def stalled(self, keys: Iterable[Key], now: float) -> list[Key]:
+        """Those of the processes that have been stalled for `STALLED_S`; call it about every second.
+
+        Raises:
+            OSError: no descriptor or memory is left to look.
+        """
+        found = []
+        for key in keys:
+            ticks = _waiting_elsewhere(key)
+            before = self._since.get(key)
+            if ticks is None:
+                self._since.pop(key, None)
+            elif before is None or before[0] != ticks:
+                self._since[key] = (ticks, now)
+            elif now - before[1] >= STALLED_S:
+                found.append(key)
+        return found
+
+    def keep(self, keys: Iterable[Key]) -> None:
+        """Forget every process but these."""
+        kept = set(keys)
+        self._since = {key: seen for key, seen in self._since.items() if key in kept}
+
+
+def _waiting_elsewhere(key: Key) -> int | None:
+    """CPU ticks of a process with its main thread in no usual system call; None for any other."""
+    fields = procfs.stat_fields(key[0])
+    if not fields or int(fields[procfs.START_TICKS]) != key[1] or fields[procfs.STATE] != b"S":
+        return None
+    # The number first; "running" has none, and without ptrace access the file is empty.
+    number = procfs.read(key[0], "syscall", _SYSCALL_BYTES).split(b" ", 1)[0]
+    if not number.isdigit() or int(number) in _WAITS.get(platform.machine(), ()):
+        return None
+    if platform.machine() not in _WAITS:
+        return None
+    return int(fields[procfs.USER_TICKS]) + int(fields[procfs.SYSTEM_TICKS])
+
+
+# ---- counters ----------------------------------------------------------------
 
 POLL_S = 0.02
 REPEAT_S = 5.0
@@ -70,7 +146,7 @@ class WakeDetector:
                     log.exception("lease=%s cannot be checked for calls", lease.name)
             time.sleep(POLL_S)
 
-    def compare(self, lease: Lease, now: float) -> None:
+    def compare(self, lease: HelperLease, now: float) -> None:
         """Compare one lease's counters, and publish when it is wanted."""
         raw = lease.files.raw_account()
         if raw == lease.compared_account and (not lease.wanted or now - lease.wanted_published_at < REPEAT_S):
@@ -91,14 +167,14 @@ class WakeDetector:
         if is_new or now - lease.wanted_published_at >= REPEAT_S:
             self._publish(lease, reason, now, queries_only=not called)
 
-    def look_for_stalls(self, lease: Lease, now: float) -> None:
+    def look_for_stalls(self, lease: HelperLease, now: float) -> None:
         """Note whether a process of one lease is stalled now."""
         stalled = self._stalls.stalled(list(lease.parked), now)
         if stalled and not lease.stalled:
             log.info("lease=%s process=%d waits without a counted call", lease.name, stalled[0][0])
         lease.stalled = bool(stalled)
 
-    def _publish(self, lease: Lease, reason: str, now: float, *, queries_only: bool) -> None:
+    def _publish(self, lease: HelperLease, reason: str, now: float, *, queries_only: bool) -> None:
         if lease.phase is not Phase.SUSPENDED:
             return  # resumed meanwhile
         lease.wanted, lease.queries_only, lease.wanted_published_at = True, queries_only, now
@@ -108,3 +184,123 @@ class WakeDetector:
             reason=reason,
             fields={"queries_only": "true" if queries_only else "false"},
         )
+
+
+# ---- resume a lease that is wanted while no broker can record that: it hangs, restarts or cannot store
+# A lease that the broker allowed beforehand (`SetLimit.unattended`: a session on capacity of its
+# own) is resumed by the helper itself while no broker answers, for a counted call (queries alone
+# are the broker's to judge).  A broker that answers, but whose database takes nothing, asks for it
+# (`Resume.unrecorded`).  In both cases:
+#
+# * A lease that has ended gives its part of the devices back, whether the broker could record its
+#   end or not: it is put to sleep, which moves nothing, is in the journal first, and keeps what
+#   carries its name from the GPU.  So is a job of which only the runner has begun: the broker
+#   resumes it.
+# * The lease is resumed only where `LeaseRegistry.claim` then finds its part of the devices free
+#   and no borrower on them, and as any other only into memory that the driver shows free
+#   (`reservations`).  Where one of these is not known, nothing is done.
+# * The journal says so before it is done, and the broker reads it from the sample
+#   (`LeaseSample.unconfirmed`).
+
+LOOK_S = 1.0
+# How long a lease that has ended, and has nothing to move, may take to be put to sleep.
+REST_S = 2.0
+
+
+class UnattendedResumes:
+    """Resumes wanted leases while no broker answers, in its own thread: driver calls may hang."""
+
+    def __init__(self, registry: LeaseRegistry, mover: Mover) -> None:
+        self._registry = registry
+        self._mover = mover
+        self._end = threading.Event()
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._end.set()
+
+    def run(self) -> None:
+        """Look every `LOOK_S` until stopped."""
+        while not self._end.wait(LOOK_S):
+            for lease in self._registry.all():
+                try:
+                    self.look(lease)
+                except Exception:  # the outermost loop: one lease must not keep others suspended
+                    log.exception("lease=%s cannot be resumed", lease.name)
+
+    def look(self, lease: HelperLease) -> None:
+        """Resume one lease if it is suspended, wanted, and may be resumed without the broker."""
+        is_wanted = lease.phase is Phase.SUSPENDED and lease.wanted and not lease.queries_only
+        is_due = is_wanted and lease.asked.unattended and self._registry.is_unattended()
+        if not is_due or not lease.moving.acquire(blocking=False):
+            return
+        try:
+            moved = resume_unrecorded(self._registry, self._mover, lease, 0.0, asked=False)
+        finally:
+            lease.moving.release()
+        if not moved.done and lease.stays_for != moved.reason:
+            lease.stays_for = moved.reason
+            log.warning(
+                "lease=%s stays %s while no broker answers: %s", lease.name, lease.phase, moved.reason
+            )
+
+
+def resume_unrecorded(
+    registry: LeaseRegistry, mover: Mover, lease: HelperLease, timeout_s: float, *, asked: bool
+) -> MoveResult:
+    """Return the result of a resume that no broker has recorded; the caller holds the lease.
+
+    ``asked``: a broker asks for it.
+    """
+    if lease.unsettled:
+        mover.settle(lease)  # here, since what is suspended then has to be claimed
+    if lease.unsettled:
+        return refusal(Refusal.BUSY, UNFINISHED)
+    if lease.phase is not Phase.SUSPENDED:
+        return mover.resume(lease, timeout_s)
+    kept = [_put_to_sleep(mover, ended) for ended in _ended_beside(registry, lease)]
+    if not registry.claim(lease, asked=asked):
+        reasons = [reason for reason in kept if reason]
+        reason = reasons[0] if reasons else "another lease has its part of the devices, or may get it"
+        return refusal(Refusal.NO_MEMORY, reason)
+    try:
+        moved = mover.resume(lease, timeout_s)
+    finally:
+        if lease.phase is Phase.SUSPENDED:
+            lease.unconfirmed = False
+    if moved.done:
+        log.warning("lease=%s resumed: no broker has recorded it yet", lease.name)
+    return moved
+
+
+def _ended_beside(registry: LeaseRegistry, lease: HelperLease) -> list[HelperLease]:
+    """Return leases on its devices that have ended, looked up now; the broker has not dropped them yet.
+
+    Nothing of them lives but, of a job, its runner, which uses no GPU: it reports the end, or the start.
+
+    Raises:
+        OSError: no descriptor or memory is left to look.
+    """
+    living = registry.scan()
+    return [
+        other
+        for other in registry.all()
+        if other.phase is Phase.RUNNING
+        and other.lived
+        and other.limits.keys() & lease.limits.keys()
+        and all(process.is_runner for process in living.get(other.name, ()))
+        and not registry.has_unread(other.asked.uid)
+    ]
+
+
+def _put_to_sleep(mover: Mover, lease: HelperLease) -> str:
+    """Return why a lease that has ended keeps its part, or ""."""
+    if not lease.moving.acquire(blocking=False):
+        return f"lease {lease.name} has ended and is being moved"
+    try:
+        if lease.dropped:
+            return ""
+        moved = mover.suspend(lease, "", REST_S)
+    finally:
+        lease.moving.release()
+    return "" if moved.done else f"lease {lease.name} has ended and keeps its part: {moved.reason}"

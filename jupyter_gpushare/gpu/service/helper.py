@@ -22,10 +22,10 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from jupyter_gpushare import __version__, notify, parent
+from jupyter_gpushare import __version__, parent
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.gpu.checks.canary import Canary
-from jupyter_gpushare.gpu.checks.health import Health
+from jupyter_gpushare.gpu.checks.health import HealthChecks
 from jupyter_gpushare.gpu.checks.self_tests import SelfTests
 from jupyter_gpushare.gpu.checks.unleased import UnleasedProcesses
 from jupyter_gpushare.gpu.checks.watchdog import Watchdog
@@ -38,20 +38,17 @@ from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
-from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods
 from jupyter_gpushare.gpu.leases.processes import Processes
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.leases.seats import MAX_SEATS, SeatTable
 from jupyter_gpushare.gpu.moves.suspend import Mover
-from jupyter_gpushare.gpu.moves.unattended import UnattendedResumes
 from jupyter_gpushare.gpu.moves.vacate import Evictions
-from jupyter_gpushare.gpu.moves.wake import WakeDetector
-from jupyter_gpushare.gpu.service.exchange import Exchange
-from jupyter_gpushare.gpu.service.options import Options, parse
+from jupyter_gpushare.gpu.moves.wake import UnattendedResumes, WakeDetector
+from jupyter_gpushare.gpu.service.exchange import Exchange, SeatSocket
+from jupyter_gpushare.gpu.service.options import HelperOptions, parse
 from jupyter_gpushare.gpu.service.requests import Requests
 from jupyter_gpushare.gpu.service.sampler import Sampler
-from jupyter_gpushare.gpu.service.seat_socket import SeatSocket
 from jupyter_gpushare.gpu.service.server import Server
 from jupyter_gpushare.gpu.service.tcp import TcpServer
 from jupyter_gpushare.native import install_preload
@@ -69,7 +66,7 @@ LOOK_S = 1.0
 class Helper:
     """All parts of the helper, wired together; `start` makes them run."""
 
-    def __init__(self, options: Options) -> None:
+    def __init__(self, options: HelperOptions) -> None:
         """Open the driver and take over what an earlier helper left.
 
         Raises:
@@ -103,7 +100,7 @@ class Helper:
         cgroups = Cgroups(options.cgroup_root, machine.nvml, machine.processes)
         self._devices = DeviceStates(machine.nvml.gpus, machine.files)
         self._registry = LeaseRegistry(machine, self._devices, cgroups)
-        self._health = Health(machine.nvml, machine.events, self._registry, self._devices)
+        self._health = HealthChecks(machine.nvml, machine.events, self._registry, self._devices)
         canary = Canary(machine, cgroups, own_pids)
         self._self_tests = SelfTests(machine, self._registry, self._devices, self._health, canary)
         self._wake_detector = WakeDetector(self._registry, machine.events)
@@ -204,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: None)
     _raise_descriptors()
-    systemd = notify.of_process()
+    systemd = parent.of_process()
     try:
         helper = Helper(options)
     except GpuShareError as error:

@@ -16,7 +16,7 @@ from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER, TlsFiles
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Options:
+class HelperOptions:
     """How a helper is started."""
 
     state_dir: Path
@@ -191,7 +191,7 @@ def _endpoint(given: argparse.Namespace) -> Endpoint | None:
     )
 
 
-def parse(argv: Sequence[str]) -> Options:
+def parse(argv: Sequence[str]) -> HelperOptions:
     """The options on a command line; exits with 2 and a usage line when they are wrong."""
     parser = _parser()
     given = parser.parse_args(argv)
@@ -213,7 +213,7 @@ def parse(argv: Sequence[str]) -> Options:
         endpoint = _endpoint(given)
     except GpuShareError as error:
         parser.error(str(error))
-    named = {name: value for name, value in vars(given).items() if name in Options.__slots__}
+    named = {name: value for name, value in vars(given).items() if name in HelperOptions.__slots__}
     made = {
         "socket": given.socket or given.state_dir / "helper.sock",
         "allow_uids": frozenset(given.allow_uids),
@@ -225,4 +225,4 @@ def parse(argv: Sequence[str]) -> Options:
         ),
         "endpoint": endpoint,
     }
-    return Options(**named | made)
+    return HelperOptions(**named | made)

@@ -21,22 +21,19 @@ from jupyter_gpushare import __version__
 from jupyter_gpushare.errors import HelperError, InvalidRequest
 from jupyter_gpushare.gpu.checks.self_tests import SelfTests
 from jupyter_gpushare.gpu.checks.watchdog import Watchdog
-from jupyter_gpushare.gpu.driver.nvml import Gpu
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory, check_lease
-from jupyter_gpushare.gpu.leases.lease import Lease
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.leftovers import keepers_of
-from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import leader
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.moves.suspend import Mover, refusal
-from jupyter_gpushare.gpu.moves.unattended import resume_unrecorded
+from jupyter_gpushare.gpu.moves.wake import resume_unrecorded
 from jupyter_gpushare.gpu.service.sampler import Sampler
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.helper import Device, ErrorKind, Level, Phase, Refusal
-from jupyter_gpushare.protocol.reservations import Reserve
+from jupyter_gpushare.protocol.helper import Device, EndProcess, ErrorKind, Level, Phase, Refusal, Reserve
 from jupyter_gpushare.protocol.seats import CountSeats
-from jupyter_gpushare.protocol.unleased import EndProcess
 
 log = logging.getLogger(__name__)
 
@@ -142,7 +139,7 @@ class Requests:
             left_out=self._machine.nvml.left_out,
         )
 
-    def _device(self, gpu: Gpu) -> Device:
+    def _device(self, gpu: DriverGpu) -> Device:
         reason = self._devices.out_of_service(gpu.uuid)
         verdict = self._devices.verdict(gpu.uuid)
         return Device(
@@ -185,7 +182,7 @@ class Requests:
             raise InvalidRequest("timeout_s is at least 0 and at most 3600 seconds")
         return self._move(request.lease, epoch, lambda lease: self._resume_held(lease, request))
 
-    def _resume_held(self, lease: Lease, request: helper.Resume) -> helper.MoveResult:
+    def _resume_held(self, lease: HelperLease, request: helper.Resume) -> helper.MoveResult:
         if request.unrecorded:
             return resume_unrecorded(self._registry, self._mover, lease, request.timeout_s, asked=True)
         if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, lease.limits)):
@@ -195,7 +192,9 @@ class Requests:
             self._registry.confirm(lease)
         return moved
 
-    def _move(self, name: str, epoch: int, move: Callable[[Lease], helper.MoveResult]) -> helper.MoveResult:
+    def _move(
+        self, name: str, epoch: int, move: Callable[[HelperLease], helper.MoveResult]
+    ) -> helper.MoveResult:
         lease = self._registry.get(name)
         if lease is None:
             return refusal(Refusal.NO_LEASE, f"no lease {name} on this machine")
@@ -248,7 +247,7 @@ class Requests:
         self._watchdog.unleased.end(request.device, request.process, self._registry.all())
         return helper.Signalled(count=1)
 
-    def _park(self, lease: Lease, epoch: int) -> None:
+    def _park(self, lease: HelperLease, epoch: int) -> None:
         """Checkpoint a lease that is killed next; where that fails, it is killed all the same."""
         reason = "it is being moved"
         with contextlib.suppress(HelperError), self._registry.hold(lease, epoch):

@@ -19,16 +19,15 @@ from contextlib import suppress
 from dataclasses import replace
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.checks.health import Health
+from jupyter_gpushare.gpu.checks.health import HealthChecks
 from jupyter_gpushare.gpu.checks.watchdog import Watchdog
-from jupyter_gpushare.gpu.driver.nvml import Gpu, Usage
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, Account
-from jupyter_gpushare.gpu.leases.lease import Key, Lease
+from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, AccountFile
+from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
 from jupyter_gpushare.gpu.leases.leftovers import Leftovers
-from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import Process
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.protocol.helper import (
     DeviceSample,
@@ -60,7 +59,7 @@ class Sampler:
         registry: LeaseRegistry,
         devices: DeviceStates,
         mover: Mover,
-        health: Health,
+        health: HealthChecks,
         watchdog: Watchdog,
         period_s: float,
     ) -> None:
@@ -78,7 +77,7 @@ class Sampler:
         self._asked = False
         self._stopped = False
         self._devices: dict[str, DeviceSample] = {}
-        self._last: dict[str, Usage] = {}
+        self._last: dict[str, DeviceReading] = {}
         self._late: frozenset[str] = frozenset()  # devices with a call that the last pass began
         self._at = 0.0
         self._host_available_bytes = 0
@@ -160,7 +159,7 @@ class Sampler:
         answers = self._machine.nvml.usages()
         for gpu in self._machine.nvml.gpus:
             self._device(gpu, answers[gpu.uuid], began_at)
-        usages = {uuid: usage for uuid, usage in answers.items() if isinstance(usage, Usage)}
+        usages = {uuid: usage for uuid, usage in answers.items() if isinstance(usage, DeviceReading)}
         # A device that is late keeps its last usage; one that failed has none.
         shown = {uuid: last for uuid, last in self._last.items() if answers[uuid] is None} | usages
         self._last = shown
@@ -184,10 +183,10 @@ class Sampler:
 
     # One pass
 
-    def _device(self, gpu: Gpu, answer: Usage | DeviceError | None, at: float) -> None:
+    def _device(self, gpu: DriverGpu, answer: DeviceReading | DeviceError | None, at: float) -> None:
         before = self._devices.get(gpu.uuid)
         used, percent = (before.used_bytes, before.utilization_percent) if before else (0, 0)
-        if isinstance(answer, Usage):
+        if isinstance(answer, DeviceReading):
             used, percent = answer.used_bytes, answer.utilization_percent
             self._health.errors(gpu.uuid, answer.uncorrected)
             self._health.recovery(gpu.uuid, answer.recovery_action)
@@ -215,11 +214,11 @@ class Sampler:
         unleased = self._watchdog.unleased.shown(device.uuid)
         return replace(device, healthy=not reason, reason=reason, blind=is_blind, unleased=unleased)
 
-    def _is_blind(self, uuid: str, usage: Usage) -> bool:
+    def _is_blind(self, uuid: str, usage: DeviceReading) -> bool:
         """Whether the driver does not say how many bytes each process holds on a device."""
         return self._states.is_blind(uuid) or None in usage.processes.values()
 
-    def _may_hold_unread(self, lease: Lease, usages: dict[str, Usage]) -> bool:
+    def _may_hold_unread(self, lease: HelperLease, usages: dict[str, DeviceReading]) -> bool:
         """Whether a process of its user that does not answer uses a device of a lease, or may."""
         pids = {process.pid for process in self._machine.processes.unread if process.uid == lease.asked.uid}
         return bool(pids) and any(
@@ -230,7 +229,9 @@ class Sampler:
             for uuid in lease.limits
         )
 
-    def _lease(self, lease: Lease, usages: dict[str, Usage], living: tuple[Process, ...]) -> None:
+    def _lease(
+        self, lease: HelperLease, usages: dict[str, DeviceReading], living: tuple[Process, ...]
+    ) -> None:
         if lease.unread_since and lease.was_alive and not living:
             return  # it keeps its last values: a process that does not answer may be its own
         lease.processes = living
@@ -271,7 +272,9 @@ class Sampler:
         lease.was_alive = bool(living)
         lease.lived |= lease.was_alive
 
-    def _held(self, lease: Lease, account: Account | None, uuid: str, usage: Usage) -> dict[int, int]:
+    def _held(
+        self, lease: HelperLease, account: AccountFile | None, uuid: str, usage: DeviceReading
+    ) -> dict[int, int]:
         """Bytes on a device by pid: as the driver shows them, as the library counts them where it does not.
 
         A process that is listed without bytes, and counts none, only called cuInit.
@@ -283,7 +286,7 @@ class Sampler:
         found = {pid: count for pid, count in shown.items() if count}
         return found | {p.pid: counted[p.key] for p in hidden if counted.get(p.key)}
 
-    def _charge_contexts(self, lease: Lease, account: Account, used: dict[str, int]) -> None:
+    def _charge_contexts(self, lease: HelperLease, account: AccountFile, used: dict[str, int]) -> None:
         """Charge to the limit what the driver shows beyond the account: contexts, at least the first one."""
         keys = {process.key for process in lease.processes}
         first = self._states.contexts(lease.limits)
@@ -314,7 +317,7 @@ class Sampler:
             finally:
                 lease.moving.release()
 
-    def _lease_sample(self, lease: Lease, processes_shown: int) -> LeaseSample:
+    def _lease_sample(self, lease: HelperLease, processes_shown: int) -> LeaseSample:
         phase = lease.phase
         suspended = phase is Phase.SUSPENDED
         account = lease.account

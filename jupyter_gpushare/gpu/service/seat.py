@@ -40,7 +40,7 @@ ANSWER_S = 10.0
 _FINAL = (ErrorKind.STALE_EPOCH, ErrorKind.BAD_REQUEST, ErrorKind.NOT_ALLOWED)
 
 
-class Seat:
+class SeatProcess:
     """One seat and its connection to the helper; ``stop`` is a descriptor that a signal makes readable."""
 
     def __init__(self, sit: Sit, path: Path, stop: int) -> None:
@@ -177,7 +177,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not devices:
             reason = "; ".join(nvml.left_out) or "the driver shows no device in this container"
             raise HelperError("no_device", reason)
-        outcome = Seat(replace(sit, devices=devices), path, stop).run()
+        outcome = SeatProcess(replace(sit, devices=devices), path, stop).run()
     except GpuShareError as error:
         print(f"gpushare seat: {error}", file=sys.stderr, flush=True)
         os._exit(1)  # a thread that hangs in the driver must not keep the process alive

@@ -4,30 +4,191 @@ The kernel reports the uid of the peer (SO_PEERCRED): root, the helper's own use
 those named with ``--allow-uid`` have access, whatever the socket's mode.  Where that
 is one user beside root, the socket belongs to that user and no other can connect;
 where there are more, every user can connect and the others are refused.  At most
-``most`` connections are served at once (`peers`), with lines of at most
+``most`` connections are served at once (`Peers`), with lines of at most
 `protocol.helper.MAX_LINE_BYTES`; one more is refused as ``busy`` where all have a request in progress.
 """
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import logging
 import os
 import socket
+import threading
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from jupyter_gpushare.connections import BACKLOG, IDLE_S
+from jupyter_gpushare.connections import BACKLOG, IDLE_S, Connections
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.service.exchange import error_answer
-from jupyter_gpushare.gpu.service.lines import IDLE_TIMEOUT_S, Lines
-from jupyter_gpushare.gpu.service.peers import Acceptor
+from jupyter_gpushare.gpu.service.lines import IDLE_TIMEOUT_S, Closed, Lines
 from jupyter_gpushare.peers import socket_uid
 from jupyter_gpushare.protocol.helper import ErrorKind, encode
 
 log = logging.getLogger(__name__)
+
+
+# ---- the helper's connections, each served by a thread of its own, by the rules of `connections`
+# A connection that gives way is shut down, and its thread has `ENDS_S` to end before the next connection is
+# accepted: so there are hardly more threads than connections.  A request in progress cannot be cancelled,
+# and never gives way.
+
+# Connections that have not shown yet that they may ask, or that are told that they may not.
+# A thread that waits costs about 0.02 MiB of memory.
+MAX_UNPROVEN = 128
+ENDS_S = 1.0
+
+
+class Acceptor(abc.ABC):
+    """A listening socket, and the connections that were accepted on it."""
+
+    def __init__(self, listener: socket.socket, most: int) -> None:
+        self._socket = listener
+        self._peers = Peers(most)
+        self._stopped = False
+
+    def run(self) -> None:
+        """Accept until stopped."""
+        while not self._stopped:
+            try:
+                peer, address = self._socket.accept()
+            except OSError:
+                if self._stopped:
+                    return
+                time.sleep(0.1)  # out of descriptors: peers wait in the backlog
+                continue
+            self.meet(peer, address)
+
+    @abc.abstractmethod
+    def meet(self, peer: socket.socket, address: Any) -> None:
+        """Serve a connection in a thread of its own, or close it; never wait for its peer."""
+
+    def stop(self) -> None:
+        """Close the socket and every connection."""
+        self._stopped = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._peers.stop()
+
+
+class Peers:
+    """Connections of one listener and their threads; only one thread calls `serve`."""
+
+    def __init__(self, most: int) -> None:
+        self._guard = threading.Lock()
+        self._connections: Connections[socket.socket] = Connections(
+            unproven=MAX_UNPROVEN, proven=most, cancels=False
+        )
+        self._threads: dict[socket.socket, threading.Thread] = {}
+
+    def serve(
+        self, peer: socket.socket, holder: str, talk: Callable[[], None], *, is_proven: bool = False
+    ) -> bool:
+        """Run ``talk`` in a thread, and close ``peer`` at its end; False: there is no place for it.
+
+        In the latter case ``peer`` stays open.
+        """
+        with self._guard:
+            given_way = self._connections.admit(
+                peer, holder, time.monotonic(), is_proven=is_proven, shakes_hands=True
+            )
+            thread = self._shut(given_way) if given_way is not peer else None
+        if given_way is peer:
+            return False
+        if thread is not None:
+            thread.join(ENDS_S)
+        started = threading.Thread(target=self._run, args=(peer, talk), name="peer", daemon=True)
+        with self._guard:
+            self._threads[peer] = started
+        try:
+            started.start()
+        except RuntimeError as error:  # the system has no more
+            log.error("a connection is refused: %s", error)
+            self._leave(peer)
+        return True
+
+    def prove(self, peer: socket.socket, holder: str) -> bool:
+        """Count a connection as proven; False: there is no place for it."""
+        with self._guard:
+            given_way = self._connections.prove(peer, holder)
+            if given_way is not None and given_way is not peer:
+                self._shut(given_way)
+        return given_way is not peer
+
+    def expires_at(self, peer: socket.socket) -> float:
+        """Return by when (monotonic) an unproven connection has to go on; the past: it has given way."""
+        with self._guard:
+            entry = self._connections.of(peer)
+        return entry.expires_at if entry is not None else 0.0
+
+    def lines(self, peer: socket.socket) -> Lines:
+        """Return the lines of a connection, which is idle while it waits for the next one."""
+        return _CountedLines(self, peer)
+
+    def idle(self, peer: socket.socket) -> None:
+        """Count the request of a connection as ended."""
+        with self._guard:
+            self._connections.idle(peer, time.monotonic())
+
+    def busy(self, peer: socket.socket) -> None:
+        """Count a request as begun.
+
+        Raises:
+            Closed: the connection has given way.
+        """
+        with self._guard:
+            if not self._connections.busy(peer):
+                raise Closed
+
+    def stop(self) -> None:
+        """Shut every connection down."""
+        with self._guard:
+            for peer in self._threads:
+                self._shut(peer)
+
+    def _run(self, peer: socket.socket, talk: Callable[[], None]) -> None:
+        try:
+            talk()
+        except (OSError, Closed):
+            pass  # the peer is gone, or too slow
+        finally:
+            self._leave(peer)
+
+    def _leave(self, peer: socket.socket) -> None:
+        with self._guard:
+            self._connections.close(peer)
+            self._threads.pop(peer, None)
+        peer.close()
+
+    def _shut(self, peer: socket.socket | None) -> threading.Thread | None:
+        """End the connection that gives way; returns its thread."""
+        if peer is None:
+            return None
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(peer, socket.SHUT_RDWR)  # below TLS, which another thread may be in
+        return self._threads.get(peer)
+
+
+class _CountedLines(Lines):
+    """Lines of a connection that is idle between an answer and the next request."""
+
+    def __init__(self, peers: Peers, peer: socket.socket) -> None:
+        super().__init__(peer)
+        self._peers = peers
+
+    def read(self) -> bytes:
+        self._peers.idle(self._peer)
+        line = super().read()
+        self._peers.busy(self._peer)
+        return line
+
+
+# ---- unix sockets ------------------------------------------------------------
 
 MAX_CONNECTIONS = 32
 

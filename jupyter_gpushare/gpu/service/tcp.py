@@ -1,7 +1,7 @@
 """The helper's TCP port for a broker on another machine, with certificates on both sides.
 
 A peer is served once it has shown a certificate of the broker (`protocol.helper_tls`).  Until then it is an
-unproven connection (`peers`) of its address, and takes no place of the broker's.
+unproven connection (`server`) of its address, and takes no place of the broker's.
 A peer that vanished without a word is noticed by TCP keepalive.
 """
 
@@ -20,8 +20,7 @@ from jupyter_gpushare.connections import BACKLOG
 from jupyter_gpushare.errors import GpuShareError, HelperError
 from jupyter_gpushare.gpu.service.exchange import error_answer
 from jupyter_gpushare.gpu.service.lines import Lines
-from jupyter_gpushare.gpu.service.peers import Acceptor
-from jupyter_gpushare.gpu.service.server import MAX_CONNECTIONS
+from jupyter_gpushare.gpu.service.server import MAX_CONNECTIONS, Acceptor
 from jupyter_gpushare.peers import holder_of
 from jupyter_gpushare.protocol.helper import ErrorKind, encode
 from jupyter_gpushare.protocol.helper_tls import BROKER, TlsFiles, keep_alive, names, reason

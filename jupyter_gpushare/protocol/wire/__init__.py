@@ -16,6 +16,7 @@ from jupyter_gpushare.protocol.wire.codec import (
     MAX_BODY_BYTES,
     Answer,
     Message,
+    Text,
     decode,
     decode_answer,
     decode_stored,
@@ -101,4 +102,3 @@ from jupyter_gpushare.protocol.wire.status import (
     UsageRow,
     WaitingSession,
 )
-from jupyter_gpushare.protocol.wire.text import Text

@@ -121,3 +121,17 @@ def replace(message: S, **changes: Any) -> S:
         TypeError: the message has no such field.
     """
     return msgspec.structs.replace(message, **changes)
+
+
+# ---- sentences as keys and arguments, which readers translate ----------------
+
+
+class Text(Answer, frozen=True):
+    """One sentence or phrase: a key of `messages.TEMPLATES`, and what replaces ``%1``, ``%2``, ...
+
+    The key of an error is its English template.  The argument of the key ``time`` is a moment
+    (ISO 8601, UTC), which readers write in their own zone, with seconds where it has them.
+    """
+
+    key: str
+    args: list[str | Text] = []

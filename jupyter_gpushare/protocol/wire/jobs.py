@@ -9,8 +9,7 @@ import msgspec
 from jupyter_gpushare.core.model import CheckpointMode
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
-from jupyter_gpushare.protocol.wire.codec import Answer, Message
-from jupyter_gpushare.protocol.wire.text import Text
+from jupyter_gpushare.protocol.wire.codec import Answer, Message, Text
 
 MAX_COMMAND_ARGS = 1_000
 MAX_ENV = 200

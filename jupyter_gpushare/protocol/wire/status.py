@@ -9,9 +9,8 @@ import msgspec
 from jupyter_gpushare.core.model import Kind, State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest
-from jupyter_gpushare.protocol.wire.codec import Answer, Message
+from jupyter_gpushare.protocol.wire.codec import Answer, Message, Text
 from jupyter_gpushare.protocol.wire.jobs import Estimate, Job
-from jupyter_gpushare.protocol.wire.text import Text
 
 
 class KernelActivity(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Alembic's entry: runs migrations on the connection that `schema` hands over, in its transaction."""
+"""Alembic's entry: runs migrations on the connection that `store` hands over, in its transaction."""
 
 from alembic import context
 

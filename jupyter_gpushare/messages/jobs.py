@@ -1,12 +1,16 @@
-"""Why jobs wait, when they start, and why work was preempted."""
+"""Sentences about jobs: why they wait, when they start and end, and what webhooks and mails say of them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jupyter_gpushare.core.model import WHOLE_GPU, Why
-from jupyter_gpushare.messages.texts import Texts, text
+from jupyter_gpushare.core.measure import Doubt, Measure
+from jupyter_gpushare.core.model import WHOLE_GPU, Lease, Why
+from jupyter_gpushare.core.order import attained_gpu_s, gpus
+from jupyter_gpushare.messages.texts import Texts, duration_text, one_line, printable, text
 from jupyter_gpushare.protocol.wire import Text
+
+# ---- why jobs wait, when they start, and why work was preempted --------------
 
 # Reason why a job starts again: the driver could not bring its memory back.
 STATE_LOST = "state_lost"
@@ -95,3 +99,58 @@ def waiting(
     if free_milli == WHOLE_GPU:
         return *number, text("waiting.one_free", needs)
     return *number, text("waiting.free", needs, f"{free_milli / WHOLE_GPU:g}")
+
+
+# ---- the remaining time of jobs, by their progress reports -------------------
+
+
+def left_s(lease: Lease, measure: Measure | None, now: float) -> float | None:
+    """Return for how many seconds a job still runs on the GPUs that it holds or requests; None: not known."""
+    left = None if measure is None else measure.left_at(attained_gpu_s(lease, now))
+    return None if left is None or not gpus(lease) else round(left / gpus(lease))
+
+
+def doubt(lease: Lease, measure: Measure | None, now: float) -> Doubt | None:
+    """Return why the progress of a job does not count; None: it may."""
+    return None if measure is None else measure.doubt_at(attained_gpu_s(lease, now))
+
+
+def measured(lease: Lease, before: Measure | None, after: Measure | None) -> tuple[str, Text] | None:
+    """Return template and argument of what a report shows for the first time; None: nothing new."""
+    if after is None or after == before:
+        return None
+    if after.doubt is not None:
+        return "notice.doubt", text(f"part.doubt_{after.doubt}")
+    is_known = before is not None and before.left_gpu_s is not None and before.attempt == after.attempt
+    if after.left_gpu_s is None or is_known or not gpus(lease):
+        return None
+    return "notice.time_left", duration_text(after.left_gpu_s / gpus(lease))
+
+
+# ---- what webhooks and mails say of a job: one line, without control characters
+
+_CHARS = 500
+_EVENTS = {
+    "started": "started",
+    "stopping": "is being stopped",
+    "paused": "is paused",
+    "attention": "needs attention",
+}
+_STATES = {
+    "queued": "is back in the queue",
+    "succeeded": "is done",
+    "failed": "has failed",
+    "cancelled": "was cancelled",
+    "timed_out": "has timed out",
+}
+
+
+def news_line(text: str) -> str:
+    """Return a text as data for others: one line of at most 500 characters, all of them printable."""
+    return printable(one_line(text))[:_CHARS]
+
+
+def job_news(name: str, event: str, state: str, reason: str = "") -> str:
+    """Return a sentence such as ``train.py has failed. It ended with exit code 1.``"""
+    said = _EVENTS.get(event) or _STATES.get(state, "has ended")
+    return f"{news_line(name)} {said}. {news_line(reason)}".rstrip()
