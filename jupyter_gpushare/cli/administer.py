@@ -233,7 +233,7 @@ def time_of_day(text: str) -> str:
 
 def _print(answer: wire.Devices) -> None:
     for device in answer.devices:
-        say(f"{device.uuid} ({device.name}): {_drains_sentence(device.drain)}")
+        say(f"{device.uuid} ({device.name}): {_drain_sentence(device.drain)}")
     if not answer.devices:
         say("No GPU is known.")
 
@@ -281,7 +281,7 @@ def _path(known: wire.Devices, asked: str) -> str:
     return f"devices/{quote(found[0], safe='')}/drain"
 
 
-def _drains_sentence(drain: wire.Drain | None) -> str:
+def _drain_sentence(drain: wire.Drain | None) -> str:
     if drain is None:
         return "takes work."
     there = f"{_count(drain.sessions, 'session')} and {_count(drain.jobs, 'job')} are still there"
@@ -296,7 +296,7 @@ def _count(number: int, what: str) -> str:
 # ---- `gpushare admin owners`, `adopt` and `end`: jobs of users that are absent from the Hub
 
 
-def _owners_print(answer: wire.Owners) -> None:
+def _print_owners(answer: wire.Owners) -> None:
     if not answer.owners:
         say("The Hub has the owners of all sessions and jobs.")
         return
@@ -307,7 +307,7 @@ def _owners_print(answer: wire.Owners) -> None:
     print_table(["OWNER", "MADE AT", "WAITING JOBS", "OTHERS", ""], rows)
 
 
-@shown_by(_owners_print)
+@shown_by(_print_owners)
 def owners(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
     """Owners of sessions and jobs that are absent from the Hub, or were made anew."""
     return client.get("owners", wire.Owners)
@@ -327,17 +327,17 @@ def adopt(args: argparse.Namespace) -> int:
         answer = client.get("owners", wire.Owners)
         for name in _names(args, answer):
             try:
-                answer = client.put(_owners_path(name), wire.Adoption(to=args.to), wire.Owners)
+                answer = client.put(_owner_path(name), wire.Adoption(to=args.to), wire.Owners)
             except RequestError as error:
                 if not args.all:
                     raise
                 complain(args, error)
                 code = EXIT_REFUSED
-    print_json(answer) if args.json else _owners_print(answer)
+    print_json(answer) if args.json else _print_owners(answer)
     return code
 
 
-@shown_by(_owners_print)
+@shown_by(_print_owners)
 def end(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
     """Fail the waiting jobs of such an owner.
 
@@ -347,7 +347,7 @@ def end(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
     if names := _names(args, answer):
         confirm(args, f"Fail the waiting jobs of {', '.join(names)}?")
     for name in names:
-        answer = client.delete(_owners_path(name), wire.Owners)
+        answer = client.delete(_owner_path(name), wire.Owners)
     return answer
 
 
@@ -357,14 +357,14 @@ def _names(args: argparse.Namespace, answer: wire.Owners) -> list[str]:
     return sorted({owner.name for owner in answer.owners}) if args.all else [args.name]
 
 
-def _owners_path(name: str) -> str:
+def _owner_path(name: str) -> str:
     return f"owners/{quote(name, safe='')}"
 
 
 # ---- `gpushare admin release`: processes that use a GPU without a lease ------
 
 
-def _processes_print(answer: wire.Devices | None) -> None:
+def _print_processes(answer: wire.Devices | None) -> None:
     if answer is None:
         say("It was told to end.")
         return
@@ -379,7 +379,7 @@ def _processes_print(answer: wire.Devices | None) -> None:
         say("No process is known to use a GPU without a lease.")
 
 
-@shown_by(_processes_print)
+@shown_by(_print_processes)
 def release(client: BlockingClient, args: argparse.Namespace) -> wire.Devices | None:
     """End a process that uses a GPU without a lease.
 

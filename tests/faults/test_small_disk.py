@@ -73,14 +73,14 @@ _JOURNAL = """
 import sys
 from dataclasses import replace
 from pathlib import Path
-from jupyter_gpushare.gpu.leases.journal import Parked, Record, StateDirectory
+from jupyter_gpushare.gpu.leases.journal import JournalRecord, Parked, StateDirectory
 from jupyter_gpushare.protocol.helper import Phase, SetLimit
 
 disk = Path(sys.argv[1])
 state = StateDirectory(disk, "boot")
 def of(lease):
     asked = SetLimit(lease=lease, uid=1000, limits={"GPU-0": 1 << 30})
-    return Record(asked=asked, phase=Phase.RUNNING)
+    return JournalRecord(asked=asked, phase=Phase.RUNNING)
 
 ada = of("ada")
 parked = [Parked(pid=pid, start_ticks=1, saved_bytes={"GPU-0": 1 << 30}) for pid in range(1, 100)]

@@ -125,8 +125,8 @@ def test_broker_helper_seats_and_spawner_name_the_same_port_folder_and_label(
     demand = Demand(lease="b1", project="vision", seat_class=SeatClass.SESSION, size=Size(500))
     pod = seat_pod("seat-1", demand, Request(fraction_milli=500), kube.seat(), 1)
     (volume,) = pod["spec"]["volumes"]
-    sits = seat.parse(pod["spec"]["containers"][0]["args"][1:])
-    assert str(given.seat_socket) == str(sits.socket) == f"{volume['hostPath']['path']}/seat.sock"
+    _, sits = seat.parse(pod["spec"]["containers"][0]["args"][1:])
+    assert str(given.seat_socket) == str(sits) == f"{volume['hostPath']['path']}/seat.sock"
     assert pod["spec"]["tolerations"] == template["spec"]["tolerations"]
     assert pod["spec"]["runtimeClassName"] == template["spec"]["runtimeClassName"]
 
