@@ -1,7 +1,7 @@
 """Requests to one device helper, on this machine or another.
 
-The helper's protocol is `protocol.helper`: one line of JSON each way, one connection per request (a
-slow suspension must not delay a sample).  A connection is a unix socket on this machine, and TLS
+The helper's protocol is `protocol.helper`: one line of JSON each way, one request at a time per connection
+(a slow suspension must not delay a sample).  A connection is a unix socket on this machine, and TLS
 (`protocol.helper_tls`) to another one.
 """
 
@@ -29,6 +29,8 @@ _QUICK_S = 5.0
 MOVE_S = 600.0
 # For a connection and the proofs of both sides.
 _CONNECT_S = 5.0
+# A connection serves requests for so long; then both sides have to show valid certificates again.
+KEEP_S = 60.0
 
 
 class Connection:
@@ -37,6 +39,13 @@ class Connection:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader = reader
         self._writer = writer
+        self._opened_at = asyncio.get_running_loop().time()
+
+    @property
+    def can_serve(self) -> bool:
+        """Whether it can take another request: it is not too old, and nobody has closed it."""
+        age_s = asyncio.get_running_loop().time() - self._opened_at
+        return age_s < KEEP_S and not self._reader.at_eof() and not self._writer.is_closing()
 
     async def send(self, line: bytes) -> None:
         """Send one line, with its end."""
@@ -145,11 +154,15 @@ class NodeAddress(HelperAddress):
 
 
 class HelperClient:
-    """Connections to the device helper, each with the epoch that the broker has at that moment."""
+    """Connections to the device helper; each request has the epoch that the broker has at that moment.
+
+    One connection is kept between requests, because a handshake costs the broker more than ten requests.
+    """
 
     def __init__(self, address: HelperAddress, epoch: Callable[[], int]) -> None:
         self._address = address
         self._epoch = epoch
+        self._kept: Connection | None = None  # without a request
 
     async def ask(self, verb: str, request: Any, kind: type[T], timeout_s: float = _QUICK_S) -> T:
         """Return the helper's answer to one request.
@@ -161,16 +174,32 @@ class HelperClient:
         plain = {} if request is None else msgspec.to_builtins(request)
         if verb != "hello":  # the one verb that the helper answers to any epoch
             plain["epoch"] = self._epoch()
-        connection = await self._address.connect()
+        connection = self._take() or await self._address.connect()
         try:
             async with asyncio.timeout(timeout_s):
                 await connection.send(helper.encode({"verb": verb, **plain}))
                 line = await connection.receive()
-        except (OSError, TimeoutError, ValueError) as error:
-            raise HelperError("silent", f"the device helper did not answer {verb}: {error!r}") from None
-        finally:
+        except BaseException as error:
             connection.close()
+            if isinstance(error, (OSError, TimeoutError, ValueError)):
+                raise HelperError("silent", f"the device helper did not answer {verb}: {error!r}") from None
+            raise
+        self.close()
+        self._kept = connection
         return _result(line, verb, kind)
+
+    def close(self) -> None:
+        """Close the connection that is kept; a later request opens another."""
+        if self._kept is not None:
+            self._kept.close()
+            self._kept = None
+
+    def _take(self) -> Connection | None:
+        """Return the connection that is kept, unless it is of no more use."""
+        if self._kept is not None and not self._kept.can_serve:
+            self.close()
+        taken, self._kept = self._kept, None
+        return taken
 
     async def watch(self) -> AsyncIterator[helper.Event | None]:
         """Yield None once the helper has accepted, then events as they happen, until the connection ends.

@@ -81,7 +81,8 @@ class LocalDevices(DeviceBackend):
         await self._helper.ask("drop", helper.Drop(lease=handle, end_processes=True), Any)
 
     async def close(self) -> None:
-        """Nothing stays open: each request has a connection of its own."""
+        """Close the connection that is kept between requests."""
+        self._helper.close()
 
 
 def library_fault() -> str:

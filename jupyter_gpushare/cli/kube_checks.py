@@ -10,6 +10,7 @@ import ipaddress
 import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -227,8 +228,10 @@ async def _gpu(client: ApiClient, kube: GPUShareKube) -> tuple[str, str]:
 
 async def _inventory(address: HelperAddress) -> Inventory:
     """Ask with the epoch of the broker that the helper obeys, which stays the newest."""
-    hello = await HelperClient(address, lambda: 0).ask("hello", None, Hello)
-    return await HelperClient(address, lambda: hello.epoch).ask("inventory", None, Inventory)
+    epoch = 0
+    with closing(HelperClient(address, lambda: epoch)) as client:
+        epoch = (await client.ask("hello", None, Hello)).epoch
+        return await client.ask("inventory", None, Inventory)
 
 
 def _pod(kube: GPUShareKube, form: str, node: str, uuid: str) -> dict[str, Any]:
@@ -479,7 +482,8 @@ async def _helpers(cluster: CheckedCluster) -> Check:
 
 async def _answers(address: HelperAddress) -> bool:
     try:
-        await HelperClient(address, lambda: 0).ask("hello", None, Hello)
+        with closing(HelperClient(address, lambda: 0)) as client:
+            await client.ask("hello", None, Hello)
     except HelperError:
         return False
     return True

@@ -165,9 +165,10 @@ class TestLocalDevices(DevicesContract):
     implementation = LocalDevices
 
     @pytest.fixture
-    def bench(self, machine: Machine) -> Iterator[DeviceBench]:
+    async def bench(self, machine: Machine) -> AsyncIterator[DeviceBench]:
         bench = LocalBench(machine)
         yield bench
+        await bench.devices.close()
         bench.end()
 
 
@@ -240,9 +241,10 @@ class TestNodeDevices(DevicesContract):
     implementation = NodeDevices
 
     @pytest.fixture
-    def bench(self, two_nodes: TwoNodes) -> Iterator[NodesBench]:
+    async def bench(self, two_nodes: TwoNodes) -> AsyncIterator[NodesBench]:
         bench = NodesBench(*two_nodes)
         yield bench
+        await bench.devices.close()
         bench.end()
 
     async def test_devices_are_those_of_all_nodes(self, bench: NodesBench) -> None:
@@ -434,6 +436,8 @@ class _Switched(HelperAddress):
 
 class _Answers:
     """A helper with a clock behind this machine's, and with one lease that worked 10 s ago."""
+
+    can_serve = False  # a second request
 
     def __init__(self, lag_s: float, lease: str = "b1-1") -> None:
         self._lag_s = lag_s

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare import native
+from jupyter_gpushare.backends import helper_client
 from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
 from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.errors import DeviceError, HelperError
@@ -55,17 +56,22 @@ class FakeHelper:
 
     def __init__(self) -> None:
         self.asked: list[dict[str, Any]] = []
-        self.answer: Callable[[dict[str, Any]], bytes | None] = lambda _: ok({})
+        self.connections: list[asyncio.StreamWriter] = []
+        self.answer: Callable[[dict[str, Any]], bytes | None] = lambda _: ok(SAMPLE)
         self.released = asyncio.Event()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        request = protocol.decode(await reader.readline())
-        self.asked.append(request)
-        said = self.answer(request)
-        if said is None:
-            await self.released.wait()
-        else:
+        self.connections.append(writer)
+        while line := await reader.readline():
+            request = protocol.decode(line)
+            self.asked.append(request)
+            said = self.answer(request)
+            if said is None:
+                await self.released.wait()
+                break
             writer.write(said)
+            if request["verb"] == "watch":
+                break
         writer.close()
 
 
@@ -236,6 +242,45 @@ async def test_a_helper_that_hangs_is_given_up(helper, tmp_path):
             "sample", None, protocol.Sample, timeout_s=0.05
         )
     assert failed.value.kind == "silent"
+
+
+async def test_one_connection_serves_one_request_after_the_other(helper, devices):
+    for _ in range(3):
+        await devices.sample()
+    assert len(helper.connections) == 1
+    await asyncio.gather(*(devices.sample() for _ in range(3)))  # none waits for another
+    assert len(helper.connections) == 3
+    await devices.sample()
+    assert len(helper.connections) == 3
+
+
+async def test_a_connection_that_has_served_its_time_gives_way_to_another(helper, devices, monkeypatch):
+    await devices.sample()
+    monkeypatch.setattr(helper_client, "KEEP_S", 0.0)
+    await devices.sample()
+    assert len(helper.connections) == 2
+
+
+async def test_a_helper_that_has_closed_the_connection_is_asked_on_another(helper, devices):
+    await devices.sample()
+    helper.connections[0].close()
+    await helper.connections[0].wait_closed()
+    await asyncio.sleep(0)  # the end arrives
+    await devices.sample()
+    assert len(helper.connections) == 2
+
+
+async def test_an_answer_that_comes_too_late_answers_no_other_request(helper, devices):
+    helper.answer = lambda _: None
+    given_up = asyncio.create_task(devices.sample())
+    while not helper.asked:
+        await asyncio.sleep(0)
+    given_up.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await given_up
+    helper.answer = lambda _: ok(SAMPLE)
+    assert await devices.sample() == SAMPLE
+    assert len(helper.connections) == 2
 
 
 async def test_no_helper_at_all_says_where_it_was_looked_for(tmp_path):

@@ -144,6 +144,7 @@ async def test_the_driver_keeps_for_a_lease_what_the_broker_guarantees_it(
     for handle, limit, guaranteed in (("owner", 8 * GIB, 8 * GIB), ("borrower", 4 * GIB, 0)):
         limits, kept = {gpu: limit}, {gpu: guaranteed}
         await devices.prepare(SetLimit(lease=handle, uid=os.geteuid(), limits=limits, guaranteed=kept))
+    await devices.close()
     assert machine.sim.group(0, root / "gpushare-owner") == (8 * GIB, 8 * GIB)
     assert machine.sim.group(0, root / "gpushare-borrower") == (0, 4 * GIB)
 

@@ -422,6 +422,7 @@ async def test_a_helper_answers_a_broker_of_another_machine(machine: Machine, tm
     (await asyncio.to_thread(machine.worker, "a-1")).kill()
     ended = await anext(event async for event in events if event and event.kind is helper.EventKind.ENDED)
     assert ended.lease == "a-1"
+    client.close()
     assert machine.stop() == 0
 
 

@@ -73,6 +73,12 @@ class HelperNode:
         """Return the sentence about a helper that does not answer."""
         return f"the device helper of node {self.name} does not answer"
 
+    def leave(self) -> None:
+        """Stop asking, and close the connection that is kept."""
+        if self.probe is not None:
+            self.probe.cancel()
+        self.client.close()
+
     def shown_devices(self) -> tuple[helper.Device, ...]:
         """Return the devices as others see them: unhealthy while the helper is silent."""
         devices = self.inventory.devices if self.inventory else ()
@@ -440,10 +446,10 @@ class NodeDevices(DeviceBackend):
         self._where.pop(handle, None)
 
     async def close(self) -> None:
-        """Ask silent nodes no more; nothing else stays open, as each request has its own connection."""
+        """Ask silent nodes no more, and close the connections that are kept."""
+        for node in self._nodes.values():
+            node.leave()
         probes = [node.probe for node in self._nodes.values() if node.probe is not None]
-        for probe in probes:
-            probe.cancel()
         await asyncio.gather(*probes, return_exceptions=True)
 
     # ---- nodes ----------------------------------------------------------------
@@ -458,8 +464,8 @@ class NodeDevices(DeviceBackend):
                 if (before := self._nodes.get(name)) is not None:  # the same node, elsewhere
                     kept[name].inventory, kept[name].sample = before.inventory, before.sample
         for name, node in self._nodes.items():
-            if kept.get(name) is not node and node.probe is not None:
-                node.probe.cancel()
+            if kept.get(name) is not node:
+                node.leave()
         self._nodes = {name: kept[name] for name in sorted(kept)}
 
     async def _where_it_is(self, handle: str, ask: Callable[[HelperNode], Coroutine[Any, Any, T]]) -> list[T]:
