@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-import alembic.autogenerate
 import alembic.migration
 import pytest
 import sqlalchemy as sa
@@ -114,16 +113,6 @@ def is_open_to_the_next(url: str) -> bool:
             return False
         raise
     return True
-
-
-# ---- the one migration -------------------------------------------------------
-
-
-def test_it_gives_exactly_the_tables_of_the_code(database):
-    store = database()
-    with store._engine.connect() as connection:
-        context = alembic.migration.MigrationContext.configure(connection, opts={"compare_type": True})
-        assert alembic.autogenerate.compare_metadata(context, metadata) == []
 
 
 def test_other_tables_have_another_revision():

@@ -67,6 +67,7 @@ from jupyter_gpushare.broker.state.tables import (
     machine,
     meta,
     meta_values,
+    metadata,
     owners,
     projects,
     read_meta,
@@ -276,7 +277,11 @@ def _config() -> alembic.config.Config:
 def _migrate(connection: Connection) -> None:
     config = _config()
     config.attributes["connection"] = connection
-    alembic.command.upgrade(config, "head")
+    if sa.inspect(connection).get_table_names():
+        alembic.command.upgrade(config, "head")
+    else:
+        metadata.create_all(connection)
+        alembic.command.stamp(config, "head")
 
 
 def _unknown_schema(connection: Connection) -> str:
