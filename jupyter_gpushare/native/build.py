@@ -36,68 +36,27 @@ class Library:
     linker: tuple[str, ...] = ()
 
 
+def _sources(*patterns: str) -> tuple[str, ...]:
+    return tuple(sorted(str(path.relative_to(NATIVE)) for each in patterns for path in NATIVE.glob(each)))
+
+
+_NVML = _sources("simulator/sim_nvml*.c")
+_SIM = tuple(f"simulator/sim_{part}.c" for part in ("gpu", "moves", "spec", "group"))
 LIBRARIES = (
     Library(
         "sim/libcuda.so.1",
-        (
-            "simulator/sim_gpu.c",
-            "simulator/sim_moves.c",
-            "simulator/sim_spec.c",
-            "simulator/sim_cuda.c",
-            "simulator/sim_context.c",
-            "simulator/sim_memory.c",
-            "simulator/sim_pool.c",
-            "simulator/sim_blocks.c",
-            "simulator/sim_account.c",
-            "simulator/sim_gate.c",
-            "simulator/sim_graph.c",
-            "simulator/sim_virtual.c",
-            "simulator/sim_copy.c",
-            "simulator/sim_stream.c",
-            "simulator/sim_module.c",
-            "simulator/sim_access.c",
-            "simulator/sim_checkpoint.c",
-            "simulator/sim_control.c",
-            "simulator/sim_exports.c",
-            "simulator/sim_group.c",
-        ),
+        tuple(source for source in _sources("simulator/*.c") if source not in _NVML),
         # Its own calls stay its own, also where a preloaded library has the same names.
         ("-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", *OLD_GLIBC),
     ),
     Library(
         "sim/libnvidia-ml.so.1",
-        (
-            "simulator/sim_gpu.c",
-            "simulator/sim_moves.c",
-            "simulator/sim_spec.c",
-            "simulator/sim_nvml.c",
-            "simulator/sim_nvml_usage.c",
-            "simulator/sim_group.c",
-        ),
+        (*_SIM, *_NVML),
         ("-Wl,-soname,libnvidia-ml.so.1", "-Wl,-Bsymbolic", *OLD_GLIBC),
     ),
     Library(
         "libgpushare_preload.so",
-        (
-            "preload/preload.c",
-            "preload/preload_visible.c",
-            "preload/preload_memory.c",
-            "preload/preload_arrays.c",
-            "preload/preload_pooled.c",
-            "preload/preload_virtual.c",
-            "preload/preload_taints.c",
-            "preload/preload_sizes.c",
-            "preload/preload_nvml.c",
-            "preload/preload_account.c",
-            "preload/preload_records.c",
-            "preload/preload_pools.c",
-            "preload/preload_devices.c",
-            "preload/preload_driver.c",
-            "preload/preload_symbols.c",
-            "preload/lease_client.c",
-            "preload/lease_files.c",
-            "preload/preload_stubs.S",
-        ),
+        _sources("preload/*.c", "preload/*.S"),
         ("-Wl,-Bsymbolic", *OLD_GLIBC),
     ),
 )

@@ -19,38 +19,12 @@ from typing import Any
 
 from grpc_tools import protoc
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
-from hatchling.metadata.plugin.interface import MetadataHookInterface
 
 # manylinux2014 (PEP 599): the oldest C library that a tag of today names.
 _OLDEST_GLIBC = (2, 17)
 _VERSION = re.compile(r"\bGLIBC_(\d+)\.(\d+)")
 _LIB = "jupyter_gpushare/native/lib"
 _MESSAGES = "jupyter_gpushare/gpu/leases/pod_resources"
-
-
-# A link or picture of README.md with a path of the repository as its address.
-_RELATIVE = re.compile(r'(\]\(|(?:src|srcset|href)=")(?![a-z]+:|#|/)([^)"\s]+)')
-_PICTURE = (".png", ".svg")
-
-
-class ReadmeHook(MetadataHookInterface):
-    """Gives the package README.md as its long description, readable on a package index."""
-
-    def update(self, metadata: dict[str, Any]) -> None:
-        """Set the long description: README.md with absolute addresses."""
-        text = Path(self.root, "README.md").read_text(encoding="utf-8")
-        source = metadata["urls"]["Source"]
-        metadata["readme"] = {"content-type": "text/markdown", "text": with_absolute_links(text, source)}
-
-
-def with_absolute_links(markdown: str, source: str) -> str:
-    """The text with relative links to the repository ``source``, and pictures from their raw files."""
-
-    def absolute(found: re.Match[str]) -> str:
-        kind = "raw" if found[2].endswith(_PICTURE) else "blob"
-        return f"{found[1]}{source}/{kind}/HEAD/{found[2]}"
-
-    return _RELATIVE.sub(absolute, markdown)
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
