@@ -10,6 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
+from contextlib import suppress
 
 from jupyter_gpushare.protocol.helper import Event, EventKind
 
@@ -21,7 +22,6 @@ class Watcher:
 
     def __init__(self) -> None:
         self.events: queue.Queue[Event | None] = queue.Queue(QUEUE_EVENTS)
-        self.cut = False
 
 
 class Events:
@@ -72,17 +72,8 @@ class Events:
             if watcher in self._watchers:
                 self._watchers.remove(watcher)
 
-    def close(self) -> None:
-        """End every stream."""
-        with self._guard:
-            for watcher in list(self._watchers):
-                self._cut(watcher)
-
     def _cut(self, watcher: Watcher) -> None:
-        watcher.cut = True
         self._watchers.remove(watcher)
-        try:
+        with suppress(queue.Empty):
             watcher.events.get_nowait()  # free one slot for the end
-            watcher.events.put_nowait(None)
-        except (queue.Empty, queue.Full):
-            watcher.events.put_nowait(None)
+        watcher.events.put_nowait(None)

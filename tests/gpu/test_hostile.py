@@ -57,18 +57,15 @@ def test_a_user_holds_four_threads_at_most_and_no_other_user() -> None:
 def test_a_process_that_holds_its_memory_delays_no_scan(tmp_path: Path) -> None:
     eve = f"eve{uuid.uuid4().hex}"
     processes = Processes(tmp_path)
-    try:
-        with hanging_process(EVE_UID, {**os.environ, "GPUSHARE_LEASE": eve}) as (pid, file):
-            assert processes.scan({eve: EVE_UID}) == {eve: ()}
-            assert EVE_UID in {process.uid for process in processes.unread}
-            process = processes.find(pid)
-            assert process is not None
-            assert (process.unread, process.uid) == (True, EVE_UID)
-            file.unmount()
-            until(lambda: processes.scan({eve: EVE_UID})[eve], "it is read once it answers")
-            assert EVE_UID not in {process.uid for process in processes.unread}
-    finally:
-        processes.close()
+    with hanging_process(EVE_UID, {**os.environ, "GPUSHARE_LEASE": eve}) as (pid, file):
+        assert processes.scan({eve: EVE_UID}) == {eve: ()}
+        assert EVE_UID in {process.uid for process in processes.unread}
+        process = processes.find(pid)
+        assert process is not None
+        assert (process.unread, process.uid) == (True, EVE_UID)
+        file.unmount()
+        until(lambda: processes.scan({eve: EVE_UID})[eve], "it is read once it answers")
+        assert EVE_UID not in {process.uid for process in processes.unread}
 
 
 @with_fuse
@@ -207,7 +204,6 @@ def test_no_scan_waits_for_another(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     finally:
         answers.set()
         first.join()
-        processes.close()
 
 
 # Run in the helper: the memory of processes named "silent" does not answer before the file is there.

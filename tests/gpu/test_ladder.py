@@ -54,7 +54,6 @@ def test_only_the_very_process_is_put_into_a_leases_cgroup(tmp_path: Path, later
         written = members.read_text() if members.exists() else ""
         assert written == ("" if later else f"{child.pid}\n")
         child.communicate()
-    processes.close()
 
 
 # ---- test ladder -------------------------------------------------------------

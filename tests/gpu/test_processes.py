@@ -27,10 +27,8 @@ CARRIES = {**os.environ, "GPUSHARE_LEASE": LEASE}
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> Iterator[Processes]:
-    found = Processes(tmp_path)
-    yield found
-    found.close()
+def processes(tmp_path: Path) -> Processes:
+    return Processes(tmp_path)
 
 
 @pytest.fixture

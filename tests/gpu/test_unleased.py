@@ -99,7 +99,6 @@ def scene(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Scene]:
     yield scene
     scene.child.kill()
     scene.child.wait()
-    scene.processes.close()
 
 
 def ignores_sigterm(pid: int) -> bool:

@@ -332,26 +332,23 @@ def test_the_helper_knows_a_container_of_a_lease_without_the_pids_of_the_machine
     site.found()
     container = site.container("jupyter-ada")
     processes = Processes(site.folder / "leases")
+    seen = wait_for(lambda: processes.scan({"abc-1": UID, "abc-2": UID})["abc-1"], "it is found")
+    assert container.attrs["State"]["Pid"] in [process.pid for process in seen]
+    assert {(process.container, process.inner_pid) for process in seen} == {(container.id, 1)}
+    # A program of another container that names the lease is in none.
+    liar = site.engine.containers.run(
+        IMAGE,
+        ["/usr/bin/python3", "-c", "import time; time.sleep(600)"],
+        user=str(UID),
+        environment={"GPUSHARE_LEASE": "abc-1", "GPUSHARE_LEASE_DIR": f"{site.folder}/leases/abc-1"},
+        detach=True,
+    )
     try:
-        seen = wait_for(lambda: processes.scan({"abc-1": UID, "abc-2": UID})["abc-1"], "it is found")
-        assert container.attrs["State"]["Pid"] in [process.pid for process in seen]
-        assert {(process.container, process.inner_pid) for process in seen} == {(container.id, 1)}
-        # A program of another container that names the lease is in none.
-        liar = site.engine.containers.run(
-            IMAGE,
-            ["/usr/bin/python3", "-c", "import time; time.sleep(600)"],
-            user=str(UID),
-            environment={"GPUSHARE_LEASE": "abc-1", "GPUSHARE_LEASE_DIR": f"{site.folder}/leases/abc-1"},
-            detach=True,
-        )
-        try:
-            pid = site.container(liar.name).attrs["State"]["Pid"]
-            wait_for(lambda: (processes.scan({"abc-1": UID}), processes.find(pid))[1], "it is seen")
-            assert pid not in [each.pid for each in processes.scan({"abc-1": UID})["abc-1"]]
-        finally:
-            liar.remove(force=True)
+        pid = site.container(liar.name).attrs["State"]["Pid"]
+        wait_for(lambda: (processes.scan({"abc-1": UID}), processes.find(pid))[1], "it is seen")
+        assert pid not in [each.pid for each in processes.scan({"abc-1": UID})["abc-1"]]
     finally:
-        processes.close()
+        liar.remove(force=True)
 
 
 def test_a_container_without_a_lease_has_no_gpu(site: Site) -> None:

@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 30.0
 MAX_RETRY_S = 3600.0
-# One wait for events; so long a stop may take to be noticed.
+# One wait for events; so long a restart of the driver may take to be noticed.
 EVENT_WAIT_MS = 500
 # After an error of the wait itself, before the events are asked for again.
 EVENT_RETRY_S = 1.0
@@ -94,7 +94,6 @@ class HealthChecks:
         self._ecc: dict[str, int] = {}
         self._recovery_actions: dict[str, int] = {}
         self._waits: dict[str, tuple[float, float]] = {}  # the last wait of each device, and when it began
-        self._stopped = False
         self._restarted = False
 
     def due(self, uuid: str, now: float) -> bool:
@@ -185,8 +184,8 @@ class HealthChecks:
         self.drain(uuid, str(error))
 
     def run(self) -> None:
-        """Wait for the devices' events until stopped, in its own thread: the wait may hang."""
-        while not self._stopped:
+        """Wait for the devices' events for ever, in its own thread: the wait may hang."""
+        while True:
             try:
                 if self._restarted:
                     self._nvml.reopen()
@@ -194,9 +193,8 @@ class HealthChecks:
                 self._listen()
             except DeviceError as error:
                 self._restarted = self._restarted or is_restart(error)
-                if not self._stopped:
-                    log.warning("the devices' events cannot be waited for: %s", error)
-                    time.sleep(EVENT_RETRY_S)
+                log.warning("the devices' events cannot be waited for: %s", error)
+                time.sleep(EVENT_RETRY_S)
 
     def _listen(self) -> None:
         with listen(self._nvml.gpus) as listener:
@@ -204,16 +202,12 @@ class HealthChecks:
                 log.info("the events of %d device(s) are heard", len(listener.devices))
             else:
                 log.info("no device here reports XIDs: losses are noticed by measuring")
-            while not self._stopped and not self._restarted:
+            while not self._restarted:
                 if not listener.devices:
                     time.sleep(EVENT_WAIT_MS / 1000)
                     continue
                 for uuid, code in listener.wait(EVENT_WAIT_MS):
                     self.xid(uuid, code)
-
-    def stop(self) -> None:
-        """End the thread, within one wait."""
-        self._stopped = True
 
     def _publish(self, uuid: str, reason: str, *, healthy: bool) -> None:
         log.warning("device=%s healthy=%s reason=%s", uuid, healthy, reason or "self-test passed")

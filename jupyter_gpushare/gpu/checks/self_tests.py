@@ -44,18 +44,15 @@ class SelfTests:
         self._health = health
         self._canary = canary
         self._first = threading.Event()
-        self._stopped = False
 
     def wait_first(self, timeout_s: float) -> None:
         """Wait for the tests at start, bounded."""
         self._first.wait(timeout_s)
 
-    def stop(self) -> None:
-        """End the thread after the test in progress; the next helper forgets the deaths (`devices`)."""
-        self._stopped = True
+    def forget_deaths(self) -> None:
+        """Let the next helper try devices again on which processes ended (`devices`)."""
         self._devices.forget_deaths()
         self._save()
-        self._devices.test_due.set()
 
     def load(self) -> None:
         """Take over the verdicts that an earlier helper saved."""
@@ -64,16 +61,16 @@ class SelfTests:
         self._devices.load(machine.state.devices(), key)
 
     def run(self) -> None:
-        """Test the devices that are due, until stopped."""
+        """Test the devices that are due, for ever."""
         for gpu in self._machine.nvml.gpus:
             self._registry.enforce_on(gpu.uuid)
         due, devices = self._devices.test_due, self._devices
         wait_s, untested_at = RETRY_S, time.monotonic()
-        while not self._stopped:
+        while True:
             due.clear()
             again = time.monotonic() >= untested_at
             for gpu in self._machine.nvml.gpus:
-                if not self._stopped and self._is_due(gpu.uuid, again):
+                if self._is_due(gpu.uuid, again):
                     self._examine(gpu)
             self._save()
             self._first.set()

@@ -6,7 +6,6 @@ It is gRPC on a unix socket of the node, with the messages of `pod_resources.pro
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -43,22 +42,16 @@ class KubeletPods:
         self._known: tuple[GpuPod, ...] = ()
         self._at = float("-inf")
         self._failure = ""
-        self._end = threading.Event()
 
     def pods(self) -> tuple[GpuPod, ...] | None:
         """Return the pods that have GPUs; None: the kubelet has not answered for `STALE_S`."""
         return self._known if time.monotonic() - self._at < STALE_S else None
 
     def run(self) -> None:
-        """Look every `LOOK_S` until stopped."""
+        """Look every `LOOK_S`, for ever."""
         while True:
             self.look()
-            if self._end.wait(LOOK_S):
-                return
-
-    def stop(self) -> None:
-        """End `run`."""
-        self._end.set()
+            time.sleep(LOOK_S)
 
     def look(self) -> None:
         """Ask the kubelet once; a failure is logged when it is new."""

@@ -147,15 +147,6 @@ class Processes:
         self._by_fd: dict[int, Key] = {}
         self._exit_statuses: dict[Key, int | None] = {}  # the newest `EXITS_KEPT`
 
-    def close(self) -> None:
-        """Close every pidfd."""
-        with self._guard:
-            for pidfd in self._pidfds.values():
-                os.close(pidfd)
-            self._pidfds.clear()
-            self._by_fd.clear()
-            self._exits.close()
-
     def scan(self, owners: Mapping[str, int], within_s: float = LOOK_S) -> dict[str, tuple[Process, ...]]:
         """The living processes of each lease, oldest first; ``owners`` has the uid of each lease.
 
@@ -206,7 +197,7 @@ class Processes:
             with self._guard:
                 for key in self._ended():
                     self._keep_status(key)
-        except (ValueError, OSError):  # closed meanwhile
+        except OSError:  # no descriptor or memory is left to look
             time.sleep(timeout_s)
             return False
         return True

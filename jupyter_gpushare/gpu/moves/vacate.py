@@ -73,17 +73,13 @@ class Evictions:
         self._registry = registry
         self._mover = mover
         self._clock = clock
-        self._end = threading.Event()
         self._guard = threading.Lock()
         self._evictions: dict[str, _Eviction] = {}  # by handle
 
-    def stop(self) -> None:
-        """End the thread."""
-        self._end.set()
-
     def run(self) -> None:
-        """Look every `LOOK_S` until stopped."""
-        while not self._end.wait(LOOK_S):
+        """Look every `LOOK_S`, for ever."""
+        while True:
+            time.sleep(LOOK_S)
             self.look_at_all()
 
     def look_at_all(self) -> None:

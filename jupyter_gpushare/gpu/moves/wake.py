@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import logging
 import platform
-import threading
 import time
 from collections.abc import Iterable
 
@@ -116,17 +115,11 @@ class WakeDetector:
         self._registry = registry
         self._events = events
         self._stalls = StallDetector()
-        self._stopped = False
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._stopped = True
-        self._registry.suspended.set()
 
     def run(self) -> None:
-        """Watch until stopped."""
+        """Watch for ever."""
         stalls_at = 0.0
-        while not self._stopped:
+        while True:
             suspended = [lease for lease in self._registry.all() if lease.phase is Phase.SUSPENDED]
             if not suspended:
                 self._registry.suspended.wait()
@@ -213,15 +206,11 @@ class UnattendedResumes:
     def __init__(self, registry: LeaseRegistry, mover: Mover) -> None:
         self._registry = registry
         self._mover = mover
-        self._end = threading.Event()
-
-    def stop(self) -> None:
-        """End the thread."""
-        self._end.set()
 
     def run(self) -> None:
-        """Look every `LOOK_S` until stopped."""
-        while not self._end.wait(LOOK_S):
+        """Look every `LOOK_S`, for ever."""
+        while True:
+            time.sleep(LOOK_S)
             for lease in self._registry.all():
                 try:
                     self.look(lease)

@@ -67,7 +67,7 @@ def _stream(lines: Lines, watcher: Watcher) -> None:
             if not lines.is_open():
                 return
             continue
-        if event is None or watcher.cut:
+        if event is None:
             return
         lines.write(encode(event))
 

@@ -169,22 +169,13 @@ class Helper:
         Device files get the rights back that they had.
         """
         self._machine.files.restore()
-        self._self_tests.stop()
-        self._health.stop()
-        self._server.stop()
-        self._evictions.stop()
-        for server in (self._tcp, self._seats):
+        self._self_tests.forget_deaths()
+        for server in (self._server, self._tcp, self._seats):
             if server is not None:
                 server.stop()
-        self._machine.events.close()
-        self._wake_detector.stop()
-        self._unattended_resumes.stop()
-        self._sampler.stop()
         for lease in self._registry.all():
-            # A move in progress is in the journal step by step; give it a moment to end.
-            if lease.moving.acquire(timeout=STOP_WAIT_S):
-                lease.files.close()
-        self._machine.processes.close()
+            # A move in progress is in the journal step by step; give it a moment to end, and begin no other.
+            lease.moving.acquire(timeout=STOP_WAIT_S)
         self._machine.state.close()
 
 
@@ -223,7 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     limit.start()
     helper.stop()
     log.info("helper stopped")
-    # Threads that hang in the driver must not keep the process alive.
+    # Threads go on until here, and one that hangs in the driver must not keep the process alive.
     sys.stderr.flush()
     os._exit(0)
 

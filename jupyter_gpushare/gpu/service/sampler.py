@@ -75,13 +75,11 @@ class Sampler:
         self._begun = 0
         self._ended = 0
         self._asked = False
-        self._stopped = False
         self._devices: dict[str, DeviceSample] = {}
         self._last: dict[str, DeviceReading] = {}
         self._late: frozenset[str] = frozenset()  # devices with a call that the last pass began
         self._at = 0.0
         self._host_available_bytes = 0
-        self._end = threading.Event()
 
     # For other threads
 
@@ -111,20 +109,13 @@ class Sampler:
             wanted = self._begun + 1
             self._asked = True
             self._pass.notify_all()
-            self._pass.wait_for(lambda: self._ended >= wanted or self._stopped, timeout_s)
-
-    def stop(self) -> None:
-        """End the threads."""
-        self._end.set()
-        with self._pass:
-            self._stopped = True
-            self._pass.notify_all()
+            self._pass.wait_for(lambda: self._ended >= wanted, timeout_s)
 
     # Threads
 
     def run(self) -> None:
-        """Measure until stopped."""
-        while not self._stopped:
+        """Measure for ever."""
+        while True:
             with self._pass:
                 self._asked = False
                 self._begun += 1
@@ -135,23 +126,23 @@ class Sampler:
             with self._pass:
                 self._ended = self._begun
                 self._pass.notify_all()
-                self._pass.wait_for(lambda: self._asked or self._stopped, self._period_s)
-            self._end.wait(PAUSE_S)
+                self._pass.wait_for(lambda: self._asked, self._period_s)
+            time.sleep(PAUSE_S)
 
     def run_exits(self) -> None:
-        """Request a pass whenever a process of a lease ended, until stopped."""
-        while not self._stopped:
+        """Request a pass whenever a process of a lease ended, for ever."""
+        while True:
             if self._machine.processes.wait_exit(30.0):
                 self.refresh(self._period_s)
 
     def run_settle(self) -> None:
-        """Settle leases until stopped; in its own thread: the driver calls may hang."""
-        while not self._stopped:
+        """Settle leases for ever, in a thread of its own: the driver calls may hang."""
+        while True:
             try:
                 self._settle()
             except Exception:  # the outermost loop
                 log.exception("leases could not be settled")
-            self._end.wait(SETTLE_EVERY_S)
+            time.sleep(SETTLE_EVERY_S)
 
     def measure(self) -> None:
         """One pass; it shows what was true when it began."""
