@@ -11,12 +11,13 @@ import json
 import os
 import re
 import time
+from contextlib import closing
 from statistics import median
 from typing import Any
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, ProcessState
-from jupyter_gpushare.gpu.driver.nvml import DeviceReading, Nvml, listen
+from jupyter_gpushare.gpu.driver.nvml import DeviceReading, Nvml, XidListener
 from jupyter_gpushare.native import build
 from tests.gpu.machine import GIB, MIB, Client, until
 from tests.gpu_real.overhead import PAIRS, added, in_turn
@@ -51,7 +52,7 @@ def the_driver_is_found(site: Site) -> None:
             f"uncorrectable errors: {ecc}, island {gpu.island or '-'}, "
             f"persistence mode {persistence_mode(gpu.uuid)}",
         )
-    with listen(nvml.gpus) as listener:
+    with closing(XidListener(nvml.gpus)) as listener:
         site.report.add("devices that report XIDs", str(len(listener.devices)))
     if not checkpoint.unavailable:
         try:

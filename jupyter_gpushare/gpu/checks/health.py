@@ -23,10 +23,10 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from dataclasses import dataclass
+from contextlib import closing
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.driver.nvml import Nvml, is_restart, listen
+from jupyter_gpushare.gpu.driver.nvml import Nvml, XidListener, is_restart
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.lease import HelperLease
@@ -73,14 +73,6 @@ XID_WORDS = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Retest:
-    """When a device that is out of service is tested again."""
-
-    test_at: float
-    wait_s: float
-
-
 class HealthChecks:
     """Drains devices (`DeviceStates.out_of_service`); safe to call from several threads."""
 
@@ -90,7 +82,7 @@ class HealthChecks:
         self._registry = registry
         self._devices = devices
         self._guard = threading.Lock()
-        self._drained: dict[str, Retest] = {}
+        self._drained: dict[str, float] = {}  # when each device that is out of service is tested again
         self._ecc: dict[str, int] = {}
         self._recovery_actions: dict[str, int] = {}
         self._waits: dict[str, tuple[float, float]] = {}  # the last wait of each device, and when it began
@@ -98,8 +90,8 @@ class HealthChecks:
 
     def due(self, uuid: str, now: float) -> bool:
         """Whether a drained device may be tested now."""
-        drain = self._drained.get(uuid)
-        if drain is None or now < drain.test_at or self._recovery_actions.get(uuid):
+        test_at = self._drained.get(uuid)
+        if test_at is None or now < test_at or self._recovery_actions.get(uuid):
             return False
         return not any(uuid in lease.out_of_step for lease in self._registry.all())
 
@@ -151,9 +143,7 @@ class HealthChecks:
             wait_s, at = self._waits.get(uuid, (0.0, now))
             # Failed again soon after the last time: wait longer.
             wait_s = min(2 * wait_s, MAX_RETRY_S) if now - at < 2 * MAX_RETRY_S else 0.0
-            wait_s = max(wait_s, RETRY_S)
-            self._waits[uuid] = (wait_s, now)
-            self._drained[uuid] = Retest(now + wait_s, wait_s)
+            self._wait(uuid, max(wait_s, RETRY_S), now)
             self._devices.set_out_of_service(uuid, reason)
         self._publish(uuid, reason, healthy=False)
 
@@ -161,20 +151,18 @@ class HealthChecks:
         """Test a drained device again, later than last time."""
         now = time.monotonic()
         with self._guard:
-            drain = self._drained.get(uuid)
-            if drain is None:
+            if uuid not in self._drained:
                 return
-            wait_s = min(2 * drain.wait_s, MAX_RETRY_S)
-            self._waits[uuid] = (wait_s, now)
-            self._drained[uuid] = Retest(now + wait_s, wait_s)
+            wait_s = min(2 * self._waits[uuid][0], MAX_RETRY_S)
+            self._wait(uuid, wait_s, now)
         log.warning("device=%s stays out of service, tried again in %.0f s: %s", uuid, wait_s, why)
 
     def passed(self, uuid: str) -> None:
         """Take a device back into service."""
         with self._guard:
-            drain = self._drained.pop(uuid, None)
+            was_drained = self._drained.pop(uuid, None) is not None
             self._devices.set_out_of_service(uuid, "")
-        if drain is not None:
+        if was_drained:
             self._publish(uuid, "", healthy=True)
 
     def lost(self, uuid: str, error: DeviceError) -> None:
@@ -196,8 +184,12 @@ class HealthChecks:
                 log.warning("the devices' events cannot be waited for: %s", error)
                 time.sleep(EVENT_RETRY_S)
 
+    def _wait(self, uuid: str, wait_s: float, now: float) -> None:
+        self._waits[uuid] = (wait_s, now)
+        self._drained[uuid] = now + wait_s
+
     def _listen(self) -> None:
-        with listen(self._nvml.gpus) as listener:
+        with closing(XidListener(self._nvml.gpus)) as listener:
             if listener.devices:
                 log.info("the events of %d device(s) are heard", len(listener.devices))
             else:

@@ -10,6 +10,7 @@ devices (other workers) are not delayed.
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable
@@ -29,8 +30,7 @@ class BoundedWorker:
     def __init__(self, name: str) -> None:
         self._name = name
         self._busy = threading.Lock()
-        self._wake = threading.Condition()
-        self._job: Call[Any] | None = None
+        self._jobs = queue.SimpleQueue[Call[Any]]()
         self._stuck: Call[Any] | None = None
         self._thread: threading.Thread | None = None
 
@@ -51,12 +51,10 @@ class BoundedWorker:
         if not self._busy.acquire(timeout=wait_s):
             raise DeviceError(name, TIMED_OUT, f"{self._name} is busy")
         job = Call(name, call)
-        with self._wake:
-            self._job = job
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=f"driver-{self._name}", daemon=True)
-                self._thread.start()
-            self._wake.notify()
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=f"driver-{self._name}", daemon=True)
+            self._thread.start()
         return job
 
     def abandon(self, job: Call[_Value], after_s: float) -> DeviceError:
@@ -82,10 +80,7 @@ class BoundedWorker:
 
     def _run(self) -> None:
         while True:
-            with self._wake:
-                while self._job is None:
-                    self._wake.wait()
-                job, self._job = self._job, None
+            job = self._jobs.get()
             job.run()
             # Released before `done` is set: a caller that sees the call done may begin the next.
             self._busy.release()

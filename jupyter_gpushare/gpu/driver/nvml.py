@@ -33,8 +33,8 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -162,8 +162,10 @@ class Nvml:
         Raises:
             DeviceError: the call failed or hangs (code ``bounded.TIMED_OUT``).
         """
-        call = functools.partial(_usage, self._handle(uuid), int(time.time() * 1e6), self._parents[uuid])
-        return self._call(uuid, "nvmlDeviceGetMemoryInfo", call)
+        now_us = int(time.time() * 1e6)
+        return self._call(
+            uuid, "nvmlDeviceGetMemoryInfo", lambda handle: _usage(handle, now_us, self._parents[uuid])
+        )
 
     def _begin_usage(self, uuid: str) -> Call[DeviceReading]:
         call = functools.partial(_usage, self._handles[uuid], self._seen_us[uuid], self._parents[uuid])
@@ -192,13 +194,12 @@ class Nvml:
         Raises:
             DeviceError: this driver, device or user cannot; or the call hangs.
         """
-        handle = self._handle(uuid)
         limits = getattr(pynvml, "c_nvmlSetMemoryLimits_v1_t", None)
         name = "nvmlDeviceSetMemoryLimits_v1"
         if limits is None:
             raise DeviceError(name, NOT_OFFERED, "nvidia-ml-py is older than the driver's call")
         filled = limits(cgroup.encode(), soft_bytes, hard_bytes)
-        self._call(uuid, name, lambda: pynvml.nvmlDeviceSetMemoryLimits_v1(handle, filled))
+        self._call(uuid, name, lambda handle: pynvml.nvmlDeviceSetMemoryLimits_v1(handle, filled))
 
     def under_mps(self, uuid: str) -> frozenset[int]:
         """Pids that use a device through MPS, which cannot be checkpointed.
@@ -206,16 +207,15 @@ class Nvml:
         Raises:
             DeviceError: as `usage`.
         """
-        handle = self._handle(uuid)
-        return self._call(uuid, "nvmlDeviceGetMPSComputeRunningProcesses", lambda: _under_mps(handle))
+        return self._call(uuid, "nvmlDeviceGetMPSComputeRunningProcesses", _under_mps)
 
     def persistence_mode(self, uuid: str) -> bool | None:
         """Whether persistence mode is on; None: not said."""
         try:
-            ask = functools.partial(pynvml.nvmlDeviceGetPersistenceMode, self._handle(uuid))
-            return bool(self._call(uuid, "nvmlDeviceGetPersistenceMode", ask))
+            mode = self._call(uuid, "nvmlDeviceGetPersistenceMode", pynvml.nvmlDeviceGetPersistenceMode)
         except DeviceError:
             return None
+        return bool(mode)
 
     def free_bytes(self, uuid: str) -> int:
         """Free memory of one device, now.
@@ -223,8 +223,7 @@ class Nvml:
         Raises:
             DeviceError: as `usage`.
         """
-        handle = self._handle(uuid)
-        return self._call(uuid, "nvmlDeviceGetMemoryInfo", lambda: int(_memory(handle).free))
+        return int(self._call(uuid, "nvmlDeviceGetMemoryInfo", _memory).free)
 
     def processes(self, uuid: str, wait_s: float | None = None) -> dict[int, int | None]:
         """Bytes by pid on one device, now (None: unknown); an earlier call is waited for at most ``wait_s``.
@@ -232,17 +231,16 @@ class Nvml:
         Raises:
             DeviceError: as `usage`.
         """
-        handle = self._handle(uuid)
-        return self._call(uuid, "nvmlDeviceGetComputeRunningProcesses", lambda: _processes(handle), wait_s)
+        return self._call(uuid, "nvmlDeviceGetComputeRunningProcesses", _processes, wait_s)
 
-    def _handle(self, uuid: str) -> Any:
+    def _call(
+        self, uuid: str, name: str, call: Callable[[Any], _Value], wait_s: float | None = None
+    ) -> _Value:
         if uuid not in self._handles:  # of a lease that an earlier helper left
             raise DeviceError("nvmlDeviceGetHandleByUUID", pynvml.NVML_ERROR_NOT_FOUND, LEFT_OUT)
-        return self._handles[uuid]
-
-    def _call(self, uuid: str, name: str, call: Callable[[], _Value], wait_s: float | None = None) -> _Value:
+        asked = functools.partial(call, self._handles[uuid])
         try:
-            return self._workers[uuid].call(name, call, self._timeout_s, wait_s)
+            return self._workers[uuid].call(name, asked, self._timeout_s, wait_s)
         except pynvml.NVMLError as error:
             raise device_error(name, error) from None
 
@@ -456,29 +454,20 @@ def text_of(value: str | bytes) -> str:
 # its parent.
 
 
-@contextmanager
-def listen(gpus: tuple[DriverGpu, ...]) -> Iterator[XidListener]:
-    """A listener for the devices' events; it blocks in the driver, so it needs its own thread.
-
-    Raises:
-        DeviceError: the driver was restarted, or has no events at all.
-    """
-    try:
-        listener = XidListener(gpus)
-    except pynvml.NVMLError as error:
-        raise device_error("nvmlEventSetCreate", error) from None
-    try:
-        yield listener
-    finally:
-        listener.close()
-
-
 class XidListener:
-    """An event set of all devices that have events."""
+    """An event set of all devices that have events; it blocks in the driver, so it needs its own thread."""
 
     def __init__(self, gpus: tuple[DriverGpu, ...]) -> None:
+        """Create the event set, to be closed.
+
+        Raises:
+            DeviceError: the driver was restarted, or has no events at all.
+        """
         self._gpus = gpus
-        self._set = pynvml.nvmlEventSetCreate()
+        try:
+            self._set = pynvml.nvmlEventSetCreate()
+        except pynvml.NVMLError as error:
+            raise device_error("nvmlEventSetCreate", error) from None
         self.devices: set[str] = set()
         for parent in dict.fromkeys(gpu.parent for gpu in gpus):
             try:
@@ -497,10 +486,8 @@ class XidListener:
         try:
             event = pynvml.nvmlEventSetWait_v2(self._set, timeout_ms)
             parent = text_of(pynvml.nvmlDeviceGetUUID(event.device))
-        except pynvml.NVMLError_Timeout:
-            return []
-        except pynvml.NVMLError_GpuIsLost:
-            return []  # the sampler notices which
+        except (pynvml.NVMLError_Timeout, pynvml.NVMLError_GpuIsLost):
+            return []  # the sampler notices which device is lost
         except pynvml.NVMLError as error:
             raise device_error("nvmlEventSetWait", error) from None
         return [
