@@ -17,11 +17,8 @@ from jupyter_gpushare.protocol.helper import Event, EventKind
 QUEUE_EVENTS = 256
 
 
-class Watcher:
-    """One reader's queue; ``None`` in it says that the stream is over."""
-
-    def __init__(self) -> None:
-        self.events: queue.Queue[Event | None] = queue.Queue(QUEUE_EVENTS)
+# One reader's events; None says that the stream is over.
+Watcher = queue.Queue[Event | None]
 
 
 class Events:
@@ -55,13 +52,13 @@ class Events:
             )
             for watcher in list(self._watchers):
                 try:
-                    watcher.events.put_nowait(event)
+                    watcher.put_nowait(event)
                 except queue.Full:
                     self._cut(watcher)
 
     def watch(self) -> Watcher:
         """A new watcher; it gets every event from now on."""
-        watcher = Watcher()
+        watcher = Watcher(QUEUE_EVENTS)
         with self._guard:
             self._watchers.append(watcher)
         return watcher
@@ -75,5 +72,5 @@ class Events:
     def _cut(self, watcher: Watcher) -> None:
         self._watchers.remove(watcher)
         with suppress(queue.Empty):
-            watcher.events.get_nowait()  # free one slot for the end
-        watcher.events.put_nowait(None)
+            watcher.get_nowait()  # free one slot for the end
+        watcher.put_nowait(None)

@@ -44,7 +44,7 @@ class Scene:
         self.processes = Processes(folder)
         self.rules: dict[str, Any] = {"first_uid": 1}
         self.events = Events()
-        self.told = self.events.watch().events
+        self.told = self.events.watch()
         self.lease(OTHER)
         self.child: subprocess.Popen[bytes]
         self.pid = 0  # on the device

@@ -67,7 +67,7 @@ def _watchdog(events: Events) -> Watchdog:
 def test_one_sample_beyond_the_limit_is_no_reason_yet() -> None:
     """An allocation may be shown before the one it replaces is gone."""
     events = Events()
-    told = events.watch().events
+    told = events.watch()
     compare = _watchdog(events).compare
     process = Process(
         pid=77, start_ticks=1, started_at=0.0, uid=0, parent=1, name="", kernel="", carries="eve", lease="eve"

@@ -62,7 +62,7 @@ class Exchange:
 def _stream(lines: Lines, watcher: Watcher) -> None:
     while True:
         try:
-            event = watcher.events.get(timeout=WATCH_CHECK_S)
+            event = watcher.get(timeout=WATCH_CHECK_S)
         except queue.Empty:
             if not lines.is_open():
                 return
