@@ -19,7 +19,7 @@ from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.checks import canary
 from jupyter_gpushare.gpu.driver import ladder, probe
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
-from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
+from jupyter_gpushare.gpu.leases.devices import UNTESTED, DeviceStates, Verdict
 from jupyter_gpushare.protocol.helper import Level, Rung
 from tests.gpu.machine import Machine, machine_in, until
 from tests.simulator import Fault
@@ -241,13 +241,14 @@ def test_a_verdict_is_kept_for_its_boot_and_driver_only() -> None:
 
     again = loaded(plain, "boot driver")
     assert again.verdict("GPU-1") == verdict
-    assert again.verdict("GPU-2") is None
+    assert again.verdict("GPU-2") is UNTESTED
     assert again.reserve_bytes(GPU) == 5 + (80 << 30) * 3 // 100
-    assert loaded(plain, "boot other").verdict("GPU-1") is None
+    assert loaded(plain, "boot other").verdict("GPU-1") is UNTESTED
     assert (
-        loaded({"key": "boot driver", "devices": {"GPU-1": {"x": 1}}}, "boot driver").verdict("GPU-1") is None
+        loaded({"key": "boot driver", "devices": {"GPU-1": {"x": 1}}}, "boot driver").verdict("GPU-1")
+        is UNTESTED
     )
-    assert loaded({}, "boot driver").verdict("GPU-1") is None
+    assert loaded({}, "boot driver").verdict("GPU-1") is UNTESTED
 
 
 def test_a_failure_of_the_driver_has_the_device_tested_again(machine: Machine) -> None:

@@ -14,7 +14,7 @@ import time
 from jupyter_gpushare.gpu.checks.canary import Canary
 from jupyter_gpushare.gpu.checks.health import HealthChecks
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
-from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
+from jupyter_gpushare.gpu.leases.devices import UNTESTED, DeviceStates, Verdict
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.protocol.helper import EventKind
 
@@ -85,7 +85,7 @@ class SelfTests:
         if self._devices.out_of_service(uuid):
             return self._health.due(uuid, time.monotonic())
         verdict = self._devices.verdict(uuid)
-        return verdict is None or self._devices.is_doubted(uuid) or (again and not verdict.final)
+        return verdict is UNTESTED or self._devices.is_doubted(uuid) or (again and not verdict.final)
 
     def _examine(self, gpu: DriverGpu) -> None:
         known = self._devices.verdict(gpu.uuid)

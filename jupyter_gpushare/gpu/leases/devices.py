@@ -59,6 +59,9 @@ class Verdict:
         return any(rung.level is level and rung.offered for rung in self.ladder)
 
 
+UNTESTED = Verdict(suspendable=False, reason="the self-test has not finished")
+
+
 class DeviceStates:
     """State of every device by UUID; safe to read from several threads."""
 
@@ -78,9 +81,9 @@ class DeviceStates:
 
     # Self-test
 
-    def verdict(self, uuid: str) -> Verdict | None:
-        """The last verdict on a device; None before its first self-test ended."""
-        return self._verdicts.get(uuid)
+    def verdict(self, uuid: str) -> Verdict:
+        """The last verdict on a device; `UNTESTED` before its first self-test ended."""
+        return self._verdicts.get(uuid, UNTESTED)
 
     def set_verdict(self, uuid: str, verdict: Verdict) -> None:
         """Replace the verdict on a device."""
@@ -89,8 +92,7 @@ class DeviceStates:
 
     def ladder(self, uuid: str) -> tuple[Rung, ...]:
         """All levels of a device: what its self-test saw, and whether others may open its file now."""
-        verdict = self._verdicts.get(uuid)
-        rungs = verdict.ladder if verdict else ()
+        rungs = self.verdict(uuid).ladder
         return with_access(rungs, self._files.access(uuid)) if self._files else rungs
 
     def all_final(self) -> bool:
@@ -99,13 +101,11 @@ class DeviceStates:
 
     def offers(self, uuid: str, level: Level) -> bool:
         """Whether a level passed its test on a device."""
-        verdict = self._verdicts.get(uuid)
-        return verdict is not None and verdict.offers(level)
+        return self.verdict(uuid).offers(level)
 
     def is_blind(self, uuid: str) -> bool:
         """Whether the driver does not say how many bytes a process holds on a device."""
-        verdict = self._verdicts.get(uuid)
-        return verdict is not None and verdict.blind
+        return self.verdict(uuid).blind
 
     def doubt(self, uuid: str) -> None:
         """Have a device tested again after the driver failed on it."""
@@ -153,8 +153,7 @@ class DeviceStates:
                 f"{deaths} processes ended while the driver suspended or resumed them on this device; "
                 "stop and start the device helper to try again"
             )
-        verdict = self._verdicts.get(uuid)
-        return verdict.reason if verdict else "the self-test has not finished"
+        return self.verdict(uuid).reason
 
     # Memory
 
@@ -191,15 +190,13 @@ class DeviceStates:
 
     def margin_bytes(self, uuid: str, saved_bytes: int) -> int:
         """Bytes that must be free beyond the saved ones before a restore (`ladder`)."""
-        verdict = self._verdicts.get(uuid)
-        return margin_bytes(saved_bytes, verdict.grown_bytes if verdict else 0)
+        return margin_bytes(saved_bytes, self.verdict(uuid).grown_bytes)
 
     # Limits
 
     def contexts(self, uuids: Iterable[str]) -> dict[str, int]:
         """Bytes of one context on each device, as its self-test saw it; 0 while that is not known."""
-        verdicts = {uuid: self._verdicts.get(uuid) for uuid in uuids}
-        return {uuid: verdict.context_bytes if verdict else 0 for uuid, verdict in verdicts.items()}
+        return {uuid: self.verdict(uuid).context_bytes for uuid in uuids}
 
     def level_of(self, lease: HelperLease) -> Level:
         """The level that enforces the limits of a lease now; of several devices the weakest."""

@@ -32,7 +32,7 @@ from jupyter_gpushare.gpu.moves.suspend import Mover, refusal
 from jupyter_gpushare.gpu.moves.wake import resume_unrecorded
 from jupyter_gpushare.gpu.service.sampler import Sampler
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.helper import Device, EndProcess, ErrorKind, Level, Phase, Refusal, Reserve
+from jupyter_gpushare.protocol.helper import Device, EndProcess, ErrorKind, Phase, Refusal, Reserve
 from jupyter_gpushare.protocol.seats import CountSeats
 
 log = logging.getLogger(__name__)
@@ -150,13 +150,13 @@ class Requests:
             reserve_bytes=self._devices.reserve_bytes(gpu),
             healthy=not reason,
             reason=reason,
-            level=verdict.level if verdict else Level.HINTS,
+            level=verdict.level,
             ladder=self._devices.ladder(gpu.uuid),
             profile=gpu.profile,
-            suspendable=verdict.suspendable if verdict else False,
+            suspendable=verdict.suspendable,
             suspend_reason=self._devices.suspend_blocker(gpu.uuid),
-            suspend_bytes_per_s=verdict.suspend_bytes_per_s if verdict else 0,
-            resume_bytes_per_s=verdict.resume_bytes_per_s if verdict else 0,
+            suspend_bytes_per_s=verdict.suspend_bytes_per_s,
+            resume_bytes_per_s=verdict.resume_bytes_per_s,
             island=gpu.island,
         )
 
