@@ -112,8 +112,8 @@ assert refused(lambda: state.save(replace(wide, parked=()))), "its file has seve
 assert refused(lambda: state.save(of("new")))
 state.close()
 state = StateDirectory(disk, "boot")
-assert state.records() == (asleep, wide), state.records()
-assert (state.stale(), state.epoch) == ((), 1_000_001)
+assert list(state.records().values()) == [asleep, wide], state.records()
+assert state.epoch == 1_000_001
 """
 
 
@@ -256,9 +256,9 @@ def test_no_record_is_written_over_into_blocks_that_its_file_lacks(
     monkeypatch.setattr(os, "fstat", lambda fd: SimpleNamespace(st_size=fstat(fd).st_size, st_blocks=2))
     with pytest.raises(OSError, match="No space"):
         state.save(wide)
-    assert state.records() == (ada,)
+    assert state.records() == {"ada": ada}
     state.save(replace(ada, phase=Phase.RESUMING))
-    assert state.records() == (replace(ada, phase=Phase.RESUMING),)
+    assert state.records() == {"ada": replace(ada, phase=Phase.RESUMING)}
     state.close()
 
 

@@ -428,18 +428,36 @@ def _cut(fd: int) -> None:
                 os.close(writable)
 
 
-def write_whole(path: Path, content: bytes, mode: int = 0o600, uid: int | None = None) -> None:
+def write_whole(
+    path: Path, content: bytes, mode: int = 0o600, uid: int | None = None, *, sync: bool = False
+) -> None:
     """Write a file that is never seen half written, owned by ``uid`` (None: the user of this process).
 
+    ``sync``: it is on disk before this returns.
+
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk does not take it; the file is as it was.
     """
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
     fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-        os.fchmod(fd, mode)
-        if uid is not None and uid != os.geteuid():
-            os.fchown(fd, uid, -1)
-    new.rename(path)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            os.fchmod(fd, mode)
+            if uid is not None and uid != os.geteuid():
+                os.fchown(fd, uid, -1)
+            if sync:
+                file.flush()
+                os.fsync(fd)
+        new.rename(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            new.unlink(missing_ok=True)
+        raise
+    if sync:
+        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fsync(folder)
+        finally:
+            os.close(folder)

@@ -32,6 +32,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import os
 import threading
 import time
@@ -44,6 +45,9 @@ from jupyter_gpushare.errors import HelperError, InvalidRequest
 from jupyter_gpushare.gpu.leases.files import check_lease, write_whole
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import ErrorKind, Phase, SetLimit
+
+log = logging.getLogger(__name__)
+
 
 # ---- which users held a lease since the machine booted, and of which users a record of a lease was lost
 # The watchdog stops processes only of users that hold, or since boot held, a lease here,
@@ -77,35 +81,31 @@ class Holders:
             pass
 
     def add(self, uid: int) -> None:
-        """Note that a user holds a lease.
-
-        Raises:
-            OSError: the disk does not take it.
-        """
+        """Note that a user holds a lease."""
         with self._guard:
             if uid not in self.uids and len(self.uids) < MAX_UIDS:
                 self.uids |= {uid}
                 self._save()
 
     def lose_record(self, uid: int) -> None:
-        """Note that a lease of this user has no record any more.
-
-        Raises:
-            OSError: the disk does not take it; it is noted until this helper ends.
-        """
+        """Note that a lease of this user has no record any more."""
         with self._guard:
             if uid not in self.with_lost_record:
                 self.with_lost_record |= {uid}
                 self._save()
 
     def _save(self) -> None:
+        """Write the file; what the disk does not take is noted until this helper ends."""
         stored = {
             "boot_id": self._boot_id,
             "since_ticks": self.since_ticks,
             "uids": sorted(self.uids),
             "with_lost_record": sorted(self.with_lost_record),
         }
-        write_whole(self._path, json.dumps(stored).encode())
+        try:
+            write_whole(self._path, json.dumps(stored).encode())
+        except OSError as error:
+            log.warning("%s cannot be written: %s", self._path, error)
 
 
 # ---- the journal -------------------------------------------------------------
@@ -242,24 +242,14 @@ class StateDirectory:
         """Remove the record of a lease."""
         (self._journal / lease).unlink(missing_ok=True)
 
-    def records(self) -> tuple[JournalRecord, ...]:
-        """The records of this boot.
+    def records(self) -> dict[str, JournalRecord | None]:
+        """The journal by name; None: no record of this boot, but older, cut short by a power cut, or none.
 
         Raises:
             HelperError: a record of this boot cannot be read (kind ``state``): its lease may be
                 suspended, so it is not forgotten.
         """
-        found = [_read_record(path, self.boot_id) for path in sorted(self._journal.iterdir())]
-        return tuple(record for record in found if record is not None)
-
-    def stale(self) -> tuple[str, ...]:
-        """Names in the journal that are no records of this boot: older, cut short by a power cut, or none.
-
-        Raises:
-            HelperError: as `records`.
-        """
-        paths = sorted(self._journal.iterdir())
-        return tuple(path.name for path in paths if _read_record(path, self.boot_id) is None)
+        return {path.name: _read_record(path, self.boot_id) for path in sorted(self._journal.iterdir())}
 
     def save_devices(self, saved: dict[str, Any]) -> None:
         """Write what is known about the devices (`DeviceStates.saved`).
@@ -319,31 +309,16 @@ def _read_record(path: Path, boot_id: str) -> JournalRecord | None:
 
 
 def _replace(path: Path, content: bytes, sync: bool = False) -> None:
-    """Write a file as a whole.
+    """Write a file as a whole, or on a full disk over the old one.
 
     Raises:
         OSError: the disk does not take it; the file is as it was.
     """
-    new = path.with_name(f".{path.name}.new")
     try:
-        with new.open("wb") as file:
-            file.write(content)
-            if sync:
-                file.flush()
-                os.fsync(file.fileno())
-        new.rename(path)
+        write_whole(path, content, sync=sync)
     except OSError as error:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
         if error.errno not in _NO_SPACE or not _overwrite(path, content, sync):
             raise
-        return
-    if sync:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
 
 
 def _overwrite(path: Path, content: bytes, sync: bool) -> bool:

@@ -20,7 +20,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -97,27 +97,7 @@ def check_limits(request: SetLimit, gpus: Iterable[DriverGpu]) -> None:
             raise InvalidRequest(f"guaranteed on {uuid[:80]!r} is 0 to its limit, not {soft_bytes}")
 
 
-# ---- the living processes of leases, and by which keys their accounts name them
-
-
-def living_of(
-    processes: Processes, leases: Sequence[HelperLease], within_s: float = LOOK_S
-) -> dict[str, tuple[Process, ...]]:
-    """Return the living processes of every lease by its name, looked up now, oldest first.
-
-    A process that does not answer belongs to the lease that has it in its account or record.
-
-    Raises:
-        OSError: no descriptor or memory is left to look.
-    """
-    owners = {lease.name: lease.asked.uid for lease in leases}
-    found = processes.scan(owners, within_s)
-    claimed = [lease.claim(processes) for lease in leases]
-    if any(claimed):
-        found = processes.scan(owners)
-    for lease in leases:
-        lease.files.know(keys_by_inner(found[lease.name]))
-    return found
+# ---- by which keys the accounts of leases name their processes
 
 
 def keys_by_inner(processes: Iterable[Process]) -> dict[Key, Key]:
@@ -150,7 +130,7 @@ class LeaseRegistry:
         self._machine = machine
         self._devices = devices
         self._cgroups = cgroups
-        self._guard = threading.Lock()
+        self._guard = threading.RLock()
         self._epoch_guard = threading.Lock()
         self._access_guard = threading.Lock()
         self._leases: dict[str, HelperLease] = {}
@@ -176,7 +156,15 @@ class LeaseRegistry:
         Raises:
             OSError: no descriptor or memory is left to look.
         """
-        return living_of(self._machine.processes, self.all(), within_s)
+        processes, leases = self._machine.processes, self.all()
+        owners = {lease.name: lease.asked.uid for lease in leases}
+        found = processes.scan(owners, within_s)
+        claimed = [lease.claim(processes) for lease in leases]
+        if any(claimed):
+            found = processes.scan(owners)
+        for lease in leases:
+            lease.files.know(keys_by_inner(found[lease.name]))
+        return found
 
     def living(self, name: str) -> tuple[Process, ...]:
         """The living processes of a lease, looked up now, oldest first.
@@ -249,13 +237,10 @@ class LeaseRegistry:
 
     def conflict(self, name: str, limits: Mapping[str, int]) -> str:
         """Why a lease may not get these limits now, or "": its seat, or one that the broker does not know."""
-        with self._guard:
-            return self._conflict(name, limits)
-
-    def _conflict(self, name: str, limits: Mapping[str, int]) -> str:
         if not self._machine.seats.may_gain(name, limits):
             return f"no seat of lease {name} with its devices is connected on this node"
-        beside = self._on_devices(name)
+        with self._guard:
+            beside = self._on_devices(name)
         unknown = [
             other.name for other in beside if other.unconfirmed and other.limits.keys() & limits.keys()
         ]
@@ -307,11 +292,11 @@ class LeaseRegistry:
             with self._guard:
                 lease = self._leases.get(request.lease)
                 created = lease is None
-                if not request.suspended and (reason := self._conflict(request.lease, request.limits)):
+                if not request.suspended and (reason := self.conflict(request.lease, request.limits)):
                     raise HelperError(ErrorKind.CONFLICT, reason)
                 lease = lease or self._create(request)
             if created:
-                self._note_holder(request.uid)
+                self._machine.state.holders.add(request.uid)
                 log.info("lease=%s created uid=%d phase=%s", lease.name, request.uid, lease.phase)
                 self._enforce(lease)
                 self.let_in()
@@ -388,7 +373,8 @@ class LeaseRegistry:
     def adopt(self) -> None:
         """Take over the leases of the helper before; moves in progress are left to `Mover.settle`."""
         state = self._machine.state
-        records = {record.asked.lease: record for record in state.records()}
+        journal = state.records()
+        records = {name: record for name, record in journal.items() if record is not None}
         owners = {name: record.asked.uid for name, record in records.items()}
         living = self._machine.processes.scan(owners, FIRST_LOOK_S)
         for name, record in records.items():
@@ -406,8 +392,8 @@ class LeaseRegistry:
                 )
                 files.create(asked.uid, asked.limits, PAGE[record.phase])
             self._leases[name] = HelperLease(record, files)
-            self._note_holder(asked.uid)
-        self._remove_leftovers()
+            state.holders.add(asked.uid)
+        self._remove_leftovers(journal.keys() - records.keys())
         self._cgroups.sweep(self._leases)
         living = self.scan()
         for lease in self.all():
@@ -416,25 +402,12 @@ class LeaseRegistry:
             lease.files.reopen()
         self.let_in()
 
-    def _note_holder(self, uid: int) -> None:
-        try:
-            self._machine.state.holders.add(uid)
-        except OSError as error:
-            log.warning("uid=%d cannot be noted as a holder of leases: %s", uid, error)
-
-    def _lose_record(self, uid: int) -> None:
-        try:
-            self._machine.state.holders.lose_record(uid)
-        except OSError as error:
-            log.warning("the loss of a record cannot be noted: %s", error)
-
-    def _remove_leftovers(self) -> None:
-        """Remove what earlier boots, self-tests and half-dropped leases left.
+    def _remove_leftovers(self, stale: Collection[str]) -> None:
+        """Remove what earlier boots, self-tests and half-dropped leases left; ``stale`` are names of records.
 
         The limit of a lease without a record stays in force: processes of its user are not stopped.
         """
         state = self._machine.state
-        stale = state.stale()
         for path in list(state.leases.iterdir()):
             if path.name in self._leases:
                 continue
@@ -444,7 +417,7 @@ class LeaseRegistry:
                 if left or files.phase() in (None, PagePhase.REVOKED):
                     files.revoke()
                     continue
-                self._lose_record(uid := files.owner())
+                state.holders.lose_record(uid := files.owner())
                 log.error(
                     "lease=%s has no record in %s: processes of uid %d are left alone and its limit stays in "
                     "force, until the broker asks for it again or this folder is removed",
