@@ -73,23 +73,7 @@ def read(pid: int, name: str, limit_bytes: int) -> bytes:
     Raises:
         OSError: no descriptor or memory is left to look.
     """
-    try:
-        fd = os.open(path(pid, name), os.O_RDONLY | os.O_CLOEXEC)
-    except OSError as error:
-        if error.errno in _COULD_NOT_LOOK:
-            raise
-        return b""
-    try:
-        return os.read(fd, limit_bytes)
-    except OSError:
-        return b""
-    finally:
-        os.close(fd)
-
-
-def read_whole(pid: int, name: str, limit_bytes: int) -> bytes:
-    """As `read`, for a file that the kernel answers in several parts, such as ``mountinfo``."""
-    found = bytearray()
+    found = bytearray()  # of one read, or of several: the kernel answers ``mountinfo`` in parts
     try:
         with open(path(pid, name), "rb", buffering=0) as file:
             while len(found) < limit_bytes and (more := file.read(limit_bytes - len(found))):

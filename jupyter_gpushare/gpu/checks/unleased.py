@@ -33,7 +33,6 @@ import contextlib
 import logging
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
@@ -94,7 +93,6 @@ class UnleasedProcesses:
         self._unread: set[Key] = set()  # in the last sample
         # For other threads: by device, the last sample's processes with the reasons to keep them.
         self._shown: dict[str, tuple[tuple[Process, UnleasedProcess], ...]] = {}
-        self._guard = threading.Lock()
         self._asked: dict[Key, float] = {}  # to be ended by request, since
 
     def shown(self, uuid: str) -> tuple[UnleasedProcess, ...]:
@@ -115,20 +113,15 @@ class UnleasedProcesses:
         process, told = found
         if told.kept:
             raise HelperError(ErrorKind.CONFLICT, f"this process is left alone: {told.kept}")
-        with self._guard:
-            self._asked.setdefault(process.key, time.monotonic())
         try:
             was_sent = self._processes.signal(process.key, signal.SIGTERM)
         except OSError as error:
-            with self._guard:
-                self._asked.pop(process.key, None)
             raise HelperError(
                 ErrorKind.NOT_ALLOWED, f"the device helper cannot end it: {error.strerror}"
             ) from None
         if not was_sent:
-            with self._guard:
-                self._asked.pop(process.key, None)
             raise HelperError(ErrorKind.UNKNOWN_PROCESS, "this process has ended")
+        self._asked.setdefault(process.key, time.monotonic())
         self._report(process, uuid, told.used_bytes, "", action="stop")
 
     def compare(self, usages: Mapping[str, DeviceReading], leases: Iterable[HelperLease]) -> None:
@@ -167,12 +160,9 @@ class UnleasedProcesses:
 
     def _kill_asked(self, present: set[Key], now: float) -> None:
         """Kill what was to end by request and is still here without a lease; forget what has ended."""
-        with self._guard:
-            asked = dict(self._asked)
-        for key, since in asked.items():
+        for key, since in list(self._asked.items()):
             if not self._processes.alive(key):
-                with self._guard:
-                    self._asked.pop(key, None)
+                del self._asked[key]
             elif key in present and now - since >= GRACE_S:
                 with contextlib.suppress(PermissionError):
                     self._processes.signal(key, signal.SIGKILL)

@@ -172,7 +172,7 @@ class Containers:
 
 def mounts(pid: int) -> list[_Mount]:
     """Return the mounts that a process sees, as far as `MOUNTINFO_BYTES` tell; 0 is this process."""
-    raw = procfs.read_whole(pid, "mountinfo", MOUNTINFO_BYTES)
+    raw = procfs.read(pid, "mountinfo", MOUNTINFO_BYTES)
     found = []
     for line in raw[: raw.rfind(b"\n") + 1].splitlines():
         words = line.split(b" ", 5)

@@ -144,7 +144,6 @@ class Processes:
         self._latest = 0  # the one that `_known` is of
         self._pidfds: dict[Key, int] = {}
         self._exits = select.epoll()
-        self._by_fd: dict[int, Key] = {}
         self._exit_statuses: dict[Key, int | None] = {}  # the newest `EXITS_KEPT`
 
     def scan(self, owners: Mapping[str, int], within_s: float = LOOK_S) -> dict[str, tuple[Process, ...]]:
@@ -353,7 +352,6 @@ class Processes:
             os.close(pidfd)
             return False
         self._pidfds[key] = pidfd
-        self._by_fd[pidfd] = key
         self._exits.register(pidfd, select.EPOLLIN)
         return True
 
@@ -361,13 +359,13 @@ class Processes:
         for key in [key for key in self._pidfds if key not in held]:
             self._keep_status(key)
             pidfd = self._pidfds.pop(key)
-            del self._by_fd[pidfd]
             self._exits.unregister(pidfd)
             os.close(pidfd)
 
     def _ended(self) -> set[Key]:
         """The held processes that have ended, zombies included."""
-        return {self._by_fd[fd] for fd, _ in self._exits.poll(0, maxevents=max(1, len(self._by_fd)))}
+        ready = {fd for fd, _ in self._exits.poll(0, maxevents=max(1, len(self._pidfds)))}
+        return {key for key, pidfd in self._pidfds.items() if pidfd in ready}
 
 
 def leader(processes: tuple[Process, ...]) -> Process | None:
