@@ -120,8 +120,3 @@ class Notifier:
         with contextlib.suppress(OSError), socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as systemd:
             systemd.setblocking(False)
             systemd.sendto(state.encode(), path)
-
-
-def of_process() -> Notifier:
-    """Return the notifier of this process."""
-    return Notifier(os.environ)

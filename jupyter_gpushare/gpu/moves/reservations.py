@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 
@@ -52,7 +53,7 @@ class MemoryReservations:
         self._devices = devices
         self._registry = registry
         self._changed = threading.Condition()
-        self._reserved: dict[str, int] = {}
+        self._reserved = Counter[str]()
         self._waiting: list[Mapping[str, int]] = []
 
     @contextmanager
@@ -72,8 +73,7 @@ class MemoryReservations:
                 yield
         finally:
             with self._changed:
-                for uuid, count in saved.items():
-                    self._reserved[uuid] -= count
+                self._reserved.subtract(saved)
                 self._changed.notify_all()
 
     def _take(self, saved: Mapping[str, int], timeout_s: float) -> None:
@@ -81,25 +81,23 @@ class MemoryReservations:
         self._waiting.append(saved)
         try:
             while reason := self._shortage(saved, self._requested_before(saved)):
-                others = any(self._reserved.get(uuid) for uuid in saved)
+                others = any(self._reserved[uuid] for uuid in saved)
                 wait_s = timeout_s if others else min(timeout_s, FREE_WAIT_S)
                 if time.monotonic() - began >= wait_s:
                     raise MoveRefused(Refusal.NO_MEMORY, reason)
                 self._changed.wait(POLL_S)
-            for uuid, count in saved.items():
-                self._reserved[uuid] = self._reserved.get(uuid, 0) + count
+            self._reserved.update(saved)
         finally:
             self._waiting = [each for each in self._waiting if each is not saved]
             self._changed.notify_all()
 
     def _requested_before(self, saved: Mapping[str, int]) -> dict[str, int]:
         """Bytes reserved, and bytes requested by earlier waiters."""
-        taken = dict(self._reserved)
+        taken = self._reserved.copy()
         for each in self._waiting:
             if each is saved:
                 break
-            for uuid, count in each.items():
-                taken[uuid] = taken.get(uuid, 0) + count
+            taken.update(each)
         return taken
 
     def _shortage(self, saved: Mapping[str, int], taken: Mapping[str, int]) -> str:
@@ -125,7 +123,7 @@ class MemoryReservations:
             if growing:
                 time.sleep(SETTLE_S)
                 with self._changed:
-                    others = {uuid: self._reserved.get(uuid, 0) - count for uuid, count in saved.items()}
+                    others = {uuid: self._reserved[uuid] - count for uuid, count in saved.items()}
                     if reason := self._shortage(saved, others):
                         raise MoveRefused(Refusal.NO_MEMORY, reason)
             yield

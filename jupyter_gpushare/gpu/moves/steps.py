@@ -242,11 +242,7 @@ class ProcessMoves:
         Raises:
             DeviceError: the driver does not answer.
         """
-        found = {}
-        for gpu in self._machine.nvml.gpus:
-            if gpu.uuid in lease.limits:
-                found[gpu.uuid] = self._machine.nvml.usage(gpu.uuid).unexplained_bytes
-        return found
+        return {uuid: self._machine.nvml.usage(uuid).unexplained_bytes for uuid in lease.limits}
 
     def wait_gone(self, lease: HelperLease, unexplained_before: dict[str, int]) -> None:
         """Wait until the device memory of the parked processes is free, by the list and by what is free.

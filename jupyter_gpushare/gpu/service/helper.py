@@ -192,7 +192,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: None)
     _raise_descriptors()
-    systemd = parent.of_process()
+    systemd = parent.Notifier(os.environ)
     try:
         helper = Helper(options)
     except GpuShareError as error:
