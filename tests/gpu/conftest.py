@@ -36,7 +36,7 @@ def machine(bare: Machine) -> Machine:
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Machine]:
-    """A machine with two devices and a helper."""
+    """A machine with two devices and a helper; unlike a real driver, its restarts under its clients."""
     for machine in machine_in(tmp_path, spec="2xH100-80GB,host=512GiB,restart=any-time"):
         machine.start()
         yield machine

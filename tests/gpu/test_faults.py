@@ -76,23 +76,6 @@ def test_an_unlock_that_fails_is_tried_again(ada: Machine) -> None:
     ada.resume("ada", worker)
 
 
-def test_a_process_that_the_driver_loses_is_said_to_be_lost_until_it_ends(ada: Machine) -> None:
-    lost, other = ada.worker("ada", mib=64), ada.worker("ada", mib=64)
-    watch = ada.watch()
-    assert ada.ask("suspend", lease="ada")["done"]
-    ada.sim.fault(Fault.RESTORE_POISONS, pid=lost.pid)
-    moved = ada.ask("resume", lease="ada")
-    assert (moved["done"], moved["refused"]) == (False, "lost")
-    assert ada.of("ada")["phase"] == "lost"
-    assert other.do("check") == "ok"
-    until(lambda: (watch.event("phase", "ada") or {}).get("fields", {}).get("to") == "lost", "lost is told")
-    assert ada.ask("suspend", lease="ada")["refused"] == "lost"
-    lost.kill()
-    until(lambda: ada.of("ada")["phase"] == "running", "the lease goes on")
-    fresh = ada.worker("ada", mib=64)
-    assert fresh.do("check") == "ok"
-
-
 def test_a_hung_query_of_a_device_delays_no_other_request(two: Machine) -> None:
     """While it hangs, samples go on, other devices are measured and moved, the device is named."""
     two.lease("ada", devices=(1,))

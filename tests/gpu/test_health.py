@@ -141,25 +141,17 @@ def test_a_device_that_does_not_work_stays_out_of_service(machine: Machine) -> N
     assert is_ill(machine)
 
 
-@pytest.fixture
-def restarting(tmp_path: Path) -> Iterator[Machine]:
-    """Two devices of a driver that restarts under its clients; a real one refuses that."""
-    for machine in machine_in(tmp_path, spec="2xH100-80GB,host=512GiB,restart=any-time"):
-        machine.start()
-        yield machine
-
-
-def test_a_restarted_driver_is_opened_again(restarting: Machine) -> None:
-    worker = restarting.session("ada")
-    watch = restarting.watch()
-    restarting.sim.fault(Fault.DRIVER_RESTART)
+def test_a_restarted_driver_is_opened_again(two: Machine) -> None:
+    worker = two.session("ada")
+    watch = two.watch()
+    two.sim.fault(Fault.DRIVER_RESTART)
     event = watch.event("device")
     assert event
     assert event["fields"]["healthy"] == "false"
-    until(lambda: all(each["healthy"] for each in restarting.ask("sample")["devices"]), "both are back")
+    until(lambda: all(each["healthy"] for each in two.ask("sample")["devices"]), "both are back")
     assert worker.do("check") == "ok"
-    assert restarting.ask("suspend", lease="ada")["done"]
-    assert restarting.ask("resume", lease="ada")["done"]
+    assert two.ask("suspend", lease="ada")["done"]
+    assert two.ask("resume", lease="ada")["done"]
 
 
 def test_what_does_not_answer_is_out_of_service_within_five_seconds(tmp_path: Path) -> None:

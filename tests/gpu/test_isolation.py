@@ -193,16 +193,6 @@ def missing(account: Path) -> None:
 HOSTILE = [truncate, fifo, link, folder, garbage, missing]
 
 
-@pytest.mark.parametrize("make", HOSTILE, ids=lambda make: make.__name__)
-def test_a_hostile_account_reads_as_broken(tmp_path: Path, make: Callable[[Path], None]) -> None:
-    files = directory(tmp_path)
-    assert files.account() is not None
-    make(files.path / "account")
-    assert files.account() is None
-    files.revoke()
-    assert not files.path.exists()
-
-
 def test_an_account_that_grows_is_cut(tmp_path: Path) -> None:
     files = directory(tmp_path)
     account = files.path / "account"

@@ -52,6 +52,7 @@ def test_a_restore_out_of_memory_is_final(published: Machine) -> None:
     published.resume("bo", bo)
     shown = published.of("ada")
     assert (shown["phase"], shown["saved_bytes"], shown["suspendable"]) == ("lost", {}, False)
+    assert published.ask("suspend", lease="ada")["refused"] == "lost"
     lost.kill()
     until(lambda: published.of("ada")["phase"] == "running", "the lease goes on")
 

@@ -21,12 +21,3 @@ def test_a_running_process_is_held_to_the_smaller_limit_and_keeps_what_it_has(ma
     assert worker.do("alloc 4096") == OUT_OF_MEMORY
     assert worker.do("alloc 1024") == "0"
     assert worker.do("check") == "ok"
-
-
-def test_another_lease_gets_what_one_gave_up(machine: Machine) -> None:
-    ada = machine.session("ada", 60 * GIB, mib=1024)
-    machine.lease("ada", 20 * GIB)
-    bo = machine.session("bo", 40 * GIB, mib=36 << 10)
-    assert ada.do("alloc 20480") == OUT_OF_MEMORY
-    assert ada.do("check") == "ok"
-    assert bo.do("check") == "ok"

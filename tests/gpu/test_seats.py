@@ -344,11 +344,13 @@ def test_a_killed_seat_is_followed_by_a_suspension(node: Node) -> None:
 def test_a_lease_that_cannot_be_suspended_is_ended_before_the_seat_is_killed(node: Node) -> None:
     seat = node.seat(grace_s=MARGIN_S + 2)
     worker = holder(node)
+    server = node.worker("b1-1", wait=False, command=(sys.executable, "-c", "input()"))  # without memory
     assert worker.do("taint 1") == "0"
     watch = node.watch()
     seat.terminate()
     assert seat.wait(PATIENCE_S) == 0
     assert worker.process.wait(PATIENCE_S) == -signal.SIGTERM
+    assert server.process.poll() is None
     assert "ended" in node.said("seat-1").splitlines()[-1]
     # The driver lists the process no more, and gives its memory back some time after its end.
     until(lambda: node.sim.device_used(0) == 0, "its memory is free")
@@ -371,17 +373,6 @@ def test_a_job_that_stops_for_another_saves_its_memory_and_is_never_suspended(no
     while (event := json.loads(watch.line()))["kind"] != "ended":
         phases += [event["fields"]] if event["kind"] == "phase" else []
     assert phases == []
-
-
-def test_only_processes_with_device_memory_are_ended(node: Node) -> None:
-    seat = node.seat(grace_s=MARGIN_S + 1)
-    worker = holder(node)
-    server = node.worker("b1-1", wait=False, command=(sys.executable, "-c", "input()"))
-    assert worker.do("taint 1") == "0"
-    seat.terminate()
-    assert seat.wait(PATIENCE_S) == 0
-    assert worker.process.wait(PATIENCE_S) == -signal.SIGTERM
-    assert server.process.poll() is None
 
 
 def test_a_restarted_helper_suspends_what_has_lost_its_seat_meanwhile(node: Node) -> None:

@@ -27,6 +27,8 @@ UUID = "GPU-00000000-0000-0000-0000-000000000000"
     ("line", "kind", "says"),
     [
         (b"nonsense", "bad_request", "not a line of JSON"),
+        (b"\xff", "bad_request", "not a line of JSON"),
+        (b"[" * 100_000, "bad_request", "not a line of JSON"),
         (b"[1]", "bad_request", "JSON object"),
         (b'{"verb":"sample","verb":"drop"}', "bad_request", "twice"),
         (b'{"verb":"sample","epoch":NaN}', "bad_request", "NaN"),
@@ -42,6 +44,9 @@ UUID = "GPU-00000000-0000-0000-0000-000000000000"
         (b'{"verb":"suspend","epoch":1,"lease":"ada","timeout_s":0}', "bad_request", "timeout_s"),
         (b'{"verb":"drop","epoch":1,"lease":""}', "bad_request", "[a-z0-9-]"),
         (b'{"verb":"resume","epoch":1,"lease":"ada","timeout_s":"long"}', "bad_request", "expected float"),
+        (b'{"verb":"signal","epoch":1,"lease":"ada","number":9.0}', "bad_request", "expected int"),
+        (b'{"verb":"signal","epoch":1,"lease":"ada","number":true}', "bad_request", "expected int"),
+        (b'{"verb":"signal","epoch":1,"lease":"ada","number":null}', "bad_request", "expected int"),
     ],
 )
 def test_a_bad_request_gets_a_clear_answer(machine: Machine, line: bytes, kind: str, says: str) -> None:
