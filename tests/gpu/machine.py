@@ -222,6 +222,14 @@ class Machine:
         self.helper = None
         return status
 
+    def fails(self) -> str:
+        """Start a helper that ends with 1; what it says."""
+        self.start(wait=False)
+        assert self.helper is not None
+        assert self.helper.wait(PATIENCE_S) == 1
+        self.helper = None
+        return self.log.read_text()
+
     def died(self) -> None:
         """Wait until the helper killed itself."""
         assert self.helper is not None

@@ -28,6 +28,7 @@ from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.leases.registry import keys_by_inner
 from jupyter_gpushare.gpu.service import options
 from tests.gpu.containers import engine_cgroup, escaped, in_container, pod_cgroup
+from tests.gpu.leases import process_of
 from tests.gpu.machine import GIB, MIB, PATIENCE_S, Machine, machine_in
 from tests.gpu.test_seats import Node
 from tests.waiting import until
@@ -195,10 +196,7 @@ def test_moving_processes_between_cgroups_is_refused_on_kubernetes(
 
 
 def process(pid: int, inner_pid: int, start: int) -> Process:
-    return Process(
-        pid=pid, start_ticks=start, started_at=0.0, uid=1, parent=1, name="", kernel="", carries="", lease="",
-        inner_pid=inner_pid,
-    )  # fmt: skip
+    return process_of(pid, start, inner_pid=inner_pid)
 
 
 def write_account(files: LeaseDirectory, folder: Path, pids: tuple[int, ...]) -> None:

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.leases.journal import JournalRecord
 from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
 from jupyter_gpushare.gpu.leases.seats import LOST_S, MARGIN_S, START_S, UNKNOWN_GRACE_S, SeatTable
 from jupyter_gpushare.gpu.moves.vacate import BROKER_S, FAILURES, RETRY_S, TERM_S, Evictions
-from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 from jupyter_gpushare.protocol.seats import Sit
+from tests.gpu.leases import lease_of
 
 GRACE_S = 60.0
 
@@ -60,8 +60,7 @@ class Node:
     ) -> HelperLease:
         pid = 100 + len(self.leases)
         limits = dict.fromkeys(devices, 1 << 30)
-        record = JournalRecord(asked=SetLimit(lease=name, uid=1, limits=limits, stops=stops), phase=phase)
-        lease = HelperLease(record, SimpleNamespace())  # type: ignore[arg-type]
+        lease = lease_of(name, limits, phase=phase, stops=stops)
         process = SimpleNamespace(pid=pid, key=(pid, 1), parent=1, carries=name, lease=name, image=(pid, 1))
         lease.processes = (process,)  # type: ignore[assignment]
         self.leases.append(lease)

@@ -11,12 +11,9 @@ import pytest
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.leases import host
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import LeaseDirectory
 from jupyter_gpushare.gpu.leases.host import HostMemory, with_overhead
-from jupyter_gpushare.gpu.leases.journal import JournalRecord
-from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.moves.suspend import SuspendBlockers
-from jupyter_gpushare.protocol.helper import Phase, SetLimit
+from tests.gpu.leases import lease_of
 
 GIB = 1 << 30
 
@@ -118,8 +115,7 @@ def test_a_limit_that_cannot_hold_the_copy_makes_a_lease_not_suspendable(
     assert memory.too_small({1: 5 * GIB, 2: 2 * GIB}) == ""
     small = memory.too_small({1: 5 * GIB, 2: 4 * GIB})
     assert "memory cgroup of the lease" in small
-    record = JournalRecord(asked=SetLimit(lease="ada", uid=1, limits={}), phase=Phase.RUNNING)
-    lease = HelperLease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
+    lease = lease_of()
     lease.memory_too_small = small
     can: Any = SimpleNamespace(
         checkpoint=SimpleNamespace(unavailable=""),

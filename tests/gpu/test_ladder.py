@@ -17,12 +17,10 @@ from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.gpu.driver.ladder import ladder_of, level_of, strongest, weakest
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
-from jupyter_gpushare.gpu.leases.files import LeaseDirectory
-from jupyter_gpushare.gpu.leases.journal import JournalRecord
-from jupyter_gpushare.gpu.leases.lease import HelperLease
-from jupyter_gpushare.gpu.leases.processes import Process, Processes
+from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.procfs import start_ticks
-from jupyter_gpushare.protocol.helper import Level, Phase, SetLimit
+from jupyter_gpushare.protocol.helper import Level, SetLimit
+from tests.gpu.leases import lease_of, process_of
 from tests.gpu.machine import GIB, Machine, machine_in, until
 from tests.systemd import cgroup2
 
@@ -37,18 +35,12 @@ def test_only_the_very_process_is_put_into_a_leases_cgroup(tmp_path: Path, later
     nvml: Any = SimpleNamespace(set_memory_limits=lambda *limits: None)
     processes = Processes(tmp_path)
     cgroups = Cgroups(root, nvml, processes)
-    record = JournalRecord(
-        asked=SetLimit(lease="ada", uid=os.geteuid(), limits={"GPU-1": 1}), phase=Phase.RUNNING
-    )
-    lease = HelperLease(record, LeaseDirectory(tmp_path, "ada"))
+    lease = lease_of(limits={"GPU-1": 1})
     cgroups.limit(lease)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         # The one that was seen may have ended since, and its pid may have gone to another.
         seen = start_ticks(child.pid) - later
-        lease.processes = (
-            Process(pid=child.pid, start_ticks=seen, started_at=0, uid=0, parent=1, name="", kernel="",
-                    carries="ada", lease="ada"),
-        )  # fmt: skip
+        lease.processes = (process_of(child.pid, seen),)
         cgroups.place(lease)
         members = cgroups.path("ada") / "cgroup.procs"
         written = members.read_text() if members.exists() else ""

@@ -19,7 +19,7 @@ from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.device_files import DESCRIPTORS, DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import HIDDEN_SETTLES_S, DeviceStates, Verdict
-from jupyter_gpushare.gpu.leases.files import AccountFile, LeaseDirectory, Slot, Taint
+from jupyter_gpushare.gpu.leases.files import AccountFile, Slot, Taint
 from jupyter_gpushare.gpu.leases.journal import JournalRecord
 from jupyter_gpushare.gpu.leases.lease import HelperLease, parked_of
 from jupyter_gpushare.gpu.leases.leftovers import MOST, Leftovers
@@ -27,7 +27,8 @@ from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
 from jupyter_gpushare.gpu.moves.steps import ProcessMoves
 from jupyter_gpushare.gpu.service.requests import Requests
-from jupyter_gpushare.protocol.helper import Phase, SetLimit, Signal
+from jupyter_gpushare.protocol.helper import Signal
+from tests.gpu.leases import lease_of, process_of
 from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in
 from tests.waiting import until
 
@@ -176,10 +177,7 @@ class Files(DeviceFiles):
 
 
 def process(pid: int, start: int, image: tuple[int, ...] = (1, 1), parent: int = 1) -> Process:
-    return Process(
-        pid=pid, start_ticks=start, started_at=0, uid=7, parent=parent, name="python", kernel="",
-        carries="ada", lease="ada", image=image,
-    )  # fmt: skip
+    return process_of(pid, start, image=image, parent=parent)
 
 
 def slot(each: Process, calls: int, count: int) -> Slot:
@@ -192,12 +190,7 @@ class Scene:
 
     def __init__(self) -> None:
         self.table, self.files, self.devices = Table(), Files(), DeviceStates((GPU,))
-        self.lease = HelperLease(
-            JournalRecord(
-                asked=SetLimit(lease="ada", uid=7, limits={"GPU-1": 40 * GIB}), phase=Phase.RUNNING
-            ),
-            LeaseDirectory(Path("/nonexistent"), "ada"),
-        )
+        self.lease = lease_of(limits={"GPU-1": 40 * GIB})
         self.now = self.lease.measured_at = 1.0
         self.lease.processes = (process(10, 100),)
         self.lease.held = {(10, 100): {"GPU-1": 8 * GIB}}

@@ -7,10 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.gpu.leases.files import LeaseDirectory
-from jupyter_gpushare.gpu.leases.journal import JournalRecord
-from jupyter_gpushare.gpu.leases.lease import HelperLease
-from jupyter_gpushare.protocol.helper import Phase, SetLimit
+from tests.gpu.leases import lease_of
 from tests.gpu.machine import GIB, MIB, PATIENCE_S, Machine, Refused, machine_in, until
 from tests.simulator import Fault
 
@@ -282,10 +279,8 @@ def wait_for_a_neighbour(machine: Machine) -> None:
     assert [ada.do("check"), bo.do("check")] == ["ok", "ok"]
 
 
-def test_a_failed_move_is_left_alone_for_longer_each_time(tmp_path: Path) -> None:
-    record = JournalRecord(asked=SetLimit(lease="ada", uid=0, limits={}), phase=Phase.RUNNING)
-    lease = HelperLease(record, LeaseDirectory(tmp_path, "ada"))
-    waits = []
+def test_a_failed_move_is_left_alone_for_longer_each_time() -> None:
+    lease, waits = lease_of(), []
     for _ in range(8):
         lease.block((1, 2), "the driver failed")
         waits.append(lease.failures[1, 2].wait_s)

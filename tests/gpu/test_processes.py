@@ -41,10 +41,13 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def start(
-    started: list[subprocess.Popen[str]], script: str = "input()", env: dict[str, str] | None = None
+    started: list[subprocess.Popen[str]],
+    script: str = "input()",
+    *words: str,
+    env: dict[str, str] | None = None,
 ) -> subprocess.Popen[str]:
     child = subprocess.Popen(
-        [sys.executable, "-c", script],
+        [sys.executable, "-c", script, *words],
         env=CARRIES if env is None else env,
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
@@ -235,11 +238,7 @@ def test_a_jupyter_kernel_is_known_by_its_connection_file(
     processes: Processes, started: list[subprocess.Popen[str]]
 ) -> None:
     kernel = "01234567-89ab-cdef-0123-456789abcdef"
-    child = subprocess.Popen(
-        [sys.executable, "-c", "input()", f"/run/kernel-{kernel}.json"],
-        env=CARRIES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    started.append(child)
+    start(started, "input()", f"/run/kernel-{kernel}.json")
     until(
         lambda: any(process.kernel == kernel for process in processes.scan(OWNERS)[LEASE]),
         "the kernel is found",
@@ -345,11 +344,7 @@ def test_a_runner_that_is_slow_to_answer_again_is_still_the_runner(
     processes: Processes, started: list[subprocess.Popen[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A young one is read in each scan, and a loaded machine may answer late."""
-    child = subprocess.Popen(
-        [sys.executable, "-c", "input()", f"GPUSHARE_LEASE={LEASE}"],
-        env=CARRIES, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    started.append(child)
+    start(started, "input()", f"GPUSHARE_LEASE={LEASE}")
     until(lambda: [p for p in processes.scan(OWNERS)[LEASE] if p.is_runner], "its arguments are read")
     monkeypatch.setattr(processes._memory, "read", lambda users, within_s: {})
     (again,) = processes.scan(OWNERS)[LEASE]
@@ -361,46 +356,26 @@ def test_a_child_of_a_runner_is_none_after_its_exec(machine: Machine) -> None:
     """A forked child has its parent's arguments until it calls exec, and may be seen just then."""
     machine.lease("j1-1")
     code = "import os; input(); os.execv('/bin/sleep', ['sleep', '600'])"
-    child = subprocess.Popen(
-        [sys.executable, "-c", code, "GPUSHARE_LEASE=j1-1"],
-        env={**os.environ, "GPUSHARE_LEASE": "j1-1"},
-        stdin=subprocess.PIPE,
-    )
-    try:
-        until(lambda: machine.of("j1-1")["alive"], "it is found")
-        assert not machine.of("j1-1")["runner_ended"]
-        assert child.stdin is not None
-        child.stdin.write(b"\n")
-        child.stdin.close()
-        until(lambda: machine.of("j1-1")["runner_ended"], "it is no runner any more")
-        assert machine.of("j1-1")["alive"]
-    finally:
-        child.kill()
-        child.wait(PATIENCE_S)
+    command = [sys.executable, "-c", code, "GPUSHARE_LEASE=j1-1"]
+    child = machine.worker("j1-1", command=command, preload=False, wait=False)
+    until(lambda: machine.of("j1-1")["alive"], "it is found")
+    assert not machine.of("j1-1")["runner_ended"]
+    child.tell("")
+    until(lambda: machine.of("j1-1")["runner_ended"], "it is no runner any more")
+    assert machine.of("j1-1")["alive"]
 
 
 def test_a_lease_says_when_the_runner_of_its_job_has_ended_and_others_live(machine: Machine) -> None:
     machine.lease("j1-1")
     code = (
-        "import subprocess, sys; subprocess.Popen(['sleep', '600'], stdout=2, start_new_session=True);"
+        "import subprocess, sys; subprocess.Popen(['sleep', '600'], stdout=2);"
         "print('ready', flush=True); input()"
     )
-    runner = subprocess.Popen(
-        [sys.executable, "-c", code, "GPUSHARE_LEASE=j1-1"],
-        env={**os.environ, "GPUSHARE_LEASE": "j1-1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    try:
-        assert runner.stdout is not None
-        assert runner.stdout.readline() == "ready\n"
-        until(lambda: machine.of("j1-1")["alive"], "its processes are found")
-        assert not machine.of("j1-1")["runner_ended"]
-        runner.kill()
-        until(lambda: machine.of("j1-1")["runner_ended"], "the end of the runner is seen")
-        assert machine.of("j1-1")["alive"]
-    finally:
-        machine.ask("signal", lease="j1-1", number=9, to="all")
-        runner.kill()
-        runner.communicate(timeout=PATIENCE_S)
+    command = [sys.executable, "-c", code, "GPUSHARE_LEASE=j1-1"]
+    runner = machine.worker("j1-1", command=command, preload=False, wait=False)
+    assert runner.answer() == "ready"
+    until(lambda: machine.of("j1-1")["alive"], "its processes are found")
+    assert not machine.of("j1-1")["runner_ended"]
+    runner.kill()
+    until(lambda: machine.of("j1-1")["runner_ended"], "the end of the runner is seen")
+    assert machine.of("j1-1")["alive"]

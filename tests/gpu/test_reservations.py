@@ -29,14 +29,13 @@ from jupyter_gpushare.gpu.driver.ladder import margin_bytes
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
-from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase
-from jupyter_gpushare.gpu.leases.journal import JournalRecord
+from jupyter_gpushare.gpu.leases.files import PagePhase
 from jupyter_gpushare.gpu.leases.lease import HelperLease
-from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves import reservations, steps, suspend
 from jupyter_gpushare.gpu.moves.reservations import MemoryReservations, MoveRefused
 from jupyter_gpushare.gpu.moves.suspend import Mover
-from jupyter_gpushare.protocol.helper import Phase, Refusal, SetLimit
+from jupyter_gpushare.protocol.helper import Phase, Refusal
+from tests.gpu.leases import lease_of, process_of
 
 HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "150"))
 GIB = 1 << 30
@@ -65,13 +64,9 @@ class Paper:
         for index, name in enumerate(NAMES):
             pid = 1000 + index
             limits = {UUID: chance.choice((20, 40, 77)) * GIB}
-            asked = SetLimit(lease=name, uid=os.geteuid(), limits=limits)
-            lease = HelperLease(JournalRecord(asked=asked, phase=Phase.RUNNING), LeaseDirectory(folder, name))
+            lease = lease_of(name, limits, folder=folder)
             lease.files.create(os.geteuid(), lease.limits, PagePhase.RUNNING)
-            lease.processes = (
-                Process(pid=pid, start_ticks=1, started_at=0, uid=0, parent=1, name="", kernel="",
-                        carries=name, lease=name),
-            )  # fmt: skip
+            lease.processes = (process_of(pid, lease=name),)
             self.leases.append(lease)
             self.held[pid] = 512 * MIB
             self.states[pid] = ProcessState.RUNNING

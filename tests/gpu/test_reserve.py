@@ -13,11 +13,9 @@ import pytest
 from jupyter_gpushare.gpu.driver.ladder import MARGIN_FLOOR_BYTES, margin_bytes, reserve_bytes
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
-from jupyter_gpushare.gpu.leases.files import AccountFile, LeaseDirectory, Slot, Taint
-from jupyter_gpushare.gpu.leases.journal import JournalRecord
-from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.leases.files import AccountFile, Slot, Taint
 from jupyter_gpushare.gpu.moves.suspend import needed_bytes
-from jupyter_gpushare.protocol.helper import Phase, SetLimit
+from tests.gpu.leases import lease_of
 from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in, until
 
 HIDDEN_BYTES = 600 * MIB
@@ -148,8 +146,7 @@ def test_full_leases_come_back_beside_full_neighbours_and_alone(
 
 
 def test_an_account_that_claims_more_than_the_limit_is_not_believed() -> None:
-    record = JournalRecord(asked=SetLimit(lease="ada", uid=0, limits={"GPU-1": 8 * GIB}), phase=Phase.RUNNING)
-    lease = HelperLease(record, LeaseDirectory(Path("/nonexistent"), "ada"))
+    lease = lease_of(limits={"GPU-1": 8 * GIB})
     shown: dict[tuple[int, int], dict[str, int]] = {(7, 1): {"GPU-1": GIB}, (8, 1): {"GPU-1": GIB}}
 
     def account(*used: int) -> AccountFile:

@@ -18,12 +18,10 @@ from jupyter_gpushare.gpu.checks import unleased
 from jupyter_gpushare.gpu.checks.unleased import StopRules, UnleasedProcesses
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.files import LeaseDirectory
-from jupyter_gpushare.gpu.leases.journal import Holders, JournalRecord
-from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.leases.journal import Holders
 from jupyter_gpushare.gpu.leases.processes import Processes
-from jupyter_gpushare.protocol.helper import Phase, SetLimit
 from tests.gpu.containers import engine_cgroup
+from tests.gpu.leases import lease_of
 from tests.gpu.machine import GIB, PATIENCE_S, Machine, until
 
 USER = 41_001 if os.geteuid() == 0 else os.geteuid()
@@ -51,15 +49,7 @@ class Scene:
 
     def lease(self, *uids: int) -> None:
         """Lease the device to these users, and to no other."""
-        records = [
-            JournalRecord(
-                asked=SetLimit(lease=f"lease-{uid}", uid=uid, limits={UUID: GIB}), phase=Phase.RUNNING
-            )
-            for uid in uids
-        ]
-        self.leases = [
-            HelperLease(each, LeaseDirectory(Path("/nonexistent"), each.asked.lease)) for each in records
-        ]
+        self.leases = [lease_of(f"lease-{uid}", {UUID: GIB}, uid=uid) for uid in uids]
 
     def begin(self, *command: str, uid: int = USER) -> None:
         asked = {"user": uid} if os.geteuid() == 0 else {}

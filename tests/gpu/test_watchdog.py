@@ -18,13 +18,11 @@ from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases import files
-from jupyter_gpushare.gpu.leases.files import LeaseDirectory
-from jupyter_gpushare.gpu.leases.journal import Holders, JournalRecord
-from jupyter_gpushare.gpu.leases.lease import HelperLease
-from jupyter_gpushare.gpu.leases.processes import Process
+from jupyter_gpushare.gpu.leases.journal import Holders
 from jupyter_gpushare.native import build
 from jupyter_gpushare.procfs import start_ticks
-from jupyter_gpushare.protocol.helper import Phase, SetLimit, WatchdogAction
+from jupyter_gpushare.protocol.helper import WatchdogAction
+from tests.gpu.leases import lease_of, process_of
 from tests.gpu.machine import GIB, MIB, PATIENCE_S, WORKER, Client, Machine, until
 
 SHELL_WORKER = shlex.join([sys.executable, str(WORKER)])
@@ -69,12 +67,8 @@ def test_one_sample_beyond_the_limit_is_no_reason_yet() -> None:
     events = Events()
     told = events.watch()
     compare = _watchdog(events).compare
-    process = Process(
-        pid=77, start_ticks=1, started_at=0.0, uid=0, parent=1, name="", kernel="", carries="eve", lease="eve"
-    )
-    record = JournalRecord(asked=SetLimit(lease="eve", uid=0, limits={"GPU-1": GIB}), phase=Phase.RUNNING)
-    eve = HelperLease(record, LeaseDirectory(Path("/nonexistent"), "eve"))
-    eve.processes = (process,)
+    eve = lease_of("eve", {"GPU-1": GIB})
+    eve.processes = (process_of(77, lease="eve"),)
     within, beyond = (
         {"GPU-1": DeviceReading(used, 0, 0, processes={77: used}, computing=None)} for used in (GIB, 2 * GIB)
     )
