@@ -59,7 +59,7 @@ def init(ordinal=0):
 
 
 def alloc(mib):
-    address, size = ctypes.c_uint64(), ctypes.c_size_t(mib << 20)
+    address, size = ctypes.c_uint64(), ctypes.c_size_t(int(mib) << 20)
     code = cuda.cuMemAlloc_v2(ctypes.byref(address), size)
     if not code:
         pattern = os.urandom(4096)
@@ -98,7 +98,7 @@ def nccl():
 
 def fill(mib):
     """A value of its own for every 16 MiB, so that nothing can come back in another's place."""
-    address, size = ctypes.c_uint64(), mib << 20
+    address, size = ctypes.c_uint64(), int(mib) << 20
     code = cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
     for offset in range(0, size if not code else 0, CHUNK):
         value, count = int.from_bytes(os.urandom(4), "little"), min(CHUNK, size - offset)
@@ -155,24 +155,20 @@ queried = collections.Counter()  # answers by name
 
 
 def poll(context, name, period_s):
-    cuda.cuCtxSetCurrent(context)
-    while True:
-        QUERIES[name]()
-        queried[name] += 1
-        time.sleep(period_s)
+    def ask():
+        cuda.cuCtxSetCurrent(context)
+        while True:
+            QUERIES[name]()
+            queried[name] += 1
+            time.sleep(period_s)
 
-
-def in_thread(context):
-    result = []
-    thread = threading.Thread(target=lambda: result.append(check(context)))
-    thread.start()
-    thread.join()
-    return result[0]
+    threading.Thread(target=ask, daemon=True).start()
+    return 0
 
 
 def spawn(mib, environment):
     child = subprocess.Popen(
-        [sys.executable, __file__, str(mib)], stdout=subprocess.PIPE, env=environment, text=True
+        [sys.executable, __file__, mib], stdout=subprocess.PIPE, env=environment, text=True
     )
     said = child.stdout.readline().split()
     return f"{child.pid} {said[1] if said else 'ended'}"
@@ -200,86 +196,79 @@ def detach(mib):
     return line
 
 
+def free():
+    code = 0
+    for address, _ in blocks:
+        code = code or cuda.cuMemFree_v2(address)
+    blocks.clear()
+    return code
+
+
+def taint(*_):
+    size = ctypes.c_size_t(1 << 20)
+    return cuda.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), size, ctypes.c_uint(1))
+
+
+def receive(seconds):
+    near, far = socket.socketpair()
+    near.settimeout(float(seconds))
+    with far, contextlib.suppress(TimeoutError):
+        near.recv(1)
+    return 0
+
+
+def in_thread(call, *words):
+    """What a call returns that is made in another thread."""
+    result = []
+    thread = threading.Thread(target=lambda: result.append(call(*words)))
+    thread.start()
+    thread.join()
+    return result[0]
+
+
+def bare(mib):
+    driver = ("GPUSHARE_SIM", "LD_LIBRARY", "CUDA_VISIBLE", "PATH")
+    return spawn(mib, {k: v for k, v in os.environ.items() if k.startswith(driver)})
+
+
 def main():
     if len(sys.argv) > 1:  # a child: hold some memory until killed
         code, _ = init()
-        print("held", code or alloc(int(sys.argv[1])), flush=True)
+        print("held", code or alloc(sys.argv[1]), flush=True)
         time.sleep(600)
         return
     code, context = init()
+    commands = {
+        "alloc": alloc,
+        "fill": fill,
+        "verify": verify,
+        "check": lambda: check(context),
+        "query": lambda: cuda.cuStreamQuery(None),
+        "taint": taint,
+        "managed": managed,
+        "second": lambda mib: second(mib, context),
+        "peer": lambda: peer(context),
+        "nccl": nccl,
+        "free": free,
+        "sleep": lambda seconds: time.sleep(float(seconds)) or 0,
+        "receive": receive,
+        "select": lambda seconds: len(select.select([], [], [], float(seconds))[0]),
+        "child": lambda seconds: subprocess.run(["sleep", seconds]).returncode,
+        "join": lambda: in_thread(time.sleep, 4) or 0,
+        "poll": lambda name, period_s: poll(context, name, float(period_s)),
+        "count": queried.total,
+        "thread": lambda: in_thread(check, context),
+        "spawn": lambda mib: spawn(mib, dict(os.environ)),
+        "bare": bare,
+        "detach": detach,
+        "fork": fork,
+        "save": lambda: save_at_sigterm(context),
+        "exit": lambda: os._exit(0),
+    }
     print("ready", code, flush=True)
     for line in sys.stdin:
         verb, *words = line.split()
-        if verb == "alloc":
-            answer = alloc(int(words[0]))
-        elif verb == "fill":
-            answer = fill(int(words[0]))
-        elif verb == "verify":
-            answer = verify()
-        elif verb == "check":
-            answer = check(context)
-        elif verb == "query":
-            answer = cuda.cuStreamQuery(None)
-        elif verb == "taint":
-            size = ctypes.c_size_t(1 << 20)
-            answer = cuda.cuMemAllocManaged(ctypes.byref(ctypes.c_uint64()), size, ctypes.c_uint(1))
-        elif verb == "managed":
-            answer = managed()
-        elif verb == "second":
-            answer = second(int(words[0]), context)
-        elif verb == "peer":
-            answer = peer(context)
-        elif verb == "nccl":
-            answer = nccl()
-        elif verb == "free":
-            answer = 0
-            for address, _ in blocks:
-                answer = answer or cuda.cuMemFree_v2(address)
-            blocks.clear()
-        elif verb == "sleep":
-            time.sleep(float(words[0]))
-            answer = 0
-        elif verb == "receive":
-            near, far = socket.socketpair()
-            near.settimeout(float(words[0]))
-            with contextlib.suppress(TimeoutError):
-                near.recv(1)
-            far.close()
-            answer = 0
-        elif verb == "select":
-            select.select([], [], [], float(words[0]))
-            answer = 0
-        elif verb == "child":
-            answer = subprocess.run(["sleep", words[0]]).returncode
-        elif verb == "join":
-            napper = threading.Thread(target=time.sleep, args=(4,))
-            napper.start()
-            napper.join()
-            answer = 0
-        elif verb == "poll":
-            watcher = threading.Thread(target=poll, args=(context, words[0], float(words[1])), daemon=True)
-            watcher.start()
-            answer = 0
-        elif verb == "count":
-            answer = queried.total()
-        elif verb == "thread":
-            answer = in_thread(context)
-        elif verb == "spawn":
-            answer = spawn(int(words[0]), dict(os.environ))
-        elif verb == "bare":
-            driver = ("GPUSHARE_SIM", "LD_LIBRARY", "CUDA_VISIBLE", "PATH")
-            answer = spawn(int(words[0]), {k: v for k, v in os.environ.items() if k.startswith(driver)})
-        elif verb == "detach":
-            answer = detach(int(words[0]))
-        elif verb == "fork":
-            answer = fork()
-        elif verb == "save":
-            answer = save_at_sigterm(context)
-        elif verb == "exit":
-            os._exit(0)
-        else:
-            answer = "unknown"
-        print(verb, answer, flush=True)
+        print(verb, commands[verb](*words) if verb in commands else "unknown", flush=True)
 
 
 if __name__ == "__main__":
