@@ -216,7 +216,7 @@ def test_an_account_names_processes_by_the_pids_of_the_machine(tmp_path: Path) -
     def named() -> list[int]:
         account = files.account()
         assert account is not None
-        return [slot.pid for slot in account.slots]
+        return [pid for pid, _ in account.slots]
 
     assert named() == [7, 8]
     files.know(keys_by_inner([process(4007, 7, 100), process(8, 8, 100)]))

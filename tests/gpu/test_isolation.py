@@ -82,8 +82,8 @@ def test_the_layout_is_that_of_the_c_header(tmp_path: Path) -> None:
     account = parse_account((tmp_path / "account").read_bytes())
     assert account
     assert account.denied == 3
-    (slot,) = account.slots
-    assert (slot.pid, slot.taints, slot.start_ticks) == (42, Taint.IPC, 99)
+    ((key, slot),) = account.slots.items()
+    assert (key, slot.taints) == ((42, 99), Taint.IPC)
     assert (slot.work, slot.calls, slot.queries) == (2, 7, 6)
     assert slot.used_bytes == (0,) * 15 + (77,)
 

@@ -182,7 +182,7 @@ def process(pid: int, start: int, image: tuple[int, ...] = (1, 1), parent: int =
 
 def slot(each: Process, calls: int, count: int) -> Slot:
     """What a process counts in the account of its lease."""
-    return Slot(each.pid, each.start_ticks, Taint(0), 0, calls, 0, (count,), each.key)
+    return Slot(Taint(0), 0, calls, 0, (count,), each.key)
 
 
 class Scene:
@@ -240,7 +240,7 @@ def test_what_has_gpu_state_of_its_own_is_no_keeper_nor_what_it_forked() -> None
     for each, into in ((parked, scene.lease.parked), (lost, scene.lease.lost)):
         into |= parked_of({each.key: {"GPU-1": GIB}})
     slots = (slot(fork, 0, 0), slot(counts, 0, GIB), slot(calls, 1, 0))
-    scene.lease.account = AccountFile(denied=0, slots=slots)
+    scene.lease.account = AccountFile(denied=0, slots={each.writer: each for each in slots})
     living = (fork, new, blind, parked, lost, counts, calls, inits, its_worker)
     seen = scene.sees(*living, used=9 * GIB, p12=GIB, p13=None, p18=0)
     assert seen == ([fork.pid, inits.pid], 8 * GIB)

@@ -150,8 +150,9 @@ def test_an_account_that_claims_more_than_the_limit_is_not_believed() -> None:
     shown: dict[tuple[int, int], dict[str, int]] = {(7, 1): {"GPU-1": GIB}, (8, 1): {"GPU-1": GIB}}
 
     def account(*used: int) -> AccountFile:
-        slots = (Slot(7 + n, 1, Taint(0), 0, 0, 0, (count,), (7 + n, 1)) for n, count in enumerate(used))
-        return AccountFile(0, tuple(slots))
+        keys = [(7 + n, 1) for n in range(len(used))]
+        slots = {key: Slot(Taint(0), 0, 0, 0, (count,), key) for key, count in zip(keys, used, strict=True)}
+        return AccountFile(0, slots)
 
     def needed(found: AccountFile | None) -> list[int]:
         return [held["GPU-1"] for held in needed_bytes(lease, found, shown).values()]

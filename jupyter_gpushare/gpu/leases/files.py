@@ -102,8 +102,6 @@ _ALL_TAINTS = sum(Taint)
 class Slot:
     """The entry of one process in the account."""
 
-    pid: int  # as this process names it
-    start_ticks: int
     taints: Taint
     work: int  # launches, copies, allocations, synchronisation
     calls: int  # every call that may wait while suspended, work included
@@ -117,11 +115,11 @@ class AccountFile:
     """The account of a lease."""
 
     denied: int
-    slots: tuple[Slot, ...]
+    slots: Mapping[Key, Slot]  # by process, as this process names it
 
-    def held(self) -> dict[tuple[int, int], tuple[int, ...]]:
-        """Bytes by device index for each process (pid, start_ticks)."""
-        return {(slot.pid, slot.start_ticks): slot.used_bytes for slot in self.slots}
+    def held(self) -> dict[Key, tuple[int, ...]]:
+        """Bytes by device index for each process."""
+        return {key: slot.used_bytes for key, slot in self.slots.items()}
 
     def counters(self) -> Counters:
         """The counters of each process, named as it wrote itself.
@@ -129,9 +127,10 @@ class AccountFile:
         The host's pid of a process in a pid namespace is known only while it lives, and a
         counter outlives it: the names must be the same before and after.
         """
+        slots = self.slots.values()
         return Counters(
-            {slot.writer: (slot.calls, slot.queries) for slot in self.slots},
-            {slot.writer: slot.work for slot in self.slots},
+            {slot.writer: (slot.calls, slot.queries) for slot in slots},
+            {slot.writer: slot.work for slot in slots},
         )
 
 
@@ -208,19 +207,19 @@ def parse_account(raw: bytes) -> AccountFile | None:
         return None
     magic, version, denied = ACCOUNT_HEAD.unpack_from(raw)
     if magic == 0:
-        return AccountFile(0, ())  # no process has finished opening it yet
+        return AccountFile(0, {})  # no process has finished opening it yet
     if magic != ACCOUNT_MAGIC or version != VERSION:
         return None
-    slots = []
+    slots: dict[Key, Slot] = {}
     at = ACCOUNT_HEAD.size
     for pid, taints, start_ticks, work, calls, queries in SLOT.iter_unpack(memoryview(raw)[at:]):
         if pid > 0:
             used = SLOT_USED.unpack_from(raw, at + USED_IN_SLOT)
             known = Taint(taints & _ALL_TAINTS)
-            writer = (pid, start_ticks)
-            slots.append(Slot(pid, start_ticks, known, work, work + calls, queries, used, writer))
+            key = (pid, start_ticks)
+            slots[key] = Slot(known, work, work + calls, queries, used, key)
         at += SLOT.size
-    return AccountFile(denied, tuple(slots))
+    return AccountFile(denied, slots)
 
 
 class LeaseDirectory:
@@ -341,10 +340,7 @@ class LeaseDirectory:
         account, keys = parse_account(raw), self._host_keys
         if account is None or not keys:
             return account
-        slots = (
-            replace(slot, pid=keys[slot.writer][0]) if slot.writer in keys else slot for slot in account.slots
-        )
-        return replace(account, slots=tuple(slots))
+        return replace(account, slots={keys.get(key, key): slot for key, slot in account.slots.items()})
 
     def know(self, keys: Mapping[Key, Key]) -> None:
         """Note the keys of living processes by those that they write into the account.

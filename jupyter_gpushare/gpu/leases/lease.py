@@ -174,7 +174,7 @@ class HelperLease:
         if not unread:
             return False
         account = self.files.account()
-        slots = account.held().keys() if account else ()
+        slots = account.slots if account else {}
         claimed = unread.intersection({*slots, *self.parked, *self.lost, *self.damaged})
         for key in claimed:
             processes.claim(key, self.name)

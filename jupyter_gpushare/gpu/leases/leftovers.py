@@ -198,8 +198,8 @@ def _with_state(lease: HelperLease, living: Living, usages: Mapping[str, DeviceR
     """The processes of a lease that have GPU state of their own, or had in the last sample."""
     pids = {pid for usage in usages.values() for pid, count in usage.processes.items() if count != 0}
     shown = (process.key for process in living.get(lease.name, ()) if process.pid in pids)
-    slots = lease.account.slots if lease.account else ()
-    counted = ((slot.pid, slot.start_ticks) for slot in slots if slot.calls or any(slot.used_bytes))
+    slots = lease.account.slots if lease.account else {}
+    counted = (key for key, slot in slots.items() if slot.calls or any(slot.used_bytes))
     return {*lease.held, *lease.parked, *lease.lost, *shown, *counted}
 
 

@@ -86,7 +86,7 @@ class SuspendBlockers:
         for key, failure in list(lease.failures.items()):
             if key in keys and failure.until > now:
                 return failure.reason
-        slots = {(slot.pid, slot.start_ticks): slot for slot in account.slots} if account else {}
+        slots = account.slots if account else {}
         if words := words_of(slot.taints for key, slot in slots.items() if key in keys):
             return f"it uses {words}"
         if lease.memory_too_small:

@@ -312,7 +312,7 @@ class Sampler:
         phase = lease.phase
         suspended = phase is Phase.SUSPENDED
         account = lease.account
-        slots = {(slot.pid, slot.start_ticks): slot for slot in account.slots} if account else {}
+        slots = account.slots if account else {}
         shown = [
             process
             for process in lease.processes
