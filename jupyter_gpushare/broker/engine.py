@@ -14,13 +14,15 @@ import abc
 import enum
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from math import inf
 from typing import ClassVar
 
+from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.estimate import Estimate, Work
 from jupyter_gpushare.core.estimate import Forecast as JobForecast
 from jupyter_gpushare.core.explain import Offer, Use
-from jupyter_gpushare.core.model import Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
+from jupyter_gpushare.core.model import Action, Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
 from jupyter_gpushare.core.resize import NewSize, NotResized
 from jupyter_gpushare.core.size import Size
 
@@ -35,7 +37,6 @@ __all__ = [
     "Outlook",
     "StartPhase",
     "StartProgress",
-    "Use",
     "Work",
 ]
 
@@ -69,6 +70,15 @@ class StartProgress:
 class Outlook(abc.ABC):
     """What an engine knows about one snapshot; each value is computed at most once."""
 
+    def __init__(self, cluster: Cluster, now: float) -> None:
+        self._cluster = cluster
+        self._now = now
+
+    @property
+    @abc.abstractmethod
+    def actions(self) -> Iterable[Action]:
+        """What `Engine.decide` would begin now."""
+
     @property
     @abc.abstractmethod
     def why(self) -> Mapping[str, Why]:
@@ -79,15 +89,10 @@ class Outlook(abc.ABC):
     def position(self) -> Mapping[str, int]:
         """Position of each waiting job that can start at all, 1 is next."""
 
-    @property
-    @abc.abstractmethod
+    @cached_property
     def grants(self) -> Mapping[str, Grant]:
         """Grants that `Engine.decide` would make now, by lease."""
-
-    @property
-    @abc.abstractmethod
-    def suspends(self) -> tuple[Suspend, ...]:
-        """Suspensions that `Engine.decide` would begin now."""
+        return {action.lease: action for action in self.actions if isinstance(action, Grant)}
 
     @property
     @abc.abstractmethod
@@ -117,10 +122,10 @@ class Outlook(abc.ABC):
         """
         return {}
 
-    @property
-    @abc.abstractmethod
+    @cached_property
     def usage(self) -> Mapping[str, Use]:
         """What each configured project holds, borrows, lends and waits for."""
+        return {use.project: use for use in explain.uses(self._cluster)}
 
     @abc.abstractmethod
     def smaller(self, lease: Lease) -> Size | None:
@@ -214,7 +219,7 @@ class Engine(abc.ABC):
 
     def would_suspend(self, cluster: Cluster, now: float) -> tuple[Suspend, ...]:
         """Return the suspensions of a snapshot in which sessions may be suspended though none is."""
-        return self.outlook(cluster, now).suspends
+        return tuple(x for x in self.outlook(cluster, now).actions if isinstance(x, Suspend))
 
     @abc.abstractmethod
     def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from jupyter_gpushare.broker.engine import Offer, Outlook, Use
+from jupyter_gpushare.broker.engine import Offer, Outlook
 from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, guests
 from jupyter_gpushare.core.kube.demand import demands
@@ -17,13 +17,12 @@ from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
     WHOLE_GPU,
+    Action,
     Cluster,
-    Grant,
     Kind,
     Lease,
     Plan,
     State,
-    Suspend,
     Why,
 )
 from jupyter_gpushare.core.quota import held_by
@@ -43,15 +42,18 @@ class KaiOutlook(Outlook):
         misplaced: Mapping[str, Misplaced],
         now: float,
     ) -> None:
-        self._cluster = delayed(cluster, misplaced)
+        super().__init__(delayed(cluster, misplaced), now)
         self._misplaced = misplaced
         self._seats = seats
         self._sleepable = sleepable
-        self._now = now
 
     @cached_property
     def _plan(self) -> Plan:
         return follow(self._cluster, self._seats, self._now)
+
+    @property
+    def actions(self) -> Iterable[Action]:
+        return self._plan.actions
 
     @cached_property
     def _demands(self) -> Mapping[str, Demand]:
@@ -104,14 +106,6 @@ class KaiOutlook(Outlook):
                 numbers[jobs[lease_id]] = found[lease_id] = numbers.get(jobs[lease_id], 0) + 1
         return found
 
-    @cached_property
-    def grants(self) -> Mapping[str, Grant]:
-        return {action.lease: action for action in self._plan.actions if isinstance(action, Grant)}
-
-    @property
-    def suspends(self) -> tuple[Suspend, ...]:
-        return tuple(action for action in self._plan.actions if isinstance(action, Suspend))
-
     @property
     def free_milli(self) -> int:
         return sum(self._free.values())
@@ -139,10 +133,6 @@ class KaiOutlook(Outlook):
     @cached_property
     def claims_milli(self) -> Mapping[str, int]:
         return claimed_milli(self._cluster, self._claimants)
-
-    @cached_property
-    def usage(self) -> Mapping[str, Use]:
-        return {use.project: use for use in explain.uses(self._cluster)}
 
     def smaller(self, lease: Lease) -> Size | None:
         """Return None: which smaller size would start, KAI does not say."""

@@ -18,11 +18,10 @@ from jupyter_gpushare.broker.engine import (
     NotResized,
     Offer,
     Outlook,
-    Use,
     Work,
 )
 from jupyter_gpushare.core import estimate, explain, resize
-from jupyter_gpushare.core.model import Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
+from jupyter_gpushare.core.model import Action, Cluster, Grant, Kind, Lease, Plan, Project, Why
 from jupyter_gpushare.core.planner import IncrementalPlanner, dry_run, plan
 from jupyter_gpushare.core.scheduler import SchedulingRound
 from jupyter_gpushare.core.size import Size
@@ -45,10 +44,6 @@ def gc_paused() -> Iterator[None]:
 class LocalOutlook(Outlook):
     """Answers from one dry run of the scheduling round that decides, made when an answer needs it."""
 
-    def __init__(self, cluster: Cluster, now: float) -> None:
-        self._cluster = cluster
-        self._now = now
-
     @cached_property
     def _round(self) -> SchedulingRound:
         return dry_run(self._cluster, self._now).run()
@@ -61,6 +56,10 @@ class LocalOutlook(Outlook):
         return self._round.next_at is None or now < self._round.next_at
 
     @property
+    def actions(self) -> Iterable[Action]:
+        return self._round.actions
+
+    @property
     def why(self) -> Mapping[str, Why]:
         return self._round.waiting
 
@@ -69,14 +68,6 @@ class LocalOutlook(Outlook):
         jobs = {lease.id for lease in self._cluster.leases if lease.kind is Kind.TRAIN}
         queued = (x for x, why in self.why.items() if x in jobs and why is not Why.TOO_LARGE)
         return {lease: number for number, lease in enumerate(queued, 1)}
-
-    @cached_property
-    def grants(self) -> Mapping[str, Grant]:
-        return {action.lease: action for action in self._round.actions if isinstance(action, Grant)}
-
-    @property
-    def suspends(self) -> tuple[Suspend, ...]:
-        return tuple(action for action in self._round.actions if isinstance(action, Suspend))
 
     @property
     def free_milli(self) -> int:
@@ -93,10 +84,6 @@ class LocalOutlook(Outlook):
     @cached_property
     def claims_milli(self) -> Mapping[str, int]:
         return explain.claims(self._cluster)
-
-    @cached_property
-    def usage(self) -> Mapping[str, Use]:
-        return {use.project: use for use in explain.uses(self._cluster)}
 
     def smaller(self, lease: Lease) -> Size | None:
         return explain.smaller(self._round, lease)
