@@ -43,7 +43,7 @@ from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.queue_edits import QueueEdits
-from jupyter_gpushare.broker.control.request_policy import RequestPolicy, overrides_text
+from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import Access
@@ -203,8 +203,8 @@ class GPUShareBroker(BrokerTraits):
             "broker %s epoch=%d answers at %s and %s",
             *(__version__, store.epoch, os.environ["JUPYTERHUB_SERVICE_URL"], addresses.path),
         )
-        for sentence in overrides_text(registry):
-            log.warning("%s", sentence)
+        for name in sorted(registry.overrides):
+            log.warning("project=%s has numbers that an administrator set: --reset takes them back", name)
         if not sockets.inherited:
             log.warning("the broker bound its port itself: run it with --respawn, or by a systemd socket")
         # What is there now stays: a full collection that looks at all of it takes longer than a round.
