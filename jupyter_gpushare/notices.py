@@ -19,6 +19,7 @@ from collections.abc import Awaitable, Callable, Sequence
 import httpx
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.error_log import ErrorLog
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.parent import bound
 from jupyter_gpushare.wall_clock import iso_now
@@ -49,7 +50,7 @@ class Outbox:
         self._deadline_s = deadline_s
         self._waiting: deque[tuple[str, Callable[[], Awaitable[None]]]] = deque()
         self._came = asyncio.Event()
-        self._failure = ""  # of the last try
+        self._errors = ErrorLog(log)
         self._dropped = 0  # since the last line about it
         self._said_at = -_DROPS_S
 
@@ -83,22 +84,14 @@ class Outbox:
                 async with asyncio.timeout(self._deadline_s):
                     await send()
             except TimeoutError:
-                self._note(f"no answer within {self._deadline_s:g} s")
+                late = NotDelivered(f"no answer within {self._deadline_s:g} s")
+                self._errors.failed(self._receiver, late)
             except (GpuShareError, OSError) as error:
-                self._note(str(error))
+                self._errors.failed(self._receiver, error)
             except Exception as error:
-                self._note(repr(error), error)
+                self._errors.broke(self._receiver, error)
             else:
-                self._note("")
-
-    def _note(self, failure: str, error: Exception | None = None) -> None:
-        if failure == self._failure:
-            return
-        self._failure = failure
-        if failure:
-            self._log.warning("%s: %s", self._receiver, failure, exc_info=error)
-        else:
-            self._log.info("%s: works again", self._receiver)
+                self._errors.works(self._receiver)
 
 
 def body(

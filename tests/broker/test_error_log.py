@@ -8,7 +8,7 @@ import logging
 import pytest
 
 from jupyter_gpushare.backends.base import HubError, ServerKey
-from jupyter_gpushare.broker.control.error_log import ErrorLog
+from jupyter_gpushare.error_log import ErrorLog
 from jupyter_gpushare.protocol.helper import EventKind
 from tests.broker.virtual_time import until
 
@@ -19,7 +19,7 @@ def lines(caplog: pytest.LogCaptureFixture, word: str) -> list[str]:
 
 def test_what_fails_is_logged_when_it_begins_changes_and_is_over(caplog):
     caplog.set_level(logging.INFO)
-    errors = ErrorLog()
+    errors = ErrorLog(logging.getLogger("gpushare.broker"))
     for text in ("no answer", "no answer", "refused", "refused"):
         errors.failed("measuring", HubError(text))
     errors.works("measuring")
@@ -34,7 +34,7 @@ def test_what_fails_is_logged_when_it_begins_changes_and_is_over(caplog):
 
 
 def test_what_never_works_again_is_forgotten_some_time():
-    errors = ErrorLog()
+    errors = ErrorLog(logging.getLogger("gpushare.broker"))
     for number in range(2000):
         errors.failed(f"lease={number}", HubError("x"))
     assert len(errors._failing) == 1000

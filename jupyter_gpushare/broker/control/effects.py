@@ -21,7 +21,6 @@ from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, ServerK
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.ending import LOOK_S, Ending, outcome_of, with_end
-from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.job_request import shown_name
 from jupyter_gpushare.broker.control.observer import GONE_S, Observer
@@ -45,6 +44,7 @@ from jupyter_gpushare.broker.state.transitions import (
     SuspendRefused,
 )
 from jupyter_gpushare.core.model import State, Why
+from jupyter_gpushare.error_log import ErrorLog
 from jupyter_gpushare.errors import Conflict, DeviceError, DiskFull, HelperError, StoreError
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 from jupyter_gpushare.protocol.wire import Text
@@ -100,7 +100,7 @@ class Effects:
         self._ending = Ending(registry, devices, observer)
         self._hub_backoff_s = 1.0
         self._outdated: set[str] = set()  # attempts of which an earlier broker's start was refused
-        self._errors = ErrorLog()
+        self._errors = ErrorLog(log)
 
     def reconcile(self, record: LeaseRecord, now: float) -> None:
         """Start the effect that a lease's state calls for, unless one runs or has to wait for a retry."""

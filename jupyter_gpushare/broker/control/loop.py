@@ -20,7 +20,6 @@ from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.effects import POLL_S, START_S, Effects
 from jupyter_gpushare.broker.control.ending import TimeLimits
-from jupyter_gpushare.broker.control.error_log import ErrorLog
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub, StartTickets
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.observer import Metering, Observer
@@ -32,6 +31,7 @@ from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.tables import Change
 from jupyter_gpushare.broker.state.transitions import ResumeBegun, Stopping, SuspendBegun
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Grant, Requeue, Resume, State, Suspend
+from jupyter_gpushare.error_log import ErrorLog
 from jupyter_gpushare.errors import Conflict, DeviceError, DiskFull, HelperError, StoreError, Superseded
 from jupyter_gpushare.protocol.helper import ErrorKind, Phase
 
@@ -59,7 +59,7 @@ class Unstored:
         self._registry = registry
         self._devices = devices
         self._effects = effects
-        self._errors = ErrorLog()
+        self._errors = ErrorLog(log)
         self.wakes: dict[str, asyncio.Task[None]] = {}  # by lease; one each
 
     def carry_out(self, now: float) -> None:
@@ -149,7 +149,7 @@ class Loop:
         self.lending = LendingControl(registry, engine)
         self.time_limits = TimeLimits(registry, self.announcer)
         self._metering = Metering(registry, engine)
-        self._errors = ErrorLog()
+        self._errors = ErrorLog(log)
         self._next_at: float | None = None
 
     async def run(self) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import logging
 
-log = logging.getLogger("gpushare.broker")
-
 # Of leases that ended while something of them failed, the oldest are forgotten.
 _MOST = 1000
 
@@ -13,18 +11,19 @@ _MOST = 1000
 class ErrorLog:
     """What fails now, by the name of what was tried."""
 
-    def __init__(self) -> None:
+    def __init__(self, log: logging.Logger) -> None:
+        self._log = log
         self._failing: dict[str, str] = {}
 
     def failed(self, what: str, error: Exception) -> None:
         """Log the error, unless the same one was logged and ``what`` has not worked since."""
         if self._is_new(what, str(error)):
-            log.warning("%s: %s", what, error)
+            self._log.warning("%s: %s", what, error)
 
     def broke(self, what: str, error: Exception) -> None:
-        """Log an error of the broker's own code with its traceback, as often as `failed` does."""
+        """Log an error of our own code with its traceback, as often as `failed` does."""
         if self._is_new(what, repr(error)):
-            log.error("%s failed", what, exc_info=error)
+            self._log.error("%s failed", what, exc_info=error)
 
     def _is_new(self, what: str, text: str) -> bool:
         if self._failing.get(what) == text:
@@ -37,4 +36,4 @@ class ErrorLog:
     def works(self, what: str) -> None:
         """Log that ``what`` works again, if it failed before."""
         if self._failing.pop(what, None) is not None:
-            log.info("%s: works again", what)
+            self._log.info("%s: works again", what)
