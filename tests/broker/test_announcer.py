@@ -6,7 +6,6 @@ import asyncio
 import os
 import sys
 from contextlib import asynccontextmanager
-from dataclasses import replace
 from email import message_from_bytes
 from pathlib import Path
 
@@ -177,16 +176,6 @@ async def test_a_receiver_that_hangs_delays_no_other(receiver, tmp_path, monkeyp
         await asyncio.to_thread(eventually, lambda: len(receiver.told) == 21)
         assert told.read_text() == "\n", "the first mail still hangs"
     assert [each["name"] for each in receiver.told] == ["first", *(f"job {n}" for n in range(20))]
-
-
-async def test_a_job_whose_request_cannot_be_read_stops_no_messages(tmp_path, caplog):
-    out = tmp_path / "mail"
-    mail = Receivers(mail_command=(sys.executable, "-c", WRITE, str(out)), mail_to="{user}@example.org")
-    async with running(mail) as announcer:
-        announcer.job("ended", replace(job(mail=True), request="{"), "succeeded")
-        announcer.job("ended", job(mail=True), "succeeded")
-        await asyncio.to_thread(eventually, lambda: out.exists() and out.read_bytes())
-    assert caplog.text.count("the mail command") == 1
 
 
 def test_a_name_that_makes_no_address_gets_no_mail():

@@ -40,9 +40,9 @@ class Announcer:
                 event, job=job.id, name=job.name, user=job.user, state=state, reason=reason, project=project
             )
             self._webhook.put(job.user, partial(self._post, body))
-        if self.receivers.mail_command and _may_be_mailed(job):
+        if self.receivers.mail_command and wire.decode_stored(job.request, wire.JobTerms).notify_mail:
             text = messages.job_news(job.name, event, state, reason)
-            self._mail.put(job.user, partial(self._mail_if_asked, job, text))
+            self._mail.put(job.user, partial(self._pipe, job, text))
 
     async def run(self) -> None:
         """Send until cancelled."""
@@ -54,21 +54,9 @@ class Announcer:
         if self._client is not None and self.receivers.url:
             await notices.post(self._client, self.receivers.url, body)
 
-    async def _mail_if_asked(self, job: JobRecord, text: str) -> None:
-        if self.receivers.mail_command and _is_mailed(job):
+    async def _pipe(self, job: JobRecord, text: str) -> None:
+        if self.receivers.mail_command:
             await notices.pipe(self.receivers.mail_command, _mail(self.receivers, job, text))
-
-
-def _is_mailed(job: JobRecord) -> bool:
-    return wire.decode_stored(job.request, wire.JobTerms).notify_mail
-
-
-def _may_be_mailed(job: JobRecord) -> bool:
-    """False where its owner asked for no mail; the worker logs a request that is unreadable."""
-    try:
-        return _is_mailed(job)
-    except ValueError:
-        return True
 
 
 def _mail(to: Receivers, job: JobRecord, text: str) -> bytes:
