@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import DeviceBackend
+from jupyter_gpushare.broker.control.job_request import check_job
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import MACHINE, Drain, Drains, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -15,9 +16,6 @@ from jupyter_gpushare.errors import Conflict, HelperError, InvalidRequest, NotFo
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.wire import Text
 from jupyter_gpushare.wall_clock import iso
-
-# The highest and the lowest priority of a job.
-_MOST_PRIORITY = 100
 
 
 async def note_act(registry: Registry, record: LeaseRecord, act: str, by: str) -> None:
@@ -44,8 +42,6 @@ async def prioritize(registry: Registry, job: JobRecord, change: wire.JobChange,
     priority = change.priority
     if priority is None or change != wire.JobChange(priority=priority):
         raise InvalidRequest("of another user's job an administrator changes the priority only")
-    if abs(priority) > _MOST_PRIORITY:
-        raise InvalidRequest("priority is a whole number from %1 to %2", -_MOST_PRIORITY, _MOST_PRIORITY)
     record = registry.leases.get(job.lease_id)
     if record is None or job.result:
         raise Conflict("job %1 has ended", job.id)
@@ -54,6 +50,7 @@ async def prioritize(registry: Registry, job: JobRecord, change: wire.JobChange,
         await registry.journal.durable()
         return job
     asked = wire.replace(wire.decode(job.request.encode(), wire.JobRequest), priority=priority)
+    check_job(asked)
     changed = replace(job, request=wire.encode(asked).decode())
     registry.journal.check()
     subject = registry.subject_of(record)

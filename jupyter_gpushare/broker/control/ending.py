@@ -12,6 +12,7 @@ import asyncio
 import logging
 import signal
 from dataclasses import dataclass, replace
+from typing import cast
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import DeviceBackend
@@ -93,12 +94,6 @@ class TimeLimits:
 # Of what a runner says about an end: a sentence, and the last lines that its command printed.
 _REASON_LINES = 6
 _REASON_CHARS = 300  # of each line
-_STATES: dict[str, wire.JobState] = {
-    "": "queued",
-    "succeeded": "succeeded",
-    "cancelled": "cancelled",
-    "timed_out": "timed_out",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +154,7 @@ def _after_failure(job: JobRecord, reason: wire.Text) -> AttemptEnd:
 
 def result_state(result: str) -> wire.JobState:
     """Return the state of a job with a result; of one without: that it waits."""
-    return _STATES.get(result, "failed")
+    return cast(wire.JobState, result or "queued")
 
 
 def outcome_told(record: LeaseRecord | None, job: JobRecord) -> wire.JobOutcome:

@@ -9,8 +9,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.engine import Engine
@@ -24,21 +22,14 @@ from jupyter_gpushare.protocol.wire import Text
 PLAN_S = 5.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Watched:
-    """A session that would be asleep now."""
-
-    record: LeaseRecord
-    since: float
-
-
 class LendingControl:
     """Sets the lending mode and carries it out."""
 
     def __init__(self, registry: Registry, engine: Engine) -> None:
         self._registry = registry
         self._engine = engine
-        self._watched: dict[str, _Watched] = {}  # by lease
+        # By lease: a session that would be asleep now, and since when.
+        self._watched: dict[str, tuple[LeaseRecord, float]] = {}
         self._plan_at = float("-inf")
 
     async def set(self, mode: LendingMode | None, by: str) -> None:
@@ -91,20 +82,20 @@ class LendingControl:
         for lease, action in suspends.items():
             if lease not in self._watched:
                 record = registry.leases[lease]
-                self._watched[lease] = _Watched(record, now)
+                self._watched[lease] = record, now
                 stored.append(registry.decision(record, "would_suspend", action.why, action.for_lease))
         return stored
 
     def _ended(self, lease: str, now: float) -> Change:
         """Return the decision that a session would not be asleep any more, and for how long it was."""
-        watched = self._watched.pop(lease)
+        record, since = self._watched.pop(lease)
         sentence = messages.text(
             "decision.would_have_lent",
-            self._registry.subject_of(watched.record),
-            messages.duration_text(now - watched.since),
-            self._why_ended(lease, watched.since, now),
+            self._registry.subject_of(record),
+            messages.duration_text(now - since),
+            self._why_ended(lease, since, now),
         )
-        return self._registry.decisions.add(watched.record, "would_resume", sentence)
+        return self._registry.decisions.add(record, "would_resume", sentence)
 
     def _why_ended(self, lease: str, since: float, now: float) -> Text:
         registry, record = self._registry, self._registry.leases.get(lease)
