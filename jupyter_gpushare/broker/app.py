@@ -300,9 +300,7 @@ class GPUShareBroker(BrokerTraits):
         views = Views(registry, engine, forecast, loop.faults)
         requests = RequestService(registry, engine, effects, forecast, request_policy)
         queue = QueueEdits(registry, engine, request_policy)
-        admission = ServerAdmission(
-            registry, engine, effects.devices, effects, request_policy, loop.ownership
-        )
+        admission = ServerAdmission(registry, engine, effects, request_policy, loop.ownership)
         describe = functools.cache(lambda: routes.describe(prefix))
         return Service(
             control=Control(

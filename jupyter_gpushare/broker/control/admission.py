@@ -14,7 +14,6 @@ from dataclasses import replace
 from math import inf
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.backends.base import DeviceBackend
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.job_starts import JobStarts
@@ -53,7 +52,6 @@ class ServerAdmission:
         self,
         registry: Registry,
         engine: Engine,
-        devices: DeviceBackend,
         effects: Effects,
         request_policy: RequestPolicy,
         ownership: Ownership,
@@ -61,7 +59,7 @@ class ServerAdmission:
         self.registry = registry
         self.ownership = ownership
         self.engine = engine
-        self.devices = devices
+        self.devices = effects.devices
         self.effects = effects
         self.request_policy = request_policy
         self.resizes = Resizes(engine, effects)
@@ -387,7 +385,7 @@ class ServerAdmission:
             await self.registry.advance(record, Stopping())
         elif record.state is State.GRANTED:
             self.job_starts.avoid(record, request.not_nodes)
-            await self.effects.on_start_failed(record)
+            await self.effects.start_failed(record, "the Hub could not start its server")
         # A running job reports its own end; otherwise the observer misses its processes.
 
 

@@ -51,7 +51,7 @@ from jupyter_gpushare.protocol.wire import Text
 
 log = logging.getLogger("gpushare.broker")
 
-Effect = Callable[[LeaseRecord], Coroutine[Any, Any, None]]
+Effect = Callable[[LeaseRecord], Coroutine[Any, Any, object]]
 
 # Between two checks of a condition at the Hub.
 POLL_S = 1.0
@@ -130,7 +130,7 @@ class Effects:
         if record.is_job and (observation.vanished_s >= GONE_S or job is None or job.exit_code is not None):
             return self._end_job
         if record.unprepared:
-            return self._set_limits
+            return self.set_limits
         sample = observation.sample
         phase = sample.phase if sample and snapshot.sampled_since_entry(self.registry, record) else None
         if record.lost and record.state is State.RUNNING:
@@ -255,11 +255,11 @@ class Effects:
             observation.resumes_refused = min(observation.resumes_refused + 1, 10)
             await self.registry.advance(record, ResumeRefused(reason=moved.reason))
 
-    async def _set_limits(self, record: LeaseRecord) -> None:
+    async def set_limits(self, record: LeaseRecord) -> LeaseRecord:
         """Set the recorded limits of a session at the device helper, which may have others."""
         asleep = record.state is State.SUSPENDED
         await self.devices.prepare(snapshot.limit_request(record, asleep=asleep))
-        await self.registry.edit(record, LimitsSet(limits=record.limits))
+        return await self.registry.edit(record, LimitsSet(limits=record.limits))
 
     async def _start_anew(self, record: LeaseRecord) -> None:
         """Requeue a job after the loss of its device memory; it does not count as a failed attempt."""
@@ -343,10 +343,6 @@ class Effects:
         registry.hub_backoff_until = registry.clock() + self._hub_backoff_s
         await self.devices.drop(record.handle)
         await registry.advance(record, StartFailed(reason=reason, tries=record.tries))
-
-    async def on_start_failed(self, record: LeaseRecord) -> None:
-        """End a granted attempt that the Hub has given up; its processes must be gone before the next one."""
-        await self.start_failed(record, "the Hub could not start its server")
 
     def on_outdated_start(self, record: LeaseRecord) -> None:
         """Note that the Hub's start of a granted attempt was an earlier broker's, and was refused.

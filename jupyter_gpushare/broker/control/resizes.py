@@ -24,7 +24,7 @@ from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.engine import Engine, NotResized
 from jupyter_gpushare.broker.engine import NewSize as Answer
 from jupyter_gpushare.broker.state.records import LeaseRecord
-from jupyter_gpushare.broker.state.transitions import LimitsSet, LimitsUnset, Resized
+from jupyter_gpushare.broker.state.transitions import LimitsUnset, Resized
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError
@@ -122,16 +122,10 @@ class Resizes:
     async def _grow(self, record: LeaseRecord, resized: Resized) -> LeaseRecord:
         record = await self.registry.advance(record, resized)
         try:
-            return await self._set(record)
+            return await self.effects.set_limits(record) if record.unprepared else record
         except (HelperError, DeviceError) as error:  # the effect tries again
             log.warning("lease=%s prepare: %s", record.handle, error)
             return record
-
-    async def _set(self, record: LeaseRecord) -> LeaseRecord:
-        if not record.unprepared:
-            return record
-        await self.devices.prepare(snapshot.limit_request(record, asleep=False))
-        return await self.registry.edit(record, LimitsSet(limits=record.limits))
 
     async def _shrink(self, record: LeaseRecord, resized: Resized) -> LeaseRecord:
         """Lower the limit, and commit it once the processes are seen to fit.
