@@ -45,11 +45,6 @@ def sent(answer: T) -> T:
     return wire.decode_answer(wire.encode(messages.in_english(answer)), type(answer))
 
 
-async def _at_once(function: Callable[..., Any], *arguments: Any) -> Any:
-    """In virtual time there are no threads."""
-    return function(*arguments)
-
-
 class Broker:
     """Store, book, loop and requests of one process, which dies at a given step."""
 
@@ -68,7 +63,7 @@ class Broker:
         self.hub = SiteHub(site, self)
         tickets = StartTickets(lambda: self.store.epoch, ["of the spawner"])
         self.loop = Loop(self.registry, self.engine, self.devices, self.hub, tickets)
-        self.forecast = forecast = Forecasts(self.registry, self.engine, _at_once)
+        self.forecast = forecast = Forecasts(self.registry, self.engine)
         self.request_policy = RequestPolicy(self.registry, self.engine)
         self.requests = RequestService(
             self.registry, self.engine, self.loop.effects, forecast, self.request_policy
@@ -77,7 +72,6 @@ class Broker:
         self.admission = ServerAdmission(
             self.registry,
             self.engine,
-            self.devices,
             self.loop.effects,
             self.request_policy,
             self.loop.ownership,

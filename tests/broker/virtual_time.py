@@ -38,6 +38,12 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._impatient.now
 
+    def run_in_executor(self, _executor: Any, function: Callable[..., Any], *arguments: Any) -> Any:
+        """In virtual time there are no threads."""
+        done = self.create_future()
+        done.set_result(function(*arguments))
+        return done
+
 
 def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
     """Run an async test to its end on a `VirtualLoop`."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
 from itertools import islice
-from typing import Any
 
 from jupyter_gpushare.broker.control import ending, snapshot
 from jupyter_gpushare.broker.engine import Engine, Estimate, JobForecast, Work
@@ -36,20 +34,11 @@ MAX_SAMPLES = 500
 
 
 class Forecasts:
-    """The last forecast, corrected for the time that has passed since.
+    """The last forecast, corrected for the time that has passed since."""
 
-    ``run_in_thread`` calls a function beside the event loop.
-    """
-
-    def __init__(
-        self,
-        registry: Registry,
-        engine: Engine,
-        run_in_thread: Callable[..., Awaitable[Any]] = asyncio.to_thread,
-    ) -> None:
+    def __init__(self, registry: Registry, engine: Engine) -> None:
         self._registry = registry
         self._engine = engine
-        self._run_in_thread = run_in_thread
         self._found = JobForecast()
         self._at = 0.0
         self._asked = False
@@ -76,11 +65,10 @@ class Forecasts:
         self._asked = True
         try:
             now = self._registry.clock()
-            found = await self._run_in_thread(self._engine.forecast, cluster, now, self._work(now))
+            found = await asyncio.to_thread(self._engine.forecast, cluster, now, self._work(now))
         finally:
             self._asked = False
-        estimate: Estimate | None = found.starts.get(lease_id)
-        return estimate
+        return found.starts.get(lease_id)
 
     async def renew(self) -> None:
         """Compute the forecast for the answer to a request, unless it is fresh or would take long."""
@@ -112,7 +100,7 @@ class Forecasts:
             self._found = JobForecast()
             return
         cluster = snapshot.cluster(registry, self._engine, now)
-        self._found = await self._run_in_thread(self._engine.forecast, cluster, now, self._work(now))
+        self._found = await asyncio.to_thread(self._engine.forecast, cluster, now, self._work(now))
         self._at = now
 
     def _by_now(self, found: Estimate | None) -> Estimate | None:
