@@ -15,37 +15,19 @@ from jupyter_gpushare.protocol import wire
 from tests.broker.machine import Program
 from tests.broker.site import spawn
 
-BAD_FRACTIONS = [
-    "0",
-    "-1",
-    "1.5",
-    "nan",
-    "1/0",
-    "lots",
-    "0.33333",
-    "",
-    "inf",
-    "1e-1",
-    "1/2/3",
-    "0.0001",
-    "1/10000",
-    "9" * 5000,
-    "\0",
+# No addresses of webhooks.
+NOT_WEB = [
+    "ftp://example.org/",
+    "https://",
+    "https:///path",
+    "http://a b/",
+    "http://a/\n",
+    "http://ä.example/",
+    "http://[::1",
+    "http://a:99999/",
+    "x" * 9,
+    "http://a/" + "x" * 2_000,
 ]
-
-
-@pytest.mark.parametrize("text", BAD_FRACTIONS)
-async def test_a_session_with_a_bad_fraction_is_refused_with_a_sentence(broker, text):
-    with pytest.raises(InvalidRequest, match="GPU fraction"):
-        await broker.admission.start(spawn("ada", text))
-    assert broker.holds_nothing
-
-
-@pytest.mark.parametrize("text", [t for t in BAD_FRACTIONS if t != "9" * 5000])
-async def test_a_job_with_a_bad_size_is_refused_with_a_sentence(site, broker, text):
-    with pytest.raises(InvalidRequest, match="GPU fraction"):
-        await site.submit("bo", text)
-    assert broker.holds_nothing
 
 
 @pytest.mark.parametrize(
@@ -55,13 +37,11 @@ async def test_a_job_with_a_bad_size_is_refused_with_a_sentence(site, broker, te
         ({"gpus": -1}, "from 0 to 1024"),
         ({"gpus": 10**30}, "from 0 to 1024"),
         ({"fraction": "0.5", "gpus": 1}, "not for 2 of them"),
+        ({"fraction": "0.33333"}, "GPU fraction"),
         ({"memory": "lots"}, "size of memory"),
-        ({"memory": "-1GiB"}, "size of memory"),
         ({"memory": "1"}, "too little"),
         ({"memory": "999TiB"}, "GPU"),
         ({"memory": "999999999999999TiB"}, "GPU"),
-        ({"memory": "9" * 5000}, "size of memory"),
-        ({"memory": ""}, "size of memory"),
     ],
 )
 async def test_a_session_with_an_impossible_size_is_refused(broker, options, says):
@@ -79,6 +59,7 @@ async def test_a_session_with_an_impossible_size_is_refused(broker, options, say
         ({"gpus": "10"}, "GPU"),
         ({"gpus": "1025"}, "at most 1024"),
         ({"gpus": "9" * 5000}, "at most 1024"),
+        ({"gpus": "0.33333"}, "GPU fraction"),
         ({"memory": "999TiB"}, "GPU"),
         ({"command": []}, "needs a command"),
         ({"command": ["  "]}, "needs a command"),
@@ -109,6 +90,7 @@ async def test_a_session_with_an_impossible_size_is_refused(broker, options, say
         ({"grace_s": float("nan")}, "0 to 3600"),
         ({"project": "nosuch"}, "no project"),
         ({"project": "vision"}, "no project"),
+        *(({"notify_url": url}, "a notification goes to a URL") for url in NOT_WEB),
     ],
 )
 async def test_a_job_that_cannot_be_run_is_refused_with_a_sentence(broker, more, says):
