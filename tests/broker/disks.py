@@ -1,12 +1,15 @@
-"""A disk that fills up and is cleared again."""
+"""Disks that fill up and are cleared again, or that keep commits waiting."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
+import pytest
 import sqlalchemy as sa
 
 from jupyter_gpushare.broker.state.store import Store
+from tests.broker.brokers import Broker
 
 _UNLIMITED = 1 << 30
 
@@ -44,3 +47,20 @@ class SmallDisk:
     def _set(self, pages: int) -> None:
         self._max_pages = pages
         self._engine.dispose()
+
+
+class SlowDisk:
+    """Holds all commits of a broker back until `release`."""
+
+    def __init__(self, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._released = asyncio.Event()
+        commit = broker.store.commit
+
+        async def held_back(changes: object) -> None:
+            await self._released.wait()
+            await commit(changes)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(broker.store, "commit", held_back)
+
+    def release(self) -> None:
+        self._released.set()

@@ -13,55 +13,13 @@ import pytest
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker import respawn
 from jupyter_gpushare.broker.control.administration import drain, undrain
-from jupyter_gpushare.errors import Conflict, HelperError, NotAllowed, StoreError, Superseded, TooMany
+from jupyter_gpushare.errors import Conflict, HelperError, NotAllowed, StoreError, Superseded
 from jupyter_gpushare.protocol import wire
-from tests.broker.brokers import Broker
+from tests.broker.disks import SlowDisk
 from tests.broker.machine import Program
 from tests.broker.site import spawn
 from tests.broker.virtual_time import until
 from tests.waiting import until as in_real_time
-
-
-class SlowDisk:
-    """Holds all commits of a broker back until `release`."""
-
-    def __init__(self, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._released = asyncio.Event()
-        commit = broker.store.commit
-
-        async def held_back(changes: object) -> None:
-            await self._released.wait()
-            await commit(changes)  # type: ignore[arg-type]
-
-        monkeypatch.setattr(broker.store, "commit", held_back)
-
-    def release(self) -> None:
-        self._released.set()
-
-
-async def test_the_second_request_with_a_key_is_answered_after_the_first_ones_commit(
-    site, broker, monkeypatch
-):
-    disk = SlowDisk(broker, monkeypatch)
-    request = wire.JobRequest(command=["a"], gpus="1")
-    first, second = (site.later(broker.requests.submit("bo", ("nlp",), request, "key")) for _ in range(2))
-    await asyncio.sleep(5)
-    assert not first.done()
-    assert not second.done(), "a kill would lose a job that was accepted"
-    disk.release()
-    assert (await first).id == (await second).id
-
-
-async def test_a_repeated_end_of_a_server_is_answered_after_the_first_ones_commit(site, broker, monkeypatch):
-    ada = await site.session("ada", "1/2")
-    await until(lambda: broker.state(ada.handle) == "running", 60)
-    disk = SlowDisk(broker, monkeypatch)
-    stop = wire.SpawnStop(user="ada", server="")
-    ends = [site.later(broker.admission.stop(stop)) for _ in range(2)]
-    await asyncio.sleep(5)
-    assert not [end for end in ends if end.done()]
-    disk.release()
-    await asyncio.gather(*ends)
 
 
 async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetition(site, monkeypatch):
@@ -140,24 +98,6 @@ async def test_a_broker_with_a_successor_changes_nothing_at_the_hub(site):
     assert site.servers == {key: "ready"}
     assert not [effect for effect in site.effects if "server" in effect]
     assert not site.wrong, "the Hub was not asked"
-
-
-async def test_every_bound_says_when_to_come_back(site):
-    site.policy = replace(site.policy, max_jobs=3, max_jobs_per_user=2, keep_minutes_per_day=60.0)
-    broker = await site.start_broker()
-    ada = await site.session("ada", "1/2")
-    for _ in range(2):
-        await site.submit("bo", "2", program=Program(work_s=1000))
-    refusals = []
-    for ask in (
-        lambda: site.submit("bo", "1"),
-        lambda: broker.requests.keep(broker.lease(ada.handle), 120),
-    ):
-        with pytest.raises(TooMany) as refused:
-            await ask()
-        refusals.append(refused.value.retry_after_s)
-    assert 0 < refusals[0] <= 600
-    assert 0 < refusals[1] <= 86_400, "the budget is new at midnight UTC"
 
 
 async def test_a_broker_that_ends_answers_503_with_the_reason(http):

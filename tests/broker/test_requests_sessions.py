@@ -171,8 +171,9 @@ async def test_keeping_a_gpu_has_bounds_and_a_budget_per_day(site, broker):
     assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
     await broker.requests.keep(broker.lease(ada.handle), 30)  # nothing is added, and nothing lost
     assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
-    with pytest.raises(TooMany, match="20 more minutes"):
+    with pytest.raises(TooMany, match="20 more minutes") as refused:
         await broker.requests.keep(broker.lease(ada.handle), 125)
+    assert 0 < refused.value.retry_after_s <= 86_400, "the budget is new at midnight UTC"
     await broker.end()
     broker = await site.start_broker()
     assert keep_left(broker.registry, "ada") == pytest.approx(20, abs=0.01)
