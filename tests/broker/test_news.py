@@ -12,7 +12,6 @@ from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.state.observations import STALE_S
 from jupyter_gpushare.broker.state.transitions import OwnedBy
-from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import EventKind
 from tests.broker.machine import Program
@@ -208,16 +207,6 @@ async def test_the_owner_reads_that_the_driver_ended_a_process(site, broker):
     assert told() == [
         "Your session (1/2 GPU) lost a process to the GPU driver: process 77 ended within Lock of the driver."
     ]
-
-
-async def test_a_trouble_that_lasts_is_logged_once(broker, monkeypatch, caplog):
-
-    async def sample():
-        raise HelperError("gone", "no device helper")
-
-    monkeypatch.setattr(broker.devices, "sample", sample)
-    await asyncio.sleep(150)
-    assert caplog.text.count("no device helper") == 1
 
 
 async def test_a_mistake_in_one_part_does_not_end_the_others(site, broker, monkeypatch, caplog):
