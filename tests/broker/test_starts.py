@@ -130,18 +130,6 @@ async def test_a_start_with_a_lost_answer_is_not_started_a_second_time(site, bro
     assert broker.seen(job).attempt == 1
 
 
-async def test_the_server_of_a_job_cancelled_while_it_starts_runs_nothing(site):
-    site.spawn_s = 6.0
-    broker = await site.start_broker()
-    job = await site.submit("bo", "1", program=Program(work_s=1000))
-    await until(lambda: f"prepare j{job.id}-1" in site.effects, 30)
-    await broker.requests.cancel(broker.job(job))
-    assert await broker.ended(job, 60) == "cancelled"
-    assert not site.held
-    await until(lambda: not site.servers, 60)
-    assert site.started[job.id] == 0
-
-
 async def test_a_runner_is_told_which_attempts_were_counted(site):
     """An attempt that the Hub gave up may have run unseen; one that failed is over."""
     await site.start_broker()
