@@ -111,45 +111,24 @@ async def test_a_user_that_the_hub_misses_once_loses_nothing(site, broker):
     assert await broker.ended(job, 120) == "succeeded"
 
 
-async def test_a_list_that_misses_a_user_is_not_believed_without_asking_for_the_name(
-    site, broker, monkeypatch
+@pytest.mark.parametrize("listed", ["all but ada", "two", "none"])
+async def test_a_list_that_misses_users_is_not_believed_without_asking_for_their_names(
+    site, broker, monkeypatch, listed
 ):
+    """The broker's scope may list some users only, and the Hub may not answer."""
     job, users = await site.submit("ada"), broker.hub.users
 
-    async def without_ada():
-        return [user for user in await users() if user.name != "ada"]
+    async def some() -> list[HubUser]:
+        if listed == "none":
+            raise HubError("the Hub does not answer")
+        return (await users())[-2:] if listed == "two" else [x for x in await users() if x.name != "ada"]
 
     monkeypatch.setattr(broker.hub, "user", functools.partial(one_of, users))
-    monkeypatch.setattr(broker.hub, "users", without_ada)
-    await asyncio.sleep(2 * LOOK_S)
-    assert broker.seen(job).state == "queued"
-
-
-async def test_a_list_that_lacks_most_users_holds_nothing(site, broker, monkeypatch):
-    """The broker's scope may list some users only."""
-    job, users = await site.submit("ada"), broker.hub.users
-    monkeypatch.setattr(broker.hub, "user", functools.partial(one_of, users))
-
-    async def two():
-        return (await users())[-2:]
-
-    monkeypatch.setattr(broker.hub, "users", two)
-    await asyncio.sleep(2 * LOOK_S)
+    monkeypatch.setattr(broker.hub, "users", some)
+    await asyncio.sleep(3 * LOOK_S)
     assert not broker.registry.owners.absent
     await open_again(broker)
     assert await broker.ended(job, 120) == "succeeded"
-
-
-async def test_a_hub_that_does_not_answer_loses_no_one(site, broker, monkeypatch):
-    job = await site.submit("ada")
-
-    async def refused():
-        raise HubError("the Hub does not answer")
-
-    monkeypatch.setattr(broker.hub, "users", refused)
-    await asyncio.sleep(3 * LOOK_S)
-    assert broker.seen(job).state == "queued"
-    assert not broker.registry.owners.absent
 
 
 async def test_a_start_for_a_user_that_the_hub_does_not_have_is_the_first_look(site):
@@ -398,17 +377,6 @@ async def test_a_job_does_not_start_in_a_project_that_its_owner_has_left(site, b
     assert broker.seen(job).reason == "It could not be started: cy is no member of project nlp"
     (reason,) = broker.seen(job).reason_texts
     assert reason.args == [messages.text("reason.not_a_member", "cy", "nlp")]
-
-
-async def test_rows_of_an_earlier_version_belong_to_the_users_of_the_first_look(site, broker):
-    jobs = await site.submit("ada"), await site.submit("bo")
-    await broker.loop.ownership.change(*map(OwnerForgotten, list(broker.registry.owners.of)))
-    await broker.end()
-    site.deleted.add("bo")
-    broker = await started(site)
-    assert broker.registry.owners.of["ada"].created == site.made_at("ada")
-    await until(lambda: broker.job(jobs[1]).result, LOOK_S + AGAIN_S + 10)
-    assert [broker.seen(job).state for job in jobs] == ["queued", "failed"]
 
 
 async def test_what_moves_to_another_owner_is_added_to_what_is_there(store):
@@ -679,6 +647,7 @@ async def test_owners_of_an_earlier_version_that_the_hub_lacks_leave_nothing_to_
     await broker.end()
     site.deleted |= {"bo", "cy"}
     broker = await started(site)
+    assert broker.registry.owners.of["ada"].created == site.made_at("ada")
     site.deleted.clear()
     made_anew(site, "bo", "cy")
     await broker.loop.ownership.meet("bo", site.made_at("bo"))
