@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from email import message_from_bytes
 from pathlib import Path
 
@@ -19,6 +20,7 @@ from jupyter_gpushare.broker.state.policy import Receivers
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
+from tests.broker import stored
 from tests.broker.machine import Program
 from tests.broker.virtual_time import until
 from tests.waiting import until as eventually
@@ -28,20 +30,8 @@ WRITE = "import os, sys; open(sys.argv[1], 'ab').write(sys.stdin.buffer.read())"
 
 
 def job(mail: bool = False, name: str = NASTY, user: str = "bo") -> JobRecord:
-    request = wire.JobRequest(command=["x"], notify_mail=mail)
-    return JobRecord(
-        id="k3v9m2x7qa",
-        user=user,
-        project="nlp",
-        name=name,
-        command=("x",),
-        cwd=None,
-        env={},
-        retries=0,
-        grace_s=1.0,
-        request=wire.encode(request).decode(),
-        submitted_at="2031-05-06T14:00:00Z",
-    )
+    request = wire.encode(wire.JobRequest(command=["x"], notify_mail=mail)).decode()
+    return replace(stored.JOB, user=user, name=name, request=request)
 
 
 @asynccontextmanager
@@ -64,7 +54,7 @@ async def test_the_webhook_is_told_with_names_as_data(receiver):
         "event": "ended",
         "user": "bo",
         "project": "nlp",
-        "job": "k3v9m2x7qa",
+        "job": stored.JOB.id,
         "name": "nig?ht Bcc: eve@example.org?[31m",
         "state": "failed",
         "reason": "It ended with exit code 3. last line?",
