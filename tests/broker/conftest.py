@@ -20,8 +20,10 @@ import pytest
 from jupyter_gpushare.broker.state.store import Store
 from tests.broker.brokers import Broker
 from tests.broker.http_site import Http
+from tests.broker.processes import Brokers
 from tests.broker.site import Site
 from tests.broker.virtual_time import VirtualLoop
+from tests.ports import free_ports
 from tests.waiting import PATIENCE_S
 
 INSTALL_POSTGRESQL = "apt-get update && apt-get install -y postgresql"
@@ -46,6 +48,13 @@ async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[
 @pytest.fixture
 async def broker(site: Site) -> Broker:
     return await site.start_broker()
+
+
+@pytest.fixture
+def brokers(tmp_path: Path) -> Iterator[Brokers]:
+    made = Brokers(tmp_path, free_ports())
+    yield made
+    made.close()
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

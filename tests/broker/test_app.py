@@ -21,68 +21,6 @@ from tests.ports import free_ports
 from tests.simulator import Simulator
 from tests.waiting import PATIENCE_S, until
 
-BROKER = [sys.executable, "-m", "jupyter_gpushare.cli", "broker"]
-
-
-class Brokers:
-    """Starts brokers as the Hub would, without a Hub; ends them with the test."""
-
-    def __init__(self, folder: Path, port: int) -> None:
-        self.folder, self.port = folder, port
-        self.started: list[subprocess.Popen[str]] = []
-
-    def service_environment(self, port=None):
-        return {
-            "JUPYTERHUB_SERVICE_URL": f"http://127.0.0.1:{port or self.port}",
-            "JUPYTERHUB_SERVICE_PREFIX": "/services/gpushare/",
-            "JUPYTERHUB_API_URL": "http://127.0.0.1:9/hub/api",
-            "JUPYTERHUB_API_TOKEN": "token",
-            "JUPYTERHUB_CLIENT_ID": "service-gpushare",
-            "JUPYTERHUB_HOST": "",
-            "JUPYTERHUB_BASE_URL": "/",
-        }
-
-    def start(self, *arguments, port=None, state="state", **environment):
-        service = self.service_environment(port) | environment
-        broker = subprocess.Popen(
-            [*BROKER, "--state-dir", str(self.folder / state), *arguments],
-            env=os.environ | service,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-        self.started.append(broker)
-        return broker
-
-    def refused(self, *arguments, **options):
-        """The last line of a broker that does not start."""
-        broker = self.start(*arguments, **options)
-        _, said = broker.communicate(timeout=PATIENCE_S)
-        assert "Traceback" not in said, said
-        assert broker.returncode == 1
-        return said.strip().splitlines()[-1]
-
-    def answers(self, broker=None):
-        """Whether it answers at all; healthy it cannot be without a device helper."""
-        assert broker is None or broker.poll() is None, broker.stderr.read()
-        try:
-            return httpx.get(f"http://127.0.0.1:{self.port}/services/gpushare/api/v1/health").json()
-        except httpx.TransportError:
-            return None
-
-    def close(self):
-        for broker in self.started:
-            if broker.poll() is None:
-                os.killpg(broker.pid, signal.SIGKILL)
-            broker.communicate()
-
-
-@pytest.fixture
-def brokers(tmp_path):
-    made = Brokers(tmp_path, free_ports())
-    yield made
-    made.close()
-
 
 def test_it_ends_cleanly_when_told_and_starts_again_on_its_database(brokers):
     for epoch in (1, 2):
@@ -196,22 +134,6 @@ def test_a_configuration_file_that_does_not_work_is_named(brokers, content, says
 def test_a_state_directory_that_cannot_be_made_is_named(brokers):
     (brokers.folder / "file").write_text("")
     assert "file/state" in brokers.refused(state="file/state")
-
-
-def test_a_killed_broker_is_started_again_and_goes_with_its_parent(brokers):
-    parent = brokers.start("--respawn")
-    until(lambda: brokers.answers(parent), "it answers")
-
-    def child():
-        found = Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()
-        return int(found[0]) if found else None
-
-    first = child()
-    os.kill(first, signal.SIGKILL)
-    second = until(lambda: (pid := child()) and pid != first and pid, "another broker")
-    until(lambda: brokers.answers(parent), "it answers again")
-    os.kill(parent.pid, signal.SIGKILL)  # as the Hub's end would leave it
-    until(lambda: not Path(f"/proc/{second}").exists(), "the broker ends with its parent")
 
 
 def test_the_helper_of_a_broker_gets_no_secret_of_its_environment(brokers, tmp_path):

@@ -20,17 +20,10 @@ from jupyter_gpushare.channel import api_url, unix_url
 from jupyter_gpushare.client import BlockingClient, BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, NotSetUp, StoreError
 from jupyter_gpushare.protocol import wire
-from tests.broker.test_app import PATIENCE_S, Brokers, until
 from tests.ports import free_ports
+from tests.waiting import PATIENCE_S, until
 
 PREFIX = "services/gpushare/api/v1"
-
-
-@pytest.fixture
-def brokers(tmp_path):
-    made = Brokers(tmp_path, free_ports())
-    yield made
-    made.close()
 
 
 @pytest.fixture

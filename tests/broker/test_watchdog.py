@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.broker import respawn
-from tests.broker.test_app import Brokers, until
-from tests.ports import free_ports
+from tests.waiting import until
 
 # Hangs after its first sign of life.
 _CHILD = """
@@ -23,13 +22,6 @@ open(sys.argv[1], "a").write("x")
 os.write(pipe, b".")
 time.sleep(600)
 """
-
-
-@pytest.fixture
-def brokers(tmp_path):
-    made = Brokers(tmp_path, free_ports())
-    yield made
-    made.close()
 
 
 @pytest.fixture
