@@ -1,4 +1,4 @@
-"""Fifteen broken installations: `gpushare kube check` names each, and what to change."""
+"""Broken installations: `gpushare kube check` names each, and what to change."""
 
 from __future__ import annotations
 
@@ -14,23 +14,63 @@ import pytest
 import yaml
 from traitlets.config import Config
 
+from jupyter_gpushare.backends.kubernetes.objects import ShardSpec
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.backends.kubernetes.surroundings import PolicyPort, parse_list
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import kube, kube_checks
 from jupyter_gpushare.cli.checks import Check
-from jupyter_gpushare.cli.kube_checks import BrokerPod, examine, hub_checks
+from jupyter_gpushare.cli.kube_checks import CLUSTER_RIGHTS, RIGHTS, BrokerPod, examine, hub_checks
+from jupyter_gpushare.core.model import Project
 from tests.certificates import broker_and_helper, broker_settings
 from tests.kube import store
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Rights
-from tests.kube.test_check import NS, PROJECTS, manifests
 
 Json = dict[str, Any]
+NS = "gpushare"
+PROJECTS = (Project(name="vision", quota_milli=4000), Project(name="nlp", quota_milli=4000, weight=2))
+# Rights of the checks alone.
+SETTINGS = (
+    ("list", "scheduling.k8s.io", "priorityclasses"),
+    ("list", "kai.scheduler", "schedulingshards"),
+    ("list", "kai.scheduler", "configs"),
+    ("list", "nvidia.com", "clusterpolicies"),
+)
 Z2JH: Json = yaml.safe_load((Path(__file__).parents[2] / "helm-values/z2jh.yaml").read_text())
 BROKER = BrokerPod(namespace=NS, address="10.1.0.9", http_port=8888, tls_port=8004)
 # Of JupyterHub's chart by default: everything but private networks.
 PUBLIC = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["10.0.0.0/8"]}}]}
+
+
+def manifests(drop: tuple[str, str] = ("", "")) -> list[Any]:
+    """Role and ClusterRole of the broker, without one right."""
+
+    def rules(rights: tuple[tuple[str, str, str], ...]) -> list[Any]:
+        return [
+            {"apiGroups": [group], "resources": [resource], "verbs": [verb]}
+            for verb, group, resource in rights
+            if (verb, resource) != drop
+        ]
+
+    subject = {"kind": "ServiceAccount", "name": "broker", "namespace": NS}
+    here, meta = {"namespace": NS}, {"name": "broker"}
+    return [
+        {"kind": "Role", "metadata": meta | here, "rules": rules(RIGHTS)},
+        {"kind": "ClusterRole", "metadata": meta, "rules": rules((*CLUSTER_RIGHTS, *SETTINGS))},
+        {
+            "kind": "RoleBinding",
+            "metadata": meta | here,
+            "roleRef": {"kind": "Role", "name": "broker"},
+            "subjects": [subject],
+        },
+        {
+            "kind": "ClusterRoleBinding",
+            "metadata": meta,
+            "roleRef": {"kind": "ClusterRole", "name": "broker"},
+            "subjects": [subject],
+        },
+    ]
 
 
 def policy(component: str, values: Json) -> Json:
@@ -54,8 +94,12 @@ def home(name: str, user: str = "ada", modes: tuple[str, ...] = ("ReadWriteMany"
 class Installation:
     """A cluster that is ready; a test breaks one thing of it."""
 
-    def __init__(self, server: ApiServer) -> None:
+    def __init__(self, server: ApiServer, folder: Path) -> None:
         self.server, self.store = server, server.store
+        self.token = folder / "token"
+        self.token.write_text("t")
+        self.settings = {"api_server": server.url, "token_file": str(self.token), "seat_image": "i"}
+        self.settings |= broker_settings(broker_and_helper(folder)[0])
         self.silent: set[str] = set()
         self.hub: list[Json] = [
             {"kind": "Deployment", "metadata": {"name": "hub", "labels": {"component": "hub"}}, "spec": {}},
@@ -73,8 +117,8 @@ class Installation:
         self.put("schedulingshards", "default", {"actions": {"consolidation": {"enabled": False}}})
         self.put("configs", "kai-config", {"admission": {"gpuSharing": True}})
         self.put("clusterpolicies", "cluster-policy", {"cdi": {"enabled": True}, "toolkit": {"env": []}})
-        status = {"allocatable": {"nvidia.com/gpu": "1"}}
-        self.store.create("nodes", "", {"metadata": {"name": "n1"}, "status": status})
+        self.node("n1", "1", {})
+        self.node("n2", "8", {"gpushare.jupyter.org/units": "2"})
         self.pod("gpushare-helper-1", {"app.kubernetes.io/component": "gpushare-helper"}, node="n1")
         self.pod("gpushare-broker-1", {"app.kubernetes.io/name": "gpushare-broker"})
 
@@ -83,6 +127,10 @@ class Installation:
 
     def spec(self, plural: str, name: str, change: Json) -> None:
         self.store.patch(plural, "", name, {"spec": change})
+
+    def node(self, name: str, gpus: str, labels: dict[str, str]) -> None:
+        status = {"allocatable": {"nvidia.com/gpu": gpus, "cpu": "8"}}
+        self.store.create("nodes", "", {"metadata": {"name": name, "labels": labels}, "status": status})
 
     def pod(self, name: str, labels: dict[str, str], node: str = "c1") -> None:
         status = {"phase": "Running", "podIP": "127.0.0.1"}
@@ -100,23 +148,23 @@ class Installation:
         found["spec"]["egress"] = [PUBLIC]
 
 
-async def examined(site: Installation, folder: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Check]:
+async def examined(site: Installation, monkeypatch: pytest.MonkeyPatch) -> dict[str, Check]:
+    asked = kube_checks._answers
+
     async def answers(address: Any) -> bool:
-        return address.node not in site.silent
+        return address.node not in site.silent or await asked(address)
 
     monkeypatch.setattr(kube_checks, "_answers", answers)
-    (folder / "token").write_text("t")
-    given = {"api_server": site.server.url, "token_file": str(folder / "token"), "seat_image": "i"}
-    given |= broker_settings(broker_and_helper(folder)[0])
-    found = await examine(GPUShareKube(config=Config(GPUShareKube=given)), PROJECTS, 3)
+    found = await examine(GPUShareKube(config=Config(GPUShareKube=site.settings)), PROJECTS, 3)
     content = json.dumps({"kind": "List", "items": copy.deepcopy(site.hub)}).encode()
     return {each.name: each for each in [*found, *hub_checks(parse_list(content), BROKER)]}
 
 
 async def test_a_whole_installation_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     async with api_server(Rights.of(manifests(), {"t": (NS, "broker")})) as server:
-        found = await examined(Installation(server), tmp_path, monkeypatch)
+        found = await examined(Installation(server, tmp_path), monkeypatch)
     assert {name: check.message for name, check in found.items() if check.result != "ok"} == {}
+    assert "2 nodes with GPUs, 1 of them unit pools" in found["nodes"].message
     assert len(found) == 14
 
 
@@ -171,9 +219,61 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
         lambda site: site.cut("proxy"),
         *("hub-network", "fail", "proxy to the broker's port 8888", "helm-values/z2jh.yaml"),
     ),
+    "a right in the whole cluster is missing": (
+        lambda site: site.without_right("watch", "nodes"),
+        *("rights", "fail", "This account may not: watch nodes.", "broker's Role"),
+    ),
+    "settings of KAI may not be read": (
+        lambda site: site.without_right("list", "schedulingshards"),
+        *("consolidation", "warn", "cannot be examined", "right to read it"),
+    ),
+    "the API server lets nothing be read": (
+        lambda site: setattr(site.server, "rights", Rights.of([], {"t": (NS, "broker")})),
+        *("api-server", "fail", "cannot list", "Role in the namespace gpushare"),
+    ),
+    "the API server does not know the token": (
+        lambda site: site.token.write_text("other"),
+        *("api-server", "fail", "Unauthorized", "give a token"),
+    ),
+    "the API server is away": (
+        lambda site: site.settings.update(api_server="http://127.0.0.1:9"),
+        *("api-server", "fail", "does not answer", "c.GPUShareKube.api_server"),
+    ),
     "a helper is away": (
-        lambda site: site.silent.add("n1"),
-        *("helpers", "fail", "does not answer on n1", "port 7710"),
+        lambda site: (site.silent.add("n1"), site.settings.update(helper_port=9)),
+        *("helpers", "fail", "does not answer on n1", "port 9"),
+    ),
+    "no helper runs": (
+        lambda site: site.store.delete("pods", NS, "gpushare-helper-1", grace_s=0),
+        *("helpers", "fail", "No pod of a device helper runs", "run one on each node"),
+    ),
+    "the broker has no certificate": (
+        lambda site: site.settings.pop("helper_certificate_file"),
+        *("helpers", "fail", "helper_certificate_file is not set", "give the broker a certificate"),
+    ),
+    "KAI gives out whole GPUs only": (
+        lambda site: site.spec("configs", "kai-config", {"admission": {"gpuSharing": None}}),
+        *("gpu-sharing", "fail", "whole GPUs only", "spec.admission.gpuSharing"),
+    ),
+    "a queue is missing": (
+        lambda site: site.store.delete("queues", "", "nlp-train"),
+        *("queues", "fail", "The cluster has no queue nlp-train.", "gpushare kube queues"),
+    ),
+    "a priority class is missing": (
+        lambda site: site.store.delete("priorityclasses", "", "gpushare-yield"),
+        *("priority-classes", "fail", "no priority class gpushare-yield.", "gpushare kube queues"),
+    ),
+    "a node with several GPUs is no unit pool": (
+        lambda site: site.store.patch("nodes", "", "n2", {"metadata": {"labels": None}}),
+        *("nodes", "warn", "(n2)", "gpushare.jupyter.org/units=1"),
+    ),
+    "no node has a GPU": (
+        lambda site: [site.store.delete("nodes", "", name) for name in ("n1", "n2")],
+        *("nodes", "fail", "No node has nvidia.com/gpu", "GPU operator"),
+    ),
+    "seats have no image": (
+        lambda site: site.settings.update(seat_image=""),
+        *("seats", "fail", "No image for seats", "c.GPUShareKube.seat_image"),
     ),
     "two brokers run": (
         lambda site: site.pod("gpushare-broker-2", {"app.kubernetes.io/name": "gpushare-broker"}),
@@ -198,15 +298,29 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
 async def test_it_is_named_alone_with_its_remedy(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     breaks, name, result, message, advice = BROKEN[what]
     async with api_server(Rights.of(manifests(), {"t": (NS, "broker")})) as server:
-        site = Installation(server)
+        site = Installation(server, tmp_path)
         breaks(site)
         if "custom resource" in what:
             monkeypatch.delitem(store.KINDS, ("scheduling.run.ai", "v2", "queues"))
-        found = await examined(site, tmp_path, monkeypatch)
+        found = await examined(site, monkeypatch)
     wrong = [check for check in found.values() if check.result != "ok"]
     assert [(check.name, check.result) for check in wrong] == [(name, result)]
     assert message in wrong[0].message
     assert advice in wrong[0].advice
+
+
+@pytest.mark.parametrize(
+    ("spec", "moves"),
+    [
+        ({}, True),
+        ({"actions": {"consolidation": {"enabled": True}}}, True),
+        ({"actions": {"consolidation": {"priority": 3}}}, True),
+        ({"placementStrategy": {"gpu": "spread", "cpu": "binpack"}}, False),
+        ({"placementStrategy": {"gpu": "binpack"}}, True),
+    ],
+)
+def test_a_shard_moves_pods_unless_it_spreads_or_is_told_not_to(spec: Json, moves: bool):
+    assert msgspec.convert(spec, ShardSpec).consolidates is moves
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""``gpushare kube``: Queues of the configured projects, and what is wrong with a cluster."""
+"""``gpushare kube``: Queues of the configured projects, its settings, and where the API server is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import os
 import ssl
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,8 @@ from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.broker.http.secret_files import tls_context
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import main
-from jupyter_gpushare.cli.kube_checks import CLUSTER_RIGHTS, RIGHTS, examine
 from jupyter_gpushare.core.model import Project
-from tests.certificates import broker_and_helper, broker_settings
-from tests.kube.apiserver import ApiServer, api_server
-from tests.kube.rbac import Rights
-
-NS = "gpushare"
-PROJECTS = (Project(name="vision", quota_milli=4000), Project(name="nlp", quota_milli=4000, weight=2))
+from tests.kube.apiserver import api_server
 
 
 def gpushare(*words: str) -> subprocess.CompletedProcess[str]:
@@ -106,170 +99,6 @@ class TestQueuesCommand:
             assert "-> install NVIDIA's GPU operator" in done.stdout
             done = await asyncio.to_thread(gpushare, "check", "--json", "--config", config)
             assert json.loads(done.stdout)["ok"] is False
-
-
-def manifests(drop: tuple[str, str] = ("", "")) -> list[Any]:
-    """Role and ClusterRole of the broker, without one right."""
-
-    def rules(rights: tuple[tuple[str, str, str], ...]) -> list[Any]:
-        return [
-            {"apiGroups": [group], "resources": [resource], "verbs": [verb]}
-            for verb, group, resource in rights
-            if (verb, resource) != drop
-        ]
-
-    more = [
-        {"apiGroups": ["scheduling.k8s.io"], "resources": ["priorityclasses"], "verbs": ["list"]},
-        {"apiGroups": ["kai.scheduler"], "resources": ["schedulingshards", "configs"], "verbs": ["list"]},
-        {"apiGroups": ["nvidia.com"], "resources": ["clusterpolicies"], "verbs": ["list"]},
-    ]
-    subject = {"kind": "ServiceAccount", "name": "broker", "namespace": NS}
-    here, meta = {"namespace": NS}, {"name": "broker"}
-    return [
-        {"kind": "Role", "metadata": meta | here, "rules": rules(RIGHTS)},
-        {"kind": "ClusterRole", "metadata": meta, "rules": [*rules(CLUSTER_RIGHTS), *more]},
-        {
-            "kind": "RoleBinding",
-            "metadata": meta | here,
-            "roleRef": {"kind": "Role", "name": "broker"},
-            "subjects": [subject],
-        },
-        {
-            "kind": "ClusterRoleBinding",
-            "metadata": meta,
-            "roleRef": {"kind": "ClusterRole", "name": "broker"},
-            "subjects": [subject],
-        },
-    ]
-
-
-@pytest.fixture
-async def server() -> AsyncIterator[ApiServer]:
-    """A cluster that is ready."""
-    async with api_server(Rights.of(manifests(), {"t": (NS, "broker")})) as found:
-        for body in queues(PROJECTS, 600):
-            found.store.create("queues", "", body)
-        for body in priority_classes(3):
-            found.store.create("priorityclasses", "", body)
-        shard = {"actions": {"consolidation": {"enabled": False}}}
-        found.store.create("schedulingshards", "", {"metadata": {"name": "default"}, "spec": shard})
-        for n in range(2):
-            status = {"allocatable": {"nvidia.com/gpu": "1", "cpu": "8"}}
-            found.store.create("nodes", "", {"metadata": {"name": f"n{n}"}, "status": status})
-        yield found
-
-
-async def check(server: ApiServer, tmp_path: Path, token: str = "t", **settings: Any) -> dict[str, Any]:
-    (tmp_path / "token").write_text(token)
-    given = {"api_server": server.url, "token_file": str(tmp_path / "token"), "seat_image": "gpushare:1"}
-    kube = GPUShareKube(config=Config(GPUShareKube=given | settings))
-    return {found.name: found for found in await examine(kube, PROJECTS, 3)}
-
-
-class TestCheck:
-    async def test_a_cluster_that_is_ready(self, server: ApiServer, tmp_path: Path):
-        found = await check(server, tmp_path)
-        helpers = found.pop("helpers")
-        assert "helper_certificate_file is not set" in helpers.message
-        assert "certificate" in helpers.advice
-        assert {name: each.result for name, each in found.items()} == dict.fromkeys(found, "ok"), found
-        assert len(found) == 10
-
-    async def test_helpers_that_are_missing_or_do_not_answer_are_named(
-        self, server: ApiServer, tmp_path: Path
-    ):
-        broker, _ = broker_and_helper(tmp_path)
-        given = broker_settings(broker) | {"helper_selector": "app=helper", "helper_port": 9}
-        assert "No pod" in (await check(server, tmp_path, **given))["helpers"].message
-        meta = {"name": "helper-1", "labels": {"app": "helper"}}
-        status = {"phase": "Running", "podIP": "127.0.0.1"}
-        body = {"metadata": meta, "spec": {"nodeName": "n1"}, "status": status}
-        server.store.create("pods", NS, body)
-        found = (await check(server, tmp_path, **given))["helpers"]
-        assert found.message == "The device helper does not answer on n1."
-
-    async def test_a_kai_that_gives_out_whole_gpus_only_is_named(self, server: ApiServer, tmp_path: Path):
-        assert (await check(server, tmp_path))["gpu-sharing"].result == "ok"
-        server.store.create("configs", "", {"metadata": {"name": "kai-config"}, "spec": {}})
-        assert "whole GPUs only" in (await check(server, tmp_path))["gpu-sharing"].message
-
-    @pytest.mark.parametrize(
-        ("verb", "resource"), [("patch", "podgroups"), ("patch", "pods"), ("list", "queues")]
-    )
-    async def test_a_missing_right_is_named(
-        self, server: ApiServer, tmp_path: Path, verb: str, resource: str
-    ):
-        server.rights = Rights.of(manifests((verb, resource)), {"t": (NS, "broker")})
-        found = await check(server, tmp_path)
-        assert found["rights"].result == "fail"
-        assert found["rights"].message == f"This account may not: {verb} {resource}."
-
-    async def test_an_api_server_that_refuses_or_is_away(self, server: ApiServer, tmp_path: Path):
-        server.rights = Rights.of([], {"t": (NS, "broker")})
-        (found,) = (await check(server, tmp_path)).values()
-        assert "Role in the namespace gpushare" in found.advice
-        (found,) = (await check(server, tmp_path, token="other")).values()
-        assert "token" in found.advice
-        (found,) = (await check(server, tmp_path, api_server="http://127.0.0.1:9")).values()
-        assert "does not answer" in found.message
-
-    async def test_what_kai_lacks_is_named(self, server: ApiServer, tmp_path: Path):
-        store = server.store
-        store.delete("queues", "", "nlp-train")
-        store.delete("priorityclasses", "", "gpushare-yield")
-        found = await check(server, tmp_path)
-        assert found["queues"].message == "The cluster has no queue nlp-train."
-        assert found["priority-classes"].message == "The cluster has no priority class gpushare-yield."
-        store.create(
-            "queues", "", next(q for q in queues(PROJECTS, 0) if q["metadata"]["name"] == "nlp-train")
-        )
-        store.patch("queues", "", "nlp", {"spec": {"resources": {"gpu": {"quota": 2.01}}}})
-        found = await check(server, tmp_path)
-        assert (found["queues"].result, "project nlp has other numbers" in found["queues"].message) == (
-            "warn",
-            True,
-        )
-
-    @pytest.mark.parametrize(
-        ("spec", "moves"),
-        [
-            ({}, True),
-            ({"actions": {"consolidation": {"enabled": True}}}, True),
-            ({"actions": {"consolidation": {"priority": 3}}}, True),
-            ({"placementStrategy": {"gpu": "spread", "cpu": "binpack"}}, False),
-            ({"placementStrategy": {"gpu": "binpack"}}, True),
-        ],
-    )
-    async def test_a_shard_that_moves_pods_is_named(
-        self, server: ApiServer, tmp_path: Path, spec: dict[str, Any], moves: bool
-    ):
-        server.store.create("schedulingshards", "", {"metadata": {"name": "pool"}, "spec": spec})
-        found = (await check(server, tmp_path))["consolidation"]
-        assert (found.result == "fail", "pool" in found.message) == (moves, moves)
-
-    async def test_what_may_not_be_read_is_said(self, server: ApiServer, tmp_path: Path):
-        assert server.rights is not None
-        for rule in server.rights.manifests[1]["rules"]:
-            if "schedulingshards" in rule["resources"]:
-                rule["verbs"] = []
-        found = (await check(server, tmp_path))["consolidation"]
-        assert (found.result, "cannot be examined" in found.message) == ("warn", True)
-
-    async def test_nodes_with_several_gpus_and_none(self, server: ApiServer, tmp_path: Path):
-        server.store.patch(
-            "nodes", "", "n1", {"status": {"allocatable": {"nvidia.com/gpu": "8"}}}, part="status"
-        )
-        found = (await check(server, tmp_path))["nodes"]
-        assert (found.result, "(n1)" in found.message) == ("warn", True)
-        server.store.patch("nodes", "", "n1", {"metadata": {"labels": {"gpushare.jupyter.org/units": "2"}}})
-        found = (await check(server, tmp_path))["nodes"]
-        assert (found.result, "1 of them unit pools" in found.message) == ("ok", True)
-        for name in ("n0", "n1"):
-            server.store.delete("nodes", "", name)
-        assert (await check(server, tmp_path))["nodes"].result == "fail"
-
-    async def test_seats_need_an_image(self, server: ApiServer, tmp_path: Path):
-        assert (await check(server, tmp_path, seat_image=""))["seats"].result == "fail"
 
 
 class TestSettings:
