@@ -9,7 +9,7 @@ import asyncio
 import ipaddress
 import secrets
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -28,16 +28,14 @@ from jupyter_gpushare.backends.kubernetes.client import (
     Resource,
 )
 from jupyter_gpushare.backends.kubernetes.helpers import Helpers
-from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, HOSTNAME, Node, Object
+from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, HOSTNAME, Node, Object, Settings
 from jupyter_gpushare.backends.kubernetes.queues import in_force, misplaced, missing, priority_classes
 from jupyter_gpushare.backends.kubernetes.readiness import shares_gpus
 from jupyter_gpushare.backends.kubernetes.surroundings import (
-    ENV_ACCEPTED,
-    Claim,
-    Deployment,
-    NetworkPolicy,
+    NetworkPolicySpec,
     Peer,
     PolicyRule,
+    network_policies,
 )
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import checks
@@ -68,14 +66,17 @@ class BrokerPod:
     tls_port: int
 
 
-def hub_checks(objects: Iterable[Object], broker: BrokerPod) -> list[Check]:
-    """Return one check per thing in the Hub's namespace that can be wrong."""
-    found = list(objects)
+def hub_checks(objects: Sequence[Settings], broker: BrokerPod) -> list[Check]:
+    """Return one check per thing in the Hub's namespace that can be wrong.
+
+    Raises:
+        KubeError: a network policy is none.
+    """
     return named(
         {
-            "hub-scheduler": _scheduler([each for each in found if isinstance(each, Deployment)]),
-            "hub-homes": _homes([each for each in found if isinstance(each, Claim)]),
-            "hub-network": _network([each for each in found if isinstance(each, NetworkPolicy)], broker),
+            "hub-scheduler": _scheduler([each for each in objects if each.kind == "Deployment"]),
+            "hub-homes": _homes([each for each in objects if each.kind == "PersistentVolumeClaim"]),
+            "hub-network": _network(network_policies(objects), broker),
         }
     )
 
@@ -86,9 +87,9 @@ def not_examined() -> list[Check]:
     return named({"hub": warn("The Hub's namespace was not examined.", advice)})
 
 
-def _scheduler(deployments: list[Deployment]) -> Check:
+def _scheduler(deployments: list[Settings]) -> Check:
     for each in deployments:
-        if each.metadata.labels.get(_COMPONENT) == "user-scheduler" and each.spec.replicas:
+        if each.metadata.labels.get(_COMPONENT) == "user-scheduler" and each.said("replicas") != 0:
             return fail(
                 f"JupyterHub's own scheduler ({each.metadata.name}) places servers.",
                 "set scheduling.userScheduler.enabled to false in the values of JupyterHub's chart",
@@ -96,9 +97,10 @@ def _scheduler(deployments: list[Deployment]) -> Check:
     return ok("Servers are placed by the cluster's own scheduler.")
 
 
-def _homes(claims: list[Claim]) -> Check:
+def _homes(claims: list[Settings]) -> Check:
     homes = [each for each in claims if each.metadata.labels.get(_COMPONENT) == "singleuser-storage"]
-    if single := [each.metadata.name for each in homes if "ReadWriteMany" not in each.spec.access_modes]:
+    of_one_node = (each for each in homes if "ReadWriteMany" not in (each.said("accessModes") or ()))
+    if single := [each.metadata.name for each in of_one_node]:
         return fail(
             f"Homes that one node at a time can mount: {_some(single)}. A job runs on another one.",
             "make them ReadWriteMany (singleuser.storage.dynamic.storageAccessModes)",
@@ -114,7 +116,7 @@ def _homes(claims: list[Claim]) -> Check:
     return ok(f"{len(homes)} homes, one for each user." if homes else "There is no home yet.")
 
 
-def _network(policies: list[NetworkPolicy], broker: BrokerPod) -> Check:
+def _network(policies: list[NetworkPolicySpec], broker: BrokerPod) -> Check:
     cut = [
         f"{component} to the broker's port {port}"
         for component, port in (
@@ -135,21 +137,21 @@ def _network(policies: list[NetworkPolicy], broker: BrokerPod) -> Check:
 
 
 def _is_let(
-    policies: list[NetworkPolicy], component: str, way: str, broker: BrokerPod, ports: set[int | str]
+    policies: list[NetworkPolicySpec], component: str, way: str, broker: BrokerPod, ports: set[int | str]
 ) -> bool:
     mine = [
-        each.spec
+        each
         for each in policies
-        if each.spec.pod_selector.matches({_COMPONENT: component, "app": "jupyterhub"} | _release(each))
-        and way in each.spec.policy_types
+        if each.pod_selector.matches({_COMPONENT: component, "app": "jupyterhub"} | _release(each))
+        and way in each.policy_types
     ]
     rules = [rule for spec in mine for rule in (spec.egress if way == "Egress" else spec.ingress)]
     return not mine or any(_lets(rule, way, broker, ports) for rule in rules)
 
 
-def _release(policy: NetworkPolicy) -> dict[str, str]:
+def _release(policy: NetworkPolicySpec) -> dict[str, str]:
     """Labels that a policy selects beside the component: those of its release."""
-    wanted = policy.spec.pod_selector.match_labels
+    wanted = policy.pod_selector.match_labels
     return {key: value for key, value in wanted.items() if key != _COMPONENT}
 
 
@@ -297,6 +299,8 @@ CLUSTER_RIGHTS = (
     ("list", "", "nodes"),
     ("watch", "", "nodes"),
 )
+# Of NVIDIA's container toolkit: whether a container without a request for a GPU may name its GPUs.
+ENV_ACCEPTED = "ACCEPT_NVIDIA_VISIBLE_DEVICES_ENVVAR_WHEN_UNPRIVILEGED"
 _NO_RIGHT = "give this account the right to read it"
 _APPLY = "gpushare kube queues --config FILE | kubectl apply -f -"
 
@@ -387,7 +391,7 @@ async def _priority_classes(cluster: CheckedCluster) -> Check:
 
 async def _consolidation(cluster: CheckedCluster) -> Check:
     shards = (await cluster.client.list(SHARDS)).items
-    moving = [shard.metadata.name for shard in shards if shard.spec.consolidates]
+    moving = [shard.metadata.name for shard in shards if consolidates(shard)]
     if not moving:
         return ok("KAI does not move running pods for newcomers.")
     return fail(
@@ -396,6 +400,16 @@ async def _consolidation(cluster: CheckedCluster) -> Check:
         "set spec.actions.consolidation.enabled of the SchedulingShard to false "
         "(scheduler.actions.consolidation.enabled in the values of KAI's chart)",
     )
+
+
+def consolidates(shard: Settings) -> bool:
+    """Return whether KAI moves running pods to make a newcomer fit: unless it spreads, or is told not to.
+
+    So in KAI-Scheduler d5bc503a, ``pkg/apis/kai/v1/schedulingshard_types.go`` (setDefaultActions).
+    """
+    said = shard.said("actions", "consolidation", "enabled")
+    spreads = "spread" in (shard.said("placementStrategy", resource) for resource in ("gpu", "cpu"))
+    return not spreads if said is None else bool(said)
 
 
 async def _sharing(cluster: CheckedCluster) -> Check:
@@ -410,20 +424,21 @@ async def _sharing(cluster: CheckedCluster) -> Check:
 async def _variable(cluster: CheckedCluster) -> Check:
     """Whether a server may be told its GPUs in NVIDIA_VISIBLE_DEVICES."""
     for found in await _listed(cluster, CONFIGS):
-        if found.spec.admission.block_nvidia_visible_devices:
+        if found.said("admission", "blockNvidiaVisibleDevices"):
             return fail(
                 "KAI overwrites NVIDIA_VISIBLE_DEVICES, by which servers are told their GPUs.",
                 "set spec.admission.blockNvidiaVisibleDevices of KAI's Config to false "
                 "(global.blockNvidiaVisibleDevices in its chart's values)",
             )
     for policy in await _listed(cluster, CLUSTER_POLICIES):
-        if policy.spec.cdi.nri_plugin_enabled:
+        if policy.said("cdi", "nriPluginEnabled"):
             return warn(
                 "The GPU operator's NRI plugin is on: containers get GPUs by an annotation alone.",
                 "set cdi.nriPluginEnabled of the operator's chart to false, or "
                 'c.GPUShareKubeSpawner.gpu_names = "annotation"',
             )
-        if not policy.takes_variable:
+        variables = {each.get("name"): each.get("value") for each in policy.said("toolkit", "env") or ()}
+        if str(variables.get(ENV_ACCEPTED)).lower() == "false":
             return fail(
                 f"The container toolkit ignores NVIDIA_VISIBLE_DEVICES of servers ({ENV_ACCEPTED} is false).",
                 f"set {ENV_ACCEPTED} to true in toolkit.env of the GPU operator's chart",

@@ -22,15 +22,13 @@ from jupyter_gpushare.backends.kubernetes.api_server import ApiServer, KubeError
 from jupyter_gpushare.backends.kubernetes.objects import (
     BindRequest,
     Json,
-    KaiConfig,
     Node,
     Object,
     Pod,
     PodGroup,
     Queue,
-    SchedulingShard,
+    Settings,
 )
-from jupyter_gpushare.backends.kubernetes.surroundings import ClusterPolicy
 
 T = TypeVar("T", bound=Object)
 
@@ -69,9 +67,9 @@ BIND_REQUESTS = Resource("scheduling.run.ai", "v1alpha2", "bindrequests", BindRe
 QUEUES = Resource("scheduling.run.ai", "v2", "queues", Queue, namespaced=False)
 NODES = Resource("", "v1", "nodes", Node, namespaced=False)
 PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", Object, namespaced=False)
-SHARDS = Resource("kai.scheduler", "v1", "schedulingshards", SchedulingShard, namespaced=False)
-CLUSTER_POLICIES = Resource("nvidia.com", "v1", "clusterpolicies", ClusterPolicy, namespaced=False)
-CONFIGS = Resource("kai.scheduler", "v1", "configs", KaiConfig, namespaced=False)
+SHARDS = Resource("kai.scheduler", "v1", "schedulingshards", Settings, namespaced=False)
+CLUSTER_POLICIES = Resource("nvidia.com", "v1", "clusterpolicies", Settings, namespaced=False)
+CONFIGS = Resource("kai.scheduler", "v1", "configs", Settings, namespaced=False)
 
 
 @dataclass(frozen=True, slots=True)

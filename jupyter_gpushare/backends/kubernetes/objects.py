@@ -257,62 +257,18 @@ class Node(Object, frozen=True):
     status: NodeStatus = NodeStatus()
 
 
-class ActionConfig(Struct, frozen=True):
-    """Whether KAI carries out one of its actions; None: its default."""
+class Settings(Object, frozen=True):
+    """Any object of which checks read a few fields of its ``spec``."""
 
-    enabled: bool | None = None
+    kind: str = ""
+    spec: Json = {}
 
-
-class PlacementStrategy(Struct, frozen=True):
-    """``binpack`` or ``spread``, by resource."""
-
-    gpu: str | None = None
-    cpu: str | None = None
-
-
-class ShardSpec(Struct, frozen=True):
-    """Settings of one scheduler of KAI."""
-
-    actions: dict[str, ActionConfig] = {}
-    placement_strategy: PlacementStrategy = PlacementStrategy()
-
-    @property
-    def consolidates(self) -> bool:
-        """Whether it moves running pods to make a newcomer fit: on unless it spreads, or is told not to.
-
-        So in KAI-Scheduler d5bc503a, ``pkg/apis/kai/v1/schedulingshard_types.go`` (setDefaultActions).
-        """
-        said = self.actions.get("consolidation", ActionConfig()).enabled
-        strategy = self.placement_strategy
-        return "spread" not in (strategy.gpu, strategy.cpu) if said is None else said
-
-
-class SchedulingShard(Object, frozen=True):
-    """One scheduler of KAI (``kai.scheduler/v1``)."""
-
-    spec: ShardSpec = ShardSpec()
-
-
-class Admission(Struct, frozen=True):
-    """Settings of KAI's admission webhooks."""
-
-    gpu_sharing: bool = msgspec.field(default=False, name="gpuSharing")
-    block_nvidia_visible_devices: bool = msgspec.field(default=False, name="blockNvidiaVisibleDevices")
-
-
-class ConfigSpec(Struct, frozen=True):
-    """Settings of one installation of KAI."""
-
-    admission: Admission = Admission()
-
-
-class KaiConfig(Object, frozen=True):
-    """An installation of KAI (``kai.scheduler/v1``); parts of a GPU are off unless it says otherwise.
-
-    So in KAI-Scheduler v0.16.8, ``pkg/apis/kai/v1/admission/admission.go`` (SetDefaultsWhereNeeded).
-    """
-
-    spec: ConfigSpec = ConfigSpec()
+    def said(self, *path: str) -> Any:
+        """Return the field at a path in the spec; None: it is not set."""
+        found: Any = self.spec
+        for name in path:
+            found = found.get(name) if isinstance(found, dict) else None
+        return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

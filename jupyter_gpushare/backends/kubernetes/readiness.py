@@ -48,6 +48,9 @@ async def lacks(client: ApiClient, helpers: HelperPods, projects: Iterable[Proje
 async def shares_gpus(client: ApiClient) -> bool:
     """Return whether KAI gives out parts of GPUs; True where this account may not see its settings.
 
+    They are off unless its Config says otherwise (KAI-Scheduler v0.16.8,
+    ``pkg/apis/kai/v1/admission/admission.go``, SetDefaultsWhereNeeded).
+
     Raises:
         KubeError: the API server does not answer, or refuses to say.
     """
@@ -57,4 +60,4 @@ async def shares_gpus(client: ApiClient) -> bool:
         if error.status in (_NOT_FOUND, _FORBIDDEN):  # installed without its operator; not for this account
             return True
         raise
-    return not configs or any(config.spec.admission.gpu_sharing for config in configs)
+    return not configs or any(config.said("admission", "gpuSharing") for config in configs)

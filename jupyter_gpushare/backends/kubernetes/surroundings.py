@@ -1,78 +1,13 @@
-"""Objects of other installations that leases depend on: the fields that checks read.
-
-NVIDIA's GPU operator; and of the Hub's namespace deployments, claims and network policies.
-"""
+"""Objects of the Hub's namespace, as kubectl prints them, and what its network policies let through."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import msgspec
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.objects import Object, Struct
-
-ENV_ACCEPTED = "ACCEPT_NVIDIA_VISIBLE_DEVICES_ENVVAR_WHEN_UNPRIVILEGED"
-
-
-class Variable(Struct, frozen=True):
-    """A variable of an environment."""
-
-    name: str
-    value: str = ""
-
-
-class Toolkit(Struct, frozen=True):
-    """NVIDIA's container toolkit."""
-
-    env: list[Variable] = []
-
-
-class Cdi(Struct, frozen=True):
-    """How containers get devices."""
-
-    nri_plugin_enabled: bool = msgspec.field(default=False, name="nriPluginEnabled")
-
-
-class ClusterPolicySpec(Struct, frozen=True):
-    """Settings of the GPU operator."""
-
-    cdi: Cdi = Cdi()
-    toolkit: Toolkit = Toolkit()
-
-
-class ClusterPolicy(Object, frozen=True):
-    """An installation of the GPU operator (``nvidia.com/v1``)."""
-
-    spec: ClusterPolicySpec = ClusterPolicySpec()
-
-    @property
-    def takes_variable(self) -> bool:
-        """Whether a container without a request for a GPU may name its GPUs in the environment."""
-        said = {variable.name: variable.value for variable in self.spec.toolkit.env}
-        return said.get(ENV_ACCEPTED, "true").lower() != "false"
-
-
-class DeploymentSpec(Struct, frozen=True):
-    """How many pods a deployment has."""
-
-    replicas: int = 1
-
-
-class Deployment(Object, frozen=True):
-    """A deployment."""
-
-    spec: DeploymentSpec = DeploymentSpec()
-
-
-class ClaimSpec(Struct, frozen=True):
-    """How a volume can be mounted."""
-
-    access_modes: list[str] = []
-
-
-class Claim(Object, frozen=True):
-    """A claim of a volume."""
-
-    spec: ClaimSpec = ClaimSpec()
+from jupyter_gpushare.backends.kubernetes.objects import Settings, Struct
 
 
 class Expression(Struct, frozen=True):
@@ -160,38 +95,33 @@ class NetworkPolicySpec(Struct, frozen=True):
     egress: list[PolicyRule] = []
 
 
-class NetworkPolicy(Object, frozen=True):
-    """A network policy."""
-
-    spec: NetworkPolicySpec = NetworkPolicySpec()
-
-
-_KINDS: dict[str, type[Object]] = {
-    "Deployment": Deployment,
-    "PersistentVolumeClaim": Claim,
-    "NetworkPolicy": NetworkPolicy,
-}
-
-
-class _Kind(msgspec.Struct):
-    kind: str = ""
-
-
 class _PrintedList(msgspec.Struct):
-    items: list[msgspec.Raw]
+    items: list[Settings]
 
 
-def parse_list(content: bytes) -> list[Object]:
-    """Return the deployments, claims and network policies in a list that ``kubectl get -o json`` printed.
+def parse_list(content: bytes) -> list[Settings]:
+    """Return the objects in a list that ``kubectl get -o json`` printed.
 
     Raises:
         KubeError: it is no such list.
     """
-    found = []
     try:
-        for raw in msgspec.json.decode(content, type=_PrintedList).items:
-            if kind := _KINDS.get(msgspec.json.decode(raw, type=_Kind).kind):
-                found.append(msgspec.json.decode(raw, type=kind))
+        return msgspec.json.decode(content, type=_PrintedList).items
     except msgspec.MsgspecError as error:
-        raise KubeError(f"this is not what kubectl get -o json prints: {error}") from None
-    return found
+        raise _no_list(error) from None
+
+
+def network_policies(objects: Iterable[Settings]) -> list[NetworkPolicySpec]:
+    """Return the network policies among objects.
+
+    Raises:
+        KubeError: one of them is none.
+    """
+    try:
+        return [msgspec.convert(x.spec, NetworkPolicySpec) for x in objects if x.kind == "NetworkPolicy"]
+    except msgspec.MsgspecError as error:
+        raise _no_list(error) from None
+
+
+def _no_list(error: msgspec.MsgspecError) -> KubeError:
+    return KubeError(f"this is not what kubectl get -o json prints: {error}")
