@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.protocol.helper import Event, Inventory, MoveResult, Sample, SetLimit
+from jupyter_gpushare.protocol.wire import HostMount
 
 
 class HubError(GpuShareError):
@@ -55,20 +56,12 @@ class HubUser:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Mount:
-    """A path of a node that is mounted at the same path."""
-
-    path: str
-    read_only: bool
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
     """What the spawner gives the holder's processes."""
 
     env: Mapping[str, str]
     node: str = ""  # of a cluster: where the processes must run
-    mounts: tuple[Mount, ...] = ()  # of a cluster: paths of that node that its processes need
+    mounts: tuple[HostMount, ...] = ()  # of a cluster: paths of that node that its processes need
 
 
 class DeviceBackend(abc.ABC):

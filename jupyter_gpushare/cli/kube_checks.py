@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 from jupyter_gpushare.backends.helper_client import HelperAddress, HelperClient
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
@@ -28,7 +28,7 @@ from jupyter_gpushare.backends.kubernetes.client import (
     Resource,
 )
 from jupyter_gpushare.backends.kubernetes.helpers import Helpers
-from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, HOSTNAME, Node, Object, Settings
+from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, HOSTNAME, Node, Settings
 from jupyter_gpushare.backends.kubernetes.queues import in_force, misplaced, missing, priority_classes
 from jupyter_gpushare.backends.kubernetes.readiness import shares_gpus
 from jupyter_gpushare.backends.kubernetes.surroundings import (
@@ -282,8 +282,6 @@ async def _sees(client: ApiClient, kube: GPUShareKube, pod: dict[str, Any], pati
 
 # ---- the cluster -------------------------------------------------------------
 
-T = TypeVar("T", bound=Object)
-
 _KAI = "scheduling.run.ai"
 # Verb, group and resource of what broker and checks cannot do without: in its namespace, in the cluster.
 _ALL = ("get", "list", "watch", "create", "patch", "delete")
@@ -446,7 +444,7 @@ async def _variable(cluster: CheckedCluster) -> Check:
     return ok("Servers can be told their GPUs.")
 
 
-async def _listed(cluster: CheckedCluster, kind: Resource[T]) -> list[T]:
+async def _listed(cluster: CheckedCluster, kind: Resource[Settings]) -> list[Settings]:
     """All objects of a kind; none where the cluster does not have it."""
     try:
         return (await cluster.client.list(kind)).items

@@ -30,7 +30,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
 
-from jupyter_gpushare.backends.base import DeviceBackend, Mount, Prepared
+from jupyter_gpushare.backends.base import DeviceBackend, Prepared
 from jupyter_gpushare.backends.helper_client import HelperAddress, HelperClient
 from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.errors import HelperError
@@ -48,6 +48,7 @@ from jupyter_gpushare.protocol.helper import (
     SetLimit,
 )
 from jupyter_gpushare.protocol.seats import CountSeats, SeatSample
+from jupyter_gpushare.protocol.wire import HostMount
 
 # ---- one node of a cluster, as its device helper was last heard --------------
 
@@ -405,9 +406,9 @@ class NodeDevices(DeviceBackend):
             env=holder_environment(request.lease, files.directory, request.limits, files.library),
             node=node.name,
             mounts=(
-                Mount(path=files.directory, read_only=True),
-                Mount(path=f"{files.directory}/account", read_only=False),
-                Mount(path=files.library, read_only=True),
+                HostMount(path=files.directory),
+                HostMount(path=f"{files.directory}/account", read_only=False),
+                HostMount(path=files.library),
             ),
         )
 

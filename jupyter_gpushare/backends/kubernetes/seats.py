@@ -15,7 +15,7 @@ import secrets
 import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.client import (
@@ -95,6 +95,8 @@ class KubeSeats:
         )
         self._queues: Reflector[Queue] = Reflector(client, QUEUES, changed=self.notify)
         self._nodes: Reflector[Node] = Reflector(client, NODES, selector=LABEL, changed=self.notify)
+        # What no decision is made without; BindRequests only tell earlier that a seat will be bound.
+        self._copies: tuple[Reflector[Any], ...] = self._pods, self._groups, self._queues, self._nodes
 
     async def run(self) -> None:
         """Follow the cluster until cancelled."""
@@ -102,13 +104,6 @@ class KubeSeats:
             for copy in self._copies:
                 group.create_task(copy.run())
             group.create_task(self._bindings.run())
-
-    @property
-    def _copies(
-        self,
-    ) -> tuple[Reflector[Pod] | Reflector[PodGroup] | Reflector[Queue] | Reflector[Node], ...]:
-        """What no decision is made without; BindRequests only tell earlier that a seat will be bound."""
-        return self._pods, self._groups, self._queues, self._nodes
 
     def notify(self) -> None:
         """End every `wait`: a seat changed, or connected."""

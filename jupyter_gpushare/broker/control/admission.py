@@ -365,7 +365,7 @@ class ServerAdmission:
             env=dict(prepared.env),
             devices=list(lease.devices),
             node=prepared.node,
-            mounts=[wire.HostMount(path=each.path, read_only=each.read_only) for each in prepared.mounts],
+            mounts=list(prepared.mounts),
             memory_limit_bytes=limit,
             asleep=asleep,
             borrowed=lease.borrowed,
