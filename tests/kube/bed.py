@@ -14,7 +14,7 @@ from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
 from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.core.kube.pools import LABEL
-from jupyter_gpushare.core.kube.seats import Demand, SeatClass, request, seat_name
+from jupyter_gpushare.core.kube.seats import Demand, SeatClass, request
 from jupyter_gpushare.core.model import Kind, Lease, Project
 from tests.kube import real_engine
 from tests.kube.apiserver import ApiServer, api_server
@@ -153,7 +153,7 @@ class Bed:
         """Let a lease that holds devices have its seat, as if it had been placed before."""
         seat_class = SeatClass.SESSION if lease.kind is Kind.BUILD else SeatClass.TRAIN
         demand = Demand(lease=lease.id, project=lease.project, seat_class=seat_class, size=lease.size)
-        name = seat_name(random.randbytes(16))
+        name = f"seat-{random.randbytes(16).hex()}"
         self.store.create("podgroups", NS, pod_group(name, demand, self.epoch))
         body = seat_pod(name, demand, request(lease.size, []), self.site, self.epoch)
         if lease.size.fraction_milli < 1000:

@@ -137,23 +137,6 @@ class TestFaults:
         assert len(begun) == 1, "one of the two objects of the seat"
         bed.start_engine()  # for the end of the bed
 
-    @pytest.mark.model
-    async def test_a_change_based_on_an_older_version_is_not_made(self, bed: Bed, broker: Broker):
-        """What an old broker would do that hung between reading and writing."""
-        await broker.session("a")
-        await bed.quiet()
-        (group,) = bed.seats_of("a")
-        name = group["metadata"]["name"]
-        bed.server.faults.frozen.clear()
-        bed.store.patch("podgroups", NS, name, {"metadata": {"annotations": {"other": "1"}}})
-        bed.store.patch("pods", NS, name, {"metadata": {"annotations": {"other": "1"}}})
-        stale = dict(bed.seats._pods.objects), dict(bed.seats._groups.objects)
-        bed.server.faults.frozen.set()
-        await bed.until(lambda: bed.seats._groups.objects[name] != stale[1][name])
-        bed.seats._pods.objects, bed.seats._groups.objects = stale
-        await bed.seats.delete(name)
-        assert "deletionTimestamp" not in bed.store.get("pods", NS, name)["metadata"]
-
     @pytest.mark.long_form
     @pytest.mark.parametrize("requests", range(1, KILLS + 1))
     async def test_a_broker_that_ends_in_the_middle_leaves_what_the_next_one_finishes(self, requests: int):

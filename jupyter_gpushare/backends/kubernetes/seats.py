@@ -49,7 +49,7 @@ from jupyter_gpushare.backends.kubernetes.objects import (
 from jupyter_gpushare.backends.kubernetes.reflector import Reflector
 from jupyter_gpushare.core.kube.follow import Change, Create, Delete, Retarget, Seats
 from jupyter_gpushare.core.kube.pools import LABEL
-from jupyter_gpushare.core.kube.seats import NAME_BYTES, Demand, Seat, Seating, Terms, request, seat_name
+from jupyter_gpushare.core.kube.seats import Demand, Seat, Seating, Terms, request
 from jupyter_gpushare.core.model import Device, Why
 from jupyter_gpushare.errors import Superseded
 
@@ -237,11 +237,9 @@ class KubeSeats:
                 later round.
         """
         asks = request(demand.size, devices)
-        name, namespace, epoch = (
-            seat_name(secrets.token_bytes(NAME_BYTES)),
-            self._site.namespace,
-            self._epoch(),
-        )
+        # KAI knows PodGroups by their name alone, in all namespaces, so a name must not be guessed.
+        name = f"seat-{secrets.token_hex(16)}"
+        namespace, epoch = self._site.namespace, self._epoch()
         self._beginning.add(name)
         try:
             self._groups.put(await self._client.create(POD_GROUPS, namespace, pod_group(name, demand, epoch)))

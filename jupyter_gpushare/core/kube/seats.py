@@ -46,7 +46,6 @@ RETURN_ROOT = "gpushare-return"
 RETURN_LEAF = "gpushare-return-sessions"
 # KAI takes a request of at most a hundredth for none (gpu_resource_requirment.go:20,89-92).
 LEAST_MILLI = 15
-NAME_BYTES = 16
 _MIB = 1 << 20
 # A project's queues are `<p>`, `<p>-build` and `<p>-train`: names of at most 63 characters, and labels.
 _PROJECT = re.compile(r"[a-z]([-a-z0-9]{0,55}[a-z0-9])?")
@@ -144,19 +143,6 @@ def terms(demand: Demand) -> Terms:
             return Terms(IDLE_LEAF, "gpushare-idle", "preemptible")
         case _:
             return Terms(YIELD_LEAF, "gpushare-yield", "preemptible")
-
-
-def seat_name(random_bytes: bytes) -> str:
-    """Return the name of a seat and of its PodGroup from 16 random bytes.
-
-    KAI knows PodGroups by their name alone, in all namespaces, so a name must not be guessed.
-
-    Raises:
-        ValueError: another number of bytes.
-    """
-    if len(random_bytes) != NAME_BYTES:
-        raise ValueError(f"a seat's name takes {NAME_BYTES} random bytes, not {len(random_bytes)}")
-    return f"seat-{random_bytes.hex()}"
 
 
 def check_project(name: str) -> str:
