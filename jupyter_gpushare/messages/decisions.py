@@ -7,19 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from jupyter_gpushare.core.model import Kind, Why
-from jupyter_gpushare.messages.jobs import BECAUSE
 from jupyter_gpushare.messages.templates import TEMPLATES
 from jupyter_gpushare.messages.texts import Texts, text
 from jupyter_gpushare.protocol.wire import Text
-
-_BECAUSE: Mapping[str, str] = {
-    Why.FREE_CAPACITY: "because.free_capacity",
-    Why.CLAIM: "because.claim",
-    Why.CAPACITY_BACK: "because.capacity_back",
-    Why.WANTED: "because.wanted",
-    **BECAUSE,
-}
-
 
 # What a subject is to its owner: as the first words of a sentence, and within it.
 _OWN: Mapping[str, tuple[str, str]] = {
@@ -43,8 +33,8 @@ class DecisionFacts:
 def decision(facts: DecisionFacts) -> Text:
     """Return one line of the decision log."""
     because: str | Text = facts.why.replace("_", " ")
-    if facts.why in _BECAUSE:
-        because = text(_BECAUSE[facts.why])
+    if (reason := f"because.{facts.why}") in TEMPLATES:
+        because = text(reason)
     if facts.why == Why.FREE_CAPACITY and facts.made_way:
         slept = "suspend" in facts.made_way
         because = text("because.put_to_sleep" if slept else "because.made_way")
