@@ -23,7 +23,7 @@ from jupyter_gpushare.cli.output import (
     project_text,
     say,
 )
-from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, confirm, connect, shown_by
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, confirm, connect, fields_of, shown_by
 from jupyter_gpushare.errors import Conflict, GpuShareError, NotFound, RequestError
 from jupyter_gpushare.gibibytes import gibibytes
 from jupyter_gpushare.messages import about, local, printable
@@ -71,9 +71,8 @@ def quota(client: BlockingClient, args: argparse.Namespace) -> wire.Projects:
     Raises:
         NotFound: there is no such project.
     """
-    names = ("quota", "weight", "limit", "priority_max")
-    change = wire.ProjectChange(force=args.force, **{name: getattr(args, name) for name in names})
-    is_changed = any(getattr(args, name) is not None for name in names)
+    change = wire.ProjectChange(**fields_of(wire.ProjectChange, args))
+    is_changed = change != wire.ProjectChange(force=args.force)
     if (is_changed or args.reset) and args.project is None:
         args.parser.error("name the project")
     if is_changed and args.reset:

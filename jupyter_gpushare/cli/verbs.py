@@ -13,7 +13,7 @@ from collections.abc import Callable
 from contextlib import closing
 from math import floor
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from urllib.parse import urlsplit
 
 from jupyter_gpushare.cli.job_logs import ENDED
@@ -114,6 +114,11 @@ def confirm(args: argparse.Namespace, question: str) -> None:
         sys.exit(EXIT_REFUSED)
 
 
+def fields_of(record: type[wire.Answer | wire.Message], args: argparse.Namespace) -> dict[str, Any]:
+    """Return the options that have the name of a field of a record."""
+    return {name: value for name, value in vars(args).items() if name in record.__struct_fields__}
+
+
 def _print_status(status: wire.Status) -> None:
     if not status.leases:
         print("No GPU is held.")
@@ -184,23 +189,13 @@ def submit(args: argparse.Namespace) -> int:
     if args.parameters and not is_notebook:
         args.parser.error("-p is for notebooks, like: gpushare submit notebook.ipynb -p steps=5")
     request = wire.JobRequest(
-        command=args.command,
-        gpus=args.gpus if args.gpus is not None else "1",
-        memory=args.memory,
-        profile=args.profile,
-        project=args.project,
-        name=args.name,
-        checkpoint=CheckpointMode(args.checkpoint),
-        borrow=args.borrow,
-        notify=args.notify,
-        notify_url=args.notify_url,
-        notify_mail=args.mail,
-        cwd=_working_directory(args),
-        env=dict(args.env),
-        priority=args.priority,
-        retries=args.retries,
-        grace_s=args.grace,
-        max_run_s=args.max_run,
+        **fields_of(wire.JobRequest, args)
+        | {
+            "gpus": "1" if args.gpus is None else args.gpus,
+            "checkpoint": CheckpointMode(args.checkpoint),
+            "cwd": _working_directory(args),
+            "env": dict(args.env),
+        }
     )
     if is_notebook:
         request = _of_notebook(args, request)
@@ -531,14 +526,7 @@ def edit(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
     gpushare edit k3v9m2x7qa --project nlp --priority -5
     gpushare edit k3v9m2x7qa --max-run 4h      none: no maximum
     """
-    change = wire.JobChange(
-        gpus=args.gpus,
-        memory=args.memory,
-        profile=args.profile,
-        project=args.project,
-        priority=args.priority,
-        max_run_s=args.max_run,
-    )
+    change = wire.JobChange(**fields_of(wire.JobChange, args))
     if change == wire.JobChange():
         args.parser.error("say what to change, like: gpushare edit k3v9m2x7qa --gpus 2")
     return client.put(f"jobs/{args.id}", change, wire.Job, repeatable=True)
