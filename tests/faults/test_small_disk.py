@@ -7,20 +7,17 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import httpx
 import pytest
 
 from jupyter_gpushare.gpu.leases.journal import JournalRecord, StateDirectory
 from jupyter_gpushare.protocol.helper import Phase, SetLimit
-from tests.faults.site import SESSION_MIB, Site, running
+from tests.faults.site import Site, running
 from tests.faults.story import Story, begun
-from tests.faults.workload import SETTLED, TRAIN
 from tests.waiting import until
 
 # What it is given is run with a tmpfs of 24 MiB at $0, which goes with it.
@@ -137,22 +134,6 @@ def fill(ballast: Path) -> None:
             file.write(bytes(1 << 16))
 
 
-@pytest.fixture
-def site(disk: Path) -> Iterator[Site]:
-    """A whole site; its broker has its database on the small disk."""
-
-    def on_it(folder: Path) -> Site:
-        whole = Site(folder)
-        broker = whole.services["broker"]
-        broker.command = [*mounted(disk), *broker.command]
-        with (folder / "broker.py").open("a") as config:
-            config.write(f'c.GPUShareBroker.db_url = "sqlite:///{disk}/broker.sqlite"\n')
-        return whole
-
-    with running(on_it) as whole:
-        yield whole
-
-
 class SmallSite(Site):
     """A whole site; broker and helper have their state on one small disk, which outlives them."""
 
@@ -198,10 +179,19 @@ def test_a_session_wakes_when_the_job_on_its_gpu_ends_on_a_full_disk(
     small_site: SmallSite, story: Story
 ) -> None:
     site = small_site
+    (lease,) = site.answer("GET", "leases", "ada")["leases"]
     site.fill()
+    for method, path, user, body in (
+        ("POST", "jobs", "bo", {"command": ["true"]}),
+        ("POST", f"leases/{lease['id']}/keep", "ada", {"minutes": 5}),
+        ("PUT", "projects/nlp", "root", {"weight": 2}),
+        ("PUT", "lending", "root", {"mode": "off"}),
+    ):
+        assert site.answer(method, path, user, 507, json=body)["reason"] == "disk_full"
+    for path in ("status", "jobs", "leases", "projects", "offers"):
+        site.answer("GET", path, "bo")
     story.end_job()
     story.run_cell()
-    assert story.posted("jobs", {"command": ["true"]}) is None
     assert "disk" in str(site.answer("GET", "health", status=503)["reasons"])
     for service in site.services.values():  # neither forgets what could not be stored
         service.kill()
@@ -260,75 +250,3 @@ def test_no_record_is_written_over_into_blocks_that_its_file_lacks(
     state.save(replace(ada, phase=Phase.RESUMING))
     assert state.records() == {"ada": replace(ada, phase=Phase.RESUMING)}
     state.close()
-
-
-def test_a_full_disk_refuses_writes_at_once_and_a_session_wakes(site: Site, disk: Path) -> None:
-    home = site.folder / "home" / "ada"
-    job = {
-        "command": [sys.executable, str(TRAIN), str(site.folder), "1", str(SESSION_MIB), str(SESSION_MIB)],
-        "gpus": "2",
-    }
-
-    def answers(number: int) -> bool:
-        path = home / "answers"
-        said = [line.split()[::2] for line in path.read_text().splitlines()] if path.exists() else []
-        return [str(number), "ok"] in said
-
-    def submit(key: str) -> httpx.Response:
-        answer = site.ask("POST", "jobs", "bo", json=job, headers={"Idempotency-Key": key})
-        assert answer is not None, site.services["broker"].tail()
-        return answer
-
-    def session() -> dict[str, str]:
-        return dict(site.answer("GET", "leases", "ada")["leases"][0])
-
-    site.hub.start_server("ada", {"fraction": "1"})
-    (home / "cells").write_text("1")
-    until(lambda: answers(1), "the first cell ran", log=site.services["broker"].log)
-    first = until(
-        lambda: (answer := submit("first")).status_code == 201 and answer, "a job is accepted"
-    ).json()
-
-    def ended(job_id: str) -> bool:
-        answer = site.ask("GET", f"jobs/{job_id}", "bo")
-        return answer is not None and answer.json()["state"] == "succeeded"
-
-    until(lambda: ended(first["id"]), "the job ends", log=site.services["broker"].log)
-    assert session()["state"] == "suspended"
-
-    broker = site.services["broker"].process
-    assert broker is not None
-    ballast = Path(f"/proc/{broker.pid}/root{disk}/ballast")
-    with pytest.raises(OSError, match="No space left"):
-        fill(ballast)
-    writes = (
-        ("POST", "jobs", "bo", job),
-        ("POST", f"leases/{session()['id']}/keep", "ada", {"minutes": 5}),
-        ("PUT", "projects/nlp", "root", {"weight": 2}),
-        ("PUT", "lending", "root", {"mode": "off"}),
-    )
-    for method, path, user, body in writes:
-
-        def refused(method: str = method, path: str = path, user: str = user, body: object = body) -> bool:
-            began = time.monotonic()
-            assert site.answer(method, path, user, 507, json=body)["reason"] == "disk_full"
-            return time.monotonic() - began < 1
-
-        until(refused, f"{method} {path} is refused within a second")
-    for path in ("status", "jobs", "leases", "projects", "offers"):
-        site.answer("GET", path, "bo")
-    assert submit("refused").status_code == 507
-
-    (home / "cells").write_text("2")
-    until(lambda: answers(2), "the session wakes", log=site.services["broker"].log)
-
-    ballast.unlink()
-    after = until(
-        lambda: (answer := submit("refused")).status_code == 201 and answer, "jobs are accepted"
-    ).json()
-    assert after["id"] != first["id"]
-    until(lambda: ended(after["id"]), "the job ends", log=site.services["broker"].log)
-    (home / "cells").write_text("3")
-    until(lambda: answers(3), "the session wakes again", log=site.services["broker"].log)
-    until(lambda: session()["state"] in SETTLED, "its lease settles")
-    assert broker.poll() is None, "the broker did not restart"
