@@ -14,7 +14,7 @@ import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from random import Random
 from statistics import mean
 
@@ -27,7 +27,6 @@ from jupyter_gpushare.core.model import (
     Lease,
     Order,
     Project,
-    Settings,
     State,
 )
 from jupyter_gpushare.core.order import attained_gpu_s, gpus, is_waiting
@@ -120,14 +119,7 @@ class Questions:
             Project(name=f"p{n}", quota_milli=quota * WHOLE_GPU, weight=weight)
             for n, (weight, quota) in enumerate(shares or ((1, count),))
         )
-        self.settings = Settings(
-            order=order,
-            preempt_cost_s=COST_S,
-            min_run_s=DEFAULT_POLICY.min_run_s,
-            starvation_guard_s=DEFAULT_POLICY.starvation_guard_s,
-            max_bypass_s=DEFAULT_POLICY.max_bypass_s,
-            fairness_horizon_s=DEFAULT_POLICY.fairness_horizon_s,
-        )
+        self.settings = replace(DEFAULT_POLICY, order=order)
         fleet = Fleet(gpus=count, nodes=max(1, count // 8))
         self.devices = fleet.devices()
         self.seen = Outcomes(count)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import time
+from dataclasses import replace
 from random import Random
 
 from jupyter_gpushare.core.estimate import Work, forecast
@@ -21,7 +22,6 @@ from jupyter_gpushare.core.model import (
     Lease,
     Order,
     Project,
-    Settings,
     State,
 )
 from jupyter_gpushare.core.size import Size
@@ -41,13 +41,7 @@ def asked(gpus: int, projects: int, waiting: int, order: Order) -> tuple[Cluster
     sharing = tuple(
         Project(name=f"p{n}", quota_milli=gpus * 125, weight=w) for n, w in enumerate(WEIGHTS[:projects])
     )
-    settings = Settings(
-        order=order,
-        preempt_cost_s=30,
-        min_run_s=DEFAULT_POLICY.min_run_s,
-        starvation_guard_s=DEFAULT_POLICY.starvation_guard_s,
-        fairness_horizon_s=DEFAULT_POLICY.fairness_horizon_s,
-    )
+    settings = replace(DEFAULT_POLICY, order=order)
     running = [_job(f"r{n:04}", random, projects, devices=(device.uuid,)) for n, device in enumerate(devices)]
     queued = [_job(f"w{n:04}", random, projects) for n in range(waiting)]
     leases = tuple(running + queued)

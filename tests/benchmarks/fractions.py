@@ -7,7 +7,7 @@ from statistics import mean
 from jupyter_gpushare.sim.fractions import best_fit, fill, product
 from jupyter_gpushare.sim.traces import read_nodes, read_pods
 from tests.benchmarks.report import print_table
-from tests.benchmarks.traces import trace
+from tests.traces import public as trace
 
 SEEDS = range(42, 52)
 PUBLISHED = {"fgd": 95.23, "best-fit": 92.86, "random": 86.3}

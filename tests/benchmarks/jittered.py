@@ -28,20 +28,13 @@ from pathlib import Path
 from random import Random
 from statistics import mean, stdev
 
-from jupyter_gpushare.core.model import (
-    DEFAULT_ORDER,
-    DEFAULT_POLICY,
-    CheckpointMode,
-    Order,
-    Project,
-    Settings,
-)
+from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, CheckpointMode, Order, Project
 from jupyter_gpushare.core.simulated_lease import Reports
 from jupyter_gpushare.sim import report
 from jupyter_gpushare.sim.scenario import Fleet, replay_jobs, some
 from jupyter_gpushare.sim.traces import TrainingJob, read_jobs
 from tests.benchmarks.report import print_table
-from tests.benchmarks.traces import trace
+from tests.traces import public as trace
 
 JITTER_S = 300.0
 COST_S = 30.0
@@ -78,14 +71,7 @@ def measure(
     guard_s: float | None = DEFAULT_POLICY.starvation_guard_s,
 ) -> Sample:
     """Replay one copy with nodes of 8 GPUs and 30 s per preemption."""
-    settings = Settings(
-        order=order,
-        preempt_cost_s=COST_S,
-        min_run_s=DEFAULT_POLICY.min_run_s,
-        starvation_guard_s=guard_s,
-        max_bypass_s=DEFAULT_POLICY.max_bypass_s,
-        fairness_horizon_s=DEFAULT_POLICY.fairness_horizon_s,
-    )
+    settings = replace(DEFAULT_POLICY, order=order, starvation_guard_s=guard_s)
     projects = [
         Project(name=f"p{n}", quota_milli=quota * 1000, weight=weight)
         for n, (weight, quota) in enumerate(shares)

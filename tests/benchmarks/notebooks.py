@@ -16,7 +16,7 @@ from jupyter_gpushare.sim import report
 from jupyter_gpushare.sim.scenario import Fleet, replay_notebooks
 from jupyter_gpushare.sim.traces import read_cells, read_jobs
 from tests.benchmarks.report import print_table
-from tests.benchmarks.traces import trace
+from tests.traces import public as trace
 
 NODES = 145
 KEYS = (

@@ -11,28 +11,18 @@ for 30 s before it goes on.
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 
 from jupyter_gpushare.core.model import DEFAULT_POLICY, Order, Project, Settings
 from jupyter_gpushare.sim import report
 from jupyter_gpushare.sim.scenario import Fleet, replay_jobs
 from jupyter_gpushare.sim.traces import read_jobs
 from tests.benchmarks.report import print_table
-from tests.benchmarks.traces import trace
+from tests.traces import public as trace
 
 CLUSTERS = (("training_philly_0e4a51", 40), ("training_philly_first5000", 256))
 COST_S = 30.0
 GRACE_S = 30.0
-
-
-def real(order: Order) -> Settings:
-    return Settings(
-        order=order,
-        preempt_cost_s=COST_S,
-        min_run_s=DEFAULT_POLICY.min_run_s,
-        starvation_guard_s=DEFAULT_POLICY.starvation_guard_s,
-        max_bypass_s=DEFAULT_POLICY.max_bypass_s,
-        fairness_horizon_s=DEFAULT_POLICY.fairness_horizon_s,
-    )
 
 
 def orders() -> None:
@@ -44,7 +34,7 @@ def orders() -> None:
                 result = replay_jobs(jobs, Fleet(gpus=gpus, nodes=None), Settings(order=order))
             else:
                 fleet = Fleet(gpus=gpus, nodes=gpus // 8)
-                result = replay_jobs(jobs, fleet, real(order), preempt_cost_s=COST_S)
+                result = replay_jobs(jobs, fleet, replace(DEFAULT_POLICY, order=order), preempt_cost_s=COST_S)
             n = report.job_numbers(result)
             rows.append(
                 [
@@ -69,7 +59,7 @@ def shares() -> None:
         weights = (1, 1, 2, 4)
         projects = [Project(name=f"p{n}", quota_milli=quota * 1000, weight=w) for n, w in enumerate(weights)]
         fleet = Fleet(gpus=gpus, nodes=gpus // 8)
-        settings = real(Order.LAS)
+        settings = replace(DEFAULT_POLICY, order=Order.LAS)
         result = replay_jobs(jobs, fleet, settings, projects=projects, preempt_cost_s=COST_S, grace_s=GRACE_S)
         for row in report.fairness(result.meter):
             rows.append([str(row[key]) for key in row])

@@ -15,7 +15,7 @@ from jupyter_gpushare.sim.scenario import Fleet, ReplayResult, replay_jobs
 from jupyter_gpushare.sim.synthetic import make_jobs
 from jupyter_gpushare.sim.traces import TrainingJob, read_jobs
 from tests.benchmarks.report import print_table, spread
-from tests.benchmarks.traces import trace
+from tests.traces import public as trace
 
 RUNS = 3
 JOBS, GPUS = 5_000, 64

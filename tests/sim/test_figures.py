@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -77,21 +78,14 @@ def test_las_is_at_least_as_good_as_in_the_published_simulator(trace, where, pub
     assert numbers["avg_completion_s"] <= (strict_fifo(jobs, gpus) if published is None else 1.01 * published)
 
 
-def real(order: str) -> Settings:
-    on = {
-        "min_run_s": DEFAULT_POLICY.min_run_s,
-        "starvation_guard_s": DEFAULT_POLICY.starvation_guard_s,
-        "max_bypass_s": DEFAULT_POLICY.max_bypass_s,
-    }
-    return Settings(order=Order(order), preempt_cost_s=30, **on)
-
-
 def test_nodes_and_the_price_of_preemption_cost_little(trace):
     """8-GPU nodes and 30 s a preemption; the 5,000 jobs are a benchmark (tests/benchmarks/philly.py)."""
     gpus = 40 if traces.FOLDER else traces.JOB_GPUS
     jobs, fleet = read_jobs(trace("training_philly_0e4a51")), Fleet(gpus=gpus, nodes=gpus // 8)
-    las = report.job_numbers(replay_jobs(jobs, fleet, real("las"), preempt_cost_s=30))
-    backfill = report.job_numbers(replay_jobs(jobs, fleet, real("backfill"), preempt_cost_s=30))
+    las, backfill = (
+        report.job_numbers(replay_jobs(jobs, fleet, replace(DEFAULT_POLICY, order=order), preempt_cost_s=30))
+        for order in (Order.LAS, Order.BACKFILL)
+    )
     ideal = replay_jobs(jobs, Fleet(gpus=gpus, nodes=None), Settings(order=Order.LAS))
     published = 543_794 if traces.FOLDER else report.job_numbers(ideal)["avg_completion_s"]
     assert las["avg_completion_s"] <= (1.02 if traces.FOLDER else 1.1) * published
