@@ -24,31 +24,22 @@ SIMULATE = "16xH100-80GB,host=512GiB"
 def start(hub: DemoHub, numbers: range, *, hold: bool) -> None:
     for number in numbers:
         user = f"user{number}"
-        hub.add_user(user, "vision" if number % 2 else "nlp")
+        hub.add(user, "vision" if number % 2 else "nlp")
         hub.start(user, {"gpushare": {"fraction": "0.125"}})
         if hold:
-            hub.http.get(f"{hub.server(user)['url']}hold", params={"bytes": 1 << 30}).raise_for_status()
+            hub.hold(user)
 
 
 def cpu_s(processes: list[psutil.Process]) -> float:
     return sum(times.user + times.system for times in (process.cpu_times() for process in processes))
 
 
-def only(found: list[psutil.Process]) -> psutil.Process:
-    """The one process that does the work; a parent that restarts it has --respawn in its command line."""
-    (process,) = [each for each in found if "--respawn" not in each.cmdline()]
-    return process
-
-
 def main(seconds: int) -> None:
     with demo_hub(simulate=SIMULATE) as hub:
         start(hub, range(20), hold=True)
-        watched = [only(hub.processes("broker")), only(hub.processes("helper"))]
+        watched = [hub.worker("broker"), hub.worker("helper")]
         time.sleep(5)  # what the last start set off has settled
-        shares = []
-        for process in watched:
-            before = cpu_s([process])
-            shares.append((process, before))
+        shares = [(process, cpu_s([process])) for process in watched]
         begun = time.monotonic()
         time.sleep(seconds)
         took_s = time.monotonic() - begun

@@ -7,30 +7,23 @@ that may do everything; what differs between two Hubs is given as lines of it.
 from __future__ import annotations
 
 import contextlib
-import os
-import signal
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 
-from tests.ports import free_ports
+from tests.e2e import demo
 
-ROOT = Path(__file__).resolve().parents[2]
 TOKEN = "0123456789abcdef-benchmark"
-STARTS_S = 90.0
 
 CONFIG = f"""
-load_subconfig({str(ROOT / "jupyterhub_config.py")!r})
-c.Spawner.cmd = [{sys.executable!r}, {str(Path(__file__).with_name("stub_server.py"))!r}]
-c.JupyterHub.log_level = "WARN"
+import sys
+# -P: else the benchmark fractions.py of this folder stands before Python's module.
+c.Spawner.cmd = [sys.executable, "-P", {str(Path(__file__).with_name("stub_server.py"))!r}]
 c.JupyterHub.services.append({{"name": "benchmark", "api_token": {TOKEN!r}}})
 c.JupyterHub.load_roles.append({{
     "name": "benchmark",
@@ -42,14 +35,12 @@ c.JupyterHub.load_roles.append({{
 """
 
 
-@dataclass(slots=True)
-class DemoHub:
-    """A running Hub and what is needed to ask it."""
+class Users:
+    """The users of a Hub that has `CONFIG`, whose broker listens three ports above its proxy."""
 
-    process: psutil.Process
-    http: httpx.Client
-    port: int
-    folder: Path
+    def __init__(self, url: str, port: int) -> None:
+        self.http = httpx.Client(base_url=url, headers={"Authorization": f"token {TOKEN}"}, timeout=60)
+        self.broker_url = f"http://127.0.0.1:{port + 3}/services/gpushare/api/v1/"
 
     def ask(self, method: str, path: str, **options: Any) -> Any:
         """Return the Hub's answer (JSON), failing on anything but success."""
@@ -57,21 +48,14 @@ class DemoHub:
         answer.raise_for_status()
         return answer.json() if answer.content else None
 
-    def token_of(self, user: str) -> str:
-        """Return a new token with which the broker takes us for ``user``."""
-        scopes = ["access:services!service=gpushare", "custom:gpushare:jobs", "access:servers!user"]
-        made = self.ask("POST", f"users/{user}/tokens", json={"scopes": scopes})
-        return str(made["token"])
-
     def broker(self, user: str) -> httpx.Client:
         """Return a client of the broker's API as ``user``."""
-        return httpx.Client(
-            base_url=f"http://127.0.0.1:{self.port + 3}/services/gpushare/api/v1/",
-            headers={"Authorization": f"token {self.token_of(user)}"},
-            timeout=60,
-        )
+        scopes = ["access:services!service=gpushare", "custom:gpushare:jobs", "access:servers!user"]
+        token = self.ask("POST", f"users/{user}/tokens", json={"scopes": scopes})["token"]
+        headers = {"Authorization": f"token {token}"}
+        return httpx.Client(base_url=self.broker_url, headers=headers, timeout=60)
 
-    def add_user(self, user: str, group: str) -> None:
+    def add(self, user: str, group: str) -> None:
         """Make a user and a member of a project."""
         self.ask("POST", f"users/{user}")
         self.ask("POST", f"groups/{group}/users", json={"users": [user]})
@@ -92,13 +76,28 @@ class DemoHub:
         """Return what the Hub says about a user's server; empty: there is none."""
         return dict(self.ask("GET", f"users/{user}")["servers"].get("", {}))
 
-    def processes(self, word: str) -> list[psutil.Process]:
-        """Return the processes below this Hub with ``word`` in their command line."""
-        found = []
-        for process in self.process.children(recursive=True):
-            with contextlib.suppress(psutil.Error):
-                if word in process.cmdline():
-                    found.append(process)
+    def hold(self, user: str) -> None:
+        """Let a user's server take 1 GiB of GPU memory."""
+        self.http.get(f"{self.server(user)['url']}hold", params={"bytes": 1 << 30}).raise_for_status()
+
+
+class DemoHub(Users):
+    """The users of a demo Hub, and its processes."""
+
+    def __init__(self, hub: demo.DemoHub) -> None:
+        super().__init__(hub.url, hub.port)
+        self._hub = hub
+
+    @property
+    def process(self) -> psutil.Process:
+        """The Hub's own."""
+        (found,) = (each for each in self._hub.processes() if "jupyterhub" in each.info["cmdline"])
+        return found
+
+    def worker(self, verb: str) -> psutil.Process:
+        """Return the one process of a verb that does the work; its parent has --respawn."""
+        of_verb = [each for each in self._hub.processes() if verb in each.info["cmdline"]]
+        (found,) = (each for each in of_verb if "--respawn" not in each.info["cmdline"])
         return found
 
 
@@ -114,49 +113,13 @@ def until(
 
 
 @contextlib.contextmanager
-def demo_hub(*, simulate: str, idle_timeout_s: float = 900, extra: str = "") -> Iterator[DemoHub]:
+def demo_hub(*, simulate: str, extra: str = "") -> Iterator[DemoHub]:
     """A demo Hub on ports and in a folder of its own; everything is gone afterwards."""
-    with tempfile.TemporaryDirectory(prefix="gpushare-benchmark-") as name:
-        folder, port = Path(name), free_ports(4)
-        config = folder / "jupyterhub_config.py"
-        # The broker reads the demo's own file; the helper's and broker's folders follow from the environment.
-        config.write_text(CONFIG + extra)
-        environment = {
-            **os.environ,
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "GPUSHARE_DEMO_PORT": str(port),
-            "GPUSHARE_DEMO_DIR": str(folder / "state"),
-            "GPUSHARE_DEMO_IDLE_TIMEOUT": str(idle_timeout_s),
-            "GPUSHARE_SIMULATE": simulate,
-        }
-        with (folder / "log").open("wb") as log:
-            hub = subprocess.Popen(
-                ["env", "--default-signal=INT", sys.executable, "-m", "jupyterhub", "-f", str(config)],
-                cwd=folder,
-                env=environment,
-                stdout=log,
-                stderr=log,
-            )
-            http = httpx.Client(
-                base_url=f"http://127.0.0.1:{port}", headers={"Authorization": f"token {TOKEN}"}, timeout=60
-            )
-            running = DemoHub(psutil.Process(hub.pid), http, port, folder)
-            try:
-                until(
-                    lambda: _healthy(running) or hub.poll() is not None,
-                    "the Hub answers",
-                    patience_s=STARTS_S,
-                )
-                if hub.poll() is not None:
-                    raise SystemExit((folder / "log").read_text())
-                yield running
-            finally:
-                hub.send_signal(signal.SIGINT)
-                hub.wait(60)
-
-
-def _healthy(hub: DemoHub) -> bool:
-    broker = f"http://127.0.0.1:{hub.port + 3}/services/gpushare/api/v1/health"
-    with contextlib.suppress(httpx.HTTPError):
-        return httpx.get(broker).status_code == 200 and hub.http.get("/hub/api/").status_code == 200
-    return False
+    with tempfile.TemporaryDirectory(prefix="gpushare-benchmark-") as folder:
+        hub = demo.DemoHub(Path(folder), idle_timeout_s=900, site=CONFIG + extra, simulate=simulate)
+        try:
+            hub.start()
+            yield DemoHub(hub)
+        finally:
+            hub.stop()
+            hub.kill_leftovers()

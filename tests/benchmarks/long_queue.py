@@ -35,6 +35,7 @@ from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.broker.state.tables import job_row, jobs, lease_row, leases
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.procfs import boot_id
+from tests.benchmarks.broker_footprint import cpu_s
 from tests.benchmarks.demo_hub import until
 from tests.benchmarks.report import percentile, print_table
 from tests.broker.http_site import ACCESS, person
@@ -153,11 +154,6 @@ def _hold(folder: Path) -> subprocess.Popen[bytes]:
     return subprocess.Popen(["sleep", "infinity"], env={**os.environ, **grant["env"]})
 
 
-def _cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return times.user + times.system
-
-
 def _ask(api: str, seconds: dict[str, list[float]]) -> None:
     with httpx.Client(base_url=api, headers={"Authorization": "token user0"}, timeout=60) as client:
         for _ in range(ASKED):
@@ -185,9 +181,9 @@ def main(seconds: int) -> None:
             held = _hold(folder)
             (broker,) = [x for x in parent.children() if "broker" in x.cmdline()]
             time.sleep(SETTLES_S)
-            before, begun = _cpu_s(broker), time.monotonic()
+            before, begun = cpu_s([broker]), time.monotonic()
             time.sleep(seconds)
-            share = (_cpu_s(broker) - before) / (time.monotonic() - begun)
+            share = (cpu_s([broker]) - before) / (time.monotonic() - begun)
             took: dict[str, list[float]] = {"/health": [], "/offers": []}
             _ask(api, took)
             held.kill()

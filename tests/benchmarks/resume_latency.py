@@ -53,7 +53,7 @@ def main(times: int) -> None:
     took_ms = []
     with demo_hub(simulate=SIMULATE) as hub, hub.broker("ada") as ada, hub.broker("bo") as bo:
         hub.start("ada", {"gpushare": {"fraction": "0.5"}})
-        hub.http.get(f"{hub.server('ada')['url']}hold", params={"bytes": 1 << 30}).raise_for_status()
+        hub.hold("ada")
         awake_ms = [wake(hub) for _ in range(20)]
         for _ in range(times):
             put_to_sleep(ada, bo)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from tests.benchmarks.broker_footprint import SIMULATE, only
+from tests.benchmarks.broker_footprint import SIMULATE
 from tests.benchmarks.demo_hub import DemoHub, demo_hub, until
 from tests.benchmarks.report import print_table, spread
 from tests.simulator import Simulator
@@ -29,15 +29,18 @@ RESTARTS = 10
 
 def gaps_s(hub: DemoHub) -> list[float]:
     """Seconds from the end of a killed broker to the next answer that all is well; none is refused."""
-    url = f"http://127.0.0.1:{hub.port + 3}/services/gpushare/api/v1/health"
     found = []
     for _ in range(RESTARTS):
-        killed = only(hub.processes("broker"))
+        killed = hub.worker("broker")
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait(60)
         before = time.perf_counter()
         # 503: it answers, and has not yet heard of the device helper.
-        until(lambda: httpx.get(url, timeout=60).status_code == 200, "the broker is at work", pause_s=0.01)
+        until(
+            lambda: httpx.get(f"{hub.broker_url}health", timeout=60).status_code == 200,
+            "the broker is at work",
+            pause_s=0.01,
+        )
         found.append(time.perf_counter() - before)
     return found
 

@@ -16,31 +16,18 @@ import tempfile
 import time
 from pathlib import Path
 
-import httpx
 import psutil
 
 import jupyter_gpushare
 from tests.benchmarks.broker_footprint import cpu_s
-from tests.benchmarks.demo_hub import ROOT, TOKEN, DemoHub, until
+from tests.benchmarks.demo_hub import CONFIG, Users, until
 from tests.benchmarks.report import print_table
-from tests.setup.conftest import build
+from tests.setup.conftest import ROOT, build
 from tests.setup.machine import SERVICES, Site, installed
 
 USERS, STARTS, JOBS = 20, 2, 5
 GROUPS = ("vision", "nlp")
 OPTIONS = {"gpushare": {"fraction": "0.125"}}
-HUB = f"""
-import sys
-c.Spawner.cmd = [sys.executable, {str(Path(__file__).with_name("stub_server.py"))!r}]
-c.JupyterHub.services.append({{"name": "benchmark", "api_token": {TOKEN!r}}})
-c.JupyterHub.load_roles.append({{
-    "name": "benchmark",
-    "services": ["benchmark"],
-    "scopes": [
-        "admin:users", "admin:groups", "admin:servers", "tokens", "access:services", "custom:gpushare:jobs",
-    ],
-}})
-"""
 
 
 def services(site: Site) -> dict[str, psutil.Process]:
@@ -66,7 +53,7 @@ def sizes(site: Site) -> tuple[int, int]:
     return (pages - free) * size, sum(path.stat().st_size for path in logs if path.exists())
 
 
-def use(hub: DemoHub, users: list[str]) -> None:
+def use(hub: Users, users: list[str]) -> None:
     """What every user does on a day, but for the first start of a session."""
     for user in users:
         hub.stop(user)
@@ -85,15 +72,14 @@ def use(hub: DemoHub, users: list[str]) -> None:
 
 def measure(site: Site, seconds: int) -> tuple[dict[str, float], list[list[float]]]:
     """Percent of a core by process at rest; KiB of database and logs: active, an hour at rest, a day."""
-    http = httpx.Client(base_url=site.url, headers={"Authorization": f"token {TOKEN}"}, timeout=60)
-    hub = DemoHub(psutil.Process(site.pid), http, site.port, site.folder)
+    hub = Users(site.url, site.port)
     users = [f"user{number}" for number in range(USERS)]
     for number, user in enumerate(users):
-        hub.add_user(user, GROUPS[number % len(GROUPS)])
+        hub.add(user, GROUPS[number % len(GROUPS)])
     before = sizes(site)
     for user in users:
         hub.start(user, OPTIONS)
-        http.get(f"{hub.server(user)['url']}hold", params={"bytes": 1 << 30}).raise_for_status()
+        hub.hold(user)
     started = sizes(site)
     time.sleep(10)  # what the last start set off has settled
     watched = services(site)
@@ -123,7 +109,7 @@ def main(seconds: int) -> None:
         if done.returncode != 0:
             raise SystemExit(done.stderr)
         (wheel,) = Path(name).glob("*.whl")
-        with installed(wheel, jupyter_gpushare.__version__, HUB) as site:
+        with installed(wheel, jupyter_gpushare.__version__, CONFIG) as site:
             percent, (database, logs) = measure(site, seconds)
     module = "tests.benchmarks.units_costs"
     print_table(

@@ -77,6 +77,7 @@ class DemoHub(Reached):
     idle_timeout_s: float = 8.0
     port: int = field(default_factory=lambda: free_ports(4))
     site: str = ""  # what a site adds to jupyterhub_config.py
+    simulate: str = "2xH100-80GB,host=512GiB,checkpoint=any-uid"
     _process: subprocess.Popen[bytes] | None = None
     _starts: int = 0
     _people: list[Person] = field(default_factory=list)
@@ -96,7 +97,7 @@ class DemoHub(Reached):
             "GPUSHARE_DEMO_PORT": str(self.port),
             "GPUSHARE_DEMO_DIR": str(self.folder / "state"),
             "GPUSHARE_DEMO_IDLE_TIMEOUT": str(self.idle_timeout_s),
-            "GPUSHARE_SIMULATE": "2xH100-80GB,host=512GiB,checkpoint=any-uid",
+            "GPUSHARE_SIMULATE": self.simulate,
         }
 
     def start(self) -> None:
