@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlparse
 
@@ -24,12 +23,12 @@ from jupyter_gpushare.backends.kubernetes.surroundings import parse_list
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.cluster import queue_projects
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
+from jupyter_gpushare.broker.state.policy import Policy
 from jupyter_gpushare.cli.checks import named, report
 from jupyter_gpushare.cli.kube_checks import NAME, BrokerPod, canary, examine, hub_checks, not_examined
 from jupyter_gpushare.cli.options import JSON
 from jupyter_gpushare.cli.output import print_json
 from jupyter_gpushare.command_line import Option, Parser, Verb
-from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError
 
 EXAMPLES = """\
@@ -44,48 +43,38 @@ kubectl -n jhub get deployments,persistentvolumeclaims,networkpolicies -o json |
 """.splitlines()
 
 
-@dataclass(frozen=True, slots=True)
-class Configured:
-    """What the configuration file says."""
-
-    projects: tuple[Project, ...]
-    min_run_s: float
-    levels: int  # LAS queues of jobs
-    kube: GPUShareKube
-    tls_port: int  # of the broker; 0: none
-
-
-def configured(file: Path) -> Configured:
-    """Return what the broker's configuration says of projects and cluster.
+def configured(file: Path) -> GPUShareBroker:
+    """Return a broker with its configuration, which does not run.
 
     Raises:
-        InvalidRequest: a quota has no number of GPUs.
         TraitError: a setting is wrong, or the file cannot be read.
     """
-    app = GPUShareBroker()
-    app.initialize(["--config", str(file)])
-    policy = app.policy()
-    levels = len(policy.las_thresholds_gpu_s) + 1
-    tls_port = int(app.tls_address.rpartition(":")[2] or 0)
-    return Configured(
-        tuple(queue_projects(policy)), policy.min_run_s, levels, GPUShareKube(parent=app), tls_port
-    )
+    broker = GPUShareBroker()
+    broker.initialize(["--config", str(file)])
+    return broker
 
 
-def print_queues(site: Configured, args: argparse.Namespace) -> int:
+def print_queues(broker: GPUShareBroker, args: argparse.Namespace) -> int:
     """Print the Queues and priority classes of the configured projects, as JSON."""
-    items = [*queues(site.projects, site.min_run_s), *priority_classes(site.levels)]
+    policy = broker.policy()
+    items = [*queues(queue_projects(policy), policy.min_run_s), *priority_classes(_levels(policy))]
     print_json({"apiVersion": "v1", "kind": "List", "items": items})
     return 0
 
 
-def check(site: Configured, args: argparse.Namespace) -> int:
+def check(broker: GPUShareBroker, args: argparse.Namespace) -> int:
     """Examine the cluster: API server, rights, Queues, KAI's settings, nodes."""
-    hub = hub_checks(parse_list(_read(args.hub)), _broker_pod(site)) if args.hub else not_examined()
-    checks = asyncio.run(examine(site.kube, site.projects, site.levels))
+    policy, kube = broker.policy(), GPUShareKube(parent=broker)
+    hub = hub_checks(parse_list(_read(args.hub)), _broker_pod(broker, kube)) if args.hub else not_examined()
+    checks = asyncio.run(examine(kube, queue_projects(policy), _levels(policy)))
     if args.canary:
-        checks += named({NAME: asyncio.run(canary(site.kube))})
+        checks += named({NAME: asyncio.run(canary(kube))})
     return report(checks + hub, as_json=args.json)
+
+
+def _levels(policy: Policy) -> int:
+    """Return the number of LAS queues of jobs."""
+    return len(policy.las_thresholds_gpu_s) + 1
 
 
 def _read(file: str) -> bytes:
@@ -108,12 +97,12 @@ def _own_address() -> str:
     return ""
 
 
-def _broker_pod(site: Configured) -> BrokerPod:
+def _broker_pod(broker: GPUShareBroker, kube: GPUShareKube) -> BrokerPod:
     return BrokerPod(
-        namespace=site.kube.namespace,
+        namespace=kube.namespace,
         address=_own_address(),
         http_port=urlparse(os.environ.get("JUPYTERHUB_SERVICE_URL", "")).port or 8888,
-        tls_port=site.tls_port,
+        tls_port=int(broker.tls_address.rpartition(":")[2] or 0),
     )
 
 
@@ -148,8 +137,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_verbs(VERBS, examples=EXAMPLES)
     args = parser.parse_args(argv)
     try:
-        site = configured(args.config)
-        return int(args.run(site, args))
+        return int(args.run(configured(args.config), args))
     except (GpuShareError, TraitError) as error:
         print(f"gpushare kube: {error}", file=sys.stderr)
         return 1

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
+from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli.kube import configured
 from jupyter_gpushare.cli.kube_checks import canary
 from jupyter_gpushare.core.model import Project
@@ -153,7 +154,7 @@ async def test_a_canary_finds_out_how_servers_are_told_their_gpus(
 ):
     monkeypatch.setattr(site.cluster.kubelet.nodes["n1"], "cdi", cdi)
     before = site.cluster.pods(NS)
-    settings = configured(site.folder / "config.py").kube
+    settings = GPUShareKube(parent=configured(site.folder / "config.py"))
     found = await canary(settings, patience_s=10.0)
     assert (found.result, f'gpu_names = "{form}"' in found.message) == ("ok", True), found
     until(lambda: site.cluster.pods(NS).keys() == before.keys(), "no canary is left")
@@ -161,7 +162,7 @@ async def test_a_canary_finds_out_how_servers_are_told_their_gpus(
 
 async def test_a_runtime_that_shows_no_gpu_is_named(site: Site, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(site.cluster.kubelet.nodes["n1"], "gpus", ())
-    found = await canary(configured(site.folder / "config.py").kube, patience_s=2.0)
+    found = await canary(GPUShareKube(parent=configured(site.folder / "config.py")), patience_s=2.0)
     assert found.result == "fail"
     assert "does not see exactly that one (cdi, uuid, annotation)" in found.message
 
