@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jupyter_gpushare.command_line import count
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.gpu.checks.unleased import StopRules
 from jupyter_gpushare.gpu.service.tcp import Endpoint
@@ -57,6 +58,8 @@ Stop the helper before a driver update, a reset of a GPU or a change of MIG mode
 driver refuses them while a process has the devices open.
 """
 
+MAX_UID = (1 << 32) - 2
+
 
 def _absolute(path: str) -> Path:
     return Path(path).absolute()
@@ -78,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument("--socket", type=_absolute, help="where to listen (default: STATE_DIR/helper.sock)")
     parser.add_argument(
-        "--allow-uid", type=int, action="append", default=[], metavar="UID", dest="allow_uids",
+        "--allow-uid", type=count(0, MAX_UID), action="append", default=[], metavar="UID", dest="allow_uids",
         help="also answer this user; root and the helper's own user always have access (repeatable)",
     )  # fmt: skip
     parser.add_argument(
@@ -92,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
         "user: report and stop them 30 s later (default), or only report",
     )  # fmt: skip
     parser.add_argument(
-        "--stop-uids", type=int, default=1000, metavar="FIRST",
+        "--stop-uids", type=count(1, MAX_UID), default=1000, metavar="FIRST",
         help="no process of a user below this number is stopped for having no lease (default 1000)",
     )  # fmt: skip
     parser.add_argument(
@@ -100,7 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         help="no process below this cgroup is stopped for having no lease (repeatable)",
     )  # fmt: skip
     parser.add_argument(
-        "--host-budget-percent", type=int, default=50, metavar="PERCENT",
+        "--host-budget-percent", type=count(1, 95), default=50, metavar="PERCENT",
         help="how much of the host's memory suspended leases may take together (default 50)",
     )  # fmt: skip
     parser.add_argument(
@@ -195,14 +198,8 @@ def parse(argv: Sequence[str]) -> HelperOptions:
     """The options on a command line; exits with 2 and a usage line when they are wrong."""
     parser = _parser()
     given = parser.parse_args(argv)
-    if not 1 <= given.host_budget_percent <= 95:
-        parser.error("--host-budget-percent is 1 to 95")
     if not 0.05 <= given.sample_s <= 10:
         parser.error("--sample-s is 0.05 to 10 seconds")
-    if given.stop_uids < 1:
-        parser.error("--stop-uids is 1 or more: processes of root are never stopped")
-    if any(uid < 0 for uid in given.allow_uids):
-        parser.error("--allow-uid is a user's number")
     if given.seat_socket and given.cgroup_root:
         parser.error("--cgroup-root moves processes out of the cgroups of their pods: not with --seat-socket")
     if any(not path.startswith("/") for path in given.watchdog_ignore):
