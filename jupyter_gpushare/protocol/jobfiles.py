@@ -29,7 +29,10 @@ import threading
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, get_args, get_origin, get_type_hints
+from typing import BinaryIO, Literal
+
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.protocol import wire
 
 HEAD_BYTES = 32 << 20
 PART_BYTES = 8 << 20
@@ -44,8 +47,6 @@ _RECORD = re.compile(r"attempt-([1-9][0-9]{0,6})\.json")
 # UTF-8 (RFC 3629): the bytes a character goes on with, and how many it has.
 _CONTINUED = bytes(range(0x80, 0xC0))
 _LONGEST_CHARACTER = 4
-# A command has at most 128 KiB; a record says little more.
-_RECORD_BYTES = 1 << 20
 _JOB_ID = re.compile(r"[a-z0-9]{1,40}")
 # Of what a failed command printed last.
 _LAST_BYTES = 16 << 10
@@ -353,28 +354,9 @@ def read_record(path: Path) -> AttemptRecord | None:
     """Return the record in a file that a user can change; None: there is none that is whole."""
     try:
         with open_for_reading(path) as file:
-            said = json.loads(file.read(_RECORD_BYTES))
-        kinds = {name: kind for name, kind in get_type_hints(AttemptRecord).items() if name in said}
-        return AttemptRecord(**{name: _checked(said[name], kind) for name, kind in kinds.items()})
-    except (OSError, ValueError, TypeError, RecursionError):
+            return wire.decode(file.read(wire.MAX_BODY_BYTES), AttemptRecord)
+    except (OSError, InvalidRequest):
         return None
-
-
-def _checked(value: Any, kind: Any) -> Any:
-    """Return a value of a record if it is of its field's type.
-
-    Raises:
-        TypeError: it is not.
-    """
-    if get_origin(kind) is Literal:
-        fits = value in get_args(kind)
-    elif get_origin(kind) is list:
-        fits = type(value) is list and all(type(each) is str for each in value)
-    else:
-        fits = type(value) in (get_args(kind) or (kind,))
-    if not fits:
-        raise TypeError(f"{value!r:.60} is no {kind}")
-    return value
 
 
 def unseen_outcome(folder: Path, settled: int, attempt: int) -> AttemptRecord | None:
