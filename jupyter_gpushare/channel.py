@@ -21,10 +21,8 @@ The scheme ``http+unix`` is the one of JupyterHub and its proxy.
 from __future__ import annotations
 
 import os
-import socket
 import ssl
 import stat
-import struct
 from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +33,13 @@ import httpcore
 import httpx
 
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.peers import socket_uid
 
 UNIX_SCHEME = "http+unix"
 SERVICE_PATH = "/services/gpushare"
 API_PATH = f"{SERVICE_PATH}/api/v1"
 # Holds the pinned certificate (PEM) beside GPUSHARE_API_URL; servers of other machines get it.
 CERTIFICATE_VARIABLE = "GPUSHARE_API_CERTIFICATE"
-_CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
 
 
 class Unverified(httpcore.ConnectError):
@@ -130,17 +128,6 @@ def trusted_uids(path: Path) -> frozenset[int]:
     return frozenset((0, owner))
 
 
-def peer_uid(connection: Any) -> int:
-    """Return the uid of the process at the other end of a unix socket, as the kernel knows it."""
-    packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(packed)[1])
-
-
-def _check_peer(connection: Any, path: str, trusted: frozenset[int]) -> None:
-    if (uid := peer_uid(connection)) not in trusted:
-        raise Unverified(f"uid {uid} listens on {path}, not the broker's user")
-
-
 class _AsyncBackend(httpcore.AnyIOBackend):
     async def connect_unix_socket(
         self,
@@ -151,7 +138,8 @@ class _AsyncBackend(httpcore.AnyIOBackend):
         trusted = trusted_uids(Path(path))
         stream = await super().connect_unix_socket(path, timeout, socket_options)
         try:
-            _check_peer(stream.get_extra_info("socket"), path, trusted)
+            if (uid := socket_uid(stream.get_extra_info("socket"))) not in trusted:
+                raise Unverified(f"uid {uid} listens on {path}, not the broker's user")
         except BaseException:
             await stream.aclose()
             raise
