@@ -216,20 +216,12 @@ def job_of(
     known = dict(environ) | given
     env = {"PYTHONUNBUFFERED": "1"} | given | dict(_variable(text, known) for text in asked.variables)
     return wire.JobRequest(
+        **asked.terms,
         command=command,
-        gpus=asked.gpus,
-        memory=asked.memory,
-        profile=asked.profile,
         project=asked.project,
         name=asked.name or (file.name[:100] if file else None),
-        checkpoint=asked.checkpoint,
-        borrow=asked.borrow,
         cwd=asked.cwd or str(file.parent if file else root),
         env=env,
-        priority=asked.priority,
-        retries=asked.retries,
-        grace_s=asked.grace_s,
-        max_run_s=asked.max_run_s,
         source=wire.JobSource(
             path=asked.path.strip("/"),
             kernel=kernel,
@@ -239,9 +231,6 @@ def job_of(
         )
         if file
         else None,
-        notify=asked.notify,
-        notify_url=asked.notify_url,
-        notify_mail=asked.notify_mail,
     )
 
 

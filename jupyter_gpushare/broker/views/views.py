@@ -217,7 +217,8 @@ class Views:
         reason = sentence(seen) if seen else job.reason_texts
         request = wire.decode(job.request.encode(), wire.JobRequest)
         return wire.Job(
-            **{name: getattr(request, name) for name in wire.JobTerms.__struct_fields__},
+            **request.terms,
+            source=request.source,
             id=job.id,
             name=job.name,
             state=_JOB_STATES[seen.record.state] if seen else result_state(job.result),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -43,10 +43,14 @@ class JobTerms(Answer, frozen=True):
     retries: int = 0  # attempts after a failure, 0 to 10
     grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's
     max_run_s: float | None = None  # then it is stopped with grace; pauses do not count; None: no maximum
-    source: JobSource | None = None
     notify: bool = True  # notify its owner in JupyterLab when it ends or is paused
     notify_url: str = ""  # its runner posts starts, stops and ends there (docs/jobs.md)
     notify_mail: bool = False  # mail its owner as well, where the site sends mail
+
+    @property
+    def terms(self) -> dict[str, Any]:
+        """The values of these fields, for another message about the job."""
+        return {name: getattr(self, name) for name in JobTerms.__struct_fields__}
 
     def asked_size(self) -> Size:
         """Return the requested size.
@@ -72,6 +76,7 @@ class JobRequest(JobTerms, frozen=True, kw_only=True, forbid_unknown_fields=True
     name: str | None = None
     cwd: str | None = None  # absolute; default: the home directory
     env: dict[str, str] = {}
+    source: JobSource | None = None
 
 
 class JobChange(Message, frozen=True):
@@ -108,7 +113,7 @@ class JobPlace(Message, frozen=True):
     behind: str | None = None
 
 
-class LaunchRequest(Message, frozen=True):
+class LaunchRequest(JobTerms, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Body of the Jupyter server's ``POST gpushare/launch``: the fields of the launch dialog.
 
     ``path`` names a notebook or script below the root of the server's files; without
@@ -122,20 +127,8 @@ class LaunchRequest(Message, frozen=True):
     kernel: str = ""  # name of the environment; "": the notebook's, or that of the server
     cwd: str | None = None  # absolute; default: the folder of the file, or the root
     variables: list[str] = []  # "NAME=VALUE", or "NAME" with the server's own value
-    gpus: str = "1"
-    memory: str | None = None
-    profile: str | None = None
     project: str | None = None
     name: str | None = None
-    checkpoint: CheckpointMode = CheckpointMode.SUSPEND
-    borrow: bool = True
-    retries: int = 0
-    priority: int = 0
-    grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's
-    max_run_s: float | None = None  # None: no maximum
-    notify: bool = True
-    notify_url: str = ""
-    notify_mail: bool = False
     at: str = ""  # when it was first sent (ISO 8601), for the name of a notebook's output; "": now
 
 
@@ -198,6 +191,7 @@ class Job(JobTerms, frozen=True, kw_only=True):
     project: str
     command: list[str]
     checkpoint: CheckpointMode
+    source: JobSource | None = None
     position: int | None
     submitted_at: str
     started_at: str | None
