@@ -7,8 +7,8 @@ import asyncio
 import pytest
 
 from jupyter_gpushare.broker.state import transitions
-from jupyter_gpushare.broker.state.observations import WANTED, Observation, WakeRequest
-from jupyter_gpushare.broker.state.transitions import Cancelled, Released, Stopping, Transition
+from jupyter_gpushare.broker.state.observations import Observation
+from jupyter_gpushare.broker.state.transitions import Released, Stopping, Transition, cancelled
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, LeaseEvent, State
 from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Refusal
@@ -39,7 +39,7 @@ async def test_a_lease_that_has_ended_does_not_come_back_by_a_late_change(site, 
     old = broker.lease(job)
     await until(lambda: broker.job(job).result, 60)
     for late in (
-        broker.registry.edit(old, Cancelled()),
+        broker.registry.edit(old, cancelled),
         broker.registry.advance(old, Released()),
         broker.registry.want(old),
     ):
@@ -57,16 +57,15 @@ async def test_an_impossible_transition_changes_nothing(site, broker):
         assert broker.lease(job) == before
 
 
-def test_a_request_to_wake_counts_only_where_the_table_says_so() -> None:
-    assert set(WANTED) == set(State)
-    for state, request in WANTED.items():
-        observation = Observation()
-        assert observation.want(state, 1.0) is (request is not WakeRequest.IGNORED)
-        assert observation.wanted is (request is not WakeRequest.IGNORED)
-        assert not observation.want(state, 2.0), "a request that is known is no news"
-        observation.wanted_at = 1.0
-        observation.enter(state)
-        assert observation.wanted is (request is WakeRequest.KEPT)
+@pytest.mark.parametrize("state", State)
+def test_a_request_to_wake_counts_only_while_the_lease_is_away(state: State) -> None:
+    observation = Observation()
+    is_away = state in (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
+    assert observation.want(state, 1.0) is observation.wanted is is_away
+    assert not observation.want(state, 2.0), "a request that is known is no news"
+    observation.wanted_at = 1.0
+    observation.enter(state)
+    assert observation.wanted is (state in (State.SUSPENDED, State.RESUMING))
 
 
 def test_a_lease_that_keeps_its_devices_has_made_way_for_no_other() -> None:

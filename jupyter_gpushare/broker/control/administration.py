@@ -11,7 +11,7 @@ from jupyter_gpushare.broker.control.job_request import check_job
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import MACHINE, Drain, Drains, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.transitions import Altered
+from jupyter_gpushare.broker.state.transitions import altered_to
 from jupyter_gpushare.errors import Conflict, HelperError, InvalidRequest, NotFound
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.wire import Text
@@ -56,7 +56,7 @@ async def prioritize(registry: Registry, job: JobRecord, change: wire.JobChange,
     subject = registry.subject_of(record)
     notice = messages.text("notice.admin_priority", subject, messages.printable(by), priority, before)
     entry = registry.decisions.add(record, "admin", notice)
-    await registry.edit(record, Altered(lease=replace(record.lease, priority=priority)), changed, entry)
+    await registry.edit(record, altered_to(replace(record.lease, priority=priority)), changed, entry)
     return registry.jobs.get(job.id, changed)
 
 

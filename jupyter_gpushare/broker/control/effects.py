@@ -29,8 +29,6 @@ from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import (
     Failed,
-    LimitsSet,
-    LossReplaced,
     Released,
     Requeued,
     ResumeBegun,
@@ -42,6 +40,8 @@ from jupyter_gpushare.broker.state.transitions import (
     SuspendBegun,
     SuspendDone,
     SuspendRefused,
+    limits_set,
+    loss_replaced,
 )
 from jupyter_gpushare.core.model import State, Why
 from jupyter_gpushare.error_log import ErrorLog
@@ -259,7 +259,7 @@ class Effects:
         """Set the recorded limits of a session at the device helper, which may have others."""
         asleep = record.state is State.SUSPENDED
         await self.devices.prepare(snapshot.limit_request(record, asleep=asleep))
-        return await self.registry.edit(record, LimitsSet(limits=record.limits))
+        return await self.registry.edit(record, limits_set(record.limits))
 
     async def _start_anew(self, record: LeaseRecord) -> None:
         """Requeue a job after the loss of its device memory; it does not count as a failed attempt."""
@@ -267,7 +267,7 @@ class Effects:
 
     async def _reconcile_restarted(self, record: LeaseRecord) -> None:
         """Clear the loss of a session: its kernels have restarted."""
-        await self.registry.edit(record, LossReplaced())
+        await self.registry.edit(record, loss_replaced)
 
     async def _reconcile_awake(self, record: LeaseRecord) -> None:
         """Follow the helper, which undid a suspension, or resumed the lease while no broker answered."""

@@ -21,7 +21,7 @@ from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.transitions import Altered
+from jupyter_gpushare.broker.state.transitions import altered_to
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Lease, State
 from jupyter_gpushare.errors import Conflict, InvalidRequest
@@ -75,7 +75,7 @@ class QueueEdits:
         if (lease.project, lease.size) != (record.lease.project, record.lease.size):
             _forget_promises(registry, record.id)
         entry = registry.decisions.add(record, "edit", notice)
-        await registry.edit(record, Altered(lease=lease), changed, entry)
+        await registry.edit(record, altered_to(lease), changed, entry)
         log.info("job=%s user=%s %s", job.id, job.user, messages.english(notice))
         return registry.jobs.get(job.id, changed)
 
@@ -108,7 +108,7 @@ class QueueEdits:
         notice = messages.text(key, registry.subject_of(record), other.name)
         registry.journal.check()
         entry = registry.decisions.add(record, "move", notice)
-        edits = [(registry.leases[lease.id], Altered(lease=lease)) for lease in altered]
+        edits = [(registry.leases[lease.id], altered_to(lease)) for lease in altered]
         await registry.edit_all(edits, entry)
         log.info("job=%s user=%s %s", job.id, job.user, messages.english(notice))
         return registry.jobs.get(job.id, job)

@@ -23,7 +23,14 @@ from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord, UsageRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry, keep_left
-from jupyter_gpushare.broker.state.transitions import Cancelled, Kept, Lent, SleepAllowed, Started, Stopping
+from jupyter_gpushare.broker.state.transitions import (
+    Started,
+    Stopping,
+    cancelled,
+    kept_until,
+    lent,
+    sleep_allowed,
+)
 from jupyter_gpushare.core import measure, order
 from jupyter_gpushare.core.model import State, Why
 from jupyter_gpushare.errors import (
@@ -218,7 +225,7 @@ class RequestService:
         if record is None or job.result:
             await self.registry.journal.durable()
             return job
-        await self.registry.edit(record, Cancelled())
+        await self.registry.edit(record, cancelled)
         record = self.registry.leases.get(record.id)
         if record is None:
             return self.registry.jobs.get(job.id, job)
@@ -373,7 +380,7 @@ class RequestService:
                 retry_after_s=seconds_to_midnight(self.registry.iso_now()),
             )
         kept = UsageRecord(day=self._today(), user=lease.user, project=lease.project, kept_s=longer_s)
-        await self.registry.edit(record, Kept(until_at=until), self.registry.usage.count(kept))
+        await self.registry.edit(record, kept_until(until), self.registry.usage.count(kept))
 
     def _today(self) -> str:
         return self.registry.iso_now()[:10]
@@ -388,7 +395,7 @@ class RequestService:
             raise Conflict("only a session that is awake can be lent")
         if self.registry.lending_switch.obstacle:
             raise Conflict("lending is switched off, or only watched, on this machine", reason="lending_off")
-        await self.registry.edit(record, Lent())
+        await self.registry.edit(record, lent)
 
     async def release(self, record: LeaseRecord) -> None:
         """End the processes of a lease that keep GPU memory of dead ones.
@@ -422,7 +429,7 @@ class RequestService:
                 "(never_sleep in GPUShareBroker.projects)",
                 record.lease.project,
             )
-        record = await self.registry.edit(record, SleepAllowed(allowed=allowed))
+        record = await self.registry.edit(record, sleep_allowed(allowed=allowed))
         if not allowed:
             await self.registry.want(record)
 

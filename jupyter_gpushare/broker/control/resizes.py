@@ -24,7 +24,7 @@ from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.engine import Engine, NotResized
 from jupyter_gpushare.broker.engine import NewSize as Answer
 from jupyter_gpushare.broker.state.records import LeaseRecord
-from jupyter_gpushare.broker.state.transitions import LimitsUnset, Resized
+from jupyter_gpushare.broker.state.transitions import Resized, limits_unset
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError
@@ -135,7 +135,7 @@ class Resizes:
         """
         observation = self.registry.observations[record.id]
         _check_fits(observation.sample.used_bytes if observation.sample else None, resized)
-        record = await self.registry.edit(record, LimitsUnset())
+        record = await self.registry.edit(record, limits_unset)
         lower = replace(record, limits=dict(resized.limits))
         lower = replace(lower, lease=replace(record.lease, borrowed=resized.borrowed))
         try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 import logging
 import math
 from collections import deque
@@ -92,25 +91,10 @@ class PauseTracker:
         return None
 
 
-class WakeRequest(enum.Enum):
-    """What becomes of the owner's request to have a lease back, by its state."""
-
-    IGNORED = enum.auto()  # the owner has the lease, or it is about to end
-    FRESH = enum.auto()  # an earlier one ended with the state; a new one counts
-    KEPT = enum.auto()  # an earlier one stays; a new one counts
-
-
-WANTED: Mapping[State, WakeRequest] = {
-    State.PENDING: WakeRequest.IGNORED,
-    State.GRANTED: WakeRequest.IGNORED,
-    State.RUNNING: WakeRequest.IGNORED,
-    State.SUSPENDING: WakeRequest.FRESH,
-    State.SUSPENDED: WakeRequest.KEPT,
-    State.RESUMING: WakeRequest.KEPT,
-    State.STOPPING: WakeRequest.IGNORED,
-    State.RELEASED: WakeRequest.IGNORED,
-    State.FAILED: WakeRequest.IGNORED,
-}
+# States of a lease in which its owner's request to have it back counts.
+_AWAY = frozenset({State.SUSPENDING, State.SUSPENDED, State.RESUMING})
+# States that a request made before outlives; any other state begins without one.
+_KEEPS_REQUEST = _AWAY - {State.SUSPENDING}
 
 
 # A cell that runs for less wakes its session by counted calls alone.
@@ -190,7 +174,7 @@ class Observation:
 
     def want(self, state: State, now: float) -> bool:
         """Note that the owner needs a lease in ``state``; return whether that is new and counts there."""
-        if WANTED[state] is WakeRequest.IGNORED or self.wanted:
+        if state not in _AWAY or self.wanted:
             return False
         self.wanted_at, self.declined = now, False
         return True
@@ -200,7 +184,7 @@ class Observation:
         self.wanted_at, self.declined = None, True
 
     def enter(self, state: State, for_lease: str = "") -> None:
-        """Note that the lease enters ``state``: an earlier request stays only where `WANTED` keeps it.
+        """Note that the lease enters ``state``: an earlier request stays where `_KEEPS_REQUEST` has it.
 
         ``for_lease``: the lease that it gives its devices to.
 
@@ -212,7 +196,7 @@ class Observation:
         self.low_use.reset()
         if for_lease or state in HOLDS_CAPACITY - LEAVING:
             self.made_way_for = for_lease
-        if WANTED[state] is not WakeRequest.KEPT:
+        if state not in _KEEPS_REQUEST:
             self.wanted_at, self.declined = None, False
 
     @classmethod

@@ -370,7 +370,7 @@ class Registry:
     async def edit_all(self, edits: Iterable[tuple[LeaseRecord, Edit]], *also: Change) -> list[LeaseRecord]:
         """Change leases as `edit` does, all or none; a job in ``also`` is changed with them."""
         self.journal.check()
-        changed = [edit.apply(self._current(record)) for record, edit in edits]
+        changed = [edit(self._current(record)) for record, edit in edits]
         for record in changed:
             self._cache(record)
         for each in also:

@@ -1,15 +1,14 @@
-"""Every change of a lease, one frozen type each; `Registry` is the only module that applies them.
+"""Every change of a lease; `Registry` is the only module that applies them.
 
-A `Transition` moves a lease along `core.model.TRANSITIONS`; an `Edit` changes it
-within its state.  `apply` returns the new record and has no other effect; the
-registry sets the state, its times and the reason.
+A `Transition`, one frozen type each, moves a lease along `core.model.TRANSITIONS`; an
+`Edit` is a function that changes it within its state.  Both return the new record and have
+no other effect; the registry sets the state, its times and the reason.
 """
 
 from __future__ import annotations
 
-import abc
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
@@ -20,95 +19,52 @@ from jupyter_gpushare.core.size import Size
 log = logging.getLogger("gpushare.broker")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edit(abc.ABC):
-    """A change within a state."""
-
-    @abc.abstractmethod
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        """Return the changed record."""
+Edit = Callable[[LeaseRecord], LeaseRecord]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Cancelled(Edit):
-    """The owner of a job has cancelled it."""
-
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        return replace(record, lease=replace(record.lease, cancelled=True))
+def cancelled(record: LeaseRecord) -> LeaseRecord:
+    """Return a job's lease that its owner has cancelled."""
+    return replace(record, lease=replace(record.lease, cancelled=True))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Altered(Edit):
+def altered_to(lease: Lease) -> Edit:
     """The owner of a job in the queue has changed its request or its place: its lease is ``lease`` now."""
-
-    lease: Lease
-
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        return replace(record, lease=self.lease)
+    return lambda record: replace(record, lease=lease)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Kept(Edit):
+def kept_until(until_at: float) -> Edit:
     """The owner keeps an idle session until a moment of the monotonic clock."""
-
-    until_at: float
-
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        return replace(record, lease=replace(record.lease, keep_until_at=self.until_at, lend_now=False))
+    return lambda record: replace(record, lease=replace(record.lease, keep_until_at=until_at, lend_now=False))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lent(Edit):
-    """The owner lends a session at once."""
-
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        return replace(record, lease=replace(record.lease, lend_now=True, keep_until_at=0.0))
+def lent(record: LeaseRecord) -> LeaseRecord:
+    """Return a session that its owner lends at once."""
+    return replace(record, lease=replace(record.lease, lend_now=True, keep_until_at=0.0))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SleepAllowed(Edit):
+def sleep_allowed(*, allowed: bool) -> Edit:
     """The owner marks a session as never to be suspended, or takes the mark away."""
-
-    allowed: bool
-
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        return replace(record, never_sleep=not self.allowed)
+    return lambda record: replace(record, never_sleep=not allowed)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OwnedBy(Edit):
+def owned_by(uid: int) -> Edit:
     """The spawner has reported the uid that the server runs as."""
-
-    uid: int
-
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        return replace(record, uid=self.uid)
+    return lambda record: replace(record, uid=uid)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LossReplaced(Edit):
-    """The processes that used the lost device memory have ended."""
-
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        return replace(record, lost=False)
+def loss_replaced(record: LeaseRecord) -> LeaseRecord:
+    """Return a session whose processes that used the lost device memory have ended."""
+    return replace(record, lost=False)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitsUnset(Edit):
-    """The device helper is about to be asked for other limits than those of the record."""
-
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        return replace(record, unprepared=True)
+def limits_unset(record: LeaseRecord) -> LeaseRecord:
+    """Return a lease for which the device helper is about to be asked for other limits than the record's."""
+    return replace(record, unprepared=True)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LimitsSet(Edit):
+def limits_set(limits: Mapping[str, int]) -> Edit:
     """The device helper has set these limits (bytes per device UUID)."""
-
-    limits: Mapping[str, int]
-
-    def apply(self, record: LeaseRecord) -> LeaseRecord:
-        return replace(record, unprepared=record.limits != self.limits)
+    return lambda record: replace(record, unprepared=record.limits != limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
