@@ -17,7 +17,6 @@ from tests.ui.pages import (
     accessible,
     arrived,
     in_themes,
-    loaded,
     needs_browser,
     picture,
     run_command,
@@ -122,9 +121,6 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
     await asyncio.to_thread(eventually, lambda: len(broker.asked("POST leases/b7q2mzk4x9/release")) == 1)
 
 
-CHARTED = "() => document.querySelector('.gpushare-days canvas')?.toDataURL()"
-
-
 @pytest.mark.long
 async def test_the_week_is_asked_for_once_at_a_time(page, lab, broker, golden):
     held: list[Route] = []
@@ -143,52 +139,31 @@ async def test_the_week_is_asked_for_once_at_a_time(page, lab, broker, golden):
 
 
 @pytest.mark.long
-async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(page, lab, broker, golden):
+async def test_days_are_drawn_when_they_are_wanted_in_the_colours_of_the_theme(page, broker):
     await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
     panel = page.get_by_role("region", name="Shared GPU")
     await expect(panel).to_contain_text("You used 14 GPU-hours.")
-    at_start = await loaded(page)
     asked = len(broker.asked("GET history"))
-    await page.route("**/jupyter-gpushare/static/**", lambda route: route.abort())
     button = panel.get_by_role("button", name="Show days")
     await button.focus()
     await expect(button).to_have_attribute("aria-expanded", "false")
-    assert (await loaded(page)).keys() == at_start.keys()
-    await page.keyboard.press("Enter")
-    await expect(panel.get_by_role("alert")).to_have_text("The chart could not be loaded.")
-    await accessible(page, ".gpushare-panel")
-    await page.unroute_all()
-    await page.keyboard.press("Tab")
-    await expect(panel.get_by_role("button", name="Try again")).to_be_focused()
     await page.keyboard.press("Enter")
     chart = panel.get_by_role("img", name="GPU-hours a day.")
-    canvas = chart.locator("canvas")
-    await expect(canvas).to_be_visible()
     assert ": 2.0 used, 2.4 given to others" in await chart.get_attribute("aria-label")
-    assert (await loaded(page)).keys() > at_start.keys()
+    heights = "bars => bars.map(bar => bar.height.baseVal.value.toFixed(3))"
+    drawn = await chart.locator("rect").evaluate_all(heights)
+    assert drawn == ["0.000"] * 10 + ["1.000", "0.333", "0.167", "0.200"]
     assert len(broker.asked("GET history")) == asked
 
     await narrow(page, panel)
-    await page.wait_for_function("""() => {
-        const host = document.querySelector('.gpushare-days');
-        return host.querySelector('.uplot').offsetWidth === host.clientWidth;
-    }""")
     for theme in [*THEMES[1:], THEMES[0]]:
-        before = await page.evaluate(CHARTED)
         await use_theme(page, theme)
-        await page.wait_for_function(f"before => ({CHARTED})() !== before", arg=before)
         await accessible(page, ".gpushare-panel")
         assert await panel.evaluate(TOO_WIDE) == []
-        await canvas.scroll_into_view_if_needed()
+        await chart.scroll_into_view_if_needed()
         await picture(page, f"days-{theme.split()[-1].lower()}")
-
-    # Nothing is drawn while it is hidden.
-    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
-    await expect(canvas).to_have_count(0)
-    await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()
-    await expect(canvas).to_be_visible()
     await panel.get_by_role("button", name="Hide days").press("Enter")
-    await expect(canvas).to_have_count(0)
+    await expect(chart).to_have_count(0)
     await expect(button).to_be_focused()
 
 

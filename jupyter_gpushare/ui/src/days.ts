@@ -1,4 +1,4 @@
-/** A week by day, as the chart of it wants it. */
+/** A week by day, as its bars show it. */
 
 import type { IHistory } from './wire';
 

@@ -5,7 +5,7 @@ import {
   JupyterFrontEnd,
   JupyterFrontEndPlugin
 } from '@jupyterlab/application';
-import { Dialog, ICommandPalette, IThemeManager, Notification, showDialog } from '@jupyterlab/apputils';
+import { Dialog, ICommandPalette, Notification, showDialog } from '@jupyterlab/apputils';
 import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStateDB } from '@jupyterlab/statedb';
@@ -100,17 +100,16 @@ const panel: JupyterFrontEndPlugin<void> = {
   description: 'The sidebar and the commands of the shared GPU.',
   autoStart: true,
   requires: [IGpuModel],
-  optional: [ICommandPalette, ILayoutRestorer, IThemeManager],
+  optional: [ICommandPalette, ILayoutRestorer],
   activate: (
     app: JupyterFrontEnd,
     gpu: IGpuModel,
     palette: ICommandPalette | null,
-    restorer: ILayoutRestorer | null,
-    themes: IThemeManager | null
+    restorer: ILayoutRestorer | null
   ): void => {
     const actions = actionsOf(gpu);
     const links = (): IPanelLinks => linksOf(app, gpu);
-    const widget = new GpuPanel(gpu, actions, links, themes?.themeChanged ?? null);
+    const widget = new GpuPanel(gpu, actions, links);
     widget.id = PANEL_ID;
     widget.title.icon = chipIcon;
     widget.title.caption = trans.__('Shared GPU');

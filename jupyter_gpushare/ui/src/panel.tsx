@@ -13,7 +13,6 @@ import { IJobLinks, Jobs } from './paneljobs';
 import { WaitingSessions } from './waitingsessions';
 import type { IPlace } from './sight';
 import type { IGpuModel } from './tokens';
-import type { ThemeChanged } from './daychart';
 import { Week } from './week';
 import { IDecision, IHistory, ILeaseStatus, IProcessUse, IProjectUse } from './wire';
 import {
@@ -48,8 +47,7 @@ export class GpuPanel extends ReactWidget {
   constructor(
     private readonly _gpu: IGpuModel,
     private readonly _actions: Actions,
-    private readonly _links: () => IPanelLinks,
-    private readonly _themeChanged: ThemeChanged | null,
+    private readonly _links: () => IPanelLinks
   ) {
     super();
     _gpu.model.changed.connect(this._refreshWeek, this);
@@ -179,9 +177,7 @@ export class GpuPanel extends ReactWidget {
           links={this._links().jobs}
         />
         <Events events={status.events} />
-        {this._week !== null && (
-          <Week week={this._week} now={status.at} themeChanged={this._themeChanged} />
-        )}
+        {this._week !== null && <Week week={this._week} now={status.at} />}
       </>
     );
   }

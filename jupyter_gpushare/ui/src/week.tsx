@@ -1,26 +1,20 @@
-/** Usage of the last seven days: a sentence, and a chart that is loaded on demand. */
+/** Usage of the last seven days: a sentence, and bars for each day on demand. */
 
 import React from 'react';
 
 import { Button } from './button';
-import type { IDayChartProps, ThemeChanged } from './daychart';
-import { daysOf } from './days';
+import { daysOf, IDay } from './days';
 import type { IHistory } from './wire';
-import { weekText } from './messages';
+import { weekday } from './locale';
+import { daysText, gpuHours, weekText } from './messages';
 import { trans } from './translate';
 
-interface IWeekProps {
-  readonly week: IHistory;
-  /** The broker's clock: which day is the last. */
-  readonly now: string;
-  readonly themeChanged: ThemeChanged | null;
-}
+/** Share of the width of a day, for each of its two bars. */
+const BAR = 0.38;
 
-export function Week(props: IWeekProps): JSX.Element {
-  const { week } = props;
+/** `now`: the broker's clock, which says which day is the last. */
+export function Week({ week, now }: { week: IHistory; now: string }): JSX.Element {
   const [open, setOpen] = React.useState(false);
-  const today = props.now.slice(0, 10);
-  const days = React.useMemo(() => daysOf(week, today), [week, today]);
   return (
     <section>
       <h3>{trans.__('Last seven days')}</h3>
@@ -30,31 +24,17 @@ export function Week(props: IWeekProps): JSX.Element {
           {open ? trans.__('Hide days') : trans.__('Show days')}
         </Button>
       )}
-      {open && <Days days={days} themeChanged={props.themeChanged} />}
+      {open && <Days days={daysOf(week, now)} />}
     </section>
   );
 }
 
-function Days(props: IDayChartProps): JSX.Element {
-  const [Chart, setChart] = React.useState<React.ComponentType<IDayChartProps> | 'loading' | 'failed'>('loading');
-  React.useEffect(() => {
-    if (Chart === 'loading') {
-      import('./daychart').then(
-        ({ DayChart }) => setChart(() => DayChart),
-        () => setChart('failed')
-      );
-    }
-  }, [Chart]);
-  if (Chart === 'failed') {
-    return (
-      <>
-        <p role="alert">{trans.__('The chart could not be loaded.')}</p>
-        <Button className="jp-Button jp-mod-styled jp-mod-minimal" run={() => setChart('loading')}>
-          {trans.__('Try again')}
-        </Button>
-      </>
-    );
-  }
+/** Used and lent GPU-hours of each day as two bars; the scale reaches at least one GPU-hour. */
+function Days({ days }: { days: readonly IDay[] }): JSX.Element {
+  const most = Math.max(3600, ...days.flatMap(day => [day.usedGpuS, day.lentGpuS]));
+  const bar = (kind: string, x: number, seconds: number): JSX.Element => (
+    <rect key={kind} data-kind={kind} x={x} y={1 - seconds / most} width={BAR} height={seconds / most} />
+  );
   return (
     <>
       <div className="gpushare-muted gpushare-parts" aria-hidden="true">
@@ -68,13 +48,23 @@ function Days(props: IDayChartProps): JSX.Element {
           {trans.__('given to others')}
         </span>
       </div>
-      {Chart === 'loading' ? (
-        <p className="gpushare-days gpushare-muted" role="status">
-          {trans.__('Loading the chart.')}
-        </p>
-      ) : (
-        <Chart {...props} />
-      )}
+      <div className="gpushare-axes gpushare-muted" role="img" aria-label={daysText(days)}>
+        <svg className="gpushare-days" viewBox={`0 0 ${days.length} 1`} preserveAspectRatio="none">
+          {days.map(({ day, usedGpuS, lentGpuS }, n) => (
+            <g key={day}>
+              {bar('used', n + 0.5 - BAR, usedGpuS)}
+              {bar('lent', n + 0.5, lentGpuS)}
+            </g>
+          ))}
+        </svg>
+        <span>{gpuHours(most)}</span>
+        <span>{gpuHours(0)}</span>
+        <div className="gpushare-weekdays">
+          {days.map(({ day }) => (
+            <span key={day}>{weekday(day)}</span>
+          ))}
+        </div>
+      </div>
     </>
   );
 }
