@@ -2,10 +2,11 @@
 
 import { Notification } from '@jupyterlab/apputils';
 
+import { attempt } from './attempt';
 import { keptText } from './messages';
-import { GpuModel } from './model';
 import { phaseOf } from './state';
 import type { LeaseVerb } from './requests';
+import type { IGpuModel } from './tokens';
 import { ILeaseStatus } from './wire';
 import { trans } from './translate';
 
@@ -20,10 +21,7 @@ export interface Action {
 }
 
 export class Actions {
-  constructor(
-    private readonly _model: GpuModel,
-    private readonly _keepMinutes: () => number,
-  ) {}
+  constructor(private readonly _gpu: Pick<IGpuModel, 'model' | 'options'>) {}
 
   /** Returns what makes sense for a lease as it is now. */
   of(lease: ILeaseStatus): Action[] {
@@ -46,58 +44,44 @@ export class Actions {
   }
 
   wake(): Action {
-    return {
-      verb: 'resume',
-      label: trans.__('Wake now'),
-      caption: trans.__('Get the GPU back now, before a cell needs it'),
-      accent: true,
-      run: async () => void (await this._do('resume'))
-    };
+    const caption = trans.__('Get the GPU back now, before a cell needs it');
+    return this._action('resume', trans.__('Wake now'), caption, true);
   }
 
   stayAsleep(): Action {
-    return {
-      verb: 'stay-asleep',
-      label: trans.__('Stay asleep'),
-      caption: trans.__('Leave the GPU to others; a waiting cell goes on when you wake it'),
-      accent: false,
-      run: async () => void (await this._do('stay-asleep'))
-    };
+    const caption = trans.__('Leave the GPU to others; a waiting cell goes on when you wake it');
+    return this._action('stay-asleep', trans.__('Stay asleep'), caption);
   }
 
   keep(accent = true): Action {
     const minutes = this._minutes();
-    return {
-      verb: 'keep',
-      label: trans.__('Keep it %1 min', minutes),
-      caption: this._keepCaption(minutes),
-      accent,
-      run: async () => {
-        if (await this._do('keep')) {
-          this._receipt();
-        }
-      }
-    };
+    const label = trans.__('Keep it %1 min', minutes);
+    return this._action('keep', label, this._keepCaption(minutes), accent, () => this._receipt());
   }
 
   lend(): Action {
-    return {
-      verb: 'lend',
-      label: trans.__('Lend it now'),
-      caption: trans.__('Let waiting jobs use the GPU; your variables stay'),
-      accent: false,
-      run: async () => void (await this._do('lend'))
+    const caption = trans.__('Let waiting jobs use the GPU; your variables stay');
+    return this._action('lend', trans.__('Lend it now'), caption);
+  }
+
+  private _action(verb: LeaseVerb, label: string, caption: string, accent = false, then?: () => void): Action {
+    const run = async (): Promise<void> => {
+      if (await this._do(verb)) {
+        then?.();
+      }
     };
+    return { verb, label, caption, accent, run };
   }
 
   /** As many as were chosen, and no more than the day has left. */
   private _minutes(): number {
     const left = Math.floor(this._left() ?? Infinity);
-    return left < 1 ? this._keepMinutes() : Math.min(left, this._keepMinutes());
+    const chosen = this._gpu.options().keepMinutes;
+    return left < 1 ? chosen : Math.min(left, chosen);
   }
 
   private _left(): number | null {
-    const state = this._model.state;
+    const state = this._gpu.model.state;
     return state.kind === 'ready' ? (state.lease?.keep_left_minutes ?? null) : null;
   }
 
@@ -114,7 +98,7 @@ export class Actions {
 
   /** Says until when the GPU is kept and what is left of the day's minutes, and offers to undo it. */
   private _receipt(): void {
-    const state = this._model.state;
+    const state = this._gpu.model.state;
     if (state.kind !== 'ready' || state.lease === null || state.lease.keep_until === null) {
       return;
     }
@@ -131,15 +115,7 @@ export class Actions {
   }
 
   /** Returns whether it was done. */
-  private async _do(verb: LeaseVerb, minutes = this._minutes()): Promise<boolean> {
-    try {
-      await this._model.change(verb, minutes);
-      return true;
-    } catch (error) {
-      Notification.error(error instanceof Error ? error.message : String(error), {
-        autoClose: 8000
-      });
-      return false;
-    }
+  private _do(verb: LeaseVerb, minutes = this._minutes()): Promise<boolean> {
+    return attempt(() => this._gpu.model.change(verb, minutes));
   }
 }

@@ -13,6 +13,17 @@ interface IButtonProps {
   readonly children: React.ReactNode;
 }
 
+/** Returns whether what a button began is still under way, and the function that begins it. */
+export function useBusy(): [boolean, (action: () => Promise<void>) => void] {
+  const [busy, setBusy] = React.useState(false);
+  const begin = async (action: () => Promise<void>): Promise<void> => {
+    setBusy(true);
+    await action();
+    setBusy(false);
+  };
+  return [busy, action => void begin(action)];
+}
+
 /** A browser takes the focus from a disabled button, and from one that goes: the area around it gets it then. */
 export function Button(props: IButtonProps): JSX.Element {
   const { off = false, run, ...more } = props;

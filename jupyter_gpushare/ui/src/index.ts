@@ -5,7 +5,7 @@ import {
   JupyterFrontEnd,
   JupyterFrontEndPlugin
 } from '@jupyterlab/application';
-import { Dialog, ICommandPalette, Notification, showDialog } from '@jupyterlab/apputils';
+import { Dialog, ICommandPalette, showDialog } from '@jupyterlab/apputils';
 import { INotebookTracker, NotebookPanel } from '@jupyterlab/notebook';
 import { ISettingRegistry } from '@jupyterlab/settingregistry';
 import { IStateDB } from '@jupyterlab/statedb';
@@ -14,6 +14,7 @@ import { ITranslator, nullTranslator } from '@jupyterlab/translation';
 import type { ReadonlyJSONObject } from '@lumino/coreutils';
 
 import { Actions } from './actions';
+import { attempt } from './attempt';
 import { CellLines } from './cells';
 import { listen } from './events';
 import { Interrupts } from './interrupts';
@@ -34,10 +35,6 @@ const PANEL_ID = 'gpushare-panel';
 /** JupyterLab's own command, behind a Hub. */
 const HUB = 'hub:control-panel';
 
-function actionsOf(gpu: IGpuModel): Actions {
-  return new Actions(gpu.model, () => gpu.options().keepMinutes);
-}
-
 const model: JupyterFrontEndPlugin<IGpuModel> = {
   id: MODEL_ID,
   description: 'Knows the share of a GPU that this server holds.',
@@ -51,10 +48,7 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
   ): IGpuModel => {
     speak((translator ?? nullTranslator).load('jupyter_gpushare'));
     const requests = new Requests(app.serviceManager.serverSettings);
-    const model = new GpuModel({
-      fetchStatus: signal => requests.status(signal),
-      changeLease: (lease, verb, minutes) => requests.changeLease(lease, verb, minutes)
-    });
+    const model = new GpuModel(requests);
     // A hidden page sends no requests; it refreshes when it becomes visible.
     const look = (): void => {
       if (document.visibilityState === 'visible') {
@@ -107,7 +101,7 @@ const panel: JupyterFrontEndPlugin<void> = {
     palette: ICommandPalette | null,
     restorer: ILayoutRestorer | null
   ): void => {
-    const actions = actionsOf(gpu);
+    const actions = new Actions(gpu);
     const links = (): IPanelLinks => linksOf(app, gpu);
     const widget = new GpuPanel(gpu, actions, links);
     widget.id = PANEL_ID;
@@ -131,7 +125,6 @@ const panel: JupyterFrontEndPlugin<void> = {
 function linksOf(app: JupyterFrontEnd, gpu: IGpuModel): IPanelLinks {
   const { commands } = app;
   return {
-    history: () => gpu.requests.history(),
     release: async (lease, process) => {
       const name = owner(process);
       const pids = lease.processes.filter(each => each.keeps).map(each => each.pid);
@@ -150,14 +143,12 @@ function linksOf(app: JupyterFrontEnd, gpu: IGpuModel): IPanelLinks {
       if (!answer.button.accept) {
         return;
       }
-      try {
+      await attempt(async () => {
         await (process.keeps
           ? gpu.requests.releaseLeft(lease.id)
           : gpu.requests.releaseKernel(lease.id, process.kernel_id));
         await gpu.model.refresh();
-      } catch (error) {
-        Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 });
-      }
+      });
     },
     resize: async lease => {
       const { resize } = await import('./sizedialog');
@@ -251,7 +242,7 @@ const banner: JupyterFrontEndPlugin<void> = {
     gpu: IGpuModel,
     notebooks: INotebookTracker
   ): void => {
-    const actions = actionsOf(gpu);
+    const actions = new Actions(gpu);
     const lines = new CellLines(gpu);
     const isNeeded = (restarted: string): boolean =>
       Array.from(app.serviceManager.kernels.running()).some(
@@ -288,7 +279,7 @@ const notifications: JupyterFrontEndPlugin<void> = {
         void app.commands.execute(command, job === undefined ? {} : { job });
       }
     };
-    const toasts = new Toasts(gpu, actionsOf(gpu), openJob);
+    const toasts = new Toasts(gpu, new Actions(gpu), openJob);
     gpu.model.noticed.connect((_, notice) => {
       if (gpu.options().toasts) {
         toasts.show(notice);

@@ -3,7 +3,7 @@
 import { UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
-import { Button } from './button';
+import { Button, useBusy } from './button';
 import { isInOrder } from './jobs';
 import { keepReading, Log } from './log';
 import type { Requests } from './requests';
@@ -11,7 +11,7 @@ import { ENDED } from './state';
 import { Stops } from './stops';
 import { chosenVariables } from './launch';
 import { IJob, IJobMoment } from './wire';
-import { duration, environmentText, gapText, jobBadge, momentText, oneLine } from './messages';
+import { duration, environmentText, jobBadge, momentText, oneLine } from './messages';
 import { timeText } from './locale';
 import { trans } from './translate';
 
@@ -92,12 +92,7 @@ export function JobDetail(props: IDetailProps): JSX.Element {
 
 function Buttons(props: IDetailProps): JSX.Element {
   const { job } = props;
-  const [busy, setBusy] = React.useState(false);
-  const run = async (action: (job: IJob) => Promise<void>): Promise<void> => {
-    setBusy(true);
-    await action(job);
-    setBusy(false);
-  };
+  const [busy, begin] = useBusy();
   const button = (label: string, run: () => void, off = false): JSX.Element => (
     <Button className="jp-Button jp-mod-styled jp-mod-reject" off={off || busy} run={run}>
       {label}
@@ -117,15 +112,15 @@ function Buttons(props: IDetailProps): JSX.Element {
           )
         }
       </UseSignal>
-      {button(trans.__('Retry'), () => void run(props.retry), !isOver)}
+      {button(trans.__('Retry'), () => begin(() => props.retry(job)), !isOver)}
       {button(trans.__('Duplicate'), () => props.duplicate(job))}
       {output !== '' &&
         button(trans.__('Open output'), () => props.openOutput(output), job.started_at === null)}
       {job.state === 'queued' && button(trans.__('Change…'), () => props.edit(job))}
       {isInOrder(job) && (
         <>
-          {button(trans.__('Move up'), () => void run(job => props.move(job, -1)), props.neighbour(job, -1) === null)}
-          {button(trans.__('Move down'), () => void run(job => props.move(job, 1)), props.neighbour(job, 1) === null)}
+          {button(trans.__('Move up'), () => begin(() => props.move(job, -1)), props.neighbour(job, -1) === null)}
+          {button(trans.__('Move down'), () => begin(() => props.move(job, 1)), props.neighbour(job, 1) === null)}
         </>
       )}
     </span>
@@ -190,7 +185,7 @@ function useLog(
   const [refusal, setRefusal] = React.useState('');
   const [reads, setRead] = React.useState(0);
   const log = React.useMemo(
-    () => new Log((n, from) => requests.log(job.id, n, from), attempt, gapText),
+    () => new Log((n, from) => requests.log(job.id, n, from), attempt),
     [job.id, attempt]
   );
   React.useEffect(

@@ -103,9 +103,7 @@ export function neighbourOf(jobs: Iterable<IJob>, job: IJob, step: -1 | 1): IJob
 export class JobsModel {
   constructor(
     gpu: GpuModel,
-    private readonly _fetch: (limit: number) => Promise<readonly IJob[]>,
-    /** Milliseconds; tests bring their own clock. */
-    private readonly _now: () => number = Date.now
+    private readonly _fetch: (limit: number) => Promise<readonly IJob[]>
   ) {
     gpu.changed.connect(this._follow, this);
   }
@@ -152,7 +150,7 @@ export class JobsModel {
   }
 
   private async _refresh(): Promise<void> {
-    this._fetchedAt = this._now();
+    this._fetchedAt = Date.now();
     try {
       const jobs = await this._fetch(MOST_JOBS);
       this._jobs = new Map(jobs.map(job => [job.id, job]));
@@ -187,7 +185,7 @@ export class JobsModel {
   }
 
   private _isBehind(reported: readonly IJob[]): boolean {
-    if (this._now() - this._fetchedAt < AGAIN_MS) {
+    if (Date.now() - this._fetchedAt < AGAIN_MS) {
       return false;
     }
     const ids = new Set(reported.map(job => job.id));

@@ -14,6 +14,7 @@ import { IFileBrowserFactory } from '@jupyterlab/filebrowser';
 import { ILauncher } from '@jupyterlab/launcher';
 import { SplitPanel, Widget } from '@lumino/widgets';
 
+import { attempt } from './attempt';
 import type { IFields, LaunchModel } from './launch';
 import type { JobList } from './joblist';
 import type { JobsModel } from './jobs';
@@ -276,11 +277,8 @@ class Jobs {
   }
 
   private async _try(action: () => Promise<unknown>): Promise<void> {
-    try {
-      await action();
+    if (await attempt(action)) {
       await this._gpu.model.refresh();
-    } catch (error) {
-      Notification.error(error instanceof Error ? error.message : String(error), { autoClose: 8000 });
     }
   }
 }

@@ -1,5 +1,7 @@
 /** Log of a job, read in pieces and bounded in size.  No widgets here. */
 
+import { gapText } from './messages';
+
 /** A piece of a job's log. */
 export interface ILogPiece {
   readonly text: string;
@@ -59,9 +61,7 @@ export class Log {
   constructor(
     private readonly _fetch: (attempt: number, offset: number) => Promise<ILogPiece>,
     /** 0: the newest. */
-    readonly attempt: number,
-    /** Text for a gap of so many bytes. */
-    private readonly _gap: (bytes: number) => string
+    readonly attempt: number
   ) {}
 
   get lines(): readonly string[] {
@@ -113,7 +113,7 @@ export class Log {
     if (piece.text === '') {
       return false;
     }
-    const gap = missing > 0 ? `\n${this._gap(missing)}\n` : '';
+    const gap = missing > 0 ? `\n${gapText(missing)}\n` : '';
     const all = (this._rest + gap + piece.text).split('\n');
     this._rest = all[all.length - 1] = seen(all[all.length - 1]!);
     const whole = this._lines.slice(0, Math.max(0, this._lines.length - 1));

@@ -291,18 +291,6 @@ function jobsText(ended: readonly IJob[], paused: readonly IJob[]): string {
   return trans.__('Training jobs: %1.', parts.filter(Boolean).join(', '));
 }
 
-/** Returns how the memory limit of a lease is enforced. */
-export function levelText(level: string): string {
-  const words: { readonly [level: string]: string } = {
-    whole_gpu: trans.__('whole devices'),
-    mig: trans.__('enforced by the hardware (MIG)'),
-    cgroup: trans.__('enforced by the driver'),
-    preload: trans.__('enforced in software'),
-    hints: trans.__('not enforced: frameworks are only asked')
-  };
-  return words[level] ?? level;
-}
-
 /** `6.4`, `120`: GPU-hours from GPU-seconds. */
 export function gpuHours(seconds: number): string {
   const hours = seconds / 3600;

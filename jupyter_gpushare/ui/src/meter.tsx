@@ -42,16 +42,7 @@ const WIDTH = 240;
 const HEIGHT = 36;
 
 /** Ten minutes as a line; `text` says what it shows. */
-export function Sparkline(props: {
-  samples: readonly ISample[];
-  value: (sample: ISample) => number;
-  max: number;
-  text: string;
-}): JSX.Element | null {
-  const line = points(props.samples, props.value, props.max, WIDTH, HEIGHT);
-  if (props.samples.length < 2) {
-    return null;
-  }
+export function Sparkline(props: { samples: readonly ISample[]; text: string }): JSX.Element {
   return (
     <svg
       className="gpushare-sparkline"
@@ -60,7 +51,7 @@ export function Sparkline(props: {
       role="img"
       aria-label={props.text}
     >
-      <polyline points={line} />
+      <polyline points={points(props.samples, WIDTH, HEIGHT)} />
     </svg>
   );
 }

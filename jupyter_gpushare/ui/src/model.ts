@@ -10,7 +10,7 @@ import { IDisposable } from '@lumino/disposable';
 import { IPoll, Poll } from '@lumino/polling';
 import { ISignal, Signal } from '@lumino/signaling';
 
-import type { LeaseVerb } from './requests';
+import type { LeaseVerb, Requests } from './requests';
 import { Samples } from './samples';
 import {
   GpuState,
@@ -21,8 +21,7 @@ import {
   Phase,
   phaseOf,
   seenJobs,
-  stateOf,
-  StatusAnswer
+  stateOf
 } from './state';
 import { ILeaseStatus, IStatus } from './wire';
 
@@ -33,14 +32,11 @@ const MOST_MS = 300_000;
 const PATIENCE_MS = 30_000;
 
 export class GpuModel implements IDisposable {
-  constructor(options: GpuModel.IOptions) {
-    this._options = options;
-    this._now = options.now ?? (() => Date.now());
-    this._intervalMs = options.intervalMs ?? 5000;
+  constructor(private readonly _requests: Pick<Requests, 'status' | 'changeLease'>) {
     this._poll = new Poll<void>({
       name: 'jupyter-gpushare:status',
       frequency: this._pace(this._intervalMs),
-      standby: options.standby ?? 'when-hidden',
+      standby: 'when-hidden',
       linger: 0,
       factory: () => (this._asking = this._ask())
     });
@@ -81,7 +77,7 @@ export class GpuModel implements IDisposable {
     return this._wakingSince;
   }
 
-  /** Utilization and memory of this server's lease, ten minutes back. */
+  /** Utilization of this server's lease, ten minutes back. */
   readonly samples = new Samples();
 
   /** Draws all widgets anew, with other settings. */
@@ -118,7 +114,7 @@ export class GpuModel implements IDisposable {
   async change(verb: LeaseVerb, minutes = 30): Promise<void> {
     const state = this._state;
     if (state.kind === 'ready' && state.lease !== null) {
-      await this._options.changeLease(state.lease.id, verb, minutes);
+      await this._requests.changeLease(state.lease.id, verb, minutes);
       await this.refresh();
     }
   }
@@ -135,10 +131,10 @@ export class GpuModel implements IDisposable {
     const asking = new AbortController();
     const patience = setTimeout(() => asking.abort(), PATIENCE_MS);
     try {
-      state = stateOf(await this._options.fetchStatus(asking.signal));
+      state = stateOf(await this._requests.status(asking.signal));
     } catch {
       const before = this._state;
-      const since = before.kind === 'unreachable' && before.source === 'server' ? before.since : new Date(this._now());
+      const since = before.kind === 'unreachable' && before.source === 'server' ? before.since : new Date(Date.now());
       state = { kind: 'unreachable', since, source: 'server' };
     } finally {
       clearTimeout(patience);
@@ -177,17 +173,13 @@ export class GpuModel implements IDisposable {
   private _measure(status: IStatus, lease: ILeaseStatus | null): void {
     if (lease !== null && phaseOf(lease) === 'waking' && this._last?.lease === lease.id) {
       const began = this._last.phase !== 'waking' && !this._away;
-      this._wakingSince = this._wakingSince ?? (began ? this._now() : null);
+      this._wakingSince = this._wakingSince ?? (began ? Date.now() : null);
     }
     if (lease === null || !status.devices_known) {
       this.samples.clear();
-      return;
+    } else {
+      this.samples.add({ at: Date.now(), percent: lease.utilization_percent ?? 0 });
     }
-    this.samples.add({
-      at: this._now(),
-      memoryBytes: lease.memory_saved_bytes > 0 ? 0 : lease.memory_used_bytes,
-      utilizationPercent: lease.utilization_percent
-    });
   }
 
   /** Compares with the last answer, also across an outage, and emits notices. */
@@ -219,31 +211,18 @@ export class GpuModel implements IDisposable {
       return null;
     }
     const awake_ms = Math.max(0, Date.parse(status.at) - Date.parse(lease.since_at));
-    return (this._now() - this._wakingSince - awake_ms) / 1000;
+    return (Date.now() - this._wakingSince - awake_ms) / 1000;
   }
 
-  private readonly _options: GpuModel.IOptions;
-  private readonly _now: () => number;
   private readonly _poll: Poll<void>;
   private readonly _changed = new Signal<this, GpuState>(this);
   private readonly _noticed = new Signal<this, Notice>(this);
   private _state: GpuState = { kind: 'loading' };
-  private _intervalMs: number;
+  private _intervalMs = 5000;
   private _asking: Promise<void> = Promise.resolve();
   private _seenBefore: ISeenJobs | null = null;
   private _last: { jobs: ISeenJobs; lease: string | null; phase: Phase | null } | null = null;
   private _wakingSince: number | null = null;
   /** Whether polls were missing since the last answer. */
   private _away = false;
-}
-
-export namespace GpuModel {
-  export interface IOptions {
-    readonly fetchStatus: (signal: AbortSignal) => Promise<StatusAnswer>;
-    readonly changeLease: (lease: string, verb: LeaseVerb, minutes: number) => Promise<unknown>;
-    readonly intervalMs?: number;
-    readonly standby?: Poll.Standby;
-    /** Milliseconds; tests bring their own clock. */
-    readonly now?: () => number;
-  }
 }

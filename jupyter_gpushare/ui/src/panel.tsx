@@ -4,7 +4,7 @@ import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
 import { Action, Actions } from './actions';
-import { Button } from './button';
+import { Button, useBusy } from './button';
 import { byKernel, owner } from './kernels';
 import { Meter, Sparkline } from './meter';
 import { GpuState, phaseOf } from './state';
@@ -16,7 +16,6 @@ import type { IGpuModel } from './tokens';
 import { Week } from './week';
 import { IDecision, IHistory, ILeaseStatus, IProcessUse, IProjectUse } from './wire';
 import {
-  levelText,
   memory,
   memoryText,
   projectParts,
@@ -32,7 +31,6 @@ const WEEK_EVERY_MS = 300_000;
 
 /** What the panel can do beyond the lease of this server. */
 export interface IPanelLinks {
-  readonly history: () => Promise<IHistory>;
   /** Frees the GPU memory of a kernel, after asking. */
   readonly release: (lease: ILeaseStatus, process: IProcessUse) => Promise<void>;
   /** Changes the size of this server's GPU part, or gets its first one, after asking which. */
@@ -86,7 +84,7 @@ export class GpuPanel extends ReactWidget {
       this._weekOf = states;
       this._weekAt = now;
       this._isAsking = true;
-      this._links()
+      this._gpu.requests
         .history()
         .then(week => {
           this._week = week;
@@ -197,12 +195,7 @@ export class GpuPanel extends ReactWidget {
 
 /** The buttons for what can be done now; none while one of them is under way. */
 export function ActionRow(props: { actions: readonly Action[] }): JSX.Element | null {
-  const [busy, setBusy] = React.useState(false);
-  const run = async (action: Action): Promise<void> => {
-    setBusy(true);
-    await action.run();
-    setBusy(false);
-  };
+  const [busy, begin] = useBusy();
   if (props.actions.length === 0) {
     return null;
   }
@@ -214,7 +207,7 @@ export function ActionRow(props: { actions: readonly Action[] }): JSX.Element | 
           className={`jp-Button jp-mod-styled ${action.accent ? 'jp-mod-accept' : 'jp-mod-reject'}`}
           title={action.caption}
           off={busy}
-          run={() => void run(action)}
+          run={() => begin(action.run)}
         >
           {action.label}
         </Button>
@@ -259,8 +252,6 @@ function Memory(props: {
         ))}
       <p className="gpushare-muted">
         {trans.__('%1 on %2, project %3', lease.size, lease.device_name, lease.project)}
-        <br />
-        {trans.__('Memory limit: %1', levelText(lease.level))}
       </p>
     </>
   );
@@ -285,8 +276,6 @@ function History(props: {
       <div className="gpushare-axes gpushare-muted">
         <Sparkline
           samples={samples}
-          value={sample => sample.utilizationPercent ?? 0}
-          max={100}
           text={trans.__('Utilization of the last ten minutes, now %1 %', utilization)}
         />
         <span aria-hidden="true">{trans.__('100 %')}</span>
@@ -307,12 +296,7 @@ function Process(props: {
 }): JSX.Element {
   const { process, lease } = props;
   const name = owner(process);
-  const [busy, setBusy] = React.useState(false);
-  const release = async (): Promise<void> => {
-    setBusy(true);
-    await props.release(lease, process);
-    setBusy(false);
-  };
+  const [busy, begin] = useBusy();
   return (
     <div className="gpushare-row gpushare-muted">
       {/* "(ended)" is the end of the name: it wraps. */}
@@ -331,7 +315,7 @@ function Process(props: {
             }
             aria-label={trans.__('Release the GPU memory of %1', name)}
             off={busy}
-            run={() => void release()}
+            run={() => begin(() => props.release(lease, process))}
           >
             {trans.__('Release')}
           </Button>

@@ -1,11 +1,10 @@
-/** Samples of the last ten minutes; at most `MOST`, whatever the poll interval. */
+/** Utilization of the last ten minutes; at most `MOST`, whatever the poll interval. */
 
 export interface ISample {
   /** Milliseconds. */
   readonly at: number;
-  readonly memoryBytes: number;
-  /** Null on a shared device: NVML reports utilization per device, not per process. */
-  readonly utilizationPercent: number | null;
+  /** 0 also while it is not measured: asleep, and on a shared device (NVML reports it per device). */
+  readonly percent: number;
 }
 
 const WINDOW_MS = 600_000;
@@ -34,24 +33,15 @@ export class Samples {
 }
 
 /**
- * Returns the points of an SVG polyline, newest at the right edge of `width`; `max` is the top.
+ * Returns the points of an SVG polyline, newest at the right edge of `width`.
  * A gap (the page was hidden) is a straight line.
  */
-export function points(
-  samples: readonly ISample[],
-  value: (sample: ISample) => number,
-  max: number,
-  width: number,
-  height: number
-): string {
-  const newest = samples[samples.length - 1];
-  if (newest === undefined || max <= 0) {
-    return '';
-  }
+export function points(samples: readonly ISample[], width: number, height: number): string {
+  const newest = samples[samples.length - 1]?.at ?? 0;
   return samples
-    .map(sample => {
-      const x = width * (1 - (newest.at - sample.at) / WINDOW_MS);
-      const y = height * (1 - Math.min(1, value(sample) / max));
+    .map(({ at, percent }) => {
+      const x = width * (1 - (newest - at) / WINDOW_MS);
+      const y = height * (1 - percent / 100);
       return `${x.toFixed(1)},${y.toFixed(1)}`;
     })
     .join(' ');

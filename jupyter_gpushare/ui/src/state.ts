@@ -116,8 +116,8 @@ export interface ISeenJobs {
   readonly living: { readonly [id: string]: Pick<IJob, 'preemptions' | 'attempt'> };
   /** When the newest was submitted; empty: there was none. */
   readonly newest: string;
-  /** When the last one ended; empty: none had; missing in what earlier versions kept. */
-  readonly lastEnd?: string;
+  /** When the last one ended; empty: none had. */
+  readonly lastEnd: string;
 }
 
 const UNSEEN = { preemptions: 0, attempt: 0 };
@@ -139,8 +139,7 @@ export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
 /** Returns a notice for each job that ended or was paused since `before`, new jobs included. */
 export function jobNotices(before: ISeenJobs, now: readonly IJob[]): Notice[] {
   const isNews = (job: IJob): boolean =>
-    job.submitted_at > before.newest ||
-    (before.lastEnd !== undefined && job.ended_at !== null && job.ended_at > before.lastEnd);
+    job.submitted_at > before.newest || (job.ended_at !== null && job.ended_at > before.lastEnd);
   const ended: IJob[] = [];
   const paused: Extract<Notice, { kind: 'job-paused' }>[] = [];
   for (const job of now) {

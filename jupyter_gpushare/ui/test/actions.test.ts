@@ -17,12 +17,17 @@ import { stateOf } from '../src/state';
 import { ANSWERS } from './answers';
 import './trans';
 
+function actionsOf(model: object, keepMinutes: number): Actions {
+  const options = { keepMinutes, toasts: true, banner: true };
+  return new Actions({ model: model as GpuModel, options: () => options });
+}
+
 function keep(left: number | null, chosen = 30): { label: string; minutes: Promise<number> } {
   const lease = { ...ANSWERS.active.leases[0]!, keep_left_minutes: left };
   const state = stateOf({ ...ANSWERS.active, leases: [lease] });
   let minutes = 0;
   const model = { state, change: async (_: string, asked: number) => (minutes = asked) };
-  const action = new Actions(model as unknown as GpuModel, () => chosen).keep();
+  const action = actionsOf(model, chosen).keep();
   return { label: action.label, minutes: action.run().then(() => minutes) };
 }
 
@@ -45,7 +50,7 @@ describe('keeping a GPU', () => {
     const state = stateOf({ ...active, leases: [lease] });
     const asked: number[] = [];
     const model = { state, change: async (_: string, minutes: number) => void asked.push(minutes) };
-    await new Actions(model as unknown as GpuModel, () => 30).keep().run();
+    await actionsOf(model, 30).keep().run();
     expect(shown.texts.slice(-1)[0]).toMatch(/^Your GPU stays with you until .*\. 90 min of that are left today\.$/);
     shown.undo();
     expect(asked).toEqual([30, 0]);

@@ -82,15 +82,16 @@ describe('progressOf', () => {
 });
 
 describe('JobsModel', () => {
+  function gpuOf(answer: () => StatusAnswer): GpuModel {
+    const gpu = new GpuModel({ status: async () => answer(), changeLease: async () => undefined });
+    gpu.intervalMs = 1e9;
+    return gpu;
+  }
+
   it('fetches all, then follows the status; after a silence it fetches again', async () => {
     let answer: StatusAnswer = ANSWERS.active;
     let fetched = 0;
-    const gpu = new GpuModel({
-      fetchStatus: async () => answer,
-      changeLease: async () => undefined,
-      intervalMs: 1e9,
-      standby: 'never'
-    });
+    const gpu = gpuOf(() => answer);
     const old = job({ id: 'old', state: 'succeeded' });
     const jobs = new JobsModel(gpu, async () => {
       fetched += 1;
@@ -121,26 +122,17 @@ describe('JobsModel', () => {
 
   it('fetches the list again when it has a living job that the status does not tell of', async () => {
     let answer: StatusAnswer = ANSWERS.active;
-    let clock_ms = 0;
-    const gpu = new GpuModel({
-      fetchStatus: async () => answer,
-      changeLease: async () => undefined,
-      intervalMs: 1e9,
-      standby: 'never'
-    });
+    vi.useFakeTimers({ now: 0, toFake: ['Date'] });
+    const gpu = gpuOf(() => answer);
     const beyond = job({ id: 'beyond', state: 'running' });
     let list = [...ANSWERS.active.jobs, beyond];
     const fetched: number[] = [];
-    const jobs = new JobsModel(
-      gpu,
-      async () => {
-        fetched.push(clock_ms);
-        return list;
-      },
-      () => clock_ms
-    );
+    const jobs = new JobsModel(gpu, async () => {
+      fetched.push(Date.now());
+      return list;
+    });
     const step = async (ms: number): Promise<void> => {
-      clock_ms = ms;
+      vi.setSystemTime(ms);
       answer = { ...ANSWERS.active };
       await gpu.refresh();
       await vi.waitFor(() => expect(jobs.state.kind).toBe('ready'));
@@ -158,15 +150,11 @@ describe('JobsModel', () => {
     expect(fetched).toEqual([0, 30_000, 60_000]);
     jobs.dispose();
     gpu.dispose();
+    vi.useRealTimers();
   });
 
   it('says why there is no list, until there is one', async () => {
-    const gpu = new GpuModel({
-      fetchStatus: async () => ANSWERS.active,
-      changeLease: async () => undefined,
-      intervalMs: 1e9,
-      standby: 'never'
-    });
+    const gpu = gpuOf(() => ANSWERS.active);
     let refuses = true;
     let fetched = 0;
     const jobs = new JobsModel(gpu, async () => {

@@ -2,6 +2,7 @@ import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest';
 
 import { FIRST_BYTES, IReading, keepReading, Log, plain, seen } from '../src/log';
 import { points, Samples } from '../src/samples';
+import './trans';
 
 /** A log of one attempt that grows. */
 class File {
@@ -27,7 +28,7 @@ class File {
 }
 
 function logOf(file: File, attempt = 0): Log {
-  return new Log(file.read, attempt, bytes => `[${bytes} bytes were not kept]`);
+  return new Log(file.read, attempt);
 }
 
 describe('plain', () => {
@@ -150,7 +151,7 @@ describe('Log', () => {
     file.text += 'o\nthree\nfour\n';
     file.lost = 8;
     await log.readOn();
-    expect(log.lines).toEqual(['one', 'tw', '[2 bytes were not kept]', 'three', 'four', '']);
+    expect(log.lines).toEqual(['one', 'tw', '[2 bytes of this log were not kept]', 'three', 'four', '']);
     expect(log.isCut).toBe(false);
     file.text += 'five\n';
     await log.readOn();
@@ -306,12 +307,10 @@ describe('keepReading', () => {
 });
 
 describe('Samples', () => {
-  const sample = (at: number, memoryBytes: number) => ({ at, memoryBytes, utilizationPercent: null });
-
   it('are bounded in time and in number', () => {
     const samples = new Samples();
     for (let at = 0; at < 1_000_000; at += 100) {
-      samples.add(sample(at, 1));
+      samples.add({ at, percent: 1 });
     }
     expect(samples.all.length).toBeLessThanOrEqual(330);
     expect(samples.all.length).toBeGreaterThan(250);
@@ -319,8 +318,7 @@ describe('Samples', () => {
   });
 
   it('are drawn from the right edge to the left', () => {
-    const samples = [sample(0, 0), sample(300_000, 5), sample(600_000, 20)];
-    expect(points(samples, each => each.memoryBytes, 10, 240, 36)).toBe('0.0,36.0 120.0,18.0 240.0,0.0');
-    expect(points([], each => each.memoryBytes, 10, 240, 36)).toBe('');
+    const samples = [0, 50, 100].map((percent, n) => ({ at: 300_000 * n, percent }));
+    expect(points(samples, 240, 36)).toBe('0.0,36.0 120.0,18.0 240.0,0.0');
   });
 });
