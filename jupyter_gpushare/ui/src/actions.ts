@@ -81,8 +81,7 @@ export class Actions {
   }
 
   private _left(): number | null {
-    const state = this._gpu.model.state;
-    return state.kind === 'ready' ? (state.lease?.keep_left_minutes ?? null) : null;
+    return this._gpu.model.lease?.keep_left_minutes ?? null;
   }
 
   private _keepCaption(minutes: number): string {
@@ -98,11 +97,11 @@ export class Actions {
 
   /** Says until when the GPU is kept and what is left of the day's minutes, and offers to undo it. */
   private _receipt(): void {
-    const state = this._gpu.model.state;
-    if (state.kind !== 'ready' || state.lease === null || state.lease.keep_until === null) {
+    const until = this._gpu.model.lease?.keep_until ?? null;
+    if (until === null) {
       return;
     }
-    Notification.success(keptText(state.lease.keep_until, this._left()), {
+    Notification.success(keptText(until, this._left()), {
       autoClose: 8000,
       actions: [
         {
@@ -118,4 +117,14 @@ export class Actions {
   private _do(verb: LeaseVerb, minutes = this._minutes()): Promise<boolean> {
     return attempt(() => this._gpu.model.change(verb, minutes));
   }
+}
+
+/** Returns the button of a notification for an action. */
+export function buttonOf(action: Action): Notification.IAction {
+  return {
+    label: action.label,
+    caption: action.caption,
+    displayType: action.accent ? 'accent' : 'default',
+    callback: () => void action.run()
+  };
 }

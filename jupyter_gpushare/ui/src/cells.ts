@@ -44,8 +44,7 @@ export class CellLines {
 
   private _follow(): void {
     clearTimeout(this._timer);
-    const { state, wakingSince: since } = this._gpu.model;
-    const lease = state.kind === 'ready' ? state.lease : null;
+    const { lease, wakingSince: since } = this._gpu.model;
     const waking = since !== null && lease !== null && phaseOf(lease) === 'waking' && this._gpu.options().banner;
     const shown = new Set<Cell>();
     const first = waking ? this._running.first() : [];

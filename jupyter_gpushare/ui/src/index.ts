@@ -192,9 +192,8 @@ function addCommands(
       caption: () => make().caption,
       isVisible: isOn,
       isEnabled: () => {
-        const state = gpu.model.state;
-        const possible = state.kind === 'ready' && state.lease !== null;
-        return possible && actions.of(state.lease!).some(action => action.verb === make().verb);
+        const { lease } = gpu.model;
+        return lease !== null && actions.of(lease).some(action => action.verb === make().verb);
       },
       execute: () => make().run()
     });

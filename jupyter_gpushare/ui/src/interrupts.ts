@@ -3,7 +3,7 @@
 import { Notification } from '@jupyterlab/apputils';
 import { NotebookPanel } from '@jupyterlab/notebook';
 
-import { Actions } from './actions';
+import { Actions, buttonOf } from './actions';
 import { interruptedText, restartedText } from './messages';
 import { GpuModel } from './model';
 import { phaseOf } from './state';
@@ -25,11 +25,7 @@ export class Interrupts {
   onCommand(id: string): void {
     const lease = INTERRUPT.has(id) ? this._waiting() : null;
     if (lease !== null) {
-      const actions = this._actions.of(lease).map(({ label, caption, run }) => ({
-        label,
-        caption,
-        callback: () => void run()
-      }));
+      const actions = this._actions.of(lease).map(buttonOf);
       Notification.info(interruptedText(lease), { autoClose: CLOSE_MS, actions });
     }
   }
@@ -60,8 +56,7 @@ export class Interrupts {
   }
 
   private _waiting(): ILeaseStatus | null {
-    const { state } = this._model;
-    const lease = state.kind === 'ready' ? state.lease : null;
+    const { lease } = this._model;
     return lease !== null && phaseOf(lease) === 'waking' ? lease : null;
   }
 }

@@ -37,7 +37,7 @@ export class JobList extends ReactWidget {
     super();
     this.addClass('gpushare-jobs');
     this._places = [
-      _gpu.sentence.add('jobs', this.node, ({ kind }) => this.isVisible && kind === 'unreachable'),
+      _gpu.sentence.add('jobs', this.node, () => this.isVisible && _gpu.model.state.kind === 'unreachable'),
       _gpu.reasons.add('jobs', this.node, () => this.isVisible)
     ];
     void _model.refresh();

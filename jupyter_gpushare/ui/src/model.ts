@@ -46,6 +46,11 @@ export class GpuModel implements IDisposable {
     return this._state;
   }
 
+  /** The lease of this server, as far as it is known; null: none. */
+  get lease(): ILeaseStatus | null {
+    return this._state.kind === 'ready' ? this._state.lease : null;
+  }
+
   /** Emitted when `state` was replaced. */
   get changed(): ISignal<this, GpuState> {
     return this._changed;
@@ -112,9 +117,8 @@ export class GpuModel implements IDisposable {
 
   /** Wakes, keeps or lends the lease of this server; rejects with the broker's sentence. */
   async change(verb: LeaseVerb, minutes = 30): Promise<void> {
-    const state = this._state;
-    if (state.kind === 'ready' && state.lease !== null) {
-      await this._requests.changeLease(state.lease.id, verb, minutes);
+    if (this.lease !== null) {
+      await this._requests.changeLease(this.lease.id, verb, minutes);
       await this.refresh();
     }
   }

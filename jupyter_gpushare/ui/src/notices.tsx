@@ -5,16 +5,24 @@ import { NotebookPanel } from '@jupyterlab/notebook';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
 
-import { Action, Actions } from './actions';
-import { GpuState, Notice, phaseOf } from './state';
+import { Actions, buttonOf } from './actions';
+import { Notice, phaseOf } from './state';
 import { ActionRow } from './panel';
 import type { IPlace } from './sight';
 import type { IGpuModel } from './tokens';
+import type { ILeaseStatus } from './wire';
 import { noticeText, wakingStep } from './messages';
 import { trans } from './translate';
 
 const LEAST_PX = 40;
 const PADDING_PX = 10;
+const TOASTS = {
+  warned: { type: 'warning', autoClose: false, hasActions: true },
+  asleep: { type: 'info', autoClose: 8000, hasActions: true },
+  waking: { type: 'info', autoClose: 8000, hasActions: false },
+  lost: { type: 'error', autoClose: false, hasActions: false },
+  back: { type: 'success', autoClose: 4000, hasActions: false }
+} as const;
 const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 'asleep', 'waking', 'lost']);
 
 /** Shows a notification for each notice, one of a lease at a time. */
@@ -24,8 +32,8 @@ export class Toasts {
     private readonly _actions: Actions,
     private readonly _openJob: (job?: string) => void
   ) {
-    _gpu.model.changed.connect((_, state) => this._follow(state));
-    _gpu.sentence.changed.connect(() => this._follow(_gpu.model.state));
+    _gpu.model.changed.connect(() => this._follow());
+    _gpu.sentence.changed.connect(() => this._follow());
   }
 
   show(notice: Notice): void {
@@ -66,33 +74,14 @@ export class Toasts {
       this._withdrawn = true;
       return;
     }
-    switch (notice.kind) {
-      case 'warned':
-        this._shown = Notification.warning(text, {
-          autoClose: false,
-          actions: [button(this._actions.keep()), button(this._actions.lend())]
-        });
-        break;
-      case 'asleep':
-        this._shown = Notification.info(text, {
-          autoClose: 8000,
-          actions: [button(this._actions.wake())]
-        });
-        break;
-      case 'waking':
-        this._shown = Notification.info(text, { autoClose: 8000 });
-        break;
-      case 'lost':
-        this._shown = Notification.error(text, { autoClose: false });
-        break;
-      case 'back':
-        this._shown = Notification.success(text, { autoClose: 4000 });
-        break;
-    }
+    const { type, autoClose, hasActions } = TOASTS[notice.kind];
+    const actions = hasActions ? this._actions.of(notice.lease).map(buttonOf) : [];
+    this._shown = Notification.emit(text, type, { autoClose, actions });
   }
 
   /** Updates the notification while its phase lasts: "in 5 min" is soon outdated. */
-  private _follow(state: GpuState): void {
+  private _follow(): void {
+    const { lease, state } = this._gpu.model;
     const isHidden = state.kind === 'unreachable' || (this._kind !== 'back' && this._isShownElsewhere());
     if (isHidden && this._shown !== null) {
       // It may be wrong where the state is unknown.
@@ -100,7 +89,6 @@ export class Toasts {
       Notification.dismiss(this._shown);
       this._shown = null;
     }
-    const lease = state.kind === 'ready' ? state.lease : null;
     if (lease === null || phaseOf(lease) !== this._kind) {
       return;
     }
@@ -118,23 +106,14 @@ export class Toasts {
   }
 
   private _isShownElsewhere(): boolean {
-    return this._gpu.sentence.of(this._gpu.model.state) !== null;
+    return this._gpu.sentence.place() !== null;
   }
 
   private _shown: string | null = null;
   /** Whether the notification went without having been dismissed. */
   private _withdrawn = false;
   private _text = '';
-  private _kind: Exclude<Notice['kind'], 'cleared' | 'jobs' | 'job-ended' | 'job-paused'> = 'warned';
-}
-
-function button(action: Action): Notification.IAction {
-  return {
-    label: action.label,
-    caption: action.caption,
-    displayType: action.accent ? 'accent' : 'default',
-    callback: () => void action.run()
-  };
+  private _kind: keyof typeof TOASTS = 'warned';
 }
 
 /** One line above a notebook while its GPU is warned, suspended, resuming or lost. */
@@ -151,8 +130,9 @@ export class Banner extends ReactWidget {
     this.node.setAttribute('aria-label', trans.__('GPU of this notebook'));
     this.hide();
     const isInSight = (): boolean => _notebook.isVisible;
+    const says = (): boolean => isInSight() && _gpu.options().banner && hasBanner(_gpu.model.lease);
     this._places = [
-      _gpu.sentence.add('banner', _notebook.node, state => isInSight() && _gpu.options().banner && isOf(state)),
+      _gpu.sentence.add('banner', _notebook.node, says),
       _gpu.steps.add('banner', _notebook.node, isInSight)
     ];
     _gpu.model.changed.connect(this._follow, this);
@@ -188,20 +168,20 @@ export class Banner extends ReactWidget {
 
   protected override render(): JSX.Element {
     return (
-      <UseSignal signal={this._gpu.model.changed}>{() => this._line(this._gpu.model.state)}</UseSignal>
+      <UseSignal signal={this._gpu.model.changed}>{() => this._line()}</UseSignal>
     );
   }
 
-  private _line(state: GpuState): JSX.Element | null {
-    if (!isOf(state)) {
+  private _line(): JSX.Element | null {
+    const { lease } = this._gpu.model;
+    if (lease === null || !hasBanner(lease)) {
       return null;
     }
-    const lease = state.lease;
     return (
       <>
         <div role="status" data-phase={phaseOf(lease)} ref={node => this._watch(node)}>
           <b>{lease.badge}.</b> {lease.sentence}{' '}
-          {phaseOf(lease) === 'waking' && this._gpu.steps.of(state) === this._places[1] && (
+          {phaseOf(lease) === 'waking' && this._gpu.steps.place() === this._places[1] && (
             <Seconds model={this._gpu.model} />
           )}
         </div>
@@ -222,7 +202,7 @@ export class Banner extends ReactWidget {
 
   private _follow(): void {
     const focused = this.node.contains(document.activeElement);
-    this.setHidden(this._gpu.sentence.of(this._gpu.model.state) !== this._places[0]);
+    this.setHidden(this._gpu.sentence.place() !== this._places[0]);
     if (focused && this.isHidden) {
       this._notebook.activate();
     }
@@ -236,20 +216,15 @@ function Seconds(props: { model: IGpuModel['model'] }): JSX.Element | null {
     const timer = window.setInterval(() => tick(n => n + 1), 1000);
     return () => window.clearInterval(timer);
   }, []);
-  const state = props.model.state;
-  const since = props.model.wakingSince;
-  if (since === null || state.kind !== 'ready' || state.lease === null) {
+  const { lease, wakingSince: since } = props.model;
+  if (since === null || lease === null) {
     return null;
   }
   const seconds = (Date.now() - since) / 1000;
   // The screen reader hears the sentence, not every second.
-  return <span aria-hidden="true">{wakingStep(state.lease, seconds)}</span>;
+  return <span aria-hidden="true">{wakingStep(lease, seconds)}</span>;
 }
 
-function isOf(
-  state: GpuState
-): state is Extract<GpuState, { kind: 'ready' }> & {
-  lease: NonNullable<Extract<GpuState, { kind: 'ready' }>['lease']>;
-} {
-  return state.kind === 'ready' && state.lease !== null && BANNER_PHASES.has(phaseOf(state.lease));
+function hasBanner(lease: ILeaseStatus | null): boolean {
+  return lease !== null && BANNER_PHASES.has(phaseOf(lease));
 }

@@ -118,7 +118,7 @@ export class GpuPanel extends ReactWidget {
       );
     }
     const { lease, status } = state;
-    const hasReasons = this._gpu.reasons.of(state) === null;
+    const hasReasons = this._gpu.reasons.place() === null;
     return (
       <>
         <section aria-label={trans.__('This server')}>
@@ -182,7 +182,7 @@ export class GpuPanel extends ReactWidget {
 
   /** The sentence, unless a place that is more specific shows it. */
   private _sentence(state: GpuState): JSX.Element | null {
-    const place = this._gpu.sentence.of(state);
+    const place = this._gpu.sentence.place();
     return place === null || place === this._place ? <p role="status">{sentence(state)}</p> : null;
   }
 

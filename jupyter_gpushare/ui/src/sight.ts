@@ -8,8 +8,6 @@
 
 import { ISignal, Signal } from '@lumino/signaling';
 
-import type { GpuState } from './state';
-
 const RANKS = { cell: 0, banner: 1, jobs: 2, sidebar: 3 } as const;
 
 /** A place where a message can be shown; dispose of it with its element. */
@@ -17,21 +15,13 @@ export interface IPlace {
   readonly kind: keyof typeof RANKS;
   /** The element that has to be in sight. */
   readonly node: Element;
-  /** Whether it shows the message of this state at all. */
-  readonly says: (state: GpuState) => boolean;
+  /** Whether it shows the message as it is now at all. */
+  readonly says: () => boolean;
   readonly dispose: () => void;
 }
 
-/** What `Sight` needs of an `IntersectionObserver`. */
-export type Observer = Pick<IntersectionObserver, 'observe' | 'unobserve'>;
-type Seen = Pick<IntersectionObserverEntry, 'target' | 'isIntersecting' | 'intersectionRect'>;
-
 /** Decides which of the places of one message shows it. */
 export class Sight {
-  constructor(observer = (follow: (seen: readonly Seen[]) => void): Observer => new IntersectionObserver(follow)) {
-    this._observer = observer(seen => this._follow(seen));
-  }
-
   /** Emitted when other places are in sight. */
   get changed(): ISignal<this, void> {
     return this._changed;
@@ -45,9 +35,9 @@ export class Sight {
     return place;
   }
 
-  /** Returns the place that shows the message of a state; null: none of them. */
-  of(state: GpuState): IPlace | null {
-    const able = [...this._places].filter(place => this._inSight.has(place.node) && place.says(state));
+  /** Returns the place that shows the message; null: none of them. */
+  place(): IPlace | null {
+    const able = [...this._places].filter(place => this._inSight.has(place.node) && place.says());
     const best = Math.min(...able.map(({ kind }) => RANKS[kind]));
     const equal = able.filter(({ kind }) => RANKS[kind] === best);
     // It stays where it is: two notebooks side by side do not hand it to and fro.
@@ -55,7 +45,7 @@ export class Sight {
     return (this._last = stays);
   }
 
-  private _follow(seen: readonly Seen[]): void {
+  private _follow(seen: readonly IntersectionObserverEntry[]): void {
     for (const { target, isIntersecting, intersectionRect } of seen) {
       if (isIntersecting && intersectionRect.width > 0 && intersectionRect.height > 0) {
         this._inSight.add(target);
@@ -76,7 +66,7 @@ export class Sight {
   }
 
   private readonly _changed = new Signal<this, void>(this);
-  private readonly _observer: Observer;
+  private readonly _observer = new IntersectionObserver(seen => this._follow(seen));
   private readonly _places = new Set<IPlace>();
   private readonly _inSight = new Set<Element>();
   private _last: IPlace | null = null;

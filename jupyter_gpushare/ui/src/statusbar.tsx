@@ -46,7 +46,7 @@ export class StatusItem extends ReactWidget {
         type="button"
         className={wantsAttention(state, phase) ? 'gpushare-attention' : ''}
         title={
-          this._gpu.sentence.of(state) === null
+          this._gpu.sentence.place() === null
             ? sentence(state)
             : trans.__('Show my GPU, my projects and my training jobs')
         }

@@ -13,7 +13,6 @@ vi.mock('@jupyterlab/apputils', () => ({
 
 import { Actions } from '../src/actions';
 import { GpuModel } from '../src/model';
-import { stateOf } from '../src/state';
 import { ANSWERS } from './answers';
 import './trans';
 
@@ -24,9 +23,8 @@ function actionsOf(model: object, keepMinutes: number): Actions {
 
 function keep(left: number | null, chosen = 30): { label: string; minutes: Promise<number> } {
   const lease = { ...ANSWERS.active.leases[0]!, keep_left_minutes: left };
-  const state = stateOf({ ...ANSWERS.active, leases: [lease] });
   let minutes = 0;
-  const model = { state, change: async (_: string, asked: number) => (minutes = asked) };
+  const model = { lease, change: async (_: string, asked: number) => (minutes = asked) };
   const action = actionsOf(model, chosen).keep();
   return { label: action.label, minutes: action.run().then(() => minutes) };
 }
@@ -45,11 +43,9 @@ describe('keeping a GPU', () => {
   });
 
   it('gives a receipt, with a way back', async () => {
-    const active = ANSWERS.active as Extract<typeof ANSWERS.active, { leases: unknown }>;
-    const lease = { ...active.leases[0]!, keep_until: '2031-05-06T14:50:00Z', keep_left_minutes: 90 };
-    const state = stateOf({ ...active, leases: [lease] });
+    const lease = { ...ANSWERS.active.leases[0]!, keep_until: '2031-05-06T14:50:00Z', keep_left_minutes: 90 };
     const asked: number[] = [];
-    const model = { state, change: async (_: string, minutes: number) => void asked.push(minutes) };
+    const model = { lease, change: async (_: string, minutes: number) => void asked.push(minutes) };
     await actionsOf(model, 30).keep().run();
     expect(shown.texts.slice(-1)[0]).toMatch(/^Your GPU stays with you until .*\. 90 min of that are left today\.$/);
     shown.undo();

@@ -1,10 +1,6 @@
-import { describe, expect, it } from 'vitest';
+import { describe, expect, it, vi } from 'vitest';
 
-import { Observer, Sight } from '../src/sight';
-import type { GpuState } from '../src/state';
-
-const STATE: GpuState = { kind: 'loading' };
-const SILENT: GpuState = { kind: 'unreachable', since: new Date(0), source: 'broker' };
+import { Sight } from '../src/sight';
 
 /** Returns places; the test brings their elements into sight. */
 function build(): {
@@ -14,22 +10,23 @@ function build(): {
   observed: Set<Element>;
 } {
   const observed = new Set<Element>();
-  let follow: Parameters<ConstructorParameters<typeof Sight>[0] & object>[0] = () => undefined;
-  const sight = new Sight(seen => {
-    follow = seen;
-    const observer: Observer = {
-      observe: node => void observed.add(node),
-      unobserve: node => void observed.delete(node)
-    };
-    return observer;
-  });
+  let follow: (seen: object[]) => void = () => undefined;
+  class Observer {
+    constructor(seen: typeof follow) {
+      follow = seen;
+    }
+    readonly observe = (node: Element): void => void observed.add(node);
+    readonly unobserve = (node: Element): void => void observed.delete(node);
+  }
+  vi.stubGlobal('IntersectionObserver', Observer);
+  const sight = new Sight();
   const nodes = new Map<string, Element>();
   const node = (name: string): Element => {
     nodes.set(name, nodes.get(name) ?? ({ name } as unknown as Element));
     return nodes.get(name)!;
   };
   const see = (name: string, isSeen = true, width = 100): void =>
-    follow([{ target: node(name), isIntersecting: isSeen, intersectionRect: { width, height: 20 } as DOMRect }]);
+    follow([{ target: node(name), isIntersecting: isSeen, intersectionRect: { width, height: 20 } }]);
   return { sight, node, see, observed };
 }
 
@@ -41,32 +38,34 @@ describe('a message', () => {
     const sidebar = sight.add('sidebar', node('sidebar'), always);
     const banner = sight.add('banner', node('notebook'), always);
     const cell = sight.add('cell', node('cell'), always);
-    expect(sight.of(STATE)).toBeNull();
+    expect(sight.place()).toBeNull();
     see('sidebar');
-    expect(sight.of(STATE)).toBe(sidebar);
+    expect(sight.place()).toBe(sidebar);
     see('notebook');
-    expect(sight.of(STATE)).toBe(banner);
+    expect(sight.place()).toBe(banner);
     see('cell');
-    expect(sight.of(STATE)).toBe(cell);
+    expect(sight.place()).toBe(cell);
     see('cell', false);
-    expect(sight.of(STATE)).toBe(banner);
+    expect(sight.place()).toBe(banner);
   });
 
   it('is not shown where an element has no area', () => {
     const { sight, node, see } = build();
     sight.add('sidebar', node('sidebar'), always);
     see('sidebar', true, 0);
-    expect(sight.of(STATE)).toBeNull();
+    expect(sight.place()).toBeNull();
   });
 
   it('is left to places that show it in this state', () => {
     const { sight, node, see } = build();
     const sidebar = sight.add('sidebar', node('sidebar'), always);
-    const jobs = sight.add('jobs', node('jobs'), ({ kind }) => kind === 'unreachable');
+    let silent = false;
+    const jobs = sight.add('jobs', node('jobs'), () => silent);
     see('sidebar');
     see('jobs');
-    expect(sight.of(STATE)).toBe(sidebar);
-    expect(sight.of(SILENT)).toBe(jobs);
+    expect(sight.place()).toBe(sidebar);
+    silent = true;
+    expect(sight.place()).toBe(jobs);
   });
 
   it('stays in a notebook while it is in sight beside another', () => {
@@ -74,11 +73,11 @@ describe('a message', () => {
     const first = sight.add('banner', node('a'), always);
     const second = sight.add('banner', node('b'), always);
     see('b');
-    expect(sight.of(STATE)).toBe(second);
+    expect(sight.place()).toBe(second);
     see('a');
-    expect(sight.of(STATE)).toBe(second);
+    expect(sight.place()).toBe(second);
     see('b', false);
-    expect(sight.of(STATE)).toBe(first);
+    expect(sight.place()).toBe(first);
   });
 
   it('moves on when its place is disposed of, and nothing of that is kept', () => {
@@ -92,7 +91,7 @@ describe('a message', () => {
     banner.dispose();
     banner.dispose();
     expect(changes).toBe(1);
-    expect(sight.of(STATE)).toBe(sidebar);
+    expect(sight.place()).toBe(sidebar);
     expect([...observed]).toEqual([node('sidebar')]);
   });
 });
