@@ -40,8 +40,10 @@ def _sources(*patterns: str) -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(NATIVE)) for each in patterns for path in NATIVE.glob(each)))
 
 
+# Both simulated libraries have the devices, their processes and the cgroups.
+_SHARED_BY_BOTH = _sources(*(f"simulator/sim_{part}.c" for part in ("gpu", "moves", "spec", "group")))
 _NVML = _sources("simulator/sim_nvml*.c")
-_SIM = tuple(f"simulator/sim_{part}.c" for part in ("gpu", "moves", "spec", "group"))
+
 LIBRARIES = (
     Library(
         "sim/libcuda.so.1",
@@ -51,7 +53,7 @@ LIBRARIES = (
     ),
     Library(
         "sim/libnvidia-ml.so.1",
-        (*_SIM, *_NVML),
+        (*_SHARED_BY_BOTH, *_NVML),
         ("-Wl,-soname,libnvidia-ml.so.1", "-Wl,-Bsymbolic", *OLD_GLIBC),
     ),
     Library(

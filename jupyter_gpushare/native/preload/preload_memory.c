@@ -27,13 +27,7 @@ API CUresult cuMemFree_v2(CUdeviceptr address)
 
 API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 {
-    lease_enter(LEASE_WORK);
-    FIND_REAL(cuMemAllocManaged);
-    struct taken taken = begin_allocation(-1, bytes);
-    if (!taken.granted)
-        return CUDA_ERROR_OUT_OF_MEMORY;
-    CUresult result = tainted_by(real(out, bytes, flags), GPUSHARE_TAINT_MANAGED);
-    return end_allocation(taken, result, result ? 0 : *out);
+    ALLOCATE(cuMemAllocManaged, -1, bytes, *out, tainted_by(real(out, bytes, flags), GPUSHARE_TAINT_MANAGED));
 }
 
 /* ---- contexts ---- */

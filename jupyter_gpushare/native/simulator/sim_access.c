@@ -10,7 +10,6 @@
  */
 #define _GNU_SOURCE
 #include <stdio.h>
-#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -20,21 +19,6 @@
 
 /* ---- permission ---- */
 
-/* A number of /proc/PID/status, or 0. */
-static unsigned long long status_of(int32_t pid, const char *field, int base)
-{
-    char path[32], line[256];
-    unsigned long long value = 0;
-    snprintf(path, sizeof path, "/proc/%d/status", pid);
-    FILE *file = fopen(path, "re");
-    while (file && fgets(line, sizeof line, file))
-        if (!strncmp(line, field, strlen(field)) && line[strlen(field)] == ':')
-            value = strtoull(line + strlen(field) + 1, NULL, base);
-    if (file)
-        fclose(file);
-    return value;
-}
-
 bool sim_may_checkpoint(int32_t pid)
 {
     enum { CAP_SYS_PTRACE = 19 }; /* linux/capability.h */
@@ -43,9 +27,9 @@ bool sim_may_checkpoint(int32_t pid)
         return false;
     if (sim->checkpoint_by == SIM_BY_ANY_UID || geteuid() == 0 || pid == self)
         return true;
-    if (status_of(self, "CapEff", 16) >> CAP_SYS_PTRACE & 1 || status_of(pid, "TracerPid", 10) == (unsigned)self)
+    if (sim_status_of(self, "CapEff", 16) >> CAP_SYS_PTRACE & 1 || sim_status_of(pid, "TracerPid", 10) == (unsigned)self)
         return true;
-    return sim->checkpoint_by == SIM_BY_YAMA && status_of(pid, "Uid", 10) == geteuid() && sim_is_below(pid, &self, 1);
+    return sim->checkpoint_by == SIM_BY_YAMA && sim_status_of(pid, "Uid", 10) == geteuid() && sim_is_below(pid, &self, 1);
 }
 
 /* ---- NCCL ---- */

@@ -25,13 +25,6 @@ API CUresult cuMemHostAlloc(void **out, size_t bytes, unsigned flags)
 
 /* ---- copies and sets ---- */
 
-static void wait_for(CUstream stream)
-{
-    uint64_t done = sim_stream_done_ns(stream), now = sim_now_ns();
-    if (done > now)
-        sim_sleep_ns(done - now);
-}
-
 static CUresult copy(uint64_t to, bool to_device, uint64_t from, bool from_device, size_t bytes)
 {
     if ((to_device && !sim_is_device_memory(to, bytes)) || (from_device && !sim_is_device_memory(from, bytes)))
@@ -43,14 +36,14 @@ static CUresult copy(uint64_t to, bool to_device, uint64_t from, bool from_devic
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    wait_for(NULL);
+    sim_sleep_until(sim_stream_done_ns(NULL));
     return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
 }
 
 API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    wait_for(NULL);
+    sim_sleep_until(sim_stream_done_ns(NULL));
     return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
 }
 
@@ -63,7 +56,7 @@ API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes)
 API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    wait_for(NULL);
+    sim_sleep_until(sim_stream_done_ns(NULL));
     return copy(to, false, from, false, bytes);
 }
 
@@ -93,9 +86,8 @@ API CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count)
 
 API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream)
 {
-    ENTER(SIM_NEED_CONTEXT);
     (void)stream;
-    return sim_set(to, value, 1, count);
+    return cuMemsetD8_v2(to, value, count);
 }
 
 API CUresult cuMemAllocHost_v2(void **out, size_t bytes)
@@ -139,14 +131,12 @@ API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUst
 
 API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
 {
-    ENTER(SIM_NEED_CONTEXT);
     (void)stream;
-    return copy(to, true, from, true, bytes);
+    return cuMemcpyDtoD_v2(to, from, bytes);
 }
 
 API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream)
 {
-    ENTER(SIM_NEED_CONTEXT);
     (void)stream;
-    return sim_set(to, value, sizeof value, count);
+    return cuMemsetD32_v2(to, value, count);
 }

@@ -33,8 +33,12 @@ uint64_t sim_now_ns(void)
 
 void sim_sleep_ns(uint64_t ns)
 {
-    uint64_t until = sim_now_ns() + ns;
-    struct timespec at = {.tv_sec = (time_t)(until / 1000000000u), .tv_nsec = (long)(until % 1000000000u)};
+    sim_sleep_until(sim_now_ns() + ns);
+}
+
+void sim_sleep_until(uint64_t ns)
+{
+    struct timespec at = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL) == EINTR) {
     }
 }

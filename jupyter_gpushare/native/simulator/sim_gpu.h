@@ -221,6 +221,7 @@ bool sim_parse_spec(struct sim_state *state, const char *spec);
 
 uint64_t sim_now_ns(void);
 void sim_sleep_ns(uint64_t ns);
+void sim_sleep_until(uint64_t ns); /* of `sim_now_ns`; may have passed */
 void sim_lock(void);
 void sim_unlock(void);
 #define HOLD_STATE HELD *held_state_ = (sim_lock(), &sim->mutex)
@@ -245,6 +246,8 @@ bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes);
 bool sim_in_group(const char *path, int32_t pid);
 /* Whether a process is one of some, or descends from one. */
 bool sim_is_below(int32_t pid, const int32_t *ancestors, int count);
+/* A number of /proc/PID/status, or 0. */
+unsigned long long sim_status_of(int32_t pid, const char *field, int base);
 bool sim_group_set(const char *path, uint32_t device, uint64_t soft_bytes, uint64_t hard_bytes);
 
 /* sim_moves.c: moves of a process's memory, and what ended: processes, and callers half-way in a move. */

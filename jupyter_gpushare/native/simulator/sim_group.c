@@ -30,17 +30,18 @@ static void read_members(const char *path, struct members *members)
         fclose(file);
 }
 
-static int32_t parent_of(int32_t pid)
+unsigned long long sim_status_of(int32_t pid, const char *field, int base)
 {
-    char path[32], text[512];
-    int32_t parent = 0;
-    snprintf(path, sizeof path, "/proc/%d/stat", pid);
+    char path[32], line[256];
+    unsigned long long value = 0;
+    snprintf(path, sizeof path, "/proc/%d/status", pid);
     FILE *file = fopen(path, "re");
-    if (file && fgets(text, sizeof text, file) && strrchr(text, ')'))
-        sscanf(strrchr(text, ')') + 1, " %*c %d", &parent);
+    while (file && fgets(line, sizeof line, file))
+        if (!strncmp(line, field, strlen(field)) && line[strlen(field)] == ':')
+            value = strtoull(line + strlen(field) + 1, NULL, base);
     if (file)
         fclose(file);
-    return parent;
+    return value;
 }
 
 bool sim_is_below(int32_t pid, const int32_t *ancestors, int count)
@@ -49,7 +50,7 @@ bool sim_is_below(int32_t pid, const int32_t *ancestors, int count)
         for (int i = 0; i < count; i++)
             if (ancestors[i] == pid)
                 return true;
-        pid = parent_of(pid);
+        pid = (int32_t)sim_status_of(pid, "PPid", 10);
     }
     return false;
 }

@@ -56,17 +56,10 @@ uint64_t sim_stream_done_ns(CUstream stream)
     return done;
 }
 
-static void sleep_until(uint64_t done_ns)
-{
-    uint64_t now = sim_now_ns();
-    if (done_ns > now)
-        sim_sleep_ns(done_ns - now);
-}
-
 static void *run_host_call(void *given)
 {
     struct host_call *call = given;
-    sleep_until(call->from_ns);
+    sim_sleep_until(call->from_ns);
     while (atomic_load(&host_calls_ended) != call->number)
         sim_sleep_ns(HOST_CALL_POLL_NS);
     call->function(call->data);
@@ -124,7 +117,7 @@ API CUresult cuStreamDestroy_v2(CUstream stream)
 API CUresult cuStreamSynchronize(CUstream stream)
 {
     POLL;
-    sleep_until(sim_stream_done_ns(stream));
+    sim_sleep_until(sim_stream_done_ns(stream));
     wait_for_host_calls();
     release_pools(&sim_call_, stream);
     return CUDA_SUCCESS;
@@ -148,7 +141,7 @@ API CUresult cuStreamIsCapturing(CUstream stream, int *status)
 API CUresult cuCtxSynchronize(void)
 {
     POLL;
-    sleep_until(sim_stream_done_ns(NULL));
+    sim_sleep_until(sim_stream_done_ns(NULL));
     wait_for_host_calls();
     release_pools(&sim_call_, NULL);
     return CUDA_SUCCESS;
@@ -200,7 +193,7 @@ API CUresult cuEventSynchronize(CUevent event)
     POLL;
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
-    sleep_until(event->done_ns);
+    sim_sleep_until(event->done_ns);
     if (event->done_ns)
         release_pools(&sim_call_, event->stream);
     return CUDA_SUCCESS;
