@@ -30,9 +30,9 @@ from dataclasses import dataclass
 import pytest
 
 from tests.again import Again, is_oracle
+from tests.json_server import Receiver
 from tests.order import StoreDurations, by_duration
 from tests.waiting import RUN_VARIABLE, marked_processes
-from tests.webhooks import Receiver
 
 with contextlib.suppress(ImportError):
     from hypothesis import HealthCheck, settings

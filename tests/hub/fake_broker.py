@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import socket
-import threading
 import time
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from socketserver import TCPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 from jupyter_gpushare.channel import unix_url
+from tests.json_server import JsonServer, Request
 
 API_PREFIX = "/services/gpushare/api/v1/"
 SPAWNER_TOKEN = "spawner-secret"
@@ -109,7 +104,7 @@ class FakeBroker:
     projects: list[str] = field(default_factory=lambda: ["vision"])
     token: str = SPAWNER_TOKEN  # the only one that it accepts
     prefix: str = API_PREFIX  # below which it answers
-    _server: ThreadingHTTPServer | None = None
+    _server: JsonServer | None = None
 
     @property
     def url(self) -> str:
@@ -140,57 +135,21 @@ class FakeBroker:
     def up(self) -> None:
         if self._server is not None:
             return
-        broker = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def _any(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
-                body = self.rfile.read(length)
-                if len(body) < length:  # the client has gone in the middle of it
-                    return
-                status, said = broker.answer(
-                    self.command,
-                    self.path,
-                    json.loads(body) if body else None,
-                    self.headers["Authorization"] or "",
-                )
-                data = b"" if said is None else json.dumps(said).encode()
-                with contextlib.suppress(OSError):
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(data)))
-                    self.end_headers()
-                    self.wfile.write(data)
-
-            do_GET = do_POST = _any
-
-        class Server(ThreadingHTTPServer):
-            address_family = socket.AF_UNIX
-            daemon_threads = True
-
-            def server_bind(self) -> None:
-                TCPServer.server_bind(self)  # HTTPServer's own asks for the name of a host
-
         self.path.parent.mkdir(mode=0o711, exist_ok=True)
         self.path.unlink(missing_ok=True)
-        self._server = Server(str(self.path), Handler)  # type: ignore[arg-type]
+        self._server = JsonServer(self.path, self.answer)
         self.path.chmod(0o666)
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
 
     def down(self) -> None:
         if self._server is not None:
-            self._server.shutdown()
-            self._server.server_close()
+            self._server.close()
             self._server = None
 
-    def answer(self, method: str, url: str, body: Any, authorization: str) -> tuple[int, Any]:
-        parts = urlsplit(url)
+    def answer(self, request: Request) -> tuple[int, Any]:
+        parts, body, token = urlsplit(request.path), request.body, request.token
         path = parts.path.removeprefix(API_PREFIX)
         query = parse_qs(parts.query)
-        token = authorization.partition(" ")[2]
-        self.asked.append(Asked(method, path, query, body, token))
+        self.asked.append(Asked(request.method, path, query, body, token))
         time.sleep(self.hang_s)
         if not parts.path.startswith(self.prefix):
             return 404, {

@@ -6,16 +6,14 @@ Paths, bodies and answers are those of the Docker Engine API v1.43 (docs.docker.
 from __future__ import annotations
 
 import contextlib
-import json
 import subprocess
 import sys
-import threading
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+from tests.json_server import JsonServer, Request
 from tests.ports import free_ports
 
 
@@ -60,8 +58,8 @@ class FakeDocker:
     made: list[Container] = field(default_factory=list)
     there: dict[str, Container] = field(default_factory=dict)
 
-    def answer(self, method: str, url: str, body: Any) -> tuple[int, Any]:
-        parts = urlsplit(url)
+    def answer(self, request: Request) -> tuple[int, Any]:
+        method, parts, body = request.method, urlsplit(request.path), request.body
         query = {key: values[0] for key, values in parse_qs(parts.query).items()}
         path = [each for each in parts.path.split("/") if each]
         if path and path[0].startswith("v1."):
@@ -119,33 +117,10 @@ class FakeDocker:
 
     @contextlib.contextmanager
     def running(self):
-        docker = self
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def _any(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                status, said = docker.answer(self.command, self.path, json.loads(body) if body else None)
-                data = b"" if said is None else json.dumps(said).encode()
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST = do_DELETE = _any
-
-        server = ThreadingHTTPServer(("127.0.0.1", self.port), Handler)
-        server.daemon_threads = True
-        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
+        server = JsonServer(self.port, self.answer)
         try:
             yield self
         finally:
-            server.shutdown()
-            server.server_close()
+            server.close()
             for container in self.made:
                 self._end(container)

@@ -7,10 +7,8 @@ import os
 import signal
 import ssl
 import subprocess
-import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +17,7 @@ import pytest
 
 from jupyter_gpushare.hub import GPUShareSimpleSpawner
 from tests.forks import Forked, Forks, forks
+from tests.json_server import JsonServer, Request
 from tests.ports import free_ports
 from tests.waiting import PATIENCE_S
 from tests.waiting import until as wait_for
@@ -54,43 +53,13 @@ class HubAndBroker:
     tls: ssl.SSLContext | None = None
 
     def __post_init__(self) -> None:
-        both = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def log_message(self, *_: Any) -> None:
-                pass
-
-            def _any(self) -> None:
-                length = int(self.headers.get("Content-Length") or 0)
-                body = self.rfile.read(length)
-                if len(body) < length:
-                    # Broken off: when the command ends at once, the runner gives up reporting its begin.
-                    self.close_connection = True
-                    return
-                token = (self.headers["Authorization"] or "").partition(" ")[2]
-                status, said = both.answer(self.path, json.loads(body) if body else None, token)
-                data = json.dumps(said).encode() if said is not None else b""
-                self.send_response(status)
-                self.send_header("Content-Type", "application/json")
-                self.send_header("Content-Length", str(len(data)))
-                self.end_headers()
-                self.wfile.write(data)
-
-            do_GET = do_POST = _any
-
-        class Server(ThreadingHTTPServer):
-            daemon_threads = True
-
-        self._server = Server(("127.0.0.1", self.port), Handler)
-        if self.tls is not None:
-            self._server.socket = self.tls.wrap_socket(self._server.socket, server_side=True)
-        threading.Thread(target=self._server.serve_forever, args=(0.02,), daemon=True).start()
+        self._server = JsonServer(self.port, self.answer, self.tls)
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+        self._server.close()
 
-    def answer(self, path: str, body: Any, token: str) -> tuple[int, Any]:
+    def answer(self, request: Request) -> tuple[int, Any]:
+        path, body, token = request.path, request.body, request.token
         if path == "/hub/api/user":
             scopes = {OWNER_TOKEN: [SCOPE], STRANGER_TOKEN: ["access:servers!server=bo/"]}.get(token)
             return (

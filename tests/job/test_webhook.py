@@ -10,8 +10,8 @@ from contextlib import closing
 import pytest
 
 from tests.certificates import Authority
+from tests.json_server import Receiver
 from tests.waiting import until
-from tests.webhooks import Receiver
 
 NAME = "nig\u202eht\n\x1b[31m"
 
