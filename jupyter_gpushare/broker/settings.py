@@ -7,7 +7,8 @@ import os
 from pathlib import Path
 from typing import Any
 
-from traitlets import Bool, Dict, Enum, Float, Integer, List, TraitError, Unicode, default, validate
+from traitlets import Bool, Dict, Enum, Integer, List, TraitError, Unicode, default, validate
+from traitlets import Float as AnyFloat
 from traitlets.config import Application
 
 from jupyter_gpushare.broker.state.policy import Policy, Receivers, is_url, parse_project
@@ -18,6 +19,16 @@ from jupyter_gpushare.errors import InvalidRequest
 
 # Defaults that `core` does not read; the others are `DEFAULT_POLICY`.
 _SITE = Policy(projects=())
+
+
+class Float(AnyFloat[Any, Any]):
+    """A finite number of 0 or more."""
+
+    def validate(self, obj: Any, value: Any) -> float:
+        number = float(super().validate(obj, value))
+        if not 0 <= number < 10_000_000:
+            raise TraitError(f"{self.name} is a number of 0 or more, not {number}")
+        return number
 
 
 class BrokerTraits(Application):
@@ -287,28 +298,6 @@ class BrokerTraits(Application):
         if any(value <= 0 for value in values) or sorted(set(values)) != values or len(values) > 16:
             raise TraitError(f"las_thresholds are up to 16 numbers above 0, ascending, not {values}")
         return values
-
-    @validate(
-        "idle_timeout",
-        "notice",
-        "grace",
-        "max_grace",
-        "keep_minutes_per_day",
-        "fake_busy_after",
-        "max_hold",
-        "min_run",
-        "preempt_cost",
-        "guard",
-        "skip_wait",
-        "catch_up",
-    )
-    def _positive(self, proposal: Any) -> float | None:
-        if proposal.value is None:
-            return None
-        value = float(proposal.value)
-        if not 0 <= value < 10_000_000:
-            raise TraitError(f"{proposal.trait.name} is a number of 0 or more, not {value}")
-        return value
 
     @validate("projects")
     def _known_projects(self, proposal: Any) -> dict[str, Any]:
