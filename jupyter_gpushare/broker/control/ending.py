@@ -59,34 +59,26 @@ def why_over(job: JobRecord) -> wire.Text | None:
     return messages.text("job.timed_out", messages.duration_text(limit))
 
 
-class TimeLimits:
-    """Announces and enforces maximum run times, in every round of the loop."""
+async def apply_time_limits(registry: Registry, announcer: Announcer, now: float) -> None:
+    """Stop jobs that have run for their maximum, and announce that of others.
 
-    def __init__(self, registry: Registry, announcer: Announcer) -> None:
-        self._registry = registry
-        self._announcer = announcer
-
-    async def apply(self, now: float) -> None:
-        """Stop jobs that have run for their maximum, and announce that of others.
-
-        Raises:
-            DiskFull: nothing is changed.
-            StoreError: the database failed; the broker ends.
-        """
-        registry = self._registry
-        for record in list(registry.index.placed.values()):
-            job = registry.job_of(record) if record.is_job else None
-            if job is None or job.exit_code is not None or (left := left_s(job, record, now)) is None:
-                continue
-            observation = registry.observations[record.id]
-            if left <= 0:
-                await registry.advance(record, Stopping(reason="its maximum run time is over"))
-            elif not observation.end_announced and left <= min(ANNOUNCED_S, (limit_s(job) or 0.0) / 2):
-                observation.end_announced = True
-                told = messages.duration_text(left)
-                await registry.record_notice(record, "time_limit", "notice.time_limit", told)
-                notice = messages.text("job.stopped_in", told)
-                self._announcer.job("attention", job, "running", messages.english(notice))
+    Raises:
+        DiskFull: nothing is changed.
+        StoreError: the database failed; the broker ends.
+    """
+    for record in list(registry.index.placed.values()):
+        job = registry.job_of(record) if record.is_job else None
+        if job is None or job.exit_code is not None or (left := left_s(job, record, now)) is None:
+            continue
+        observation = registry.observations[record.id]
+        if left <= 0:
+            await registry.advance(record, Stopping(reason="its maximum run time is over"))
+        elif not observation.end_announced and left <= min(ANNOUNCED_S, (limit_s(job) or 0.0) / 2):
+            observation.end_announced = True
+            told = messages.duration_text(left)
+            await registry.record_notice(record, "time_limit", "notice.time_limit", told)
+            notice = messages.text("job.stopped_in", told)
+            announcer.job("attention", job, "running", messages.english(notice))
 
 
 # ---- what becomes of a job after an attempt: cancelled, finished, preempted, lost or failed

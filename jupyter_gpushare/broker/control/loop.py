@@ -19,7 +19,7 @@ from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, ServerK
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.effects import POLL_S, START_S, Effects
-from jupyter_gpushare.broker.control.ending import TimeLimits
+from jupyter_gpushare.broker.control.ending import apply_time_limits
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub, StartTickets
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.observer import Metering, Observer
@@ -147,7 +147,6 @@ class Loop:
         self.unstored = Unstored(registry, devices, self.effects)
         self.ownership = Ownership(registry, self.hub, self.effects)
         self.lending = LendingControl(registry, engine)
-        self.time_limits = TimeLimits(registry, self.announcer)
         self._metering = Metering(registry, engine)
         self._errors = ErrorLog(log)
         self._next_at: float | None = None
@@ -254,7 +253,7 @@ class Loop:
             self.unstored.carry_out(now)
             return
         await self.lending.apply(now)
-        await self.time_limits.apply(now)
+        await apply_time_limits(registry, self.announcer, now)
         if registry.session_queue.expire(now):
             await registry.notify()
         for lease in list(registry.index.placed.values()):
