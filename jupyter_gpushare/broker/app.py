@@ -42,7 +42,6 @@ from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
-from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.http import metrics, routes
@@ -299,7 +298,6 @@ class GPUShareBroker(BrokerTraits):
         request_policy = RequestPolicy(registry, engine)
         views = Views(registry, engine, forecast, loop.faults)
         requests = RequestService(registry, engine, effects, forecast, request_policy)
-        queue = QueueEdits(registry, engine, request_policy)
         admission = ServerAdmission(registry, engine, effects, request_policy, loop.ownership)
         describe = functools.cache(lambda: routes.describe(prefix))
         return Service(
@@ -307,7 +305,6 @@ class GPUShareBroker(BrokerTraits):
                 registry,
                 request_policy,
                 requests,
-                queue,
                 admission,
                 loop.lending,
                 loop.faults,

@@ -18,7 +18,6 @@ from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
-from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.local_engine import LocalEngine
@@ -68,7 +67,6 @@ class Broker:
         self.requests = RequestService(
             self.registry, self.engine, self.loop.effects, forecast, self.request_policy
         )
-        self.queue = QueueEdits(self.registry, self.engine, self.request_policy)
         self.admission = ServerAdmission(
             self.registry,
             self.engine,

@@ -109,7 +109,6 @@ class Http:
                 self.broker.registry,
                 self.broker.request_policy,
                 self.broker.requests,
-                self.broker.queue,
                 self.broker.admission,
                 self.broker.loop.lending,
                 self.broker.loop.faults,

@@ -13,6 +13,8 @@ import pytest
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker import respawn
 from jupyter_gpushare.broker.control.administration import drain, undrain
+from jupyter_gpushare.broker.control.queue_edits import change as changed
+from jupyter_gpushare.broker.control.queue_edits import place
 from jupyter_gpushare.errors import Conflict, HelperError, NotAllowed, StoreError, Superseded
 from jupyter_gpushare.protocol import wire
 from tests.broker.disks import SlowDisk
@@ -55,8 +57,10 @@ async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetitio
         "reset of a project": lambda: broker.request_policy.reset_project(project, "root"),
         "drain": lambda: drain(broker.registry, broker.engine, "GPU-1", None, "root"),
         "end of a drain": lambda: undrain(broker.registry, "GPU-1", "root"),
-        "place": lambda: broker.queue.place(broker.job(behind), wire.JobPlace(before=waiting.id)),
-        "change": lambda: broker.queue.change(broker.job(waiting), (project,), wire.JobChange(priority=-1)),
+        "place": lambda: place(broker.registry, broker.job(behind), wire.JobPlace(before=waiting.id)),
+        "change": lambda: changed(
+            broker.request_policy, broker.job(waiting), (project,), wire.JobChange(priority=-1)
+        ),
         "cancel of a waiting job": lambda: requests.cancel(broker.job(waiting)),
         "begin of a job": lambda: requests.report("bo", starting.id, 1, begin),
         "end of a job": lambda: requests.report("bo", running.id, 1, end),

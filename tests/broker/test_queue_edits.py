@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare.broker.control import queue_edits
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.core.model import Order
 from jupyter_gpushare.errors import Conflict, DiskFull, InvalidRequest, NotFound
@@ -34,15 +35,15 @@ async def queue_of(site: Site, *users: str) -> tuple[Broker, list[JobRecord]]:
 
 async def change(broker: Broker, job: JobRecord, **fields: object) -> JobRecord:
     asked = wire.JobChange(**fields)  # type: ignore[arg-type]
-    return await broker.queue.change(broker.job(job), GROUPS[job.user], asked)
+    return await queue_edits.change(broker.request_policy, broker.job(job), GROUPS[job.user], asked)
 
 
 async def before(broker: Broker, job: JobRecord, other: JobRecord) -> JobRecord:
-    return await broker.queue.place(broker.job(job), wire.JobPlace(before=other.id))
+    return await queue_edits.place(broker.registry, broker.job(job), wire.JobPlace(before=other.id))
 
 
 async def behind(broker: Broker, job: JobRecord, other: JobRecord) -> JobRecord:
-    return await broker.queue.place(broker.job(job), wire.JobPlace(behind=other.id))
+    return await queue_edits.place(broker.registry, broker.job(job), wire.JobPlace(behind=other.id))
 
 
 def order(broker: Broker, jobs: Sequence[JobRecord]) -> list[int]:
@@ -90,7 +91,7 @@ async def test_only_ones_own_jobs_of_one_project_and_priority_are_moved_among_ea
     other = await site.submit("cy", "2", project="vision", program=HOUR)
     for beside in (jobs[0].id, "nosuchjob", jobs[1].id):
         with pytest.raises(InvalidRequest, match="no other job"):
-            await broker.queue.place(broker.job(jobs[1]), wire.JobPlace(before=beside))
+            await queue_edits.place(broker.registry, broker.job(jobs[1]), wire.JobPlace(before=beside))
     with pytest.raises(InvalidRequest, match="of one project and priority"):
         await before(broker, other, jobs[1])
     await change(broker, jobs[2], priority=-1)
@@ -98,7 +99,7 @@ async def test_only_ones_own_jobs_of_one_project_and_priority_are_moved_among_ea
         await before(broker, jobs[2], jobs[1])
     for place in (wire.JobPlace(), wire.JobPlace(before=jobs[2].id, behind=jobs[2].id)):
         with pytest.raises(InvalidRequest, match="one of the two"):
-            await broker.queue.place(broker.job(jobs[1]), place)
+            await queue_edits.place(broker.registry, broker.job(jobs[1]), place)
 
 
 async def test_a_change_is_shown_kept_and_decided_by(site):
@@ -157,7 +158,7 @@ async def test_a_job_that_started_or_ended_meanwhile_is_a_conflict(site):
     asked = broker.job(ends)
     await broker.requests.cancel(asked)
     with pytest.raises(Conflict, match="has ended: only jobs in the queue"):
-        await broker.queue.change(asked, GROUPS["bo"], wire.JobChange(gpus="1"))
+        await queue_edits.change(broker.request_policy, asked, GROUPS["bo"], wire.JobChange(gpus="1"))
     await change(broker, starts, gpus="1")
     await until(lambda: broker.state(starts) == "running" or broker.state(waits) == "running", 8_000)
     running, queued = (starts, waits) if broker.state(starts) == "running" else (waits, starts)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.backends.base import ServerKey
+from jupyter_gpushare.broker.control import queue_edits
 from jupyter_gpushare.broker.control.job_request import default_name
 from jupyter_gpushare.broker.state import registry as book_module
 from jupyter_gpushare.core.model import CheckpointMode
@@ -40,7 +41,7 @@ async def test_the_same_idempotency_key_is_the_same_job_of_the_same_user(site, b
 async def test_a_repeated_request_is_the_same_job_after_it_was_changed_in_the_queue(site, broker):
     await site.submit("bo", "2", program=Program(work_s=1000))
     first = await site.submit("bo", "1", key="k")
-    await broker.queue.change(first, ("nlp",), wire.JobChange(gpus="1/2"))
+    await queue_edits.change(broker.request_policy, first, ("nlp",), wire.JobChange(gpus="1/2"))
     assert (await site.submit("bo", "1", key="k")).id == first.id
     with pytest.raises(KeyReused, match=first.id):
         await site.submit("bo", "1/2", key="k")

@@ -18,7 +18,6 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.job_request import check_job
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
-from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import altered_to
@@ -30,107 +29,103 @@ from jupyter_gpushare.protocol import wire
 log = logging.getLogger("gpushare.broker")
 
 
-class QueueEdits:
-    """Checks and stores the changes."""
+async def change(
+    policy: RequestPolicy, job: JobRecord, groups: Sequence[str], change: wire.JobChange
+) -> JobRecord:
+    """Change the request of a job in the queue; what it asks for already changes nothing.
 
-    def __init__(self, registry: Registry, engine: Engine, request_policy: RequestPolicy) -> None:
-        self.registry = registry
-        self.engine = engine
-        self.request_policy = request_policy
+    In another project it goes to the end of the queue.
 
-    async def change(self, job: JobRecord, groups: Sequence[str], change: wire.JobChange) -> JobRecord:
-        """Change the request of a job in the queue; what it asks for already changes nothing.
+    Raises:
+        Conflict: it has started or ended, or the devices are not known.
+        RequestError: such a job cannot be accepted; the text says what to change.
+    """
+    await policy.known()
+    registry = policy.registry
+    job = registry.jobs.get(job.id, job)
+    before = wire.replace(wire.decode(job.request.encode(), wire.JobRequest), project=job.project)
+    asked = change.of(before)
+    if asked == before:
+        await registry.journal.durable()
+        return job
+    record = _queued(registry, job)
+    project = job.project
+    if asked.project != project:
+        project = policy.choose_project(groups, asked.project)
+    check_job(asked)
+    # A priority that an administrator gave stays.
+    if (project, asked.priority) != (job.project, before.priority):
+        policy.check_priority(project, asked.priority)
+    policy.check_share(asked.asked_size())
+    lease = replace(record.lease, project=project, size=asked.asked_size(), priority=asked.priority)
+    if project != job.project:
+        lease = replace(lease, queued_at=registry.clock(), waits_since_at=registry.clock())
+    policy.engine.check_request(snapshot.empty_machine(registry, policy.engine), lease)
+    subject = registry.subject_of(record)
+    notice = messages.text("notice.job_changed", subject, _numbers(asked), _numbers(before))
+    changed = replace(job, project=project, request=wire.encode(asked).decode())
+    registry.journal.check()
+    if (lease.project, lease.size) != (record.lease.project, record.lease.size):
+        _forget_promises(registry, record.id)
+    entry = registry.decisions.add(record, "edit", notice)
+    await registry.edit(record, altered_to(lease), changed, entry)
+    log.info("job=%s user=%s %s", job.id, job.user, messages.english(notice))
+    return registry.jobs.get(job.id, changed)
 
-        In another project it goes to the end of the queue.
 
-        Raises:
-            Conflict: it has started or ended, or the devices are not known.
-            RequestError: such a job cannot be accepted; the text says what to change.
-        """
-        await self.request_policy.known()
-        registry = self.registry
-        job = registry.jobs.get(job.id, job)
-        before = wire.replace(wire.decode(job.request.encode(), wire.JobRequest), project=job.project)
-        asked = change.of(before)
-        if asked == before:
-            await registry.journal.durable()
-            return job
-        record = self._queued(job)
-        project = job.project
-        if asked.project != project:
-            project = self.request_policy.choose_project(groups, asked.project)
-        check_job(asked)
-        # A priority that an administrator gave stays.
-        if (project, asked.priority) != (job.project, before.priority):
-            self.request_policy.check_priority(project, asked.priority)
-        self.request_policy.check_share(asked.asked_size())
-        lease = replace(record.lease, project=project, size=asked.asked_size(), priority=asked.priority)
-        if project != job.project:
-            lease = replace(lease, queued_at=registry.clock(), waits_since_at=registry.clock())
-        self.engine.check_request(snapshot.empty_machine(registry, self.engine), lease)
-        subject = registry.subject_of(record)
-        notice = messages.text("notice.job_changed", subject, _numbers(asked), _numbers(before))
-        changed = replace(job, project=project, request=wire.encode(asked).decode())
-        registry.journal.check()
-        if (lease.project, lease.size) != (record.lease.project, record.lease.size):
-            _forget_promises(registry, record.id)
-        entry = registry.decisions.add(record, "edit", notice)
-        await registry.edit(record, altered_to(lease), changed, entry)
-        log.info("job=%s user=%s %s", job.id, job.user, messages.english(notice))
-        return registry.jobs.get(job.id, changed)
+async def place(registry: Registry, job: JobRecord, place: wire.JobPlace) -> JobRecord:
+    """Move a job before or behind another of its owner; a job that is there already stays.
 
-    async def place(self, job: JobRecord, place: wire.JobPlace) -> JobRecord:
-        """Move a job before or behind another of its owner; a job that is there already stays.
+    Raises:
+        InvalidRequest: not one other job of the same owner, project and priority.
+        Conflict: one of the two has started or ended.
+    """
+    if (place.before is None) == (place.behind is None):
+        raise InvalidRequest("say before or behind which job: one of the two")
+    beside = place.before or place.behind or ""
+    record = _queued(registry, job)
+    other = registry.jobs.get(beside)
+    leases = {x.id: x for x in _own_order(registry, record.lease)}
+    if record.id in leases and (other is None or other.user != job.user or other.id == job.id):
+        raise InvalidRequest("you have no other job %1", repr(beside[:40]))
+    if other is None or record.id not in leases or _queued(registry, other).id not in leases:
+        raise InvalidRequest(
+            "only jobs of one project and priority that have not run are moved among each other: "
+            "change project or priority first"
+        )
+    behind = place.before is None
+    altered = order.moved(leases.values(), record.id, other.lease_id, behind=behind)
+    if not altered:
+        await registry.journal.durable()
+        return job
+    key = "notice.job_behind" if behind else "notice.job_before"
+    notice = messages.text(key, registry.subject_of(record), other.name)
+    registry.journal.check()
+    entry = registry.decisions.add(record, "move", notice)
+    edits = [(registry.leases[lease.id], altered_to(lease)) for lease in altered]
+    await registry.edit_all(edits, entry)
+    log.info("job=%s user=%s %s", job.id, job.user, messages.english(notice))
+    return registry.jobs.get(job.id, job)
 
-        Raises:
-            InvalidRequest: not one other job of the same owner, project and priority.
-            Conflict: one of the two has started or ended.
-        """
-        if (place.before is None) == (place.behind is None):
-            raise InvalidRequest("say before or behind which job: one of the two")
-        beside = place.before or place.behind or ""
-        registry, record = self.registry, self._queued(job)
-        other = registry.jobs.get(beside)
-        leases = {x.id: x for x in self._own_order(record.lease)}
-        if record.id in leases and (other is None or other.user != job.user or other.id == job.id):
-            raise InvalidRequest("you have no other job %1", repr(beside[:40]))
-        if other is None or record.id not in leases or self._queued(other).id not in leases:
-            raise InvalidRequest(
-                "only jobs of one project and priority that have not run are moved among each other: "
-                "change project or priority first"
-            )
-        behind = place.before is None
-        altered = order.moved(leases.values(), record.id, other.lease_id, behind=behind)
-        if not altered:
-            await registry.journal.durable()
-            return job
-        key = "notice.job_behind" if behind else "notice.job_before"
-        notice = messages.text(key, registry.subject_of(record), other.name)
-        registry.journal.check()
-        entry = registry.decisions.add(record, "move", notice)
-        edits = [(registry.leases[lease.id], altered_to(lease)) for lease in altered]
-        await registry.edit_all(edits, entry)
-        log.info("job=%s user=%s %s", job.id, job.user, messages.english(notice))
-        return registry.jobs.get(job.id, job)
 
-    def _queued(self, job: JobRecord) -> LeaseRecord:
-        record = self.registry.leases.get(job.lease_id)
-        if record is None or record.lease.cancelled:
-            raise Conflict("job %1 has ended: only jobs in the queue are changed", job.id)
-        if record.state is not State.PENDING:
-            raise Conflict("job %1 has started: only jobs in the queue are changed", job.id)
-        return record
+def _queued(registry: Registry, job: JobRecord) -> LeaseRecord:
+    record = registry.leases.get(job.lease_id)
+    if record is None or record.lease.cancelled:
+        raise Conflict("job %1 has ended: only jobs in the queue are changed", job.id)
+    if record.state is not State.PENDING:
+        raise Conflict("job %1 has started: only jobs in the queue are changed", job.id)
+    return record
 
-    def _own_order(self, lease: Lease) -> list[Lease]:
-        """Return the jobs of the same owner, project and priority that have not run."""
-        return [
-            x.lease
-            for x in self.registry.index.queued.values()
-            if (x.lease.user, x.lease.project, x.lease.priority)
-            == (lease.user, lease.project, lease.priority)
-            and not x.lease.attained_gpu_s
-            and not x.lease.cancelled
-        ]
+
+def _own_order(registry: Registry, lease: Lease) -> list[Lease]:
+    """Return the jobs of the same owner, project and priority that have not run."""
+    return [
+        x.lease
+        for x in registry.index.queued.values()
+        if (x.lease.user, x.lease.project, x.lease.priority) == (lease.user, lease.project, lease.priority)
+        and not x.lease.attained_gpu_s
+        and not x.lease.cancelled
+    ]
 
 
 def _numbers(request: wire.JobRequest) -> wire.Text:

@@ -25,7 +25,6 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.ownership import Ownership
-from jupyter_gpushare.broker.control.queue_edits import QueueEdits
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.http.access import Access, Identity
@@ -66,7 +65,6 @@ class Control:
     registry: Registry
     request_policy: RequestPolicy
     requests: RequestService
-    queue: QueueEdits
     admission: ServerAdmission
     lending: LendingControl
     faults: Faults

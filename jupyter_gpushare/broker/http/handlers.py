@@ -11,7 +11,7 @@ import logging
 import prometheus_client
 
 from jupyter_gpushare.backends.base import ServerKey
-from jupyter_gpushare.broker.control import administration
+from jupyter_gpushare.broker.control import administration, queue_edits
 from jupyter_gpushare.broker.control.administration import end_process, note_act, prioritize
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Identity
 from jupyter_gpushare.broker.http.base import Base
@@ -157,7 +157,8 @@ class JobHandler(Base):
             return
         identity.require(JOBS_SCOPE)
         groups = await self.service.access.groups(identity, fresh=True)
-        self.answer(self.service.views.job(await self.control.queue.change(job, groups, change)))
+        job = await queue_edits.change(self.control.request_policy, job, groups, change)
+        self.answer(self.service.views.job(job))
 
 
 class JobPlaceHandler(Base):
@@ -167,7 +168,7 @@ class JobPlaceHandler(Base):
         identity = await self.identify(JOBS_SCOPE)
         job = await self.control.requests.job(identity.user, job_id)
         place = self.body(wire.JobPlace)
-        self.answer(self.service.views.job(await self.control.queue.place(job, place)))
+        self.answer(self.service.views.job(await queue_edits.place(self.control.registry, job, place)))
 
 
 class JobTimelineHandler(Base):
