@@ -13,7 +13,6 @@ import pytest_asyncio
 from playwright.async_api import Browser, Page
 from tornado import web
 
-from tests.attack.test_cross_site import LOGIN
 from tests.broker import pages
 from tests.broker.http_site import PREFIX, Http
 from tests.waiting import PATIENCE_S, becomes
@@ -84,7 +83,8 @@ async def page(http: Http, browser: Browser) -> AsyncIterator[Page]:
     """A page of a profile in which the administrator has logged in at the service."""
     http.servers[-1].request_callback.add_handlers(".*", [(r"/user/eve/(\w+)", _Attack)])
     async with await browser.new_context() as context:
-        await context.add_cookies([{"name": "service-gpushare", "value": LOGIN, "url": http.url + PREFIX}])
+        login = {"name": "service-gpushare", "value": http.login("root"), "url": http.url + PREFIX}
+        await context.add_cookies([login])
         yield await context.new_page()
 
 

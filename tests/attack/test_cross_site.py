@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
-from tornado import web
 
 from tests.broker.http_site import PREFIX, Http
 
 PATHS = ["", "decisions.csv", "metrics", "api/v1/status", "api/v1/health", "api/v1/nosuch", "nosuch"]
 PATHS.append("usage.csv")
-LOGIN = web.create_signed_value(b"secret", "service-gpushare", "root").decode()
 NAVIGATES = {"Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "document", "Sec-Fetch-Site": "same-origin"}
 
 
@@ -39,7 +37,7 @@ class Administrator:
 
     def __init__(self, http: Http) -> None:
         self.http = http
-        self.cookies = {"service-gpushare": LOGIN}
+        self.cookies = {"service-gpushare": http.login("root")}
 
     async def _send(self, method, url, headers, **options):
         cookie = "; ".join(f"{name}={value}" for name, value in self.cookies.items())

@@ -15,14 +15,12 @@ from jupyterhub.services.auth import HubOAuth
 from tornado import httpserver, web
 from tornado.netutil import bind_sockets, bind_unix_socket
 
+from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Access
-from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service
+from jupyter_gpushare.broker.http.base import Control, Service
 from jupyter_gpushare.broker.http.base import Site as HttpSite
-from jupyter_gpushare.broker.http.handlers import MetricsHandler, NoSuchPathHandler
 from jupyter_gpushare.broker.http.listener import ApiListener, Proxies
-from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv, UsageCsv
-from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.http.secret_files import tls_context
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.connections import BACKLOG
@@ -120,24 +118,11 @@ class Http:
             site=HttpSite(PREFIX, lambda: routes.describe(PREFIX), metrics.collectors(self.broker.registry)),
             gate=Gate(),
         )
-        options = {"service": self.service}
-        self.application = web.Application(
-            [
-                *((f"{PREFIX}api/v1/{pattern(r)}", r.handler, options) for r in ROUTES),
-                (PREFIX + "oauth_callback", OAuthCallback, options),
-                (PREFIX + "metrics", MetricsHandler, options),
-                (PREFIX + "?", AdminPage, options),
-                (PREFIX + "decisions.csv", DecisionsCsv, options),
-                (PREFIX + "usage.csv", UsageCsv, options),
-                (".*", NoSuchPathHandler, options),
-            ],
-            cookie_secret=b"secret",
-            log_function=_silent,
-        )
-        self.listener = ApiListener(self.application, self.service.gate, self.proxies)
-        self.url = self._listen(self.listener)
         # A path of a socket has at most 107 bytes, which pytest's own folders may exceed.
         self._folder = tempfile.TemporaryDirectory(prefix="gpushare-")
+        self.application = GPUShareBroker(state_dir=self._folder.name)._application(self.service)
+        self.listener = ApiListener(self.application, self.service.gate, self.proxies)
+        self.url = self._listen(self.listener)
         unix = self.unix = f"{self._folder.name}/api.sock"
         self.servers[-1].add_socket(bind_unix_socket(unix, backlog=BACKLOG))
         self.by_socket = httpx.AsyncClient(
@@ -182,6 +167,11 @@ class Http:
             server.stop()
             await server.close_all_connections()
         await self.site.close()
+
+    def login(self, token: str) -> str:
+        """Return the broker's cookie in a browser that logged in at its page with this token."""
+        secret = self.application.settings["cookie_secret"]
+        return web.create_signed_value(secret, "service-gpushare", token).decode()
 
     async def ask(
         self, method: str, path: str, identity: str | None = "bo", **options: Any

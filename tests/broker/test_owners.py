@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from tornado.web import create_signed_value
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, HubUser, ServerKey
@@ -694,8 +693,7 @@ async def test_a_login_counts_whatever_token_stands_in_the_address(http):
     http.tokens["adas"] = person("ada")
 
     async def seen_by(token: str) -> str:
-        cookie = create_signed_value("secret", "service-gpushare", token).decode()
-        headers = {"Cookie": f"service-gpushare={cookie}", "Sec-Fetch-Mode": "navigate"}
+        headers = {"Cookie": f"service-gpushare={http.login(token)}", "Sec-Fetch-Mode": "navigate"}
         answer = await http.ask("GET", "status?token=anything", None, headers=headers)
         assert answer.status_code == 200, answer.text
         return str(answer.json()["user"])
