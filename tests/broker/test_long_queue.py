@@ -8,26 +8,13 @@ import pytest
 
 from jupyter_gpushare.broker import local_engine
 from jupyter_gpushare.broker.control import snapshot
-from jupyter_gpushare.core.model import Cluster, Device, Grant, Kind, Lease, Plan, Project, State
-from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.core.model import Cluster, Grant, Plan
 from tests.broker.machine import Program
 from tests.broker.virtual_time import until
+from tests.core.build import build, cluster, project, train
 
-SESSION = Lease(
-    id="s",
-    project="a",
-    kind=Kind.BUILD,
-    size=Size(1000),
-    state=State.RUNNING,
-    devices=("g",),
-    held_milli=1000,
-)
-WAITING = Lease(id="j", project="a", kind=Kind.TRAIN, size=Size(1000))
-CLUSTER = Cluster(
-    devices=(Device(uuid="g", memory_bytes=80 << 30),),
-    projects=(Project(name="a", quota_milli=1000),),
-    leases=(SESSION, WAITING),
-)
+SESSION, WAITING = build("s", 1000, "0"), train("j", 1000)
+CLUSTER = cluster(SESSION, WAITING, idle_timeout_s=900.0)
 
 
 @pytest.fixture
@@ -46,7 +33,7 @@ def planned(monkeypatch):
 def test_the_same_snapshot_is_planned_once_until_the_review(planned):
     engine = local_engine.LocalEngine()
     for second in range(25):
-        assert not engine.decide(replace(CLUSTER, lags_gpu_s={"a": float(second)}), 100.0 + second).actions
+        assert not engine.decide(replace(CLUSTER, lags_gpu_s={"p": float(second)}), 100.0 + second).actions
     assert planned == [100.0, 110.0, 120.0]
 
 
@@ -54,7 +41,7 @@ def test_every_change_of_the_snapshot_is_planned(planned):
     engine = local_engine.LocalEngine()
     engine.decide(CLUSTER, 100.0)
     engine.decide(replace(CLUSTER, leases=(SESSION,)), 101.0)
-    engine.decide(replace(CLUSTER, projects=(Project(name="a", quota_milli=500),)), 102.0)
+    engine.decide(replace(CLUSTER, projects=(project("p", 0.5),)), 102.0)
     assert planned == [100.0, 101.0, 102.0]
 
 
