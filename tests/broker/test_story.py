@@ -39,12 +39,6 @@ async def test_the_story_ada_lends_bo_works_ada_comes_back_bo_goes_on(site, brok
     assert site.held.keys() == {ada.handle}
 
 
-async def test_an_idle_session_keeps_its_gpu_while_no_job_waits(site, broker):
-    ada = await site.session("ada", "1/2")
-    await until(lambda: site.now - ada.active_at > 500, 600)
-    assert broker.state(ada.handle) == "running"
-
-
 async def test_a_session_is_put_to_sleep_exactly_when_its_idle_time_is_over(site, broker):
     ada = await site.session("ada", "1/2")
     await site.submit("bo", "2")
