@@ -75,7 +75,7 @@ def waiting(
     *,
     needs: str | Text,
     free_milli: int,
-    position: int | None,
+    position: int | None = None,
     largest: int | None = None,
     told_until: Text | None = None,
 ) -> Texts:

@@ -309,12 +309,8 @@ class ServerAdmission:
             cluster, lease, now, not_nodes=request.not_nodes, within_s=max(0.0, until - now)
         )
         if isinstance(answer, Explanation):
-            why = messages.waiting(
-                answer.why,
-                needs=messages.needs_of(lease),
-                free_milli=answer.free_milli,
-                position=None,
-            )
+            needs = messages.needs_of(lease)
+            why = messages.waiting(answer.why, needs=needs, free_milli=answer.free_milli)
             if answer.why is Why.AWAITING_RELEASE:
                 advice = "%1 Start it again with the same size: it goes on from here."
             elif first is None:

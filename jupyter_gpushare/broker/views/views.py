@@ -323,7 +323,7 @@ class Views:
             if offer.why not in NOT_FOR_FREE:
                 found = self.forecast.free(size.fraction_milli * size.device_count / WHOLE_GPU)
             reason = messages.english(
-                messages.waiting(offer.why, needs=size.text, free_milli=offer.free_milli, position=None)
+                messages.waiting(offer.why, needs=size.text, free_milli=offer.free_milli)
             )
         elif offer.borrowed:
             reason = f"beyond the quota of project {project}: it may be taken back, and sleeps then"
