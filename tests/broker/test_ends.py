@@ -14,20 +14,24 @@ from tests.broker.machine import Program
 from tests.broker.virtual_time import until
 
 
-async def test_a_job_that_ends_with_an_error_has_failed_with_its_code(site, broker):
-    job = await site.submit("bo", "1", program=Program(work_s=5, exit_code=7))
+@pytest.mark.parametrize(
+    ("program", "ended", "reason"),
+    [
+        (Program(work_s=5, exit_code=7), ("failed", 7), "exit code 7"),
+        (Program(work_s=0), ("succeeded", 0), "ran to its end"),
+        (Program(vanishes_after_s=3), ("failed", None), "ended without a report"),
+    ],
+    ids=["error", "at once", "killed"],
+)
+async def test_a_job_that_ends_has_a_result_and_leaves_nothing(site, broker, program, ended, reason):
+    job = await site.submit("bo", "1", program=program)
     await until(lambda: broker.job(job).result, 60)
     seen = broker.seen(job)
-    assert (seen.state, seen.exit_code, seen.attempt) == ("failed", 7, 1)
-    assert "exit code 7" in seen.reason
+    assert (seen.state, seen.exit_code, seen.attempt) == (*ended, 1)
+    assert reason in seen.reason
+    assert seen.started_at is not None
     assert not broker.registry.leases
     assert not site.held
-
-
-async def test_a_job_that_ends_at_once_is_a_result(site, broker):
-    job = await site.submit("bo", "1", program=Program(work_s=0))
-    assert await broker.ended(job, 60) == "succeeded"
-    assert broker.seen(job).started_at is not None
 
 
 @pytest.mark.parametrize(
@@ -41,13 +45,6 @@ async def test_a_session_that_ends_with_its_node_is_told_so(site, host, told):
     await site.end_session("ada")
     await until(lambda: not broker.registry.leases, 60)
     assert [d.sentence for d in broker.registry.decisions.latest if d.action == "lost"] == told
-
-
-async def test_a_job_without_processes_has_failed(site, broker):
-    job = await site.submit("bo", "1", program=Program(vanishes_after_s=3))
-    assert await broker.ended(job, 60) == "failed"
-    assert "ended without a report" in broker.seen(job).reason
-    assert broker.seen(job).exit_code is None
 
 
 async def test_a_job_with_retries_is_tried_again_and_counts(site, broker):

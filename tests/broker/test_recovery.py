@@ -61,17 +61,6 @@ async def test_a_session_that_ended_while_the_broker_was_away_is_free_soon(site,
     assert site.now - began <= 30
 
 
-async def test_a_superseded_broker_that_the_hub_starts_again_takes_a_higher_epoch(site, broker):
-    site.epoch = 9  # a broker on another database has acted here
-    await until(lambda: broker.registry.journal.failed.done(), 30)
-    site.wrong.clear()  # what it tried was refused
-    await broker.end()
-    broker = await site.start_broker()
-    assert broker.store.epoch == site.epoch == 10
-    job = await site.submit("bo", "1", program=Program(work_s=1))
-    await until(lambda: broker.job(job).result, 60)
-
-
 async def test_a_job_with_processes_that_do_not_answer_is_not_taken_as_ended(site, broker):
     job = await site.running("bo", "1", program=Program(work_s=1000))
     held = site.held[broker.lease(job).handle]

@@ -29,13 +29,6 @@ async def test_a_start_that_fails_is_tried_again_with_longer_pauses_then_given_u
     assert site.now - began >= 2 + 4 + 8 + 16
 
 
-async def test_a_start_that_fails_once_succeeds_the_next_time(site, broker):
-    site.fault("start_server", HubError("the Hub is busy"))
-    job = await site.submit("bo", "1", program=Program(work_s=1))
-    assert await broker.ended(job, 60) == "succeeded"
-    assert site.started[job.id] == 1
-
-
 async def test_a_hub_that_starts_nothing_costs_no_job_its_tries(site, broker, monkeypatch):
     real, asked = broker.hub.start_server, []
 
