@@ -13,7 +13,7 @@ import json
 import pytest
 
 from jupyter_gpushare.broker.http.routes import ROUTES
-from tests.broker.http_site import SPAWNER, Http
+from tests.broker.http_site import SPAWNER, Http, example
 
 IDENTITIES = (None, "unknown", "no-access", "bo-reads", "bo", "ada", "ada-server", "root", "prometheus")
 IDENTITIES += (SPAWNER,)
@@ -101,17 +101,14 @@ BODIES = {
 
 
 def test_the_table_has_every_route_and_verb():
-    names = {"{id}": "x", "{job}": "x", "{lease}": "x", "{n}": "1", "{name}": "nlp", "{kernel}": "k-1"}
-    names["{process}"] = "1-1"
-
-    def plain(path: str) -> set[str]:
-        for name, value in names.items():
-            path = path.replace(name, value)
-        filled = ("{action}", ACTIONS) if "{action}" in path else ("{trace}", TRACES)
-        return {path.replace(filled[0], value) for value in filled[1]}
-
-    routes = {(m.upper(), p) for r in ROUTES for m in r.answers for p in plain(r.path)}
-    assert routes == {(method, *plain(path.partition("?")[0])) for method, path, _ in TABLE}
+    routes = {
+        (method.upper(), example(route.path, action=action, trace=trace))
+        for route in ROUTES
+        for method in route.answers
+        for action in ACTIONS
+        for trace in TRACES
+    }
+    assert routes == {(method, example(path.partition("?")[0])) for method, path, _ in TABLE}
 
 
 @pytest.mark.parametrize(("method", "path", "expected"), TABLE, ids=[f"{m} {p}" for m, p, _ in TABLE])
@@ -138,17 +135,7 @@ async def test_each_identity_may_do_what_the_matrix_says(http: Http, method, pat
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
 async def test_other_verbs_are_405_and_say_which_are_allowed(unchanged: Http, route):
-    path = route.path
-    for name, value in {
-        "id": "x",
-        "n": "1",
-        "name": "nlp",
-        "kernel": "k-1",
-        "action": "keep",
-        "trace": "jobs",
-        "process": "1-1",
-    }.items():
-        path = path.replace("{" + name + "}", value)
+    path = example(route.path)
     identity = SPAWNER if path.startswith("spawner/") else "root"
     allowed = {m.upper() for m in route.answers}
     for verb in {"GET", "POST", "PUT", "DELETE", "PATCH", "HEAD", "OPTIONS"} - allowed:

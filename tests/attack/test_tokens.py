@@ -29,7 +29,8 @@ async def test_a_revoked_token_changes_nothing_more(http: Http):
 async def test_a_lost_scope_and_a_lost_group_count_at_once_for_changes(http: Http, monkeypatch):
     await http.submit("bo")
     http.tokens["bo"] = person("bo")
-    assert (await http.refused("POST", "jobs", "bo", json={"command": ["true"]})).status == 403
+    refused = await http.refused("POST", "jobs", "bo", json={"command": ["true"]})
+    assert (refused.status, JOBS_SCOPE in refused.message) == (403, True)
     http.tokens["bo"] = person("bo", JOBS_SCOPE)
     monkeypatch.setattr(access, "_GROUPS_S", 300.0)
     assert (await http.ask("GET", "offers", "bo")).status_code == 200

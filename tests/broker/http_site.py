@@ -211,9 +211,10 @@ def _silent(_handler: Any) -> None:
     return None
 
 
-def example(path: str) -> str:
-    examples = {"id": "abc", "n": "1", "name": "nlp", "action": "lend", "kernel": "k-1", "trace": "jobs"}
-    examples["process"] = "1-1"
-    for name, value in examples.items():
-        path = path.replace("{" + name + "}", value)
-    return path
+_EXAMPLES = {"id": "abc", "job": "abc", "lease": "abc", "n": "1", "name": "nlp", "kernel": "k-1"}
+_EXAMPLES |= {"action": "lend", "trace": "jobs", "process": "1-1"}
+
+
+def example(path: str, **more: str) -> str:
+    """Return ``path`` with its parts filled in, by other values for those in ``more``."""
+    return path.format_map(_EXAMPLES | more)
