@@ -7,6 +7,7 @@ import contextlib
 import os
 import resource
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -222,60 +223,62 @@ async def test_a_connection_that_proves_nothing_is_closed(monkeypatch, sent):
     await server.end()
 
 
-async def test_a_loop_that_was_late_closes_nothing_that_it_has_not_read(monkeypatch):
-    gate, now = Gate(), 0.0
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
-    ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(iostream.IOStream(ours)) as stream:
-        gate.admit(stream, "a", is_proven=False)
-        now = 60.0
-        gate._tick()
-        assert not stream.closed()
-        for _ in range(int(IDLE_S / 0.25)):
-            gate.stop()
-            now += 0.25
-            gate._tick()
-        assert stream.closed()
-    gate.stop()
+class Ticking:
+    """A gate with one connection, on a clock that `tick` sets forward."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gate, self.now = Gate(), 0.0
+        monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: self.now)
+        ours, self.peer = socket.socketpair()
+        self.stream = iostream.IOStream(ours)
+
+    def tick(self, seconds: float = 0.25) -> None:
+        self.gate.stop()
+        self.now += seconds
+        self.gate._tick()
 
 
-async def test_a_loop_that_is_late_each_time_closes_what_proves_nothing_all_the_same(monkeypatch):
-    gate, now = Gate(), 0.0
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
-    ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(iostream.IOStream(ours)) as stream:
-        gate.admit(stream, "a", is_proven=False)
-        for _ in range(2 * int(IDLE_S / 0.25)):
-            gate.stop()
-            now += 1.0
-            gate._tick()
-        assert stream.closed()
-    gate.stop()
+@pytest.fixture
+async def ticking(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Ticking]:
+    made = Ticking(monkeypatch)
+    yield made
+    made.stream.close()
+    made.peer.close()
+    made.gate.stop()
+
+
+async def test_a_loop_that_was_late_closes_nothing_that_it_has_not_read(ticking):
+    ticking.gate.admit(ticking.stream, "a", is_proven=False)
+    ticking.tick(60.0)
+    assert not ticking.stream.closed()
+    for _ in range(int(IDLE_S / 0.25)):
+        ticking.tick()
+    assert ticking.stream.closed()
+
+
+async def test_a_loop_that_is_late_each_time_closes_what_proves_nothing_all_the_same(ticking):
+    ticking.gate.admit(ticking.stream, "a", is_proven=False)
+    for _ in range(2 * int(IDLE_S / 0.25)):
+        ticking.tick(1.0)
+    assert ticking.stream.closed()
 
 
 @pytest.mark.parametrize("reads", [True, False])
-async def test_an_answer_is_kept_for_a_peer_only_while_it_reads(monkeypatch, reads):
-    gate, now = Gate(), 0.0
-    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
-    ours, theirs = socket.socketpair()
-    with theirs, contextlib.closing(iostream.IOStream(ours)) as stream:
-        gate.admit(stream, HUB, is_proven=True)
-        gate.busy(stream)
-        sent = stream.write(bytes(16 << 20))
-        for _ in range(4 * int(2 * UNREAD_S)):
-            gate.stop()
-            now += 0.25
-            gate._tick()
-            if reads:
-                theirs.recv(50_000)
-                await asyncio.sleep(0)
-                await asyncio.sleep(0)
-        assert stream.closed() is not reads
-        assert stream.writing() is reads
-        stream.close()
-        with contextlib.suppress(iostream.StreamClosedError):
-            await sent
-    gate.stop()
+async def test_an_answer_is_kept_for_a_peer_only_while_it_reads(ticking, reads):
+    ticking.gate.admit(ticking.stream, HUB, is_proven=True)
+    ticking.gate.busy(ticking.stream)
+    sent = ticking.stream.write(bytes(16 << 20))
+    for _ in range(4 * int(2 * UNREAD_S)):
+        ticking.tick()
+        if reads:
+            ticking.peer.recv(50_000)
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+    assert ticking.stream.closed() is not reads
+    assert ticking.stream.writing() is reads
+    ticking.stream.close()
+    with contextlib.suppress(iostream.StreamClosedError):
+        await sent
 
 
 async def test_a_proxy_takes_nothing_of_the_reserve_of_the_hub_without_its_token(tmp_path: Path, monkeypatch):

@@ -74,9 +74,10 @@ async def test_how_long_waking_usually_takes_is_told_once_it_is_known(site, brok
 async def test_waking_up_names_the_borrower_and_the_seconds_of_the_copy(site, broker):
     ada, _ = await site.lent(program=LONG)
     site.later(site.gpu_cell(ada))
-    seen = set()
+    seen, badges = set(), set()
     while broker.state(ada.handle) != "running":
         seen.add(said(broker, ada))
+        badges.add(broker.shown(ada.handle).badge)
         back = broker.shown(ada.handle).back_in
         assert back is None or (back.low_s, back.high_s) == (5, 12)
         await asyncio.sleep(0.1)
@@ -84,6 +85,7 @@ async def test_waking_up_names_the_borrower_and_the_seconds_of_the_copy(site, br
     assert "back from a training job of project nlp, then copying 18 GiB." in text
     assert "Your cell runs after that. The GPU is back in 5 to 12 s." in text
     assert "Copying 18 GiB back to the GPU." in text
+    assert "Waking up" in badges
 
 
 async def test_an_owner_reads_for_how_long_a_job_that_saves_its_checkpoint_may_still_take(site, broker):
@@ -103,6 +105,7 @@ async def test_a_session_that_is_offered_another_gpu_reads_when_it_asks_again(si
     assert said(broker, ada).startswith("Asleep")  # not wanted
     broker.registry.observations[record.id].want(record.state, broker.registry.clock())
     assert said(broker, ada).startswith("The cluster chose another GPU; memory returns to its own.")
+    assert broker.shown(ada.handle).badge == "Waiting to wake"
 
 
 async def test_a_paused_job_names_the_project_and_its_place(site, broker):
@@ -144,7 +147,8 @@ async def test_a_lost_state_gives_its_reason_and_a_reference_that_is_in_the_log_
     await until(lambda: broker.state(ada.handle) == "running", 60)
     text = said(broker, ada)
     assert "(the driver lost a process)" in text
-    assert text.endswith(f"Reference {ada.handle}.")
+    assert text.endswith(f"Files are safe. Reference {ada.handle}.")
+    assert broker.shown(ada.handle).badge == "GPU state lost"
     assert any(ada.handle in d.sentence for d in broker.registry.decisions.latest)
 
 

@@ -126,37 +126,18 @@ def test_a_sleeping_session_says_since_when_to_which_job_and_how_to_wake():
     assert "to wake it, usually 8 s (5-12)." in said(
         sentence, seen(State.SUSPENDED, usually_wakes=messages.usually(5.1, 8.4, 12.4))
     )
-
-
-def test_waking_up_says_which_job_gives_the_gpu_back_and_how_long_that_takes():
-    gives = seen(State.SUSPENDED, wanted=True, back=Estimate(5, 42))
-    assert said(sentence, gives) == (
-        "Getting the GPU back from a training job of project nlp, then copying 6.5 GiB. "
-        "Your cell runs after that. The GPU is back in 5 to 42 s."
-    )
-    assert said(badge, gives) == "Waking up"
-    copies = seen(State.RESUMING)
-    assert said(sentence, copies) == "Copying 6.5 GiB back to the GPU. Your cell runs after that."
     asleep = seen(State.SUSPENDED, back=Estimate(5, 42))
     assert "to wake it, which takes 5 to 42 s; your variables are safe." in said(sentence, asleep)
 
 
-def test_an_owner_that_has_to_wait_reads_for_which_job_and_how_long():
-    saves = seen(State.SUSPENDED, wanted=True, held_up_s=30.2)
-    assert said(sentence, saves) == (
-        "Your GPU is guaranteed but busy for up to 30 s more: a job is saving its checkpoint."
-    )
-    assert said(badge, saves) == "Waiting to wake"
+def test_an_owner_that_waits_for_more_than_its_quota_is_promised_nothing():
     guest = seen(State.SUSPENDED, wanted=True, unclaimed=True)
     assert "guaranteed" not in said(sentence, guest)
     assert said(badge, guest) == "Waiting to wake"
 
 
-def test_a_lease_with_gpu_memory_that_cannot_return_yet_reads_when_it_asks_again():
+def test_a_job_with_gpu_memory_that_cannot_return_yet_reads_when_it_asks_again():
     told = "The cluster chose another GPU; memory returns to its own. It asks again at 14:21."
-    session = seen(State.SUSPENDED, wanted=True, unclaimed=True, asks_again_at="14:21")
-    assert said(sentence, session) == told
-    assert said(badge, session) == "Waiting to wake"
     job = seen(State.SUSPENDED, Kind.TRAIN, asks_again_at="14:21", position=2)
     assert said(sentence, job).endswith(f"Number 2. {told}")
 
@@ -171,30 +152,6 @@ def test_an_idle_owner_reads_until_when_the_gpu_stays_in_any_case():
     assert said(badge, over) == "Idle 10 min"
 
 
-def test_a_paused_job_says_why_that_nothing_was_lost_and_where_it_stands():
-    paused = seen(
-        State.SUSPENDED,
-        Kind.TRAIN,
-        why=Why.OVER_QUOTA,
-        given_to="nlp",
-        position=1,
-    )
-    assert said(sentence, paused) == (
-        "Paused at 14:20 because nlp took back its guaranteed GPU. Nothing was lost. Number 1."
-    )
-    requeued = said(
-        messages.requeued,
-        "14:20",
-        messages.because_of(Why.OVER_QUOTA),
-        "sigterm",
-        (messages.text("job.number", 1),),
-    )
-    assert requeued == (
-        "Paused at 14:20 because another project took back its guaranteed GPU. "
-        "It goes on from its own checkpoint. Number 1."
-    )
-
-
 def test_a_job_on_borrowed_capacity_says_which_project_may_take_it_back():
     borrowed = seen(State.RUNNING, Kind.TRAIN, borrowed=True, taken_back_by="nlp")
     assert said(sentence, borrowed).endswith("It may be paused when project nlp needs its own.")
@@ -206,15 +163,6 @@ def test_a_session_that_cannot_sleep_says_why():
     case = seen(State.RUNNING, obstacle="it uses CUDA IPC", warned=False)
     assert "it uses CUDA IPC" in said(sentence, case)
     assert said(badge, case) == "Held"
-
-
-def test_lost_state_says_what_to_do():
-    lost = seen(State.RUNNING, lost=True, suspend_reason="the driver lost it")
-    text = said(sentence, lost)
-    assert said(badge, lost) == "GPU state lost"
-    assert "restart" in text
-    assert "(the driver lost it)" in text
-    assert text.endswith("Files are safe. Reference b7-1.")
 
 
 @pytest.mark.parametrize("kind", Kind)
