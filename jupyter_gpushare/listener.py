@@ -183,7 +183,11 @@ class Listener(httpserver.HTTPServer):
         entry = self.gate.connections.of(stream)
         if entry is not None and entry.is_busy:
             self.gate.idle(stream)
-        return _Noted(self.gate, stream, super().start_request(server_conn, request_conn))
+        return _Request(self, request_conn, super().start_request(server_conn, request_conn))
+
+    def begins(self, connection: Any, _headers: httputil.HTTPHeaders) -> bool:
+        """Count the request of a complete head as begun; False: its connection has given way."""
+        return self.gate.busy(connection.stream)
 
     async def end(self) -> None:
         """Stop listening, and close all connections, long polls included."""
@@ -197,10 +201,14 @@ class Listener(httpserver.HTTPServer):
         super().on_close(server_conn)
 
 
-class Passed(httputil.HTTPMessageDelegate):
-    """Request that is passed on to the application, unless that was set to None."""
+class _Request(httputil.HTTPMessageDelegate):
+    """Request that goes on to the application where `Listener.begins` says so."""
 
-    def __init__(self, application: httputil.HTTPMessageDelegate) -> None:
+    def __init__(
+        self, listener: Listener, connection: object, application: httputil.HTTPMessageDelegate
+    ) -> None:
+        self._listener = listener
+        self._connection = connection
         self._application: httputil.HTTPMessageDelegate | None = application
 
     def headers_received(
@@ -208,7 +216,9 @@ class Passed(httputil.HTTPMessageDelegate):
         start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
         headers: httputil.HTTPHeaders,
     ) -> Awaitable[None] | None:
-        """Pass the head on."""
+        """Pass the head on, unless the request does not begin."""
+        if not self._listener.begins(self._connection, headers):
+            self._application = None
         return self._application.headers_received(start_line, headers) if self._application else None
 
     def data_received(self, chunk: bytes) -> Awaitable[None] | None:
@@ -221,24 +231,3 @@ class Passed(httputil.HTTPMessageDelegate):
     def on_connection_close(self) -> None:
         if self._application:
             self._application.on_connection_close()
-
-
-class _Noted(Passed):
-    """Request that makes its connection busy once its head is complete."""
-
-    def __init__(
-        self, gate: Gate, stream: iostream.IOStream, application: httputil.HTTPMessageDelegate
-    ) -> None:
-        super().__init__(application)
-        self._gate = gate
-        self._stream = stream
-
-    def headers_received(
-        self,
-        start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
-        headers: httputil.HTTPHeaders,
-    ) -> Awaitable[None] | None:
-        """Count the request as begun and pass its head on, unless its connection has given way."""
-        if not self._gate.busy(self._stream):
-            self._application = None
-        return super().headers_received(start_line, headers)

@@ -115,8 +115,10 @@ class Service:
     limits: CallerLimits = field(default_factory=CallerLimits)
 
 
-class Guarded(web.RequestHandler):
-    """Answers that no other page may show inside itself."""
+class Limited(web.RequestHandler):
+    """Requests of callers that take turns, with answers that no other page may show inside itself."""
+
+    service: Service
 
     def set_default_headers(self) -> None:
         """Set the headers that keep other pages from showing an answer inside themselves."""
@@ -131,12 +133,6 @@ class Guarded(web.RequestHandler):
         """
         if self.request.headers.get("Sec-Fetch-Dest", "").lower() in _FRAMES:
             raise NotAllowed("the GPU service is not shown inside other pages", reason="framed")
-
-
-class Limited(Guarded):
-    """Requests of callers that take turns."""
-
-    service: Service
 
     @property
     def stream(self) -> iostream.IOStream:

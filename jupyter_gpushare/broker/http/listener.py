@@ -13,7 +13,7 @@ import contextlib
 import ipaddress
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from math import ceil
 from typing import Any
@@ -21,7 +21,7 @@ from typing import Any
 from tornado import httputil, iostream, web
 
 from jupyter_gpushare.errors import TooMany
-from jupyter_gpushare.listener import Gate, Listener, Passed
+from jupyter_gpushare.listener import Gate, Listener
 from jupyter_gpushare.peers import Address, address_of, holder_of, machine_of, our_users, source_of
 from jupyter_gpushare.protocol import wire
 
@@ -183,7 +183,16 @@ class ApiListener(Listener):
         entry = self.gate.connections.of(stream)
         if entry is not None and entry.holder.startswith(_CLIENT):
             self.gate.count_for(stream, entry.admitted_for)
-        return _Counted(self, stream, request_conn, super().start_request(server_conn, request_conn))
+        return super().start_request(server_conn, request_conn)
+
+    def begins(self, connection: Any, headers: httputil.HTTPHeaders) -> bool:
+        """Count the request for its client, or answer 429; then as `Listener.begins`."""
+        try:
+            self.take(connection.stream, headers.get("X-Forwarded-For", ""))
+        except TooMany as error:
+            _refuse(connection, error)
+            return False
+        return super().begins(connection, headers)
 
     def take(self, stream: iostream.IOStream, forwarded: str) -> None:
         """Count the request on ``stream`` for its client.
@@ -208,47 +217,18 @@ class ApiListener(Listener):
         self.gate.count_for(stream, _CLIENT + client)
 
 
-class _Counted(Passed):
-    """Request that the application gets once it is counted for its client."""
-
-    def __init__(
-        self,
-        listener: ApiListener,
-        stream: iostream.IOStream,
-        connection: httputil.HTTPConnection,
-        application: httputil.HTTPMessageDelegate,
-    ) -> None:
-        super().__init__(application)
-        self._listener = listener
-        self._stream = stream
-        self._connection = connection
-
-    def headers_received(
-        self,
-        start_line: httputil.RequestStartLine | httputil.ResponseStartLine,
-        headers: httputil.HTTPHeaders,
-    ) -> Awaitable[None] | None:
-        """Pass the head on, or answer 429."""
-        try:
-            self._listener.take(self._stream, headers.get("X-Forwarded-For", ""))
-        except TooMany as error:
-            self._application = None
-            self._refuse(error)
-            return None
-        return super().headers_received(start_line, headers)
-
-    def _refuse(self, error: TooMany) -> None:
-        body = wire.encode(wire.ErrorAnswer.of(error, error.status, error.reason))
-        head = httputil.HTTPHeaders(
-            {
-                "Content-Type": "application/json",
-                "Content-Length": str(len(body)),
-                "Retry-After": str(ceil(error.retry_after_s)),
-                "Connection": "close",  # the body, if there is one, is not read
-                **GUARDS,
-            }
-        )
-        self._connection.write_headers(
-            httputil.ResponseStartLine("HTTP/1.1", error.status, "Too Many Requests"), head, body
-        )
-        self._connection.finish()
+def _refuse(connection: httputil.HTTPConnection, error: TooMany) -> None:
+    body = wire.encode(wire.ErrorAnswer.of(error, error.status, error.reason))
+    head = httputil.HTTPHeaders(
+        {
+            "Content-Type": "application/json",
+            "Content-Length": str(len(body)),
+            "Retry-After": str(ceil(error.retry_after_s)),
+            "Connection": "close",  # the body, if there is one, is not read
+            **GUARDS,
+        }
+    )
+    connection.write_headers(
+        httputil.ResponseStartLine("HTTP/1.1", error.status, "Too Many Requests"), head, body
+    )
+    connection.finish()
