@@ -85,10 +85,6 @@ class Connections(Generic[K]):
         """Return the number of connections that ``holder`` has in a class."""
         return len(self._held[is_proven].get(holder, ()))
 
-    def requests(self, user: str) -> int:
-        """Return the number of requests of ``user`` that are in progress, as `begin` counts them."""
-        return self._requests[user]
-
     def with_requests(self) -> list[K]:
         """Return the connections with a request in progress."""
         return [key for key, entry in self._entries.items() if entry.is_busy]

@@ -25,6 +25,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlparse
 
 from jupyterhub.services.auth import HubOAuth
@@ -318,22 +319,11 @@ class GPUShareBroker(BrokerTraits):
         )
 
     def _application(self, service: Service) -> web.Application:
-        options = {"service": service}
         # The Hub's proxy keeps the Hub's base_url in a path; who asks the broker itself need not know it.
         tops = (service.site.prefix.rstrip("/"), channel.SERVICE_PATH)
         top = f"(?:{'|'.join(map(re.escape, tops))})"
         return web.Application(
-            [
-                *((f"{top}/api/v1/{pattern(route)}", route.handler, options) for route in ROUTES),
-                (f"{top}/oauth_callback", OAuthCallback, options),
-                (f"{top}/metrics", MetricsHandler, options),
-                (f"{top}/?", AdminPage, options),
-                (f"{top}/decisions.csv", DecisionsCsv, options),
-                (f"{top}/usage.csv", UsageCsv, options),
-                (".*", NoSuchPathHandler, options),
-            ],
-            cookie_secret=self._cookie_secret(),
-            log_function=_log_request,
+            rules(top, service), cookie_secret=self._cookie_secret(), log_function=_log_request
         )
 
     def _spawner_tokens(self) -> list[str]:
@@ -341,6 +331,20 @@ class GPUShareBroker(BrokerTraits):
 
     def _cookie_secret(self) -> bytes:
         return secret_file(Path(self.state_dir) / "cookie-secret").encode()
+
+
+def rules(top: str, service: Service) -> list[Any]:
+    """Return the rules of the application for all paths of the service, below ``top``."""
+    options = {"service": service}
+    return [
+        *((f"{top}/api/v1/{pattern(route)}", route.handler, options) for route in ROUTES),
+        (f"{top}/oauth_callback", OAuthCallback, options),
+        (f"{top}/metrics", MetricsHandler, options),
+        (f"{top}/?", AdminPage, options),
+        (f"{top}/decisions.csv", DecisionsCsv, options),
+        (f"{top}/usage.csv", UsageCsv, options),
+        (".*", NoSuchPathHandler, options),
+    ]
 
 
 def hub_base_url(api_url: str) -> str:

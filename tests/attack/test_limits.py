@@ -147,7 +147,7 @@ def test_a_file_lease_on_an_account_that_has_grown_keeps_the_helper_waiting_for_
 
 
 async def test_slow_bodies_of_one_user_leave_connections_to_others(http: Http, monkeypatch):
-    requests = http.service.gate.connections.requests
+    requests = http.service.gate.connections._requests
     monkeypatch.setattr(base, "_MAX_REQUESTS", 2)
     head = f"POST {PREFIX}api/v1/jobs HTTP/1.1\r\nHost: x\r\nAuthorization: token bo\r\n"
     head += "Content-Length: 9\r\n\r\n"
@@ -155,13 +155,13 @@ async def test_slow_bodies_of_one_user_leave_connections_to_others(http: Http, m
     for _ in range(2):
         slow.append(await asyncio.open_connection("127.0.0.1", http.port))
         slow[-1][1].write(head.encode())
-    await becomes(lambda: requests("user bo") == 2)
+    await becomes(lambda: requests["user bo"] == 2)
     refused = await http.ask("POST", "jobs", "bo", json={"command": ["true"]})
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
     await http.submit("ada")
     for _, writer in slow:
         writer.close()
-    await becomes(lambda: not requests("user bo"))
+    await becomes(lambda: not requests["user bo"])
     await http.submit("bo")
 
 
@@ -255,18 +255,18 @@ async def test_answers_that_a_user_does_not_read_are_few_and_not_kept(http: Http
         self.finish(bytes(16 << 20))
 
     monkeypatch.setattr(handlers.DevicesHandler, "get", large)
-    requests = http.service.gate.connections.requests
+    requests = http.service.gate.connections._requests
     head = f"GET {PREFIX}api/v1/devices HTTP/1.1\r\nHost: x\r\nAuthorization: token bo\r\n\r\n"
     deaf = []
     for _ in range(2):
         deaf.append(socket.create_connection(("127.0.0.1", http.port)))
         deaf[-1].sendall(head.encode())
-    await becomes(lambda: requests("user bo") == 2)
+    await becomes(lambda: requests["user bo"] == 2)
     refused = await http.ask("GET", "status", "bo")
     assert (refused.status_code, refused.headers["Retry-After"]) == (429, "1")
     assert (await http.ask("GET", "status", "ada")).status_code == 200
     monkeypatch.setattr(listener, "UNREAD_S", 0.5)
-    await becomes(lambda: not requests("user bo"))
+    await becomes(lambda: not requests["user bo"])
     assert (await http.ask("GET", "status", "bo")).status_code == 200
     for each in deaf:
         each.close()

@@ -113,11 +113,11 @@ def test_requests_of_a_user_are_counted_until_they_end_on_whatever_connection():
     opened(connections, "b1")
     assert [connections.begin(key, "ada", 2) for key in ("a1", "a1", "a2", "b1")] == [True, True, True, False]
     connections.idle("a1", 1.0)
-    assert connections.requests("ada") == 1
+    assert connections._requests["ada"] == 1
     assert connections.begin("b1", "ada", 2)
     connections.close("b1")
     assert proven(connections, "c1") == ["a2"]
-    assert connections.requests("ada") == 0
+    assert connections._requests["ada"] == 0
 
 
 def test_what_is_proven_takes_no_place_of_what_is_not_and_the_other_way_round():

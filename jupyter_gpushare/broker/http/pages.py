@@ -299,16 +299,11 @@ class AdminPage(Page):
         await self.control.lending.set(None if mode == "default" else LendingMode(mode), identity.user)
 
     def _change(self) -> wire.ProjectChange:
-        names = ("quota", "weight", "limit", "priority_max")
-        quota, weight, limit, priority_max = (self.get_body_argument(name, "").strip() for name in names)
+        numbers = {"quota": float, "weight": int, "limit": float, "priority_max": int}
+        given = {name: self.get_body_argument(name, "").strip() for name in numbers}
         try:
-            return wire.ProjectChange(
-                quota=float(quota) if quota else None,
-                weight=int(weight) if weight else None,
-                limit=float(limit) if limit else None,
-                priority_max=int(priority_max) if priority_max else None,
-                force=bool(self.get_body_argument("force", "")),
-            )
+            changes: dict[str, Any] = {name: numbers[name](text) for name, text in given.items() if text}
+            return wire.ProjectChange(**changes, force=bool(self.get_body_argument("force", "")))
         except ValueError:
             raise InvalidRequest(
                 "guaranteed and limit are numbers of GPUs, weight and highest priority whole numbers"
@@ -317,17 +312,14 @@ class AdminPage(Page):
     def _asked(self) -> Asked:
         query = self.get_query_argument
         period = query("period", "24h")
+        parts: dict[str, Any] = {name: query(name, "") for name in _PANELS}
+        parts |= {name: _page(query(name, "")) for name in _FIRST}
         return Asked(
             period=period if period in PERIODS else "24h",
             live="1" if query("live", "") else "",
             q=query("q", "").strip()[:_MAX_FIND],
-            edit=query("edit", ""),
-            act=query("act", ""),
-            empty=query("empty", ""),
             back=query("back", ""),
-            users=_page(query("users", "")),
-            sessions=_page(query("sessions", "")),
-            jobs=_page(query("jobs", "")),
+            **parts,
         )
 
     async def _show(self, identity: Identity, wrong: str = "") -> None:

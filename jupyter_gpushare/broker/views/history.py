@@ -11,7 +11,7 @@ from typing import TypeVar
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state import store
-from jupyter_gpushare.broker.state.records import BusyStretch, DecisionRecord, JobRecord, UsageRecord
+from jupyter_gpushare.broker.state.records import BusyStretch, JobRecord, UsageRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.tables import MAX_USAGE_DAYS
 from jupyter_gpushare.broker.state.usage import WEEK_DAYS, Amounts, UsageQuery
@@ -28,13 +28,8 @@ async def timeline(registry: Registry, job: JobRecord, reader: str) -> wire.JobT
     Raises:
         StoreError: the database cannot be read.
     """
-    return timeline_of(job, await registry.store.decisions_about(job.lease_id), reader)
-
-
-def timeline_of(job: JobRecord, decisions: Iterable[DecisionRecord], reader: str) -> wire.JobTimeline:
-    """Return the timeline of a job, its decisions, start and end, as ``reader`` reads them."""
     moments = [_moment(job.submitted_at, "submitted", (messages.text("job.submitted"),))]
-    for each in decisions:
+    for each in await registry.store.decisions_about(job.lease_id):
         texts = messages.to_reader(each.texts, reader)
         moments.append(_moment(each.at, each.action, texts))
     if job.started_at:

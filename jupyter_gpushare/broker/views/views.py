@@ -36,9 +36,7 @@ def drain_of(registry: Registry, uuid: str) -> wire.Drain | None:
         return None
     there = [record for record in registry.index.placed.values() if uuid in record.lease.devices]
     return wire.Drain(
-        by=drain.by,
-        at=drain.at,
-        until=drain.until,
+        **asdict(drain),
         machine=uuid not in drains.of,
         sessions=sum(not record.is_job for record in there),
         jobs=sum(record.is_job for record in there),
@@ -371,10 +369,7 @@ class Views:
                         if device.uuid in x.devices and x.state in HOLDS_CAPACITY
                     ),
                     claimed_milli=claims.get(device.uuid, 0),
-                    ladder=[
-                        wire.Rung(level=str(rung.level), offered=rung.offered, reason=rung.reason, by=rung.by)
-                        for rung in device.ladder
-                    ],
+                    ladder=[wire.Rung(**asdict(rung)) for rung in device.ladder],
                 )
             )
         return wire.Devices(
@@ -397,11 +392,7 @@ class Views:
             configured=switch.configured.value,
             set_by=switch.override.by if is_set else "",
             set_at=switch.override.at if is_set else "",
-            tried=counts.tried,
-            failed=counts.failed,
-            lost=counts.lost,
-            last_reason=counts.last_reason,
-            last_at=counts.last_at,
+            **asdict(counts),
         )
 
     def decisions(self, user: str | None, limit: int, reader: str = "") -> list[wire.Decision]:
