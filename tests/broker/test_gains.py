@@ -14,6 +14,8 @@ from tests.broker.brokers import Broker
 from tests.broker.site import spawn
 from tests.broker.virtual_time import until
 
+pytestmark = pytest.mark.site(gpus=1)
+
 
 async def started(broker: Broker, user: str = "ada") -> str:
     """Start a server without a GPU; the name of the lease that it may get."""
@@ -30,7 +32,6 @@ async def gain(broker: Broker, lease: str, server: str = "", **asked: Any) -> wi
     return grant
 
 
-@pytest.mark.site(gpus=1)
 async def test_a_running_server_gets_the_lease_that_its_processes_name(site, broker):
     name = await started(broker)
     assert not site.held
@@ -53,7 +54,6 @@ async def test_a_running_server_gets_the_lease_that_its_processes_name(site, bro
         await gain(broker, name, gpus="1/4")
 
 
-@pytest.mark.site(gpus=1)
 async def test_two_requests_at_once_are_one_lease(site, broker):
     name = await started(broker)
     found = await asyncio.gather(
@@ -63,7 +63,6 @@ async def test_two_requests_at_once_are_one_lease(site, broker):
     assert len(broker.registry.leases) == len(site.held) == 1
 
 
-@pytest.mark.site(gpus=1)
 async def test_one_name_at_two_servers_at_once_is_one_lease(broker):
     name = await started(broker)
     found = await asyncio.gather(
@@ -73,7 +72,6 @@ async def test_one_name_at_two_servers_at_once_is_one_lease(broker):
     assert [record.server for record in broker.registry.leases.values()] == [""]
 
 
-@pytest.mark.site(gpus=1)
 async def test_a_lease_that_ends_is_not_given_again(site, broker):
     name = await started(broker)
     await gain(broker, name, gpus="1/4")
@@ -87,7 +85,6 @@ async def test_a_lease_that_ends_is_not_given_again(site, broker):
     assert site.effects.count("prepare") == before
 
 
-@pytest.mark.site(gpus=1)
 async def test_names_that_no_start_gave_are_refused(site, broker):
     bo = await broker.admission.start(spawn("bo", "1/4"))
     for name in ("", "b1", "../../etc", "b0123456789-2", "j0123456789-1", "B012345678-1"):
@@ -107,7 +104,6 @@ async def test_names_that_no_start_gave_are_refused(site, broker):
     assert not broker.registry.leases
 
 
-@pytest.mark.site(gpus=1)
 async def test_what_only_borrows_needs_the_owners_word(broker):
     name = await started(broker)
     with pytest.raises(Conflict, match="more than what project vision is guaranteed") as said:
@@ -117,7 +113,6 @@ async def test_what_only_borrows_needs_the_owners_word(broker):
     assert (await gain(broker, name, gpus="3/4", borrow=True)).borrowed
 
 
-@pytest.mark.site(gpus=1)
 async def test_a_full_machine_refuses_and_the_server_may_ask_again(site, broker):
     name = await started(broker)
     bo = await site.session("bo", "1/2")
@@ -129,7 +124,6 @@ async def test_a_full_machine_refuses_and_the_server_may_ask_again(site, broker)
     assert (await gain(broker, name, gpus="3/4", borrow=True)).lease == name
 
 
-@pytest.mark.site(gpus=1)
 async def test_a_helper_that_does_not_answer_leaves_no_lease(site, broker):
     name = await started(broker)
     site.fault("prepare", HelperError("unreachable", "no answer"))
@@ -138,7 +132,6 @@ async def test_a_helper_that_does_not_answer_leaves_no_lease(site, broker):
     await until(lambda: not broker.registry.leases, 60)
 
 
-@pytest.mark.site(gpus=1)
 async def test_without_a_helper_a_server_starts_all_the_same(site, broker):
     site.fault("reserve", HelperError("unreachable", "no answer"))
     grant = await broker.admission.start(wire.replace(spawn("ada", None), may_gain=True))

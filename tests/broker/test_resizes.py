@@ -15,6 +15,8 @@ from tests.broker.machine import Held
 from tests.broker.site import Site, spawn
 from tests.broker.virtual_time import until
 
+pytestmark = pytest.mark.site(gpus=1)
+
 WHOLE = 78_000_000_000
 
 
@@ -42,7 +44,6 @@ def half(broker: Broker) -> wire.Offer:
     return found
 
 
-@pytest.mark.site(gpus=1)
 async def test_a_session_grows_and_shrinks_on_its_device(site, broker):
     ada = await running(site)
     assert limit(ada) == WHOLE // 4
@@ -60,7 +61,6 @@ async def test_a_session_grows_and_shrinks_on_its_device(site, broker):
     assert "before: 1/2 GPU" in last.sentence
 
 
-@pytest.mark.site(gpus=1)
 async def test_what_a_session_gave_up_another_gets(site, broker):
     ada = await running(site, "1", use=0.2)
     assert half(broker).starts == "soon"  # asleep
@@ -70,7 +70,6 @@ async def test_what_a_session_gave_up_another_gets(site, broker):
     assert (grant.asleep, grant.memory_limit_bytes) == (False, WHOLE // 2)
 
 
-@pytest.mark.site(gpus=1)
 async def test_use_before_a_change_counts_with_the_size_of_then(site, broker):
     ada = await running(site)
     began = broker.lease(ada.handle).entered_at
@@ -81,7 +80,6 @@ async def test_use_before_a_change_counts_with_the_size_of_then(site, broker):
     assert use.used_gpu_s == pytest.approx(held_s / 4, abs=0.5)
 
 
-@pytest.mark.site(gpus=1)
 async def test_more_than_is_left_is_refused_with_the_most_that_it_may_have(site, broker):
     ada = await running(site)
     await site.session("bo", "1/2")
@@ -94,7 +92,6 @@ async def test_more_than_is_left_is_refused_with_the_most_that_it_may_have(site,
         await resize(broker, ada, gpus="0.6", borrow=True)
 
 
-@pytest.mark.site(gpus=1)
 async def test_a_guarantee_is_given_up_only_by_a_request_that_says_so(site, broker):
     ada = await running(site)
     with pytest.raises(Conflict, match="more than what project vision is guaranteed") as said:
@@ -106,7 +103,6 @@ async def test_a_guarantee_is_given_up_only_by_a_request_that_says_so(site, brok
     assert not ada.unattended
 
 
-@pytest.mark.site(gpus=1)
 async def test_a_session_that_holds_more_keeps_its_size_and_is_told_how_much_to_free(site, broker):
     ada = await running(site, "1/2", use=0.8)
     before = dict(ada.limits)
@@ -118,7 +114,6 @@ async def test_a_session_that_holds_more_keeps_its_size_and_is_told_how_much_to_
     assert site.effects.count(f"prepare {ada.handle}") == prepared
 
 
-@pytest.mark.site(gpus=1)
 async def test_memory_taken_while_it_shrinks_gives_the_old_limit_back(site, broker, monkeypatch):
     ada = await running(site, "1/2", use=0.1)
     before, prepare = dict(ada.limits), broker.devices.prepare
@@ -136,7 +131,6 @@ async def test_memory_taken_while_it_shrinks_gives_the_old_limit_back(site, brok
     assert (ada.limits, broker.lease(ada.handle).lease.held_milli) == (before, 500)
 
 
-@pytest.mark.site(gpus=1)
 async def test_a_request_for_the_old_size_while_it_shrinks_sets_no_limit(site, broker):
     ada = await running(site, "1/2")
     shrinks = asyncio.create_task(resize(broker, ada, gpus="1/4"))
@@ -149,7 +143,6 @@ async def test_a_request_for_the_old_size_while_it_shrinks_sets_no_limit(site, b
     assert (limit(ada), broker.lease(ada.handle).lease.held_milli) == (WHOLE // 4, 250)
 
 
-@pytest.mark.site(gpus=1)
 async def test_a_limit_that_the_helper_did_not_set_is_set_later(site, broker):
     ada = await running(site)
     site.fault("prepare", HelperError("busy", "later"), HelperError("busy", "later"))
@@ -193,7 +186,6 @@ async def test_a_mig_instance_has_the_size_that_it_has(broker):
 
 @pytest.mark.parametrize("size", ["1/2", "1/8"])
 @pytest.mark.parametrize("die_after", range(1, 9))
-@pytest.mark.site(gpus=1)
 async def test_a_broker_that_dies_at_any_step_leaves_record_and_helper_agreed(site, broker, size, die_after):
     ada = await running(site, use=0.1)
     broker.die_at = broker.steps + die_after
