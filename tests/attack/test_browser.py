@@ -100,11 +100,6 @@ async def attacked(http: Http, page: Page, kind: str, host: str) -> str:
     return await page.title()
 
 
-async def test_the_administrator_sees_the_form(http: Http, page: Page) -> None:
-    await page.goto(f"{http.url}{PREFIX}?edit=nlp")
-    assert await page.locator("#edit input[name=quota]").count() == 1
-
-
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("localhost", marks=pytest.mark.long)])
 @pytest.mark.parametrize("kind", ["frame", "embed", "fetch"])
 async def test_a_page_of_another_user_gets_nothing_by_frames_and_requests(http, page, kind, host) -> None:

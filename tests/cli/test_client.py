@@ -8,7 +8,7 @@ import time
 import pytest
 
 from jupyter_gpushare.client import BlockingClient
-from jupyter_gpushare.errors import BrokerUnavailable, NotAllowed, NotFound, NotSetUp
+from jupyter_gpushare.errors import BrokerUnavailable, NotAllowed, NotSetUp
 from jupyter_gpushare.protocol import wire
 
 
@@ -49,17 +49,6 @@ def test_an_address_without_the_api_is_no_answer_of_the_broker(broker, gpushare,
     ran = gpushare("status")
     assert ran.code == 3
     assert broker.url in ran.err
-
-
-def test_what_the_broker_does_not_find_is_its_refusal(broker):
-    broker.answers["GET jobs/x"] = (
-        404,
-        {"status": 404, "reason": "not_found", "message": "you have no job x"},
-    )
-    client = BlockingClient(broker.url, "token-of-ada")
-    with pytest.raises(NotFound, match="no job x"):
-        client.get("jobs/x", wire.Job)
-    client.close()
 
 
 def test_an_interrupt_leaves_no_request_behind(broker, monkeypatch):
