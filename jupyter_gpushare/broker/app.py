@@ -38,13 +38,10 @@ from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.backends.local import LocalDevices, library_fault
 from jupyter_gpushare.broker import respawn as respawning
 from jupyter_gpushare.broker.cluster import KubeCluster, queue_projects
-from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
-from jupyter_gpushare.broker.control.request_policy import RequestPolicy
-from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import Access
 from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service, Site
@@ -290,29 +287,18 @@ class GPUShareBroker(BrokerTraits):
         return listeners
 
     def _service(self, loop: Loop, forecast: Forecasts, inherited: bool) -> Service:
-        registry, engine, effects = loop.registry, loop.engine, loop.effects
+        registry = loop.registry
         base_url = hub_base_url(os.environ["JUPYTERHUB_API_URL"])
         prefix = f"{base_url}services/{os.environ.get('JUPYTERHUB_SERVICE_NAME', 'gpushare')}/"
         hub_auth = HubOAuth.instance(
             parent=self, cache_max_age=self.identity_cache_s, base_url=prefix, hub_prefix=f"{base_url}hub/"
         )
-        request_policy = RequestPolicy(registry, engine)
-        views = Views(registry, engine, forecast, loop.faults)
-        requests = RequestService(registry, engine, effects, forecast, request_policy)
-        admission = ServerAdmission(registry, engine, effects, request_policy, loop.ownership)
+        views = Views(registry, loop.engine, forecast, loop.faults)
         describe = functools.cache(lambda: routes.describe(prefix))
         return Service(
-            control=Control(
-                registry,
-                request_policy,
-                requests,
-                admission,
-                loop.lending,
-                loop.faults,
-                loop.ownership,
-            ),
+            control=Control.of(loop, forecast),
             views=views,
-            overview=Overview(registry, views.cluster_views),
+            overview=Overview(views),
             access=Access(hub_auth, self._spawner_tokens(), loop.hub, loop.ownership),
             site=Site(prefix, describe, metrics.collectors(registry), sockets_inherited=inherited),
             gate=Gate(connections_allowed()),

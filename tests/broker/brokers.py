@@ -14,12 +14,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import sqlalchemy as sa
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.control.admission import ServerAdmission
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
-from jupyter_gpushare.broker.control.request_policy import RequestPolicy
-from jupyter_gpushare.broker.control.requests import RequestService
+from jupyter_gpushare.broker.http.base import Control
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -63,17 +61,9 @@ class Broker:
         tickets = StartTickets(lambda: self.store.epoch, ["of the spawner"])
         self.loop = Loop(self.registry, self.engine, self.devices, self.hub, tickets)
         self.forecast = forecast = Forecasts(self.registry, self.engine)
-        self.request_policy = RequestPolicy(self.registry, self.engine)
-        self.requests = RequestService(
-            self.registry, self.engine, self.loop.effects, forecast, self.request_policy
-        )
-        self.admission = ServerAdmission(
-            self.registry,
-            self.engine,
-            self.loop.effects,
-            self.request_policy,
-            self.loop.ownership,
-        )
+        control = self.control = Control.of(self.loop, forecast)
+        self.request_policy, self.requests = control.request_policy, control.requests
+        self.admission = control.admission
         self.views = Views(self.registry, self.engine, forecast, self.loop.faults)
         self._running: asyncio.Task[None] | None = None
 

@@ -18,15 +18,17 @@ from tornado.netutil import bind_sockets, bind_unix_socket
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, JOBS_SCOPE, Access
-from jupyter_gpushare.broker.http.base import Control, Service
+from jupyter_gpushare.broker.http.base import Service
 from jupyter_gpushare.broker.http.base import Site as HttpSite
 from jupyter_gpushare.broker.http.listener import ApiListener, Proxies
 from jupyter_gpushare.broker.http.secret_files import tls_context
+from jupyter_gpushare.broker.state.records import LeaseRecord
+from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.connections import BACKLOG
 from jupyter_gpushare.listener import Gate
 from jupyter_gpushare.protocol import wire
-from tests.broker.site import Site
+from tests.broker.site import Site, spawn
 from tests.waiting import PATIENCE_S
 
 PREFIX = "/services/gpushare/"
@@ -103,17 +105,9 @@ class Http:
             cache_max_age=1,
         )
         self.service = Service(
-            control=Control(
-                self.broker.registry,
-                self.broker.request_policy,
-                self.broker.requests,
-                self.broker.admission,
-                self.broker.loop.lending,
-                self.broker.loop.faults,
-                self.broker.loop.ownership,
-            ),
+            control=self.broker.control,
             views=self.broker.views,
-            overview=Overview(self.broker.registry, self.broker.views.cluster_views),
+            overview=Overview(self.broker.views),
             access=Access(auth, [SPAWNER], self.broker.hub, self.broker.loop.ownership),
             site=HttpSite(PREFIX, lambda: routes.describe(PREFIX), metrics.collectors(self.broker.registry)),
             gate=Gate(),
@@ -195,6 +189,12 @@ class Http:
         assert answer.reason
         assert response.headers["Content-Type"] == "application/json"
         return answer
+
+    async def session(self, user: str = "ada") -> LeaseRecord:
+        """Return the lease of a server of ``user`` that has started with half a GPU."""
+        await self.broker.admission.start(spawn(user, "1/2"))
+        record = self.broker.registry.by_server(user, "")
+        return await self.broker.registry.advance(record, Started())
 
     async def submit(self, identity: str = "bo", **more: Any) -> wire.Job:
         for _ in range(20):

@@ -8,12 +8,10 @@ import pytest
 import pytest_asyncio
 from playwright.async_api import Browser, Locator, Page, expect
 
-from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.protocol.helper import UnleasedProcess
 from tests.broker import pages
 from tests.broker.http_site import PREFIX, Http
 from tests.broker.pages import HUB_STATIC, WIDTHS
-from tests.broker.site import spawn
 from tests.ui.pages import TOO_WIDE, accessible, picture
 from tests.waiting import PATIENCE_S
 
@@ -39,8 +37,7 @@ browser, http = pages.module_browser, pages.module_http
 async def page(http: Http, browser: Browser) -> AsyncIterator[Page]:
     """The page of the administrator; ada has a session, and a job of bo waits."""
     await http.broker.loop.observer.measure()  # a sample may be old by now on a busy machine
-    grant = await http.broker.admission.start(spawn("ada", "1/2"))
-    await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())
+    await http.session()
     await http.broker.loop.observer.measure()
     await http.submit("bo", name="whole", gpus="2")
 

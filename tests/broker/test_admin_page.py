@@ -10,7 +10,6 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.protocol.helper import UnleasedProcess
 from tests.broker import pages
 from tests.broker.http_site import PREFIX
@@ -98,9 +97,7 @@ async def test_only_admins_change_anything_on_the_page(http):
 
 
 async def test_an_administrator_acts_on_sessions_from_the_page_with_a_line_in_the_log(http):
-    grant = await http.broker.admission.start(spawn("ada", "1/2"))
-    registry = http.broker.registry
-    ada = await registry.advance(registry.by_handle(grant.lease), Started())
+    ada, registry = await http.session(), http.broker.registry
 
     async def send(**form: str):
         return await http.ask("POST", f"{http.url}{PREFIX}?act={ada.id}", "root", data=form)
@@ -197,9 +194,7 @@ async def test_a_period_that_does_not_exist_is_a_day(http):
 
 @pytest.mark.browser
 async def test_times_are_in_utc_until_the_only_script_writes_them_in_the_readers_zone(http, browser):
-    grant = await http.broker.admission.start(spawn("ada", "1/2"))
-    ada = await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())
-    await http.broker.requests.keep(ada, 30)
+    await http.broker.requests.keep(await http.session(), 30)
     await http.broker.registry.record_notice(None, "watchdog", "notice.of", "<b>at 2031-05-06T14:20Z")
     answer = await http.ask("GET", f"{http.url}{PREFIX}", "root")
     at = "2031-05-06"
@@ -230,8 +225,7 @@ async def test_times_are_in_utc_until_the_only_script_writes_them_in_the_readers
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_the_page_looks_like_the_hubs_and_fits_a_telephone(http, browser, theme, forced, judged):
     """The layout is looked at in every width, and axe-core judges the widths of ``judged``."""
-    grant = await http.broker.admission.start(spawn("ada", "1/2"))
-    await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())
+    await http.session()
     await submit_many(http, [f"train-{n}-with-a-name-that-no-line-of-a-telephone-holds" for n in range(30)])
     answer = await http.ask("GET", f"{http.url}{PREFIX}?edit=vision", "root")
     other = "light" if theme == "dark" else "dark"
@@ -321,8 +315,7 @@ async def test_a_search_finds_an_id_as_a_whole_only(http, monkeypatch):
 
 
 async def test_the_administrator_sees_what_each_user_holds_and_the_oldest_wait(http):
-    grant = await http.broker.admission.start(spawn("ada", "1/2"))
-    await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())
+    await http.session()
     await http.broker.loop.observer.measure()
     job = await http.submit("bo", gpus="2", name="whole")
     waits = http.broker.registry.leases[f"j{job.id}"].lease.waits_since_at

@@ -8,22 +8,13 @@ import pytest
 
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.http.routes import _ID
-from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.messages import text
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import UnleasedProcess
-from tests.broker.site import spawn
 
 
 def log_of(http) -> list[str]:
     return [entry.sentence for entry in http.broker.registry.decisions.latest if entry.action == "admin"]
-
-
-async def granted(http, user: str = "ada") -> str:
-    await http.broker.admission.start(spawn(user, "1/2"))
-    record = http.broker.registry.by_server(user, "")
-    await http.broker.registry.advance(record, Started())
-    return record.id
 
 
 async def submitted(http, user: str = "bo", **more) -> str:
@@ -74,7 +65,7 @@ async def test_a_stopped_job_names_the_administrator_and_its_owner_is_not_named(
 
 
 async def test_an_administrator_lends_and_stops_a_session(http):
-    lease = await granted(http)
+    lease = (await http.session()).id
     await http.broker.loop.observer.measure()
     for action in ("lend", "stop"):
         answer = await http.ask("POST", f"leases/{lease}/{action}", "root")
@@ -86,7 +77,7 @@ async def test_an_administrator_lends_and_stops_a_session(http):
 
 
 async def test_an_act_is_in_the_log_before_it_is_done(http):
-    lease, before = await granted(http), []
+    lease, before = (await http.session()).id, []
     http.service.access.stop_server = lambda _key: before.append(log_of(http)) or asyncio.sleep(0)
     assert (await http.ask("POST", f"leases/{lease}/stop", "root")).status_code == 200
     job, cancel = await submitted(http), http.service.control.requests.cancel
@@ -97,7 +88,7 @@ async def test_an_act_is_in_the_log_before_it_is_done(http):
 
 
 async def test_an_administrator_is_not_sent_with_a_token_to_the_server_of_another_user(http):
-    lease = await granted(http)
+    lease = (await http.session()).id
     http.site.servers[ServerKey("ada", "")] = "ready"
     path = f"leases/{lease}/kernels/k-1/release"
     assert (await http.ask("POST", path, "bo")).status_code == 404

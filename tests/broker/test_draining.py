@@ -11,7 +11,6 @@ from jupyter_gpushare.broker.control import administration
 from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.records import MACHINE
-from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import RequestError
 from tests.broker.brokers import sent
@@ -47,8 +46,7 @@ async def test_an_administrator_empties_one_gpu_and_takes_it_back(http):
 
 
 async def test_owners_there_are_asked_to_finish_and_no_server_starts(http):
-    grant = await http.broker.admission.start(spawn("ada", "1/2"))
-    record = await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())
+    record = await http.session()
     (uuid,) = record.lease.devices
     found = await drained(http, by="night")
     assert {(drain["sessions"], drain["machine"]) for drain in found.values()} == {(1, True), (0, True)}

@@ -33,7 +33,7 @@ def lease(state: State, milli: int, *, idle: bool = False, kind: Kind = Kind.BUI
 
 
 def overview(broker: Broker) -> Overview:
-    return Overview(broker.registry, broker.views.cluster_views)
+    return Overview(broker.views)
 
 
 # ---- what the GPUs do

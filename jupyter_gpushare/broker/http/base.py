@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from math import ceil
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import prometheus_client
 from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
@@ -23,7 +23,9 @@ from tornado import iostream, web
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.admission import ServerAdmission
+from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.lending_control import LendingControl
+from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
@@ -69,6 +71,21 @@ class Control:
     lending: LendingControl
     faults: Faults
     ownership: Ownership
+
+    @classmethod
+    def of(cls, loop: Loop, forecast: Forecasts) -> Self:
+        """Return what answers requests beside ``loop``."""
+        registry, engine, effects = loop.registry, loop.engine, loop.effects
+        policy = RequestPolicy(registry, engine)
+        return cls(
+            registry=registry,
+            request_policy=policy,
+            requests=RequestService(registry, engine, effects, forecast, policy),
+            admission=ServerAdmission(registry, engine, effects, policy, loop.ownership),
+            lending=loop.lending,
+            faults=loop.faults,
+            ownership=loop.ownership,
+        )
 
 
 @dataclass(frozen=True, slots=True)

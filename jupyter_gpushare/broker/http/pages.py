@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import groupby
+from operator import attrgetter
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
@@ -31,8 +32,7 @@ from jupyter_gpushare.broker.http.access import ADMIN_SCOPE, Identity
 from jupyter_gpushare.broker.http.base import Base
 from jupyter_gpushare.broker.http.handlers import act, usage_of
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode, MachineUse
-from jupyter_gpushare.broker.views.overview import PERIODS, Tables
-from jupyter_gpushare.core.model import State
+from jupyter_gpushare.broker.views.overview import PERIODS
 from jupyter_gpushare.errors import InvalidRequest, NotAllowed, RequestError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import before
@@ -327,7 +327,7 @@ class AdminPage(Page):
         views, overview, registry = self.service.views, self.service.overview, self.control.registry
         groups = await self.service.access.groups(identity)
         user = None if identity.admin else identity.user
-        asked, tables = self._asked(), Tables(registry, views)
+        asked = self._asked()
         past = await overview.past(asked.period)
         hub = f"{self.hub_auth.hub_host}{self.hub_auth.hub_prefix}"
         page = _ENVIRONMENT.get_template("now.html").render(
@@ -345,7 +345,7 @@ class AdminPage(Page):
             entered=lambda name, stored: self.get_body_argument(name, stored) if wrong else stored,
             xsrf=self.xsrf_token.decode() if identity.admin else "",
             now=overview.now(),
-            oldest=tables.oldest_wait(user),
+            oldest=overview.oldest_wait(user),
             periods=list(PERIODS),
             **_drawing(past),
             alerts=overview.alerts() if identity.admin else [],
@@ -354,13 +354,13 @@ class AdminPage(Page):
             lending=views.lending(),
             projects=views.projects(groups, everyone=identity.admin),
             weeks=overview.weeks(),
-            acting=tables.acting(asked.act) if identity.admin and asked.act else None,
-            users=tables.users(asked.q, asked.users) if identity.admin else None,
+            acting=overview.acting(asked.act) if identity.admin and asked.act else None,
+            users=overview.users(asked.q, asked.users) if identity.admin else None,
             placed=[
-                r.lease for r in registry.leases.values() if _is_placed(r) and user in (None, r.lease.user)
+                record.lease for record in registry.index.placed.values() if user in (None, record.lease.user)
             ],
-            sessions=tables.sessions(user, asked.q, asked.sessions),
-            jobs=tables.jobs(user, asked.q, asked.jobs),
+            sessions=overview.sessions(user, asked.q, asked.sessions),
+            jobs=overview.jobs(user, asked.q, asked.jobs),
             decisions=views.decisions(user, 50, identity.user),
         )
         self.set_header("Content-Type", "text/html; charset=utf-8")
@@ -390,23 +390,14 @@ def _whole(text: str) -> int:
     return int(text)
 
 
-def _is_placed(record: LeaseRecord) -> bool:
-    return record.state is not State.PENDING
-
-
 def _drawing(past: Sequence[MachineUse | None]) -> dict[str, Any]:
     """Return the parts of the chart of the past."""
     known = [part for part in past if part is not None]
-    return {
-        "width": WIDTH,
-        "height": HEIGHT,
-        "held": path(past, lambda part: part.held, area=True),
-        "lent": path(past, lambda part: part.lent, area=True),
-        "busy": path(past, lambda part: part.busy),
-        "held_percent": _percent(known, lambda part: part.held),
-        "lent_percent": _percent(known, lambda part: part.lent),
-        "busy_percent": _percent(known, lambda part: part.busy),
-    }
+    drawn: dict[str, Any] = {"width": WIDTH, "height": HEIGHT}
+    for name in ("held", "lent", "busy"):
+        drawn[name] = path(past, attrgetter(name), area=name != "busy")
+        drawn[f"{name}_percent"] = _percent(known, attrgetter(name))
+    return drawn
 
 
 def path(

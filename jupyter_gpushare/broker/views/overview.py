@@ -13,10 +13,9 @@ from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.state.observations import COMPUTES_PERCENT
 from jupyter_gpushare.broker.state.policy import beyond_machine
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord, MachineUse
-from jupyter_gpushare.broker.state.registry import Registry, keep_budget, keep_left
+from jupyter_gpushare.broker.state.registry import keep_budget, keep_left
 from jupyter_gpushare.broker.state.usage import WEEK_DAYS, GpuBreakdown, downsample, gpu_breakdown, held_gpus
 from jupyter_gpushare.broker.views import cluster_view
-from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
 from jupyter_gpushare.broker.views.views import Views
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, State
 from jupyter_gpushare.protocol import wire
@@ -55,15 +54,15 @@ class ProjectWeek:
 
 
 class Overview:
-    """Builds the overview from the registry and the present cluster view."""
+    """Builds the overview and the tables from the registry and the present cluster view."""
 
-    def __init__(self, registry: Registry, cluster_views: ClusterViewCache) -> None:
-        self._registry = registry
-        self._cluster_views = cluster_views
+    def __init__(self, views: Views) -> None:
+        self._registry = views.registry
+        self._views = views
 
     def now(self) -> GpuBreakdown:
         """Return the present use of the GPUs."""
-        cluster = self._cluster_views.now().cluster
+        cluster = self._views.cluster_views.now().cluster
         usable = [device.uuid for device in cluster.devices if device.usable or device.draining]
         at_work = snapshot.at_work(self._registry, self._registry.clock())
         return gpu_breakdown(cluster.leases, usable, len(cluster.devices) - len(usable), at_work)
@@ -107,13 +106,13 @@ class Overview:
 
     def _promised(self) -> list[Alert]:
         """Quotas that exceed the devices together."""
-        cluster = self._cluster_views.now().cluster
+        cluster = self._views.cluster_views.now().cluster
         sentence = beyond_machine(cluster.projects, WHOLE_GPU * len(cluster.devices))
         return [Alert(sentence=sentence)] if sentence else []
 
     def _starved(self) -> list[Alert]:
         """Projects that wait for guaranteed capacity, and the projects that borrow meanwhile."""
-        view = self._cluster_views.now()
+        view = self._views.cluster_views.now()
         late: dict[str, list[int]] = {}
         for lease in view.cluster.leases:
             if lease.id in view.outlook.why and view.at - lease.waits_since_at >= OWED_S:
@@ -205,6 +204,72 @@ class Overview:
             if d.action in _WORRYING and datetime.fromisoformat(d.at) >= since
         ]
 
+    # ---- tables of users, sessions and jobs; ``user`` None: of all users
+
+    def sessions(self, user: str | None, find: str, page: int) -> Rows[wire.LeaseStatus]:
+        """Return sessions and jobs that are placed on devices, by user."""
+        placed = (r for r in self._registry.leases.values() if r.state is not State.PENDING)
+        found = [r for r in placed if user in (None, r.lease.user) and self._is_like(r, find)]
+        found.sort(key=lambda r: (r.lease.user, r.is_job, r.id))
+        return cut(found, page, self._views.lease)
+
+    def jobs(self, user: str | None, find: str, page: int) -> Rows[wire.Job]:
+        """Return jobs in the order of `cluster_view`: started, queued, ended."""
+        mine = (job for job in self._registry.jobs.values() if user in (None, job.user))
+        found = [job for job in mine if _is_like(find, job.name, job.user, job.project, ids=(job.id,))]
+        active, ended = cluster_view.ordered(found, self._registry, self._views.cluster_views)
+        return cut([*active, *ended], page, self._views.job)
+
+    def users(self, find: str, page: int) -> Rows[UserNow]:
+        """Return users with a lease, or with use in the last seven days; the largest holders first."""
+        registry, now = self._registry, self._registry.clock()
+        leases: dict[str, list[LeaseRecord]] = {}
+        for record in registry.leases.values():
+            leases.setdefault(record.lease.user, []).append(record)
+        projects = {name: {r.lease.project for r in mine} for name, mine in leases.items()}
+        used: dict[str, float] = {}
+        lent: dict[str, float] = {}
+        for use in registry.usage.sums.values():
+            projects.setdefault(use.user, set()).add(use.project)
+            used[use.user] = used.get(use.user, 0.0) + use.used_gpu_s / _HOUR_S
+            lent[use.user] = lent.get(use.user, 0.0) + use.lent_gpu_s / _HOUR_S
+        found = [
+            _user(
+                name,
+                sorted(mine),
+                leases.get(name, ()),
+                now,
+                (used.get(name, 0.0), lent.get(name, 0.0)),
+            )
+            for name, mine in projects.items()
+            if _is_like(find, name, *mine)
+        ]
+        found.sort(key=lambda user: (-user.held_gpus, -user.waiting, user.name))
+        return cut(found, page, lambda user: user)
+
+    def acting(self, lease: str) -> wire.LeaseStatus | None:
+        """Return the lease with this id; None: it has ended."""
+        record = self._registry.leases.get(lease)
+        return None if record is None else self._views.lease(record)
+
+    def oldest_wait(self, user: str | None) -> Waiting | None:
+        """Return the lease that has waited longest for capacity; None: none waits."""
+        waiting = [r for r in self._registry.leases.values() if _waits(r) and user in (None, r.lease.user)]
+        if not waiting:
+            return None
+        record = min(waiting, key=lambda r: r.lease.waits_since_at)
+        job = self._registry.job_of(record)
+        return Waiting(
+            name=job.name if job is not None else "a session",
+            user=record.lease.user,
+            waited_s=max(0.0, self._registry.clock() - record.lease.waits_since_at),
+        )
+
+    def _is_like(self, record: LeaseRecord, find: str) -> bool:
+        job: JobRecord | None = self._registry.job_of(record)
+        names, ids = ((), ()) if job is None else ((job.name,), (job.id,))
+        return _is_like(find, record.lease.user, record.lease.project, *names, ids=(record.id, *ids))
+
 
 def _median_and_p95(seconds: Sequence[float]) -> tuple[float, float] | None:
     if len(seconds) < _LEAST_JOBS:
@@ -276,78 +341,6 @@ class Waiting:
     name: str  # of the job; "a session"
     user: str
     waited_s: float
-
-
-class Tables:
-    """Builds the tables from the registry; ``user`` None: of all users."""
-
-    def __init__(self, registry: Registry, views: Views) -> None:
-        self._registry = registry
-        self._views = views
-
-    def sessions(self, user: str | None, find: str, page: int) -> Rows[wire.LeaseStatus]:
-        """Return sessions and jobs that are placed on devices, by user."""
-        placed = (r for r in self._registry.leases.values() if r.state is not State.PENDING)
-        found = [r for r in placed if user in (None, r.lease.user) and self._is_like(r, find)]
-        found.sort(key=lambda r: (r.lease.user, r.is_job, r.id))
-        return cut(found, page, self._views.lease)
-
-    def jobs(self, user: str | None, find: str, page: int) -> Rows[wire.Job]:
-        """Return jobs in the order of `cluster_view`: started, queued, ended."""
-        mine = (job for job in self._registry.jobs.values() if user in (None, job.user))
-        found = [job for job in mine if _is_like(find, job.name, job.user, job.project, ids=(job.id,))]
-        active, ended = cluster_view.ordered(found, self._registry, self._views.cluster_views)
-        return cut([*active, *ended], page, self._views.job)
-
-    def users(self, find: str, page: int) -> Rows[UserNow]:
-        """Return users with a lease, or with use in the last seven days; the largest holders first."""
-        registry, now = self._registry, self._registry.clock()
-        leases: dict[str, list[LeaseRecord]] = {}
-        for record in registry.leases.values():
-            leases.setdefault(record.lease.user, []).append(record)
-        projects = {name: {r.lease.project for r in mine} for name, mine in leases.items()}
-        used: dict[str, float] = {}
-        lent: dict[str, float] = {}
-        for use in registry.usage.sums.values():
-            projects.setdefault(use.user, set()).add(use.project)
-            used[use.user] = used.get(use.user, 0.0) + use.used_gpu_s / _HOUR_S
-            lent[use.user] = lent.get(use.user, 0.0) + use.lent_gpu_s / _HOUR_S
-        found = [
-            _user(
-                name,
-                sorted(mine),
-                leases.get(name, ()),
-                now,
-                (used.get(name, 0.0), lent.get(name, 0.0)),
-            )
-            for name, mine in projects.items()
-            if _is_like(find, name, *mine)
-        ]
-        found.sort(key=lambda user: (-user.held_gpus, -user.waiting, user.name))
-        return cut(found, page, lambda user: user)
-
-    def acting(self, lease: str) -> wire.LeaseStatus | None:
-        """Return the lease with this id; None: it has ended."""
-        record = self._registry.leases.get(lease)
-        return None if record is None else self._views.lease(record)
-
-    def oldest_wait(self, user: str | None) -> Waiting | None:
-        """Return the lease that has waited longest for capacity; None: none waits."""
-        waiting = [r for r in self._registry.leases.values() if _waits(r) and user in (None, r.lease.user)]
-        if not waiting:
-            return None
-        record = min(waiting, key=lambda r: r.lease.waits_since_at)
-        job = self._registry.job_of(record)
-        return Waiting(
-            name=job.name if job is not None else "a session",
-            user=record.lease.user,
-            waited_s=max(0.0, self._registry.clock() - record.lease.waits_since_at),
-        )
-
-    def _is_like(self, record: LeaseRecord, find: str) -> bool:
-        job: JobRecord | None = self._registry.job_of(record)
-        names, ids = ((), ()) if job is None else ((job.name,), (job.id,))
-        return _is_like(find, record.lease.user, record.lease.project, *names, ids=(record.id, *ids))
 
 
 def _waits(record: LeaseRecord) -> bool:
