@@ -81,8 +81,6 @@ async def test_a_script_in_a_page_of_another_reads_nothing_with_the_cookie_of_it
     [
         ("GET", "nosuch", 404),
         ("GET", "../../nosuch", 404),
-        ("PUT", "jobs", 405),
-        ("DELETE", "status", 405),
         ("GET", "jobs/NOT-AN-ID", 404),
         ("GET", "jobs/" + "a" * 500, 404),
         ("GET", "jobs/..%2f..%2fetc", 404),

@@ -79,8 +79,7 @@ def test_lent_is_what_others_hold_of_the_capacity_of_suspended_sessions(held, le
 
 
 async def test_a_suspended_session_lends_nothing_while_its_capacity_is_unused(site, broker):
-    await site.session("ada", "1/2")
-    job = await site.running("bo", "2", program=Program(work_s=1000))
+    _, job = await site.lent(program=Program(work_s=1000))
     await asyncio.sleep(400)
     # What is not counted yet is told too; what is stored survives the broker.
     so_far = (await history.week(broker.registry, "ada")).lent_gpu_s

@@ -75,12 +75,6 @@ async def test_the_page_shows_what_is_mine_and_escapes_it(http):
     assert "alert(1)" in (await http.ask("GET", f"{http.url}{PREFIX}", "root")).text
 
 
-async def test_a_browser_without_login_is_sent_to_the_hub(http):
-    response = await http.client.get(f"{http.url}{PREFIX}", follow_redirects=False)
-    assert response.status_code == 302
-    assert "/hub/api/oauth2/authorize" in response.headers["Location"]
-
-
 async def test_our_client_understands_answers_and_refusals(http):
     client = BrokerClient(http.api, "bo", retry_s=0.0)
     job = await client.post("jobs", wire.JobRequest(command=["true"]), wire.Job, key="k")

@@ -16,6 +16,7 @@ from tests.broker.machine import Program
 from tests.broker.virtual_time import until
 
 IN_FORCE_S = 2.0
+LONG = Program(work_s=3_000)
 
 
 def policy(**more) -> Policy:
@@ -33,17 +34,8 @@ def sentences(broker) -> list[str]:
     return [d.sentence for d in broker.registry.decisions.latest]
 
 
-async def asleep(site, broker):
-    """Return ada's session, asleep while a job of bo uses both GPUs."""
-    ada = await site.session("ada", "1/2")
-    job = await site.submit("bo", "2", program=Program(work_s=3_000))
-    await until(lambda: broker.state(ada.handle) == "suspended", 400)
-    await until(lambda: broker.state(job) == "running", 60)
-    return ada, job
-
-
 async def test_off_wakes_every_session_and_puts_none_to_sleep(site, broker):
-    ada, job = await asleep(site, broker)
+    ada, job = await site.lent(program=LONG)
     await broker.loop.lending.set(LendingMode.OFF, "root")
     moving = ("resuming", "running")
     await until(lambda: broker.state(job) != "running" or broker.state(ada.handle) in moving, IN_FORCE_S)
@@ -109,7 +101,9 @@ async def test_suspensions_and_their_failures_are_counted_over_restarts(site, br
     ]
     for refusal in refusals:
         site.fault("suspend", refusal)
-    await asleep(site, broker)
+    await site.session("ada", "1/2")
+    job = await site.submit("bo", "2", program=LONG)
+    await until(lambda: broker.state(job) == "running", 400)
     await broker.end()
     broker = await site.start_broker()
     lending = broker.views.lending()
@@ -119,7 +113,7 @@ async def test_suspensions_and_their_failures_are_counted_over_restarts(site, br
 
 
 async def test_memory_that_could_not_be_restored_is_counted(site, broker):
-    ada, _ = await asleep(site, broker)
+    ada, _ = await site.lent(program=LONG)
     site.fault("resume", MoveResult(done=False, refused=Refusal.LOST, reason="out of memory"))
     site.later(site.gpu_cell(ada))
     await until(lambda: broker.views.lending().lost == 1, 60)
@@ -127,7 +121,7 @@ async def test_memory_that_could_not_be_restored_is_counted(site, broker):
 
 
 async def test_a_session_marked_never_to_sleep_wakes_and_keeps_its_gpu_until_it_is_unmarked(site, broker):
-    ada, _ = await asleep(site, broker)
+    ada, _ = await site.lent(program=LONG)
     await broker.requests.allow_sleep(broker.lease(ada.handle), False)
     await until(lambda: broker.state(ada.handle) == "running", 60)
     await broker.end()

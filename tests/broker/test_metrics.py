@@ -13,7 +13,6 @@ import yaml
 from jupyter_gpushare.broker.http import metrics
 from jupyter_gpushare.broker.state.registry import Registry
 from tests.broker.machine import Program
-from tests.broker.virtual_time import until
 
 MONITORING = Path(__file__).parents[2] / "docs" / "monitoring"
 _SUFFIXES = {"counter": ("_total",), "histogram": ("_bucket", "_sum", "_count"), "gauge": ("",)}
@@ -35,9 +34,7 @@ def value(text: str, sample: str) -> float:
 
 
 async def test_a_lending_a_wait_and_a_wake_are_counted_with_their_seconds(site, broker):
-    ada = await site.session("ada", "1/2")
-    job = await site.submit("bo", "2", program=Program(work_s=1_000))
-    await until(lambda: broker.state(job) == "running", 400)
+    ada, _ = await site.lent(program=Program(work_s=1_000))
     await site.gpu_cell(ada)
     text = text_of(broker.registry)
     assert value(text, 'gpushare_transitions_total{from="suspended",kind="build",to="resuming"}') == 1

@@ -39,7 +39,6 @@ NOT_WEB = [
         ({"fraction": "0.5", "gpus": 1}, "not for 2 of them"),
         ({"fraction": "0.33333"}, "GPU fraction"),
         ({"memory": "lots"}, "size of memory"),
-        ({"memory": "1"}, "too little"),
         ({"memory": "999TiB"}, "GPU"),
         ({"memory": "999999999999999TiB"}, "GPU"),
     ],
@@ -58,7 +57,6 @@ async def test_a_session_with_an_impossible_size_is_refused(broker, options, say
     [
         ({"gpus": "10"}, "GPU"),
         ({"gpus": "1025"}, "at most 1024"),
-        ({"gpus": "9" * 5000}, "at most 1024"),
         ({"gpus": "0.33333"}, "GPU fraction"),
         ({"memory": "999TiB"}, "GPU"),
         ({"command": []}, "needs a command"),

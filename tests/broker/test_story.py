@@ -150,9 +150,7 @@ async def test_the_machine_is_told_what_stays_a_leases_own_and_what_is_only_borr
 
 @pytest.mark.parametrize("looks", [((False, 1), (True, 2)), ((True, 2),)])
 async def test_an_owner_lets_a_session_sleep_whose_cell_waits_until_its_next_cell(site, broker, looks):
-    ada = await site.session("ada", "1/2")
-    job = await site.submit("bo", "2", program=Program(work_s=3_000))
-    await until(lambda: broker.state(job) == "running", 400)
+    ada, job = await site.lent(program=Program(work_s=3_000))
     record = broker.lease(ada.handle)
     with pytest.raises(Conflict, match="waits for its GPU"):
         await broker.requests.stay_asleep(record)
