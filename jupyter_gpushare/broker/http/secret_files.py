@@ -57,13 +57,8 @@ def _make_certificate(certificate: Path, key: Path) -> None:
     pem = serialization.Encoding.PEM
     secret = private.private_bytes(pem, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     for path, content, mode in ((key, secret, 0o600), (certificate, signed.public_bytes(pem), 0o644)):
-        new = path.with_name(f".{path.name}.new")
-        new.unlink(missing_ok=True)
-        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode), "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(new, path)
+        path.unlink(missing_ok=True)
+        _write_new(path, content, mode)
 
 
 # ---- the token and the cookie secret -----------------------------------------
@@ -77,7 +72,7 @@ def secret_file(path: Path) -> str:
     """
     try:
         if not path.exists() or not path.stat().st_size:
-            _write_secret(path)
+            _write_new(path, secrets.token_hex(32).encode(), 0o600)
         if path.stat().st_mode & 0o077:
             raise StoreError(f"{path} can be read by others: chmod 600 it")
         return path.read_text().strip()
@@ -85,14 +80,15 @@ def secret_file(path: Path) -> str:
         raise StoreError(f"{path}: {error.strerror}") from None
 
 
-def _write_secret(path: Path) -> None:
-    """Create a secret atomically; an empty file, left by a full disk, is replaced."""
+def _write_new(path: Path, content: bytes, mode: int) -> None:
+    """Create a file atomically; an empty one, left by a full disk, is replaced."""
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
-        with os.fdopen(fd, "w") as file:
-            file.write(secrets.token_hex(32))
+        with os.fdopen(fd, "wb") as file:
+            os.fchmod(fd, mode)
+            file.write(content)
             file.flush()
-            os.fsync(file.fileno())
+            os.fsync(fd)
         try:
             os.link(name, path)
         except FileExistsError:
