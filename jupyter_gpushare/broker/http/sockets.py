@@ -62,15 +62,12 @@ class Sockets:
         """
         found = inherited(environment)
         kinds = {_kind(each, addresses) for each in found}
-        inherits_all = {"unix", "http"} <= kinds
-        bound = [] if inherits_all and (addresses.tls is None or "tls" in kinds) else bind(addresses, kinds)
-        every = [*found, *bound]
-        return cls(
-            unix=tuple(each for each in every if _kind(each, addresses) == "unix"),
-            http=tuple(each for each in every if _kind(each, addresses) == "http"),
-            tls=tuple(each for each in every if _kind(each, addresses) == "tls"),
-            inherited=inherits_all,
-        )
+        every = [*found, *bind(addresses, kinds)]
+        by_kind = {
+            kind: tuple(each for each in every if _kind(each, addresses) == kind)
+            for kind in ("unix", "http", "tls")
+        }
+        return cls(**by_kind, inherited={"unix", "http"} <= kinds)
 
 
 def _kind(listening: socket.socket, addresses: Addresses) -> str:
