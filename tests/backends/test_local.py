@@ -127,52 +127,32 @@ async def test_every_verb_is_one_the_helper_can_read(helper, devices):
         "drop": protocol.Dropped(known=True),
     }
     helper.answer = lambda request: ok(answers[request["verb"]])
-    limits, guaranteed = {"GPU-1": 5, "GPU-0": 6}, {"GPU-1": 5, "GPU-0": 0}
-    await devices.prepare(
-        protocol.SetLimit(
-            lease="j-1",
-            uid=1000,
-            limits=limits,
-            guaranteed=guaranteed,
-            suspended=True,
-            unattended=True,
-            stops=True,
-        )
+    prepared = protocol.SetLimit(
+        lease="j-1",
+        uid=1000,
+        limits={"GPU-1": 5, "GPU-0": 6},
+        guaranteed={"GPU-1": 5, "GPU-0": 0},
+        suspended=True,
+        unattended=True,
+        stops=True,
     )
+    await devices.prepare(prepared)
     assert await devices.suspend("j-1", "calls") == moved
     assert await devices.resume("j-1") == moved
     await devices.signal("j-1", 15, "leader")
     await devices.end_process("GPU-1", "12-345")
     await devices.drop("j-1")
-    kinds = {
-        "set_limit": protocol.SetLimit,
-        "suspend": protocol.Suspend,
-        "resume": protocol.Resume,
-        "signal": protocol.Signal,
-        "end_process": EndProcess,
-        "drop": protocol.Drop,
-    }
-    built = [
-        protocol.build(kinds[a["verb"]], {k: v for k, v in a.items() if k not in ("verb", "epoch")})
-        for a in helper.asked
+    expected = [
+        ("set_limit", prepared),
+        ("suspend", protocol.Suspend(lease="j-1", calls="calls")),
+        ("resume", protocol.Resume(lease="j-1")),
+        ("signal", protocol.Signal(lease="j-1", number=15, to="leader")),
+        ("end_process", EndProcess(device="GPU-1", process="12-345")),
+        ("drop", protocol.Drop(lease="j-1", end_processes=True)),
     ]
-    assert built == [
-        protocol.SetLimit(
-            lease="j-1",
-            uid=1000,
-            limits={"GPU-1": 5, "GPU-0": 6},
-            guaranteed={"GPU-1": 5, "GPU-0": 0},
-            suspended=True,
-            unattended=True,
-            stops=True,
-        ),
-        protocol.Suspend(lease="j-1", calls="calls"),
-        protocol.Resume(lease="j-1"),
-        protocol.Signal(lease="j-1", number=15, to="leader"),
-        EndProcess(device="GPU-1", process="12-345"),
-        protocol.Drop(lease="j-1", end_processes=True),
-    ]
-    assert {a["epoch"] for a in helper.asked} == {7}
+    for asked, (verb, request) in zip(helper.asked, expected, strict=True):
+        assert (asked.pop("verb"), asked.pop("epoch")) == (verb, 7)
+        assert protocol.build(type(request), asked) == request
 
 
 @pytest.mark.parametrize("kind", ["stale_epoch", "conflict", "busy", "something_new"])

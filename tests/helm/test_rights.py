@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 from traitlets.config import Config
@@ -48,7 +47,6 @@ async def works(bed: Bed) -> None:
     await broker.until(lambda: broker.state("j") is State.RUNNING)
     await bed.quiet()
     await bed.restart_engine()
-    broker.engine = bed.engine
     broker.set("owner", wanted=True)
     await broker.until(lambda: broker.state("owner") is State.RUNNING)
     broker.leases.clear()
@@ -57,8 +55,7 @@ async def works(bed: Bed) -> None:
 
 async def creates_again(bed: Bed) -> None:
     """Create the objects of a seat, with a lost answer each: the client then reads the object."""
-    bed.engine_task.cancel()  # its requests would lose their answers instead
-    await asyncio.gather(bed.engine_task, return_exceptions=True)
+    await bed.stop_engine()  # its requests would lose their answers instead
     demand = Demand(lease="b1", project="vision", seat_class=SeatClass.SESSION, size=Size(500))
     asks = Request(fraction_milli=500)
     bed.server.faults.lose_answers = 1

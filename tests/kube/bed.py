@@ -130,10 +130,14 @@ class Bed:
         )
         self.engine_task = asyncio.create_task(self.engine.run())
 
-    async def restart_engine(self) -> None:
-        """End the engine wherever it is, and start another."""
+    async def stop_engine(self) -> None:
+        """End the engine wherever it is."""
         self.engine_task.cancel()
         await asyncio.gather(self.engine_task, return_exceptions=True)
+
+    async def restart_engine(self) -> None:
+        """End the engine wherever it is, and start another."""
+        await self.stop_engine()
         self.epoch += 1
         self.start_engine()
 
@@ -166,8 +170,20 @@ class Bed:
         return name
 
     def seats_of(self, lease: str) -> list[Json]:
-        found = self.store.all("podgroups", NS)
-        return [g for g in found if g["metadata"]["labels"]["gpushare.jupyter.org/lease"] == lease]
+        return [group for group in self.store.all("podgroups", NS) if self._lease(group) == lease]
+
+    @staticmethod
+    def _lease(found: Json) -> str:
+        return str(found["metadata"]["labels"]["gpushare.jupyter.org/lease"])
+
+    async def said_no(self, lease: str) -> None:
+        """Let KAI, which has to be stopped, refuse the seat of a lease; return once the engine knows it."""
+        await self.until(lambda: [p for p in self.store.all("pods", NS) if self._lease(p) == lease])
+        (group,) = self.seats_of(lease)
+        said = [{"type": "UnschedulableOnNodePool", "status": "True", "reasons": []}]
+        body = {"status": {"schedulingConditions": said}}
+        self.store.patch("podgroups", NS, group["metadata"]["name"], body, part="status")
+        await self.until(lambda: any(s.why for s in self.seats.seats().get(lease, ())))
 
     async def until(self, condition: Callable[[], Any]) -> Any:
         """Return the first true value of ``condition``; fail as the engine fails."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from jupyter_gpushare.broker.engine import Explanation
+from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.core.model import (
     Action,
     CheckpointMode,
@@ -37,10 +38,14 @@ class Broker:
     """
 
     def __init__(self, bed: Bed, *projects: Project) -> None:
-        self.bed, self.engine = bed, bed.engine
+        self.bed = bed
         self.projects = projects or (VISION, NLP)
         self.leases: dict[str, Lease] = {}
         self.did: list[Action] = []
+
+    @property
+    def engine(self) -> KaiEngine:
+        return self.bed.engine
 
     @property
     def now(self) -> float:

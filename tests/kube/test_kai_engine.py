@@ -77,12 +77,7 @@ class TestStart:
         bed.kai.stop()
         bed.engine._stands_s = 60.0
         starting = asyncio.create_task(broker.session("a"))
-        name = (await bed.until(lambda: bed.seats_of("a")))[0]["metadata"]["name"]
-        await bed.until(lambda: len(objects(bed)) == 2)
-        said = [{"type": "UnschedulableOnNodePool", "status": "True", "reasons": []}]
-        body = {"status": {"schedulingConditions": said}}
-        bed.store.patch("podgroups", NS, name, body, part="status")
-        await bed.until(lambda: any(s.why for s in bed.seats.seats().get("a", ())))
+        await bed.said_no("a")
         assert not starting.done()
         bed.kai.go_on()
         assert isinstance(await starting, Grant)

@@ -34,7 +34,6 @@ class TestTakeOver:
         await bed.quiet()
         bed.server.faults.answers_to["PATCH"] = 403
         await bed.restart_engine()
-        broker.engine = bed.engine
         await bed.until(lambda: bed.seats.is_known)
         bed.server.requests.clear()
         await broker.engine.settle(broker.cluster, broker.now)
@@ -96,7 +95,6 @@ class TestFaults:
         name = bed.seats_of("a")[0]["metadata"]["name"]
         hung = dict(bed.seats._pods.objects), dict(bed.seats._groups.objects), bed.seats
         await bed.restart_engine()
-        broker.engine = bed.engine
         asked = len(bed.server.requests)
         broker.job("j")
         await broker.until(lambda: broker.state("j") is State.RUNNING)
@@ -117,8 +115,7 @@ class TestFaults:
     ):
         await broker.session("a")
         await bed.quiet()
-        bed.engine_task.cancel()
-        await asyncio.gather(bed.engine_task, return_exceptions=True)
+        await bed.stop_engine()
         begun: list[str] = []
 
         async def refuse() -> None:
@@ -166,7 +163,6 @@ class TestFaults:
             lending.cancel()
             await asyncio.gather(lending, return_exceptions=True)
             await bed.restart_engine()
-            broker.engine = bed.engine
             if broker.leases["owner"].wanted:
                 await broker.until(lambda: broker.state("owner") is State.RUNNING)
             broker.set("owner", idle_since_at=broker.now - 10_000)

@@ -120,7 +120,7 @@ class TestLentGpu:
                 await bed.until(lambda id=id: phase(broker, id) is StartPhase.FREEING)
                 await given_up(start)
             await bed.restart_engine()
-            broker.engine, bed.engine._place_s = bed.engine, PLACE_S
+            bed.engine._place_s = PLACE_S
             await bed.until(lambda: bed.seats.is_known)
             await broker.engine.settle(broker.cluster, broker.now)
             await stays(lambda: bed.seats_of("b"))
@@ -148,12 +148,7 @@ class TestLentGpu:
             bed.kai.stop()
             bed.engine._stands_s = 60.0
             start = begun(broker, "a")
-            (group,) = await bed.until(lambda: bed.seats_of("a"))
-            await bed.until(lambda: len(objects(bed)) == 4)
-            said = [{"type": "UnschedulableOnNodePool", "status": "True", "reasons": []}]
-            body = {"status": {"schedulingConditions": said}}
-            bed.store.patch("podgroups", NS, group["metadata"]["name"], body, part="status")
-            await bed.until(lambda: any(s.why for s in bed.seats.seats().get("a", ())))
+            await bed.said_no("a")
             bed.kai.go_on()
             await bed.until(lambda: phase(broker, "a") is StartPhase.FREEING)
             await broker.until(start.done)
@@ -244,7 +239,7 @@ class TestBinding:
 
     @pytest.mark.model
     async def test_a_seat_that_kai_writes_to_is_taken_over_all_the_same(self):
-        async with lent_to_a_job() as broker:
+        async with lent_to_a_job(place_s=20) as broker:
             bed, first = broker.bed, begun(broker, "a")
             await evicted(bed)
             await bed.until(lambda: phase(broker, "a") is StartPhase.FREEING)
@@ -253,6 +248,7 @@ class TestBinding:
             second = begun(broker, "b")  # takes the present version of the pod for the newest
             change = {"metadata": {"annotations": {"other": "1"}}}
             bed.store.patch("pods", NS, group["metadata"]["name"], change)
+            await bed.until(lambda: bed.seats_of("b"))
             await broker.until(second.done)
             assert isinstance(second.result(), Grant)
             assert len(bed.kai.evicted) == 1

@@ -20,8 +20,8 @@ from tests.kube.kubelet import Node
 KUBE = "jupyter_gpushare.hub.kube.GPUShareKubeSpawner"
 STUB = Path(__file__).with_name("cells.py")
 NS = "hub"
-EXTRA = """
-import os
+# KubeSpawner in a Hub with a home for each user.
+PODS = """
 from kubernetes_asyncio.config import kube_config
 # Read from $KUBECONFIG at its import, which may have been before this file.
 kube_config.KUBE_CONFIG_DEFAULT_LOCATION = {kubeconfig!r}
@@ -31,6 +31,8 @@ c.KubeSpawner.volumes = [{{"name": "home", "persistentVolumeClaim": {{"claimName
 c.KubeSpawner.volume_mounts = [{{"name": "home", "mountPath": "/home/jovyan"}}]
 c.KubeSpawner.storage_pvc_ensure = True
 c.KubeSpawner.storage_capacity = "1Gi"
+"""
+EXTRA = """
 c.KubeSpawner.profile_list = [
     {{"display_name": "plain", "slug": "plain", "default": True}},
     {{"display_name": "image of jobs", "slug": "own", "kubespawner_override": {{"image": "own:2"}}}},
@@ -71,7 +73,7 @@ def shared() -> Iterator[tuple[Hub, Cluster]]:
         make_certificate(folder / "api.crt", folder / "api.key")
         nodes = [Node(f"node-{n}", gpus=(f"GPU-{n}",)) for n in (1, 2)]
         with running_cluster(folder, nodes) as cluster:
-            extra = EXTRA.format(
+            extra = (PODS + EXTRA).format(
                 kubeconfig=str(cluster.kubeconfig()),
                 folder=name,
                 python=sys.executable,
@@ -92,13 +94,9 @@ def hub(shared: tuple[Hub, Cluster]) -> Iterator[Hub]:
     hub, cluster = shared
     hub.broker.reset()
     yield hub
-    hub.broker.reset()
     for node in cluster.kubelet.nodes.values():
         node.accepts = True
-    for user in hub.api("GET", "users?include_stopped_servers").json():
-        for server in user["servers"].values():
-            if not server.get("stopped"):
-                hub.stop_server(user["name"], server["name"], remove=bool(server["name"]))
+    hub.stop_servers()
     wait_for(lambda: not cluster.pods(NS), "all pods are gone")
 
 

@@ -33,7 +33,7 @@ from tests.kube import test_broker
 from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node
 from tests.kube.test_broker import CLI, Site
-from tests.kube.test_spawner import KUBE, environment, pid_of
+from tests.kube.test_spawner import KUBE, PODS, environment, pid_of
 from tests.ports import free_ports
 from tests.simulator import GIB, Simulator
 from tests.waiting import PATIENCE_S, until
@@ -49,14 +49,6 @@ c.GPUShareBroker.notice = 1
 c.GPUShareBroker.tls_address = "127.0.0.1:{port}"
 """
 HUB_MORE = """
-from kubernetes_asyncio.config import kube_config
-kube_config.KUBE_CONFIG_DEFAULT_LOCATION = {kubeconfig!r}
-c.KubeSpawner.namespace = "hub"
-c.KubeSpawner.image = "lab:1"
-c.KubeSpawner.volumes = [{{"name": "home", "persistentVolumeClaim": {{"claimName": "{{pvc_name}}"}}}}]
-c.KubeSpawner.volume_mounts = [{{"name": "home", "mountPath": "/home/jovyan"}}]
-c.KubeSpawner.storage_pvc_ensure = True
-c.KubeSpawner.storage_capacity = "1Gi"
 c.KubeSpawner.uid = {uid}
 c.GPUShareMixin.broker_url = {broker!r}
 c.GPUShareMixin.server_broker_url = "https://127.0.0.1:{port}/services/gpushare"
@@ -188,7 +180,7 @@ def running_story() -> Iterator[Story]:
             for node in NODES:
                 helper_pod(cluster, node)
             tls_port = free_ports()
-            more = HUB_MORE.format(
+            more = (PODS + HUB_MORE).format(
                 kubeconfig=str(cluster.kubeconfig()), folder=name, python=sys.executable, cells=str(CELLS),
                 port=tls_port, broker=unix_url(made.socket, "/services/gpushare"), uid=os.getuid(),
             )  # fmt: skip

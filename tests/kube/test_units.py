@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from functools import partial
 
@@ -69,10 +69,6 @@ def idle(broker: Broker) -> None:
             broker.set(lease.id, idle_since_at=broker.now - 10_000)
 
 
-async def until(broker: Broker, condition: Callable[[], bool]) -> None:
-    await broker.bed.until(condition)
-
-
 def run(broker: Broker, leases: list[str]) -> bool:
     return all(broker.state(lease) is State.RUNNING for lease in leases)
 
@@ -109,7 +105,7 @@ async def test_every_return_gets_its_own_gpu_whatever_the_kubelet_hands_out(orde
             for n, job in enumerate(jobs):
                 size = Size(1000 if n < 3 else 500)
                 broker.job(job, size=size, survival=rng.choice(list(CheckpointMode)))
-            await until(broker, partial(run, broker, jobs))
+            await broker.bed.until(partial(run, broker, jobs))
             asleep = [id for id in homes if broker.state(id) is State.SUSPENDED]
             assert asleep
             rng.shuffle(asleep)
@@ -117,14 +113,14 @@ async def test_every_return_gets_its_own_gpu_whatever_the_kubelet_hands_out(orde
                 began = len(bed.kai.evicted)
                 for id in back:
                     broker.set(id, wanted=True)
-                await until(broker, partial(run, broker, back))
+                await broker.bed.until(partial(run, broker, back))
                 assert {id: broker.leases[id].devices for id in back} == {id: homes[id] for id in back}
                 theirs = {node for node, uuids in NODES.items() for id in back if homes[id][0] in uuids}
                 assert {node_of(bed, seat) for seat in bed.kai.evicted[began:]} <= theirs
             check_no_claim_was_displaced(broker)
             for job in jobs:
                 del broker.leases[job]
-            await until(broker, partial(have_no_seats, bed, jobs))
+            await broker.bed.until(partial(have_no_seats, bed, jobs))
 
 
 def check_no_claim_was_displaced(broker: Broker) -> None:
@@ -141,15 +137,15 @@ async def test_a_session_that_starts_displaces_a_job_that_keeps_its_seat():
         idle(broker)
         for job in ("i", "j"):
             broker.job(job, survival=CheckpointMode.SIGTERM)
-        await until(broker, partial(run, broker, ["i", "j"]))
+        await broker.bed.until(partial(run, broker, ["i", "j"]))
         assert broker.state("owner") is State.SUSPENDED
         (lodger,) = [job for job in ("i", "j") if broker.leases[job].devices == (home,)]
         other = "j" if lodger == "i" else "i"
         del broker.leases[other]  # its GPU is free: no seat has to go
-        await until(broker, partial(have_no_seats, broker.bed, [other]))
+        await broker.bed.until(partial(have_no_seats, broker.bed, [other]))
         (seat,) = broker.bed.seats_of(lodger)
         broker.set("owner", wanted=True)
-        await until(broker, partial(run, broker, ["owner", lodger]))
+        await broker.bed.until(partial(run, broker, ["owner", lodger]))
         assert broker.leases["owner"].devices == (home,)
         assert broker.leases[lodger].devices != (home,)
         assert [each["metadata"]["name"] for each in broker.bed.seats_of(lodger)] == [
@@ -165,6 +161,6 @@ async def test_sizes_that_are_no_units_are_refused_and_a_closed_pool_starts_noth
         broker.bed.foreign = {"n0": "the pod ml/train has a GPU there"}
         assert isinstance(await broker.session("x", size=Size(500)), Explanation)
         said = "Node n0 grants and lends nothing: the pod ml/train has a GPU there."
-        await until(broker, lambda: said in broker.engine.trouble())
+        await broker.bed.until(lambda: said in broker.engine.trouble())
         broker.bed.foreign = {}
         await start(broker, "x", Size(500))
