@@ -228,20 +228,14 @@ async def test_a_user_has_groups_and_the_moment_at_which_the_hub_made_it(hub, sa
         await hub.client.user("bo")
 
 
-async def test_all_users_are_read_page_by_page(hub):
-    hub.state = ""
+@pytest.mark.parametrize(("page_max", "pages"), [(200, 3), (50, 9)])
+async def test_all_users_are_read_page_by_page(hub, page_max, pages):
+    hub.state, hub.page_max = "", page_max
     hub.users = [{"name": f"u{n}", "created": "2026-11-22T03:05:09.123456Z"} for n in range(401)]
     users = await hub.client.users()
     assert [user.name for user in users] == [f"u{n}" for n in range(401)]
     assert [user.name for user in await hub.client.users()] == [user.name for user in users]
-    assert hub.statuses[3:] == [304, 304, 304]
-
-
-async def test_a_hub_with_small_pages_is_read_to_the_end(hub):
-    hub.state, hub.page_max = "", 50
-    hub.users = [{"name": f"u{n}"} for n in range(101)]
-    assert [user.name for user in await hub.client.users()] == [f"u{n}" for n in range(101)]
-    assert len(hub.asked) == 3
+    assert hub.statuses == [*[200] * pages, *[304] * pages]
 
 
 async def test_where_a_server_is_reached_is_what_the_hub_says(hub):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import celpy
@@ -65,18 +64,31 @@ VOID = {"env": [{"name": "PATH", "value": "/bin"}, {"name": "NVIDIA_VISIBLE_DEVI
 GPU = {"resources": {"limits": {"nvidia.com/gpu": "1", "cpu": "1"}}}
 
 
+FOREIGN = pod(TAINT, nodeName="gpu-7")
+EXEMPT = ("gpushare", "jhub", "kube-system", "gpu-operator", "kai-scheduler", "kai-resource-reservation")
+
+
 @pytest.mark.parametrize(
-    "made",
+    ("made", "more"),
     [
-        pod(),
-        pod(NOT_READY),
-        pod({"key": "other", "operator": "Exists"}, container=VISIBLE, runtimeClassName="nvidia"),
-        pod(nodeSelector={"kubernetes.io/hostname": "gpu-7"}),
+        (pod(), {}),
+        (pod(NOT_READY), {}),
+        (pod({"key": "other", "operator": "Exists"}, container=VISIBLE, runtimeClassName="nvidia"), {}),
+        (pod(nodeSelector={"kubernetes.io/hostname": "gpu-7"}), {}),
+        # Static pods are those of their node.
+        (pod(ALL, nodeName="gpu-7"), {"user": "system:node:gpu-7"}),
+        # One from before the policy can be labelled and deleted, one that was bound can be changed.
+        (FOREIGN | {"metadata": {"name": "p", "labels": {"a": "b"}}}, {"old": FOREIGN}),
+        (pod(nodeName="c", activeDeadlineSeconds=30), {"old": pod(nodeName="c", activeDeadlineSeconds=60)}),
+        # Namespaces in which users create no pods.
+        *((pod(ALL, nodeName="gpu-7"), {"namespace": name}) for name in EXEMPT),
     ],
     ids=str,
 )
-def test_pods_that_cannot_get_on_the_nodes_are_admitted(chart: Chart, made: Json):
-    assert refusals(chart, made) == []
+def test_pods_that_cannot_get_on_the_nodes_or_are_no_users_are_admitted(
+    chart: Chart, made: Json, more: dict[str, Any]
+):
+    assert refusals(chart, made, **more) == []
 
 
 @pytest.mark.parametrize(
@@ -99,30 +111,6 @@ def test_pods_that_could_get_on_the_nodes_are_refused(chart: Chart, made: Json, 
 
 def test_a_foreign_pod_that_waits_may_not_be_given_a_toleration_later(chart: Chart):
     assert "taint" in refusals(chart, pod(TAINT), old=pod())[0]
-
-
-def test_a_pod_from_before_the_policy_can_be_labelled_and_deleted(chart: Chart):
-    old = pod(TAINT, nodeName="gpu-7")
-    new = copy.deepcopy(old)
-    new["metadata"]["labels"] = {"a": "b"}
-    assert refusals(chart, new, old=old) == []
-
-
-def test_a_pod_that_was_bound_can_be_changed(chart: Chart):
-    old = pod(nodeName="cpu-1", activeDeadlineSeconds=60)
-    assert refusals(chart, pod(nodeName="cpu-1", activeDeadlineSeconds=30), old=old) == []
-
-
-def test_static_pods_are_those_of_their_node(chart: Chart):
-    assert refusals(chart, pod(ALL, nodeName="gpu-7"), user="system:node:gpu-7") == []
-
-
-@pytest.mark.parametrize(
-    "namespace",
-    ["gpushare", "jhub", "kube-system", "gpu-operator", "kai-scheduler", "kai-resource-reservation"],
-)
-def test_namespaces_in_which_users_create_no_pods_are_exempt(chart: Chart, namespace: str):
-    assert refusals(chart, pod(ALL, nodeName="gpu-7"), namespace=namespace) == []
 
 
 @pytest.mark.parametrize("name", ["all on", "default"])

@@ -9,7 +9,6 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from tornado import web
 from tornado.httpserver import HTTPServer
@@ -249,17 +248,7 @@ class Handler(web.RequestHandler):
         except Refused as refused:
             self.refuse(refused)
 
-    async def post(self, *place: Any) -> None:
-        await self._change(*place)
-
-    async def patch(self, *place: Any) -> None:
-        await self._change(*place)
-
-    async def put(self, *place: Any) -> None:
-        await self._change(*place)
-
-    async def delete(self, *place: Any) -> None:
-        await self._change(*place)
+    post = patch = put = delete = _change  # type: ignore[assignment]
 
 
 KINDS_BY_PLURAL = {plural: kind for (_, _, plural), (_, kind) in KINDS.items()}

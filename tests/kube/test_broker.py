@@ -24,7 +24,7 @@ from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node
 from tests.ports import free_ports
 from tests.simulator import GIB, Simulator
-from tests.waiting import until
+from tests.waiting import PATIENCE_S, until
 
 NS = "gpushare"
 CLI = [sys.executable, "-m", "jupyter_gpushare.cli"]
@@ -71,10 +71,15 @@ class Site:
 
     def ask(self, path: str, body: Any) -> httpx.Response:
         token = (self.folder / "broker" / "spawner-token").read_text().strip()
+        with self.client(token, 150) as client:
+            return client.post(f"spawner/{path}", json=body)
+
+    def client(self, token: str = "", timeout_s: float = PATIENCE_S) -> httpx.Client:
+        """A client of the broker's HTTP API."""
         transport = httpx.HTTPTransport(uds=str(self.socket))
-        with httpx.Client(transport=transport, base_url="http://broker", timeout=150) as client:
-            address = f"/services/gpushare/api/v1/spawner/{path}"
-            return client.post(address, json=body, headers={"Authorization": f"token {token}"})
+        headers = {"Authorization": f"token {token}"} if token else {}
+        api = "http://broker/services/gpushare/api/v1/"
+        return httpx.Client(transport=transport, base_url=api, timeout=timeout_s, headers=headers)
 
     def start(self, user: str, fraction: str = "1/2", project: str = "vision") -> httpx.Response:
         request = {"user": user, "server": "", "groups": [project], "uid": os.getuid()}

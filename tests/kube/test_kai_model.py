@@ -113,18 +113,12 @@ class World:
         self.store.delete("podgroups", NS, name)
 
 
-def test_two_halves_share_a_gpu_and_a_third_waits():
+@pytest.mark.parametrize(("size", "fitting"), [(HALF, 2), (Size(333), 3)], ids=["halves", "thirds"])
+def test_as_many_parts_as_fit_share_a_gpu_and_one_more_waits(size: Size, fitting: int):
     world = World(1, vision=2)
-    for n in range(3):
-        world.seat(f"s{n}", "vision", SeatClass.SESSION, HALF)
-    assert sorted(world.cycles().values()) == ["PodSchedulingErrors", "n0", "n0"]
-
-
-def test_three_thirds_share_a_gpu():
-    world = World(1, vision=2)
-    for n in range(4):
-        world.seat(f"s{n}", "vision", SeatClass.SESSION, Size(333))
-    assert sorted(world.cycles().values()) == ["PodSchedulingErrors", "n0", "n0", "n0"]
+    for n in range(fitting + 1):
+        world.seat(f"s{n}", "vision", SeatClass.SESSION, size)
+    assert sorted(world.cycles().values()) == ["PodSchedulingErrors", *["n0"] * fitting]
 
 
 def test_a_session_beyond_the_quota_is_refused_and_a_borrower_is_not():

@@ -91,10 +91,16 @@ async def test_settings_of_kai_that_this_account_may_not_see_are_no_reason_to_re
         await client.close()
 
 
-async def test_helpers_are_known_by_their_node_while_they_run(server: ApiServer, client: ApiClient):
+@pytest.fixture
+async def helpers(client: ApiClient) -> AsyncIterator[Helpers]:
     helpers = Helpers(client, SITE)
     following = asyncio.create_task(helpers.run())
+    yield helpers
+    following.cancel()
+    await asyncio.gather(following, return_exceptions=True)
 
+
+async def test_helpers_are_known_by_their_node_while_they_run(server: ApiServer, helpers: Helpers):
     async def nodes(*expected: str) -> None:
         await becomes(lambda: tuple(sorted(helpers.addresses())) == expected)
 
@@ -106,18 +112,14 @@ async def test_helpers_are_known_by_their_node_while_they_run(server: ApiServer,
     assert (address.host, address.port, address.node) == ("10.0.0.7", 8006, "n2")  # type: ignore[attr-defined]
     server.store.patch("pods", NS, "helper-a", {"status": {"phase": "Failed"}}, part="status")
     await nodes("n2")
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
 
 
 async def test_a_helper_that_is_replaced_is_known_until_its_node_has_left(
-    server: ApiServer, client: ApiClient
+    server: ApiServer, helpers: Helpers
 ):
     """Else its node would seem to be gone, and the jobs there would be taken for ended."""
     server.store.create("nodes", "", {"metadata": {"name": "n0"}})
     helper_pod(server, "helper-c", "n2", podIP="10.0.0.9")  # of a node that leaves with it
-    helpers = Helpers(client, SITE)
-    following = asyncio.create_task(helpers.run())
 
     def hosts() -> dict[str, str]:
         return {node: address.host for node, address in helpers.addresses().items()}  # type: ignore[attr-defined]
@@ -131,8 +133,6 @@ async def test_a_helper_that_is_replaced_is_known_until_its_node_has_left(
     server.store.delete("nodes", "", "n0")
     server.store.delete("pods", NS, "helper-b", grace_s=0)
     await becomes(lambda: hosts() == {})
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
 
 
 CONFIG = """

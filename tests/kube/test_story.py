@@ -97,22 +97,15 @@ class Story(Site):
         """Ask the broker as a user."""
         if user not in self.tokens:
             self.tokens[user] = self.hub.user_token(user)
-        token = self.tokens[user]
-        transport = httpx.HTTPTransport(uds=str(self.socket))
-        with (
-            self.broker_is_there,
-            httpx.Client(transport=transport, base_url="http://broker", timeout=PATIENCE_S) as client,
-        ):
-            address = f"/services/gpushare/api/v1/{path}"
-            answer = client.request(method, address, json=body, headers={"Authorization": f"token {token}"})
+        with self.broker_is_there, self.client(self.tokens[user]) as client:
+            answer = client.request(method, path, json=body)
         assert answer.status_code < 300, (path, answer.text, self.log())
         return dict(answer.json())
 
     def trouble(self) -> list[str]:
         """What `health` says."""
-        transport = httpx.HTTPTransport(uds=str(self.socket))
-        with httpx.Client(transport=transport, base_url="http://broker", timeout=PATIENCE_S) as client:
-            return list(client.get("/services/gpushare/api/v1/health").json()["reasons"])
+        with self.client() as client:
+            return list(client.get("health").json()["reasons"])
 
     def listens(self) -> bool:
         """Whether a broker listens."""
