@@ -87,7 +87,6 @@ class KaiEngine(Engine):
         *,
         place_s: float = PLACE_S,
         seat_s: float = SEAT_S,
-        stands_s: float = STANDS_S,
         foreign: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
         """``foreign``: pods with GPUs that are not ours, by node, as a sentence has them."""
@@ -95,7 +94,7 @@ class KaiEngine(Engine):
         self._nodes = sleepable
         self._foreign = foreign
         self._clock = clock
-        self._place_s, self._seat_s, self._stands_s = place_s, seat_s, stands_s
+        self._place_s, self._seat_s, self._stands_s = place_s, seat_s, STANDS_S
         self.start_s = place_s + seat_s
         self._configured: tuple[Project, ...] = ()
         self._snapshot: tuple[Cluster, float] | None = None
