@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 Json = dict[str, Any]
+Right = tuple[str, str, str]  # verb, group and resource
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,22 @@ class Rights:
     @classmethod
     def of(cls, manifests: Iterable[Json], tokens: dict[str, tuple[str, str]]) -> Rights:
         return cls([m for m in manifests if m], dict(tokens))
+
+    @classmethod
+    def granting(cls, here: Iterable[Right], everywhere: Iterable[Right], namespace: str) -> Rights:
+        """Rights in a namespace and in the whole cluster, of the account ``broker`` with the token ``t``."""
+        meta, found = {"name": "broker", "namespace": namespace}, []
+        for kind, rights in (("Role", here), ("ClusterRole", everywhere)):
+            rules = [
+                {"verbs": [verb], "apiGroups": [group], "resources": [resource]}
+                for verb, group, resource in rights
+            ]
+            bound = {"roleRef": {"kind": kind, "name": "broker"}, "subjects": [meta]}
+            found += [
+                {"kind": kind, "metadata": meta, "rules": rules},
+                {"kind": f"{kind}Binding", "metadata": meta, **bound},
+            ]
+        return cls(found, {"t": (namespace, "broker")})
 
     def allows(self, token: str, ask: Ask) -> bool:
         """Whether the account of ``token`` may do this."""

@@ -43,34 +43,13 @@ BROKER = BrokerPod(namespace=NS, address="10.1.0.9", http_port=8888, tls_port=80
 PUBLIC = {"to": [{"ipBlock": {"cidr": "0.0.0.0/0", "except": ["10.0.0.0/8"]}}]}
 
 
-def manifests(drop: tuple[str, str] = ("", "")) -> list[Any]:
-    """Role and ClusterRole of the broker, without one right."""
-
-    def rules(rights: tuple[tuple[str, str, str], ...]) -> list[Any]:
-        return [
-            {"apiGroups": [group], "resources": [resource], "verbs": [verb]}
-            for verb, group, resource in rights
-            if (verb, resource) != drop
-        ]
-
-    subject = {"kind": "ServiceAccount", "name": "broker", "namespace": NS}
-    here, meta = {"namespace": NS}, {"name": "broker"}
-    return [
-        {"kind": "Role", "metadata": meta | here, "rules": rules(RIGHTS)},
-        {"kind": "ClusterRole", "metadata": meta, "rules": rules((*CLUSTER_RIGHTS, *SETTINGS))},
-        {
-            "kind": "RoleBinding",
-            "metadata": meta | here,
-            "roleRef": {"kind": "Role", "name": "broker"},
-            "subjects": [subject],
-        },
-        {
-            "kind": "ClusterRoleBinding",
-            "metadata": meta,
-            "roleRef": {"kind": "ClusterRole", "name": "broker"},
-            "subjects": [subject],
-        },
-    ]
+def rights(drop: tuple[str, str] = ("", "")) -> Rights:
+    """Rights of the broker, without one."""
+    here, everywhere = (
+        [(verb, group, resource) for verb, group, resource in each if (verb, resource) != drop]
+        for each in (RIGHTS, (*CLUSTER_RIGHTS, *SETTINGS))
+    )
+    return Rights.granting(here, everywhere, NS)
 
 
 def policy(component: str, values: Json) -> Json:
@@ -138,7 +117,7 @@ class Installation:
         self.store.create("pods", NS, body)
 
     def without_right(self, verb: str, resource: str) -> None:
-        self.server.rights = Rights.of(manifests((verb, resource)), {"t": (NS, "broker")})
+        self.server.rights = rights((verb, resource))
 
     def cut(self, component: str) -> None:
         """Take the egress rules of the values away."""
@@ -161,7 +140,7 @@ async def examined(site: Installation, monkeypatch: pytest.MonkeyPatch) -> dict[
 
 
 async def test_a_whole_installation_is_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    async with api_server(Rights.of(manifests(), {"t": (NS, "broker")})) as server:
+    async with api_server(rights()) as server:
         found = await examined(Installation(server, tmp_path), monkeypatch)
     assert {name: check.message for name, check in found.items() if check.result != "ok"} == {}
     assert "2 nodes with GPUs, 1 of them unit pools" in found["nodes"].message
@@ -228,7 +207,7 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
         *("consolidation", "warn", "cannot be examined", "right to read it"),
     ),
     "the API server lets nothing be read": (
-        lambda site: setattr(site.server, "rights", Rights.of([], {"t": (NS, "broker")})),
+        lambda site: setattr(site.server, "rights", Rights.granting([], [], NS)),
         *("api-server", "fail", "cannot list", "Role in the namespace gpushare"),
     ),
     "the API server does not know the token": (
@@ -297,7 +276,7 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
 @pytest.mark.parametrize("what", BROKEN)
 async def test_it_is_named_alone_with_its_remedy(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     breaks, name, result, message, advice = BROKEN[what]
-    async with api_server(Rights.of(manifests(), {"t": (NS, "broker")})) as server:
+    async with api_server(rights()) as server:
         site = Installation(server, tmp_path)
         breaks(site)
         if "custom resource" in what:

@@ -231,28 +231,18 @@ class TestFaults:
         assert len({backoff_s(5) for _ in range(20)}) > 10
 
 
-ROLES = [
-    {"kind": "Role", "metadata": {"name": "broker", "namespace": NS},
-     "rules": [{"apiGroups": [""], "resources": ["pods"], "verbs": ["get", "list", "watch", "create"]}]},
-    {"kind": "RoleBinding", "metadata": {"name": "broker", "namespace": NS},
-     "roleRef": {"kind": "Role", "name": "broker"}, "subjects": [{"name": "broker", "namespace": NS}]},
-    {"kind": "ClusterRole", "metadata": {"name": "reader"},
-     "rules": [{"apiGroups": ["scheduling.run.ai"], "resources": ["queues"], "verbs": ["list"]}]},
-    {"kind": "ClusterRoleBinding", "metadata": {"name": "reader"},
-     "roleRef": {"kind": "ClusterRole", "name": "reader"}, "subjects": [{"name": "broker", "namespace": NS}]},
-]  # fmt: skip
-
-
 class TestRights:
     @pytest.fixture
     async def server(self) -> AsyncIterator[ApiServer]:
-        async with api_server(Rights.of(ROLES, {"first": (NS, "broker")})) as found:
+        here = [(verb, "", "pods") for verb in ("get", "list", "watch", "create")]
+        everywhere = [("list", "scheduling.run.ai", "queues")]
+        async with api_server(Rights.granting(here, everywhere, NS)) as found:
             yield found
 
     @pytest.fixture
     def token(self, tmp_path: Path) -> Path:
         path = tmp_path / "token"
-        path.write_text("first\n")
+        path.write_text("t\n")
         return path
 
     @pytest.fixture

@@ -225,13 +225,8 @@ class TestBinding:
     @pytest.mark.model
     async def test_without_the_right_to_see_what_kai_binds_sessions_start(self):
         """As after an upgrade of the broker alone: the decision is seen when the pod is bound."""
-        resources = ["pods", "podgroups", "queues", "nodes"]
-        rule = {"apiGroups": ["*"], "resources": resources, "verbs": ["*"]}
-        subject = {"kind": "ServiceAccount", "namespace": NS, "name": "broker"}
-        role = {"kind": "ClusterRole", "metadata": {"name": "r"}, "rules": [rule]}
-        bound = {"roleRef": {"kind": "ClusterRole", "name": "r"}, "subjects": [subject]}
-        binding = {"kind": "ClusterRoleBinding", "metadata": {"name": "r"}, **bound}
-        rights = Rights.of([role, binding], {"t": (NS, "broker")})
+        everywhere = [("*", "*", resource) for resource in ("pods", "podgroups", "queues", "nodes")]
+        rights = Rights.granting([], everywhere, NS)
         async with kube_bed({"n0": ("GPU-0",)}, (VISION, NLP), rights=rights) as bed:
             assert isinstance(await Broker(bed).session("a", milli=500), Grant)
             assert bed.engine.trouble() == ()

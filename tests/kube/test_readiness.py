@@ -85,7 +85,7 @@ async def test_a_cluster_without_kai_is_told_to_install_it(
 
 
 async def test_settings_of_kai_that_this_account_may_not_see_are_no_reason_to_refuse():
-    async with api_server(Rights.of([], {"t": (NS, "broker")})) as server:
+    async with api_server(Rights.granting([], [], NS)) as server:
         client = ApiClient(Address(url=server.url, token="t"))
         assert await shares_gpus(client)
         await client.close()
