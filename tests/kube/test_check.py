@@ -19,10 +19,10 @@ from traitlets.config import Config
 from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.broker.http.secret_files import tls_context
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import main
 from jupyter_gpushare.core.model import Project
+from tests.certificates import make_certificate
 from tests.kube.apiserver import api_server
 
 
@@ -143,7 +143,8 @@ class TestKubeconfig:
         assert kube.address() == found
 
     def test_certificates_from_files_and_from_data(self, tmp_path: Path):
-        key, pem = certificate(tmp_path)
+        key, pem = tmp_path / "key.pem", tmp_path / "certificate.pem"
+        make_certificate(pem, key)
         data = base64.b64encode(pem.read_bytes()).decode()
         found = Address.of_kubeconfig(
             self.config(
@@ -185,10 +186,3 @@ class TestKubeconfig:
     def test_a_certificate_that_is_none(self):
         with pytest.raises(KubeError, match="cannot be used"):
             Address(url="https://k", ca_pem="nonsense").tls()
-
-
-def certificate(folder: Path) -> tuple[Path, Path]:
-    """A key and a certificate signed with it."""
-    key, pem = folder / "key.pem", folder / "certificate.pem"
-    tls_context(pem, key)
-    return key, pem

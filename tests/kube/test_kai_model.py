@@ -21,7 +21,7 @@ from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.core.kube.seats import Demand, SeatClass, counted_centi, request, terms
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.core.size import Size
-from tests.kube.kai_binder import GPU_GROUP, RESERVATION_S
+from tests.kube.kai_binder import RESERVATION_S
 from tests.kube.kai_model import STUCK_S, Kai
 from tests.kube.kubelet import RESERVATIONS, node_body, reserve
 from tests.kube.real_engine import RealKai, running
@@ -359,25 +359,6 @@ def test_a_pod_is_bound_once_its_bind_request_is_carried_out():
     assert world.cycles()["u"] == "PodSchedulingErrors"  # what is chosen counts as placed
     world.kai.binder.works = True
     assert world.cycles() == {"s": "n0", "t": "n0", "u": "PodSchedulingErrors"}
-
-
-@pytest.mark.model
-def test_a_gpu_that_is_shared_for_the_first_time_is_reserved_before_a_pod_is_bound():
-    world = World(1, vision=2)
-    world.seat("s", "vision", SeatClass.SESSION, HALF)
-    world.kai.cycle()
-    (pod,) = world.store.all("pods", NS)
-    (reservation,) = world.store.all("pods", RESERVATIONS)
-    assert "labels" in pod["metadata"]
-    assert GPU_GROUP not in pod["metadata"]["labels"]
-    assert "nodeName" not in pod["spec"]
-    assert world.cycles() == {"s": "n0"}
-    (pod,) = world.store.all("pods", NS)
-    assert pod["metadata"]["labels"][GPU_GROUP] == reservation["metadata"]["labels"][GPU_GROUP]
-    world.gone("s")
-    world.kai.cycle()
-    assert not list(world.store.all("pods"))
-    assert not list(world.store.all("bindrequests"))
 
 
 @pytest.mark.model
