@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema
 import kubernetes_validate
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from jupyter_gpushare.backends.kubernetes.objects import MANAGED_BY, SELECTOR
@@ -203,6 +203,7 @@ _SETS = st.dictionaries(
 
 @settings(max_examples=4, deadline=None)
 @given(sets=st.lists(_SETS, min_size=8, max_size=8))
+@example(sets=[{"no": {"quota": 1.0}}])  # for YAML a boolean
 def test_the_queues_of_random_projects_are_those_of_the_command(sets: list[dict[str, Json]]):
     for projects, answer in zip(sets, answers(*({"projects": each} for each in sets)), strict=True):
         parsed = [parse_project(name, config).project(0, None) for name, config in projects.items()]

@@ -30,6 +30,6 @@
 {{- $spec := dict "priority" .priority "resources" (dict "gpu" .gpu "cpu" $free "memory" $free) }}
 apiVersion: scheduling.run.ai/v2
 kind: Queue
-metadata: {name: {{ .name }}, labels: {app.kubernetes.io/managed-by: gpushare}}
+metadata: {name: {{ .name | quote }}, labels: {app.kubernetes.io/managed-by: gpushare}}
 spec: {{ merge $spec (.more | default dict) | toJson }}
 {{- end }}
