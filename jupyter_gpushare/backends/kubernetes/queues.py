@@ -49,21 +49,21 @@ def queues(projects: Iterable[Project], min_run_s: float) -> list[Json]:
         name = check_project(project.name)
         quota = project.quota_milli / WHOLE_GPU + _MARGIN
         limit = _UNLIMITED if project.limit_milli is None else project.limit_milli / WHOLE_GPU + _MARGIN
-        root = _queue(name, 100 + project.priority, _gpu(quota, limit, project.weight))
-        build = _queue(f"{name}-build", 200, _gpu(quota), parent=name)
-        train = _queue(f"{name}-train", 100, _gpu(0), parent=name)
-        root["spec"]["reclaimMinRuntime"] = "0s"
-        train["spec"]["preemptMinRuntime"] = f"{math.ceil(min_run_s)}s"
-        found += [root, build, train]
-    idle = _queue(IDLE_ROOT, 1, _gpu(0, weight=0))
-    idle["spec"]["reclaimMinRuntime"] = "0s"
-    leaves = [
-        _queue(leaf, n, _gpu(0, weight=0), parent=IDLE_ROOT) for leaf, n in ((IDLE_LEAF, 2), (YIELD_LEAF, 1))
+        gpu, at_least = _gpu(quota, limit, project.weight), f"{math.ceil(min_run_s)}s"
+        found += [
+            _queue(name, 100 + project.priority, gpu, reclaimMinRuntime="0s"),
+            _queue(f"{name}-build", 200, _gpu(quota), parentQueue=name),
+            _queue(f"{name}-train", 100, _gpu(0), parentQueue=name, preemptMinRuntime=at_least),
+        ]
+    nothing, everything = _gpu(0, weight=0), _gpu(_UNLIMITED, weight=0)
+    return [
+        *found,
+        _queue(IDLE_ROOT, 1, nothing, reclaimMinRuntime="0s"),
+        _queue(RETURN_ROOT, _FIRST, everything, reclaimMinRuntime="0s"),
+        _queue(IDLE_LEAF, 2, nothing, parentQueue=IDLE_ROOT),
+        _queue(YIELD_LEAF, 1, nothing, parentQueue=IDLE_ROOT),
+        _queue(RETURN_LEAF, 1, everything, parentQueue=RETURN_ROOT),
     ]
-    returning = _queue(RETURN_ROOT, _FIRST, _gpu(_UNLIMITED, weight=0))
-    returning["spec"]["reclaimMinRuntime"] = "0s"
-    leaves.append(_queue(RETURN_LEAF, 1, _gpu(_UNLIMITED, weight=0), parent=RETURN_ROOT))
-    return [*found, idle, returning, *leaves]
 
 
 def priority_classes(levels: int) -> list[Json]:
@@ -118,10 +118,9 @@ def _gpu(quota: float, limit: float = _UNLIMITED, weight: float = 1) -> Json:
     return {"quota": round(quota, 3), "limit": round(limit, 3), "overQuotaWeight": weight}
 
 
-def _queue(name: str, priority: int, gpu: Json, *, parent: str = "") -> Json:
-    free = {"quota": _UNLIMITED, "limit": _UNLIMITED, "overQuotaWeight": 1}
-    spec: Json = {"priority": priority, "resources": {"gpu": gpu, "cpu": dict(free), "memory": dict(free)}}
-    if parent:
-        spec["parentQueue"] = parent
+def _queue(name: str, priority: int, gpu: Json, **more: str) -> Json:
+    """Return a Queue; ``more``: further fields of its spec."""
+    free = _gpu(_UNLIMITED)
+    spec = {"priority": priority, "resources": {"gpu": gpu, "cpu": free, "memory": free}, **more}
     metadata = {"name": name, "labels": {MANAGED_BY: "gpushare"}}
     return {"apiVersion": "scheduling.run.ai/v2", "kind": "Queue", "metadata": metadata, "spec": spec}

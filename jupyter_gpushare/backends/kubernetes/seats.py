@@ -180,8 +180,8 @@ class KubeSeats:
 
     # ---- changes -------------------------------------------------------------
 
-    async def take_over(self) -> bool:
-        """Write this broker's epoch on every seat of an older one; whether there was one.
+    async def take_over(self) -> None:
+        """Write this broker's epoch on every seat of an older one.
 
         Raises:
             KubeError: the API server refused, or does not answer.
@@ -197,7 +197,6 @@ class KubeSeats:
             answers = await asyncio.gather(*batch, return_exceptions=True)
             for failed in (answer for answer in answers if isinstance(answer, BaseException)):
                 raise failed
-        return bool(older)
 
     async def _stamp(self, copy: Reflector[T], kind: Resource[T], found: T) -> None:
         name, body = found.metadata.name, stamp_patch(found, self._epoch())
