@@ -326,13 +326,8 @@ class TestNodeDevices(DevicesContract):
             await asyncio.gather(listening, return_exceptions=True)
 
     async def test_times_are_those_of_this_machine(self, tmp_path: Path) -> None:
-        class Elsewhere(HelperAddress):
-            """A helper on a machine that was started long after this one."""
-
-            async def connect(self) -> Connection:
-                return _Answers(lag_s=50_000.0)
-
-        here = NodeDevices(lambda: {"n1": Elsewhere()}, lambda: 1)
+        started_long_after = _Switched("b1-1", lag_s=50_000.0)
+        here = NodeDevices(lambda: {"n1": started_long_after}, lambda: 1)
         sample = await here.sample()
         now = time.monotonic()
         assert now - 5 < sample.at <= now
@@ -419,8 +414,8 @@ class TestNodeDevices(DevicesContract):
 class _Switched(HelperAddress):
     """A helper that answers, or a machine that is off: no connection to it is ever refused."""
 
-    def __init__(self, lease: str) -> None:
-        self._lease = lease
+    def __init__(self, lease: str, lag_s: float = 0.0) -> None:
+        self._lease, self._lag_s = lease, lag_s
         self.answers = asyncio.Event()
         self.answers.set()
         self.waiting = 0
@@ -431,7 +426,7 @@ class _Switched(HelperAddress):
             await self.answers.wait()
         finally:
             self.waiting -= 1
-        return _Answers(lag_s=0.0, lease=self._lease)
+        return _Answers(self._lag_s, self._lease)
 
 
 class _Answers:
@@ -439,7 +434,7 @@ class _Answers:
 
     can_serve = False  # a second request
 
-    def __init__(self, lag_s: float, lease: str = "b1-1") -> None:
+    def __init__(self, lag_s: float, lease: str) -> None:
         self._lag_s = lag_s
         self._lease = lease
         self._line = b""

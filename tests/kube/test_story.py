@@ -139,6 +139,11 @@ class Story(Site):
         running = self.cluster.do(lambda: dict(self.cluster.kubelet.running))
         return [ours[uid] for uid, of in running.items() if uid in ours and of.process.poll() is None]
 
+    def seats_of(self, lease: str) -> list[dict[str, Any]]:
+        """The pods of the seats of a lease."""
+        pods, label = self.cluster.pods(test_broker.NS).values(), "gpushare.jupyter.org/lease"
+        return [pod for pod in pods if pod["metadata"].get("labels", {}).get(label) == lease]
+
     def cell(self, user: str, code: str) -> str:
         """What a cell of the user's server prints."""
         address = environment(pid_of(self.cluster, self.pod(user)))["JUPYTERHUB_SERVICE_URL"]
@@ -344,9 +349,8 @@ def everything_settles(lent: Lent) -> None:
 
 def of_beside(lent: Lent) -> tuple[Any, ...]:
     """All that an eviction of the job on the other node would change."""
-    job, label = lent.beside.get(), "gpushare.jupyter.org/lease"
-    pods = lent.story.cluster.pods(test_broker.NS).items()
-    seats = [name for name, pod in pods if pod["metadata"].get("labels", {}).get(label) == f"j{job['id']}"]
+    job = lent.beside.get()
+    seats = [pod["metadata"]["name"] for pod in lent.story.seats_of(f"j{job['id']}")]
     return job["state"], job["attempt"], job["preemptions"], lent.beside.pid, lent.beside.node, seats
 
 

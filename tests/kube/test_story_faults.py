@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import time
-from typing import Any
 
 import pytest
 
@@ -28,18 +27,9 @@ from tests.waiting import until
 
 __all__ = ["lent", "story"]  # fixtures
 
-LEASE = "gpushare.jupyter.org/lease"
 pytestmark = pytest.mark.timeout(900)
 if os.environ.get("GPUSHARE_TEST_ENGINE") != "kai":  # `make test-engine` runs none that is long
     pytestmark = [pytestmark, pytest.mark.long]
-
-
-def seats_of(lent: Lent, lease: str) -> list[dict[str, Any]]:
-    """The pods of the seats of a lease that do not leave."""
-    found = [
-        pod for pod in lent.story.cluster.pods(NS).values() if "deletionTimestamp" not in pod["metadata"]
-    ]
-    return [pod for pod in found if pod["metadata"].get("labels", {}).get(LEASE) == lease]
 
 
 def works(lent: Lent) -> None:
@@ -60,7 +50,8 @@ def test_a_job_that_can_be_suspended_keeps_its_process_through_a_preemption(lent
 
 def test_a_killed_seat_counts_as_an_eviction(lent: Lent) -> None:
     come_back(lent)
-    (seat,) = seats_of(lent, lease_of(lent))
+    seats = lent.story.seats_of(lease_of(lent))
+    (seat,) = [pod for pod in seats if "deletionTimestamp" not in pod["metadata"]]
     process = lent.story.cluster.kubelet.running[seat["metadata"]["uid"]].process
     process.kill()
     until(lambda: lent.story.session("ada")["state"] == "suspended", "its session is suspended")
