@@ -88,7 +88,6 @@ BACKLOG = 64
 # How many events pass between two looks at the clock.
 SLICE = 2_000
 
-_Work = tuple[Lease, float]  # and for how long it runs, in seconds
 Progress = Callable[[float], None]  # gets the part that is done, 0 to 1
 
 
@@ -146,6 +145,14 @@ class ReplayResult:
     fleet: Fleet
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceFootprint:
+    """Device memory of a workload on each of its GPUs, and its copy rate."""
+
+    bytes_per_gpu: int = 16 * GIB
+    copy_bytes_per_s: float = 8e9  # of each GPU
+
+
 def replay_jobs(
     jobs: Sequence[TrainingJob],
     fleet: Fleet,
@@ -173,37 +180,35 @@ def replay_jobs(
     state = DeviceFootprint()
     costs = Costs(restart_s=preempt_cost_s, grace_s=grace_s, copy_bytes_per_s=state.copy_bytes_per_s)
     replay = Replay(cluster, costs, watcher=meter)
-    suspends = survival is CheckpointMode.SUSPEND
     for number, job in enumerate(jobs):
         project = projects[number % len(projects)].name
-        used = job.gpus * state.bytes_per_gpu if suspends else 0
-        lease = _job_lease(
-            number, job, project, fleet, user=users(number), survival=survival, used_bytes=used
-        )
+        lease = job_lease(number, job, project, fleet, state, survival, users(number))
         replay.add_job(lease, job.duration_s, reports(number))
     return _run(replay, meter, fleet, lambda: len(meter.completion_s) / len(jobs), progress)
 
 
-def _job_lease(number: int, job: TrainingJob, project: str, fleet: Fleet, **more: object) -> Lease:
-    given: dict[str, object] = {"survival": CheckpointMode.SIGTERM} | more
+def job_lease(
+    number: int,
+    job: TrainingJob,
+    project: str,
+    fleet: Fleet,
+    state: DeviceFootprint = DeviceFootprint(),
+    survival: CheckpointMode = CheckpointMode.SIGTERM,
+    user: str = "",
+) -> TraceJob:
+    """Return the lease of job ``number`` of a trace."""
     return TraceJob(
         id=f"j{number:07d}",
         project=project,
+        user=user,
         kind=Kind.TRAIN,
         size=Size(WHOLE_GPU, job.gpus),
         consolidate=fleet.nodes is not None,
+        survival=survival,
+        used_bytes=job.gpus * state.bytes_per_gpu,
         submitted_at=job.submit_at,
         duration_s=job.duration_s,
-        **given,  # type: ignore[arg-type]
     )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DeviceFootprint:
-    """Device memory of a workload on each of its GPUs, and its copy rate."""
-
-    bytes_per_gpu: int = 16 * GIB
-    copy_bytes_per_s: float = 8e9  # of each GPU
 
 
 def replay_notebooks(
@@ -249,23 +254,18 @@ def replay_notebooks(
             used_bytes=session.gpus * state.bytes_per_gpu,
         )
         replay.add_session(lease, session.cells)
+
+    def leases(jobs: Iterable[TrainingJob]) -> Iterator[TraceJob]:
+        return (job_lease(number, job, JOBS, fleet, state, survival) for number, job in enumerate(jobs))
+
     if saturate and jobs:
         jobs = [replace(job, submit_at=0.0) for job in jobs]  # comes when it is added
-        meter.feed(_jobs_with_state(itertools.cycle(jobs), fleet, state, survival), min(j.gpus for j in jobs))
+        meter.feed(leases(itertools.cycle(jobs)), min(j.gpus for j in jobs))
     else:
-        for lease, duration_s in _jobs_with_state(jobs, fleet, state, survival):
-            replay.add_job(lease, duration_s)
+        for lease in leases(jobs):
+            replay.add_job(lease, lease.duration_s)
     cells = sum(len(s.cells) for s in sessions)
     return _run(replay, meter, fleet, lambda: meter.cells / cells, progress)
-
-
-def _jobs_with_state(
-    jobs: Iterable[TrainingJob], fleet: Fleet, state: DeviceFootprint, survival: CheckpointMode
-) -> Iterator[_Work]:
-    for number, job in enumerate(jobs):
-        used = job.gpus * state.bytes_per_gpu
-        lease = _job_lease(number, job, JOBS, fleet, survival=survival, used_bytes=used)
-        yield lease, job.duration_s
 
 
 class _UntilSessionsEnd(ReplayMeter):
@@ -278,11 +278,11 @@ class _UntilSessionsEnd(ReplayMeter):
     ) -> None:
         super().__init__(devices, projects, settings)
         self._left = sessions
-        self._source: Iterator[_Work] = iter(())
+        self._source: Iterator[TraceJob] = iter(())
         self._size = 0  # of the jobs of which some always wait; 0: of none
         self._scheduled = 0  # of that size, added but not come
 
-    def feed(self, source: Iterator[_Work], gpus: int) -> None:
+    def feed(self, source: Iterator[TraceJob], gpus: int) -> None:
         """Keep `BACKLOG` jobs for ``gpus`` GPUs in the queue from now on, from an endless ``source``."""
         self._source, self._size = source, gpus * WHOLE_GPU
         self._top_up()
@@ -299,8 +299,8 @@ class _UntilSessionsEnd(ReplayMeter):
 
     def _top_up(self) -> None:
         while self.projects[JOBS].sizes[self._size] + self._scheduled < BACKLOG:
-            lease, duration_s = next(self._source)
-            self.replay.add_job(lease, duration_s)
+            lease = next(self._source)
+            self.replay.add_job(lease, lease.duration_s)
             self._scheduled += _size(lease) == self._size
 
 

@@ -31,7 +31,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.order import attained_gpu_s, gpus, is_waiting
 from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
-from jupyter_gpushare.sim.scenario import Fleet, _job_lease, some
+from jupyter_gpushare.sim.scenario import Fleet, job_lease, some
 from jupyter_gpushare.sim.traces import TrainingJob
 from tests.benchmarks.jittered import copies, error
 from tests.benchmarks.report import print_table
@@ -130,7 +130,7 @@ class Questions:
         self.replay = Replay(empty, costs, watcher=self.seen)
         reports = some(share, 0.3, seed)
         for n, job in enumerate(jobs):
-            lease = _job_lease(n, job, self.projects[n % len(self.projects)].name, fleet)
+            lease = job_lease(n, job, self.projects[n % len(self.projects)].name, fleet)
             self.replay.add_job(lease, job.duration_s, reports(n))
 
     def asked(self, moments: Sequence[float]) -> list[Answer]:
