@@ -1,25 +1,15 @@
 from __future__ import annotations
 
-import importlib.util
 import json
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from jupyter_gpushare import cli
-
-_spec = importlib.util.spec_from_file_location(
-    "gpushare_fake_broker", Path(__file__).parents[1] / "server" / "fake_broker.py"
-)
-assert _spec is not None
-assert _spec.loader is not None
-fake_broker = importlib.util.module_from_spec(_spec)
-sys.modules[_spec.name] = fake_broker
-_spec.loader.exec_module(fake_broker)
+from tests.server import fake_broker
 
 
 @pytest.fixture(autouse=True)

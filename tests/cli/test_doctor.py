@@ -11,12 +11,12 @@ import pytest
 
 from jupyter_gpushare.cli import doctor
 from jupyter_gpushare.cli.checks import Result, named
-from jupyter_gpushare.cli.doctor import check_projects, check_refusal
 from jupyter_gpushare.errors import NotAllowed
 from jupyter_gpushare.gpu.driver.known import NOTES, PROGRAMS
 from jupyter_gpushare.gpu.leases.files import VERSION
 from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.protocol import wire
+from tests.server.fake_broker import golden
 from tests.simulator import Simulator
 
 UUID = "GPU-5f1c0000-0000-4000-8000-000000000001"
@@ -44,6 +44,7 @@ DEVICE = wire.DeviceStatus(
 )
 AT = "2026-11-22T10:00:00.000Z"
 LENDING = wire.Lending(mode="on", configured="on", set_by="", set_at="", tried=12, failed=1, lost=0)
+LOST = wire.replace(LENDING, lost=1, last_reason="out of memory", last_at=AT)
 DEVICES = wire.Devices(
     devices=[DEVICE], driver="580.65", simulated=False, host_budget_bytes=1 << 38, host_saved_bytes=0
 )
@@ -61,9 +62,16 @@ def changed(value, **fields):
     return msgspec.structs.replace(value, **fields)
 
 
+STATUS = msgspec.convert(golden("status_active"), wire.Status)
+
+
 @pytest.fixture
-def status(golden):
-    return msgspec.convert(golden("status_active"), wire.Status)
+def broker(broker):
+    """A broker that is well, with a simulated device."""
+    broker.answer("GET health", msgspec.to_builtins(HEALTH))
+    broker.answer("GET devices", msgspec.to_builtins(changed(DEVICES, simulated=True)))
+    broker.answer("GET lending", msgspec.to_builtins(LENDING))
+    return broker
 
 
 @pytest.fixture
@@ -136,11 +144,29 @@ FOUND = [
     (doctor.check_published, ("610.57.04",), "warn", "issues/58"),
     (doctor.check_published, ("580.95.05",), "ok", "issues/44"),
     (doctor.check_lending, (LENDING,), "ok", ""),
+    (
+        doctor.check_lending,
+        (LOST,),
+        "warn",
+        "1 could not be woken. Last at 2026-11-22 15:30:00: out of memory.",
+    ),
+    (doctor.check_lending, (LOST,), "warn", "`gpushare admin lending off`"),
+    (doctor.check_refusal, (NotAllowed("no such token", reason="login"),), "fail", "expired or was revoked"),
+    (doctor.check_refusal, (NotAllowed("no"),), "fail", "c.JupyterHub.extra_user_scopes"),
+    (doctor.check_projects, (STATUS, DEVICES), "ok", ""),
+    (
+        doctor.check_projects,
+        (changed(STATUS, projects=[]), DEVICES),
+        "fail",
+        "-> the administrator adds the user",
+    ),
+    # Others' projects count too: none of the guarantees can be relied on.
+    (doctor.check_projects, (STATUS, changed(DEVICES, guaranteed_milli=99_000)), "warn", "99 GPUs together"),
 ]
 
 
 @pytest.mark.parametrize(("probe", "given", "result", "said"), FOUND)
-def test_each_probe_finds_what_is_wrong(probe, given, result, said):
+def test_each_probe_finds_what_is_wrong(probe, given, result, said, india):
     check = probe(*given)
     assert check.result == result
     assert said in f"{check.message} -> {check.advice}"
@@ -165,8 +191,8 @@ OF_DEVICES = [
 
 
 @pytest.mark.parametrize(("known", "devices", "result", "said"), OF_DEVICES)
-def test_trouble_with_devices_is_named(status, known, devices, result, said):
-    check = doctor.check_devices(changed(status, devices_known=known), devices)
+def test_trouble_with_devices_is_named(known, devices, result, said):
+    check = doctor.check_devices(changed(STATUS, devices_known=known), devices)
     assert (check.result, said in check.message, bool(check.advice)) == (result, True, result != "ok")
 
 
@@ -187,9 +213,9 @@ OF_A_HOLDER = [
 
 
 @pytest.mark.parametrize(("change", "result", "said"), OF_A_HOLDER)
-def test_only_a_choice_among_the_lease_s_devices_is_no_fault(status, change, result, said):
+def test_only_a_choice_among_the_lease_s_devices_is_no_fault(change, result, said):
     environment = {name: value for name, value in (HOLDER | change).items() if value is not None}
-    check = doctor.check_environment(environment, status.leases[0])
+    check = doctor.check_environment(environment, STATUS.leases[0])
     assert (check.result, said in check.message) == (result, True)
 
 
@@ -215,6 +241,7 @@ def test_on_a_real_driver_doctor_names_the_programs_that_are_not_limited_or_susp
     assert "root" in checks["permission"]
     assert checks["maintenance"].startswith("Stop the helper before a driver update, a reset of a GPU")
     assert named(doctor.check_real_driver("580.95.05"))[0].name == "suspension"
+    assert doctor.check_published("599.10") == ()
 
 
 def test_the_documentation_has_every_row_of_the_tables():
@@ -229,21 +256,17 @@ def test_the_documentation_has_every_row_of_the_tables():
     assert "Stop the helper before a driver update, a reset of a GPU" in text
 
 
-def test_a_driver_about_which_nothing_is_published_has_no_row():
-    assert doctor.check_published("599.10") == ()
-
-
-def test_limit_page_that_this_user_could_change_is_a_warning(status, page, monkeypatch):
+def test_limit_page_that_this_user_could_change_is_a_warning(page, monkeypatch):
     monkeypatch.setattr(os, "access", lambda *_: True)
-    check = doctor.check_limit_page(page, status.leases[0])
+    check = doctor.check_limit_page(page, STATUS.leases[0])
     assert check.result is Result.WARN
     assert "40 GiB" in check.message
     monkeypatch.setattr(os, "access", lambda *_: False)
-    assert doctor.check_limit_page(page, status.leases[0]).result is Result.OK
+    assert doctor.check_limit_page(page, STATUS.leases[0]).result is Result.OK
 
 
-def test_limit_page_must_be_there_whole_valid_and_agree_with_the_lease(status, page, tmp_path):
-    lease = status.leases[0]
+def test_limit_page_must_be_there_whole_valid_and_agree_with_the_lease(page, tmp_path):
+    lease = STATUS.leases[0]
     assert doctor.check_limit_page(tmp_path / "none", lease).result is Result.FAIL
     good = page.read_bytes()
     for bad in (good[:100], b"\0" * len(good), good[:4] + b"\x09" + good[5:]):
@@ -265,26 +288,13 @@ def test_limit_page_must_be_there_whole_valid_and_agree_with_the_lease(status, p
         ("hints", "stop", "not enforced", "warn"),
     ],
 )
-def test_what_keeps_the_limit_is_said_and_what_the_watchdog_does(status, level, watchdog, said, result):
-    check = doctor.check_level(changed(status.leases[0], level=level), watchdog)
+def test_what_keeps_the_limit_is_said_and_what_the_watchdog_does(level, watchdog, said, result):
+    check = doctor.check_level(changed(STATUS.leases[0], level=level), watchdog)
     assert (check.result, said in check.message) == (result, True)
     assert ("evade" in check.message) is (level == "preload")
 
 
-def test_lost_device_memory_is_a_warning_with_its_last_reason(india):
-    check = doctor.check_lending(changed(LENDING, lost=1, last_reason="out of memory", last_at=AT))
-    assert check.result is Result.WARN
-    assert (
-        "12 tried, 1 failed, 1 could not be woken. Last at 2026-11-22 15:30:00: out of memory."
-        in check.message
-    )
-    assert "gpushare admin lending off" in check.advice
-
-
 def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, monkeypatch, golden):
-    broker.answer("GET health", msgspec.to_builtins(HEALTH))
-    broker.answer("GET devices", msgspec.to_builtins(changed(DEVICES, simulated=True)))
-    broker.answer("GET lending", msgspec.to_builtins(LENDING))
     ran = gpushare("doctor", "--json")
     assert ran.code == 0
     names = [check["name"] for check in ran.json["checks"]]
@@ -309,46 +319,18 @@ def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, mon
 def test_broker_that_is_degraded_is_a_warning_while_it_answers(gpushare, broker):
     degraded = changed(HEALTH, status="degraded", reasons=["The Hub does not answer."])
     broker.answer("GET health", msgspec.to_builtins(degraded), 503)
-    broker.answer("GET devices", msgspec.to_builtins(changed(DEVICES, simulated=True)))
-    broker.answer("GET lending", msgspec.to_builtins(LENDING))
     ran = gpushare("doctor", "--json")
     assert ran.code == 0
     assert ran.json["checks"][0]["result"] == "warn"
 
 
 def test_doctor_without_a_token_says_where_one_comes_from(gpushare, broker, monkeypatch):
-    broker.answer("GET health", msgspec.to_builtins(HEALTH))
     monkeypatch.delenv("GPUSHARE_API_TOKEN")
     ran = gpushare("doctor", "--json")
     assert ran.code == 1
     (token,) = (c for c in ran.json["checks"] if c["name"] == "token")
     assert token["message"].startswith("No token is known here")
     assert "token page" in token["advice"]
-
-
-@pytest.mark.parametrize(
-    ("reason", "says"),
-    [("login", "expired or was revoked"), ("forbidden", "c.JupyterHub.extra_user_scopes")],
-)
-def test_a_refused_token_has_a_remedy(reason, says):
-    check = check_refusal(NotAllowed("the Hub does not know this token", reason=reason))
-    assert check.result is Result.FAIL
-    assert says in check.advice
-
-
-def test_a_user_in_no_project_is_told_so(status):
-    check = check_projects(wire.replace(status, projects=[]), DEVICES)
-    assert check.result is Result.FAIL
-    assert "group of a project" in check.advice
-
-
-def test_quotas_beyond_the_machine_are_a_warning(status):
-    assert check_projects(status, DEVICES).result is Result.OK
-    # Others' projects count too: none of the guarantees can be relied on.
-    check = check_projects(status, wire.replace(DEVICES, guaranteed_milli=99_000))
-    assert check.result is Result.WARN
-    assert "99 GPUs together" in check.message
-    assert "gpushare admin quota" in check.advice
 
 
 @pytest.mark.parametrize(
@@ -368,7 +350,6 @@ def test_what_the_administrator_has_to_mend_is_told_to_users_too(gpushare, broke
 
 
 def test_doctor_with_a_wrong_token_says_which_scope_is_needed(gpushare, broker):
-    broker.answer("GET health", msgspec.to_builtins(HEALTH))
     ran = gpushare("doctor", "--token", "wrong")
     assert ran.code == 1
     assert "access:services!service=gpushare" in ran.out
