@@ -236,32 +236,29 @@ async def test_a_session_that_waits_wakes_once_the_job_on_its_gpu_has_ended(site
     await is_recorded(broker, ada, job)
 
 
-@pytest.mark.parametrize("tries", [1, 2])
-async def test_a_job_that_was_told_to_stop_makes_way_on_a_full_disk(site, broker, tries):
-    ada, job = await lent(site, broker, work_s=1000, checkpoint="sigterm")
-    site.fault("signal SIGTERM leader", *[HelperError("silent", "no answer")] * (tries - 1))
+@pytest.mark.parametrize(
+    ("checkpoint", "effect", "seen", "tries", "after"),
+    [
+        ("sigterm", "signal SIGTERM leader", "stopping", 1, "pending"),
+        ("sigterm", "signal SIGTERM leader", "stopping", 2, "pending"),
+        ("suspend", "suspend", "suspending", 1, "suspended"),
+        ("suspend", "suspend", "suspending", 2, "suspended"),
+        ("suspend", "suspend", "suspended", 1, "suspended"),
+    ],
+)
+async def test_a_job_that_was_told_to_stop_or_put_to_sleep_makes_way_on_a_full_disk(
+    site, broker, checkpoint, effect, seen, tries, after
+):
+    ada, job = await lent(site, broker, work_s=1000, checkpoint=checkpoint)
+    site.fault(effect, *[HelperError("silent", "no answer")] * (tries - 1))
     cell = site.later(site.gpu_cell(ada))
-    await until(lambda: broker.state(job) == "stopping", 60)
+    await until(lambda: broker.state(job) == seen, 60)
     disk = await fill(broker)
     await asyncio.wait_for(cell, 30)
-    assert broker.state(job) == "stopping"
+    assert broker.state(job) == seen
     disk.clear()
     await until(lambda: broker.state(ada.handle) == "running" and not ada.unconfirmed, 60)
-    await until(lambda: broker.state(job) == "pending", 60)
-    assert_memory_is_disk(broker)
-
-
-@pytest.mark.parametrize(("state", "tries"), [("suspending", 1), ("suspending", 2), ("suspended", 1)])
-async def test_a_job_that_was_put_to_sleep_makes_way_on_a_full_disk(site, broker, state, tries):
-    ada, job = await lent(site, broker, work_s=1000, checkpoint="suspend")
-    site.fault("suspend", *[HelperError("silent", "no answer")] * (tries - 1))
-    cell = site.later(site.gpu_cell(ada))
-    await until(lambda: broker.state(job) == state, 60)
-    disk = await fill(broker)
-    await asyncio.wait_for(cell, 30)
-    disk.clear()
-    await until(lambda: broker.state(ada.handle) == "running" and not ada.unconfirmed, 60)
-    assert broker.state(job) == "suspended"
+    await until(lambda: broker.state(job) == after, 60)
     assert_memory_is_disk(broker)
 
 
