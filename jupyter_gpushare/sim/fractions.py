@@ -16,38 +16,18 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
 
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.core.placement import Task, Workload, best_fit_on_node
-from jupyter_gpushare.sim.traces import TraceNode, TracePod
+from jupyter_gpushare.sim.traces import Stock, TracePod
 
 # GPUs asked for, of what the cluster has, when the last pod has come.
 LOAD = 1.3
 
 
-class Stock(NamedTuple):
-    """Free resources of a node; nodes with the same stock are interchangeable."""
-
-    model: str
-    cpu_milli: int
-    memory_mib: int
-    gpu_milli: tuple[int, ...]  # per GPU, ascending
-
-
-class Shape(NamedTuple):
-    """Request of a pod; pods of one shape are interchangeable."""
-
-    gpus: int
-    gpu_milli: int
-    cpu_milli: int
-    memory_mib: int
-    models: frozenset[str]
-
-
-# The least of these is taken: (score, what is left), or None where the shape does not fit.
+# The least of these is taken: (score, what is left), or None where the pod does not fit.
 Choice = tuple[tuple[float, ...], Stock] | None
-Choose = Callable[[Stock, Shape], Choice]
+Choose = Callable[[Stock, TracePod], Choice]
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +46,6 @@ class Filled:
         return next((got for asked, got in pairs if asked >= asked_percent), self.allocated_percent[-1])
 
 
-def shape_of(pod: TracePod) -> Shape:
-    """Return the request of a pod, which pods of equal placement share."""
-    return Shape(pod.gpus, pod.gpu_milli, pod.cpu_milli, pod.memory_mib, pod.models)
-
-
 def arrivals(pods: Sequence[TracePod], capacity_milli: int, rng: random.Random) -> list[TracePod]:
     """Return the pods in the order of one run: all, shuffled, then drawn until the load is reached.
 
@@ -86,31 +61,31 @@ def arrivals(pods: Sequence[TracePod], capacity_milli: int, rng: random.Random) 
     return arriving
 
 
-def options(stock: Stock, shape: Shape) -> list[Stock]:
-    """Return the possible rests of a node after placing a pod of ``shape``; empty: it does not fit."""
-    cpu, memory = stock.cpu_milli - shape.cpu_milli, stock.memory_mib - shape.memory_mib
-    if cpu < 0 or memory < 0 or (shape.models and stock.model not in shape.models):
+def options(stock: Stock, pod: TracePod) -> list[Stock]:
+    """Return the possible rests of a node after placing ``pod``; empty: it does not fit."""
+    cpu, memory = stock.cpu_milli - pod.cpu_milli, stock.memory_mib - pod.memory_mib
+    if cpu < 0 or memory < 0 or (pod.models and stock.model not in pod.models):
         return []
     free = stock.gpu_milli
-    if not shape.gpus:
+    if not pod.gpus:
         return [Stock(stock.model, cpu, memory, free)]
-    if shape.gpus > 1:
-        left = len(free) - shape.gpus
+    if pod.gpus > 1:
+        left = len(free) - pod.gpus
         if left < 0 or free[left] < WHOLE_GPU:
             return []
-        return [Stock(stock.model, cpu, memory, tuple(sorted(free[:left] + (0,) * shape.gpus)))]
+        return [Stock(stock.model, cpu, memory, tuple(sorted(free[:left] + (0,) * pod.gpus)))]
     found = []
-    for value in dict.fromkeys(v for v in free if v >= shape.gpu_milli):
+    for value in dict.fromkeys(v for v in free if v >= pod.gpu_milli):
         rest = list(free)
         rest.remove(value)
-        insort(rest, value - shape.gpu_milli)
+        insort(rest, value - pod.gpu_milli)
         found.append(Stock(stock.model, cpu, memory, tuple(rest)))
     return found
 
 
-def best_fit(stock: Stock, shape: Shape) -> Choice:
+def best_fit(stock: Stock, pod: TracePod) -> Choice:
     """Score by the rest of CPU and GPU together: best fit on the node, then on its GPUs."""
-    able = options(stock, shape)
+    able = options(stock, pod)
     if not able:
         return None
     return (_left(able[0]),), able[0]  # options come with the tightest GPU first
@@ -135,26 +110,26 @@ def product(pods: Sequence[TracePod]) -> Choose:
     often = Counter((pod.gpu_milli, pod.gpus) for pod in pods if pod.gpus)
     workload = Workload((Task(gpu_milli=milli, gpu_count=n), float(w)) for (milli, n), w in often.items())
 
-    def choose(stock: Stock, shape: Shape) -> Choice:
-        able = options(stock, shape)
-        if not able or not shape.gpus:
-            return best_fit(stock, shape)
-        if shape.gpus > 1:
+    def choose(stock: Stock, pod: TracePod) -> Choice:
+        able = options(stock, pod)
+        if not able or not pod.gpus:
+            return best_fit(stock, pod)
+        if pod.gpus > 1:
             return (float(stock.gpu_milli.count(WHOLE_GPU)),), able[0]
-        found = best_fit_on_node(workload, stock.gpu_milli, [shape.gpu_milli] * len(stock.gpu_milli))
+        found = best_fit_on_node(workload, stock.gpu_milli, [pod.gpu_milli] * len(stock.gpu_milli))
         assert found is not None  # `options` found one
         fit, ties = found
         free = list(stock.gpu_milli)
-        free[ties[0]] -= shape.gpu_milli
+        free[ties[0]] -= pod.gpu_milli
         return fit, able[0]._replace(gpu_milli=tuple(sorted(free)))
 
     return choose
 
 
-def fill(nodes: Sequence[TraceNode], pods: Sequence[TracePod], placement: Choose | None, seed: int) -> Filled:
+def fill(nodes: Sequence[Stock], pods: Sequence[TracePod], placement: Choose | None, seed: int) -> Filled:
     """Return how the cluster filled; ``placement`` None: a random node, there a random GPU."""
     rng = random.Random(seed)  # noqa: S311 - a repeatable order, no secret
-    capacity = WHOLE_GPU * sum(n.gpus for n in nodes)
+    capacity = sum(sum(node.gpu_milli) for node in nodes)
     fleet = _Fleet(nodes, placement, rng)
     asked = given = dropped = 0
     asked_percent, allocated_percent = [], []
@@ -162,7 +137,7 @@ def fill(nodes: Sequence[TraceNode], pods: Sequence[TracePod], placement: Choose
     for pod in arriving:
         size = pod.gpus * pod.gpu_milli
         asked += size
-        if fleet.place(shape_of(pod)):
+        if fleet.place(pod):
             given += size
         else:
             dropped += 1
@@ -177,16 +152,14 @@ def fill(nodes: Sequence[TraceNode], pods: Sequence[TracePod], placement: Choose
 class _Fleet:
     """Nodes grouped by their stock, so that equal nodes are judged once."""
 
-    def __init__(self, nodes: Sequence[TraceNode], placement: Choose | None, rng: random.Random) -> None:
+    def __init__(self, nodes: Sequence[Stock], placement: Choose | None, rng: random.Random) -> None:
         self._placement = cache(placement) if placement is not None else None
         self._options = cache(options)
         self._rng = rng
-        self._count = Counter(
-            Stock(node.model, node.cpu_milli, node.memory_mib, (WHOLE_GPU,) * node.gpus) for node in nodes
-        )
+        self._count = Counter(nodes)
 
-    def place(self, shape: Shape) -> bool:
-        found = self._random(shape) if self._placement is None else self._best(shape, self._placement)
+    def place(self, pod: TracePod) -> bool:
+        found = self._random(pod) if self._placement is None else self._best(pod, self._placement)
         if found is None:
             return False
         before, after = found
@@ -196,17 +169,17 @@ class _Fleet:
         self._count[after] += 1
         return True
 
-    def _best(self, shape: Shape, placement: Choose) -> tuple[Stock, Stock] | None:
+    def _best(self, pod: TracePod, placement: Choose) -> tuple[Stock, Stock] | None:
         best: tuple[tuple[float, ...], Stock, Stock] | None = None
         for stock in self._count:
-            choice = placement(stock, shape)
+            choice = placement(stock, pod)
             if choice is not None and (best is None or (choice[0], stock) < best[:2]):
                 best = choice[0], stock, choice[1]
         return best and (best[1], best[2])
 
-    def _random(self, shape: Shape) -> tuple[Stock, Stock] | None:
-        able = [stock for stock in self._count if self._options(stock, shape)]
+    def _random(self, pod: TracePod) -> tuple[Stock, Stock] | None:
+        able = [stock for stock in self._count if self._options(stock, pod)]
         if not able:
             return None
         stock = self._rng.choices(able, weights=[self._count[s] for s in able])[0]
-        return stock, self._rng.choice(self._options(stock, shape))
+        return stock, self._rng.choice(self._options(stock, pod))

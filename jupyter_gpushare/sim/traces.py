@@ -8,9 +8,9 @@ training    ``num_gpu`` (whole GPUs), ``submit_time``, ``duration`` (seconds),
             sorted by ``submit_time``
 cells       the same columns in *minutes*; rows are grouped by session: a drop
             of ``submit_time`` starts the next session
-pods        ``name, cpu_milli, memory_mib, num_gpu, gpu_milli``, optional
+pods        ``cpu_milli, memory_mib, num_gpu, gpu_milli``, optional
             ``gpu_spec`` (GPU models that will do, ``V100M16|V100M32``)
-nodes       ``sn, cpu_milli, memory_mib, gpu, model``
+nodes       ``cpu_milli, memory_mib, gpu, model``
 ==========  ================================================================
 
 Other columns are ignored.
@@ -25,6 +25,7 @@ import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.core.replay import Cell
@@ -55,27 +56,23 @@ class NotebookSession:
     cells: tuple[Cell, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class TracePod:
-    """One pod of a trace: its name, and what it requests of one node."""
+class TracePod(NamedTuple):
+    """What one pod of a trace requests of one node; pods of equal requests are interchangeable."""
 
-    name: str
-    cpu_milli: int
-    memory_mib: int
     gpus: int
     gpu_milli: int  # of each GPU
+    cpu_milli: int
+    memory_mib: int
     models: frozenset[str]  # of GPUs that will do; empty: any
 
 
-@dataclass(frozen=True, slots=True)
-class TraceNode:
-    """One node of a trace, with what it has."""
+class Stock(NamedTuple):
+    """Free resources of a node; nodes with the same stock are interchangeable."""
 
-    name: str
+    model: str
     cpu_milli: int
     memory_mib: int
-    gpus: int
-    model: str
+    gpu_milli: tuple[int, ...]  # per GPU, ascending
 
 
 def read_jobs(path: Path, *, most_gpus: int | None = None) -> list[TrainingJob]:
@@ -129,33 +126,30 @@ def read_pods(path: Path) -> list[TracePod]:
         InvalidRequest: the file cannot be read, or a row is not as expected.
     """
     pods = []
-    for row in _rows(path, ("name", "cpu_milli", "memory_mib", "num_gpu", "gpu_milli")):
+    for row in _rows(path, ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli")):
         gpus = row.count("num_gpu")
         milli = row.count("gpu_milli", least=1 if gpus else 0, most=WHOLE_GPU) if gpus else 0
         if gpus > 1 and milli != WHOLE_GPU:
             raise row.wrong("gpu_milli", f"{WHOLE_GPU}: several GPUs are only given whole")
         models = frozenset(m for m in row.text("gpu_spec", "").split("|") if m)
-        pods.append(
-            TracePod(row.text("name"), row.count("cpu_milli"), row.count("memory_mib"), gpus, milli, models)
-        )
+        pods.append(TracePod(gpus, milli, row.count("cpu_milli"), row.count("memory_mib"), models))
     return pods
 
 
-def read_nodes(path: Path) -> list[TraceNode]:
-    """Return the nodes of ``path`` in their order.
+def read_nodes(path: Path) -> list[Stock]:
+    """Return the nodes of ``path`` in their order, all of them empty.
 
     Raises:
         InvalidRequest: the file cannot be read, or a row is not as expected.
     """
     return [
-        TraceNode(
-            row.text("sn"),
+        Stock(
+            row.text("model"),
             row.count("cpu_milli"),
             row.count("memory_mib"),
-            row.count("gpu", most=1024),
-            row.text("model"),
+            (WHOLE_GPU,) * row.count("gpu", most=1024),
         )
-        for row in _rows(path, ("sn", "cpu_milli", "memory_mib", "gpu", "model"))
+        for row in _rows(path, ("cpu_milli", "memory_mib", "gpu", "model"))
     ]
 
 

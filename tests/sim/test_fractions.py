@@ -10,15 +10,13 @@ import pytest
 from jupyter_gpushare.core.model import Cluster, State
 from jupyter_gpushare.core.planner import plan
 from jupyter_gpushare.sim.fractions import (
-    Shape,
-    Stock,
     arrivals,
     best_fit,
     fill,
     options,
     product,
 )
-from jupyter_gpushare.sim.traces import TraceNode, TracePod, read_nodes, read_pods
+from jupyter_gpushare.sim.traces import Stock, TracePod, read_nodes, read_pods
 from tests import traces
 from tests.core.build import NOW, cluster, device, train
 
@@ -26,11 +24,7 @@ ANY = frozenset[str]()
 
 
 def pod(gpus, milli=1000, cpu=0, memory=0, models=ANY):
-    return TracePod("p", cpu, memory, gpus, milli if gpus else 0, models)
-
-
-def shape(gpus, milli=1000, cpu=0, memory=0, models=ANY):
-    return Shape(gpus, milli, cpu, memory, models)
+    return TracePod(gpus, milli if gpus else 0, cpu, memory, models)
 
 
 def stock(*gpus, cpu=1000, memory=1000, model="T4"):
@@ -38,31 +32,31 @@ def stock(*gpus, cpu=1000, memory=1000, model="T4"):
 
 
 def test_a_fraction_may_go_to_each_gpu_with_capacity_once_per_level():
-    assert options(stock(200, 500, 500, 1000), shape(1, 300)) == [
+    assert options(stock(200, 500, 500, 1000), pod(1, 300)) == [
         stock(200, 200, 500, 1000),
         stock(200, 500, 500, 700),
     ]
 
 
 def test_several_gpus_are_taken_whole():
-    assert options(stock(900, 1000, 1000), shape(2)) == [stock(0, 0, 900)]
-    assert options(stock(900, 900, 1000), shape(2)) == []
+    assert options(stock(900, 1000, 1000), pod(2)) == [stock(0, 0, 900)]
+    assert options(stock(900, 900, 1000), pod(2)) == []
 
 
 @pytest.mark.parametrize(
     "wanted",
-    [shape(0, 0, cpu=1001), shape(0, 0, memory=1001), shape(1, 500, models=frozenset({"A10"})), shape(3)],
+    [pod(0, 0, cpu=1001), pod(0, 0, memory=1001), pod(1, 500, models=frozenset({"A10"})), pod(3)],
 )
 def test_cpu_memory_model_and_number_bind(wanted):
     assert options(stock(1000, 1000), wanted) == []
 
 
 def test_cpu_alone_leaves_the_gpus_as_they_are():
-    assert options(stock(1000), shape(0, 0, cpu=400, memory=1)) == [stock(1000, cpu=600, memory=999)]
+    assert options(stock(1000), pod(0, 0, cpu=400, memory=1)) == [stock(1000, cpu=600, memory=999)]
 
 
 def test_best_fit_takes_the_tightest_gpu_and_prefers_the_fuller_node():
-    full, empty = best_fit(stock(400, 1000), shape(1, 300)), best_fit(stock(1000, 1000), shape(1, 300))
+    full, empty = best_fit(stock(400, 1000), pod(1, 300)), best_fit(stock(1000, 1000), pod(1, 300))
     assert full is not None
     assert empty is not None
     assert full[1] == stock(100, 1000)
@@ -73,16 +67,16 @@ def test_the_product_keeps_pieces_that_others_need():
     # Halves and wholes come equally often.  Of 500 and 1000 free, whole ones cannot use 500: a
     # fragment of 250 on average.  It goes with the half that fits: int(100 / (1 + e^-0.25)) = 56.
     place = product([pod(1, 500), pod(1, 1000)])
-    assert place(stock(500, 1000), shape(1, 500)) == ((-56, 0, 1500), stock(0, 1000))
+    assert place(stock(500, 1000), pod(1, 500)) == ((-56, 0, 1500), stock(0, 1000))
 
 
 def test_the_product_takes_several_gpus_where_fewest_are_empty():
     place = product([pod(2)])
-    fuller, empty = place(stock(0, 1000, 1000), shape(2)), place(stock(1000, 1000, 1000), shape(2))
+    fuller, empty = place(stock(0, 1000, 1000), pod(2)), place(stock(1000, 1000, 1000), pod(2))
     assert fuller[0] < empty[0]
     assert fuller[1] == stock(0, 0, 0)
-    assert place(stock(0, 500), shape(2)) is None
-    assert place(stock(1000), shape(0, 0, cpu=1)) == best_fit(stock(1000), shape(0, 0, cpu=1))
+    assert place(stock(0, 500), pod(2)) is None
+    assert place(stock(1000), pod(0, 0, cpu=1)) == best_fit(stock(1000), pod(0, 0, cpu=1))
 
 
 def devices(*free: tuple[int, ...]) -> Cluster:
@@ -104,7 +98,7 @@ def test_the_simulator_places_as_the_planner_does(milli):
     c = devices(*free)
     pods = [pod(n, m) for m, n, _ in c.settings.workload]
     place = product(pods)
-    found = {n: place(stock(*node), shape(1, milli)) for n, node in enumerate(free)}
+    found = {n: place(stock(*node), pod(1, milli)) for n, node in enumerate(free)}
     best = min((choice[0], f"n{n}") for n, choice in found.items() if choice)[1]
     (grant,) = plan(replace(c, leases=(*c.leases, train("job", milli))), NOW).actions
     assert grant.devices[0][:2] == best
@@ -121,7 +115,7 @@ def test_pods_are_drawn_until_the_load_is_reached():
 
 
 def test_what_does_not_fit_is_dropped_and_the_curve_says_so():
-    filled = fill([TraceNode("n", 1000, 1000, 2, "T4")], [pod(1), pod(1), pod(1)], best_fit, seed=1)
+    filled = fill([stock(1000, 1000)], [pod(1), pod(1), pod(1)], best_fit, seed=1)
     assert (filled.pods, filled.dropped, filled.gpus) == (3, 1, 2)
     assert filled.asked_percent == (50.0, 100.0, 150.0)
     assert filled.allocated_percent == (50.0, 100.0, 100.0)

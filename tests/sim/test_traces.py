@@ -10,6 +10,7 @@ from jupyter_gpushare.core.replay import Cell
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.sim.traces import (
     NotebookSession,
+    Stock,
     TrainingJob,
     read_cells,
     read_jobs,
@@ -64,7 +65,7 @@ def test_pods_and_nodes(file):
     assert (half.gpu_milli, half.models) == (500, {"T4", "A10"})
     assert (two.gpus, two.gpu_milli, two.models) == (2, 1000, frozenset())
     (node,) = read_nodes(file("sn,cpu_milli,memory_mib,gpu,model\nn1,8000,1024,2,T4\n"))
-    assert (node.name, node.gpus, node.model) == ("n1", 2, "T4")
+    assert node == Stock("T4", 8000, 1024, (1000, 1000))
 
 
 def test_pods_without_the_column_of_gpu_models_run_on_any(file):
@@ -149,5 +150,5 @@ def test_traces_are_read_as_they_are(trace):
     assert len(sessions) == (337 if public else traces.SESSIONS)
     assert not public or sum(len(s.cells) for s in sessions) == 30_909
     assert len(read_pods(trace("fractions_openb_pods_default"))) == (8_152 if public else traces.PODS)
-    gpus = sum(n.gpus for n in read_nodes(trace("fractions_openb_gpu_nodes")))
+    gpus = sum(len(n.gpu_milli) for n in read_nodes(trace("fractions_openb_gpu_nodes")))
     assert gpus == (6_212 if public else 8 * traces.NODES)
