@@ -48,11 +48,6 @@ def percentile(values: Sequence[float], percent: float) -> float:
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0.0
 
 
-def mean(values: Sequence[float]) -> float:
-    """Return the arithmetic mean; 0 of no values."""
-    return sum(values) / len(values) if values else 0.0
-
-
 class Curve:
     """A quantity over time: its rate changes at moments, its integral is kept per hour."""
 

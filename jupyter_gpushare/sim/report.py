@@ -6,11 +6,12 @@ import os
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from statistics import fmean
 from xml.sax.saxutils import escape
 
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.sim.fractions import Filled
-from jupyter_gpushare.sim.metrics import DAY_HOURS, HOUR_S, ProjectMeter, ReplayMeter, mean, percentile
+from jupyter_gpushare.sim.metrics import DAY_HOURS, HOUR_S, ProjectMeter, ReplayMeter, percentile
 from jupyter_gpushare.sim.scenario import ReplayResult
 
 Numbers = dict[str, object]
@@ -25,11 +26,11 @@ def job_numbers(result: ReplayResult) -> Numbers:
     return {
         "jobs": meter.jobs,
         "unfinished": meter.jobs - len(done),
-        "avg_completion_s": _short(mean(done)),
+        "avg_completion_s": _short(fmean(done or [0.0])),
         "median_completion_s": _short(percentile(done, 50)),
         "p95_completion_s": _short(percentile(done, 95)),
         "p99_completion_s": _short(percentile(done, 99)),
-        "avg_queue_s": _short(mean(queued)),
+        "avg_queue_s": _short(fmean(queued or [0.0])),
         "median_queue_s": _short(percentile(queued, 50)),
         "p95_queue_s": _short(percentile(queued, 95)),
         "p99_queue_s": _short(percentile(queued, 99)),

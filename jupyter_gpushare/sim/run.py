@@ -10,10 +10,10 @@ import gzip
 import json
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from types import TracebackType
 
 from jupyter_gpushare import command_line
 from jupyter_gpushare.command_line import Option, Parser, Verb
@@ -97,34 +97,29 @@ WIDTH = 30
 EVERY_S = 0.2
 
 
-class Bar:
-    """``with Bar("jobs") as bar: ...; bar(0.3)`` shows that 30 % is done."""
+@contextmanager
+def progress_bar(what: str) -> Iterator[Callable[[float], None]]:
+    """Yield a function that shows which part of the work is done, 0 to 1."""
+    if not sys.stderr.isatty():
+        yield lambda done: None
+        return
+    began_at = shown_at = time.monotonic()
 
-    def __init__(self, what: str) -> None:
-        self._what = what
-        self._shown = sys.stderr.isatty()
-        self._began = time.monotonic()
-        self._next = self._began + EVERY_S
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __call__(self, done: float) -> None:
+    def show(done: float) -> None:
+        nonlocal shown_at
         now = time.monotonic()
-        if not self._shown or now < self._next:
+        if now < shown_at + EVERY_S:
             return
-        self._next = now + EVERY_S
+        shown_at = now
         full = round(WIDTH * min(done, 1.0))
-        passed = now - self._began
-        left = f", about {passed * (1 - done) / done:.0f} s left" if done > 0.02 else ""
+        left = f", about {(now - began_at) * (1 - done) / done:.0f} s left" if done > 0.02 else ""
         bar = "#" * full + "." * (WIDTH - full)
-        print(f"\r[{bar}] {done:4.0%} of the {self._what}{left}\x1b[K", end="", file=sys.stderr, flush=True)
+        print(f"\r[{bar}] {done:4.0%} of the {what}{left}\x1b[K", end="", file=sys.stderr, flush=True)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._shown:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+    try:
+        yield show
+    finally:
+        print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 # ---- the command -------------------------------------------------------------
@@ -332,7 +327,7 @@ def jobs(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]
     gpushare simulate jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8 --plot use.svg
     """
     jobs = traces.read_jobs(args.file, most_gpus=args.gpus)
-    with Bar("jobs") as bar:
+    with progress_bar("jobs") as bar:
         result = replay_jobs(
             jobs,
             _fleet(args),
@@ -357,7 +352,7 @@ def notebooks(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | 
     jobs = traces.read_jobs(args.jobs, most_gpus=args.gpus) if args.jobs else []
     if args.saturate and not jobs:
         raise InvalidRequest("--saturate needs jobs to do it with: give --jobs FILE")
-    with Bar("cells") as bar:
+    with progress_bar("cells") as bar:
         result = replay_notebooks(
             sessions,
             jobs,

@@ -11,7 +11,7 @@ import pytest
 from jupyter_gpushare.cli import main
 from jupyter_gpushare.core.model import DEFAULT_POLICY
 from jupyter_gpushare.sim import run, scenario
-from jupyter_gpushare.sim.run import Bar
+from jupyter_gpushare.sim.run import progress_bar
 
 JOBS = "num_gpu,submit_time,duration\n1,0,60\n2,10,100\n1,20,30\n"
 CELLS = "num_gpu,submit_time,duration\n1,0,1\n1,60,2\n2,5,1\n"
@@ -210,11 +210,11 @@ def test_nodes_have_eight_gpus_unless_told_otherwise(simulate, monkeypatch):
 
 def test_a_bar_is_drawn_on_a_terminal_only_and_wiped_in_the_end(monkeypatch, capsys):
     monkeypatch.setattr("jupyter_gpushare.sim.run.EVERY_S", 0.0)
-    with Bar("jobs") as bar:
+    with progress_bar("jobs") as bar:
         bar(0.5)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr("sys.stderr.isatty", lambda: True)
-    with Bar("jobs") as bar:
+    with progress_bar("jobs") as bar:
         bar(0.5)
     err = capsys.readouterr().err
     assert "[###############...............]  50% of the jobs" in err
