@@ -60,8 +60,8 @@ def make_jobs(count: int, *, gpus: int, load: float, seed: int) -> list[Training
     every_s = work_gpu_s / (gpus * load)
     jobs = []
     now = 0.0
-    for number in range(count):
-        jobs.append(TrainingJob(number + 2, _choose(rng, JOB_GPUS), round(now, 3), round(JOB_S.draw(rng), 3)))
+    for _ in range(count):
+        jobs.append(TrainingJob(_choose(rng, JOB_GPUS), round(now, 3), round(JOB_S.draw(rng), 3)))
         now += rng.expovariate(1 / every_s)
     return jobs
 
@@ -70,7 +70,7 @@ def make_sessions(count: int, *, days: float, seed: int) -> list[NotebookSession
     """Return ``count`` sessions that begin within ``days``, latest first."""
     rng = random.Random(seed)  # noqa: S311 - a repeatable draw, no secret
     starts = sorted((rng.uniform(0.0, days * 86_400) for _ in range(count)), reverse=True)
-    return [NotebookSession(0, _choose(rng, SESSION_GPUS), tuple(_cells(rng, at))) for at in starts]
+    return [NotebookSession(_choose(rng, SESSION_GPUS), tuple(_cells(rng, at))) for at in starts]
 
 
 def _cells(rng: random.Random, now: float) -> Iterator[Cell]:

@@ -39,9 +39,8 @@ LARGEST = 1e12
 
 @dataclass(frozen=True, slots=True)
 class TrainingJob:
-    """One job of a trace; ``row`` is where it stands in its file."""
+    """One job of a trace."""
 
-    row: int
     gpus: int
     submit_at: float
     duration_s: float
@@ -51,7 +50,6 @@ class TrainingJob:
 class NotebookSession:
     """The cells of one session, in order; it holds as many GPUs as its largest cell asks for."""
 
-    row: int
     gpus: int
     cells: tuple[Cell, ...]
 
@@ -90,7 +88,7 @@ def read_jobs(path: Path, *, most_gpus: int | None = None) -> list[TrainingJob]:
         if submit_at < before:
             raise row.wrong("submit_time", f"at least {before:g}, the row before (rows are sorted by time)")
         before = submit_at
-        jobs.append(TrainingJob(row.number_in_file, gpus, submit_at, row.number("duration")))
+        jobs.append(TrainingJob(gpus, submit_at, row.number("duration")))
     return jobs
 
 
@@ -101,22 +99,15 @@ def read_cells(path: Path, *, most_gpus: int | None = None) -> list[NotebookSess
         InvalidRequest: the file cannot be read, or a row is not as expected;
             also a cell for more than ``most_gpus`` GPUs.
     """
-    sessions: list[NotebookSession] = []
-    first, gpus, cells = 0, 0, list[Cell]()
-
-    def end_session() -> None:
-        if cells:
-            sessions.append(NotebookSession(first, gpus, tuple(cells)))
-
+    sessions: list[tuple[list[int], list[Cell]]] = []
     for row in _rows(path, ("num_gpu", "submit_time", "duration")):
         cell = Cell(row.number("submit_time") * MINUTE_S, row.number("duration") * MINUTE_S)
-        if not cells or cell.submit_at < cells[-1].submit_at:
-            end_session()
-            first, gpus, cells = row.number_in_file, 0, []
-        gpus = max(gpus, _gpus(row, most_gpus, "of the largest node: a session has one"))
+        if not sessions or cell.submit_at < sessions[-1][1][-1].submit_at:
+            sessions.append(([], []))
+        gpus, cells = sessions[-1]
+        gpus.append(_gpus(row, most_gpus, "of the largest node: a session has one"))
         cells.append(cell)
-    end_session()
-    return sessions
+    return [NotebookSession(max(gpus), tuple(cells)) for gpus, cells in sessions]
 
 
 def read_pods(path: Path) -> list[TracePod]:
@@ -164,12 +155,12 @@ class _Row:
     """One row by column names; its errors name file, row and column."""
 
     def __init__(self, path: Path, number: int, cells: Mapping[str, str]) -> None:
-        self.number_in_file = number
+        self._number = number
         self._path = path
         self._cells = cells
 
     def wrong(self, column: str, expected: str) -> InvalidRequest:
-        return _wrong(self._path, self.number_in_file, f"{column} is {self._cells[column][:40]!r}", expected)
+        return _wrong(self._path, self._number, f"{column} is {self._cells[column][:40]!r}", expected)
 
     def text(self, column: str, otherwise: str | None = None) -> str:
         return self._cells[column] if otherwise is None else self._cells.get(column, otherwise)

@@ -100,8 +100,8 @@ LIES = {
 
 def _completion_s(reports) -> float:
     """Completion of a job of 200,000 s, beside honest jobs of 20,000 s that load the GPU to 80 %."""
-    jobs = [TrainingJob(0, 1, 0.0, 200_000.0)]
-    jobs += [TrainingJob(n, 1, 25_000.0 * n, 20_000.0) for n in range(1, 60)]
+    jobs = [TrainingJob(1, 0.0, 200_000.0)]
+    jobs += [TrainingJob(1, 25_000.0 * n, 20_000.0) for n in range(1, 60)]
     settings = replace(DEFAULT_POLICY, order=Order.PROGRESS)
     fleet, honest = Fleet(gpus=1, nodes=1), with_error(1.0)
     result = replay_jobs(jobs, fleet, settings, preempt_cost_s=30, reports=lambda n: honest if n else reports)
@@ -146,11 +146,11 @@ FIFO = Settings(order=Order.FIFO)
 
 def jobs(*rows):
     """(GPUs, submitted, seconds) each."""
-    return [TrainingJob(n + 2, *row) for n, row in enumerate(rows)]
+    return [TrainingJob(*row) for row in rows]
 
 
 def session(*cells, gpus=1):
-    return NotebookSession(2, gpus, tuple(Cell(*cell) for cell in cells))
+    return NotebookSession(gpus, tuple(Cell(*cell) for cell in cells))
 
 
 def test_gpus_are_spread_evenly_over_nodes_and_islands():

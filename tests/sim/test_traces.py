@@ -37,7 +37,7 @@ def file(tmp_path):
 
 def test_jobs_are_read_from_the_columns_that_matter(file):
     path = file(JOBS + "7,2,0,99,60\n8,1,5.5,99,1e3\n")
-    assert read_jobs(path) == [TrainingJob(2, 2, 0.0, 60.0), TrainingJob(3, 1, 5.5, 1000.0)]
+    assert read_jobs(path) == [TrainingJob(2, 0.0, 60.0), TrainingJob(1, 5.5, 1000.0)]
 
 
 @pytest.mark.parametrize("name", ["trace.csv.gz", "trace.csv"])
@@ -48,14 +48,14 @@ def test_compressed_files_are_known_by_their_content(file, name):
 
 def test_line_ends_of_windows_empty_lines_and_a_byte_order_mark_do_no_harm(file):
     path = file(b"\xef\xbb\xbf" + JOBS.replace("\n", "\r\n").encode() + b"1,1,0,0,5\r\n\r\n2,1,0,0,5\r\n")
-    assert [job.row for job in read_jobs(path)] == [2, 4]
+    assert len(read_jobs(path)) == 2
 
 
 def test_a_drop_of_submit_time_starts_the_next_session_and_minutes_become_seconds(file):
     path = file("job_id,num_gpu,submit_time,duration\n0,1,10,2\n1,4,20,1\n2,1,5,0.5\n")
     assert read_cells(path) == [
-        NotebookSession(2, 4, (Cell(600.0, 120.0), Cell(1200.0, 60.0))),
-        NotebookSession(4, 1, (Cell(300.0, 30.0),)),
+        NotebookSession(4, (Cell(600.0, 120.0), Cell(1200.0, 60.0))),
+        NotebookSession(1, (Cell(300.0, 30.0),)),
     ]
 
 
