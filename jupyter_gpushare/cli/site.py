@@ -56,19 +56,12 @@ class SiteMachine:
     ram_bytes: int
     driver: str
     cgroup_v2: bool
+    units: Path = Path("/etc/systemd/system")
     # What a Hub that runs refuses to a token (with the broker's environment), and the remedy; whether a
     # broker that runs has not the API at an address (with its certificate); uids that listen at a port.
     ask_hub: Callable[[str, str, Mapping[str, str]], tuple[str, str] | None] = lambda *_: None
     ask_broker: Callable[[str, str], str] = lambda *_: ""
     listeners: Callable[[int], frozenset[int]] = lambda _port: frozenset()
-
-
-@dataclass(frozen=True, slots=True)
-class Files:
-    """Where an installation keeps what no configuration names."""
-
-    broker_environment: Path = Path("/etc/gpushare/broker.env")
-    units: Path = Path("/etc/systemd/system")
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +72,7 @@ class SiteFacts:
     broker: GPUShareBroker
     projects: tuple[ProjectConfig, ...]
     machine: SiteMachine
-    files: Files
+    broker_environment: Path  # a file of variables
 
     @property
     def spawner(self) -> dict[str, Any]:
@@ -186,7 +179,7 @@ _UNIT_LINES = {
 
 def api_token(site: SiteFacts) -> Found:
     """Yield what is wrong with the API token of the broker: its file, the Hub's copy, the Hub's answer."""
-    service, path = site.service() or {}, site.files.broker_environment
+    service, path = site.service() or {}, site.broker_environment
     if service.get("command") or not service.get("api_token"):
         return  # the Hub starts the broker and gives it a token; or the check of the service has said it
     try:
@@ -224,7 +217,7 @@ def hub_address(site: SiteFacts) -> Found:
     service, hub, env = site.service() or {}, site.hub, _broker_environment(site)
     if service.get("command") or not (api := env.get("JUPYTERHUB_API_URL")):
         return
-    where = f"in {site.files.broker_environment}"
+    where = f"in {site.broker_environment}"
     if hub_base_url(api) != hub.base_url:
         yield fail(
             f"The Hub's base_url is {hub.base_url}, and JUPYTERHUB_API_URL of the broker is {api}.",
@@ -248,7 +241,7 @@ def hub_address(site: SiteFacts) -> Found:
 
 def internal_ssl(site: SiteFacts) -> Found:
     """Yield what an external broker lacks to talk to a Hub with internal TLS."""
-    service, path = site.service() or {}, site.files.broker_environment
+    service, path = site.service() or {}, site.broker_environment
     if service.get("command") or not service.get("api_token"):
         return  # a broker that the Hub starts gets its certificates from it
     remedy, env = "docs/operations.md, TLS and internal_ssl", _broker_environment(site)
@@ -276,11 +269,11 @@ def _broker_environment(site: SiteFacts) -> dict[str, str]:
     """Return the variables of an external broker: those of its unit, then of broker.env."""
     lines: list[str] = []
     with contextlib.suppress(OSError, ValueError):  # the check of the units says so
-        unit = _unit_text(site.files.units / _BROKER_UNIT)
+        unit = _unit_text(site.machine.units / _BROKER_UNIT)
         for setting in re.findall(r"^Environment=(.*)$", unit, re.MULTILINE):
             lines += shlex.split(setting)
     with contextlib.suppress(OSError):  # the check of the API token says so
-        lines += site.files.broker_environment.read_text(errors="replace").splitlines()
+        lines += site.broker_environment.read_text(errors="replace").splitlines()
     return {name: value.strip() for name, is_set, value in (each.partition("=") for each in lines) if is_set}
 
 
@@ -304,7 +297,7 @@ def port(site: SiteFacts) -> Found:
 
 def units(site: SiteFacts) -> Found:
     """Yield what is wrong with the systemd units and their drop-ins."""
-    folder = site.files.units
+    folder = site.machine.units
     units = {name: folder / name for name in _UNIT_LINES}
     if not any(path.is_file() for path in units.values()):
         return  # started in another way
@@ -358,12 +351,8 @@ _SERVER_SCOPES = {
 _CHECKPOINT_DRIVER = 570
 
 
-def examine(
-    hub_config: Path, broker_config: Path, machine: SiteMachine, files: Files | None = None
-) -> list[Check]:
+def examine(hub_config: Path, broker_config: Path, machine: SiteMachine) -> list[Check]:
     """Return one check per thing that can be wrong with a site, with the remedy."""
-    if files is None:
-        files = Files(broker_environment=broker_config.with_name("broker.env"))
     name, file = "hub-config", hub_config
     try:
         hub = contract.hub_of(contract.load(file))
@@ -372,7 +361,7 @@ def examine(
         projects = [parse_project(*each) for each in broker.projects.items()]
     except (Exception, SystemExit) as error:
         return checks.named({name: fail(f"{file} cannot be read: {error}.", "mend this file first")})
-    site = SiteFacts(hub, broker, tuple(projects), machine, files)
+    site = SiteFacts(hub, broker, tuple(projects), machine, broker_config.with_name("broker.env"))
     unreadable = "run doctor as root, or as the user of the services"
     return asyncio.run(checks.examine(CHECKS, site, unreadable=unreadable))
 

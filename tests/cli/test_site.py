@@ -23,7 +23,7 @@ from certipy import Certipy
 from jupyter_gpushare import native
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.cli.checks import Result
-from jupyter_gpushare.cli.site import CHECKS, Files, SiteMachine, ask_hub, examine, listeners
+from jupyter_gpushare.cli.site import CHECKS, SiteMachine, ask_hub, examine, listeners
 
 GIB = 1 << 30
 HUB = """
@@ -74,8 +74,8 @@ class Setup:
         path.write_text(text.replace(old, new))
 
     def found(self) -> dict[str, tuple[Result, str]]:
-        files = Files(broker_environment=self.folder / "broker.env", units=self.folder / "units")
-        checks = examine(self.hub_config, self.broker_config, self.machine, files)
+        machine = replace(self.machine, units=self.folder / "units")
+        checks = examine(self.hub_config, self.broker_config, machine)
         return {each.name: (each.result, f"{each.message} -> {each.advice}") for each in checks}
 
 
