@@ -23,7 +23,7 @@ from jupyter_gpushare.cli.output import (
     project_text,
     say,
 )
-from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, confirm, connect, fields_of, shown_by
+from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, act, confirm, connect, fields_of, shown_by
 from jupyter_gpushare.errors import Conflict, GpuShareError, NotFound, RequestError
 from jupyter_gpushare.gibibytes import gibibytes
 from jupyter_gpushare.messages import about, local, printable
@@ -151,7 +151,7 @@ def wake(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
 
     gpushare admin wake k3v9m2x7qa
     """
-    return _act(client, _found(client, args.id), "resume")
+    return act(client, _found(client, args.id), "resume")
 
 
 @shown_by(_print_act)
@@ -160,7 +160,7 @@ def lend(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
 
     gpushare admin lend k3v9m2x7qa
     """
-    return _act(client, _found(client, args.id), "lend")
+    return act(client, _found(client, args.id), "lend")
 
 
 @shown_by(_print_act)
@@ -173,11 +173,7 @@ def stop(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus |
     what = "job" if lease.job else "session, with all its kernels and their variables,"
     confirm(args, f"Stop {lease.user}'s {what} of {lease.size}?")
     # The broker has no lease to show of a job that had not begun.
-    return _act(client, lease, "stop") or client.get(f"jobs/{lease.job}", wire.Job)
-
-
-def _act(client: BlockingClient, lease: wire.LeaseStatus, action: str) -> wire.LeaseStatus:
-    return client.post(f"leases/{lease.id}/{action}", None, wire.LeaseStatus, repeatable=True)
+    return act(client, lease, "stop") or client.get(f"jobs/{lease.job}", wire.Job)
 
 
 @shown_by(print_job)

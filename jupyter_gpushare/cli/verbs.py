@@ -413,7 +413,7 @@ def _print_size(lease: wire.LeaseStatus) -> None:
 @shown_by(_print_lease)
 def wake(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
     """Get the GPU of my sleeping session back."""
-    return _act(client, args, "resume")
+    return act(client, session_of(client, args.server), "resume")
 
 
 @shown_by(_print_keep)
@@ -424,13 +424,13 @@ def keep(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
     gpushare keep --minutes 60
     gpushare keep --minutes 0         undo it
     """
-    return _act(client, args, "keep", wire.KeepRequest(minutes=args.minutes))
+    return act(client, session_of(client, args.server), "keep", wire.KeepRequest(minutes=args.minutes))
 
 
 @shown_by(_print_lease)
 def lend(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
     """Lend the GPU of my session now."""
-    return _act(client, args, "lend")
+    return act(client, session_of(client, args.server), "lend")
 
 
 @shown_by(_print_lease)
@@ -440,7 +440,7 @@ def sleep(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
     gpushare sleep never            this server keeps its GPU, if its project has that right
     gpushare sleep allow
     """
-    return _act(client, args, "never-sleep" if args.may == "never" else "may-sleep")
+    return act(client, session_of(client, args.server), "never-sleep" if args.may == "never" else "may-sleep")
 
 
 @shown_by(_print_size)
@@ -455,11 +455,11 @@ def resize(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus
     return client.put(f"leases/{session_of(client, args.server).id}/size", request, wire.LeaseStatus)
 
 
-def _act(
-    client: BlockingClient, args: argparse.Namespace, action: str, body: wire.KeepRequest | None = None
+def act(
+    client: BlockingClient, lease: wire.LeaseStatus, action: str, body: wire.KeepRequest | None = None
 ) -> wire.LeaseStatus:
-    path = f"leases/{session_of(client, args.server).id}/{action}"
-    return client.post(path, body, wire.LeaseStatus, repeatable=True)
+    """Return a lease after an action on it."""
+    return client.post(f"leases/{lease.id}/{action}", body, wire.LeaseStatus, repeatable=True)
 
 
 def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:
