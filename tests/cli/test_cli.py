@@ -239,17 +239,6 @@ def test_refusal_has_exit_code_1_and_the_brokers_sentence(gpushare, broker, gold
     assert told == wire.ErrorAnswer(**golden("error") | {"message_texts": []}), "in English only"
 
 
-def test_a_reused_key_has_exit_code_1_and_the_brokers_sentence(gpushare, broker):
-    key = "this Idempotency-Key belongs to job %1, which was submitted with other values: use a new key"
-    error = {"status": 422, "reason": "key_reused", "message": key.replace("%1", "k3v9m2x7qa")}
-    broker.answer("POST jobs", error | {"message_texts": [{"key": key, "args": ["k3v9m2x7qa"]}]}, 422)
-    ran = gpushare("submit", "--json", "--", "x")
-    told = wire.decode(ran.err.encode(), wire.ErrorAnswer)
-    assert (ran.code, ran.out, told.status, told.reason) == (1, "", 422, "key_reused")
-    assert told.message == error["message"]
-    assert gpushare("submit", "--", "x").err == f"gpushare: {error['message']}\n"
-
-
 def test_wrong_token_is_refused(gpushare, broker):
     ran = gpushare("status", "--token", "wrong")
     assert ran.code == 1
