@@ -34,10 +34,15 @@ def seconds(does: Callable[[], object]) -> float:
     return time.monotonic() - begun
 
 
+def is_asleep(lent: Lent) -> None:
+    """Wait until the session is suspended."""
+    until(lambda: lent.story.session("ada")["state"] == "suspended", "the session is suspended")
+
+
 def is_lent(lent: Lent) -> None:
     """Wait until the guest has the GPU of the idle session."""
     until(lent.guest.runs, "the GPU is lent", 300)
-    until(lambda: lent.story.session("ada")["state"] == "suspended", "the session is suspended")
+    is_asleep(lent)
 
 
 def converged(lent: Lent) -> None:
@@ -77,38 +82,27 @@ def silence(lent: Lent) -> float:
 
 
 def kill_seat(lent: Lent) -> float:
-    """Kill the seat of the session that works."""
+    """Kill the seat of the session, which works."""
+    come_back(lent)
     (seat,) = seats_of(lent, lease_of(lent))
     at = time.monotonic()
     lent.story.cluster.kubelet.running[seat["metadata"]["uid"]].process.kill()
     return at
 
 
-def of_fault(lent: Lent, does: Callable[[Lent], float], times: int) -> list[str]:
-    """Return the seconds from a fault to the answer of a cell, and to the end of all its effects."""
-    answers, ends = [], []
+def of_fault(
+    lent: Lent, does: Callable[[Lent], float], times: int, first: Callable[[Lent], None] = come_back
+) -> list[str]:
+    """Return the seconds from a fault until ``first`` returns, and to the end of all its effects."""
+    firsts, ends = [], []
     for _ in range(times):
         is_lent(lent)
         begun = does(lent)
-        come_back(lent)
-        answers.append(time.monotonic() - begun)
+        first(lent)
+        firsts.append(time.monotonic() - begun)
         converged(lent)
         ends.append(time.monotonic() - begun)
-    return [spread(answers), spread(ends)]
-
-
-def of_seat(lent: Lent, times: int) -> list[str]:
-    """Return the seconds from a seat's kill until its session is suspended, and to the end of all effects."""
-    suspended, ends = [], []
-    for _ in range(times):
-        is_lent(lent)
-        come_back(lent)
-        begun = kill_seat(lent)
-        until(lambda: lent.story.session("ada")["state"] == "suspended", "the session is suspended")
-        suspended.append(time.monotonic() - begun)
-        converged(lent)
-        ends.append(time.monotonic() - begun)
-    return [spread(suspended), spread(ends)]
+    return [spread(firsts), spread(ends)]
 
 
 def measure(returns: int, faults: int) -> None:
@@ -122,7 +116,7 @@ def measure(returns: int, faults: int) -> None:
             ["broker killed and started", *of_fault(lent, kill_broker, faults)],
             ["device helper killed and started", *of_fault(lent, kill_helper, faults)],
             [f"API server silent for {SILENT_S:g} s", *of_fault(lent, silence, faults)],
-            ["seat killed (until the session is suspended)", *of_seat(lent, faults)],
+            ["seat killed (until the session is suspended)", *of_fault(lent, kill_seat, faults, is_asleep)],
         ]
     module = "tests.benchmarks.cluster_times"
     shown = [f"{x:.2f}" for x in (percentile(took, 50), percentile(took, 95), max(took))]
