@@ -7,7 +7,7 @@
 """
 
 from jupyter_gpushare.gibibytes import gibibytes
-from jupyter_gpushare.messages.decisions import DecisionFacts, about, decision, to_reader
+from jupyter_gpushare.messages.decisions import about, decision, to_reader
 from jupyter_gpushare.messages.jobs import (
     STATE_LOST,
     because_of,

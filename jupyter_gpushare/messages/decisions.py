@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 
 from jupyter_gpushare.core.model import Kind, Why
 from jupyter_gpushare.messages.templates import TEMPLATES
@@ -18,38 +17,32 @@ _OWN: Mapping[str, tuple[str, str]] = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class DecisionFacts:
-    """Inputs of the sentence about one decision."""
+def decision(
+    action: str, why: str, subject: Text, kind: Kind, beneficiary: Text | None, made_way: Sequence[str] = ()
+) -> Text:
+    """Return one line of the decision log.
 
-    action: str  # "grant", "suspend", "resume", "requeue", ...
-    why: str
-    subject: Text  # "bo's job train (2 GPUs)", "ada's session (1/2 GPU)"
-    kind: Kind
-    beneficiary: Text | None = None
-    made_way: tuple[str, ...] = ()  # actions on other leases for this one
-
-
-def decision(facts: DecisionFacts) -> Text:
-    """Return one line of the decision log."""
-    because: str | Text = facts.why.replace("_", " ")
-    if (reason := f"because.{facts.why}") in TEMPLATES:
+    ``action`` is "grant", "suspend", "resume", "requeue", ...; ``subject`` is the text of ``bo's job train
+    (2 GPUs)``; ``made_way`` has the actions on other leases for this one.
+    """
+    because: str | Text = why.replace("_", " ")
+    if (reason := f"because.{why}") in TEMPLATES:
         because = text(reason)
-    if facts.why == Why.FREE_CAPACITY and facts.made_way:
-        slept = "suspend" in facts.made_way
+    if why == Why.FREE_CAPACITY and made_way:
+        slept = "suspend" in made_way
         because = text("because.put_to_sleep" if slept else "because.made_way")
-    is_job = facts.kind is Kind.TRAIN
+    is_job = kind is Kind.TRAIN
     key = {
         "grant": "decision.grant",
         "would_suspend": "decision.would_sleep",
         "suspend": "decision.paused" if is_job else "decision.put_to_sleep",
         "resume": "decision.goes_on" if is_job else "decision.woken",
         "requeue": "decision.requeue",
-    }.get(facts.action)
-    done = text(key) if key else facts.action
-    if facts.beneficiary is not None:
-        return text("decision.for", facts.subject, done, facts.beneficiary, because)
-    return text("decision", facts.subject, done, because)
+    }.get(action)
+    done = text(key) if key else action
+    if beneficiary is not None:
+        return text("decision.for", subject, done, beneficiary, because)
+    return text("decision", subject, done, because)
 
 
 def to_reader(texts: Texts, reader: str) -> Texts:

@@ -16,7 +16,6 @@ from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
 from jupyter_gpushare.broker.views.lease_view import LeaseView, LendingOutlook
 from jupyter_gpushare.core.model import Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
-from jupyter_gpushare.messages import DecisionFacts
 from jupyter_gpushare.protocol.wire import Text
 from jupyter_gpushare.wall_clock import clock_time
 
@@ -201,16 +200,9 @@ def test_what_can_never_run_has_no_number():
 @pytest.mark.parametrize("why", Why)
 @pytest.mark.parametrize("action", ["grant", "suspend", "resume", "requeue"])
 def test_every_decision_is_a_sentence(action, why):
-    text = said(
-        messages.decision,
-        DecisionFacts(
-            action=action,
-            why=why,
-            subject=messages.text("decision.job", "bo", "train", "1 GPU"),
-            kind=Kind.TRAIN,
-            beneficiary=messages.text("decision.session", "ada", "1/2 GPU"),
-        ),
-    )
+    job = messages.text("decision.job", "bo", "train", "1 GPU")
+    session = messages.text("decision.session", "ada", "1/2 GPU")
+    text = said(messages.decision, action, why, job, Kind.TRAIN, session)
     assert "sleep" not in text
     assert text.startswith("bo's job train (1 GPU) ")
     assert "for ada's session (1/2 GPU): " in text

@@ -564,15 +564,12 @@ class Registry:
 
     def decision(self, record: LeaseRecord, action: str, why: str, for_lease: str) -> DecisionRecord:
         """Return a new entry of the log of decisions, which the caller stores."""
-        facts = messages.DecisionFacts(
-            action=action,
-            why=why,
-            subject=self.subject_of(record),
-            kind=record.lease.kind,
-            made_way=self.decisions.made_way_for(record.id) if action == "grant" else (),
-            beneficiary=self._beneficiary(record, self.leases.get(for_lease)),
+        beneficiary = self._beneficiary(record, self.leases.get(for_lease))
+        made_way = self.decisions.made_way_for(record.id) if action == "grant" else ()
+        line = messages.decision(
+            action, why, self.subject_of(record), record.lease.kind, beneficiary, made_way
         )
-        return self.decisions.add(record, action, messages.decision(facts), why=why, for_lease=for_lease)
+        return self.decisions.add(record, action, line, why=why, for_lease=for_lease)
 
     def _beneficiary(self, record: LeaseRecord, other: LeaseRecord | None) -> wire.Text | None:
         """Return the name of the lease that profits; users and jobs only within the same project."""
