@@ -46,15 +46,6 @@ def seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def limit(text: str) -> float:
-    """Return the seconds of a time with its unit; 0 for ``none``.
-
-    Raises:
-        argparse.ArgumentTypeError: it is neither.
-    """
-    return 0.0 if text == "none" else seconds(text)
-
-
 def pair(text: str) -> tuple[str, str]:
     """Return name and value of ``NAME=VALUE``.
 

@@ -18,7 +18,6 @@ from jupyter_gpushare.cli.options import (
     SERVER,
     YES,
     job_id,
-    limit,
     pair,
     seconds,
 )
@@ -145,7 +144,12 @@ VERBS = (
         OneOf(Option("--gpus G", "0.5, 1/4 or 2; several are given together"), MEMORY, PROFILE),
         Option("--project P", "it goes to the end of that project's queue"),
         Option("--priority N", "within the project", PRIORITY),
-        Option("--max-run TIME", "like 30m, 4h or 2d; none: no maximum", limit, dest="max_run_s"),
+        Option(
+            "--max-run TIME",
+            "like 30m, 4h or 2d; none: no maximum",
+            lambda text: 0.0 if text == "none" else seconds(text),
+            dest="max_run_s",
+        ),
     ),
     Verb(
         verbs.move,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache, reduce
 
 from jupyter_gpushare.core.model import Lease
@@ -149,19 +149,15 @@ def range_text(low_s: float, high_s: float) -> Text:
     return text("range.mixed", text(*low), text(*high))
 
 
-def _rounded(seconds: float) -> tuple[str, int]:
+def _rounded(seconds: float, units: Sequence[tuple[int, str]] = _UNITS, least: int = 1) -> tuple[str, int]:
     """Return template and number of a duration, in the largest unit of which it has at least 1.5."""
-    size, unit = next(((size, unit) for size, unit in _UNITS if seconds >= 1.5 * size), (1, "seconds"))
-    return f"duration.{unit}", max(1, round(seconds / size))
+    size, unit = next(((size, unit) for size, unit in units if seconds >= 1.5 * size), (1, "seconds"))
+    return f"duration.{unit}", max(least, round(seconds / size))
 
 
 def duration_text(seconds: float) -> Text:
     """Return `duration` for translation."""
-    if seconds < 90:
-        return text("duration.seconds", max(0, round(seconds)))
-    if seconds < 5400:
-        return text("duration.minutes", round(seconds / 60))
-    return text("duration.hours", round(seconds / 3600))
+    return text(*_rounded(seconds, _UNITS[1:], least=0))
 
 
 # ---- reasons that are sent or stored in English, by key for translation ------
