@@ -32,7 +32,7 @@ from jupyter_gpushare.gpu.leases.files import (
     PagePhase,
 )
 from jupyter_gpushare.gpu.leases.host import limit_bytes
-from jupyter_gpushare.messages import gibibytes
+from jupyter_gpushare.messages import LEVELS, gibibytes
 from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.protocol import wire
 
@@ -84,15 +84,6 @@ def check_projects(status: wire.Status, devices: wire.Devices) -> Check:
 # Diagnostics report the current state, so they hardly wait for a broker that restarts.
 RETRY_S = 1.0
 _DRIVER_SETTINGS = "/proc/driver/nvidia/params"
-
-# What each enforcement level guarantees (docs/isolation.md).
-LEVELS = {
-    "whole_gpu": "whole devices: nothing to limit",
-    "mig": "a MIG instance: kept apart by the hardware",
-    "cgroup": "enforced by the driver",
-    "preload": "enforced in software",
-    "hints": "not enforced: frameworks are only asked to stay within it",
-}
 
 # What becomes of a process that evades the library (`gpushare helper --watchdog`).
 WATCHDOG = {
