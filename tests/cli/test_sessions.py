@@ -56,15 +56,6 @@ def test_resize_changes_the_session_and_says_what_kernels_see(gpushare, broker, 
     assert gpushare("resize").code == 2
 
 
-def test_a_size_that_does_not_fit_is_refused_with_what_to_choose(gpushare, broker, leases):
-    broker.answer("GET leases", {"leases": leases[:1]})
-    said = {"status": 409, "reason": "no_capacity", "message": "the rest of its GPU is in use"}
-    broker.answer(f"PUT leases/{leases[0]['id']}/size", said, 409)
-    ran = gpushare("resize", "--gpus", "1")
-    assert (ran.code, ran.out) == (1, "")
-    assert "the rest of its GPU is in use" in ran.err
-
-
 def test_from_elsewhere_the_only_session_is_meant_and_of_several_one_is_named(gpushare, broker, leases):
     broker.answer("GET leases", {"leases": leases[:1]})
     broker.answer(f"POST leases/{leases[0]['id']}/resume", leases[0])
