@@ -161,13 +161,11 @@ class Checkpoint:
         missing = [name for name in _CALLS if not hasattr(cuda, name)]
         if missing:
             return f"the driver has no {missing[0]}: suspending needs driver r570 or later"
-        for name, arguments in _CALLS.items():
-            function = getattr(cuda, name)
-            function.argtypes = [ctypes.c_int, *arguments]
-            function.restype = ctypes.c_int
+        for name in _CALLS:
+            getattr(cuda, name).argtypes = [ctypes.c_int, ctypes.c_void_p]
         return ""
 
-    def _call(self, name: str, timeout_s: float, pid: int, *arguments: Any) -> None:
+    def _call(self, name: str, timeout_s: float, pid: int, arguments: Any) -> None:
         if self.unavailable:
             raise DeviceError(name, _NOT_SUPPORTED, self.unavailable)
         self._refuse_beside_another(name, pid)
@@ -175,7 +173,7 @@ class Checkpoint:
         worker = self._take(name)
         try:
             # The closure keeps the arguments alive while a call that hangs may still write to them.
-            code = worker.call(name, lambda: int(function(pid, *arguments)), timeout_s)
+            code = worker.call(name, lambda: int(function(pid, arguments)), timeout_s)
         finally:
             with self._guard:
                 if worker.stuck_in:
@@ -218,10 +216,10 @@ class Checkpoint:
         return text.value.decode(errors="replace")
 
 
-_CALLS: dict[str, tuple[Any, ...]] = {
-    _STATE: (ctypes.c_void_p,),
-    "cuCheckpointProcessLock": (ctypes.c_void_p,),
-    "cuCheckpointProcessCheckpoint": (ctypes.c_void_p,),
-    "cuCheckpointProcessRestore": (ctypes.c_void_p,),
-    "cuCheckpointProcessUnlock": (ctypes.c_void_p,),
-}
+_CALLS = (
+    _STATE,
+    "cuCheckpointProcessLock",
+    "cuCheckpointProcessCheckpoint",
+    "cuCheckpointProcessRestore",
+    "cuCheckpointProcessUnlock",
+)
