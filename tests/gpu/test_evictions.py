@@ -68,9 +68,9 @@ class Node:
 
     def hold(self, lease: HelperLease, uuid: str = "GPU-0") -> None:
         """Let the driver, and the last measurement, show memory of a lease."""
-        pid = lease.processes[0].pid
-        self.held.setdefault(uuid, {})[pid] = 1
-        lease.by_process = {pid: 1}
+        key = lease.processes[0].key
+        self.held.setdefault(uuid, {})[key[0]] = 1
+        lease.held = {key: {uuid: 1}}
 
     def sit(
         self, seat: str = "seat-1", lease: str = "b1", devices: tuple[str, ...] = ("GPU-0",), **more: Any

@@ -223,8 +223,6 @@ def history(seed: int, folder: Path, **other: Any) -> Paper:
     mover = mover_on(paper, **other)
     for _ in range(24):
         lease = chance.choice(paper.leases)
-        for each in paper.leases:  # as the last sample saw it
-            each.used_bytes = {UUID: paper.held[each.processes[0].pid]}
         if lease.phase is Phase.RUNNING:
             mover.suspend(lease, "", 1.0)
         elif lease.phase is Phase.SUSPENDED:

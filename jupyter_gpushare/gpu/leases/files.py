@@ -174,6 +174,11 @@ class Counters:
 NO_COUNTERS = Counters({})
 
 
+def counters_of(account: AccountFile | None) -> Counters:
+    """Return the counters of an account; none of a broken one."""
+    return account.counters() if account else NO_COUNTERS
+
+
 def check_lease(lease: str) -> str:
     """The lease's name, if it can be the name of a directory.
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -103,15 +104,11 @@ class HelperLease:
         # As last measured.
         self.measured_at = 0.0
         self.processes: tuple[Process, ...] = ()
-        self.used_bytes: dict[str, int] = {}
-        self.by_process: dict[int, int] = {}
         self.held: dict[Key, dict[str, int]] = {}  # bytes by process and device
-        self.left_bytes: dict[str, int] = {}  # the part of `used_bytes` that dead processes hold
+        self.left_bytes: dict[str, int] = {}  # bytes by device that dead processes hold
         self.account: AccountFile | None = None
-        self.seen = NO_COUNTERS
         self.active_at = time.monotonic()
         self.memory_too_small = ""  # why its memory limit cannot hold its device memory
-        self.was_alive = False
         self.lived = False  # a process of it was seen
         # Since when processes of its user on its devices, which may be its own, do not answer; 0: they do.
         self.unread_since = 0.0
@@ -130,21 +127,23 @@ class HelperLease:
     @property
     def saved_bytes(self) -> dict[str, int]:
         """Bytes by device that are parked in host memory (while suspended)."""
-        total: dict[str, int] = {}
-        for parked in list(self.parked.values()):
-            for uuid, count in parked.saved_bytes.items():
-                total[uuid] = total.get(uuid, 0) + count
-        return total
+        return added(each.saved_bytes for each in list(self.parked.values()))
 
     @property
     def kept_bytes(self) -> dict[str, int]:
         """The part of `saved_bytes` that belongs to processes alive in the last sample."""
         living = {process.key for process in self.processes}
-        total: dict[str, int] = {}
-        for key, parked in list(self.parked.items()):
-            for uuid, count in parked.saved_bytes.items():
-                total[uuid] = total.get(uuid, 0) + (count if key in living else 0)
-        return total
+        return added(each.saved_bytes for each in list(self.parked.values()) if each.key in living)
+
+    @property
+    def used_bytes(self) -> dict[str, int]:
+        """Bytes by device that its processes hold and that dead ones left, as last measured."""
+        return added([*self.held.values(), self.left_bytes])
+
+    @property
+    def by_process(self) -> dict[int, int]:
+        """Bytes by pid that its processes hold, as last measured."""
+        return {pid: sum(held.values()) for (pid, _), held in self.held.items()}
 
     @property
     def out_of_step(self) -> dict[str, int]:
@@ -264,6 +263,14 @@ class HelperLease:
             unconfirmed=self.unconfirmed,
             counted=tuple((*key, *counts) for key, counts in self.baseline.entered.items()),
         )
+
+
+def added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Return the sums of bytes by device."""
+    total = Counter[str]()
+    for part in parts:
+        total.update(part)
+    return dict(total)
 
 
 def parked_of(keys: Mapping[Key, Mapping[str, int]]) -> dict[Key, Parked]:

@@ -31,7 +31,7 @@ from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.cgroups import Cgroups
 from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import DEVICES, NO_COUNTERS, LeaseDirectory, PagePhase, uuid_bytes
+from jupyter_gpushare.gpu.leases.files import DEVICES, LeaseDirectory, PagePhase, counters_of, uuid_bytes
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, JournalRecord, StateDirectory
 from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key
@@ -182,7 +182,7 @@ class LeaseRegistry:
         """
         if self.living(lease.name):
             return True
-        return lease.was_alive and self.has_unread(lease.asked.uid)
+        return bool(lease.processes) and self.has_unread(lease.asked.uid)
 
     def has_unread(self, uid: int) -> bool:
         """Whether a process of a user did not answer at the last look: it may be of any of its leases."""
@@ -398,7 +398,7 @@ class LeaseRegistry:
         living = self.scan()
         for lease in self.all():
             lease.processes = living[lease.name]
-            lease.was_alive = lease.lived = bool(lease.processes)
+            lease.lived = bool(lease.processes)
             lease.files.reopen()
         self.let_in()
 
@@ -489,8 +489,7 @@ class LeaseRegistry:
         new = HelperLease(record, lease.files)
         new.moving = lease.moving
         # Calls counted by earlier processes must not wake the later ones.
-        account = new.files.account()
-        new.baseline = account.counters() if account else NO_COUNTERS
+        new.baseline = counters_of(new.files.account())
         self._machine.state.save(new.record())
         new.create_files(self._devices.contexts(new.limits))
         new.files.reopen()

@@ -31,8 +31,8 @@ from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
 from jupyter_gpushare.gpu.driver.known import note_of
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, AccountFile, Counters, words_of
-from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key, parked_of
+from jupyter_gpushare.gpu.leases.files import AccountFile, counters_of, words_of
+from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key, added, parked_of
 from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader, shares_memory_of_nccl
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.moves.reservations import FREE_WAIT_S, MemoryReservations, MoveRefused
@@ -300,7 +300,7 @@ class Mover:
             lease.parked = {**lease.parked, **parked_of(needed_bytes(lease, account, found))}
             if not attempt:
                 # Forced: taken before Lock.  Better one wake-up too many than a call that is missed.
-                lease.baseline = _counters(account)
+                lease.baseline = counters_of(account)
             self._processes.save(lease)
             self._processes.lock_all(lease, found, deadline)
             # Locked processes allocate no more: these are the bytes to be restored.
@@ -312,7 +312,7 @@ class Mover:
             )
             if calls:
                 _check_calls(account, calls)
-                lease.baseline = _counters(account)
+                lease.baseline = counters_of(account)
             self._processes.save(lease)
             for key in found:
                 self._processes.park(lease, key)
@@ -337,10 +337,7 @@ class Mover:
             MoveRefused: there is not.
             DeviceError: the driver fails.
         """
-        saved: dict[str, int] = {}
-        for key in parked:
-            for uuid, count in lease.parked[key].saved_bytes.items():
-                saved[uuid] = saved.get(uuid, 0) + count
+        saved = added(lease.parked[key].saved_bytes for key in parked)
         with self._reservations.reserve(saved, FREE_WAIT_S):
             self._processes.restore_all(lease)
             self._finish_running(lease, reason)
@@ -456,10 +453,6 @@ def _check_calls(account: AccountFile | None, calls: str) -> None:
         raise MoveRefused(Refusal.NOT_SUSPENDABLE, "its account file is broken")
     if account.counters().token() != calls:
         raise MoveRefused(Refusal.WANTED, "a process of the lease entered a CUDA call")
-
-
-def _counters(account: AccountFile | None) -> Counters:
-    return account.counters() if account else NO_COUNTERS
 
 
 def refusal(refused: Refusal, reason: str) -> MoveResult:

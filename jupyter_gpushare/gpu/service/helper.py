@@ -161,7 +161,7 @@ class Helper:
 
     def is_needed(self) -> bool:
         """Return whether a broker asks, or a process of a lease lives."""
-        return not self._registry.is_unattended() or any(each.was_alive for each in self._registry.all())
+        return not self._registry.is_unattended() or any(each.processes for each in self._registry.all())
 
     def stop(self) -> None:
         """Stop serving; suspended leases stay suspended, lease files stay in place.

@@ -16,15 +16,14 @@ import logging
 import threading
 import time
 from contextlib import suppress
-from dataclasses import replace
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.checks.health import HealthChecks
 from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, AccountFile
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
+from jupyter_gpushare.gpu.leases.files import AccountFile, counters_of
+from jupyter_gpushare.gpu.leases.lease import HelperLease, Key, added
 from jupyter_gpushare.gpu.leases.leftovers import Leftovers
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
@@ -75,8 +74,8 @@ class Sampler:
         self._begun = 0
         self._ended = 0
         self._asked = False
-        self._devices: dict[str, DeviceSample] = {}
-        self._last: dict[str, DeviceReading] = {}
+        self._readings: dict[str, DeviceReading] = {}  # the newest of each device
+        self._last: dict[str, DeviceReading] = {}  # those of devices that have not failed since
         self._late: frozenset[str] = frozenset()  # devices with a call that the last pass began
         self._at = 0.0
         self._host_available_bytes = 0
@@ -90,7 +89,7 @@ class Sampler:
         shown = min(PROCESSES_SHOWN, PROCESSES_SHOWN_IN_ALL // max(1, len(leases)))
         return Sample(
             at=self._at,
-            devices=tuple(self._with_state(device) for device in list(self._devices.values())),
+            devices=tuple(self._device_sample(gpu.uuid) for gpu in self._machine.nvml.gpus),
             leases=tuple(self._lease_sample(lease, shown) for lease in leases),
             seats=self._machine.seats.sample(),
             seats_by_number=self._machine.seats.by_number,
@@ -154,6 +153,7 @@ class Sampler:
         # A device that is late keeps its last usage; one that failed has none.
         shown = {uuid: last for uuid, last in self._last.items() if answers[uuid] is None} | usages
         self._last = shown
+        self._readings |= usages
         leases = list(self._registry.all())
         self._machine.processes.on_devices = {pid for usage in shown.values() for pid in usage.processes}
         living = self._registry.scan()
@@ -175,10 +175,7 @@ class Sampler:
     # One pass
 
     def _device(self, gpu: DriverGpu, answer: DeviceReading | DeviceError | None, at: float) -> None:
-        before = self._devices.get(gpu.uuid)
-        used, percent = (before.used_bytes, before.utilization_percent) if before else (0, 0)
         if isinstance(answer, DeviceReading):
-            used, percent = answer.used_bytes, answer.utilization_percent
             self._health.errors(gpu.uuid, answer.uncorrected)
             self._health.recovery(gpu.uuid, answer.recovery_action)
             if self._states.measure_hidden(gpu.uuid, answer, at):
@@ -188,22 +185,21 @@ class Sampler:
                     EventKind.DEVICE, device=gpu.uuid, fields={"reserve_bytes": reserve}
                 )
         elif answer is not None:
-            percent = 0
             self._health.lost(gpu.uuid, answer)
-        self._devices[gpu.uuid] = DeviceSample(
-            uuid=gpu.uuid,
-            used_bytes=used,
-            utilization_percent=percent,
-            healthy=True,
-        )
 
-    def _with_state(self, device: DeviceSample) -> DeviceSample:
-        """A device's measurement with what is known about the device by now."""
-        reason = self._states.out_of_service(device.uuid)
-        last = self._last.get(device.uuid)
-        is_blind = last is not None and self._is_blind(device.uuid, last)
-        unleased = self._watchdog.unleased.shown(device.uuid)
-        return replace(device, healthy=not reason, reason=reason, blind=is_blind, unleased=unleased)
+    def _device_sample(self, uuid: str) -> DeviceSample:
+        """The newest measurement of a device with what is known about the device by now."""
+        newest, last = self._readings.get(uuid), self._last.get(uuid)
+        reason = self._states.out_of_service(uuid)
+        return DeviceSample(
+            uuid=uuid,
+            used_bytes=newest.used_bytes if newest else 0,
+            utilization_percent=last.utilization_percent if last else 0,
+            healthy=not reason,
+            reason=reason,
+            blind=last is not None and self._is_blind(uuid, last),
+            unleased=self._watchdog.unleased.shown(uuid),
+        )
 
     def _is_blind(self, uuid: str, usage: DeviceReading) -> bool:
         """Whether the driver does not say how many bytes each process holds on a device."""
@@ -223,45 +219,35 @@ class Sampler:
     def _lease(
         self, lease: HelperLease, usages: dict[str, DeviceReading], living: tuple[Process, ...]
     ) -> None:
-        if lease.unread_since and lease.was_alive and not living:
+        before, was_alive = lease.account, bool(lease.processes)
+        if lease.unread_since and was_alive and not living:
             return  # it keeps its last values: a process that does not answer may be its own
         lease.processes = living
         lease.had_runner |= any(process.is_runner for process in living)
         self._registry.place(lease)
-        before = lease.account
         account = lease.files.account()
-        used: dict[str, int] = {}
-        by_process: dict[int, int] = {}
         held: dict[Key, dict[str, int]] = {}
         keys = {process.pid: process.key for process in lease.processes}
         computing = False
         for uuid, usage in usages.items():
             for pid, count in self._held(lease, account, uuid, usage).items():
-                used[uuid] = used.get(uuid, 0) + count
-                by_process[pid] = by_process.get(pid, 0) + count
                 held.setdefault(keys[pid], {})[uuid] = count
-            if count := lease.left_bytes.get(uuid, 0):
-                used[uuid] = used.get(uuid, 0) + count
             if usage.computing is not None:
                 computing = computing or not usage.computing.isdisjoint(keys)
-            elif usage.utilization_percent and uuid in used:
+            elif usage.utilization_percent and uuid in added([*held.values(), lease.left_bytes]):
                 computing = True
+        lease.held, lease.account = held, account
         # The account and the driver's answer match only where no allocation happened in between.
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
-            self._charge_contexts(lease, account, used)
-        lease.used_bytes, lease.by_process, lease.account = used, by_process, account
-        lease.held = held
+            self._charge_contexts(lease, account)
         if lease.phase is Phase.RUNNING:
-            lease.memory_too_small = self._machine.host.too_small(by_process)
-        counters = account.counters() if account else NO_COUNTERS
-        if computing or counters.worked_since(lease.seen):
+            lease.memory_too_small = self._machine.host.too_small(lease.by_process)
+        if computing or counters_of(account).worked_since(counters_of(before)):
             lease.active_at = time.monotonic()
-        lease.seen = counters
-        if lease.was_alive and not living:
+        if was_alive and not living:
             log.info("lease=%s ended", lease.name)
             self._machine.events.publish(EventKind.ENDED, lease=lease.name, reason="its last process is gone")
-        lease.was_alive = bool(living)
-        lease.lived |= lease.was_alive
+        lease.lived |= bool(living)
 
     def _held(
         self, lease: HelperLease, account: AccountFile | None, uuid: str, usage: DeviceReading
@@ -277,10 +263,10 @@ class Sampler:
         found = {pid: count for pid, count in shown.items() if count}
         return found | {p.pid: counted[p.key] for p in hidden if counted.get(p.key)}
 
-    def _charge_contexts(self, lease: HelperLease, account: AccountFile, used: dict[str, int]) -> None:
+    def _charge_contexts(self, lease: HelperLease, account: AccountFile) -> None:
         """Charge to the limit what the driver shows beyond the account: contexts, at least the first one."""
         keys = {process.key for process in lease.processes}
-        first = self._states.contexts(lease.limits)
+        first, used = self._states.contexts(lease.limits), lease.used_bytes
         for index, uuid in enumerate(lease.limits):
             counted = sum(held[index] for key, held in account.held().items() if key in keys)
             beyond = max(0, used[uuid] - counted) if used.get(uuid) else first[uuid]
@@ -330,7 +316,7 @@ class Sampler:
             devices=tuple(lease.limits),
             used_bytes={} if suspended else lease.used_bytes,
             saved_bytes=lease.kept_bytes if suspended or phase is Phase.RESUMING else {},
-            calls=(account.counters() if account else NO_COUNTERS).token(),
+            calls=counters_of(account).token(),
             active_at=lease.active_at,
             suspendable=not reason and phase is not Phase.LOST,
             suspend_reason=reason,
