@@ -95,17 +95,6 @@ def test_a_hung_query_of_a_device_delays_no_other_request(two: Machine) -> None:
     assert worker.do("check") == "ok"
 
 
-def test_a_lost_device_is_said_to_be_unhealthy(two: Machine) -> None:
-    watch = two.watch()
-    two.sim.fault(Fault.DEVICE_LOST, device=1, count=-1)
-    event = watch.event("device")
-    assert event
-    assert (event["device"], event["fields"]["healthy"]) == (two.uuids()[1], "false")
-    assert [device["healthy"] for device in two.ask("inventory")["devices"]] == [True, False]
-    two.sim.clear_faults()
-    until(lambda: two.ask("sample")["devices"][1]["healthy"], "it is back")
-
-
 def test_a_checkpoint_call_that_hangs_is_settled_when_it_returns(ada: Machine) -> None:
     worker = ada.worker("ada", mib=64)
     ada.sim.fault(Fault.HANG_CHECKPOINT, pid=worker.pid, count=1, value=HANG_MS)

@@ -94,12 +94,6 @@ def test_a_suspension_is_refused_when_a_call_was_entered_since_the_decision(mach
     assert machine.of("ada")["phase"] == "running"
 
 
-def test_a_forced_suspension_does_not_look_at_the_counters(machine: Machine) -> None:
-    worker = machine.session("job")
-    assert worker.do("check") == "ok"
-    assert machine.ask("suspend", lease="job")["done"]
-
-
 def test_a_resume_without_free_memory_is_refused_and_loses_nothing(machine: Machine) -> None:
     machine.lease("ada", 70 * GIB)
     machine.lease("bo", 70 * GIB)
@@ -140,16 +134,6 @@ def test_two_resumes_at_once_share_the_free_memory(machine: Machine) -> None:
     assert {machine.of(name)["phase"] for name in ("ada", "bo")} == {"running"}
 
 
-def test_host_memory_bounds_what_is_suspended(machine: Machine) -> None:
-    machine.sim.set_host_memory(16 * GIB)
-    machine.lease("ada")
-    worker = machine.worker("ada", mib=10 * 1024)  # the budget is half of the memory
-    moved = machine.ask("suspend", lease="ada")
-    assert (moved["done"], moved["refused"]) == (False, "host_memory")
-    assert "budget" in moved["reason"]
-    assert worker.do("check") == "ok"
-
-
 def test_what_other_leases_have_suspended_counts_against_the_budget(machine: Machine) -> None:
     machine.sim.set_host_memory(16 * GIB)  # the budget is half of the memory
     for name in ("ada", "bo"):
@@ -183,14 +167,6 @@ def test_without_the_library_only_a_forced_suspension_is_possible(machine: Machi
     assert machine.ask("suspend", lease="ada", calls=seen["calls"])["refused"] == "not_suspendable"
     assert machine.ask("suspend", lease="ada")["done"]
     machine.resume("ada", worker)
-
-
-def test_a_process_that_dies_asleep_is_dropped(machine: Machine) -> None:
-    machine.lease("ada")
-    dies, lives = machine.worker("ada", mib=64), machine.worker("ada", mib=64)
-    assert machine.ask("suspend", lease="ada")["done"]
-    dies.kill()
-    machine.resume("ada", lives)
 
 
 def test_an_unknown_lease_is_refused_and_dropping_it_is_fine(machine: Machine) -> None:
@@ -289,14 +265,16 @@ def test_a_failed_move_is_left_alone_for_longer_each_time() -> None:
     assert lease.failures[3, 4].wait_s == 60
 
 
-def test_what_a_process_that_dies_in_its_sleep_had_saved_is_given_up(machine: Machine) -> None:
-    worker = machine.session("ada")
+def test_a_process_that_dies_asleep_is_dropped_with_what_it_had_saved(machine: Machine) -> None:
+    machine.lease("ada")
+    dies, lives = machine.worker("ada", mib=64), machine.worker("ada", mib=64)
     saved = machine.ask("suspend", lease="ada")["bytes"]
     assert sum(machine.of("ada")["saved_bytes"].values()) == saved
-    worker.kill()
-    until(lambda: sum(machine.of("ada")["saved_bytes"].values()) == 0, "nothing is kept for the dead")
-    assert machine.ask("sample")["host_saved_bytes"] == 0
-    assert machine.of("ada")["phase"] == "suspended"
+    dies.kill()
+    until(lambda: sum(machine.of("ada")["saved_bytes"].values()) == saved // 2, "the other's is left")
+    assert machine.ask("sample")["host_saved_bytes"] == saved // 2
+    machine.resume("ada", lives)
+    assert "driver_killed" not in machine.log.read_text()  # the driver is not blamed for it
 
 
 @pytest.mark.parametrize("parks", [True, False])

@@ -221,17 +221,6 @@ def test_a_process_that_its_user_ends_within_a_call_is_not_taken_for_the_drivers
     assert machine.ask("inventory")["devices"][0]["suspend_reason"] == ""
 
 
-def test_a_user_that_ends_a_process_is_not_taken_for_the_driver(machine: Machine) -> None:
-    machine.lease("ada")
-    for _ in range(3):
-        worker = machine.worker("ada", mib=64)
-        assert machine.ask("suspend", lease="ada")["done"]
-        worker.kill()
-        assert machine.ask("resume", lease="ada")["done"]
-    assert "driver_killed" not in machine.log.read_text()
-    assert machine.ask("inventory")["devices"][0]["suspend_reason"] == ""
-
-
 @pytest.mark.parametrize("fault", [Fault.CHECKPOINT_FAILS, Fault.CHECKPOINT_FAILS_UNHARMED])
 def test_after_a_failed_checkpoint_the_user_reads_that_the_kernel_may_be_damaged(
     machine: Machine, fault: Fault

@@ -81,19 +81,6 @@ def test_one_sample_beyond_the_limit_is_no_reason_yet() -> None:
     assert (event.kind, event.lease) == ("over_limit", "eve")
 
 
-def test_only_the_process_that_goes_round_the_library_is_stopped(bare: Machine) -> None:
-    bare.start("--watchdog", "stop")
-    bare.lease("eve", GIB)
-    bare.lease("ada", 20 * GIB)
-    leader = bare.worker("eve", mib=64)
-    ada = bare.worker("ada", mib=64)
-    evader = bare.worker("eve", preload=False)
-    evader.tell("alloc 4096")
-    assert evader.process.wait(PATIENCE_S) == -15
-    assert leader.do("check") == "ok"
-    assert ada.do("check") == "ok"
-
-
 def test_the_leader_is_never_stopped(bare: Machine) -> None:
     bare.start("--watchdog", "stop")
     bare.lease("eve", GIB)
