@@ -117,14 +117,7 @@ class HealthChecks:
         if not action:
             return
         reason = f"the driver asks to {RECOVERY_WORDS.get(action, f'take recovery action {action}')}"
-        with self._guard:
-            already_drained = uuid in self._drained
-            if already_drained:  # for a symptom: this says what to do
-                self._devices.set_out_of_service(uuid, reason)
-        if already_drained:
-            self._publish(uuid, reason, healthy=False)
-        else:
-            self.drain(uuid, reason)
+        self.drain(uuid, reason, says_more=True)  # than a symptom: it says what to do
 
     def xid(self, uuid: str, code: int) -> None:
         """Drain a device that reported an XID, unless its cause is an application."""
@@ -134,16 +127,17 @@ class HealthChecks:
         else:
             self.drain(uuid, f"XID {code}: {word}")
 
-    def drain(self, uuid: str, reason: str) -> None:
-        """Take a device out of service; one that is already keeps its first reason."""
+    def drain(self, uuid: str, reason: str, *, says_more: bool = False) -> None:
+        """Take a device out of service; one that is already keeps its reason unless this ``says_more``."""
         now = time.monotonic()
         with self._guard:
-            if uuid in self._drained:
+            if uuid not in self._drained:
+                wait_s, at = self._waits.get(uuid, (0.0, now))
+                # Failed again soon after the last time: wait longer.
+                wait_s = min(2 * wait_s, MAX_RETRY_S) if now - at < 2 * MAX_RETRY_S else 0.0
+                self._wait(uuid, max(wait_s, RETRY_S), now)
+            elif not says_more:
                 return
-            wait_s, at = self._waits.get(uuid, (0.0, now))
-            # Failed again soon after the last time: wait longer.
-            wait_s = min(2 * wait_s, MAX_RETRY_S) if now - at < 2 * MAX_RETRY_S else 0.0
-            self._wait(uuid, max(wait_s, RETRY_S), now)
             self._devices.set_out_of_service(uuid, reason)
         self._publish(uuid, reason, healthy=False)
 

@@ -340,10 +340,8 @@ def _instances(handle: Any) -> list[Any]:
         return []
     instances = []
     for index in range(most):
-        try:
+        with suppress(pynvml.NVMLError_NotFound):
             instances.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-        except pynvml.NVMLError_NotFound:
-            continue
     return instances
 
 
@@ -377,20 +375,15 @@ def _memory(handle: Any) -> Any:
 
 
 def _usage(handle: Any, since_us: int, parent: str) -> DeviceReading:
-    memory = _memory(handle)
-    try:
-        percent = int(pynvml.nvmlDeviceGetUtilizationRates(handle).gpu)
-    except pynvml.NVMLError as error:
-        if is_gone(device_error("nvmlDeviceGetUtilizationRates", error)):
-            raise
-        percent = 0
+    memory, rates = _memory(handle), _if_offered(pynvml.nvmlDeviceGetUtilizationRates, handle)
+    errors = pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
     return DeviceReading(
         used_bytes=int(memory.used),
         free_bytes=int(memory.free),
-        utilization_percent=percent,
+        utilization_percent=int(rates.gpu) if rates else 0,
         processes=_processes(handle),
         computing=_computing(handle, since_us),
-        uncorrected=_uncorrected(handle),
+        uncorrected=_if_offered(pynvml.nvmlDeviceGetTotalEccErrors, handle, *errors),
         recovery_action=_recovery_action(handle, parent),
     )
 
@@ -415,15 +408,12 @@ def _computing(handle: Any, since_us: int) -> frozenset[int] | None:
     return frozenset(int(sample.pid) for sample in samples if sample.smUtil or sample.memUtil)
 
 
-def _uncorrected(handle: Any) -> int | None:
+def _if_offered(call: Callable[..., Any], *given: Any) -> Any:
+    """What a call answers; None: this device does not answer it."""
     try:
-        return int(
-            pynvml.nvmlDeviceGetTotalEccErrors(
-                handle, pynvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED, pynvml.NVML_VOLATILE_ECC
-            )
-        )
+        return call(*given)
     except pynvml.NVMLError as error:
-        if is_gone(device_error("nvmlDeviceGetTotalEccErrors", error)):
+        if is_gone(device_error(call.__name__, error)):
             raise
         return None
 

@@ -79,7 +79,7 @@ class Containers:
         self._file = file
         self._boot_id = boot_id
         self._device, self._root = _place(leases.resolve())
-        self._keep(self._read())
+        self._leases = self._read()  # by container
         self._guard = threading.Lock()
         self.own = container_of(procfs.read(0, "cgroup", CGROUP_BYTES))
 
@@ -93,7 +93,7 @@ class Containers:
 
     def has(self, lease: str) -> bool:
         """Return whether a lease is of a container: no process outside it belongs to that lease."""
-        return lease in self._of_containers
+        return lease in self._leases.values()
 
     def learn(self, seen: Iterable[tuple[str, Key]], leases: Collection[str]) -> None:
         """Look for the directories of ``leases`` in containers.
@@ -120,7 +120,7 @@ class Containers:
             if len(known) + len(found) > MAX_CONTAINERS:
                 log.error("%d containers have leases: a further one counts as without", MAX_CONTAINERS)
                 return
-            self._keep(known | found)
+            self._leases = known | found
             self._write()
         for container, lease in found.items():
             log.info("lease=%s container=%s", lease, container)
@@ -142,10 +142,6 @@ class Containers:
                 if name in leases:
                     return name
         return ""
-
-    def _keep(self, leases: dict[str, str]) -> None:
-        self._leases = leases  # by container
-        self._of_containers = frozenset(leases.values())
 
     def _read(self) -> dict[str, str]:
         if self._file is None:

@@ -300,9 +300,9 @@ class Processes:
         if self.is_contained(process):
             lease = self._containers.lease_of(process.container)
             return lease if lease in owners else ""
-        if self._containers.has(process.lease):  # users of containers may have one uid
-            return ""
-        return process.lease if owners.get(process.lease) == process.uid else ""
+        # Users of containers may have one uid.
+        is_owned = owners.get(process.lease) == process.uid and not self._containers.has(process.lease)
+        return process.lease if is_owned else ""
 
     def _find(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
         """The processes of each lease that have not ended."""
