@@ -108,6 +108,12 @@ class Client:
         self._socket.close()
 
 
+def asked(path: Path, verb: str, patience_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
+    """What a helper answers to one request, on a connection of its own."""
+    with contextlib.closing(Client(path, patience_s=patience_s)) as client:
+        return client.ask(verb, **fields)
+
+
 class Worker:
     """A process of a lease (worker.py)."""
 
@@ -248,11 +254,7 @@ class Machine:
         return client
 
     def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
-        client = self.client()
-        try:
-            return client.ask(verb, **fields)
-        finally:
-            client.close()
+        return asked(self.socket, verb, **fields)
 
     def uuids(self) -> list[str]:
         return [self.sim.uuid(index) for index in range(int(self.sim.spec.split("x")[0]))]

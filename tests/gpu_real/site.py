@@ -23,7 +23,7 @@ import pynvml
 from jupyter_gpushare import native
 from jupyter_gpushare.gpu.checks.canary import NO_WATCHDOG
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
-from tests.gpu.machine import GIB, Client, Worker, until
+from tests.gpu.machine import GIB, Client, Worker, asked, until
 from tests.gpu_real.overhead import MOST, Added
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -113,11 +113,7 @@ class Helper:
         return None
 
     def ask(self, verb: str, patience_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
-        client = Client(self.socket, patience_s=patience_s)
-        try:
-            return client.ask(verb, **fields)
-        finally:
-            client.close()
+        return asked(self.socket, verb, patience_s, **fields)
 
     def clear(self, within_s: float) -> bool:
         """End every process of its leases and forget them; False: the helper does not answer.
@@ -224,11 +220,7 @@ class Site:
 
     def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
         """A request that may take long, on a connection of its own."""
-        client = Client(self.socket, patience_s=600.0)
-        try:
-            return client.ask(verb, **fields)
-        finally:
-            client.close()
+        return asked(self.socket, verb, 600.0, **fields)
 
     def lease(self, name: str, limit_bytes: int, *, preload: bool = True) -> dict[str, str]:
         """The environment of a process of a new lease."""

@@ -72,7 +72,7 @@ class _Seen:
     """A process on a device, over its samples."""
 
     first_at: float
-    reported_at: float
+    reported_at: float = float("-inf")
     samples: int = 0  # in a row that show memory, and no reason to leave it alone
     stopped_at: float | None = None
 
@@ -168,11 +168,8 @@ class UnleasedProcesses:
                     self._processes.signal(key, signal.SIGKILL)
 
     def _judge(self, process: Process, uuid: str, used_bytes: int, spared: str, now: float) -> None:
-        seen = self._seen.get((process.key, uuid))
-        if seen is None:
-            seen = self._seen[process.key, uuid] = _Seen(now, now)
-            self._report(process, uuid, used_bytes, spared)
-        elif now - seen.reported_at >= REPEAT_S:
+        seen = self._seen.setdefault((process.key, uuid), _Seen(now))
+        if now - seen.reported_at >= REPEAT_S:
             seen.reported_at = now
             self._report(process, uuid, used_bytes, spared)
         seen.samples = seen.samples + 1 if used_bytes and not spared else 0

@@ -25,6 +25,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping
 
 from jupyter_gpushare.gibibytes import compared, gibibytes
@@ -64,17 +65,14 @@ class Watchdog:
             return
         now = time.monotonic()
         leases = list(leases)
-        owner = {process.pid: (lease, process) for lease in leases for process in lease.processes}
+        owner = {process.pid: lease.name for lease in leases for process in lease.processes}
         over: set[tuple[str, str]] = set()
         for uuid, usage in usages.items():
-            by_lease: dict[str, int] = {}
+            by_lease = Counter[str]()
             for pid, shown in usage.processes.items():
-                count = shown or 0
-                if pid in owner:
-                    name = owner[pid][0].name
-                    by_lease[name] = by_lease.get(name, 0) + count
+                by_lease[owner.get(pid, "")] += shown or 0
             for lease in leases:
-                used = by_lease.get(lease.name, 0) + lease.left_bytes.get(uuid, 0)
+                used = by_lease[lease.name] + lease.left_bytes.get(uuid, 0)
                 if used > lease.allowed_bytes(uuid) + TOLERANCE_BYTES:
                     over.add((lease.name, uuid))
                     if (lease.name, uuid) in self._over:

@@ -104,14 +104,6 @@ class _Known(NamedTuple):
     process: Process
     read_at: float  # when the read of its memory that was used last began; 0: none was
 
-    def is_settled(self, owners: Mapping[str, int]) -> bool:
-        """Whether its memory needs no further look."""
-        process = self.process
-        # A child of a runner has the runner's arguments until it calls exec; a process may change its user.
-        named = bool(process.carries) and not process.is_runner
-        named &= owners.get(process.carries, process.uid) == process.uid
-        return (named or self.read_at - process.started_at >= SETTLES_S) and not process.unread
-
 
 class Processes:
     """All processes of this machine by lease; one reader at a time."""
@@ -289,11 +281,16 @@ class Processes:
 
     def _is_settled(self, known: _Known, owners: Mapping[str, int]) -> bool:
         """Whether neither a process's memory nor its mounts need a further look."""
-        if known.process.pid in self.on_devices and not self._owner(known.process, owners):
+        process = known.process
+        if process.unread or (process.pid in self.on_devices and not self._owner(process, owners)):
             return False
-        container, age_s = known.process.container, time.monotonic() - known.process.started_at
-        is_new = self.is_contained(known.process) and not self._containers.lease_of(container)
-        return known.is_settled(owners) and not (is_new and age_s < CONTAINER_SETTLES_S)
+        # A child of a runner has the runner's arguments until it calls exec; a process may change its user.
+        named = bool(process.carries) and not process.is_runner
+        named &= owners.get(process.carries, process.uid) == process.uid
+        if not named and known.read_at - process.started_at < SETTLES_S:
+            return False
+        is_new = self.is_contained(process) and not self._containers.lease_of(process.container)
+        return not is_new or time.monotonic() - process.started_at >= CONTAINER_SETTLES_S
 
     def _owner(self, process: Process, owners: Mapping[str, int]) -> str:
         """Return the lease that a process belongs to; empty: none."""

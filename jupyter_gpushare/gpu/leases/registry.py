@@ -20,6 +20,7 @@ import os
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -100,14 +101,10 @@ def check_limits(request: SetLimit, gpus: Iterable[DriverGpu]) -> None:
 # ---- by which keys the accounts of leases name their processes
 
 
-def keys_by_inner(processes: Iterable[Process]) -> dict[Key, Key]:
+def keys_by_inner(processes: Collection[Process]) -> dict[Key, Key]:
     """Return the keys of processes by those that they write into accounts; none that two of them have."""
-    found: dict[Key, Key] = {}
-    twice: set[Key] = set()
-    for process in processes:
-        if found.setdefault(process.inner_key, process.key) != process.key:
-            twice.add(process.inner_key)
-    return {inner: key for inner, key in found.items() if inner not in twice}
+    count = Counter(process.inner_key for process in processes)
+    return {process.inner_key: process.key for process in processes if count[process.inner_key] == 1}
 
 
 # ---- the leases --------------------------------------------------------------
