@@ -65,9 +65,9 @@ def test_a_name_full_of_brackets_does_not_shift_the_fields() -> None:
 
 
 def test_no_descriptor_left_is_not_taken_for_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*given: object) -> int:
+    def refuse(*given: object, **named: object) -> int:
         raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
-    monkeypatch.setattr(os, "open", refuse)
+    monkeypatch.setattr("builtins.open", refuse)
     with pytest.raises(OSError, match="Too many open files"):
         procfs.start_ticks(os.getpid())
