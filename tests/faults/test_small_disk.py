@@ -67,6 +67,7 @@ async def main():
 asyncio.run(main())
 """
 _JOURNAL = """
+import os
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -107,7 +108,7 @@ state.raise_epoch(1_000_001)
 assert refused(lambda: state.save(replace(ada, parked=tuple(parked)))), "more than its page"
 assert refused(lambda: state.save(replace(wide, parked=()))), "its file has several pages"
 assert refused(lambda: state.save(of("new")))
-state.close()
+os.close(state._lock_fd)  # as the end of a helper does
 state = StateDirectory(disk, "boot")
 assert list(state.records().values()) == [asleep, wide], state.records()
 assert state.epoch == 1_000_001
@@ -249,4 +250,3 @@ def test_no_record_is_written_over_into_blocks_that_its_file_lacks(
     assert state.records() == {"ada": ada}
     state.save(replace(ada, phase=Phase.RESUMING))
     assert state.records() == {"ada": replace(ada, phase=Phase.RESUMING)}
-    state.close()

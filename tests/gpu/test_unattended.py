@@ -138,7 +138,6 @@ def helper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Helper]:
     yield helper
     for lease in helper.registry.all():
         lease.files.close()
-    helper.state.close()
 
 
 def test_a_wanted_session_with_its_part_of_the_device_free_is_resumed(helper: Helper) -> None:

@@ -166,7 +166,7 @@ class JournalRecord:
 
 
 class StateDirectory:
-    """The state directory, locked for this process."""
+    """The state directory, locked until this process ends."""
 
     def __init__(self, path: Path, boot_id: str, leases: Path | None = None) -> None:
         """Create and lock the directory; ``leases`` is the lease directory, if it is elsewhere.
@@ -209,10 +209,6 @@ class StateDirectory:
             os.pwrite(self._lock_fd, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)
         self.epoch = self._read_epoch()
         self.holders = Holders(self._private / "holders", boot_id)
-
-    def close(self) -> None:
-        """Release the lock."""
-        os.close(self._lock_fd)
 
     def raise_epoch(self, epoch: int) -> None:
         """Remember an epoch, on disk before this returns.

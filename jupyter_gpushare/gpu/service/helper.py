@@ -176,7 +176,6 @@ class Helper:
         for lease in self._registry.all():
             # A move in progress is in the journal step by step; give it a moment to end, and begin no other.
             lease.moving.acquire(timeout=STOP_WAIT_S)
-        self._machine.state.close()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
