@@ -8,40 +8,27 @@ any of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Container
+from dataclasses import dataclass, field
 
 from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease
 from jupyter_gpushare.core.quota import held_by
 
 
+@dataclass(slots=True, eq=False)
 class DeviceCapacity:
     """What is free, reserved and claimed of one device."""
 
-    __slots__ = (
-        "claimed",
-        "device",
-        "free",
-        "guest_demand",
-        "holders",
-        "releasing",
-        "reserved",
-        "suspended_claims",
-        "unlent",
-        "unreclaimable",
-        "version",
-    )
-
-    def __init__(self, device: Device) -> None:
-        self.device = device
-        self.free = WHOLE_GPU
-        self.releasing = 0
-        self.reserved = 0
-        self.claimed = 0
-        self.suspended_claims = 0
-        self.unreclaimable = 0
-        self.guest_demand = 0
-        self.unlent = False  # reserved for a job that does not borrow: until it starts, claims are not lent
-        self.holders: dict[str, Lease] = {}  # by id: leases that hold capacity and are not leaving
-        self.version = 0  # grows with every change; caches compare it
+    device: Device
+    free: int = WHOLE_GPU
+    releasing: int = 0
+    reserved: int = 0
+    claimed: int = 0
+    suspended_claims: int = 0
+    unreclaimable: int = 0
+    guest_demand: int = 0
+    unlent: bool = False  # reserved for a job that does not borrow: until it starts, claims are not lent
+    holders: dict[str, Lease] = field(default_factory=dict)  # by id: hold capacity, and are not leaving
+    version: int = 0  # grows with every change; caches compare it
 
     def rollback_point(self) -> Callable[[], None]:
         """Return a function that restores what decisions change."""

@@ -211,16 +211,13 @@ class Replay:
             self._planner.drop(after.id)
         else:
             self._planner.put(after)
-        if self._ledger is not None:
-            self._ledger.advance(self.now)
-            if before is not None:
-                self._ledger.count(before, -1)
-            self._ledger.count(after, 1)
-        if self._users is not None:
-            self._users.advance(self.now)
-            if before is not None:
-                self._users.count(before, -1)
-            self._users.count(after, 1)
+        ledger: Ledger | UserLedger | None
+        for ledger in (self._ledger, self._users):
+            if ledger is not None:
+                ledger.advance(self.now)
+                if before is not None:
+                    ledger.count(before, -1)
+                ledger.count(after, 1)
         self._watcher.changed(self.now, before, after)
 
     def _release(self, sim: SimulatedLease) -> None:

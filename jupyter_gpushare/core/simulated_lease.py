@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from jupyter_gpushare.core import measure
 from jupyter_gpushare.core.idle import PauseHistory
+from jupyter_gpushare.core.measure import Measure
 from jupyter_gpushare.core.model import Lease
 from jupyter_gpushare.core.order import attained_gpu_s, gpus
 
@@ -36,52 +37,32 @@ class Happening(enum.IntEnum):
     CELL = 4  # a cell is submitted
 
 
+@dataclass(slots=True, eq=False)
 class SimulatedLease:
     """A lease and its remaining work."""
 
-    __slots__ = (
-        "attempt",
-        "busy",
-        "busy_from_at",
-        "cells",
-        "crowded",
-        "due",
-        "due_at",
-        "duration_s",
-        "lease",
-        "left_s",
-        "lent",
-        "measure",
-        "next_cell",
-        "past",
-        "pause_s",
-        "reports",
-        "restarts",
-        "runs_from_at",
-        "stamp",
-    )  # fmt: skip
+    lease: Lease
+    duration_s: float  # of the work of a job
+    cells: Sequence[Cell] = ()
+    reports: Reports | None = None
+    left_s: float = 0.0  # of the job, or of the running cell
+    runs_from_at: float | None = None  # None: no progress
+    stamp: int = 0  # events scheduled under an older stamp are void
+    restarts: bool = False
+    attempt: int = 1
+    measure: Measure | None = None
+    next_cell: int = 0  # the next to be submitted
+    due: deque[Cell] = field(default_factory=deque)  # submitted, not begun
+    due_at: float = 0.0  # since when the first of them waits only for the GPU
+    busy: bool = False  # a cell has begun
+    lent: bool = False  # state of the devices when the due cell came, like the next
+    crowded: bool = False
+    past: PauseHistory = field(default_factory=PauseHistory)
+    pause_s: float = 0.0  # before the current or last work
+    busy_from_at: float = 0.0
 
-    def __init__(
-        self, lease: Lease, work_s: float, cells: Sequence[Cell] = (), reports: Reports | None = None
-    ) -> None:
-        self.lease = lease
-        self.duration_s = work_s
-        self.left_s = work_s  # of the job, or of the running cell
-        self.runs_from_at: float | None = None  # None: no progress
-        self.stamp = 0  # events scheduled under an older stamp are void
-        self.restarts = False
-        self.attempt = 1
-        self.reports = reports
-        self.measure: measure.Measure | None = None
-        self.cells = cells
-        self.next_cell = 0  # the next to be submitted
-        self.due: deque[Cell] = deque()  # submitted, not begun
-        self.due_at = 0.0  # since when the first of them waits only for the GPU
-        self.busy = False  # a cell has begun
-        self.lent = self.crowded = False  # state of the devices when the due cell came
-        self.past = PauseHistory()
-        self.pause_s = 0.0  # before the current or last work
-        self.busy_from_at = 0.0
+    def __post_init__(self) -> None:
+        self.left_s = self.duration_s
 
     def report(self, now: float) -> Lease:
         """Take a progress report of the running job; returns its lease with the measured remaining work."""
