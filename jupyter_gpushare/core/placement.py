@@ -17,10 +17,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from math import exp
 
 from jupyter_gpushare.core.capacity import CapacityView, DeviceCapacity
 from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease
+from jupyter_gpushare.core.size import Size
 
 # ---- fragmentation gradient descent: place work where it leaves most for the work to come
 # After Weng et al., "Beware of Fragmentation" (FGD, USENIX ATC'23).  A
@@ -229,13 +231,25 @@ def find(
     return Index(topology, view, workload, set()).find(lease, most_milli)
 
 
-# Bounds of the caches of an index: changes of nodes that it remembers, and fits on nodes.
+# Bounds of what an index keeps: changes of nodes with shapes that fitted nowhere, and fits on nodes.
 _FORGET = 10_000
 _JUDGED = 100_000
 # A node as a placement sees it: kind and capacity of its devices, ascending.
 _Summary = tuple[tuple[int, int], ...]
 # The fit on a node, and the devices that tie for it.
 _Best = tuple[Fit, _Summary]
+
+
+def _judge(
+    workload: Workload, kinds: Sequence[Device], size: Size, most_milli: int | None, summary: _Summary
+) -> _Best | None:
+    """The best fit of a lease of one device on a node; ``kinds``: a device of each kind in ``summary``."""
+    needs: list[int | None] = []
+    for kind, _ in summary:
+        need = kinds[kind].demand_milli(size)
+        needs.append(None if most_milli is not None and need > most_milli else need)
+    found = best_fit_on_node(workload, [value for _, value in summary], needs)
+    return None if found is None else (found[0], tuple(summary[n] for n in found[1]))
 
 
 class Index:
@@ -251,7 +265,6 @@ class Index:
     ) -> None:
         self._topology = topology
         self._view = view
-        self._workload = workload
         self._changed = changed
         self._value: dict[DeviceCapacity, int] = dict.fromkeys(topology.everything, 0)
         kinds: dict[tuple[int, str], int] = {}
@@ -271,8 +284,8 @@ class Index:
                 self._node[capacity] = number
         self._summary: list[_Summary] = [()] * len(topology.nodes)
         self._similar: dict[_Summary, list[tuple[str, int]]] = {}  # heaps of nodes, some entries outdated
-        self._best: dict[object, dict[_Summary, _Best | None]] = {}
-        self._judged_so_far = 0  # the number of entries in `_best`
+        # A partial, not a method: a reference cycle would be left to the garbage collector.
+        self._judged = lru_cache(maxsize=_JUDGED)(partial(_judge, workload, self._kinds))
         self._history: list[_Summary] = []  # summaries that nodes took on, in order
         self._unplaced_since: dict[object, int] = {}  # by shape: length of the history when it fitted nowhere
         self._empty = [0] * (len(topology.islands) + len(topology.nodes))  # whole devices per set
@@ -310,16 +323,12 @@ class Index:
 
     def find(self, lease: Lease, most_milli: int | None = None) -> Placement | None:
         """Return where ``lease`` fits, or None."""
+        if len(self._history) + len(self._unplaced_since) > _FORGET:
+            self._history.clear()
+            self._unplaced_since.clear()
         if self._changed:
-            if len(self._history) > _FORGET:
-                self._history.clear()
-                self._unplaced_since.clear()
             self._update(self._changed)
             self._changed.clear()
-        if self._judged_so_far > _JUDGED:
-            self._best.clear()
-            self._unplaced_since.clear()
-            self._judged_so_far = 0
         if lease.size.device_count > 1:
             if most_milli is not None and lease.size.fraction_milli * lease.size.device_count > most_milli:
                 return None
@@ -328,11 +337,8 @@ class Index:
 
     def _find_one(self, lease: Lease, most_milli: int | None) -> Placement | None:
         shape = lease.size, most_milli
-        known = self._best.setdefault(shape, {})
         since = self._unplaced_since.get(shape)
-        if since is not None and not any(
-            self._judged(known, lease, x, most_milli) for x in self._history[since:]
-        ):
+        if since is not None and not any(self._judged(*shape, x) for x in self._history[since:]):
             self._unplaced_since[shape] = len(self._history)
             return None
         found: tuple[tuple[int, int, int], tuple[str, int], _Summary] | None = None
@@ -342,7 +348,7 @@ class Index:
             if not nodes:
                 del self._similar[summary]
                 continue
-            if best := self._judged(known, lease, summary, most_milli):
+            if best := self._judged(*shape, summary):
                 candidate = best[0], nodes[0], best[1]
                 if found is None or candidate < found:
                     found = candidate
@@ -354,22 +360,6 @@ class Index:
         similar = [r for r in node if (self._kind[r], self._value[r]) in found[2]]
         capacity = min(similar, key=lambda capacity: capacity.device.uuid)
         return Placement((capacity.device.uuid,), capacity.device.demand_milli(lease.size))
-
-    def _judged(
-        self, known: dict[_Summary, _Best | None], lease: Lease, summary: _Summary, most_milli: int | None
-    ) -> _Best | None:
-        if summary not in known:
-            known[summary] = self._judge(lease, summary, most_milli)
-            self._judged_so_far += 1
-        return known[summary]
-
-    def _judge(self, lease: Lease, summary: _Summary, most_milli: int | None) -> _Best | None:
-        needs: list[int | None] = []
-        for kind, _ in summary:
-            need = self._kinds[kind].demand_milli(lease.size)
-            needs.append(None if most_milli is not None and need > most_milli else need)
-        found = best_fit_on_node(self._workload, [value for _, value in summary], needs)
-        return None if found is None else (found[0], tuple(summary[n] for n in found[1]))
 
     def _find_gang(self, lease: Lease) -> Placement | None:
         size, topology = lease.size, self._topology

@@ -89,7 +89,6 @@ class IncrementalPlanner:
     def __init__(self) -> None:
         self._planner: Planner | None = None
         self._built_from: tuple[object, ...] = ()
-        self._leases: dict[str, Lease] = {}
         self._notices = Notices()
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
@@ -102,21 +101,19 @@ class IncrementalPlanner:
         return planned
 
     def _updated(self, cluster: Cluster) -> Planner:
-        leases = {x.id: x for x in cluster.leases}
         built_from = cluster.devices, cluster.projects, cluster.settings
         planner = self._planner
         if planner is None or built_from != self._built_from:
             planner = Planner.of(cluster)
-            planner.notices = self._notices
-        else:
-            for id in self._leases.keys() - leases.keys():
-                planner.drop(id)
-            for id, lease in leases.items():
-                known = self._leases.get(id)
-                if lease is not known and lease != known:
-                    planner.put(lease)
-            planner.lags_gpu_s, planner.user_levels = cluster.lags_gpu_s, cluster.user_levels
-        self._leases, self._built_from = leases, built_from
+            planner.notices, self._built_from = self._notices, built_from
+            return planner
+        known = planner.state.leases
+        for id in known.keys() - {lease.id for lease in cluster.leases}:
+            planner.drop(id)
+        for lease in cluster.leases:
+            if (before := known.get(lease.id)) is not lease and before != lease:
+                planner.put(lease)
+        planner.lags_gpu_s, planner.user_levels = cluster.lags_gpu_s, cluster.user_levels
         return planner
 
 
