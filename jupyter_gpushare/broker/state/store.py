@@ -424,31 +424,22 @@ class Store:
     def _load(self) -> Loaded:
         living = leases.select().where(leases.c.state.not_in([State.RELEASED, State.FAILED]))
         recent = jobs.select().order_by(jobs.c.submitted_at.desc())
+        newest = decisions.select().order_by(decisions.c.seq.desc()).limit(1000)
         days = sa.select(usage.c.day).distinct().order_by(usage.c.day.desc()).limit(WEEK_DAYS)
         week = usage.select().where(usage.c.day.in_(days.subquery().select()))
         with self._engine.connect() as connection:
+
+            def rows(query: sa.Select[Any]) -> Sequence[sa.RowMapping]:
+                return connection.execute(query).mappings().all()
+
+            ended = rows(recent.where(jobs.c.result != "").limit(1000))
             return Loaded(
-                leases=tuple(lease_of(row) for row in connection.execute(living).mappings()),
-                jobs=tuple(
-                    [job_of(r) for r in connection.execute(recent.where(jobs.c.result == "")).mappings()]
-                    + [
-                        job_of(r)
-                        for r in connection.execute(recent.where(jobs.c.result != "").limit(1000)).mappings()
-                    ]
-                ),
-                decisions=tuple(
-                    decision_of(row)
-                    for row in reversed(
-                        connection.execute(decisions.select().order_by(decisions.c.seq.desc()).limit(1000))
-                        .mappings()
-                        .all()
-                    )
-                ),
-                overrides=tuple(
-                    ProjectOverride(**row) for row in connection.execute(projects.select()).mappings()
-                ),
-                owners=tuple(Owner(**row) for row in connection.execute(owners.select()).mappings()),
-                usage=tuple(UsageRecord(**row) for row in connection.execute(week).mappings()),
+                leases=tuple(map(lease_of, rows(living))),
+                jobs=tuple(map(job_of, (*rows(recent.where(jobs.c.result == "")), *ended))),
+                decisions=tuple(map(decision_of, reversed(rows(newest)))),
+                overrides=tuple(ProjectOverride(**row) for row in rows(projects.select())),
+                owners=tuple(Owner(**row) for row in rows(owners.select())),
+                usage=tuple(UsageRecord(**row) for row in rows(week)),
                 meta=meta_values(partial(read_meta, connection)),
                 boot_id=read_meta(connection, "boot_id") or "",
             )

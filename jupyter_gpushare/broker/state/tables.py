@@ -202,7 +202,6 @@ _JSON_COLUMNS = {"devices", "limits", "command", "env"}
 _TEXTS_COLUMNS = {"reason_texts", "texts"}
 _LEASE_FIELDS = tuple(f.name for f in fields(Lease) if f.name in leases.c)
 _RECORD_FIELDS = tuple(f.name for f in fields(LeaseRecord) if f.name != "lease")
-JOB_FIELDS = tuple(f.name for f in fields(JobRecord))
 
 
 def lease_row(record: LeaseRecord) -> dict[str, Any]:
@@ -237,7 +236,7 @@ def _unpacked(row: sa.RowMapping) -> dict[str, Any]:
 def job_row(job: JobRecord) -> dict[str, Any]:
     """Return the columns of `jobs` for a job, ready to be written."""
     measure = None if job.measure is None else json.dumps(asdict(job.measure))
-    return packed({name: getattr(job, name) for name in JOB_FIELDS} | {"measure": measure})
+    return packed(_row(job) | {"measure": measure})
 
 
 def lease_of(row: sa.RowMapping) -> LeaseRecord:
@@ -367,9 +366,6 @@ MAX_USAGE_DAYS = 400
 # Stored days of the use of the machine's GPUs.
 MAX_MACHINE_DAYS = 90
 
-# Of a row of use.
-USE_KEY = ("day", "user", "project", "gpu")
-
 Change = (
     LeaseRecord
     | JobRecord
@@ -414,59 +410,58 @@ def write(connection: Connection, change: Change) -> None:
     match change:
         case MetaValue():
             write_meta(connection, *meta_row(change))
-            return
         case LeaseRecord():
-            table, row, key = leases, lease_row(change), "id"
+            _upsert(connection, leases, lease_row(change))
+        case JobRecord():
+            _upsert(connection, jobs, job_row(change))
+        case Owner():
+            _upsert(connection, owners, _row(change))
         case OwnerMoved():
             _move_owner(connection, change)
-            return
         case OwnerForgotten():
             connection.execute(owners.delete().where(owners.c.user == change.user))
-            return
-        case Owner():
-            row = {f.name: getattr(change, f.name) for f in fields(change)}
-            table, key = owners, "user"
-        case JobRecord():
-            table, row, key = jobs, job_row(change), "id"
         case DecisionRecord():
-            connection.execute(
-                decisions.insert().values(packed({f.name: getattr(change, f.name) for f in fields(change)}))
-            )
+            connection.execute(decisions.insert().values(packed(_row(change))))
             if change.seq % 1000 == 0:
                 connection.execute(decisions.delete().where(decisions.c.seq <= change.seq - MAX_DECISIONS))
                 _prune(connection)
-            return
-        case UsageRecord() | UsageAddition():
-            use = change if isinstance(change, UsageRecord) else change.use
-            row = {f.name: getattr(use, f.name) for f in fields(use)}
-            sums = row if use is change else {name: usage.c[name] + row[name] for name in USE_AMOUNTS}
-            key_of = [usage.c[name] == row[name] for name in USE_KEY]
-            if not connection.execute(usage.update().where(*key_of).values(sums)).rowcount:
-                connection.execute(usage.insert().values(row))
-                _forget_days(connection)
-            return
+        case UsageRecord():
+            row = _row(change)
+            _write_use(connection, row, row)
+        case UsageAddition():
+            row = _row(change.use)
+            _write_use(connection, row, {name: usage.c[name] + row[name] for name in USE_AMOUNTS})
         case BusyStretch():
-            added = connection.execute(
-                cells.insert().values({f.name: getattr(change, f.name) for f in fields(change)})
-            )
+            added = connection.execute(cells.insert().values(_row(change)))
             (seq,) = added.inserted_primary_key or (0,)
             if seq % 1000 == 0:
                 connection.execute(cells.delete().where(cells.c.seq <= seq - MAX_CELLS))
-            return
         case MachineUse():
             connection.execute(
                 machine.delete().where(machine.c.at <= before(change.at, days=MAX_MACHINE_DAYS))
             )
-            table, row, key = machine, {f.name: getattr(change, f.name) for f in fields(change)}, "at"
+            _upsert(connection, machine, _row(change))
         case ProjectOverride(is_empty=True):
             connection.execute(projects.delete().where(projects.c.name == change.name))
-            return
         case ProjectOverride():
-            row = {f.name: getattr(change, f.name) for f in fields(change)}
-            table, key = projects, "name"
-    column = table.c[key]
-    if not connection.execute(table.update().where(column == row[key]).values(row)).rowcount:
+            _upsert(connection, projects, _row(change))
+
+
+def _row(record: Any) -> dict[str, Any]:
+    return {f.name: getattr(record, f.name) for f in fields(record)}
+
+
+def _upsert(connection: Connection, table: sa.Table, row: dict[str, Any]) -> None:
+    (key,) = table.primary_key
+    if not connection.execute(table.update().where(key == row[key.name]).values(row)).rowcount:
         connection.execute(table.insert().values(row))
+
+
+def _write_use(connection: Connection, row: dict[str, Any], sums: dict[str, Any]) -> None:
+    key_of = [column == row[column.name] for column in usage.primary_key]
+    if not connection.execute(usage.update().where(*key_of).values(sums)).rowcount:
+        connection.execute(usage.insert().values(row))
+        _forget_days(connection)
 
 
 def update_leases(connection: Connection, records: Sequence[LeaseRecord]) -> None:
