@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 from tests.native.calls import in_lease
+from tests.native.programs import run
 from tests.native.test_sanitizers import UUID, compile_preload_into
 from tests.simulator import GIB, MIB, Lease, Phase, Simulator
-from tests.waiting import PATIENCE_S
 
 RACE = """
 import random, threading
@@ -154,14 +153,7 @@ if len(sys.argv) < 2:
 print(os.getpid(), *gpu.memory())
 """
     (machine.folder / "program").write_text(program)
-    done = subprocess.run(
-        [sys.executable, "-c", program],
-        env=machine.env(**half.env()),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(sys.executable, "-c", program, env=machine.env(**half.env()))
     assert done.returncode == 0, done.stderr
     pid, free, total = map(int, done.stdout.split())
     assert (free, total) == (10 * GIB, 40 * GIB)
@@ -180,8 +172,5 @@ def test_a_thread_in_its_first_call_while_the_files_are_replaced_counts_in_the_n
         shutil.copy(file, f"{file}.new")
     lease.write(Phase.SUSPENDED)
     env = {"GPUSHARE_LEASE": "test", "GPUSHARE_LEASE_DIR": str(lease.folder), "GPUSHARE_MEMORY_LIMIT": "1"}
-    done = subprocess.run(
-        [str(program), str(limit), str(account), str(pipe)],
-        env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
+    done = run(program, limit, account, pipe, env=env)
     assert (done.returncode, done.stderr) == (0, "")

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.native import build
+from tests.native.programs import run
 from tests.simulator import GIB, Lease
 
 COMPILER = "aarch64-linux-gnu-gcc"
@@ -71,10 +72,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_it_compiles_without_a_warning_and_its_dlsym_ends_in_a_jump(library: Path) -> None:
-    shown = subprocess.run(
-        ["aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", "--disassemble=dlsym", str(library)],
-        capture_output=True, text=True, check=True, timeout=60,
-    ).stdout  # fmt: skip
+    shown = run(
+        "aarch64-linux-gnu-objdump", "-d", "--no-show-raw-insn", "--disassemble=dlsym", library
+    ).stdout
     body = re.findall(r"^ +[0-9a-f]+:\t(.*)$", shown, re.MULTILINE)
     assert [line for line in body if line != "nop"][-1] == "br\tx16"
     assert len([line for line in body if re.match(r"bl\b", line)]) == 1
@@ -95,9 +95,7 @@ def test_its_hooks_count_and_pass_every_argument(tmp_path: Path, library: Path) 
         "GPUSHARE_LEASE_DIR": str(lease.folder),
     }
     sets = [word for name, value in inside.items() for word in ("-E", f"{name}={value}")]
-    done = subprocess.run(
-        [EMULATOR, "-L", LIBC, *sets, str(program)], capture_output=True, text=True, check=True, timeout=60
-    )
+    done = run(EMULATOR, "-L", LIBC, *sets, program)
     assert done.stdout == f"0 {library}", done.stderr
     (slot,) = lease.slots().values()
     assert (slot.work, slot.calls, slot.queries) == (CALLS, CALLS, CALLS)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import pytest
 
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.native import build
+from tests.native.programs import run
 
 PRELOAD = next(library for library in build.LIBRARIES if "preload" in library.output)
 
@@ -50,13 +50,7 @@ def test_the_command_line_needs_the_standard_library_only(tmp_path: Path) -> Non
     code = (
         "import sys; sys.path.insert(0, sys.argv[1]); from jupyter_gpushare.native import build; build.main()"
     )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, root],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(sys.executable, "-I", "-S", "-c", code, root)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
     env = {**os.environ, "CC": "no-such-compiler"}
     folder = str(tmp_path)
@@ -65,14 +59,7 @@ def test_the_command_line_needs_the_standard_library_only(tmp_path: Path) -> Non
         "from jupyter_gpushare.native import build;"
         "build.is_current = lambda *_: False; sys.exit(build.main())"
     )
-    done = subprocess.run(
-        [sys.executable, "-I", "-S", "-c", code, root, folder],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    done = run(sys.executable, "-I", "-S", "-c", code, root, folder, env=env)
     assert done.returncode == 1
     assert done.stderr.startswith("gpushare: no C compiler")
 

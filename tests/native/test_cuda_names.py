@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -11,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare import native
+from tests.native.programs import run
 from tests.native.test_hooks import KINDS, NATIVE, compile_shared
 from tests.simulator import Lease, Simulator
 
@@ -141,9 +141,7 @@ def test_the_cuda_runtime_asks_the_library_for_all_its_functions(
     )
     env = machine.env(**half.env(), LD_LIBRARY_PATH=str(machine.folder))
     source = f"import ctypes; ctypes.CDLL({str(runtime)!r}).cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))"
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60, check=True
-    )
+    done = run(sys.executable, "-c", source, env=env)
     asked = re.findall(r"^asked (\w*) (.*)$", done.stderr, re.M)
     assert {caller for _, caller in asked} == {str(native.preload_path())}
     names = {name for name, _ in asked} - {""}

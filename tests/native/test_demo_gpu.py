@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare import demo_gpu
+from tests.native.programs import run
 from tests.native.worker import Worker, WorkerError
 from tests.simulator import GIB, Lease, Simulator
 
@@ -27,14 +28,8 @@ PTXAS = find_ptxas()
 
 def train(machine: Simulator, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """`python -m jupyter_gpushare.demo_gpu train ...` on a machine."""
-    return subprocess.run(
-        [sys.executable, "-m", "jupyter_gpushare.demo_gpu", "train", *arguments],
-        env=machine.env(**env),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-m", "jupyter_gpushare.demo_gpu", "train", *arguments]
+    return run(*command, env=machine.env(**env))
 
 
 def test_a_lost_or_repeated_step_or_a_changed_byte_shows(machine: Simulator) -> None:

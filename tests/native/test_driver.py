@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -13,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gpu.machine import until
+from tests.native.programs import run
 from tests.native.worker import Worker, WorkerError
 from tests.simulator import GIB, MIB, Fault, Simulator
 
@@ -29,9 +29,7 @@ def ck(r):
 
 def python(env: dict[str, str], source: str) -> Any:
     """What a script printed, as JSON."""
-    done = subprocess.run(
-        [sys.executable, "-c", source], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    done = run(sys.executable, "-c", source, env=env)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from jupyter_gpushare import native
 from jupyter_gpushare.native import build
+from tests.native.programs import run
 
 NEWEST = (2, 17)
 
@@ -20,9 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def objdump(path: Path, *flags: str) -> str:
-    return subprocess.run(
-        ["objdump", *flags, str(path)], capture_output=True, text=True, check=True, timeout=60
-    ).stdout
+    return run("objdump", *flags, path).stdout
 
 
 def needed_versions(path: Path) -> set[tuple[int, ...]]:

@@ -6,16 +6,15 @@ import os
 import platform
 import re
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from jupyter_gpushare import native
 from jupyter_gpushare.native import build
+from tests.native.programs import compiled, run
 from tests.native.worker import Worker
 from tests.simulator import GIB, Lease, Simulator
-from tests.waiting import PATIENCE_S
 
 NATIVE = build.NATIVE
 HOOKS = re.findall(
@@ -83,9 +82,8 @@ int cuGetProcAddress(const char *symbol, void **function, int version, uint64_t 
 def compile_shared(source: str, output: Path, *flags: str) -> Path:
     """A shared library out of a text."""
     output.with_suffix(".c").write_text(source)
-    command = [*build.compiler(), "-std=gnu11", "-fPIC", "-shared", f"-I{NATIVE}", *flags]
-    subprocess.run([*command, str(output.with_suffix(".c")), "-o", str(output), "-ldl"], check=True)
-    return output
+    shared = ["-std=gnu11", "-fPIC", "-shared", f"-I{NATIVE}"]
+    return compiled(output, *shared, *flags, output.with_suffix(".c"))
 
 
 @pytest.fixture(scope="module")
@@ -278,10 +276,7 @@ def test_cu_get_proc_address_answers_the_hook_of_the_right_variant(addresses: Wo
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump: apt-get install binutils")
 def test_dlsym_ends_in_a_jump() -> None:
     """A call to glibc's dlsym would name this library as the one that asks, for ever."""
-    shown = subprocess.run(
-        ["objdump", "-d", "--no-show-raw-insn", "--disassemble=dlsym", str(native.preload_path())],
-        capture_output=True, text=True, check=True,
-    ).stdout  # fmt: skip
+    shown = run("objdump", "-d", "--no-show-raw-insn", "--disassemble=dlsym", native.preload_path()).stdout
     body = [
         line.split(":", 1)[1].split("#")[0].strip()
         for line in shown.splitlines()
@@ -356,22 +351,9 @@ def test_a_program_linked_against_the_driver_is_limited_too(machine: Simulator, 
         return 0;
     }
     """)
-    program = machine.folder / "linked"
-    subprocess.run(
-        [*build.compiler(), str(source), "-o", str(program), str(native.sim_dir() / "libcuda.so.1")],
-        check=True,
-    )
-    done = subprocess.run(
-        [str(program)],
-        env=machine.env(**half.env()),
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE_S,
-        check=True,
-    )
+    program = compiled(machine.folder / "linked", source, native.sim_dir() / "libcuda.so.1")
+    done = run(program, env=machine.env(**half.env()))
     assert done.stdout == f"{40 * GIB} 0 2"
     outside = machine.env(LD_PRELOAD=str(native.preload_path()))
-    done = subprocess.run(
-        [str(program)], env=outside, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
+    done = run(program, env=outside)
     assert done.stdout == f"{80 * GIB} 0 0"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import subprocess
 from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.native import build
+from tests.native.programs import compiled, run
 from tests.native.worker import Worker
 from tests.simulator import ACCOUNT_BYTES, GIB, Lease, Simulator
 
@@ -19,11 +18,7 @@ ACCOUNTS = 10
 
 @pytest.fixture(scope="module")
 def killer(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    program = tmp_path_factory.mktemp("kill") / "kill"
-    subprocess.run(
-        [*build.compiler(), "-std=gnu11", "-O2", "-Wall", str(SOURCE), "-o", str(program), "-ldl"], check=True
-    )
-    return program
+    return compiled(tmp_path_factory.mktemp("kill") / "kill", "-std=gnu11", "-O2", "-Wall", SOURCE)
 
 
 def test_a_thousand_kills_leave_the_account_right(machine: Simulator, half: Lease, killer: Path) -> None:
@@ -32,10 +27,7 @@ def test_a_thousand_kills_leave_the_account_right(machine: Simulator, half: Leas
     had_memory = 0
     for round in range(ACCOUNTS):
         (half.folder / "account").write_bytes(bytes(ACCOUNT_BYTES))
-        done = subprocess.run(
-            [str(killer), str(KILLS // ACCOUNTS), str(round)],
-            env=env, capture_output=True, text=True, timeout=60, check=False,
-        )  # fmt: skip
+        done = run(killer, str(KILLS // ACCOUNTS), str(round), env=env)
         assert (done.returncode, done.stdout.strip()) == (0, str(KILLS // ACCOUNTS)), done.stderr
         had_memory += sum(1 for slot in half.slots().values() if slot.used_bytes[0])
         assert machine.device_used(0) == 0

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 
 from jupyter_gpushare.gpu.leases import files
 from jupyter_gpushare.native import build
 from tests import simulator
+from tests.native.programs import compiled, run
 
 _FIELDS = {
     "gpushare_limit_page": ["magic", "version", "device_count", "mig", "phase", "device"],
@@ -48,9 +48,8 @@ def as_compiled(folder: Path) -> dict[str, int]:
         "#include <stddef.h>\n#include <stdio.h>\n#include <gpushare_lease.h>\n"
         f'int main(void) {{ printf("{{"); {lines} printf("\\"end\\": 0}}"); return 0; }}\n'
     )
-    program = folder / "layout"
-    subprocess.run([*build.compiler(), f"-I{build.NATIVE}", str(source), "-o", str(program)], check=True)
-    answer: dict[str, int] = json.loads(subprocess.check_output([str(program)]))
+    program = compiled(folder / "layout", f"-I{build.NATIVE}", source)
+    answer: dict[str, int] = json.loads(run(program).stdout)
     return answer
 
 

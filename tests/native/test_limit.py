@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from jupyter_gpushare import native
 from tests.native.calls import CALLS, in_lease, used
+from tests.native.programs import run
 from tests.native.worker import Worker, WorkerError
 from tests.simulator import ACCOUNT_BYTES, GIB, PAGE_BYTES, SLOT, SLOTS, Lease, Phase, Simulator
-from tests.waiting import PATIENCE_S
 
 
 def test_only_the_share_is_seen(machine: Simulator, half: Lease) -> None:
@@ -255,9 +254,7 @@ def test_outside_a_lease_the_library_is_not_there(machine: Simulator) -> None:
 
 def test_a_process_without_a_gpu_is_left_alone(half: Lease) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("LD_")} | half.env()
-    done = subprocess.run(
-        ["/bin/echo", "hello"], env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=True
-    )
+    done = run("/bin/echo", "hello", env=env)
     assert (done.stdout, done.stderr) == ("hello\n", "")
     assert half.slots() == {}
 

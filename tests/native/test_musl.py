@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare import native
+from tests.native.programs import run
 from tests.native.test_glibc import objdump
 from tests.simulator import GIB, Lease
 
@@ -67,22 +68,16 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def run(folder: Path, **environment: str) -> tuple[int, str, str]:
+def outcome(folder: Path, **environment: str) -> tuple[int, str, str]:
     """(exit code, output, error output) of the program with the library."""
-    done = subprocess.run(
-        [folder / "program"],
-        env={"LD_PRELOAD": str(native.preload_path()), "LD_LIBRARY_PATH": str(folder), **environment},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    env = {"LD_PRELOAD": str(native.preload_path()), "LD_LIBRARY_PATH": str(folder), **environment}
+    done = run(folder / "program", env=env)
     return done.returncode, done.stdout, done.stderr
 
 
 @needs_musl
 def test_a_program_without_a_lease_runs_as_without_the_library(folder: Path) -> None:
-    assert run(folder) == (0, "1 4 0 0\n", "")
+    assert outcome(folder) == (0, "1 4 0 0\n", "")
 
 
 @needs_musl
@@ -90,7 +85,7 @@ def test_a_program_of_a_lease_runs_and_gets_no_gpu_memory(folder: Path, tmp_path
     """musl and glibc lay a mutex out differently, so the account that both would share stays untouched."""
     lease = Lease(tmp_path / "lease", [(UUID, GIB)])
     before = (lease.folder / "account").read_bytes()
-    code, output, errors = run(folder, **lease.env())
+    code, output, errors = outcome(folder, **lease.env())
     assert (code, output) == (0, "1 4 0 2\n")
     assert errors == "gpushare: GPU memory cannot be allocated: the C library of this program: is not glibc\n"
     assert (lease.folder / "account").read_bytes() == before
@@ -102,8 +97,8 @@ def test_a_library_that_needs_another_symbol_would_end_every_program(folder: Pat
     source, library = tmp_path / "needs.c", tmp_path / "needs.so"
     source.write_text("int only_in_glibc(void); int now(void) { return only_in_glibc(); }\n")
     subprocess.run([COMPILER, "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    assert run(folder, LD_PRELOAD=str(library))[0] == 127
-    assert run(folder, LD_PRELOAD=str(tmp_path / "missing.so"))[0] == 0
+    assert outcome(folder, LD_PRELOAD=str(library))[0] == 127
+    assert outcome(folder, LD_PRELOAD=str(tmp_path / "missing.so"))[0] == 0
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump: apt-get install binutils")

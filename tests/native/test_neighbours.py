@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from jupyter_gpushare import native
-from jupyter_gpushare.native import build
 from tests.native.calls import CALLS
+from tests.native.programs import compiled, run
 from tests.native.test_hooks import compile_shared
-from tests.native.test_sanitizers import SANITIZERS, UUID, compile_preload_into, without_aslr, works
+from tests.native.test_sanitizers import (
+    OPTIONS,
+    SANITIZERS,
+    UUID,
+    compile_preload_into,
+    flags_of,
+    without_aslr,
+)
 from tests.native.worker import Worker
 from tests.simulator import GIB, Lease
-from tests.waiting import PATIENCE_S
 
 HERE = Path(__file__).parent
 DRIVER = {"libcuda.so.1": "-DCUDA", "libnvidia-ml.so.1": "-DNVML", "libcupti.so.12": "-DCUPTI"}
@@ -27,10 +32,7 @@ STARTS = int(os.environ.get("GPUSHARE_TEST_STARTS", "200"))
 def compile_library(source: str, output: Path, *more: str) -> Path:
     """A shared library out of a source beside this file."""
     flags = ["-std=gnu11", "-O2", "-fPIC", "-shared", "-pthread", f"-Wl,-soname,{output.name}"]
-    subprocess.run(
-        [*build.compiler(), *flags, str(HERE / source), "-o", str(output), *more, "-ldl"], check=True
-    )
-    return output
+    return compiled(output, *flags, HERE / source, *more)
 
 
 @pytest.fixture(scope="module")
@@ -71,9 +73,7 @@ def test_threads_that_begin_before_the_library_is_loaded_get_its_answers(
     assert program
     bad = []
     for _ in range(STARTS // 2):
-        done = subprocess.run(
-            [program], env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False
-        )
+        done = run(program, env=env)
         if done.returncode or done.stderr:
             bad.append((done.returncode, done.stderr))
     assert bad == []
@@ -84,16 +84,11 @@ def test_threads_that_begin_before_the_library_is_loaded_get_its_answers(
 def test_threads_that_begin_before_the_library_is_loaded_race_with_nothing(
     folder: Path, tmp_path: Path, lease: Lease, kind: str
 ) -> None:
-    flags = ["-Werror", "-g", "-O1", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
-    if reason := works(flags, tmp_path):
-        pytest.skip(reason)
+    flags = flags_of(kind, tmp_path)
     program = compile_preload_into(tmp_path / "neighbour", "neighbour.c", flags, str(folder / "libcuda.so.1"))
-    options = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
-    env = environment(folder, **lease.env() | {"LD_PRELOAD": ""}, **options)
+    env = environment(folder, **lease.env() | {"LD_PRELOAD": ""}, **OPTIONS)
     for _ in range(5):
-        done = subprocess.run(
-            [*without_aslr(), str(program)], env=env, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = run(*without_aslr(), program, env=env)
         assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import platform
 import shutil
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from jupyter_gpushare.native import build
+from tests.native.programs import compiled, run
 from tests.native.test_hooks import compile_shared
 from tests.simulator import GIB, Lease, Simulator
 
@@ -17,6 +17,7 @@ SANITIZERS = {
     "memory": ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"],
     "threads": ["-fsanitize=thread"],
 }
+OPTIONS = {"ASAN_OPTIONS": "detect_leaks=0", "TSAN_OPTIONS": "halt_on_error=1"}
 
 PLANTED = {
     "overflow": ("memory", "volatile int most = 0x7fffffff; return (most + argc) & 1;"),
@@ -76,9 +77,7 @@ UUID = "GPU-" + "11" * 16
 
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_calls_that_overlap_end_no_record_in_use_and_give_back_their_own(tmp_path: Path, kind: str) -> None:
-    flags = ["-Werror", "-g", "-O1", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
-    if reason := works(flags, tmp_path):
-        pytest.skip(reason)
+    flags = flags_of(kind, tmp_path)
     compile_shared(SLOW_DRIVER, tmp_path / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
     program = compile_preload_into(tmp_path / "overlap", "overlap.c", flags, str(tmp_path / "libcuda.so.1"))
     lease = Lease(tmp_path / "lease", [(UUID, GIB)])
@@ -86,53 +85,31 @@ def test_calls_that_overlap_end_no_record_in_use_and_give_back_their_own(tmp_pat
         "GPUSHARE_LEASE": "test",
         "GPUSHARE_LEASE_DIR": str(lease.folder),
         "LD_LIBRARY_PATH": str(tmp_path),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "TSAN_OPTIONS": "halt_on_error=1",
     }
-    done = subprocess.run(
-        [*without_aslr(), str(program)], env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    done = run(*without_aslr(), program, env=env | OPTIONS)
     assert done.returncode == 0, done.stderr[-6000:]
 
 
 def compile_preload_into(program: Path, source: str, flags: list[str], *libraries: str) -> Path:
     """A program of a test's source and the preload library's own sources."""
     preload = next(library for library in build.LIBRARIES if "preload" in library.output)
-    sources = [str(build.NATIVE / each) for each in preload.sources]
-    subprocess.run(
-        [
-            *build.compiler(),
-            *build.STRICT,
-            *flags,
-            "-DGPUSHARE_DLSYM=hooked_dlsym",
-            f"-I{build.NATIVE}",
-            *sources,
-            str(Path(__file__).parent / source),
-            "-o",
-            str(program),
-            "-pthread",
-            "-Wl,--no-as-needed",
-            *libraries,
-            "-ldl",
-        ],
-        check=True,
-    )
-    return program
+    sources = [build.NATIVE / each for each in preload.sources]
+    flags = [*build.STRICT, *flags, "-DGPUSHARE_DLSYM=hooked_dlsym", f"-I{build.NATIVE}"]
+    more = ["-pthread", "-Wl,--no-as-needed", *libraries]
+    return compiled(program, *flags, *sources, Path(__file__).parent / source, *more)
 
 
-def works(flags: list[str], folder: Path) -> str:
-    """Why this compiler or machine cannot do it; empty when it can."""
+def flags_of(kind: str, folder: Path) -> list[str]:
+    """The compiler's flags for a sanitizer; skips the test where this compiler or machine has none."""
+    flags = ["-Werror", "-g", "-O1", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
     program = folder / "probe"
     (folder / "probe.c").write_text("int main(void) { return 0; }\n")
-    made = subprocess.run(
-        [*build.compiler(), *flags, str(folder / "probe.c"), "-o", str(program)],
-        capture_output=True,
-        check=False,
-    )
-    if made.returncode:
-        return "the compiler has no such sanitizer"
-    ran = subprocess.run([*without_aslr(), str(program)], capture_output=True, text=True, check=False)
-    return ran.stderr.strip() if ran.returncode else ""
+    if run(*build.compiler(), *flags, folder / "probe.c", "-o", program).returncode:
+        pytest.skip("the compiler has no such sanitizer")
+    ran = run(*without_aslr(), program)
+    if ran.returncode:
+        pytest.skip(ran.stderr.strip())
+    return flags
 
 
 def without_aslr() -> list[str]:
@@ -143,23 +120,15 @@ def without_aslr() -> list[str]:
 
 @pytest.mark.parametrize("kind", SANITIZERS)
 def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
-    flags = ["-Werror", "-g", "-O1", "-fno-omit-frame-pointer", *SANITIZERS[kind]]
-    if reason := works(flags, tmp_path):
-        pytest.skip(reason)
+    flags = flags_of(kind, tmp_path)
     machine = Simulator(tmp_path, "2xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
     lease = Lease(tmp_path / "lease", [(machine.uuid(1), GIB)])
     driver = next(library for library in build.LIBRARIES if library.output == "sim/libcuda.so.1")
     build.compile_library(driver, tmp_path, flags)
     program = compile_preload_into(tmp_path / "harness", "harness.c", flags)
     env = machine.env(GPUSHARE_LEASE="test", GPUSHARE_LEASE_DIR=str(lease.folder), CUDA_VISIBLE_DEVICES="0,1")
-    env |= {
-        "LD_LIBRARY_PATH": str(tmp_path / "sim"),
-        "ASAN_OPTIONS": "detect_leaks=0",
-        "TSAN_OPTIONS": "halt_on_error=1",
-    }
-    done = subprocess.run(
-        [*without_aslr(), str(program)], env=env, capture_output=True, text=True, timeout=120, check=False
-    )
+    env |= {"LD_LIBRARY_PATH": str(tmp_path / "sim"), **OPTIONS}
+    done = run(*without_aslr(), program, env=env)
     assert done.returncode == 0, done.stderr[-6000:]
     assert machine.device_peak(1) > 0 == machine.device_peak(0) == machine.device_used(1)
     assert sum(slot.used_bytes[0] for slot in lease.slots().values()) == 0
@@ -169,19 +138,14 @@ def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("planted", PLANTED)
 def test_what_is_planted_is_caught(tmp_path: Path, planted: str) -> None:
     kind, body = PLANTED[planted]
-    if reason := works(SANITIZERS[kind], tmp_path):
-        pytest.skip(reason)
-    source, program = tmp_path / "planted.c", tmp_path / "planted"
+    flags = flags_of(kind, tmp_path)
+    source = tmp_path / "planted.c"
     source.write_text(
         "#include <pthread.h>\n#include <stdlib.h>\nstatic int n;\n"
         "void *add(void *x);\nvoid *add(void *x) { n++; return x; }\n"
         f"int main(int argc, char **argv) {{ (void)argv; {body} }}\n"
     )
-    flags = ["-g", "-O1", *SANITIZERS[kind], "-pthread"]
-    subprocess.run([*build.compiler(), *flags, str(source), "-o", str(program)], check=True)
-    env = {"TSAN_OPTIONS": "halt_on_error=1", "ASAN_OPTIONS": "detect_leaks=0"}
-    done = subprocess.run(
-        [*without_aslr(), str(program)], env=env, capture_output=True, text=True, timeout=60, check=False
-    )
+    program = compiled(tmp_path / "planted", *flags, "-pthread", source)
+    done = run(*without_aslr(), program, env=OPTIONS)
     assert done.returncode != 0
     assert "planted.c" in done.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import pytest
 
 from jupyter_gpushare import native
 from tests.native.conftest import checkpoint_in
+from tests.native.programs import run
 from tests.native.test_truth import PLAIN, machine_with, source
 from tests.native.worker import Worker
 from tests.simulator import GIB, Lease
@@ -311,17 +311,12 @@ def test_queries_may_wait_while_the_process_is_locked(tmp_path: Path, queries: s
     ["lost=maybe", "bytes=", "checkpoint", "free-delay=1h", "driver=r570", "unusable=80GB", "pools=keep"],
 )
 def test_an_unknown_option_is_refused(tmp_path: Path, option: str) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"],
-        env={
-            "GPUSHARE_SIMULATE": f"{PLAIN},{option}",
-            "GPUSHARE_SIM_STATE": str(tmp_path / "state"),
-            "LD_LIBRARY_PATH": str(native.sim_dir()),
-        },
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
+    env = {
+        "GPUSHARE_SIMULATE": f"{PLAIN},{option}",
+        "GPUSHARE_SIM_STATE": str(tmp_path / "state"),
+        "LD_LIBRARY_PATH": str(native.sim_dir()),
+    }
+    code = "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"
+    done = run(sys.executable, "-c", code, env=env)
     assert done.stdout == "100\n"
     assert "GPUSHARE_SIMULATE must read like" in done.stderr

@@ -10,6 +10,7 @@ import pytest
 from jupyter_gpushare.native import build
 from tests.native.calls import in_lease
 from tests.native.conftest import Checkpoint
+from tests.native.programs import compiled, run
 from tests.simulator import GIB, Lease, Phase, Simulator
 from tests.waiting import until
 
@@ -284,11 +285,8 @@ def test_a_child_process_counts_for_itself(machine: Simulator, half: Lease) -> N
 @pytest.fixture(scope="module")
 def race(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The compiled race."""
-    program = tmp_path_factory.mktemp("race") / "race"
-    source = Path(__file__).parent / "race.c"
-    command = [*build.compiler(), "-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{build.NATIVE}"]
-    subprocess.run([*command, str(source), "-o", str(program), "-ldl"], check=True)
-    return program
+    flags = ["-std=c11", "-O2", "-Wall", "-Wextra", "-Werror", f"-I{build.NATIVE}"]
+    return compiled(tmp_path_factory.mktemp("race") / "race", *flags, Path(__file__).parent / "race.c")
 
 
 def run_race(
@@ -297,25 +295,11 @@ def run_race(
     """(exit code, output) of the observer."""
     shared = machine.folder / "shared"
     shared.write_bytes(bytes(64))
-    account = lease.folder / "account"
+    numbers = [str(rounds), str(patience_ms)]
     with subprocess.Popen([str(program), "victim", str(shared)], env=env) as victim:
         try:
-            observer = subprocess.run(
-                [
-                    str(program),
-                    "observer",
-                    str(shared),
-                    str(account),
-                    str(victim.pid),
-                    str(rounds),
-                    str(patience_ms),
-                ],
-                env=machine.env(),
-                capture_output=True,
-                text=True,
-                timeout=120,
-                check=False,
-            )
+            words = [shared, lease.folder / "account", str(victim.pid), *numbers]
+            observer = run(program, "observer", *words, env=machine.env())
         finally:
             victim.kill()
     return observer.returncode, observer.stdout

@@ -1,0 +1,23 @@
+"""Programs in C for tests, and programs that run to their end."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+
+from jupyter_gpushare.native import build
+from tests.waiting import PATIENCE_S
+
+
+def run(*command: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    """Run a program, and return what it printed and its exit code, whatever that is."""
+    return subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
+    )
+
+
+def compiled(output: Path, *arguments: str | Path) -> Path:
+    """Compile a program or a library for this machine."""
+    subprocess.run([*build.compiler(), *arguments, "-o", output, "-ldl"], check=True)
+    return output
