@@ -50,6 +50,22 @@ def free_array(at): return cuda.cuArrayDestroy(ctypes.c_void_p(at))
 """
 
 
+#: After those above: an executable graph that allocates so many bytes.
+GRAPHS = """
+class Node(ctypes.Structure):
+    _fields_ = [("head", ctypes.c_int * 22), ("access", ctypes.c_void_p), ("count", ctypes.c_size_t),
+                ("bytes", ctypes.c_size_t), ("at", ctypes.c_uint64)]
+def executable(n):
+    graph, node, made = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+    parameters = Node((ctypes.c_int * 22)(1, 0, 1, 0), None, 0, n, 0)
+    assert cuda.cuGraphCreate(ctypes.byref(graph), 0) == 0
+    out = ctypes.byref(node)
+    assert cuda.cuGraphAddMemAllocNode(out, graph, None, size(0), ctypes.byref(parameters)) == 0
+    assert cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, u64(0)) == 0
+    return made
+"""
+
+
 def in_lease(machine: Simulator, lease: Lease, *, open_gpu: bool = True, **more: str) -> Worker:
     """A process of the lease, with the calls above."""
     worker = Worker(machine.env(**lease.env(), **more), open_gpu=open_gpu)

@@ -236,39 +236,12 @@ def test_a_context_costs_memory_once_per_process_and_device(tmp_path: Path) -> N
     assert machine.device_used(0) == 0
 
 
-def test_a_killed_process_holds_nothing(machine: Simulator) -> None:
-    with Worker(machine.env()) as kernel:
-        kernel.run("gpu.allocate('60GiB')")
-        assert machine.device_used(0) == 60 * GIB
-        kernel.kill()
-    assert machine.device_used(0) == 0
-    assert [e.event for e in machine.ledger()] == ["start", "context", "alloc", "exit"]
-
-
-def test_memory_runs_out_and_comes_back(machine: Simulator) -> None:
-    with Worker(machine.env()) as kernel:
-        kernel.run("a = gpu.allocate('50GiB')")
-        with pytest.raises(WorkerError, match=r"asked for 40 GiB, 30 GiB of 80 GiB are free"):
-            kernel.run("gpu.allocate('40GiB')")
-        kernel.run("gpu.call('cuMemFree', a.address); b = gpu.allocate('80GiB')")
-    assert machine.device_peak(0) == 80 * GIB
-
-
 def test_small_allocations_share_pages(machine: Simulator) -> None:
     with Worker(machine.env()) as kernel:
         kernel.run("many = [gpu.allocate(64 << 10) for _ in range(33)]")
         assert machine.device_used(0) == 4 * MIB
         kernel.run("[gpu.call('cuMemFree', b.address) for b in many]")
         assert machine.device_used(0) == 0
-
-
-def test_a_context_s_end_frees_its_memory(machine: Simulator) -> None:
-    with Worker(machine.env()) as kernel:
-        kernel.run("gpu.allocate('3GiB'); gpu.allocate(4 << 10)")
-        assert kernel.ask("ctypes.CDLL('libcuda.so.1').cuDevicePrimaryCtxReset_v2(0)") == 0
-        assert machine.device_used(0) == 0
-        with pytest.raises(WorkerError, match="201"):
-            kernel.run("gpu.memory()")
 
 
 def test_utilization_is_the_share_of_the_last_second(machine: Simulator) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 from jupyter_gpushare import native
-from tests.native.calls import CALLS, in_lease, used
+from tests.native.calls import CALLS, GRAPHS, in_lease, used
 from tests.native.test_hooks import EXPORTS, compile_shared
 from tests.native.worker import Worker
 from tests.simulator import GIB, Fault, Lease, Simulator
@@ -50,11 +48,10 @@ def trims(): return cuda.gpushare_sim_pool_trims()
 """
 
 
-@contextmanager
-def with_pools(machine: Simulator, lease: Lease) -> Iterator[Worker]:
-    with in_lease(machine, lease) as kernel:
-        kernel.run(KEEP)
-        yield kernel
+def with_pools(machine: Simulator, lease: Lease) -> Worker:
+    worker = in_lease(machine, lease)
+    worker.run(KEEP)
+    return worker
 
 
 def test_a_pool_that_keeps_freed_memory_is_charged_for_what_it_keeps(machine: Simulator, half: Lease) -> None:
@@ -70,8 +67,7 @@ def test_a_pool_that_keeps_freed_memory_is_charged_for_what_it_keeps(machine: Si
 
 
 def test_own_pools_are_trimmed_before_an_allocation_is_denied(machine: Simulator, half: Lease) -> None:
-    with in_lease(machine, half) as kernel:
-        kernel.run(KEEP)
+    with with_pools(machine, half) as kernel:
         assert kernel.ask("keep_all()") == 0
         for _ in range(3):
             code, at = kernel.ask("alloc_async(30 << 30)")
@@ -84,8 +80,7 @@ def test_own_pools_are_trimmed_before_an_allocation_is_denied(machine: Simulator
 
 def test_a_pool_is_charged_on_its_own_device(machine: Simulator) -> None:
     lease = Lease(machine.folder / "both", [(machine.uuid(0), 40 * GIB), (machine.uuid(1), 10 * GIB)])
-    with in_lease(machine, lease) as kernel:
-        kernel.run(KEEP)
+    with with_pools(machine, lease) as kernel:
         kernel.run("second = created(1)")
         assert kernel.ask("from_pool(second, 11 << 30)[0]") == 2
         code, at = kernel.ask("from_pool(second, 8 << 30)")
@@ -310,21 +305,8 @@ def test_more_pools_than_the_table_has_are_charged_by_request(machine: Simulator
 
 
 def test_memory_of_graphs_is_charged_and_trimmed(machine: Simulator, half: Lease) -> None:
-    graph = """
-class Node(ctypes.Structure):
-    _fields_ = [("head", ctypes.c_int * 22), ("access", ctypes.c_void_p), ("count", ctypes.c_size_t),
-                ("bytes", ctypes.c_size_t), ("at", ctypes.c_uint64)]
-def executable(n):
-    graph, node, made = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-    parameters = Node((ctypes.c_int * 22)(1, 0, 1, 0), None, 0, n, 0)
-    assert cuda.cuGraphCreate(ctypes.byref(graph), 0) == 0
-    out = ctypes.byref(node)
-    assert cuda.cuGraphAddMemAllocNode(out, graph, None, size(0), ctypes.byref(parameters)) == 0
-    assert cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, u64(0)) == 0
-    return made
-"""
     with in_lease(machine, half) as kernel:
-        kernel.run(graph)
+        kernel.run(GRAPHS)
         kernel.run("big, small = executable(50 << 30), executable(1 << 30)")
         assert kernel.ask("cuda.cuGraphLaunch(big, None)") == 0  # its size is not known before
         assert used(half, kernel) == machine.device_used(0) == 50 * GIB
@@ -389,8 +371,7 @@ def test_a_function_that_the_driver_lacks_is_looked_up_once(machine: Simulator, 
 
 
 def test_the_end_of_a_context_gives_back_what_its_pool_released(machine: Simulator, half: Lease) -> None:
-    with in_lease(machine, half) as kernel:
-        kernel.run(KEEP)
+    with with_pools(machine, half) as kernel:
         kernel.run("code, own = made('cuCtxCreate_v2', 0, 0); at = alloc_async(30 << 30)[1]")
         assert used(half, kernel) == 30 * GIB
         assert kernel.ask("cuda.cuCtxDestroy_v2(ctypes.c_void_p(own))") == 0

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare import native
+from tests.native.calls import CALLS, GRAPHS
 from tests.native.conftest import checkpoint_in
 from tests.native.programs import run
 from tests.native.test_truth import PLAIN, machine_with, source
@@ -166,16 +167,7 @@ def test_a_process_with_a_managed_pool_is_not_checkpointed(
 
 
 GRAPH = """
-class Node(ctypes.Structure):
-    _fields_ = [("head", ctypes.c_int * 22), ("access", ctypes.c_void_p), ("count", ctypes.c_size_t),
-                ("bytes", ctypes.c_size_t), ("at", ctypes.c_uint64)]
-cuda = ctypes.CDLL("libcuda.so.1")
-graph, node, made = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
-parameters = Node((ctypes.c_int * 22)(1, 0, 1, 0), None, 0, 3 << 30, 0)
-assert cuda.cuGraphCreate(ctypes.byref(graph), 0) == 0
-assert cuda.cuGraphAddMemAllocNode(
-    ctypes.byref(node), graph, None, ctypes.c_size_t(0), ctypes.byref(parameters)) == 0
-assert cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, ctypes.c_uint64(0)) == 0
+made = executable(3 << 30)
 def get(attribute):
     value = ctypes.c_uint64()
     assert cuda.cuDeviceGetGraphMemAttribute(0, attribute, ctypes.byref(value)) == 0
@@ -187,7 +179,7 @@ def get(attribute):
 def test_memory_of_a_graph_stays_reserved_until_the_device_is_trimmed(tmp_path: Path) -> None:
     machine = machine_with(tmp_path)
     with Worker(machine.env()) as kernel:
-        kernel.run(GRAPH)
+        kernel.run(CALLS + GRAPHS + GRAPH)
         assert machine.device_used(0) == 0  # backed by its launch
         assert kernel.ask("[cuda.cuGraphLaunch(made, None), get(0), get(2)]") == [0, 3, 3]  # used, reserved
         assert kernel.ask("[cuda.cuGraphExecDestroy(made), cuda.cuCtxSynchronize()]") == [0, 0]

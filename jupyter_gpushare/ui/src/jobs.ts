@@ -41,19 +41,17 @@ const KEYS: { readonly [column in Column]: (job: IJob) => number | string } = {
   size: gpusOf,
   waited: job => job.waited_s,
   ran: job => job.ran_s,
-  progress: job => progressOf(job) ?? -1,
+  progress: progressOf,
   submitted: job => job.submitted_at
 };
 
-/** Part of a job that is done, 0 to 1; null: it does not say. */
-export function progressOf(job: IJob): number | null {
-  return job.done === null || job.total === null || job.total <= 0
-    ? null
-    : Math.max(0, Math.min(1, job.done / job.total));
+/** Part of a job that is done, 0 to 1; -1: it does not say. */
+function progressOf(job: IJob): number {
+  return job.done === null || job.total === null || job.total <= 0 ? -1 : job.done / job.total;
 }
 
 /** GPUs as a number, to sort by; 0 where memory or a MIG instance was asked for. */
-export function gpusOf(job: IJob): number {
+function gpusOf(job: IJob): number {
   const [part, whole = '1'] = job.memory === null && job.profile === null ? job.gpus.split('/') : ['0'];
   return Number(part) / Number(whole);
 }

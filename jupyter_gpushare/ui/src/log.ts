@@ -32,13 +32,13 @@ const MOST_REST = 64 * 1024;
 const COLOURS = /\x1b\[[0-9;?]*[ -/]*[@-~]/g;
 
 /** Returns text as a terminal shows it: without colours, lines overwritten after `\\r`. */
-export function plain(text: string): string {
+function plain(text: string): string {
   const colourless = text.replace(COLOURS, '').replace(/\r+(?=\n|$)/g, '');
   return colourless.includes('\r') ? colourless.replace(/[^\n]*\r/g, '') : colourless;
 }
 
 /** Returns the visible part of an unfinished line, at most `MOST_REST` characters. */
-export function seen(rest: string): string {
+function seen(rest: string): string {
   const colourless = rest.replace(COLOURS, '');
   // What stands before a `\\r` is there until something, not half of a colour, is written over it.
   // eslint-disable-next-line no-control-regex

@@ -1,6 +1,6 @@
 import { describe, expect, it, vi } from 'vitest';
 
-import { FIRST_VIEW, IView, JobsModel, neighbourOf, progressOf, viewOf } from '../src/jobs';
+import { FIRST_VIEW, IView, JobsModel, neighbourOf, viewOf } from '../src/jobs';
 import { BLANK, changeOf, fieldsOf, requestOf } from '../src/launch';
 import { GpuModel } from '../src/model';
 import { IJob } from '../src/wire';
@@ -57,6 +57,7 @@ describe('viewOf', () => {
     expect(ids({ column: 'ran' })).toBe('bdca');
     expect(ids({ column: 'ran', descending: true })).toBe('adcb');
     expect(ids({ column: 'waited', descending: true })).toBe('bdca');
+    expect(ids({ column: 'progress' })).toBe('badc');
   });
 
   it('sorts sizes as numbers, those in memory first', () => {
@@ -69,15 +70,6 @@ describe('viewOf', () => {
   it('leaves the list itself alone', () => {
     ids({ column: 'ran' });
     expect(MANY.map(each => each.id).join('')).toBe('abcd');
-  });
-});
-
-describe('progressOf', () => {
-  it('is a part, or nothing', () => {
-    expect(progressOf(job({ done: 1, total: 4 }))).toBe(0.25);
-    expect(progressOf(job({ done: 9, total: 4 }))).toBe(1);
-    expect(progressOf(job({ done: 1, total: null }))).toBeNull();
-    expect(progressOf(job({ done: 0, total: 0 }))).toBeNull();
   });
 });
 

@@ -1,6 +1,6 @@
 import { afterEach, beforeEach, describe, expect, it, vi } from 'vitest';
 
-import { FIRST_BYTES, IReading, keepReading, Log, plain, seen } from '../src/log';
+import { FIRST_BYTES, IReading, keepReading, Log } from '../src/log';
 import { points, Samples } from '../src/samples';
 import './trans';
 
@@ -30,31 +30,6 @@ class File {
 function logOf(file: File, attempt = 0): Log {
   return new Log(file.read, attempt);
 }
-
-describe('plain', () => {
-  it('is what a terminal would leave', () => {
-    expect(plain('\x1b[31mred\x1b[0m')).toBe('red');
-    expect(plain(' 1%|#\r 50%|##\r100%|###')).toBe('100%|###');
-    expect(plain('a\r\nb')).toBe('a\nb');
-  });
-});
-
-describe('seen', () => {
-  it('is of a bar how it was drawn last', () => {
-    expect(seen('\r\x1b[32m 10%\x1b[0m|#\r 20%|##\r 30%|###')).toBe(' 30%|###');
-  });
-
-  it('is what nothing was written over yet', () => {
-    expect(seen(' 10%|#\r 20%|##\r')).toBe(' 20%|##\r');
-    expect(seen(' 20%|##\r\r')).toBe(' 20%|##\r\r');
-    expect(seen(' 20%|##\r\x1b[3')).toBe(' 20%|##\r\x1b[3');
-  });
-
-  it('is bounded', () => {
-    expect(seen('x'.repeat(1e6)).length).toBe(64 * 1024);
-    expect(seen(' 50%|###\r'.repeat(1e5)).length).toBe(9);
-  });
-});
 
 describe('Log', () => {
   it('reads on where it was, and completes a line', async () => {

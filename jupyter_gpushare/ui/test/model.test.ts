@@ -37,11 +37,6 @@ describe('phaseOf', () => {
 });
 
 describe('leaseNotice', () => {
-  it('says nothing while nothing changes', () => {
-    expect(leaseNotice('active', lease('active'), null)).toBeNull();
-    expect(leaseNotice('active', lease('active', { idle_s: 60 }), null)).toBeNull();
-  });
-
   it('takes a warning back when the owner is active again', () => {
     expect(leaseNotice('warned', lease('active'), null)).toEqual({ kind: 'cleared' });
   });
