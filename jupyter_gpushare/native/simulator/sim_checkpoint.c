@@ -210,8 +210,8 @@ API CUresult cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs *args)
 static bool exceeds_host_group(const struct sim_process *process, uint64_t bytes)
 {
     for (int g = 0; g < SIM_GROUPS; g++) {
-        const struct sim_group *group = &sim->host_group[g];
-        if (!group->path[0] || !sim_in_group(group->path, process->pid))
+        const struct sim_group *group = &sim->group[g];
+        if (!group->path[0] || group->device != SIM_HOST || !sim_in_group(group->path, process->pid))
             continue;
         uint64_t used = 0;
         for (int i = 0; i < SIM_PROCESSES; i++) {

@@ -40,21 +40,19 @@ API int gpushare_sim_fault(int kind, int pid, int device, int count, unsigned va
         return -1;
     HOLD_STATE;
     struct sim_device *at = device >= 0 ? &sim->device[device] : NULL;
+    if (!at && (kind == SIM_FAULT_XID || kind == SIM_FAULT_ECC || kind == SIM_FAULT_RECOVERY_ACTION))
+        return -1;
     switch (kind) {
     case SIM_FAULT_XID:
-        if (at) {
-            at->xid = value;
-            at->xids++;
-        }
-        return at ? 0 : -1;
+        at->xid = value;
+        at->xids++;
+        return 0;
     case SIM_FAULT_ECC:
-        if (at)
-            at->uncorrected += value;
-        return at ? 0 : -1;
+        at->uncorrected += value;
+        return 0;
     case SIM_FAULT_RECOVERY_ACTION:
-        if (at)
-            at->recovery_action = value;
-        return at ? 0 : -1;
+        at->recovery_action = value;
+        return 0;
     case SIM_FAULT_DRIVER_RESTART:
         if (sim->restarts_unused_only && is_in_use())
             return -1;
@@ -157,17 +155,7 @@ API int gpushare_sim_host_group(const char *path, uint64_t max_bytes)
     if (sim_open() || strlen(path) >= SIM_GROUP_PATH)
         return -1;
     HOLD_STATE;
-    struct sim_group *place = NULL;
-    for (int g = SIM_GROUPS - 1; g >= 0; g--)
-        if (!sim->host_group[g].path[0] || !strcmp(sim->host_group[g].path, path))
-            place = !place || !strcmp(sim->host_group[g].path, path) ? &sim->host_group[g] : place;
-    if (!place)
-        return -1;
-    memset(place, 0, sizeof *place);
-    if (max_bytes != UINT64_MAX)
-        strcpy(place->path, path);
-    place->hard_bytes = max_bytes;
-    return 0;
+    return sim_group_set(path, SIM_HOST, 0, max_bytes) ? 0 : -1;
 }
 
 /* What a cgroup may have of a device: 0 and its limits, or -1 when none is set. */

@@ -52,6 +52,7 @@ enum {
     SIM_PROCESSES = 256,
     SIM_FAULTS = 32,
     SIM_GROUPS = 64,
+    SIM_HOST = SIM_DEVICES, /* in place of a device */
     SIM_GROUP_PATH = 256,
     SIM_BUCKETS = 64,           /* of utilization history ... */
     SIM_BUCKET_NS = 20000000,   /* ... 20 ms each ... */
@@ -142,11 +143,11 @@ struct sim_device {
     bool shares_host_memory;  /* a GB10 */
 };
 
-/* A limit of a cgroup on a device; without a path: free. */
+/* A limit of a cgroup on a device, or on the memory of the host; without a path: free. */
 struct sim_group {
     char path[SIM_GROUP_PATH];
     uint64_t soft_bytes, hard_bytes;
-    uint32_t device;
+    uint32_t device; /* SIM_HOST: none */
 };
 
 /* When a process was computing on a device: the current stretch, and what came before. */
@@ -201,7 +202,6 @@ struct sim_state {
         int32_t pid;
         uint64_t start_ticks;
     } nvml_client[SIM_NVML_CLIENTS];
-    struct sim_group host_group[SIM_GROUPS]; /* hard_bytes: of host memory */
     _Atomic uint32_t driver_starts;
     _Atomic uint32_t fault_count;
     _Atomic uint32_t faults_cleared; /* how often; ends what hangs */
