@@ -42,13 +42,6 @@ describe('translated', () => {
     );
   });
 
-  it('translates the estimate of a GPU that comes back, with its units', () => {
-    const seconds = (n: string): IText => ({ key: 'duration.seconds', args: [n] });
-    const range = { key: 'range.mixed', args: [seconds('40'), { key: 'duration.minutes', args: ['3'] }] };
-    const told = { sentence: '', sentence_texts: [{ key: 'session.back_in', args: [range] }] };
-    expect(translated(told).sentence).toBe('THE GPU IS BACK IN 40 S TO 3 MIN.');
-  });
-
   it("writes a time in the reader's zone, with seconds where it has them", () => {
     vi.useFakeTimers({ now: new Date(2031, 4, 6, 15, 0), toFake: ['Date'] });
     const today = new Date(2031, 4, 6, 14, 20, 7).toISOString().replace('.000', '');
@@ -91,29 +84,6 @@ describe('translated', () => {
     expect(translated(status).events[0]!.sentence).toContain('STARTS: THE GPUS THAT IT NEEDS ARE FREE.');
     const lease = { size: '20 GiB of a GPU', size_texts: [inMemory('20')] };
     expect(translated(lease).size).toBe('20 GIB OF A GPU');
-  });
-
-  it('translates what the Hub and the driver gave as a reason, and the numbers of a project', () => {
-    const driver = { key: 'reason.driver_named', args: ['cuLock', '999', 'CUDA_ERROR_UNKNOWN'] };
-    const events = [
-      { key: 'session.held', args: ['5 min', { key: 'reason.cannot_lock', args: [driver] }] },
-      { key: 'job.not_started', args: [{ key: 'reason.hub_start', args: ['j1-1', 'No such user'] }] },
-      {
-        key: 'notice.project_set',
-        args: [
-          'root',
-          'nlp',
-          { key: 'project.numbers_limit', args: ['1.5', '4', '2'] },
-          { key: 'project.numbers', args: ['1', '1'] }
-        ]
-      }
-    ].map(text => ({ sentence: '', sentence_texts: [text] }));
-    expect(translated(events).map(event => event.sentence)).toEqual([
-      'IDLE FOR 5 min. THIS SESSION CANNOT BE PUT TO SLEEP (THE DRIVER CANNOT LOCK IT (cuLock FAILED WITH CODE ' +
-        '999 (CUDA_ERROR_UNKNOWN))), SO IT KEEPS ITS GPU.',
-      'IT COULD NOT BE STARTED: THE HUB DID NOT START j1-1: No such user',
-      'root SET PROJECT nlp TO QUOTA 1.5, WEIGHT 4, LIMIT 2, WAS QUOTA 1, WEIGHT 1.'
-    ]);
   });
 
   it('translates refusals, which have their English template for a key', () => {
