@@ -201,7 +201,9 @@ class GPUShareBroker(BrokerTraits):
             *(__version__, store.epoch, os.environ["JUPYTERHUB_SERVICE_URL"], addresses.path),
         )
         for name in sorted(registry.overrides):
-            log.warning("project=%s: numbers of an administrator count until gpushare admin quota --reset", name)
+            log.warning(
+                "project=%s: numbers of an administrator count until gpushare admin quota --reset", name
+            )
         if not sockets.inherited:
             log.warning("the broker bound its port itself: run it with --respawn, or by a systemd socket")
         # What is there now stays: a full collection that looks at all of it takes longer than a round.
