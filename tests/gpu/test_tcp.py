@@ -95,6 +95,50 @@ async def said(address: NodeAddress, *lines: bytes) -> list[bytes]:
         connection.close()
 
 
+class Wire:
+    """A man in the middle: passes bytes on, as ``change`` leaves those of the client."""
+
+    def __init__(self, port: int, change: object = None) -> None:
+        self.port = port
+        self.change = change
+        self.sent: list[bytes] = []  # by the client
+        self._passing: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Wire:
+        self._server = await asyncio.start_server(self._meet, "127.0.0.1", 0)
+        self.own_port = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._server.close()
+        for task in self._passing:
+            task.cancel()
+        await asyncio.gather(*self._passing, return_exceptions=True)
+
+    async def _meet(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._passing.add(task)
+        theirs, ours = await asyncio.open_connection("127.0.0.1", self.port)
+
+        async def passing(source: asyncio.StreamReader, to: asyncio.StreamWriter, note: bool) -> None:
+            with contextlib.suppress(OSError):
+                while data := await source.read(65536):
+                    if note:
+                        self.sent.append(data)
+                        data = self.change(self, data) if callable(self.change) else data
+                    to.write(data)
+            to.close()
+
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(passing(reader, ours, True))
+                group.create_task(passing(theirs, writer, False))
+        finally:
+            ours.close()
+            writer.close()
+
+
 def answered(port: int, raw: list[bytes]) -> bytes:
     """What a server answers to these bytes before it closes the connection."""
     with socket.create_connection(("127.0.0.1", port), timeout=30) as peer:
@@ -229,6 +273,41 @@ def test_a_peer_without_a_certificate_or_without_tls_is_not_served(
     until(lambda: "did not return a certificate" in caplog.text or "unsupported protocol" in caplog.text)
     assert b"node" not in answered(echo.server.port, [b"GET / HTTP/1.1\r\nHost: n1\r\n\r\n".ljust(100)])
     assert echo.heard == []
+
+
+async def test_a_recorded_connection_is_of_no_use_later(echo: Echo, broker: TlsFiles) -> None:
+    async with Wire(echo.server.port) as wire:
+        await said(echo.address(broker, port=wire.own_port), b"suspend\n")
+    assert echo.heard == [b"suspend"]
+    await asyncio.to_thread(answered, echo.server.port, [b"".join(wire.sent)])
+    assert echo.heard == [b"suspend"]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        pytest.param(lambda data: data + data, id="repeated"),
+        pytest.param(lambda data: data[:-1], id="truncated"),
+        pytest.param(lambda data: data[:8] + bytes([data[8] ^ 1]) + data[9:], id="changed"),
+        pytest.param(lambda data: data[:3] + b"\xff" + data[4:], id="longer"),
+    ],
+)
+async def test_a_request_that_was_changed_on_the_way_ends_the_connection(
+    echo: Echo, broker: TlsFiles, change: Callable[[bytes], bytes]
+) -> None:
+    changes = False
+
+    async with Wire(echo.server.port, lambda _, data: change(data) if changes else data) as wire:
+        connection = await echo.address(broker, port=wire.own_port).connect()
+        changes = True
+        await connection.send(b"suspend\n")
+        with contextlib.suppress(OSError, TimeoutError):
+            assert await asyncio.wait_for(connection.receive(), 1) in (b"", b"suspend\n")
+        with contextlib.suppress(OSError):
+            await connection.send(b"resume\n")
+            assert await connection.receive() == b""
+        connection.close()
+    assert echo.heard in ([], [b"suspend"])  # never changed, never twice, and nothing after it
 
 
 @contextlib.contextmanager
