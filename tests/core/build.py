@@ -7,15 +7,19 @@ from typing import Any
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.explain import smaller
 from jupyter_gpushare.core.model import (
+    Action,
     CheckpointMode,
     Cluster,
     Device,
     Grant,
     Kind,
     Lease,
+    LeaseEvent,
     Project,
+    Resume,
     Settings,
     State,
+    Suspend,
     Why,
 )
 from jupyter_gpushare.core.planner import dry_run, plan
@@ -80,6 +84,21 @@ def grant(lease: str, *on: int, milli: int = 1000, why: Why = Why.FREE_CAPACITY,
     return Grant(lease, tuple(f"gpu{n}" for n in on), milli, why, **more)
 
 
+def begun(action: Action, now: float) -> tuple[LeaseEvent, dict[str, Any]]:
+    """The event with which an action begins, and what it changes of its lease beside the state."""
+    match action:
+        case Grant():
+            event = LeaseEvent.GRANT_ASLEEP if action.asleep else LeaseEvent.GRANT
+            held = {"devices": action.devices, "held_milli": action.held_milli, "borrowed": action.borrowed}
+            return event, held | {"granted_at": now, "made_way_for": ""}
+        case Resume():
+            return LeaseEvent.RESUME, {"granted_at": now, "made_way_for": ""}
+        case Suspend():
+            return LeaseEvent.SUSPEND, {"made_way_for": action.for_lease}
+        case _:
+            return LeaseEvent.STOP, {"made_way_for": action.for_lease}
+
+
 def stops(id: str, on: str = "", **more: Any) -> Lease:
     """A job that is stopped and starts again, wherever there is capacity."""
     return train(id, 1000, on, survival=CheckpointMode.SIGTERM, **more)
@@ -111,6 +130,7 @@ __all__ = [
     "ON",
     "CheckpointMode",
     "actions",
+    "begun",
     "build",
     "cluster",
     "device",

@@ -10,7 +10,6 @@ from jupyter_gpushare.core.estimate import (
     BANDS,
     OFFSET_S,
     Basis,
-    Estimate,
     Work,
     around,
     forecast,
@@ -182,7 +181,6 @@ def test_the_median_is_that_of_longer_jobs(ran_s):
 
 def test_a_job_that_outlasts_all_is_in_its_middle():
     assert median_left_s(1000.0, RAN_S) == 1000
-    assert Estimate(1, 2) == Estimate(1, 2)
 
 
 def test_no_start_is_told_where_free_parts_of_gpus_add_up_but_no_gpu_is_free():

@@ -25,45 +25,33 @@ def ledger(*leases, gpus=4, quota=0.0, weights=(1, 1), **lags):
     return made
 
 
-def test_a_project_below_its_share_falls_behind_by_what_others_are_ahead():
-    book = ledger(
-        train("a", 1000, "0"), train("b", 1000, "1 2 3", project="q"), train("w", 1000), weights=(1, 1)
-    )
+ONE_OF_FOUR = (train("a", 1000, "0"), train("b", 1000, "1 2 3", project="q"), train("w", 1000))
+HALVES = (train("a", 500, "0"), train("b", 500, "1", project="q"))
+LAGS = {
+    "a project below its share falls behind by what others are ahead": (ledger(*ONE_OF_FOUR), 60.0),
+    "weights count": (
+        ledger(
+            train("a", 1000, "0 1"), train("b", 1000, "2 3", project="q"), train("w", 1000), weights=(3, 1)
+        ),
+        60.0,
+    ),
+    "what is guaranteed is owed at once, not later": (ledger(*ONE_OF_FOUR, quota=2.0), 0.0),
+    "a project without requests does not fall behind": (
+        ledger(train("b", 1000, "0 1 2 3", project="q"), train("w", 1000, project="q")),
+        0.0,
+    ),
+    # Of 4 GPUs one is empty: the others hold what there is in the right proportion.
+    "unusable capacity puts no project behind": (
+        ledger(*HALVES, train("w", 1000), train("x", 1000, project="q")),
+        0.0,
+    ),
+}
+
+
+@pytest.mark.parametrize(("book", "lag_gpu_s"), LAGS.values(), ids=LAGS)
+def test_by_how_much_a_project_falls_behind_in_a_minute(book, lag_gpu_s):
     book.advance(60.0)
-    assert book.lags_gpu_s == pytest.approx({"p": 60.0, "q": -60.0})
-
-
-def test_weights_count():
-    book = ledger(
-        train("a", 1000, "0 1"), train("b", 1000, "2 3", project="q"), train("w", 1000), weights=(3, 1)
-    )
-    book.advance(60.0)
-    assert book.lags_gpu_s == pytest.approx({"p": 60.0, "q": -60.0})
-
-
-def test_only_what_is_beyond_quota_counts():
-    leases = [train("a", 1000, "0"), train("b", 1000, "1 2 3", project="q"), train("w", 1000)]
-    book = ledger(*leases, quota=2.0)
-    book.advance(60.0)
-    assert book.lags_gpu_s == {"p": 0.0, "q": 0.0}  # what is guaranteed is owed at once, not later
-
-
-def test_a_project_without_requests_does_not_fall_behind():
-    book = ledger(train("b", 1000, "0 1 2 3", project="q"), train("w", 1000, project="q"))
-    book.advance(60.0)
-    assert book.lags_gpu_s == {"p": 0.0, "q": 0.0}
-
-
-def test_unusable_capacity_puts_no_project_behind():
-    """Of 4 GPUs one is empty: the others hold what there is in the right proportion."""
-    book = ledger(
-        train("a", 500, "0"),
-        train("b", 500, "1", project="q"),
-        train("w", 1000),
-        train("x", 1000, project="q"),
-    )
-    book.advance(60.0)
-    assert book.lags_gpu_s == {"p": 0.0, "q": 0.0}
+    assert book.lags_gpu_s == pytest.approx({"p": lag_gpu_s, "q": -lag_gpu_s})
 
 
 def test_half_of_a_lag_is_forgotten_in_a_day():

@@ -11,14 +11,6 @@ from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
 from tests.core.build import NOW, build, cluster, grant, project, train
 
 
-def test_it_sees_many_change_at_once():
-    planner = IncrementalPlanner()
-    first = cluster(*(train(f"j{n:02}", 500, queued_at=n) for n in range(40)), gpus=2)
-    turned = replace(first, leases=tuple(replace(x, queued_at=100 - x.queued_at) for x in first.leases))
-    assert planner.plan(first, NOW) == plan(first, NOW) != plan(turned, NOW)
-    assert planner.plan(turned, NOW) == plan(turned, NOW)
-
-
 def test_it_sees_other_quotas_settings_and_lags():
     planner = IncrementalPlanner()
     waiting = [train("a", 1000), train("b", 1000, project="q")]

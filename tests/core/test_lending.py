@@ -200,10 +200,6 @@ def test_an_owner_backs_off_but_keeps_its_capacity():
     assert plan(c, NOW) == Plan((), next_at=NOW + 5)
 
 
-def test_an_owner_without_its_device_why():
-    assert actions(cluster(owner(), gpus=0)) == []
-
-
 def test_a_session_beyond_quota_wakes_on_free_unclaimed_capacity_only():
     guest = build("guest", 500, "0", project="q", state=ASLEEP, wanted=True)
     assert actions(cluster(guest)) == [Resume("guest", Why.WANTED)]

@@ -13,17 +13,16 @@ from hypothesis import strategies as st
 
 from jupyter_gpushare.core.estimate import Work, forecast
 from jupyter_gpushare.core.model import (
+    Action,
     CheckpointMode,
     Cluster,
     Grant,
     Kind,
     Lease,
-    LeaseEvent,
     Order,
     Requeue,
     Resume,
     State,
-    Suspend,
     Why,
     advance,
 )
@@ -34,6 +33,7 @@ from tests.core.build import (
     GIB,
     NOW,
     actions,
+    begun,
     build,
     cluster,
     device,
@@ -184,35 +184,20 @@ class Undisturbed:
             self.now = min([*ends_at, plan.next_at or inf], default=inf)
             self.now = self.now if self.now < inf else self.c.settings.idle_timeout_s + NOW * 2
 
-    def _begin(self, lease: Lease, action: object) -> None:
+    def _begin(self, lease: Lease, action: Action) -> None:
         if lease.kind is Kind.TRAIN and lease.state is State.RUNNING:
             lease = served(lease, self.now, self.c.settings)
-        lasts_s = 1.0
-        match action:
-            case Grant():
-                event = LeaseEvent.GRANT_ASLEEP if action.asleep else LeaseEvent.GRANT
-                more = {
-                    "devices": action.devices,
-                    "held_milli": action.held_milli,
-                    "borrowed": action.borrowed,
-                }
-            case Resume():
-                event, more = LeaseEvent.RESUME, {}
-            case Suspend():
-                event, more = LeaseEvent.SUSPEND, {}
-            case Requeue():
-                event, more, lasts_s = LeaseEvent.STOP, {}, float(self.random.randint(1, LONGEST_STOP_S))
+        event, more = begun(action, self.now)
+        lasts_s = float(self.random.randint(1, LONGEST_STOP_S)) if isinstance(action, Requeue) else 1.0
         if isinstance(action, Grant | Resume):
             self.waits_until.pop(lease.id, None)
             self.made_way.pop(lease.id, None)
-            more |= {"granted_at": self.now, "made_way_for": ""}
             self.has_run.add(lease.id)
             if self.lasts_s and lease.kind is Kind.TRAIN:
                 self.ends_at[lease.id] = self.now + self.lasts_s
             if lease.kind is Kind.BUILD and isinstance(action, Grant):
                 more["queued_at"] = self.now
         else:
-            more["made_way_for"] = action.for_lease
             self.waits_until[action.for_lease] = self.now + ROUNDS
             self.made_way.setdefault(action.for_lease, []).append(lease.id)
         self.leases[lease.id] = replace(lease, state=advance(lease.state, event), **more)

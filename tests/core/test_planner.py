@@ -145,11 +145,6 @@ def test_a_borrowing_session_does_not_take_a_claim_that_was_granted_as_one():
     assert actions(c) == [Suspend("old", Why.LENDER_RETURNED, "new")]
 
 
-def test_jobs_for_which_nothing_can_be_done_are_all_told_why():
-    c = cluster(train("old", 1000, "0"), *[train(f"j{n}", 500) for n in range(3)])
-    assert actions(c) == []
-
-
 def test_a_device_that_is_emptied_keeps_what_is_there_and_gets_nothing_new():
     emptied = [device(0, usable=False, draining=True)]
     wakes = build("nb", 500, "0", state=ASLEEP, wanted=True)

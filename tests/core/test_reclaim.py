@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.core.model import CheckpointMode, Grant, Plan, Requeue, Resume, State, Suspend, Why
+from jupyter_gpushare.core.model import CheckpointMode, Grant, Requeue, Resume, State, Suspend, Why
 from jupyter_gpushare.core.planner import plan
 from tests.core.build import ASLEEP, NOW, actions, build, cluster, grant, project, train
 
@@ -134,12 +134,6 @@ def test_a_victim_stays_if_another_one_leaves_enough_for_all():
         projects=[project("p", 0.5), project("q", 0), project("r", 0)],
     )
     assert actions(c) == [Requeue("large", Why.PRIORITY, "high")]
-
-
-def test_no_job_is_preempted_before_its_minimum_run_time():
-    c = cluster(train("low", 1000, "0", granted_at=NOW - 59), train("high", 1000, priority=1), min_run_s=60)
-    assert plan(c, NOW) == Plan((), next_at=NOW + 1)
-    assert plan(c, NOW + 1).actions == (Suspend("low", Why.PRIORITY, "high"),)
 
 
 def test_a_higher_priority_frees_the_limit_of_its_project():

@@ -19,6 +19,7 @@ from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
     WHOLE_GPU,
+    Action,
     CheckpointMode,
     Cluster,
     Grant,
@@ -40,7 +41,7 @@ from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
 from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.sim.scenario import SRTF, TraceJob
-from tests.core.build import GIB, device, quotas, why
+from tests.core.build import GIB, begun, device, quotas, why
 
 SUCCESS = {
     State.GRANTED: LeaseEvent.STARTED,
@@ -294,28 +295,12 @@ class World(RuleBasedStateMachine):
             there = sum(map(held_by, holders)) + sum(map(held_by, asleep))
             assert there + held <= WHOLE_GPU, self.told("it is on lent capacity")
 
-    def carry_out(self, action: object) -> None:
+    def carry_out(self, action: Action) -> None:
         self.story.append(action)
         if isinstance(action, Grant | Resume):
             self.a_job_that_does_not_borrow_starts_within_quota(action)
-        match action:
-            case Grant():
-                event = LeaseEvent.GRANT_ASLEEP if action.asleep else LeaseEvent.GRANT
-                self.change(
-                    action.lease,
-                    event,
-                    devices=action.devices,
-                    held_milli=action.held_milli,
-                    borrowed=action.borrowed,
-                    granted_at=self.now,
-                    made_way_for="",
-                )
-            case Suspend():
-                self.change(action.lease, LeaseEvent.SUSPEND, made_way_for=action.for_lease)
-            case Resume():
-                self.change(action.lease, LeaseEvent.RESUME, granted_at=self.now, made_way_for="")
-            case Requeue():
-                self.change(action.lease, LeaseEvent.STOP, made_way_for=action.for_lease)
+        event, changes = begun(action, self.now)
+        self.change(action.lease, event, **changes)
 
     @rule()
     def tick(self):
