@@ -36,7 +36,6 @@ class GpuShareExtension(ExtensionApp):
     def initialize_handlers(self) -> None:
         """Register events and routes, and connect to the broker that the environment names."""
         self._tasks: list[asyncio.Task[None]] = []
-        self._client: BrokerClient | None = None
         self._broker: Broker | None = None
         self._runs = Runs()
         for path in sorted(EVENTS_DIR.glob("*.yaml")):
@@ -45,18 +44,18 @@ class GpuShareExtension(ExtensionApp):
         if url and token:
             # Its users have retries of their own.
             certificate = os.environ.get(CERTIFICATE_VARIABLE, "")
-            self._client = BrokerClient(url, token, certificate=certificate, retry_s=0.0)
+            client = BrokerClient(url, token, certificate=certificate, retry_s=0.0)
             server = os.environ.get("JUPYTERHUB_SERVER_NAME", "")
-            self._broker = Broker(self._client, Watch(self._client, server, self._emit, self.log), server)
+            self._broker = Broker(client, Watch(client, server, self._emit, self.log), server)
         else:
             self.log.info("gpushare: no GPU broker for this server (GPUSHARE_API_URL is not set)")
         self.handlers.extend(routes(self._broker))
 
     async def _start_jupyter_server_extension(self, serverapp: Any) -> None:
         """Begin to report and to listen; the loop runs now."""
-        if self._broker is None or self._client is None:
+        if self._broker is None:
             return
-        reporter = Reporter(self._client, self._look, self._notebooks, self.log)
+        reporter = Reporter(self._broker.client, self._look, self._notebooks, self.log)
         for work in (reporter.run, self._broker.watch.run):
             self._tasks.append(asyncio.create_task(self._keep_up(work)))
 
@@ -73,8 +72,7 @@ class GpuShareExtension(ExtensionApp):
         self._tasks.clear()
         if self._broker is not None:
             await self._broker.watch.stop()
-        if self._client is not None:
-            await self._client.close()
+            await self._broker.client.close()
 
     async def _keep_up(self, work: Callable[[], Awaitable[None]]) -> None:
         while True:

@@ -86,22 +86,6 @@ class ForwardHandler(Handler):
         super().initialize(broker)
         self._forwards = forwards
 
-    @for_user
-    async def get(self, *ids: str) -> None:
-        await self._forward(*ids)
-
-    @for_user
-    async def post(self, *ids: str) -> None:
-        await self._forward(*ids)
-
-    @for_user
-    async def put(self, *ids: str) -> None:
-        await self._forward(*ids)
-
-    @for_user
-    async def delete(self, *ids: str) -> None:
-        await self._forward(*ids)
-
     async def _forward(self, *ids: str) -> None:
         client = self.connected().client
         forward = self._forwards.get(self.request.method or "")
@@ -120,6 +104,12 @@ class ForwardHandler(Handler):
             key=self.request.headers.get("Idempotency-Key") if body is not None else None,
         )
         await self.answer(awaitable, forward.status)
+
+    # One wrapper each: `authorized` keeps the action ("read", "write") of its first request.
+    get = for_user(_forward)
+    post = for_user(_forward)
+    put = for_user(_forward)
+    delete = for_user(_forward)
 
 
 def forward_routes(broker: Broker | None) -> list[tuple[str, type[Handler], dict[str, Any]]]:

@@ -153,7 +153,7 @@ async def test_the_extension_stops_although_a_library_loses_its_first_cancellati
                     raise
 
     extension = GpuShareExtension()
-    extension._broker = extension._client = None
+    extension._broker = None
     extension._tasks = [asyncio.create_task(listen())]
     await asyncio.sleep(0)
     await asyncio.wait_for(extension.stop_extension(), PATIENCE_S)
