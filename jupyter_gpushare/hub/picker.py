@@ -53,9 +53,9 @@ class Card:
     label: str
     detail: str
     starts: str
-    promise: str
-    reason: str
-    disabled: bool
+    promise: str = ""
+    reason: str = ""
+    disabled: bool = False
     checked: bool
     waits: bool = False  # with JavaScript the page can wait for it
 
@@ -85,11 +85,11 @@ class ProjectCards:
     size_field: str
     memory_field: str
     cards: tuple[Card, ...]
-    exact: bool  # an exact amount of memory may be asked for
-    exact_checked: bool
-    exact_value: str
-    segments: tuple[Segment, ...]
-    summary: str
+    exact: bool = False  # an exact amount of memory may be asked for
+    exact_checked: bool = False
+    exact_value: str = ""
+    segments: tuple[Segment, ...] = ()
+    summary: str = ""
 
 
 def render(
@@ -144,11 +144,6 @@ def _bare_group() -> ProjectCards:
         size_field=options.size_field(""),
         memory_field=options.memory_field(""),
         cards=(_no_gpu_card(checked=True, jobs=False),),
-        exact=False,
-        exact_checked=False,
-        exact_value="",
-        segments=(),
-        summary="",
     )
 
 
@@ -159,9 +154,6 @@ def _no_gpu_card(*, checked: bool, jobs: bool) -> Card:
         detail="For editing and work on the processor"
         + ("; training jobs get GPUs of their own." if jobs else "."),
         starts="starts now",
-        promise="",
-        reason="",
-        disabled=False,
         checked=checked,
     )
 
