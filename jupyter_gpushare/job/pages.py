@@ -163,19 +163,12 @@ def server(
         ValueError: the Hub set no access scopes, so any user would be let in.
     """
     gate = Gate(connections_allowed(MAX_CONNECTIONS))
-    pages = _application(prefix, gate=gate, now=now, log=log, seen=seen)
-    return Listener(pages, gate, ssl_options=tls, xheaders=True)
-
-
-def _application(
-    prefix: str, *, gate: Gate, now: Now, log: Path, seen: Callable[[], None]
-) -> web.Application:
     auth = HubOAuth()
     if not auth.access_scopes:
         raise ValueError("JUPYTERHUB_OAUTH_ACCESS_SCOPES is empty: any user would be let in")
     private: dict[str, Any] = {"gate": gate, "now": now, "log": log, "auth": auth}
     callback = urlsplit(auth.oauth_redirect_uri).path
-    return web.Application(
+    pages = web.Application(
         [
             (f"{prefix}api/?", _Open, {"seen": seen}),
             (callback, _Callback, {"auth": auth}),
@@ -186,3 +179,4 @@ def _application(
         cookie_secret=secrets.token_bytes(32),
         hub_auth=auth,
     )
+    return Listener(pages, gate, ssl_options=tls, xheaders=True)
