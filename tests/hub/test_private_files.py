@@ -20,10 +20,11 @@ def written(path: Path, mode: int = 0o600) -> Path:
 
 def test_a_private_file_is_read_up_to_a_size(tmp_path: Path) -> None:
     assert read_private(written(tmp_path / "s", 0o400), 100) == b"0" * 64
-    assert read_private(tmp_path / "s", 10) == b"0" * 10
+    (tmp_path / "link").symlink_to("s")
+    assert read_private(tmp_path / "link", 10) == b"0" * 10
 
 
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o660])
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o660, 0o666])
 def test_a_secret_that_others_can_read_is_refused(tmp_path: Path, mode: int) -> None:
     with pytest.raises(GpuShareError, match="read by others"):
         read_private(written(tmp_path / "s", mode), 100)
@@ -71,5 +72,11 @@ def test_a_secret_that_is_not_there_or_no_file_is_refused(tmp_path: Path) -> Non
 def test_a_secret_of_another_user_is_refused(tmp_path: Path) -> None:
     path = written(tmp_path / "s")
     os.chown(path, 12345, -1)
-    with pytest.raises(GpuShareError, match="another user"):
+    with pytest.raises(GpuShareError, match="another user \\(uid 12345"):
         read_private(path, 100)
+    link = tmp_path / "link"
+    link.symlink_to(path.name)
+    os.chown(path, 0, -1)
+    os.chown(link, 12345, -1, follow_symlinks=False)
+    with pytest.raises(GpuShareError, match="uid 12345\\) made this link"):
+        read_private(link, 100)

@@ -3,7 +3,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-import stat
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -90,61 +89,25 @@ def test_a_server_without_remembered_start_time_is_known_by_its_environment(
     assert not started_for(sleeper.pid, "ada", "")
 
 
-def token_file(folder: Path, mode: int = 0o600, text: str = "secret\n") -> Path:
+def token_file(folder: Path, text: str = "secret\n") -> Path:
     path = folder / "token"
     path.write_text(text)
-    path.chmod(mode)
+    path.chmod(0o600)
     return path
 
 
 def test_a_token_that_only_its_owner_can_read_is_used(tmp_path: Path) -> None:
     assert read_token(token_file(tmp_path)) == "secret"
-
-
-@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o666])
-def test_a_token_that_others_can_reach_is_refused(tmp_path: Path, mode: int) -> None:
+    (tmp_path / "token").chmod(0o620)
     with pytest.raises(GpuShareError, match="chmod 600"):
-        read_token(token_file(tmp_path, mode))
+        read_token(tmp_path / "token")
 
 
-def test_a_missing_token_and_an_empty_one_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(GpuShareError, match="No such file"):
-        read_token(tmp_path / "none")
+def test_a_token_that_is_not_set_or_empty_is_refused(tmp_path: Path) -> None:
     with pytest.raises(GpuShareError, match="no token"):
         read_token(token_file(tmp_path, text="\n"))
     with pytest.raises(GpuShareError, match="not set"):
         read_token(Path(""))
-
-
-def test_a_token_of_kubernetes_is_read_through_its_link_by_a_process_of_its_group(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    link, fstat = tmp_path / "link", os.fstat
-    link.symlink_to(token_file(tmp_path))
-
-    def of_root(fd: int) -> os.stat_result:
-        fields = list(fstat(fd))
-        fields[0], fields[4], fields[5] = stat.S_IFREG | 0o440, 0, 1000
-        return os.stat_result(fields)
-
-    monkeypatch.setattr(os, "fstat", of_root)
-    monkeypatch.setattr(os, "geteuid", lambda: link.lstat().st_uid or 1000)
-    monkeypatch.setattr(os, "getegid", lambda: 1000)
-    assert read_token(link) == "secret"
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to give a file away")
-def test_a_token_of_another_user_is_refused(tmp_path: Path) -> None:
-    path = token_file(tmp_path)
-    os.chown(path, 12345, 12345)
-    with pytest.raises(GpuShareError, match="uid 12345"):
-        read_token(path)
-    link = tmp_path / "link"
-    link.symlink_to("token")
-    os.chown(link, 12345, 12345, follow_symlinks=False)
-    os.chown(path, 0, 0)
-    with pytest.raises(GpuShareError, match="made this link"):
-        read_token(link)
 
 
 def test_a_process_that_does_not_answer_is_not_taken_for_the_server(monkeypatch: pytest.MonkeyPatch) -> None:
