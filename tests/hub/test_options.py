@@ -44,6 +44,21 @@ def test_options_without_ours_ask_for_no_gpu() -> None:
         {"fraction": math.inf},
         {"fraction": True},
         {"fraction": "1e-9"},
+        {"fraction": "0"},
+        {"fraction": "-1"},
+        {"fraction": "1.5"},
+        {"fraction": "nan"},
+        {"fraction": "1/0"},
+        {"fraction": "lots"},
+        {"fraction": "0.33333"},
+        {"fraction": ["0.5"]},
+        {"gpus": -1},
+        {"gpus": "2"},
+        {"gpus": 1, "fraction": "0.5"},
+        {"unknown": 1},
+        {"project": "vision"},
+        "half",
+        ["0.5"],
         {"fraction": ""},
         {"fraction": "1/2", "memory": "1GiB"},
         {"gpus": True},
@@ -69,7 +84,7 @@ def test_options_without_ours_ask_for_no_gpu() -> None:
 def test_nonsense_gets_a_sentence(given: Any) -> None:
     with pytest.raises(InvalidRequest) as caught:
         read({"gpushare": given})
-    assert len(str(caught.value)) > 15
+    assert len(str(caught.value)) > 20
 
 
 @given(

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sys
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import quote
@@ -23,6 +24,24 @@ from jupyter_gpushare.protocol.wire import SpawnGrant
 
 def configured(**traits: Any) -> GPUShareSimpleSpawner:
     return GPUShareSimpleSpawner(config=Config({"GPUShareMixin": traits}))
+
+
+def asking(client: Any, monkeypatch: pytest.MonkeyPatch) -> GPUShareSimpleSpawner:
+    """A spawner of ada's default server, with this connection to the broker."""
+    spawner = configured()
+    spawner.log = logging.getLogger("spawner")
+    spawner.user = SimpleNamespace(created=None)
+    monkeypatch.setattr(spawner, "_broker_client", lambda: client)
+    monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
+    monkeypatch.setattr(spawner, "server_uid", lambda: 1000)
+    return spawner
+
+
+def client_of(answer: Callable[[httpx.Request], httpx.Response], **options: Any) -> BrokerClient:
+    """A connection to a broker that is this function."""
+    client = BrokerClient("http://broker/api/v1", "token", **options)
+    client._http = httpx.AsyncClient(transport=httpx.MockTransport(answer))
+    return client
 
 
 @pytest.mark.parametrize(
@@ -120,12 +139,7 @@ async def test_a_release_reaches_a_broker_that_restarts_just_then(monkeypatch: p
             raise httpx.ReadError("the broker ended")
         return httpx.Response(204)
 
-    client = BrokerClient("http://broker/api/v1", "token")
-    spawner = configured()
-    monkeypatch.setattr(client, "_http", httpx.AsyncClient(transport=httpx.MockTransport(answer)))
-    monkeypatch.setattr(spawner, "_broker_client", lambda: client)
-    monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
-    spawner.user = SimpleNamespace(created=None)
+    spawner = asking(client_of(answer), monkeypatch)
     monkeypatch.setattr(module, "_RELEASE_TIMEOUT_S", 30.0)
     await spawner._release()
     assert asked == ["/api/v1/spawner/stop"] * 2
@@ -147,15 +161,7 @@ async def test_a_release_reaches_a_broker_that_restarts_just_then(monkeypatch: p
 )
 async def test_only_a_refusal_that_lasts_ends_the_wait_of_a_page(monkeypatch, status, reason, state) -> None:
     answer = httpx.Response(status, json={"status": status, "reason": reason, "message": "no"})
-    client = BrokerClient("http://broker/api/v1", "token", timeout_s=0.2)
-    transport = httpx.MockTransport(lambda _: answer)
-    monkeypatch.setattr(client, "_http", httpx.AsyncClient(transport=transport))
-    spawner = configured()
-    spawner.log = logging.getLogger("spawner")
-    monkeypatch.setattr(spawner, "_broker_client", lambda: client)
-    monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
-    spawner.user = SimpleNamespace(created=None)
-    monkeypatch.setattr(spawner, "server_uid", lambda: 1000)
+    spawner = asking(client_of(lambda _: answer, timeout_s=0.2), monkeypatch)
     place = await spawner._place_in_queue(quote('{"gpus": 1}'))
     assert place.state == state
     assert (place.sentence == "no") == (state == "refused")
@@ -166,11 +172,7 @@ async def test_the_log_says_that_a_broker_did_not_answer_in_time(monkeypatch, ca
         async def post(self, *_: object, **__: object) -> None:
             await asyncio.sleep(60)
 
-    spawner = configured()
-    spawner.log = logging.getLogger("spawner")
-    monkeypatch.setattr(spawner, "_broker_client", Silent)
-    monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "", []))
-    spawner.user = SimpleNamespace(created=None)
+    spawner = asking(Silent(), monkeypatch)
     monkeypatch.setattr(module, "_RELEASE_TIMEOUT_S", 0.01)
     await spawner._release()
     assert caplog.messages == ["user=ada server= release not delivered: no answer in time"]
