@@ -57,14 +57,3 @@ def test_kernels_that_run_see_the_gpu_that_their_server_gets(hub: DemoHub) -> No
     # It is a session like others: it ends with its server.
     ada.stop_server()
     until("the lease is released", lambda: not ada.ask("status")["leases"])
-
-
-@pytest.mark.long
-@pytest.mark.timeout(1800)
-def test_only_a_server_itself_gets_a_gpu(hub: DemoHub) -> None:
-    bo = hub.person("bo")
-    bo.start_server()
-    body = {"gpus": "1/4", "lease": "b0123456789-1"}
-    answer = bo.http.post("/services/gpushare/api/v1/servers/gpu", json=body)
-    assert answer.status_code == 403, answer.text
-    assert not bo.ask("status")["leases"]

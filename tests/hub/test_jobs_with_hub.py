@@ -82,13 +82,6 @@ def test_the_ticket_of_the_broker_comes_back_with_the_start(hub: Hub) -> None:
     assert hub.broker.of("spawner/start")[0].body["ticket"] == "7.mac"
 
 
-def test_the_start_of_a_job_that_is_not_expected_is_refused_with_the_owners_own_token(hub: Hub) -> None:
-    hub.broker.refuse = (409, "not_expected", "No job is to start under this name.")
-    answer = hub.start_server("ada", name=NAME, token=hub.user_token("ada"))
-    assert answer.status_code == 409
-    assert answer.json()["message"] == "No job is to start under this name."
-
-
 def test_deleting_the_server_of_a_job_stops_it_with_its_grace(hub: Hub) -> None:
     code = (
         "import os, signal, sys, time\n"

@@ -192,7 +192,8 @@ def test_a_forged_job_is_refused_whatever_the_options_say(hub: Hub) -> None:
     token = hub.user_token("ada")
     forged = {"job": {"command": ["touch", "/tmp/x"]}, "fraction": "1/2"}
     assert hub.start_server("ada", forged, "j0123456789-1", token).status_code == 400  # unknown key
-    assert hub.start_server("ada", {"fraction": "1/2"}, "j0123456789-1", token).status_code == 409
+    answer = hub.start_server("ada", {"fraction": "1/2"}, "j0123456789-1", token)
+    assert (answer.status_code, answer.json()["message"]) == (409, "No job is to start under this name.")
     hub.broker.refuse = None
     hub.broker.down()
     # It is unknown whether it is expected.

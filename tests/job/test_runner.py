@@ -71,6 +71,7 @@ def test_a_failed_job_quotes_its_last_lines_without_colours_and_bounded(start: S
         (["no-such-command"], {}, {127}, "There is no command no-such-command."),
         (["/etc/passwd"], {}, {126}, "/etc/passwd cannot be run: Permission denied."),
         (["true"], {"cwd": "/no/such/folder"}, {126}, "The folder /no/such/folder does not exist."),
+        (["true"], {"cwd": "/etc/passwd"}, {126}, "The folder /etc/passwd does not exist."),
         ([], {}, {126, 127}, "The job has no command."),
         ([""], {}, {126, 127}, "The job has no command."),
         (["a\0b"], {}, {126, 127}, "a\0b cannot be run: embedded null byte."),
@@ -258,13 +259,13 @@ def test_a_killed_runner_takes_its_command_along(start: Start) -> None:
 
 
 def test_the_command_sees_its_lease_but_no_token(start: Start) -> None:
-    job = start(
-        "env", env={"EPOCHS": "3", "CUDA_VISIBLE_DEVICES": "0", "GPUSHARE_LEASE": "x", "HOME": "/elsewhere"}
-    )
+    own = {"CUDA_VISIBLE_DEVICES": "0", "GPUSHARE_LEASE": "x", "JUPYTERHUB_API_TOKEN": "x"}
+    job = start("env", env={"EPOCHS": "3", "HOME": "/elsewhere", **own})
     job.ended()
     seen = dict(line.split("=", 1) for line in job.log.splitlines())
     assert SERVER_TOKEN not in job.log
     assert [key for key in seen if key.startswith(("JUPYTERHUB_", "JPY_"))] == ["JUPYTERHUB_USER"]
+    assert not {"GPUSHARE_JOB", "GPUSHARE_API_URL"} & set(seen)
     assert seen["EPOCHS"] == "3"
     assert seen["HOME"] == "/elsewhere"
     assert (seen["CUDA_VISIBLE_DEVICES"], seen["GPUSHARE_LEASE"]) == ("GPU-1", "j0123456789-1")
