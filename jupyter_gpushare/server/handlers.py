@@ -76,13 +76,12 @@ FORWARDS: tuple[Forward, ...] = (
 )
 
 
-NONE: Mapping[str, Forward] = MappingProxyType({})
-
-
 class ForwardHandler(Handler):
     """Forwards the requests to one path."""
 
-    def initialize(self, broker: Broker | None, forwards: Mapping[str, Forward] = NONE) -> None:
+    def initialize(
+        self, broker: Broker | None, forwards: Mapping[str, Forward] = MappingProxyType({})
+    ) -> None:
         super().initialize(broker)
         self._forwards = forwards
 

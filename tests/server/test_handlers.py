@@ -9,6 +9,7 @@ import httpx
 import pytest
 
 from jupyter_gpushare.protocol.jobfiles import log_path
+from jupyter_gpushare.server.handlers import FORWARDS
 from tests.waiting import PATIENCE_S
 
 
@@ -44,22 +45,15 @@ def test_status_is_the_brokers_answer_and_what_only_this_server_knows(server, go
 
 def test_no_request_is_answered_without_a_login(server):
     for method, path in [
-        ("GET", "gpushare/status"),
-        ("GET", "gpushare/offers"),
-        ("GET", "gpushare/jobs"),
-        ("POST", "gpushare/jobs"),
-        ("GET", "gpushare/jobs/k3v9m2x7qa"),
-        ("DELETE", "gpushare/jobs/k3v9m2x7qa"),
-        ("GET", "gpushare/jobs/k3v9m2x7qa/timeline"),
-        ("POST", "gpushare/jobs/k3v9m2x7qa/retry"),
-        ("GET", "gpushare/jobs/k3v9m2x7qa/log"),
-        ("GET", "gpushare/history"),
-        ("GET", "gpushare/launch"),
-        ("POST", "gpushare/launch"),
-        ("POST", "gpushare/leases/b7q2mzk4x9/kernels/k/release"),
-        ("POST", "gpushare/leases/b7q2mzk4x9/resume"),
+        *((forward.method, forward.path.format("k3v9m2x7qa")) for forward in FORWARDS),
+        ("GET", "status"),
+        ("GET", "jobs/k3v9m2x7qa/log"),
+        ("GET", "launch"),
+        ("POST", "launch"),
+        ("PUT", "leases/b7q2mzk4x9/size"),
+        ("POST", "leases/b7q2mzk4x9/kernels/k/release"),
     ]:
-        answer = httpx.request(method, f"{server.url}/{path}", trust_env=False, timeout=PATIENCE_S)
+        answer = httpx.request(method, f"{server.url}/gpushare/{path}", trust_env=False, timeout=PATIENCE_S)
         assert answer.status_code in (302, 403), (method, path)
 
 
