@@ -53,6 +53,14 @@ def marked_processes(mark: str) -> dict[int, str]:
     return found
 
 
+def is_alive(pid: int) -> bool:
+    """Whether a process runs; a zombie does not."""
+    try:
+        return _stat(Path(f"/proc/{pid}"))[_STATE] not in (b"Z", b"X")
+    except OSError:
+        return False
+
+
 def _stat(folder: Path) -> list[bytes]:
     """Return the fields of /proc/PID/stat behind the name; no wait of the process delays this."""
     return (folder / "stat").read_bytes().rpartition(b") ")[2].split()

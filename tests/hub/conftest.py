@@ -39,13 +39,6 @@ ADMIN_TOKEN = "admin-token-of-the-tests"
 HUB_6 = jupyterhub.version_info[0] >= 6
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 __all__ = ["hubs_are_forks"]  # a fixture
 
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import httpx
 
-from tests.hub.conftest import Hub, is_alive, wait_for
+from tests.hub.conftest import Hub, wait_for
 from tests.hub.fake_broker import GRANT
 from tests.hub.fake_broker import JOB_NAME as NAME
+from tests.waiting import is_alive
 
 
 def expect_job(hub: Hub, *command: str, attempt: int = 1) -> None:

@@ -20,8 +20,9 @@ import pytest
 
 from jupyter_gpushare.native import preload_path
 from tests.chapters import block
-from tests.hub.conftest import REPOSITORY, Hub, is_alive, running_hub, wait_for
+from tests.hub.conftest import REPOSITORY, Hub, running_hub, wait_for
 from tests.hub.test_with_users import python_for_all_users
+from tests.waiting import is_alive
 
 pytestmark = [
     pytest.mark.long,

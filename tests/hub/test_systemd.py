@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.hub.systemd import escaped
-from tests.hub.conftest import HERE, Hub, is_alive, running_hub
+from tests.hub.conftest import HERE, Hub, running_hub
 from tests.hub.fake_broker import JOB_NAME
+from tests.waiting import is_alive
 
 SYSTEMD = "jupyter_gpushare.hub.systemd.GPUShareSystemdSpawner"
 ME = pwd.getpwuid(os.getuid()).pw_name

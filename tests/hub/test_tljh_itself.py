@@ -21,10 +21,11 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.native import preload_path
-from tests.hub.conftest import ADMIN_TOKEN, REPOSITORY, Hub, is_alive, running_hub, wait_for
+from tests.hub.conftest import ADMIN_TOKEN, REPOSITORY, Hub, running_hub, wait_for
 from tests.hub.fake_broker import JOB_NAME
 from tests.hub.test_with_users import python_for_all_users
 from tests.systemd import Systemd
+from tests.waiting import is_alive
 
 TLJH = os.environ.get("GPUSHARE_TLJH", "")
 pytestmark = [

@@ -17,10 +17,11 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.native import preload_path
-from tests.hub.conftest import Hub, is_alive, running_hub, wait_for
+from tests.hub.conftest import Hub, running_hub, wait_for
 from tests.hub.fake_broker import JOB_NAME
 from tests.hub.test_systemd import ME, SYSTEMD
 from tests.systemd import Systemd
+from tests.waiting import is_alive
 
 pytestmark = pytest.mark.long
 

@@ -10,8 +10,9 @@ import threading
 import pytest
 
 from jupyter_gpushare.channel import api_url
-from tests.hub.conftest import Hub, is_alive, wait_for
+from tests.hub.conftest import Hub, wait_for
 from tests.hub.fake_broker import GRANT, SPAWNER_TOKEN
+from tests.waiting import is_alive
 
 PRELOAD = GRANT["env"]["LD_PRELOAD"]
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.hub.conftest import LOCAL, Hub, is_alive, running_hub, wait_for
+from tests.hub.conftest import LOCAL, Hub, running_hub, wait_for
+from tests.waiting import is_alive
 
 USER = "nobody"
 

@@ -31,13 +31,6 @@ RUN = "import sys; from jupyter_gpushare.job.runner import main; sys.exit(main()
 SCOPE = "access:servers!server=ada/j0123456789-1"
 
 
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 @dataclass
 class HubAndBroker:
     """Both on one port: tokens and activity below /hub/api, reports below the broker's prefix."""

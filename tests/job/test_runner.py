@@ -16,10 +16,9 @@ from tests.job.conftest import (
     STRANGER_TOKEN,
     HubAndBroker,
     Start,
-    is_alive,
     wait_for,
 )
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, is_alive
 
 REPORTS = "/services/gpushare/api/v1/jobs/0123456789/attempts/1/report"
 

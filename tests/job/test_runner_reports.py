@@ -16,10 +16,10 @@ from tests.job.conftest import (
     PREFIX,
     HubAndBroker,
     Start,
-    is_alive,
     wait_for,
 )
 from tests.job.test_runner import python
+from tests.waiting import is_alive
 
 
 def test_progress_reaches_the_broker(start: Start) -> None:

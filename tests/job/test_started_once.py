@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.protocol.jobfiles import AttemptRecord, read_record, unseen_outcome, write_record
-from tests.job.conftest import HubAndBroker, Job, Start, is_alive, wait_for
+from tests.job.conftest import HubAndBroker, Job, Start, wait_for
+from tests.waiting import is_alive
 
 COUNTED = ("sh", "-c", "echo run >> ../runs; exec sleep 600")
 
