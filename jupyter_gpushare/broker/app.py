@@ -42,6 +42,7 @@ from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
+from jupyter_gpushare.broker.control.request_policy import overrides_text
 from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import Access
 from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service, Site
@@ -200,10 +201,8 @@ class GPUShareBroker(BrokerTraits):
             "broker %s epoch=%d answers at %s and %s",
             *(__version__, store.epoch, os.environ["JUPYTERHUB_SERVICE_URL"], addresses.path),
         )
-        for name in sorted(registry.overrides):
-            log.warning(
-                "project=%s: numbers of an administrator count until gpushare admin quota --reset", name
-            )
+        for sentence in overrides_text(registry):
+            log.warning("%s", sentence)
         if not sockets.inherited:
             log.warning("the broker bound its port itself: run it with --respawn, or by a systemd socket")
         # What is there now stays: a full collection that looks at all of it takes longer than a round.

@@ -91,8 +91,6 @@ class GPUShareKube(Configurable):
     ).tag(config=True)
     place_timeout = Float(
         PLACE_S,
-        min=0.001,
-        max=3600.0,
         help="Seconds in which KAI has to decide about the seat of a session that starts: to choose a node, "
         "to evict others for it, or that it cannot place it, which refuses the start 2 s later. Without a "
         "decision the start is refused after this time. Less than a cycle of KAI lets it evict for starts "
@@ -100,8 +98,6 @@ class GPUShareKube(Configurable):
     ).tag(config=True)
     seat_timeout = Float(
         SEAT_S,
-        min=0.001,
-        max=3600.0,
         help="Seconds from KAI's decision in which a seat has to start: until evicted work has ended, KAI's "
         "reservation pod of a GPU that is shared for the first time runs, and a node's first seat has its "
         "image. Longer waits for work that takes long to end. Together with place_timeout at most 2 s "
@@ -113,6 +109,12 @@ class GPUShareKube(Configurable):
         if not _LABEL.fullmatch(proposal.value):
             raise TraitError(f"GPUShareKube.namespace is the name of a namespace, not {proposal.value!r}")
         return str(proposal.value)
+
+    @validate("place_timeout", "seat_timeout")
+    def _above_0(self, proposal: Any) -> float:
+        if not 0 < proposal.value <= 3600:
+            raise TraitError(f"GPUShareKube.{proposal.trait.name} is more than 0 and at most 3600 seconds")
+        return float(proposal.value)
 
     @validate("api_server")
     def _url(self, proposal: Any) -> str:

@@ -22,12 +22,12 @@ _SITE = Policy(projects=())
 
 
 class Float(AnyFloat[Any, Any]):
-    """A finite number of 0 or more."""
+    """A number from 0 to below 10 million: of seconds, minutes, or a share."""
 
     def validate(self, obj: Any, value: Any) -> float:
         number = float(super().validate(obj, value))
         if not 0 <= number < 10_000_000:
-            raise TraitError(f"{self.name} is a number of 0 or more, not {number}")
+            raise TraitError(f"{self.name} is a number of 0 or more (below 10000000), not {number}")
         return number
 
 
@@ -108,7 +108,7 @@ class BrokerTraits(Application):
         "served).",
     ).tag(config=True)
     las_thresholds = List(
-        Float(),
+        AnyFloat(),
         list(DEFAULT_POLICY.las_thresholds_gpu_s),
         help="With order progress or las: the GPU-seconds at which a job enters the next queue; ascending.",
     ).tag(config=True)

@@ -80,7 +80,8 @@ async def test_lists_show_what_is_mine_and_all_only_to_an_admin(http):
 
 async def test_the_spawner_sees_offers_and_starts_and_stops_a_server(http):
     start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": {"fraction": "1/2"}}
-    assert (await http.refused("POST", "spawner/start", SPAWNER + "x", json=start)).status == 403
+    for token in (SPAWNER + "x", ""):
+        assert (await http.refused("POST", "spawner/start", token, json=start)).status == 403
     assert not http.broker.registry.leases
     offers = await http.ask("GET", "spawner/offers?user=bo&group=nlp&group=x,y", SPAWNER)
     assert [o["label"] for o in offers.json()["offers"]] == ["1/4 GPU", "1/2 GPU", "1 GPU"]

@@ -103,7 +103,7 @@ def test_outside_of_a_hub_it_says_what_it_is(brokers):
     [
         ("--GPUShareBroker.projects={'vision': {'quota': -1}}", "vision"),
         ("--GPUShareBroker.projects={'vision': {'quotas': 1}}", "quotas"),
-        ("--GPUShareBroker.idle_timeout=-1", "idle_timeout is a number of 0 or more"),
+        ("--GPUShareBroker.idle_timeout=-1", "idle_timeout is a number of 0 or more (below 10000000)"),
         ("--GPUShareBroker.sizes=lots", "lots"),
         ("--GPUShareBroker.max_jobs=0", "max_jobs"),
         ("--GPUShareBroker.order=srtf", "order"),

@@ -136,7 +136,7 @@ async def test_a_returning_owner_does_not_wait_until_the_hub_has_started_the_bor
     [(0.2, 0.05), (0.2, 0.15), (0.2, 0.25), (0.2, 0.35), (0.2, 0.45), (3.0, 0.0), (6.0, 6.5)],
 )
 async def test_a_starting_job_is_cancelled_and_its_command_never_goes_on(site, spawn_s, after_s):
-    """In 3.0 s the helper does not know its lease yet; after 6.5 s it does, and nothing runs."""
+    """Cancelled at once the helper does not know its lease yet; after 6.5 s it does, and nothing runs."""
     site.spawn_s = spawn_s
     broker = await site.start_broker()
     job = await site.submit("bo", "1", program=Program(work_s=1000))

@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control.request_policy import overrides_text
 from jupyter_gpushare.broker.state.registry import keep_left
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import (
@@ -230,10 +231,16 @@ async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(site, br
     broker = await site.start_broker()
     nlp = next(p for p in snapshot.projects(broker.registry, broker.engine) if p.name == "nlp")
     assert (nlp.quota_milli, nlp.weight, nlp.limit_milli) == (500, 3, 1500)
+    (told,) = overrides_text(broker.registry)
+    assert told.startswith(
+        "project nlp: quota 0.5 (configured: 50%), limit 1.5 (configured: none), "
+        "weight 3 (configured: 1), set by an administrator, wins over the configuration"
+    )
     await broker.request_policy.reset_project("nlp", "root")
     await broker.end()
     broker = await site.start_broker()
     assert broker.registry.overrides == {}
+    assert overrides_text(broker.registry) == []
 
 
 async def test_a_start_with_guarantees_beyond_the_machine_says_so_once(site, broker, caplog):

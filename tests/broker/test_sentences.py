@@ -147,6 +147,7 @@ async def test_a_lost_state_gives_its_reason_and_a_reference_that_is_in_the_log_
     await until(lambda: broker.state(ada.handle) == "running", 60)
     text = said(broker, ada)
     assert "(the driver lost a process)" in text
+    assert "restart" in text.lower()
     assert text.endswith(f"Files are safe. Reference {ada.handle}.")
     assert broker.shown(ada.handle).badge == "GPU state lost"
     assert any(ada.handle in d.sentence for d in broker.registry.decisions.latest)

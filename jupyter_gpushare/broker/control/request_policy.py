@@ -183,3 +183,38 @@ def _numbers(project: Project, priority_max: int) -> wire.Text:
         limit = f"{project.limit_milli / WHOLE_GPU:g}"
         numbers = messages.text("project.numbers_limit", quota, weight, limit)
     return messages.text("project.priority", numbers, priority_max) if priority_max else numbers
+
+
+def overrides_text(registry: Registry) -> list[str]:
+    """Return one sentence per stored override: what it changes, and that it wins over the configuration.
+
+    Each number stands beside the configured one; a quota may be configured as a percentage.
+    """
+    notices = []
+    for name, override in sorted(registry.overrides.items()):
+        config = registry.policy.project_config(name)
+        if config is None:
+            notices.append(f"project {name} is not configured: numbers that were set for it have no effect")
+            continue
+        percent = config.quota_percent
+        quota = _gpus(config.quota_milli) if percent is None else f"{percent:g}%"
+        numbers = (
+            ("quota", _gpus(override.quota_milli), quota),
+            ("limit", _gpus(override.limit_milli), _gpus(config.limit_milli)),
+            ("weight", override.weight, config.weight),
+            ("priority_max", override.priority_max, config.priority_max),
+        )
+        parts = [
+            f"{what} {number} (configured: {configured})"
+            for what, number, configured in numbers
+            if number not in (None, "none")
+        ]
+        notices.append(
+            f"project {name}: {', '.join(parts)}, set by an administrator, wins over the configuration"
+            f" until `gpushare admin quota {name} --reset`"
+        )
+    return notices
+
+
+def _gpus(milli: int | None) -> str:
+    return "none" if milli is None else f"{milli / WHOLE_GPU:g}"

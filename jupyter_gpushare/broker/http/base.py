@@ -74,7 +74,7 @@ class Control:
 
     @classmethod
     def of(cls, loop: Loop, forecast: Forecasts) -> Self:
-        """Return what answers requests beside ``loop``."""
+        """Return the parts that answer requests, built on those of ``loop``."""
         registry, engine, effects = loop.registry, loop.engine, loop.effects
         policy = RequestPolicy(registry, engine)
         return cls(

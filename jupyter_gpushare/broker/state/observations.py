@@ -93,7 +93,7 @@ class PauseTracker:
 
 # States of a lease in which its owner's request to have it back counts.
 _AWAY = frozenset({State.SUSPENDING, State.SUSPENDED, State.RESUMING})
-# States that a request made before outlives; any other state begins without one.
+# States into which an earlier request is carried; every other state begins without one.
 _KEEPS_REQUEST = _AWAY - {State.SUSPENDING}
 
 

@@ -28,12 +28,12 @@ def cancelled(record: LeaseRecord) -> LeaseRecord:
 
 
 def altered_to(lease: Lease) -> Edit:
-    """The owner of a job in the queue has changed its request or its place: its lease is ``lease`` now."""
+    """Return the edit of a queued job whose request or place has changed: its lease is ``lease`` now."""
     return lambda record: replace(record, lease=lease)
 
 
 def kept_until(until_at: float) -> Edit:
-    """The owner keeps an idle session until a moment of the monotonic clock."""
+    """Return the edit of an idle session that its owner keeps until a moment of the monotonic clock."""
     return lambda record: replace(record, lease=replace(record.lease, keep_until_at=until_at, lend_now=False))
 
 
@@ -43,12 +43,12 @@ def lent(record: LeaseRecord) -> LeaseRecord:
 
 
 def sleep_allowed(*, allowed: bool) -> Edit:
-    """The owner marks a session as never to be suspended, or takes the mark away."""
+    """Return the edit of a session that may be suspended, or never, as its owner says."""
     return lambda record: replace(record, never_sleep=not allowed)
 
 
 def owned_by(uid: int) -> Edit:
-    """The spawner has reported the uid that the server runs as."""
+    """Return the edit of a lease whose server runs as ``uid``, as the spawner reported."""
     return lambda record: replace(record, uid=uid)
 
 
@@ -63,7 +63,7 @@ def limits_unset(record: LeaseRecord) -> LeaseRecord:
 
 
 def limits_set(limits: Mapping[str, int]) -> Edit:
-    """The device helper has set these limits (bytes per device UUID)."""
+    """Return the edit of a lease whose limits (bytes per device UUID) the device helper has set."""
     return lambda record: replace(record, unprepared=record.limits != limits)
 
 
