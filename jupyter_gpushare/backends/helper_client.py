@@ -31,6 +31,8 @@ MOVE_S = 600.0
 _CONNECT_S = 5.0
 # A connection serves requests for so long; then both sides have to show valid certificates again.
 KEEP_S = 60.0
+# What a broker asks again and again; to ask twice changes nothing.
+_READS = frozenset({"hello", "inventory", "sample"})
 
 
 class Connection:
@@ -42,10 +44,9 @@ class Connection:
         self._opened_at = asyncio.get_running_loop().time()
 
     @property
-    def can_serve(self) -> bool:
-        """Whether it can take another request: it is not too old, and nobody has closed it."""
-        age_s = asyncio.get_running_loop().time() - self._opened_at
-        return age_s < KEEP_S and not self._reader.at_eof() and not self._writer.is_closing()
+    def is_old(self) -> bool:
+        """Whether it has served for `KEEP_S`."""
+        return asyncio.get_running_loop().time() - self._opened_at > KEEP_S
 
     async def send(self, line: bytes) -> None:
         """Send one line, with its end."""
@@ -156,13 +157,15 @@ class NodeAddress(HelperAddress):
 class HelperClient:
     """Connections to the device helper; each request has the epoch that the broker has at that moment.
 
-    One connection is kept between requests, because a handshake costs the broker more than ten requests.
+    One connection is kept between the requests of `_READS`, because a handshake costs the broker more than
+    ten of them.  Only these may use it: a helper that has closed it meanwhile is asked again on a new one.
     """
 
     def __init__(self, address: HelperAddress, epoch: Callable[[], int]) -> None:
         self._address = address
         self._epoch = epoch
         self._kept: Connection | None = None  # without a request
+        self._closed = False
 
     async def ask(self, verb: str, request: Any, kind: type[T], timeout_s: float = _QUICK_S) -> T:
         """Return the helper's answer to one request.
@@ -174,32 +177,44 @@ class HelperClient:
         plain = {} if request is None else msgspec.to_builtins(request)
         if verb != "hello":  # the one verb that the helper answers to any epoch
             plain["epoch"] = self._epoch()
-        connection = self._take() or await self._address.connect()
-        try:
-            async with asyncio.timeout(timeout_s):
-                await connection.send(helper.encode({"verb": verb, **plain}))
-                line = await connection.receive()
-        except BaseException as error:
-            connection.close()
-            if isinstance(error, (OSError, TimeoutError, ValueError)):
-                raise HelperError("silent", f"the device helper did not answer {verb}: {error!r}") from None
-            raise
-        self.close()
-        self._kept = connection
+        message = helper.encode({"verb": verb, **plain})
+        line = b""
+        if verb in _READS and (kept := self._take()) is not None:
+            line = await self._answer(kept, verb, message, timeout_s)
+        if not line:
+            line = await self._answer(await self._address.connect(), verb, message, timeout_s)
         return _result(line, verb, kind)
 
     def close(self) -> None:
-        """Close the connection that is kept; a later request opens another."""
-        if self._kept is not None:
-            self._kept.close()
-            self._kept = None
+        """Close the connection that is kept, and keep none any more."""
+        self._closed = True
+        if (kept := self._take()) is not None:
+            kept.close()
 
     def _take(self) -> Connection | None:
-        """Return the connection that is kept, unless it is of no more use."""
-        if self._kept is not None and not self._kept.can_serve:
-            self.close()
-        taken, self._kept = self._kept, None
-        return taken
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.is_old:
+            kept.close()
+            return None
+        return kept
+
+    async def _answer(self, connection: Connection, verb: str, message: bytes, timeout_s: float) -> bytes:
+        """Return the answer of a helper; empty when it has closed the connection."""
+        line = b""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await connection.send(message)
+                line = await connection.receive()
+        except ConnectionError:
+            pass
+        except (OSError, TimeoutError, ValueError) as error:
+            raise HelperError("silent", f"the device helper did not answer {verb}: {error!r}") from None
+        finally:
+            if line and verb in _READS and self._kept is None and not self._closed:
+                self._kept = connection
+            else:
+                connection.close()
+        return line
 
     async def watch(self) -> AsyncIterator[helper.Event | None]:
         """Yield None once the helper has accepted, then events as they happen, until the connection ends.

@@ -28,7 +28,7 @@ from jupyter_gpushare.backends.kubernetes.client import (
     Resource,
 )
 from jupyter_gpushare.backends.kubernetes.helpers import Helpers
-from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, HOSTNAME, Node, Settings
+from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, HOSTNAME, Node, OtherObject
 from jupyter_gpushare.backends.kubernetes.queues import in_force, misplaced, missing, priority_classes
 from jupyter_gpushare.backends.kubernetes.readiness import shares_gpus
 from jupyter_gpushare.backends.kubernetes.surroundings import (
@@ -66,11 +66,11 @@ class BrokerPod:
     tls_port: int
 
 
-def hub_checks(objects: Sequence[Settings], broker: BrokerPod) -> list[Check]:
+def hub_checks(objects: Sequence[OtherObject], broker: BrokerPod) -> list[Check]:
     """Return one check per thing in the Hub's namespace that can be wrong.
 
     Raises:
-        KubeError: a network policy is none.
+        KubeError: a network policy is malformed.
     """
     return named(
         {
@@ -87,9 +87,9 @@ def not_examined() -> list[Check]:
     return named({"hub": warn("The Hub's namespace was not examined.", advice)})
 
 
-def _scheduler(deployments: list[Settings]) -> Check:
+def _scheduler(deployments: list[OtherObject]) -> Check:
     for each in deployments:
-        if each.metadata.labels.get(_COMPONENT) == "user-scheduler" and each.said("replicas") != 0:
+        if each.metadata.labels.get(_COMPONENT) == "user-scheduler" and each.field("replicas") != 0:
             return fail(
                 f"JupyterHub's own scheduler ({each.metadata.name}) places servers.",
                 "set scheduling.userScheduler.enabled to false in the values of JupyterHub's chart",
@@ -97,9 +97,9 @@ def _scheduler(deployments: list[Settings]) -> Check:
     return ok("Servers are placed by the cluster's own scheduler.")
 
 
-def _homes(claims: list[Settings]) -> Check:
+def _homes(claims: list[OtherObject]) -> Check:
     homes = [each for each in claims if each.metadata.labels.get(_COMPONENT) == "singleuser-storage"]
-    of_one_node = (each for each in homes if "ReadWriteMany" not in (each.said("accessModes") or ()))
+    of_one_node = (each for each in homes if "ReadWriteMany" not in (each.field("accessModes") or ()))
     if single := [each.metadata.name for each in of_one_node]:
         return fail(
             f"Homes that one node at a time can mount: {_some(single)}. A job runs on another one.",
@@ -400,13 +400,13 @@ async def _consolidation(cluster: CheckedCluster) -> Check:
     )
 
 
-def consolidates(shard: Settings) -> bool:
+def consolidates(shard: OtherObject) -> bool:
     """Return whether KAI moves running pods to make a newcomer fit: unless it spreads, or is told not to.
 
     So in KAI-Scheduler d5bc503a, ``pkg/apis/kai/v1/schedulingshard_types.go`` (setDefaultActions).
     """
-    said = shard.said("actions", "consolidation", "enabled")
-    spreads = "spread" in (shard.said("placementStrategy", resource) for resource in ("gpu", "cpu"))
+    said = shard.field("actions", "consolidation", "enabled")
+    spreads = "spread" in (shard.field("placementStrategy", resource) for resource in ("gpu", "cpu"))
     return not spreads if said is None else bool(said)
 
 
@@ -422,20 +422,20 @@ async def _sharing(cluster: CheckedCluster) -> Check:
 async def _variable(cluster: CheckedCluster) -> Check:
     """Whether a server may be told its GPUs in NVIDIA_VISIBLE_DEVICES."""
     for found in await _listed(cluster, CONFIGS):
-        if found.said("admission", "blockNvidiaVisibleDevices"):
+        if found.field("admission", "blockNvidiaVisibleDevices"):
             return fail(
                 "KAI overwrites NVIDIA_VISIBLE_DEVICES, by which servers are told their GPUs.",
                 "set spec.admission.blockNvidiaVisibleDevices of KAI's Config to false "
                 "(global.blockNvidiaVisibleDevices in its chart's values)",
             )
     for policy in await _listed(cluster, CLUSTER_POLICIES):
-        if policy.said("cdi", "nriPluginEnabled"):
+        if policy.field("cdi", "nriPluginEnabled"):
             return warn(
                 "The GPU operator's NRI plugin is on: containers get GPUs by an annotation alone.",
                 "set cdi.nriPluginEnabled of the operator's chart to false, or "
                 'c.GPUShareKubeSpawner.gpu_names = "annotation"',
             )
-        variables = {each.get("name"): each.get("value") for each in policy.said("toolkit", "env") or ()}
+        variables = {each.get("name"): each.get("value") for each in policy.field("toolkit", "env") or ()}
         if str(variables.get(ENV_ACCEPTED)).lower() == "false":
             return fail(
                 f"The container toolkit ignores NVIDIA_VISIBLE_DEVICES of servers ({ENV_ACCEPTED} is false).",
@@ -444,7 +444,7 @@ async def _variable(cluster: CheckedCluster) -> Check:
     return ok("Servers can be told their GPUs.")
 
 
-async def _listed(cluster: CheckedCluster, kind: Resource[Settings]) -> list[Settings]:
+async def _listed(cluster: CheckedCluster, kind: Resource[OtherObject]) -> list[OtherObject]:
     """All objects of a kind; none where the cluster does not have it."""
     try:
         return (await cluster.client.list(kind)).items

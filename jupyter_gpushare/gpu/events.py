@@ -72,5 +72,6 @@ class Events:
     def _cut(self, watcher: Watcher) -> None:
         self._watchers.remove(watcher)
         with suppress(queue.Empty):
-            watcher.get_nowait()  # free one slot for the end
+            while True:
+                watcher.get_nowait()
         watcher.put_nowait(None)

@@ -100,7 +100,7 @@ LEVELS: Mapping[str, str] = {
     "mig": "enforced by the hardware (MIG)",
     "cgroup": "enforced by the driver",
     "preload": "enforced in software",
-    "hints": "not enforced: frameworks are only asked",
+    "hints": "not enforced: frameworks are only asked to stay within it",
 }
 
 

@@ -80,11 +80,15 @@ def _context(files: TlsFiles, purpose: ssl.Purpose, written: tuple[int, ...]) ->
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel end a connection half a minute after its peer has vanished without a word."""
+    """Have the kernel end a connection half a minute after its peer has vanished without a word.
+
+    While sent data waits for the peer, no probes are sent: the last option is for that (tcp(7)).
+    """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 5)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 30_000)
 
 
 def names(certificate: Any) -> set[str]:

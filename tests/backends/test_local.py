@@ -17,6 +17,7 @@ from jupyter_gpushare.errors import DeviceError, HelperError
 from jupyter_gpushare.gpu.service import exchange
 from jupyter_gpushare.protocol import helper as protocol
 from jupyter_gpushare.protocol.helper import EndProcess
+from tests.waiting import PATIENCE_S
 
 SAMPLE = protocol.Sample(
     at=1.5,
@@ -236,7 +237,7 @@ async def test_one_connection_serves_one_request_after_the_other(helper, devices
 
 async def test_a_connection_that_has_served_its_time_gives_way_to_another(helper, devices, monkeypatch):
     await devices.sample()
-    monkeypatch.setattr(helper_client, "KEEP_S", 0.0)
+    monkeypatch.setattr(helper_client, "KEEP_S", -1.0)
     await devices.sample()
     assert len(helper.connections) == 2
 
@@ -244,10 +245,28 @@ async def test_a_connection_that_has_served_its_time_gives_way_to_another(helper
 async def test_a_helper_that_has_closed_the_connection_is_asked_on_another(helper, devices):
     await devices.sample()
     helper.connections[0].close()
-    await helper.connections[0].wait_closed()
-    await asyncio.sleep(0)  # the end arrives
+    assert await devices.sample() == SAMPLE
+    assert len(helper.connections) == 2
+
+
+async def test_only_reads_use_the_connection_that_is_kept(helper, devices):
+    await devices.sample()
+    helper.answer = lambda _: ok({"known": True})
+    await devices.drop("b-1")
+    assert len(helper.connections) == 2
+    helper.answer = lambda _: ok(SAMPLE)
     await devices.sample()
     assert len(helper.connections) == 2
+
+
+async def test_a_client_that_is_closed_keeps_no_connection(helper, devices):
+    asked = asyncio.create_task(devices.sample())
+    while not helper.connections:
+        await asyncio.sleep(0)
+    await devices.close()
+    assert await asked == SAMPLE
+    async with asyncio.timeout(PATIENCE_S):
+        await helper.connections[0].wait_closed()
 
 
 async def test_an_answer_that_comes_too_late_answers_no_other_request(helper, devices):

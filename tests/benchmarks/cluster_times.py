@@ -21,7 +21,7 @@ from collections.abc import Callable
 from tests.benchmarks.report import percentile, print_table, spread
 from tests.kube.real_engine import real_engine, why_not
 from tests.kube.test_story import Lent, come_back, lend, running_story, start_broker, start_helper
-from tests.kube.test_story_faults import everything_settles, lease_of, seats_of
+from tests.kube.test_story_faults import everything_settles, lease_of
 from tests.waiting import until
 
 SILENT_S = 20.0
@@ -84,7 +84,8 @@ def silence(lent: Lent) -> float:
 def kill_seat(lent: Lent) -> float:
     """Kill the seat of the session, which works."""
     come_back(lent)
-    (seat,) = seats_of(lent, lease_of(lent))
+    seats = lent.story.seats_of(lease_of(lent))
+    (seat,) = (pod for pod in seats if "deletionTimestamp" not in pod["metadata"])
     at = time.monotonic()
     lent.story.cluster.kubelet.running[seat["metadata"]["uid"]].process.kill()
     return at

@@ -50,12 +50,17 @@ def test_numbers_of_projects_are_shown_changed_and_taken_back(gpushare, broker, 
     broker.answer(f"DELETE projects/{name}", projects)
     shown = gpushare("admin", "quota")
     assert (shown.code, shown.out.splitlines()[0].split(":")[0]) == (0, name)
-    assert gpushare("admin", "quota", name, "--quota", "1.5", "--weight", "3").code == 0
+    assert (
+        gpushare(
+            "admin", "quota", name, "--quota", "1.5", "--weight", "3", "--limit", "2", "--priority-max", "5"
+        ).code
+        == 0
+    )
     assert broker.seen[-1].json == {
         "quota": 1.5,
         "weight": 3,
-        "limit": None,
-        "priority_max": None,
+        "limit": 2.0,
+        "priority_max": 5,
         "force": False,
     }
     assert gpushare("admin", "quota", name, "--reset", "--json").json["projects"][0]["name"] == name

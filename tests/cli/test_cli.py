@@ -188,7 +188,9 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
 ):
     monkeypatch.chdir(tmp_path)
     broker.answer("POST jobs", golden("job"), 201)
-    options = "--gpus 0.5 --project vision --name night --checkpoint sigterm --retries 2 --max-run 4h"
+    options = (
+        "--gpus 0.5 --project vision --name night --checkpoint sigterm --retries 2 --max-run 4h --grace 60"
+    )
     options += " --no-borrow --no-notify --notify https://chat.example.org/hook --mail --json"
     command = "python train.py --gpus 9 -- -x"
     ran = gpushare("submit", *options.split(), "--env", "SEED=1", "--env", "A=b=c", "--", *command.split())
@@ -209,7 +211,7 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
         "env": {"SEED": "1", "A": "b=c"},
         "priority": 0,
         "retries": 2,
-        "grace_s": None,
+        "grace_s": 60.0,
         "max_run_s": 14400.0,
         "notify": False,
         "notify_url": "https://chat.example.org/hook",

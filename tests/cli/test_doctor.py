@@ -148,7 +148,7 @@ FOUND = [
         doctor.check_lending,
         (LOST,),
         "warn",
-        "1 could not be woken. Last at 2026-11-22 15:30:00: out of memory.",
+        "12 tried, 1 failed, 1 could not be woken. Last at 2026-11-22 15:30:00: out of memory.",
     ),
     (doctor.check_lending, (LOST,), "warn", "`gpushare admin lending off`"),
     (doctor.check_refusal, (NotAllowed("no such token", reason="login"),), "fail", "expired or was revoked"),
@@ -162,6 +162,12 @@ FOUND = [
     ),
     # Others' projects count too: none of the guarantees can be relied on.
     (doctor.check_projects, (STATUS, changed(DEVICES, guaranteed_milli=99_000)), "warn", "99 GPUs together"),
+    (
+        doctor.check_projects,
+        (STATUS, changed(DEVICES, guaranteed_milli=99_000)),
+        "warn",
+        "gpushare admin quota",
+    ),
 ]
 
 

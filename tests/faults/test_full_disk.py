@@ -51,7 +51,7 @@ async def test_a_refused_submit_leaves_nothing_and_the_broker_goes_on(site, brok
     assert any("disk" in reason for reason in broker.views.health().reasons)
     disk.clear()
     await until(lambda: not broker.registry.journal.is_disk_full, 5)
-    after = await site.submit("bo", "1", program=Program(work_s=5))
+    after = await site.submit("bo", "1", program=Program(work_s=5), key="lost")
     await until(lambda: broker.job(before).result and broker.job(after).result, 120)
     assert broker.job(before).result == broker.job(after).result == "succeeded"
     assert site.started[before.id] == 1

@@ -274,6 +274,11 @@ def test_a_process_that_dies_asleep_is_dropped_with_what_it_had_saved(machine: M
     until(lambda: sum(machine.of("ada")["saved_bytes"].values()) == saved // 2, "the other's is left")
     assert machine.ask("sample")["host_saved_bytes"] == saved // 2
     machine.resume("ada", lives)
+    assert machine.ask("suspend", lease="ada")["done"]
+    lives.kill()
+    until(lambda: not sum(machine.of("ada")["saved_bytes"].values()), "nothing is kept for the dead")
+    assert machine.ask("sample")["host_saved_bytes"] == 0
+    assert machine.of("ada")["phase"] == "suspended"
     assert "driver_killed" not in machine.log.read_text()  # the driver is not blamed for it
 
 

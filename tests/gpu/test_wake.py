@@ -37,6 +37,17 @@ def test_a_cuda_call_of_a_suspended_lease_is_reported(asleep: Machine, command: 
     assert not asleep.of("ada")["wanted"]
 
 
+def test_a_second_process_of_the_lease_wakes_it_too(asleep: Machine) -> None:
+    asleep.worker("ada", mib=64)
+    watch = asleep.watch()
+    assert asleep.ask("suspend", lease="ada")["done"]
+    newcomer = asleep.worker("ada", wait=False)
+    assert watch.event("wanted", "ada")
+    assert newcomer.answer(0.2) == ""
+    assert asleep.ask("resume", lease="ada")["done"]
+    assert newcomer.answer() == "ready 0"
+
+
 def test_work_without_the_gpu_does_not_wake(asleep: Machine) -> None:
     worker = asleep.worker("ada", mib=64)
     watch = asleep.watch()

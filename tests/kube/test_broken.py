@@ -14,7 +14,7 @@ import pytest
 import yaml
 from traitlets.config import Config
 
-from jupyter_gpushare.backends.kubernetes.objects import Meta, Settings
+from jupyter_gpushare.backends.kubernetes.objects import Meta, OtherObject
 from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.backends.kubernetes.surroundings import PolicyPort, parse_list
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
@@ -299,7 +299,7 @@ async def test_it_is_named_alone_with_its_remedy(what: str, tmp_path: Path, monk
     ],
 )
 def test_a_shard_moves_pods_unless_it_spreads_or_is_told_not_to(spec: Json, moves: bool):
-    assert kube_checks.consolidates(Settings(metadata=Meta(name="pool"), spec=spec)) is moves
+    assert kube_checks.consolidates(OtherObject(metadata=Meta(name="pool"), spec=spec)) is moves
 
 
 @pytest.mark.parametrize(

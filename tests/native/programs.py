@@ -10,11 +10,15 @@ from jupyter_gpushare.native import build
 from tests.waiting import PATIENCE_S
 
 
-def run(*command: str | Path, env: Mapping[str, str] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a program, and return what it printed and its exit code, whatever that is."""
-    return subprocess.run(
+def run(
+    *command: str | Path, env: Mapping[str, str] | None = None, check: bool = False
+) -> subprocess.CompletedProcess[str]:
+    """Run a program, and return what it printed and its exit code, which ``check`` wants to be 0."""
+    done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
     )
+    assert not check or not done.returncode, done.stderr
+    return done
 
 
 def compiled(output: Path, *arguments: str | Path) -> Path:

@@ -82,6 +82,7 @@ BAD_JOBS = {
         "row 1: the header has job_id, num_gpu; expected the columns",
     ),
     "negative duration": (JOBS + "1,1,0,0,5\n2,1,1,0,-5\n", "row 3: duration is '-5'; expected a number, 0"),
+    "after an empty line": (JOBS + "1,1,0,0,5\n\n2,1,1,0,-5\n", "row 4: duration is '-5'"),
     "negative time": (JOBS + "1,1,-1,0,5\n", "row 2: submit_time is '-1'"),
     "not a number": (JOBS + "1,1,0,0,soon\n", "row 2: duration is 'soon'; expected a number"),
     "nan": (JOBS + "1,1,0,0,nan\n", "row 2: duration is 'nan'"),

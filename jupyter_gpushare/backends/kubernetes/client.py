@@ -24,10 +24,10 @@ from jupyter_gpushare.backends.kubernetes.objects import (
     Json,
     Node,
     Object,
+    OtherObject,
     Pod,
     PodGroup,
     Queue,
-    Settings,
 )
 
 T = TypeVar("T", bound=Object)
@@ -67,9 +67,9 @@ BIND_REQUESTS = Resource("scheduling.run.ai", "v1alpha2", "bindrequests", BindRe
 QUEUES = Resource("scheduling.run.ai", "v2", "queues", Queue, namespaced=False)
 NODES = Resource("", "v1", "nodes", Node, namespaced=False)
 PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", Object, namespaced=False)
-SHARDS = Resource("kai.scheduler", "v1", "schedulingshards", Settings, namespaced=False)
-CLUSTER_POLICIES = Resource("nvidia.com", "v1", "clusterpolicies", Settings, namespaced=False)
-CONFIGS = Resource("kai.scheduler", "v1", "configs", Settings, namespaced=False)
+SHARDS = Resource("kai.scheduler", "v1", "schedulingshards", OtherObject, namespaced=False)
+CLUSTER_POLICIES = Resource("nvidia.com", "v1", "clusterpolicies", OtherObject, namespaced=False)
+CONFIGS = Resource("kai.scheduler", "v1", "configs", OtherObject, namespaced=False)
 
 
 @dataclass(frozen=True, slots=True)

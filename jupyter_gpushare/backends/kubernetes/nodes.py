@@ -75,7 +75,7 @@ class HelperNode:
         return f"the device helper of node {self.name} does not answer"
 
     def leave(self) -> None:
-        """Stop asking, and close the connection that is kept."""
+        """Stop the probe, and keep no connection any more."""
         if self.probe is not None:
             self.probe.cancel()
         self.client.close()

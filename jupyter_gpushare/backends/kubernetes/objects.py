@@ -257,13 +257,13 @@ class Node(Object, frozen=True):
     status: NodeStatus = NodeStatus()
 
 
-class Settings(Object, frozen=True):
+class OtherObject(Object, frozen=True):
     """Any object of which checks read a few fields of its ``spec``."""
 
     kind: str = ""
     spec: Json = {}
 
-    def said(self, *path: str) -> Any:
+    def field(self, *path: str) -> Any:
         """Return the field at a path in the spec; None: it is not set."""
         found: Any = self.spec
         for name in path:

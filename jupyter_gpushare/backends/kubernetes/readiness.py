@@ -60,4 +60,4 @@ async def shares_gpus(client: ApiClient) -> bool:
         if error.status in (_NOT_FOUND, _FORBIDDEN):  # installed without its operator; not for this account
             return True
         raise
-    return not configs or any(config.said("admission", "gpuSharing") for config in configs)
+    return not configs or any(config.field("admission", "gpuSharing") for config in configs)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import msgspec
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.objects import Settings, Struct
+from jupyter_gpushare.backends.kubernetes.objects import OtherObject, Struct
 
 
 class Expression(Struct, frozen=True):
@@ -96,10 +96,10 @@ class NetworkPolicySpec(Struct, frozen=True):
 
 
 class _PrintedList(msgspec.Struct):
-    items: list[Settings]
+    items: list[OtherObject]
 
 
-def parse_list(content: bytes) -> list[Settings]:
+def parse_list(content: bytes) -> list[OtherObject]:
     """Return the objects in a list that ``kubectl get -o json`` printed.
 
     Raises:
@@ -111,11 +111,11 @@ def parse_list(content: bytes) -> list[Settings]:
         raise _no_list(error) from None
 
 
-def network_policies(objects: Iterable[Settings]) -> list[NetworkPolicySpec]:
+def network_policies(objects: Iterable[OtherObject]) -> list[NetworkPolicySpec]:
     """Return the network policies among objects.
 
     Raises:
-        KubeError: one of them is none.
+        KubeError: one of them is malformed.
     """
     try:
         return [msgspec.convert(x.spec, NetworkPolicySpec) for x in objects if x.kind == "NetworkPolicy"]

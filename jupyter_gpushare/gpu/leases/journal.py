@@ -105,7 +105,7 @@ class Holders:
         try:
             write_whole(self._path, json.dumps(stored).encode())
         except OSError as error:
-            log.warning("%s cannot be written: %s", self._path, error)
+            log.warning("the holders of leases cannot be noted in %s: %s", self._path, error)
 
 
 # ---- the journal -------------------------------------------------------------

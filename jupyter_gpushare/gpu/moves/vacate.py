@@ -107,7 +107,8 @@ class Evictions:
             return
         with self._guard:
             eviction = self._evictions.setdefault(lease.name, _Eviction(self._clock()))
-        eviction.seen |= {each.key for each in lease.processes if lease.by_process.get(each.pid)}
+        by_process = lease.by_process
+        eviction.seen |= {each.key for each in lease.processes if by_process.get(each.pid)}
         is_due = not _is_busy(eviction) and self._clock() >= eviction.again_at
         if is_due:
             eviction.again_at = self._clock() + RETRY_S

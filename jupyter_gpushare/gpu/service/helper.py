@@ -173,8 +173,8 @@ class Helper:
         for server in (self._server, self._tcp, self._seats):
             if server is not None:
                 server.stop()
-        for lease in self._registry.all():
-            # A move in progress is in the journal step by step; give it a moment to end, and begin no other.
+        # No other move begins; those in progress, which are in the journal step by step, get a moment to end.
+        for lease in [each for each in self._registry.all() if not each.moving.acquire(blocking=False)]:
             lease.moving.acquire(timeout=STOP_WAIT_S)
 
 

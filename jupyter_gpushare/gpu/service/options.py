@@ -96,7 +96,8 @@ def _parser() -> argparse.ArgumentParser:
     )  # fmt: skip
     parser.add_argument(
         "--stop-uids", type=count(1, MAX_UID), default=1000, metavar="FIRST",
-        help="no process of a user below this number is stopped for having no lease (default 1000)",
+        help="no process of a user below this number is stopped for having no lease (default 1000); none of "
+        "root ever is",
     )  # fmt: skip
     parser.add_argument(
         "--watchdog-ignore", action="append", default=[], metavar="/CGROUP",

@@ -299,12 +299,12 @@ class Sampler:
         suspended = phase is Phase.SUSPENDED
         account = lease.account
         slots = account.slots if account else {}
+        by_process, left = lease.by_process, sum(lease.left_bytes.values())
         shown = [
             process
             for process in lease.processes
-            if process.pid in lease.by_process or process.key in slots or process.key in lease.parked
+            if process.pid in by_process or process.key in slots or process.key in lease.parked
         ]
-        by_process, left = lease.by_process, sum(lease.left_bytes.values())
         keepers = lease.keepers if left else ()
         shown = [process for process in shown if process not in keepers]
         keys = [process.key for process in shown if process.pid in by_process]
