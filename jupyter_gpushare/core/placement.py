@@ -148,7 +148,7 @@ class Topology:
         self.islands: list[Group] = list(islands.values())
         self.nodes: list[Group] = list(nodes.values())
         self._by_size = sorted(self.nodes, key=lambda node: (-len(node), min(r.device.uuid for r in node)))
-        self._sets: dict[tuple[bool, bool], tuple[list[Group], dict[DeviceCapacity, tuple[int, ...]]]] = {}
+        self._sets: dict[bool, tuple[list[Group], dict[DeviceCapacity, tuple[int, ...]]]] = {}
         self.largest_node = max(map(len, self.nodes), default=0)
 
     def spans_nodes(self, lease: Lease) -> bool:
@@ -164,16 +164,16 @@ class Topology:
         return [self.islands, self.nodes]
 
     def sets(self, lease: Lease) -> tuple[list[Group], dict[DeviceCapacity, tuple[int, ...]]]:
-        """Sets of all tiers, and the sets that each device belongs to."""
-        key = lease.size.device_count == 1, lease.consolidate and not self.spans_nodes(lease)
-        if key not in self._sets:
-            sets = [group for tier in self.tiers(lease) for group in tier]
+        """Sets of all tiers, and the sets that each device belongs to; for several devices only."""
+        together = lease.consolidate and not self.spans_nodes(lease)
+        if together not in self._sets:
+            sets = [*self.islands, *self.nodes] if together else [self.everything]
             of: dict[DeviceCapacity, tuple[int, ...]] = dict.fromkeys(self.everything, ())
             for number, group in enumerate(sets):
                 for capacity in group:
                     of[capacity] = (*of[capacity], number)
-            self._sets[key] = sets, of
-        return self._sets[key]
+            self._sets[together] = sets, of
+        return self._sets[together]
 
     def choose(self, lease: Lease, able: Group, view: CapacityView) -> list[DeviceCapacity] | None:
         """The devices that ``lease`` takes of ``able``, all of one set; None: too few."""

@@ -33,7 +33,7 @@ from jupyter_gpushare.core.queues import JobQueues
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.reclaim.defragment import Defragmenter
 from jupyter_gpushare.core.reclaim.options import Cheapest, ReclaimOptions
-from jupyter_gpushare.core.reclaim.search import Candidate, JuniorSearch
+from jupyter_gpushare.core.reclaim.search import Candidate, MultiDeviceSearch, SingleDeviceSearch
 from jupyter_gpushare.core.reclaim.victims import Cost, ReclaimScope, Victim, VictimIndex, prune, rank
 
 # Reasons for which a job of another project is preempted that owes nothing.
@@ -60,6 +60,7 @@ class Reclaimer:
         self._shares = shares
         self._known_options: dict[tuple[object, ...], ReclaimOptions] = {}
         self._cheapest: dict[tuple[object, ...], Cheapest] = {}
+        self._searches: dict[tuple[object, ...], SingleDeviceSearch] = {}
         self._host_free = state.host_free  # when victims were last cached
         self._empty = (-1, 0)  # length of the log, and number of empty devices then
 
@@ -101,8 +102,8 @@ class Reclaimer:
         plan = self._for_job(job, scope(lend=job.borrow), soon)
         if plan in _HOST_MEMORY and self._host_free != self.state.host_free:
             self.victim_index.forget()
-            self._known_options.clear()
-            self._cheapest.clear()
+            for cache in (self._known_options, self._cheapest, self._searches):
+                cache.clear()
             self._host_free = self.state.host_free
             plan = self._for_job(job, scope(lend=job.borrow), soon)
         if isinstance(plan, Why) and (plan in _HOST_MEMORY or self.victim_index.memory_short):
@@ -196,8 +197,17 @@ class Reclaimer:
         return self._search(job, scope) or self._by_defragmenting(job, scope)
 
     def _search(self, job: Lease, scope: ReclaimScope) -> Candidate | None:
-        search = JuniorSearch(self.state, self._topology, job, self._options(job, scope))
-        return search.search(self.victim_index.juniors(job))
+        options = self._options(job, scope)
+        if job.devices or job.size.device_count > 1:
+            juniors = self.victim_index.juniors(job)
+            return MultiDeviceSearch(self.state, self._topology, job, options).search(juniors)
+        outranked = self.victim_index.outranked(job)
+        # The priority decides the reason that a victim is told; starved jobs of all priorities share a level.
+        key = options, id(outranked), job.priority
+        if key not in self._searches:
+            as_victim = partial(self.victim_index.junior, priority=job.priority)
+            self._searches[key] = SingleDeviceSearch(self.state, options, outranked, as_victim)
+        return self._searches[key].first()
 
     def _by_defragmenting(self, job: Lease, scope: ReclaimScope) -> Candidate | None:
         """Devices for a gang, where enough are free but scattered over nodes."""

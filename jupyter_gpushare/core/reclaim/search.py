@@ -8,11 +8,16 @@ cheap as possible.
 
 Only devices near a junior are looked at: without one, the reclaim from other
 projects has failed there already.
+
+`SingleDeviceSearch` serves jobs of one device or a part of it, which are many,
+and goes through their juniors once for all jobs of a kind; `MultiDeviceSearch`
+serves any other job.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import heapq
+from collections.abc import Callable, Iterable, Sequence
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
@@ -25,7 +30,7 @@ from jupyter_gpushare.core.reclaim.victims import Victim, prune, rank
 Candidate = tuple[list[DeviceCapacity], tuple[Victim, ...]]
 
 
-class JuniorSearch:
+class MultiDeviceSearch:
     """Finds the devices that one job gets if some of its juniors are preempted."""
 
     def __init__(self, state: ClusterState, topology: Topology, job: Lease, options: ReclaimOptions) -> None:
@@ -33,22 +38,15 @@ class JuniorSearch:
         self._topology = topology
         self._job = job
         self._options = options
-        # Sets of devices in which the job may lie, and by device the numbers of its sets.
-        self._sets, self._of = topology.sets(job)
-        if job.devices:
-            own = state.capacities_of(job)
-            self._sets, self._of = [own], dict.fromkeys(own, (0,))
         self._short: dict[DeviceCapacity, int] = {}  # thousandths that the job still lacks of a device
         self._able: dict[int, int] = {}  # by set of devices: the number of devices with enough
 
     def search(self, juniors: Iterable[Victim]) -> Candidate | None:
         """Devices to take and leases to preempt there; None: all juniors are not enough."""
-        taken: list[Victim] = []
-        for v in juniors:
-            taken.append(v)
-            if done := [number for number in self._add(v, 1) if self._is_enough(number)]:
-                return self._needed_in(min(done), taken)
-        return None
+        if self._job.devices:
+            own = self._state.capacities_of(self._job)
+            return self._search_in([own], dict.fromkeys(own, (0,)), juniors)
+        return self._search_in(*self._topology.sets(self._job), juniors)
 
     def _lacks(self, capacity: DeviceCapacity) -> int:
         short = self._short.get(capacity)
@@ -56,18 +54,36 @@ class JuniorSearch:
             short = self._short[capacity] = self._options.option(capacity).short
         return short
 
-    def _needed_in(self, number: int, taken: list[Victim]) -> Candidate:
-        group = self._sets[number]
+    def _search_in(
+        self, sets: list[Group], of: dict[DeviceCapacity, tuple[int, ...]], juniors: Iterable[Victim]
+    ) -> Candidate | None:
+        """Devices of one of several sets; ``of``: the sets that a device belongs to."""
+        taken: list[Victim] = []
+        for v in juniors:
+            for capacity in self._state.capacities_of(v.lease):
+                for number in of.get(capacity, ()):
+                    if number not in self._able:
+                        self._able[number] = sum([self._lacks(c) <= 0 for c in sets[number]])
+            taken.append(v)
+            done = [n for n in self._add(v, 1, of) if self._is_enough(sets[n], n)]
+            if done:
+                return self._needed_in(sets, min(done), of, taken)
+        return None
+
+    def _needed_in(
+        self, sets: list[Group], number: int, of: dict[DeviceCapacity, tuple[int, ...]], taken: list[Victim]
+    ) -> Candidate:
+        group = sets[number]
         inside = {capacity.device.uuid for capacity in group}
         others = {v.lease.id: v for capacity in group for v in self._options.victims_on(capacity)}
         victims = sorted(others.values(), key=rank)
         victims += [v for v in taken if not inside.isdisjoint(v.lease.devices)]
 
         def try_without(v: Victim) -> bool:
-            self._add(v, -1)
-            if self._is_enough(number):
+            self._add(v, -1, of)
+            if self._is_enough(group, number):
                 return True
-            self._add(v, 1)
+            self._add(v, 1, of)
             return False
 
         kept = prune(reversed(victims), try_without)
@@ -75,30 +91,110 @@ class JuniorSearch:
         assert devices is not None
         return devices, tuple(reversed(kept))
 
-    def _add(self, victim: Victim, sign: int) -> set[int]:
+    def _add(self, victim: Victim, sign: int, of: dict[DeviceCapacity, tuple[int, ...]]) -> set[int]:
         """Add what a victim frees, or subtract it; returns the sets in which a device changed sides."""
         changed: set[int] = set()
         freed = sign * held_by(victim.lease)
         for capacity in self._state.capacities_of(victim.lease):
-            if capacity in self._of:
+            if capacity in of:
                 before = self._lacks(capacity)
                 after = self._short[capacity] = before - freed
                 if (after <= 0) != (before <= 0):
-                    changed.update(self._of[capacity])
-                    for number in self._of[capacity]:
+                    changed.update(of[capacity])
+                    for number in of[capacity]:
                         if number in self._able:
                             self._able[number] += sign
-                        else:
-                            self._able[number] = sum([self._lacks(c) <= 0 for c in self._sets[number]])
         return changed
 
-    def _is_enough(self, number: int) -> bool:
+    def _is_enough(self, group: Group, number: int) -> bool:
         if self._able[number] < self._job.size.device_count:
             return False
-        return not self._topology.spans_nodes(self._job) or self._chosen(self._sets[number]) is not None
+        return not self._topology.spans_nodes(self._job) or self._chosen(group) is not None
 
     def _chosen(self, group: Group) -> list[DeviceCapacity] | None:
         devices = [capacity for capacity in group if self._lacks(capacity) <= 0]
         if self._job.devices:
             return devices
         return self._topology.choose(self._job, devices, lambda capacity: -self._short[capacity])
+
+
+class SingleDeviceSearch:
+    """Finds the device that jobs of one kind and level get first if their juniors leave in order.
+
+    It keeps its position for the next job of the kind; only devices that
+    changed since are counted again.
+    """
+
+    def __init__(
+        self,
+        state: ClusterState,
+        options: ReclaimOptions,
+        juniors: Sequence[Lease],
+        as_victim: Callable[[Lease], Victim | None],
+    ) -> None:
+        """``juniors``: the first to be preempted first; ``as_victim``: None where one cannot be any more."""
+        self._state = state
+        self._options = options
+        self._juniors = juniors
+        self._as_victim = as_victim
+        self._added = 0  # the number of juniors looked at
+        # By device: the juniors there, with their number and that of the device among theirs.
+        self._on: dict[DeviceCapacity, list[tuple[int, int, Lease]]] = {}
+        self._short: dict[DeviceCapacity, int] = {}  # what is missing there if all of them leave
+        # Heap, some entries outdated: number of the junior with which a device is enough.
+        self._enough: list[tuple[int, int, str, DeviceCapacity]] = []
+        self._since: dict[DeviceCapacity, tuple[int, int] | None] = {}
+        self._seen = len(state.log)
+
+    def first(self) -> Candidate | None:
+        """The device to take and leases to preempt there; None: all juniors are not enough."""
+        for capacity in set(self._state.log[self._seen :]) & self._on.keys():
+            self._recount(capacity)
+        self._seen = len(self._state.log)
+        while True:
+            while self._enough and self._since[self._enough[0][3]] != self._enough[0][:2]:
+                heapq.heappop(self._enough)
+            if self._enough:
+                number, _, _, capacity = self._enough[0]
+                return [capacity], self._needed_on(capacity, number)
+            if self._added == len(self._juniors):
+                return None
+            self._add(self._juniors[self._added])
+
+    def _add(self, junior: Lease) -> None:
+        for nth, capacity in enumerate(self._state.capacities_of(junior)):
+            if capacity.device.usable:
+                if capacity not in self._on:
+                    self._on[capacity], self._since[capacity] = [], None
+                    self._short[capacity] = self._options.option(capacity).short
+                self._on[capacity].append((self._added, nth, junior))
+                self._count(capacity, *self._on[capacity][-1])
+        self._added += 1
+
+    def _recount(self, capacity: DeviceCapacity) -> None:
+        self._since[capacity] = None
+        self._short[capacity] = self._options.option(capacity).short
+        for number, nth, junior in self._on[capacity]:
+            self._count(capacity, number, nth, junior)
+
+    def _count(self, capacity: DeviceCapacity, number: int, nth: int, junior: Lease) -> None:
+        if self._since[capacity] is None and self._as_victim(junior):
+            self._short[capacity] -= held_by(junior)
+            if self._short[capacity] <= 0:
+                self._since[capacity] = number, nth
+                heapq.heappush(self._enough, (number, nth, capacity.device.uuid, capacity))
+
+    def _needed_on(self, capacity: DeviceCapacity, last: int) -> tuple[Victim, ...]:
+        """Leases to preempt on a device, out of the juniors up to number ``last`` and all others."""
+        victims = list(self._options.victims_on(capacity))
+        victims += [v for number, _, x in self._on[capacity] if number <= last and (v := self._as_victim(x))]
+        spare = -self._short[capacity]
+
+        def try_without(v: Victim) -> bool:
+            nonlocal spare
+            if held_by(v.lease) > spare:
+                return False
+            spare -= held_by(v.lease)
+            return True
+
+        return tuple(reversed(prune(reversed(victims), try_without)))

@@ -27,8 +27,7 @@ above their share: a quota guarantees how many GPUs, not which.
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -129,7 +128,7 @@ class VictimIndex:
         self._queues = queues
         self._scopes: dict[tuple[object, ...], ReclaimScope] = {}
         self._candidates: dict[ReclaimScope, set[DeviceCapacity]] = {}
-        self._later: dict[tuple[str, order.Level], deque[Lease]] = {}
+        self._outranked: dict[tuple[str, order.Level], list[Lease]] = {}
         self._victims: dict[tuple[Rule | None, str], Victim | None] = {}  # by rule and lease
         self._found: dict[tuple[ReclaimScope, DeviceCapacity], tuple[int, list[Victim]]] = {}
 
@@ -311,26 +310,23 @@ class VictimIndex:
             here = {id for c in self.state.capacities_of(job) for id in c.holders if id in jobs}
             if not here:
                 return
-        for lease in self._outranked(job):
-            if (not job.devices or lease.id in here) and (victim := self._junior(lease, job.priority)):
+        for lease in self.outranked(job):
+            if (not job.devices or lease.id in here) and (victim := self.junior(lease, job.priority)):
                 yield victim
 
-    def _outranked(self, job: Lease) -> Iterable[Lease]:
+    def outranked(self, job: Lease) -> Sequence[Lease]:
         """Jobs of later levels in the project of ``job``, the first to be preempted first.
 
-        Some may have been evicted since, but not the first.
+        Some may have been evicted since.
         """
         state = self.state
         key = job.project, self._queues.level(job, state.moment)
-        if key not in self._later:
+        if key not in self._outranked:
             later = self._queues.outranked(*key, state.moment)
-            self._later[key] = deque(x for x in later if self._has_run(x))
-        later, held = self._later[key], state.quotas.jobs.get(job.project, {})
-        while later and later[0].id not in held:
-            later.popleft()
-        return later
+            self._outranked[key] = [x for x in later if self._has_run(x)]
+        return self._outranked[key]
 
-    def _junior(self, lease: Lease, priority: int) -> Victim | None:
+    def junior(self, lease: Lease, priority: int) -> Victim | None:
         """A job of a later level as a victim for one with ``priority``, if it still holds its devices."""
         if lease.id not in self.state.quotas.jobs[lease.project]:
             return None
