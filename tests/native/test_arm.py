@@ -95,7 +95,7 @@ def test_its_hooks_count_and_pass_every_argument(tmp_path: Path, library: Path) 
         "GPUSHARE_LEASE_DIR": str(lease.folder),
     }
     sets = [word for name, value in inside.items() for word in ("-E", f"{name}={value}")]
-    done = run(EMULATOR, "-L", LIBC, *sets, program)
+    done = run(EMULATOR, "-L", LIBC, *sets, program, check=True)
     assert done.stdout == f"0 {library}", done.stderr
     (slot,) = lease.slots().values()
     assert (slot.work, slot.calls, slot.queries) == (CALLS, CALLS, CALLS)

@@ -141,7 +141,7 @@ def test_the_cuda_runtime_asks_the_library_for_all_its_functions(
     )
     env = machine.env(**half.env(), LD_LIBRARY_PATH=str(machine.folder))
     source = f"import ctypes; ctypes.CDLL({str(runtime)!r}).cudaGetDeviceCount(ctypes.byref(ctypes.c_int()))"
-    done = run(sys.executable, "-c", source, env=env)
+    done = run(sys.executable, "-c", source, env=env, check=True)
     asked = re.findall(r"^asked (\w*) (.*)$", done.stderr, re.M)
     assert {caller for _, caller in asked} == {str(native.preload_path())}
     names = {name for name, _ in asked} - {""}

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def objdump(path: Path, *flags: str) -> str:
-    return run("objdump", *flags, path).stdout
+    return run("objdump", *flags, path, check=True).stdout
 
 
 def needed_versions(path: Path) -> set[tuple[int, ...]]:

@@ -276,7 +276,9 @@ def test_cu_get_proc_address_answers_the_hook_of_the_right_variant(addresses: Wo
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump: apt-get install binutils")
 def test_dlsym_ends_in_a_jump() -> None:
     """A call to glibc's dlsym would name this library as the one that asks, for ever."""
-    shown = run("objdump", "-d", "--no-show-raw-insn", "--disassemble=dlsym", native.preload_path()).stdout
+    shown = run(
+        "objdump", "-d", "--no-show-raw-insn", "--disassemble=dlsym", native.preload_path(), check=True
+    ).stdout
     body = [
         line.split(":", 1)[1].split("#")[0].strip()
         for line in shown.splitlines()
@@ -352,8 +354,8 @@ def test_a_program_linked_against_the_driver_is_limited_too(machine: Simulator, 
     }
     """)
     program = compiled(machine.folder / "linked", source, native.sim_dir() / "libcuda.so.1")
-    done = run(program, env=machine.env(**half.env()))
+    done = run(program, env=machine.env(**half.env()), check=True)
     assert done.stdout == f"{40 * GIB} 0 2"
     outside = machine.env(LD_PRELOAD=str(native.preload_path()))
-    done = run(program, env=outside)
+    done = run(program, env=outside, check=True)
     assert done.stdout == f"{80 * GIB} 0 0"

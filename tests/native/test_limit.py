@@ -254,7 +254,7 @@ def test_outside_a_lease_the_library_is_not_there(machine: Simulator) -> None:
 
 def test_a_process_without_a_gpu_is_left_alone(half: Lease) -> None:
     env = {k: v for k, v in os.environ.items() if not k.startswith("LD_")} | half.env()
-    done = run("/bin/echo", "hello", env=env)
+    done = run("/bin/echo", "hello", env=env, check=True)
     assert (done.stdout, done.stderr) == ("hello\n", "")
     assert half.slots() == {}
 

@@ -309,6 +309,6 @@ def test_an_unknown_option_is_refused(tmp_path: Path, option: str) -> None:
         "LD_LIBRARY_PATH": str(native.sim_dir()),
     }
     code = "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"
-    done = run(sys.executable, "-c", code, env=env)
+    done = run(sys.executable, "-c", code, env=env, check=True)
     assert done.stdout == "100\n"
     assert "GPUSHARE_SIMULATE must read like" in done.stderr

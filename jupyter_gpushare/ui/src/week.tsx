@@ -29,9 +29,9 @@ export function Week({ week, now }: { week: IHistory; now: string }): JSX.Elemen
   );
 }
 
-/** Used and lent GPU-hours of each day as two bars; the scale reaches at least one GPU-hour. */
+/** Used and lent GPU-hours of each day as two bars; the scale reaches to the longest. */
 function Days({ days }: { days: readonly IDay[] }): JSX.Element {
-  const most = Math.max(3600, ...days.flatMap(day => [day.usedGpuS, day.lentGpuS]));
+  const most = Math.max(1, ...days.flatMap(day => [day.usedGpuS, day.lentGpuS]));
   const bar = (kind: string, x: number, seconds: number): JSX.Element => (
     <rect key={kind} data-kind={kind} x={x} y={1 - seconds / most} width={BAR} height={seconds / most} />
   );

@@ -19,6 +19,17 @@ function fields(change: Partial<IFields> = {}): IFields {
 }
 
 describe('what is typed', () => {
+  it.each(['1', '2', '1024', '0.5', '.25', '1/4', '1.0', '3/3'])('takes %s as GPUs', text => {
+    expect(problemsOf(fields({ gpus: text }))).toEqual({});
+  });
+
+  it.each(['', '0', '1.5', '1/0', '0/4', '-1', 'x', '1e3', '0.0', '1/2/3', '00000'])(
+    'refuses %s as GPUs',
+    text => {
+      expect(problemsOf(fields({ gpus: text }))).toHaveProperty('gpus');
+    }
+  );
+
   it('reads parameters line by line', () => {
     expect(pairsOf('lr = 0.1\n\n name= a = b ')).toEqual({ lr: '0.1', name: 'a = b' });
     expect(pairsOf('größe = 3\n学習率=0.1\nα_1 = a')).toEqual({ größe: '3', 学習率: '0.1', α_1: 'a' });
