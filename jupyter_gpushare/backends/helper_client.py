@@ -29,9 +29,9 @@ _QUICK_S = 5.0
 MOVE_S = 600.0
 # For a connection and the proofs of both sides.
 _CONNECT_S = 5.0
-# A connection serves requests for so long; then both sides have to show valid certificates again.
+# The age at which a kept connection is closed: the next one shows both certificates again.
 KEEP_S = 60.0
-# What a broker asks again and again; to ask twice changes nothing.
+# Verbs that only read, so that a broker may send them twice.
 _READS = frozenset({"hello", "inventory", "sample"})
 
 
@@ -157,8 +157,8 @@ class NodeAddress(HelperAddress):
 class HelperClient:
     """Connections to the device helper; each request has the epoch that the broker has at that moment.
 
-    One connection is kept between the requests of `_READS`, because a handshake costs the broker more than
-    ten of them.  Only these may use it: a helper that has closed it meanwhile is asked again on a new one.
+    The client keeps one connection for the verbs of `_READS`: a TLS handshake costs the broker more than ten
+    requests.  If the helper has closed that connection, the client sends the request again on a new one.
     """
 
     def __init__(self, address: HelperAddress, epoch: Callable[[], int]) -> None:
@@ -186,7 +186,7 @@ class HelperClient:
         return _result(line, verb, kind)
 
     def close(self) -> None:
-        """Close the connection that is kept, and keep none any more."""
+        """Close the kept connection; later requests use connections of their own."""
         self._closed = True
         if (kept := self._take()) is not None:
             kept.close()
@@ -199,7 +199,7 @@ class HelperClient:
         return kept
 
     async def _answer(self, connection: Connection, verb: str, message: bytes, timeout_s: float) -> bytes:
-        """Return the answer of a helper; empty when it has closed the connection."""
+        """Return the helper's answer, or an empty line if it has closed the connection."""
         line = b""
         try:
             async with asyncio.timeout(timeout_s):

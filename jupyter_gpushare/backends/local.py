@@ -81,7 +81,7 @@ class LocalDevices(DeviceBackend):
         await self._helper.ask("drop", helper.Drop(lease=handle, end_processes=True), Any)
 
     async def close(self) -> None:
-        """Close the connection that is kept between requests."""
+        """Close the kept connection to the helper."""
         self._helper.close()
 
 

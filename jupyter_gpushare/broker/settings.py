@@ -22,7 +22,7 @@ _SITE = Policy(projects=())
 
 
 class Float(AnyFloat[Any, Any]):
-    """A number from 0 to below 10 million: of seconds, minutes, or a share."""
+    """A number from 0 to below 10 million."""
 
     def validate(self, obj: Any, value: Any) -> float:
         number = float(super().validate(obj, value))

@@ -82,7 +82,8 @@ def _context(files: TlsFiles, purpose: ssl.Purpose, written: tuple[int, ...]) ->
 def keep_alive(connection: socket.socket) -> None:
     """Have the kernel end a connection half a minute after its peer has vanished without a word.
 
-    While sent data waits for the peer, no probes are sent: the last option is for that (tcp(7)).
+    The kernel sends no probes while data waits for an acknowledgement; TCP_USER_TIMEOUT bounds that wait
+    (tcp(7)).
     """
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 15)

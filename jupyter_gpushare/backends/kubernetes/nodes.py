@@ -75,7 +75,7 @@ class HelperNode:
         return f"the device helper of node {self.name} does not answer"
 
     def leave(self) -> None:
-        """Stop the probe, and keep no connection any more."""
+        """Stop the probe and close the kept connection."""
         if self.probe is not None:
             self.probe.cancel()
         self.client.close()
@@ -447,7 +447,7 @@ class NodeDevices(DeviceBackend):
         self._where.pop(handle, None)
 
     async def close(self) -> None:
-        """Ask silent nodes no more, and close the connections that are kept."""
+        """Stop probing silent nodes, and close the kept connections."""
         for node in self._nodes.values():
             node.leave()
         probes = [node.probe for node in self._nodes.values() if node.probe is not None]

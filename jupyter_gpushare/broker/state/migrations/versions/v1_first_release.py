@@ -1,6 +1,6 @@
-"""The schema of the first release, which `store` makes from the tables.
+"""The schema of the first release; `store` makes it from the tables.
 
-A later release that changes the tables adds a migration from here.
+A later release that changes the tables adds a migration that starts here.
 """
 
 revision = "v1b"
