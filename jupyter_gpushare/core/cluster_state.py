@@ -30,7 +30,6 @@ from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
     WHOLE_GPU,
-    CheckpointMode,
     Cluster,
     Device,
     Kind,
@@ -212,7 +211,7 @@ class ClusterState:
     def host_memory_needed(self, lease: Lease, devices: Iterable[str], held_milli: int) -> int:
         """Host memory in bytes, beyond what it has, that suspending the job from these devices may take."""
         capacities = [self.capacities[u] for u in devices]
-        if lease.survival is not CheckpointMode.SUSPEND or not lease.suspendable:
+        if not lease.survival.suspends or not lease.suspendable:
             return 0
         if not all(c.device.suspendable for c in capacities):
             return 0

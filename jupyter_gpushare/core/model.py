@@ -40,9 +40,20 @@ class Kind(enum.StrEnum):
 class CheckpointMode(enum.StrEnum):
     """How a training job survives a preemption."""
 
-    SUSPEND = "suspend"  # device memory suspended, process lives; else as SIGTERM
+    SUSPEND = "suspend"  # device memory suspended, process lives; where that is impossible as NONE
+    SUSPEND_SIGTERM = "suspend,sigterm"  # the same; where that is impossible, or harms it, as SIGTERM
     SIGTERM = "sigterm"  # stopped with grace, starts again from its own checkpoint
     NONE = "none"  # stopped with grace, starts again from the beginning
+
+    @property
+    def suspends(self) -> bool:
+        """Whether a job is suspended where the driver can."""
+        return self in (CheckpointMode.SUSPEND, CheckpointMode.SUSPEND_SIGTERM)
+
+    @property
+    def has_checkpoint(self) -> bool:
+        """Whether a job that is stopped continues from its own checkpoint."""
+        return self in (CheckpointMode.SIGTERM, CheckpointMode.SUSPEND_SIGTERM)
 
 
 class Order(enum.StrEnum):
@@ -151,6 +162,7 @@ class Device:
     usable: bool = True  # False: draining, broken or vanished; takes nothing new
     draining: bool = False  # it works, and is not usable only because an administrator empties it
     suspendable: bool = True  # the driver's checkpoint passed its test here
+    movable: bool = False  # what is suspended here can be restored on another device of its node and model
     units: int = 0  # on a node of a unit pool (`core.units`): so many equal parts; 0: on another node
     pool_obstacle: str = ""  # why the unit pool of its node grants and lends nothing
 
@@ -221,6 +233,7 @@ class Lease:
     lend_now: bool = False  # the owner offers the devices at once
     wanted: bool = False  # suspended, and its processes want the GPU
     suspendable: bool = True
+    movable: bool = False  # its processes can use another device of its node and model
     retry_at: float = 0.0  # a refused action is not retried before
     avoids: tuple[tuple[str, float], ...] = ()  # nodes that had no capacity for its server, and until when
     used_bytes: int = 0  # device memory in use, all devices: what a suspension copies
@@ -379,10 +392,14 @@ class Suspend:
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Resume a suspended lease on its devices, which are free."""
+    """Resume a suspended lease on its devices, which are free, or on others that it moves to.
+
+    The n-th of ``devices`` takes what was on the n-th of its own; empty: it stays.
+    """
 
     lease: str
     why: Why
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,6 @@ from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
-    CheckpointMode,
     Kind,
     Lease,
     Settings,
@@ -181,7 +180,7 @@ class JobQueues:
         level = self.level(lease, now)
         if self._order.drifts:
             level = *level[:2], 0.0  # `outranked` works the levels out
-        stops = lease.survival is not CheckpointMode.SUSPEND or not lease.suspendable
+        stops = not lease.survival.suspends or not lease.suspendable
         key = stops, -order.seniority(lease, now, settings), lease.id
         insort(queue.running.setdefault(level, []), key)
         self._running_at[lease.id] = level, key
@@ -287,7 +286,7 @@ def _shape(lease: Lease, level: order.Level, *, drifts: bool) -> Shape:
         lease.size,
         lease.consolidate,
         lease.borrow,
-        lease.survival is CheckpointMode.SUSPEND and lease.suspendable,
+        lease.survival.suspends and lease.suspendable,
         lease.devices,
     )
     return (*level[:2], 0.0) if drifts else level, fit

@@ -29,7 +29,6 @@ from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     WHOLE_GPU,
     Action,
-    CheckpointMode,
     Cluster,
     Grant,
     Kind,
@@ -393,7 +392,7 @@ class Replay:
                 changes["saved_bytes"] = 0
                 sim.restarts = True
                 sim.attempt += 1
-                if lease.survival is CheckpointMode.NONE:
+                if not lease.survival.has_checkpoint:
                     sim.left_s = sim.duration_s
         self._update(sim, before, replace(lease, state=advance(lease.state, event), **changes))
         if sim.lease.state is State.RUNNING:

@@ -188,6 +188,8 @@ class Device:
     level: Level = Level.PRELOAD  # strongest level that passed its self-test
     suspendable: bool = False  # the child of the self-test survived a full cycle here
     suspend_reason: str = ""  # why not
+    movable: bool = False  # that child was then restored on another device of the same model
+    move_reason: str = ""  # why not
     suspend_bytes_per_s: int = 0  # measured by the self-test, device to host
     resume_bytes_per_s: int = 0  # same, host to device
     ladder: tuple[Rung, ...] = ()  # all levels, strongest first
@@ -340,6 +342,9 @@ class Resume:
     lease: str
     timeout_s: float = 60.0
     unrecorded: bool = False
+    # UUIDs to resume on, in the order of the lease's devices; empty: on its own.  Others than its own
+    # must be of the same model, and take the place of its own in its limits.
+    devices: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +356,7 @@ class MoveResult:
     reason: str = ""  # a sentence
     bytes: int = 0
     took_s: float = 0.0
+    devices: tuple[str, ...] = ()  # UUIDs that the lease has now, of one that moves or may have moved
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,7 +12,6 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.idle import eligible
 from jupyter_gpushare.core.model import (
     LEAVING,
-    CheckpointMode,
     Cluster,
     Grant,
     Kind,
@@ -361,7 +360,7 @@ class Reference(Numbers):
             )
         if x.state is State.RESUMING or (min_run and not has_run):
             return None
-        suspends = x.survival is CheckpointMode.SUSPEND and x.suspendable
+        suspends = x.survival.suspends and x.suspendable
         cost = 3 if x.state is State.GRANTED else 2 if suspends else 4
         return (cost, -x.granted_at, x.id), x, why
 
@@ -488,7 +487,7 @@ class Reference(Numbers):
 
     def last_in(self, y: Lease) -> tuple[object, ...]:
         priority, user, group = self.level(y)
-        stops = y.survival is not CheckpointMode.SUSPEND or not y.suspendable
+        stops = not y.survival.suspends or not y.suspendable
         return -priority, -user, -group, stops, -order.seniority(y, self.now, self.c.settings), y.id
 
     def borrower(self, y: Lease) -> Victim | None:

@@ -16,7 +16,6 @@ from jupyter_gpushare.core.idle import adaptive_timeout_s
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     WHOLE_GPU,
-    CheckpointMode,
     Cluster,
     Grant,
     Lease,
@@ -256,5 +255,5 @@ def limit_request(record: LeaseRecord, *, asleep: bool) -> SetLimit:
         guaranteed=dict.fromkeys(record.limits, 0) if record.lease.borrowed else dict(record.limits),
         suspended=asleep,
         unattended=not record.is_job and not record.lease.borrowed,
-        stops=record.is_job and record.lease.survival is not CheckpointMode.SUSPEND,
+        stops=record.is_job and not record.lease.survival.suspends,
     )

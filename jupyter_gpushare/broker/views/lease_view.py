@@ -14,7 +14,7 @@ from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.usage import lent_milli
 from jupyter_gpushare.broker.views.cluster_view import ClusterView
 from jupyter_gpushare.core import idle
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, CheckpointMode, Kind, State
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, State
 from jupyter_gpushare.core.notice import OVERDUE_S
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import before
@@ -217,7 +217,7 @@ class LeaseView:
         registry, now = self._registry, self.cluster.at
         lease = snapshot.measured(registry, record, now)
         bytes_per_s, _ = registry.devices.copy_rates(lease.devices)
-        is_copied = lease.survival is CheckpointMode.SUSPEND and lease.suspendable
+        is_copied = lease.survival.suspends and lease.suspendable
         if lease.state is State.SUSPENDING or (is_copied and lease.state is not State.STOPPING):
             copy_s = lease.used_bytes / bytes_per_s if bytes_per_s else 0.0
             begun_s = now - record.entered_at if lease.state is State.SUSPENDING else 0.0

@@ -39,7 +39,6 @@ from jupyter_gpushare.core.kube.seats import (
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     Action,
-    CheckpointMode,
     Cluster,
     Grant,
     Kind,
@@ -146,7 +145,7 @@ def _action(lease: Lease, cluster: Cluster, seats: Seats, now: float) -> Action 
 def _evicted(lease: Lease, cluster: Cluster) -> Action:
     if lease.kind is Kind.BUILD:
         return Suspend(lease.id, Why.OVER_QUOTA, "")
-    stays = lease.survival is CheckpointMode.SUSPEND and lease.suspendable
+    stays = lease.survival.suspends and lease.suspendable
     if stays and return_is_certain(lease, cluster.devices):
         return Suspend(lease.id, Why.OVER_QUOTA, "")
     return Requeue(lease.id, Why.OVER_QUOTA, "")

@@ -25,7 +25,6 @@ from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
     WHOLE_GPU,
-    CheckpointMode,
     Cluster,
     Device,
     Kind,
@@ -148,7 +147,7 @@ def _presence(lease: Lease) -> Presence | None:
 
 
 def _exit(lease: Lease, *, can_park: bool) -> Exit:
-    if can_park and (lease.kind is Kind.BUILD or lease.survival is CheckpointMode.SUSPEND):
+    if can_park and (lease.kind is Kind.BUILD or lease.survival.suspends):
         return Exit.PARK
     return Exit.NONE if lease.kind is Kind.BUILD else Exit.RESTART
 

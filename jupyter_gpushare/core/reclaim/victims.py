@@ -35,7 +35,7 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
 from jupyter_gpushare.core.idle import eligible
-from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State, Why
+from jupyter_gpushare.core.model import Kind, Lease, State, Why
 from jupyter_gpushare.core.queues import JobQueues
 from jupyter_gpushare.core.quota import held_by
 
@@ -220,7 +220,7 @@ class VictimIndex:
             return False
         in_quota = lease.id in self.state.quotas.in_quota
         if scope.below_gpus:
-            moves = lease.size.device_count < scope.below_gpus and lease.survival is CheckpointMode.SIGTERM
+            moves = lease.size.device_count < scope.below_gpus and lease.survival.has_checkpoint
             return moves and (lease.borrow or not in_quota)
         return not in_quota
 
@@ -249,7 +249,7 @@ class VictimIndex:
             return Victim(lease, Cost.STARTING_JOB, rule.why, suspends=False)
         if lease.state is not State.RUNNING:
             return None
-        if lease.survival is CheckpointMode.SUSPEND and self._can_suspend_now(lease):
+        if lease.survival.suspends and self._can_suspend_now(lease):
             return Victim(lease, Cost.SUSPENDED_JOB, rule.why, suspends=True)
         return Victim(lease, Cost.STOPPED_JOB, rule.why, suspends=False)
 
@@ -266,7 +266,7 @@ class VictimIndex:
 
     def to_move(self, project: str, holder: Lease) -> Victim | None:
         """A job of ``project`` as a victim that continues from its checkpoint elsewhere."""
-        movable = holder.project == project and holder.survival is CheckpointMode.SIGTERM
+        movable = holder.project == project and holder.survival.has_checkpoint
         return self.victim(holder, RULES.MOVE) if movable else None
 
     def _idle_session(self, lease: Lease) -> Victim | None:
