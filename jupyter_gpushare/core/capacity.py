@@ -25,6 +25,7 @@ class DeviceCapacity:
     claimed: int = 0
     suspended_claims: int = 0
     unreclaimable: int = 0
+    awaited: int = 0
     guest_demand: int = 0
     unlent: bool = False  # reserved for a job that does not borrow: until it starts, claims are not lent
     holders: dict[str, Lease] = field(default_factory=dict)  # by id: hold capacity, and are not leaving
@@ -58,6 +59,10 @@ class DeviceCapacity:
     def unclaimed(self) -> int:
         """Capacity that can be granted at once and that no suspended session claims."""
         return min(self.free, self.unclaimed_soon())
+
+    def unawaited(self) -> int:
+        """`unclaimed` without what suspended leases wait for here."""
+        return self.unclaimed() - self.awaited
 
     def unclaimed_soon(self) -> int:
         """`soon` without the claims of suspended sessions."""

@@ -11,6 +11,7 @@ ones before it; `undo` takes them all back.  Per device, in thousandths:
 * ``suspended_claims``: claims of suspended sessions that are not waking
 * ``guest_demand``: requested by suspended sessions beyond quota; it precedes
   reclaims for jobs that are owed nothing
+* ``awaited``: suspended leases without a claim wait for it; others start elsewhere if they can
 * ``unreclaimable``: held without a claim by a session that cannot be suspended;
   guaranteed to no other session
 
@@ -21,6 +22,7 @@ lender wakes, the job's memory needs a place while the lender's copy is there.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import ceil
@@ -57,6 +59,11 @@ class ClusterState:
         self.moment = 0.0  # the time of the round
         self.capacities = {d.uuid: DeviceCapacity(d) for d in devices}
         self.usable = [c for c in self.capacities.values() if c.device.usable]
+        # Usable devices that a suspended lease may move between.
+        self._alike: dict[tuple[object, ...], list[DeviceCapacity]] = defaultdict(list)
+        for capacity in self.usable:
+            if capacity.device.movable:
+                self._alike[_kind_of(capacity.device)].append(capacity)
         self.leases: dict[str, Lease] = {}
         self.quotas = QuotaState(projects)
         self.host_free = settings.host_budget_bytes
@@ -160,6 +167,8 @@ class ClusterState:
                     del capacity.holders[lease.id]
             if unreclaimable:
                 capacity.unreclaimable += held
+            if lease.state is State.SUSPENDED and not claimant:
+                capacity.awaited += held
             if capacity.claimed or capacity in self._on_lent:
                 self._relent.add(capacity)
         if lease.state is State.SUSPENDING:
@@ -187,6 +196,17 @@ class ClusterState:
         """Devices that ``lease`` is bound to, as far as they exist."""
         capacities = self.capacities
         return [capacities[uuid] for uuid in lease.devices if uuid in capacities]
+
+    def resume_devices(self, lease: Lease) -> list[DeviceCapacity]:
+        """Devices that a suspended lease may resume on: its own, and where it may move those alike.
+
+        Those are of the same model and on the same node: a process does not leave its machine.
+        """
+        own = self.capacities_of(lease)
+        kinds = {_kind_of(c.device) for c in own if c.device.movable}
+        if not lease.movable or len(kinds) != 1 or not all(c.device.movable for c in own):
+            return own
+        return [*own, *(c for c in self._alike[kinds.pop()] if c.device.uuid not in lease.devices)]
 
     def least_size(self, job: Lease) -> int:
         """Least capacity that ``job`` takes on any device, in thousandths of a GPU."""
@@ -350,3 +370,8 @@ class ClusterState:
         account.leaving += sign * self.quotas.capped_until_left(lease)
         if lease.id in self.quotas.in_quota:
             account.in_quota_use -= size
+
+
+def _kind_of(device: Device) -> tuple[str, str, str, int]:
+    """What two devices have in common that a suspended process may move between."""
+    return device.node, device.name, device.profile, device.memory_bytes

@@ -220,6 +220,19 @@ def packed(lease: Lease, capacities: Iterable[DeviceCapacity], view: CapacityVie
     return sorted(capacities, key=key)
 
 
+def to_resume_on(lease: Lease, able: Iterable[DeviceCapacity], view: CapacityView) -> tuple[str, ...] | None:
+    """Return the devices of ``able`` that a suspended lease resumes on, in the order of its own.
+
+    It keeps those of its own that are able, and takes the fullest of the others.  None: too few.
+    """
+    others = {c.device.uuid: c for c in able}
+    own = {uuid for uuid in lease.devices if others.pop(uuid, None)}
+    if len(own) + len(others) < len(lease.devices):
+        return None
+    rest = iter(packed(lease, others.values(), view))
+    return tuple(uuid if uuid in own else next(rest).device.uuid for uuid in lease.devices)
+
+
 def find(
     lease: Lease, topology: Topology, view: CapacityView, workload: Workload, most_milli: int | None = None
 ) -> Placement | None:

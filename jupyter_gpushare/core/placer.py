@@ -8,7 +8,16 @@ from dataclasses import replace
 from jupyter_gpushare.core.capacity import UNLENT, CapacityView, DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import CheckpointMode, Grant, Lease, Why
-from jupyter_gpushare.core.placement import Index, Placement, Task, Topology, Workload, empty_device, find
+from jupyter_gpushare.core.placement import (
+    Index,
+    Placement,
+    Task,
+    Topology,
+    Workload,
+    empty_device,
+    find,
+    to_resume_on,
+)
 from jupyter_gpushare.core.queues import Fit
 from jupyter_gpushare.core.quota import held_by
 
@@ -41,22 +50,24 @@ class Placer:
         if not job.borrow:
             left = account.unborrowed_left
             view, most_milli = UNLENT.get(view, view), left if most_milli is None else min(left, most_milli)
-        if job.devices:
-            held, devices = held_by(job), state.capacities_of(job)
-            found = Placement(job.devices, held) if all(view(c) >= held for c in devices) else None
-        else:
-            found = self.find(job, view, most_milli)
+        found = self.find_to_resume(job, view) if job.devices else self.find(job, view, most_milli)
         unclaimed = DeviceCapacity.unclaimed_soon if view is DeviceCapacity.soon else DeviceCapacity.unclaimed
         if found is None or not job.borrow or not self.uses_lent(found, unclaimed):
             return found
         needed = state.host_memory_needed(job, found.devices, found.held_milli)
         return found if not needed or needed <= state.host_free else None
 
+    def find_to_resume(self, lease: Lease, view: CapacityView) -> Placement | None:
+        """Return where a suspended lease can resume by ``view``, or None."""
+        held = held_by(lease)
+        able = [c for c in self._state.resume_devices(lease) if view(c) >= held]
+        devices = to_resume_on(lease, able, view)
+        return None if devices is None else Placement(devices, held)
+
     def fits_soon(self, job: Lease) -> bool:
         """Whether ``job`` fits by its size alone once every leaving lease has left."""
-        if job.devices:
-            return all(c.soon() >= held_by(job) for c in self._state.capacities_of(job))
-        return self.find(job, DeviceCapacity.soon) is not None
+        find = self.find_to_resume if job.devices else self.find
+        return find(job, DeviceCapacity.soon) is not None
 
     def lacks_quota(self, job: Lease) -> bool:
         """Whether ``job`` would have to borrow and does not want to."""

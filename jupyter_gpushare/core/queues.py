@@ -288,5 +288,6 @@ def _shape(lease: Lease, level: order.Level, *, drifts: bool) -> Shape:
         lease.borrow,
         lease.survival.suspends and lease.suspendable,
         lease.devices,
+        lease.movable,
     )
     return (*level[:2], 0.0) if drifts else level, fit

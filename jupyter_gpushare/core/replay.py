@@ -335,9 +335,9 @@ class Replay:
                     {"wanted": sim.busy, "made_way_for": action.for_lease},
                 )
             case Resume():
-                self._move(
-                    sim, advance(state, LeaseEvent.RESUME), {"granted_at": self.now, "made_way_for": ""}
-                )
+                changes = {"granted_at": self.now, "made_way_for": ""}
+                changes |= {"devices": action.devices} if action.devices else {}
+                self._move(sim, advance(state, LeaseEvent.RESUME), changes)
             case _:
                 self._move(sim, advance(state, LeaseEvent.STOP), {"made_way_for": action.for_lease})
 

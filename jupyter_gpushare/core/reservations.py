@@ -43,7 +43,7 @@ class Reservations:
         """Reserve the devices that lack least for ``job``; False: its project has one, or none would do."""
         if job.project in self._projects:
             return False
-        devices = self._state.capacities_of(job) if job.devices else self._lacking_least(job)
+        devices = self._to_resume_on(job) if job.devices else self._lacking_least(job)
         if devices is None:
             return False
         self._projects.add(job.project)
@@ -70,6 +70,11 @@ class Reservations:
         queued = (replace(x, state=State.PENDING, waits_since_at=now) for x in here)
         first = self._rank(gang, now)
         return [x for x in queued if self._rank(x, now) < first]
+
+    def _to_resume_on(self, job: Lease) -> list[DeviceCapacity]:
+        """The devices that a suspended job may resume on with the least capacity still to be released."""
+        devices = sorted(self._state.resume_devices(job), key=lambda c: (-c.soon(), c.device.uuid))
+        return devices[: len(job.devices)]
 
     def _lacking_least(self, job: Lease) -> list[DeviceCapacity] | None:
         """The devices that would be free for ``job`` with the least capacity still to be released."""

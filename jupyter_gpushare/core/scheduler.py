@@ -182,18 +182,17 @@ class SchedulingRound:
 
     def _wake_guest(self, lease: Lease) -> None:
         """Wake a session beyond quota on free, unclaimed capacity."""
-        state, held = self.state, held_by(lease)
-        devices = state.capacities_of(lease)
+        state = self.state
+        found = self.placer.find_to_resume(lease, DeviceCapacity.unclaimed)
         if not state.has_all_devices(lease):
             self.waiting[lease.id] = Why.DEVICE_BROKEN
-        elif any(c.unclaimed() < held for c in devices):
+        elif found is None:
             self.waiting[lease.id] = Why.NO_CAPACITY
             state.add_guest_demand(lease)
-        elif state.account(lease).over_limit(held * len(devices)):
+        elif state.account(lease).over_limit(found.size_milli):
             self.waiting[lease.id] = Why.PROJECT_LIMIT
         elif not self._backs_off(lease):
-            self.actions.append(Resume(lease.id, Why.WANTED))
-            state.allocate(lease, lease.devices, held)
+            self._resume(lease, found, Why.WANTED)
 
     # -- jobs
 
@@ -336,7 +335,8 @@ class SchedulingRound:
         if not self.placer.fits_soon(job):
             return Why.NO_CAPACITY, None
         find = partial(self.placer.find_for_job, job)
-        found = find(DeviceCapacity.unclaimed) or find(DeviceCapacity.now)
+        found = None if job.devices else find(DeviceCapacity.unawaited)
+        found = found or find(DeviceCapacity.unclaimed) or find(DeviceCapacity.now)
         soon = found or find(DeviceCapacity.soon)
         if soon is None:
             return Why.NO_CAPACITY, None
@@ -388,7 +388,7 @@ class SchedulingRound:
         if lent:
             state.host_free -= state.host_memory_needed(job, placement.devices, placement.held_milli)
         if job.state is State.SUSPENDED:
-            self.actions.append(Resume(job.id, Why.CAPACITY_BACK))
+            self._resume(job, placement, Why.CAPACITY_BACK)
         else:
             beyond_quota = not state.account(job).fits_quota(placement.size_milli)
             borrowed = job.borrow and (lent or beyond_quota)
@@ -396,7 +396,13 @@ class SchedulingRound:
                 job.id, placement.devices, placement.held_milli, Why.FREE_CAPACITY, borrowed=borrowed
             )
             self.actions.append(grant)
-        state.allocate(job, placement.devices, placement.held_milli)
+            state.allocate(job, placement.devices, placement.held_milli)
+
+    def _resume(self, lease: Lease, placement: Placement, why: Why) -> None:
+        """Resume a suspended lease on its devices, or on those that it moves to."""
+        moves_to = () if placement.devices == lease.devices else placement.devices
+        self.actions.append(Resume(lease.id, why, moves_to))
+        self.state.allocate(lease, placement.devices, placement.held_milli)
 
     def _evict(self, victims: Iterable[Victim], lease: Lease, *, final: bool = False) -> None:
         """Suspend or requeue ``victims``; ``final``: they are needed for more than their devices."""

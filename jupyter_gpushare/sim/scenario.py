@@ -99,6 +99,7 @@ class Fleet:
     nodes: int | None
     islands: int = 1  # per node, each linked by NVLink
     memory_bytes: int = 80 * GIB
+    movable: bool = False  # what is suspended may resume on another GPU of its node
 
     def devices(self) -> tuple[Device, ...]:
         """Return the GPUs, spread evenly over the nodes, and there over the NVLink islands.
@@ -108,7 +109,9 @@ class Fleet:
         """
         if self.nodes is None:
             names = [f"g{number:05d}" for number in range(self.gpus)]
-            return tuple(Device(uuid=x, memory_bytes=self.memory_bytes, node=x) for x in names)
+            return tuple(
+                Device(uuid=x, memory_bytes=self.memory_bytes, node=x, movable=self.movable) for x in names
+            )
         if self.nodes > self.gpus:
             raise InvalidRequest(f"{self.gpus} GPUs cannot make {self.nodes} nodes: each has at least one")
         if self.islands > self.gpus // self.nodes:
@@ -120,6 +123,7 @@ class Fleet:
                 memory_bytes=self.memory_bytes,
                 node=f"n{node:04d}",
                 island=f"i{number * self.islands // size:02d}" if self.islands > 1 else "",
+                movable=self.movable,
             )
             for node, size in enumerate(_parts(self.gpus, self.nodes))
             for number in range(size)
@@ -205,6 +209,7 @@ def job_lease(
         size=Size(WHOLE_GPU, job.gpus),
         consolidate=fleet.nodes is not None,
         survival=survival,
+        movable=True,
         used_bytes=job.gpus * state.bytes_per_gpu,
         submitted_at=job.submit_at,
         duration_s=job.duration_s,

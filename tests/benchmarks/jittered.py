@@ -68,6 +68,7 @@ def measure(
     reports: Callable[[int], Reports | None],
     users: Callable[[int], str],
     survival: CheckpointMode,
+    movable: bool,
     guard_s: float | None = DEFAULT_POLICY.starvation_guard_s,
 ) -> Sample:
     """Replay one copy with nodes of 8 GPUs and 30 s per preemption."""
@@ -77,7 +78,7 @@ def measure(
         for n, (weight, quota) in enumerate(shares)
     ]
     grace_s = COST_S if shares else 0.0
-    fleet = Fleet(gpus=gpus, nodes=gpus // 8)
+    fleet = Fleet(gpus=gpus, nodes=gpus // 8, movable=movable)
     result = replay_jobs(
         jobs,
         fleet,
@@ -114,6 +115,7 @@ def main() -> None:
     parser.add_argument("--copies", type=int, default=5)
     parser.add_argument("--order", type=Order, default=DEFAULT_ORDER)
     parser.add_argument("--checkpoint", type=CheckpointMode, default=CheckpointMode.SUSPEND)
+    parser.add_argument("--move", choices=["on", "off"], default="on")
     parser.add_argument("--progress", default="0,0", metavar="SHARE,SIGMA")
     parser.add_argument("--users", type=int, default=1, metavar="N")
     parser.add_argument("--no-guard", action="store_true")
@@ -134,6 +136,7 @@ def main() -> None:
                 some(share, sigma, seed),
                 users_of(args.users, seed, len(jobs)),
                 args.checkpoint,
+                args.move == "on",
                 guard_s,
             )
             for seed, jobs in enumerate(copies(file, args.copies))

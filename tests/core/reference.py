@@ -12,6 +12,7 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.idle import eligible
 from jupyter_gpushare.core.model import (
     LEAVING,
+    CheckpointMode,
     Cluster,
     Grant,
     Kind,
@@ -98,10 +99,9 @@ class Reference(Numbers):
             self.start_guest(x)
         self.run_pass(lambda x: self.owed(x), by_quota=True)  # rule 4
         for x in (x for x in waking if x.id not in self.claims):
-            if all(self.unclaimed(u) >= held_by(x) for u in x.devices):
+            if devices := self.find(x, self.unclaimed):
                 if not self.over(x.project, size_of(x)):
-                    self.actions.append(Resume(x.id, Why.WANTED))
-                    self.give(x, x.devices, self.granted)
+                    self.resume(x, devices, Why.WANTED)
             else:
                 self.guests.extend((u, held_by(x)) for u in x.devices)
         for x in (x for x in new if x.waits):
@@ -111,6 +111,10 @@ class Reference(Numbers):
         self.run_pass(lambda x: True, last=True)
         self.reinstate_unneeded()
         return tuple(self.actions)
+
+    def resume(self, x: Lease, devices: tuple[str, ...], why: Why) -> None:
+        self.actions.append(Resume(x.id, why, () if devices == x.devices else devices))
+        self.give(x, devices, self.granted)
 
     def way_is_clear(self, x: Lease) -> bool:
         """Whether an owner can wake now; else evicts what is in the way on its devices or under its limit."""
@@ -251,7 +255,7 @@ class Reference(Numbers):
         return self.c.user_levels.get((x.project, x.user), 0)
 
     def shape(self, x: Lease) -> tuple[object, ...]:
-        return x.project, self.level(x), x.size, x.consolidate, x.survival, x.devices
+        return x.project, self.level(x), x.size, x.consolidate, x.survival, x.devices, x.movable
 
     def fit(self, x: Lease) -> object:
         """What fails alike in a project, at this or a later level."""
@@ -273,31 +277,38 @@ class Reference(Numbers):
     def keep(self, x: Lease) -> None:
         """Reserve the devices that lack least, for one job of each project."""
         found = []
-        for group in self.sets(x):
+        for group in [self.resume_devices(x)] if x.devices else self.sets(x):
             able = sorted(
-                (u for u in group if self.without_jobs(u) >= held_by(x)), key=lambda u: (-self.soon(u), u)
+                (u for u in group if x.devices or self.without_jobs(u) >= held_by(x)),
+                key=lambda u: (-self.soon(u), u),
             )[: x.size.device_count]
-            if x.devices or len(able) == x.size.device_count:
-                able = list(x.devices or self.packed(x, able, self.soon))
+            if len(able) == x.size.device_count:
+                able = able if x.devices else list(self.packed(x, able, self.soon))
                 found.append((sum(max(0, held_by(x) - self.soon(u)) for u in able), able[0], able))
         if x.project not in self.kept and found:
             self.kept[x.project] = x.id
             self.give(x, tuple(min(found)[2]), self.reserved)
 
+    def find_now(self, x: Lease) -> tuple[str, ...] | None:
+        """Where no suspended lease waits, else on unlent capacity, else on any that is free."""
+        views = [self.unclaimed, self.now_free]
+        views = views if x.devices else [self.unawaited, *views]
+        return next((devices for view in views if (devices := self.find(x, view))), None)
+
     def take(self, x: Lease, size: int) -> bool:
         """Start a job on what is free, or reserve what is being released, within its project's limit."""
         if self.find(x, self.soon) and not self.over_soon(x.project, size):
-            devices = self.find(x, self.unclaimed) or self.find(x, self.now_free)
+            devices = self.find_now(x)
             if devices and not self.over(x.project, size):
                 beyond = self.used_quota[x.project] + held_by(x) * len(devices) > self.quota[x.project]
                 borrowed = beyond or any(self.unclaimed(u) < held_by(x) for u in devices)
                 if x.state is State.SUSPENDED:
-                    self.actions.append(Resume(x.id, Why.CAPACITY_BACK))
+                    self.resume(x, devices, Why.CAPACITY_BACK)
                 else:
                     self.actions.append(
                         Grant(x.id, devices, held_by(x), Why.FREE_CAPACITY, borrowed=borrowed)
                     )
-                self.give(x, devices, self.granted)
+                    self.give(x, devices, self.granted)
             else:
                 self.give(x, devices or self.find(x, self.soon) or (), self.reserved)
             return True
@@ -324,7 +335,7 @@ class Reference(Numbers):
 
     def reclaim_under_limit(self, x: Lease, *, owed: bool, below: bool) -> bool:
         """Evict for devices, and as many juniors as the limit asks for."""
-        soon = self.find(x, self.unclaimed) or self.find(x, self.now_free) or self.find(x, self.soon)
+        soon = self.find_now(x) or self.find(x, self.soon)
         ways = [self.from_others(x, owed=owed, below=below), self.from_juniors(x, owed=owed, below=below)]
         found = []
         for devices, victims in [(soon, [])] if soon else filter(None, ways):
@@ -361,6 +372,9 @@ class Reference(Numbers):
         if x.state is State.RESUMING or (min_run and not has_run):
             return None
         suspends = x.survival.suspends and x.suspendable
+        if min_run and x.survival is CheckpointMode.SUSPEND_SIGTERM:
+            others = self.resume_devices(x)
+            suspends &= len(x.devices) == 1 < len(others) and not any(map(self.awaited, others))
         cost = 3 if x.state is State.GRANTED else 2 if suspends else 4
         return (cost, -x.granted_at, x.id), x, why
 
@@ -393,8 +407,10 @@ class Reference(Numbers):
         return held_by(x) - self.soon(u) + (0 if owed else sum(m for v, m in self.guests if v == u))
 
     def sets(self, x: Lease) -> list[list[str]]:
+        if x.devices and x.size.device_count > 1:
+            return [self.resume_devices(x)]
         if x.devices:
-            return [list(x.devices)]
+            return [[u] for u in sorted(self.resume_devices(x))]
         if x.size.device_count == 1:
             return [[u] for u in sorted(self.node)]
         return self.nodes() if x.consolidate else [list(self.node)]
@@ -422,7 +438,6 @@ class Reference(Numbers):
                 : x.size.device_count
             ]
             if len(able) == x.size.device_count:
-                able = list(x.devices) or able
                 union = {v[0]: v for u in able for v in options[u][1]}
                 first = options[able[0]][0]
                 found.append(
@@ -431,7 +446,10 @@ class Reference(Numbers):
         if not found:
             return None
         _, _, able, union = min(found, key=lambda x: x[:2])
-        return tuple(able), self.least({u: self.missing(x, u, owed=owed) for u in able}, list(union.values()))
+        devices = self.to_resume_on(x, able, self.soon) if x.devices else tuple(able)
+        return devices or (), self.least(
+            {u: self.missing(x, u, owed=owed) for u in able}, list(union.values())
+        )
 
     def least(self, short: dict[str, int], victims: list[Victim]) -> list[Victim]:
         """Without victims that are not needed, the dearest spared first."""
@@ -463,8 +481,9 @@ class Reference(Numbers):
         for v in self.juniors(x):
             y = v[1]
             taken.append(v)
-            near = [g for g in self.sets(x) if set(g) & set(y.devices)]
-            if x.size.device_count == 1:
+            sets = [self.resume_devices(x)] if x.devices else self.sets(x)
+            near = [g for g in sets if set(g) & set(y.devices)]
+            if x.size.device_count == 1 and not x.devices:
                 near.sort(key=lambda g: y.devices.index(g[0]))
             for group in near:
                 victims = [*all_of(group), *(w for w in taken if set(w[1].devices) & set(group))]
@@ -474,21 +493,28 @@ class Reference(Numbers):
                         if len(able(group, rest)) >= x.size.device_count:
                             victims = rest
                     free = able(group, victims)
-                    return x.devices or self.packed(x, free, lambda u, v=victims: -lacking(u, v)), victims
+
+                    def view(u: str, v: list[Victim] = victims) -> int:
+                        return -lacking(u, v)
+
+                    if x.devices:
+                        return self.to_resume_on(x, free, view) or (), victims
+                    return self.packed(x, free, view), victims
         return None
 
     def juniors(self, x: Lease) -> list[Victim]:
         """Jobs of later levels, on the devices of ``x`` if it has some, the first to be preempted first."""
         jobs = [y for y in self.stays.values() if y.kind is Kind.TRAIN and y.project == x.project]
-        jobs = [y for y in jobs if not x.devices or set(y.devices) & set(x.devices)]
+        jobs = [y for y in jobs if not x.devices or set(y.devices) & set(self.resume_devices(x))]
         later = sorted((y for y in jobs if self.level(y) > self.level(x)), key=self.last_in)
         why = {y.id: Why.PRIORITY if y.priority < x.priority else Why.ORDER for y in later}
         return [v for y in later if (v := self.victim(y, why[y.id]))]
 
     def last_in(self, y: Lease) -> tuple[object, ...]:
-        priority, user, group = self.level(y)
+        _, user, group = self.level(y)
         stops = not y.survival.suspends or not y.suspendable
-        return -priority, -user, -group, stops, -order.seniority(y, self.now, self.c.settings), y.id
+        awaited = 0 if not y.survival.suspends else max(map(self.awaited, y.devices))
+        return y.priority, -user, awaited, -group, stops, -order.seniority(y, self.now, self.c.settings), y.id
 
     def borrower(self, y: Lease) -> Victim | None:
         if y.id in self.claims:

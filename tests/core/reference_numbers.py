@@ -7,7 +7,7 @@ from functools import cached_property
 from itertools import chain
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, Cluster, Kind, Lease
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, Cluster, Kind, Lease, State
 from jupyter_gpushare.core.placement import Task, Workload
 from jupyter_gpushare.core.quota import fair_shares, held_by, size_of
 
@@ -20,6 +20,7 @@ class Numbers:
     def __init__(self, c: Cluster, now: float) -> None:
         self.c, self.now, self.leases = c, now, {x.id: x for x in c.leases}
         self.node = {d.uuid: d.node for d in c.devices}
+        self.movable = {d.uuid for d in c.devices if d.movable}
         self.quota = {p.name: p.quota_milli for p in c.projects}
         self.workload = Workload((Task(gpu_milli=m, gpu_count=n), w) for m, n, w in c.settings.workload)
         self.stays = {x.id: x for x in c.leases if x.state in HOLDS_CAPACITY - LEAVING and x.devices}
@@ -119,6 +120,14 @@ class Numbers:
     def unclaimed(self, u: str) -> int:
         return min(self.free(u), self.soon(u) - self.lent(u))
 
+    def awaited(self, u: str) -> int:
+        """What suspended leases without a claim wait for."""
+        asleep = (x for x in self.c.leases if x.state is State.SUSPENDED and x.id not in self.claims)
+        return self.on(asleep, u)
+
+    def unawaited(self, u: str) -> int:
+        return self.unclaimed(u) - self.awaited(u)
+
     def without_jobs(self, u: str) -> int:
         """What would be free if every job left."""
         sessions = (x for x in self.stays.values() if x.kind is Kind.BUILD)
@@ -138,9 +147,24 @@ class Numbers:
     def nodes(self) -> list[list[str]]:
         return [[u for u in self.node if self.node[u] == name] for name in dict.fromkeys(self.node.values())]
 
+    def resume_devices(self, x: Lease) -> list[str]:
+        """Its own, and those that it may move to: movable, on the node of its own (all here are alike)."""
+        moves = x.movable and all(u in self.movable for u in x.devices)
+        here = {self.node[u] for u in x.devices}
+        others = [u for u in self.node if moves and here == {self.node[u]} and u in self.movable]
+        return [*x.devices, *(u for u in others if u not in x.devices)]
+
+    def to_resume_on(self, x: Lease, able: Iterable[str], view: View) -> tuple[str, ...] | None:
+        able = list(able)
+        others = sorted((u for u in able if u not in x.devices), key=lambda u: (view(u), u))
+        if len(able) < len(x.devices):
+            return None
+        return tuple(u if u in able else others.pop(0) for u in x.devices)
+
     def find(self, x: Lease, view: View, most: int = 10**9) -> tuple[str, ...] | None:
         if x.devices:
-            return x.devices if all(view(u) >= held_by(x) for u in x.devices) else None
+            able = [u for u in self.resume_devices(x) if view(u) >= held_by(x)]
+            return self.to_resume_on(x, able, view)
         if self.size(x) > most:
             return None
         if x.size.device_count > 1:

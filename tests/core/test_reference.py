@@ -101,7 +101,25 @@ def small_cluster(seed: int) -> Cluster:
     limits = [None, None, 500, 1000, 1500, 2000, 3000]
     projects = [replace(p, limit_milli=random.choice(limits)) for p in found.projects]
     leases = [_made_way(random, x, found) for x in found.leases]
-    return replace(found, projects=tuple(projects), leases=tuple(leases))
+    return with_moves(replace(found, projects=tuple(projects), leases=tuple(leases)), seed)
+
+
+def with_moves(c: Cluster, seed: int) -> Cluster:
+    """The cluster with leases and devices that may move, or not; and where no gang is, with checkpoints."""
+    random = Random(f"moves {seed}")
+    movable = random.choice([0.0, 0.8, 1.0])
+    has_gangs = any(x.size.device_count > 1 for x in c.leases)
+    modes = {CheckpointMode.SUSPEND: [CheckpointMode.SUSPEND, CheckpointMode.SUSPEND_SIGTERM]}
+    leases = [
+        replace(
+            x,
+            movable=random.random() < movable,
+            survival=x.survival if has_gangs else random.choice(modes.get(x.survival, [x.survival])),
+        )
+        for x in c.leases
+    ]
+    devices = [replace(d, movable=random.random() < movable) for d in c.devices]
+    return replace(c, leases=tuple(leases), devices=tuple(devices))
 
 
 def _made_way(random: Random, x: Lease, c: Cluster) -> Lease:

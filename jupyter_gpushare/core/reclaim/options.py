@@ -84,15 +84,23 @@ class Cheapest:
     """
 
     def __init__(
-        self, topology: Topology, options: ReclaimOptions, job: Lease, candidates: set[DeviceCapacity]
+        self,
+        topology: Topology,
+        options: ReclaimOptions,
+        job: Lease,
+        candidates: set[DeviceCapacity],
+        bound_to: Group,
     ) -> None:
+        """``bound_to``: the devices that a suspended job may resume on; empty for any other."""
         self._job = job
         self._topology = topology
         self._options = options
-        self._tiers: list[list[Group]] = [[(c,) for c in sorted(candidates, key=lambda c: c.device.uuid)]]
         if job.size.device_count > 1:
-            tiers = topology.tiers(job)
+            tiers = [[bound_to]] if bound_to else topology.tiers(job)
             self._tiers = [[x for x in groups if not candidates.isdisjoint(x)] for groups in tiers]
+        else:
+            able = candidates.intersection(bound_to) if bound_to else candidates
+            self._tiers = [[(c,) for c in sorted(able, key=lambda c: c.device.uuid)]]
 
     def best(self) -> list[DeviceCapacity] | None:
         """The cheapest devices to reclaim; None: no set of devices will do."""
@@ -117,7 +125,7 @@ class Cheapest:
     def _chosen(self, able: list[DeviceCapacity]) -> list[DeviceCapacity] | None:
         """The devices to take of ``able``, which are sorted by price."""
         job, topology = self._job, self._topology
-        if not topology.spans_nodes(job):
+        if job.devices or not topology.spans_nodes(job):
             return able[: job.size.device_count]
         # Whole nodes, out of as few of the cheapest devices as contain enough of them.
         numbers = range(job.size.device_count, len(able) + 1)

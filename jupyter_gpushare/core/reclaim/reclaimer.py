@@ -28,7 +28,7 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Why
-from jupyter_gpushare.core.placement import Placement, Topology
+from jupyter_gpushare.core.placement import Placement, Topology, to_resume_on
 from jupyter_gpushare.core.queues import JobQueues
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.reclaim.defragment import Defragmenter
@@ -138,18 +138,13 @@ class Reclaimer:
         if not candidates:
             return None
         options = self._options(job, scope)
-        devices: list[DeviceCapacity] | None
-        if job.devices:
-            devices = self.state.capacities_of(job)
-            if any(options.option(capacity).price is None for capacity in devices):
-                return None
-        else:
-            key = options, job.size.device_count, job.consolidate
-            if key not in self._cheapest:
-                self._cheapest[key] = Cheapest(self._topology, options, job, candidates)
-            devices = self._cheapest[key].best()
-            if devices is None:
-                return None
+        key = options, job.size.device_count, job.consolidate, job.devices, job.movable
+        if key not in self._cheapest:
+            bound_to = self.state.resume_devices(job) if job.devices else ()
+            self._cheapest[key] = Cheapest(self._topology, options, job, candidates, bound_to)
+        devices = self._cheapest[key].best()
+        if devices is None:
+            return None
         short = {c.device.uuid: options.missing(c) for c in devices}
         return devices, _least(short, options.victims_of(devices))
 
@@ -180,7 +175,8 @@ class Reclaimer:
                 return Why.NO_CAPACITY
         if not self._is_worth_it(job, victims):
             return Why.NOT_WORTH_IT
-        placement = Placement(job.devices or tuple(c.device.uuid for c in devices), need)
+        own = to_resume_on(job, devices, DeviceCapacity.soon) if job.devices else None
+        placement = Placement(own or tuple(c.device.uuid for c in devices), need)
         reserve_bytes = self.state.host_memory_needed(job, placement.devices, need) if uses_lent else 0
         settled = self._with_host_memory(victims, reserve_bytes)
         return settled if isinstance(settled, Why) else ReclaimPlan(placement, settled)

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Sequence
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import Lease
-from jupyter_gpushare.core.placement import Group, Topology
+from jupyter_gpushare.core.placement import Group, Topology, to_resume_on
 from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.reclaim.options import ReclaimOptions
 from jupyter_gpushare.core.reclaim.victims import Victim, prune, rank
@@ -44,8 +44,8 @@ class MultiDeviceSearch:
     def search(self, juniors: Iterable[Victim]) -> Candidate | None:
         """Devices to take and leases to preempt there; None: all juniors are not enough."""
         if self._job.devices:
-            own = self._state.capacities_of(self._job)
-            return self._search_in([own], dict.fromkeys(own, (0,)), juniors)
+            able = self._state.resume_devices(self._job)
+            return self._search_in([able], dict.fromkeys(able, (0,)), juniors)
         return self._search_in(*self._topology.sets(self._job), juniors)
 
     def _lacks(self, capacity: DeviceCapacity) -> int:
@@ -109,12 +109,14 @@ class MultiDeviceSearch:
     def _is_enough(self, group: Group, number: int) -> bool:
         if self._able[number] < self._job.size.device_count:
             return False
-        return not self._topology.spans_nodes(self._job) or self._chosen(group) is not None
+        one_node = self._job.devices or not self._topology.spans_nodes(self._job)
+        return bool(one_node) or self._chosen(group) is not None
 
     def _chosen(self, group: Group) -> list[DeviceCapacity] | None:
         devices = [capacity for capacity in group if self._lacks(capacity) <= 0]
         if self._job.devices:
-            return devices
+            uuids = to_resume_on(self._job, devices, lambda capacity: -self._short[capacity])
+            return None if uuids is None else [self._state.capacities[uuid] for uuid in uuids]
         return self._topology.choose(self._job, devices, lambda capacity: -self._short[capacity])
 
 

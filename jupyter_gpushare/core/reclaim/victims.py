@@ -20,6 +20,9 @@ job                 jobs of its own project of lower priority   yes
                     or of a later group
 ==================  ==========================================  ==============
 
+A job that suspends comes before others of its priority and user if fewer suspended
+leases wait for its devices: it resumes behind them.
+
 In an exchange the projects that lose a job take as much back from projects
 above their share: a quota guarantees how many GPUs, not which.
 """
@@ -249,9 +252,22 @@ class VictimIndex:
             return Victim(lease, Cost.STARTING_JOB, rule.why, suspends=False)
         if lease.state is not State.RUNNING:
             return None
-        if lease.survival.suspends and self._can_suspend_now(lease):
+        suspends = lease.survival.suspends and self._can_suspend_now(lease)
+        if suspends and not self._is_better_stopped(lease, rule):
             return Victim(lease, Cost.SUSPENDED_JOB, rule.why, suspends=True)
         return Victim(lease, Cost.STOPPED_JOB, rule.why, suspends=False)
+
+    def _is_better_stopped(self, lease: Lease, rule: Rule) -> bool:
+        """Whether a job with a checkpoint of its own would get other devices sooner than these back.
+
+        An order suspends such a job only if it has one device, can move to another, and no
+        suspended lease waits for those already.
+        """
+        if not (rule.after_min_run and lease.survival.has_checkpoint):
+            return False
+        devices = self.state.resume_devices(lease)
+        is_bound = len(lease.devices) > 1 or len(devices) == 1
+        return rule is RULES.MOVE or is_bound or any(c.awaited for c in devices)
 
     def for_owner(self, holder: Lease) -> Victim | None:
         """A lease on the devices of a returning owner as a victim."""
@@ -307,7 +323,7 @@ class VictimIndex:
         """Jobs of the project of ``job`` that it may preempt, the first to be preempted first."""
         if job.devices:  # most often a session holds them, and there is no job to preempt
             jobs = self.state.quotas.jobs.get(job.project, {})
-            here = {id for c in self.state.capacities_of(job) for id in c.holders if id in jobs}
+            here = {id for c in self.state.resume_devices(job) for id in c.holders if id in jobs}
             if not here:
                 return
         for lease in self.outranked(job):
@@ -323,8 +339,17 @@ class VictimIndex:
         key = job.project, self._queues.level(job, state.moment)
         if key not in self._outranked:
             later = self._queues.outranked(*key, state.moment)
-            self._outranked[key] = [x for x in later if self._has_run(x)]
+            self._outranked[key] = sorted(filter(self._has_run, later), key=self._resumes_behind)
         return self._outranked[key]
+
+    def _resumes_behind(self, lease: Lease) -> tuple[int, int, int]:
+        """Sort key of juniors: priority, user, then how much of a device suspended leases wait for there.
+
+        Else one GPU collects suspended jobs while the jobs on others end.
+        """
+        here = self.state.capacities_of(lease) if lease.survival.suspends else ()
+        awaited = max((c.awaited for c in here), default=0)
+        return lease.priority, -self._queues.level(lease, self.state.moment)[1], awaited
 
     def junior(self, lease: Lease, priority: int) -> Victim | None:
         """A job of a later level as a victim for one with ``priority``, if it still holds its devices."""
