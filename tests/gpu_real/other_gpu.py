@@ -6,49 +6,23 @@ not said (NVIDIA/cuda-checkpoint issues 18, 35 and 46).
 
 from __future__ import annotations
 
-import ctypes
-import uuid
 from collections.abc import Mapping
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.driver.bounded import BoundedWorker
-from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint, ProcessState
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB, MIB
 from tests.gpu_real.direct import bring_back, checkpoint_of, listed, park, says, state_of
 from tests.gpu_real.site import CALL_S, Site, Skip, do
 
 
-class _Pair(ctypes.Structure):  # CUcheckpointGpuPair
-    _fields_ = [("old", ctypes.c_ubyte * 16), ("new", ctypes.c_ubyte * 16)]
-
-
-class _Arguments(ctypes.Structure):  # CUcheckpointRestoreArgs
-    _fields_ = [
-        ("pairs", ctypes.POINTER(_Pair)),
-        ("count", ctypes.c_uint),
-        ("padding", ctypes.c_uint),
-        ("rest", ctypes.c_uint64 * 6),
-    ]
-
-
-def restore(pid: int, onto: Mapping[str, str]) -> str:
+def restore(checkpoint: Checkpoint, pid: int, onto: Mapping[str, str]) -> str:
     """Restore with pairs of UUIDs, from old to new; the code."""
-
-    def raw(text: str) -> ctypes.Array[ctypes.c_ubyte]:
-        return (ctypes.c_ubyte * 16)(*uuid.UUID(text.removeprefix("GPU-")).bytes)
-
-    cuda = ctypes.CDLL("libcuda.so.1")
-    pairs = (_Pair * len(onto))(*(_Pair(raw(old), raw(new)) for old, new in onto.items()))
-    arguments = _Arguments(pairs, len(onto))
-
-    def call() -> int:
-        return int(cuda.cuInit(0) or cuda.cuCheckpointProcessRestore(pid, ctypes.byref(arguments)))
-
     try:
-        return str(BoundedWorker("pairs").call("cuCheckpointProcessRestore", call, CALL_S))
+        checkpoint.restore(pid, CALL_S, onto)
     except DeviceError as error:
         return str(error.code)
+    return "0"
 
 
 def a_process_moves_to_another_gpu(site: Site) -> None:
@@ -66,7 +40,7 @@ def a_process_moves_to_another_gpu(site: Site) -> None:
         tries = [("one pair", {used: other}), ("all pairs", both)]
         for what, pairs in tries if used == first else reversed(tries):
             if state_of(checkpoint, worker.pid) == ProcessState.CHECKPOINTED.name:
-                codes.append(f"{what} {restore(worker.pid, pairs)}")
+                codes.append(f"{what} {restore(checkpoint, worker.pid, pairs)}")
         codes.append(bring_back(checkpoint, worker.pid))
         kept, after = says(worker, "verify"), says(worker, "sees")
         shown = [f"{name} {listed(nvml, each, worker.pid)}" for each, name in names.items()]

@@ -10,6 +10,11 @@ are declared here by hand, so that no CUDA header is needed):
 * `CUcheckpointLockArgs`: ``unsigned timeoutMs, reserved0; uint64_t reserved1[7]``
   (64 bytes); 0 would wait for ever, a lock that timed out leaves the process
   RUNNING and answers CUDA_ERROR_NOT_READY (600);
+* `CUcheckpointRestoreArgs`, from CUDA 13.0 (driver r580) on: ``CUcheckpointGpuPair *gpuPairs;
+  unsigned gpuPairsCount``, 64 bytes in all, the rest zero; `CUcheckpointGpuPair`: the
+  old and the new ``CUuuid``, 16 bytes each.  The pairs must name every checkpointed
+  GPU; a new one is of the same chip and has memory enough.  In CUDA 12.8 all 64 bytes
+  are reserved;
 * the other argument structs may be NULL; Restore without pairs goes back to the
   same devices;
 * states: 0 running, 1 locked, 2 checkpointed, 3 failed, and since CUDA 13.1
@@ -32,6 +37,9 @@ import ctypes
 import enum
 import os
 import threading
+import uuid
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from jupyter_gpushare.errors import DeviceError
@@ -45,7 +53,10 @@ MAX_STUCK = 16
 
 _NO_MPS = "/nonexistent/no-mps"
 _STATE = "cuCheckpointProcessGetState"
+_RESTORE = "cuCheckpointProcessRestore"
+_INVALID_VALUE = 1  # CUDA_ERROR_INVALID_VALUE
 _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
+_STAYS: Mapping[str, str] = MappingProxyType({})
 
 
 class NotAsked(DeviceError):
@@ -71,6 +82,19 @@ class _LockArgs(ctypes.Structure):
         ("timeout_ms", ctypes.c_uint),
         ("reserved0", ctypes.c_uint),
         ("reserved1", ctypes.c_uint64 * 7),
+    ]
+
+
+class _Pair(ctypes.Structure):
+    _fields_ = [("old", ctypes.c_ubyte * 16), ("new", ctypes.c_ubyte * 16)]
+
+
+class _RestoreArgs(ctypes.Structure):
+    _fields_ = [
+        ("pairs", ctypes.POINTER(_Pair)),
+        ("count", ctypes.c_uint),
+        ("padding", ctypes.c_uint),
+        ("reserved", ctypes.c_uint64 * 6),
     ]
 
 
@@ -122,13 +146,17 @@ class Checkpoint:
         """
         self._call("cuCheckpointProcessCheckpoint", timeout_s, pid, None)
 
-    def restore(self, pid: int, timeout_s: float) -> None:
+    def restore(self, pid: int, timeout_s: float, moves: Mapping[str, str] = _STAYS) -> None:
         """CHECKPOINTED -> LOCKED: the memory is back on the device; check free memory before.
 
+        ``moves`` goes from the UUID of each device that the process was checkpointed on to the
+        one that it is restored on, as NVML writes them; without any it goes back to its own.
+
         Raises:
-            DeviceError: the driver refused, failed or hangs.
+            DeviceError: the driver refused, failed or hangs, or a UUID is not that of a whole GPU.
         """
-        self._call("cuCheckpointProcessRestore", timeout_s, pid, None)
+        arguments = ctypes.byref(_restore_args(moves)) if moves else None
+        self._call(_RESTORE, timeout_s, pid, arguments)
 
     def unlock(self, pid: int) -> None:
         """LOCKED -> RUNNING: the calls that waited go on.
@@ -216,10 +244,25 @@ class Checkpoint:
         return text.value.decode(errors="replace")
 
 
+def _restore_args(moves: Mapping[str, str]) -> _RestoreArgs:
+    pairs = (_Pair * len(moves))(*(_Pair(_raw(old), _raw(new)) for old, new in moves.items()))
+    return _RestoreArgs(pairs=pairs, count=len(moves))
+
+
+def _raw(text: str) -> ctypes.Array[ctypes.c_ubyte]:
+    """The 16 bytes of a UUID such as GPU-3f0c12ab-5a6e-4a86-9a3a-21c6a4b50d3e."""
+    try:
+        if not text.startswith("GPU-"):
+            raise ValueError(text)
+        return (ctypes.c_ubyte * 16)(*uuid.UUID(text.removeprefix("GPU-")).bytes)
+    except ValueError as error:
+        raise DeviceError(_RESTORE, _INVALID_VALUE, f"{text!r} is not the UUID of a GPU") from error
+
+
 _CALLS = (
     _STATE,
     "cuCheckpointProcessLock",
     "cuCheckpointProcessCheckpoint",
-    "cuCheckpointProcessRestore",
+    _RESTORE,
     "cuCheckpointProcessUnlock",
 )
