@@ -83,6 +83,7 @@ class Event:
     bytes: int
     device_used: int
     host_used: int
+    from_device: int = -1  # of "move"
 
 
 def _control() -> ctypes.CDLL:

@@ -31,6 +31,9 @@ def ledger_is_sound(machine: Simulator, devices: int = 2) -> None:
                 if line.device >= 0:
                     parked[key] = held.pop(key)
                     assert parked[key] == line.bytes
+            case "move":
+                parked[key] = parked.pop((line.pid, line.from_device))
+                held[key] = parked[key]
             case "restore":
                 if line.device >= 0:
                     held[key] = parked.pop(key)
@@ -176,14 +179,15 @@ def test_restore_can_move_to_another_device(machine: Simulator, driver: Checkpoi
     with Worker(machine.env()) as kernel:
         kernel.run("b = gpu.allocate('6GiB'); b.fill(); demo_gpu.train([b], 2, 0)")
         driver.suspend(kernel.pid)
-        assert driver.restore(kernel.pid, ((first, second),)) == 1  # not every device is named
-        assert driver.restore(kernel.pid, ((first, second), (second, second))) == 1
         assert driver.restore(kernel.pid, ((first, second), (second, first))) == 0
         assert driver.unlock(kernel.pid) == 0
         assert (machine.device_used(0), machine.device_used(1)) == (0, 6 * GIB)
         assert kernel.ask("b.is_intact()")
         kernel.run("c = gpu.allocate('1GiB')")
         assert (machine.device_used(0), machine.device_used(1)) == (0, 7 * GIB)
+    (moved,) = (each for each in machine.ledger() if each.event == "move")
+    assert (moved.from_device, moved.device, moved.bytes) == (0, 1, 6 * GIB)
+    ledger_is_sound(machine)
 
 
 def test_copies_take_their_time_and_both_sides_are_charged_meanwhile(tmp_path: Path) -> None:

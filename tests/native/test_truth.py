@@ -384,6 +384,115 @@ def test_a_checkpoint_beyond_the_targets_memory_cgroup_ends_it(
         assert ended(kernel) == signal.SIGKILL
 
 
+# ---- restore on other devices ----
+
+MOVES = f"{CUDA_CHECKPOINT}/issues/18, 35 and 46"
+
+
+def alone(device: int, machine: Simulator) -> dict[str, str]:
+    """The environment of a process that sees one device."""
+    return machine.env(CUDA_VISIBLE_DEVICES=machine.uuid(device))
+
+
+@source(MOVES)
+@pytest.mark.parametrize(
+    ("spec", "pairs"),
+    [
+        pytest.param("2xH100-80GB", ((1, 0),), id="not the one in use"),
+        pytest.param("2xH100-80GB", ((0, 1), (0, 1)), id="twice"),
+        pytest.param("2xH100-80GB", ((0, 1), (1, 0)), id="one that the process does not see"),
+        pytest.param("2xH100-80GB", ((0, 9),), id="one that is not there"),
+        pytest.param("1xH100-80GB+1xA100-80GB", ((0, 1),), id="another chip"),
+        pytest.param("1xH100-80GB+1xH100-40GB", ((0, 1),), id="less memory"),
+        pytest.param("2xH100-80GB,driver=575.57", ((0, 1),), id="an older driver"),
+    ],
+)
+def test_a_move_with_pairs_that_are_not_so_is_refused_and_changes_nothing(
+    tmp_path: Path, spec: str, pairs: tuple[tuple[int, int], ...]
+) -> None:
+    machine = Simulator(tmp_path, f"{spec},host=512GiB,context=0GiB,free-delay=0")
+    uuids = {0: machine.uuid(0), 1: machine.uuid(1), 9: "GPU-" + "0" * 32}
+    for checkpoint in checkpoint_in(machine.env()):
+        with Worker(alone(0, machine)) as kernel:
+            kernel.run("b = gpu.allocate('6GiB'); b.fill()")
+            checkpoint.suspend(kernel.pid)
+            assert checkpoint.restore(kernel.pid, tuple((uuids[old], uuids[new]) for old, new in pairs)) == 1
+            assert machine.process_state(kernel.pid) == CHECKPOINTED
+            checkpoint.resume(kernel.pid)
+            assert kernel.ask("b.is_intact()")
+
+
+@source(f"{MOVES}; github.com/checkpoint-restore/criu/pull/2836; not documented")
+@pytest.mark.parametrize(("named", "codes"), [("visible", [1, 0]), ("used", [0, 1])])
+def test_a_move_names_all_visible_devices_or_those_in_use_alone(
+    tmp_path: Path, named: str, codes: list[int]
+) -> None:
+    machine = Simulator(tmp_path, f"2xH100-80GB,host=512GiB,context=0GiB,free-delay=0,pairs={named}")
+    first, second = machine.uuid(0), machine.uuid(1)
+    for pairs, code in zip((((first, second),), ((first, second), (second, first))), codes, strict=True):
+        for checkpoint in checkpoint_in(machine.env()):
+            with Worker(machine.env()) as kernel:
+                kernel.run("b = gpu.allocate('6GiB'); b.fill()")
+                checkpoint.suspend(kernel.pid)
+                assert checkpoint.restore(kernel.pid, pairs) == code
+                if code:
+                    continue
+                assert checkpoint.unlock(kernel.pid) == 0
+                assert kernel.ask("b.is_intact()")
+                kernel.run("c = demo_gpu.open(1).allocate('1GiB')")  # no two numbers are one device
+                assert (machine.device_used(0), machine.device_used(1)) == (GIB, 6 * GIB)
+
+
+@source(f"{MOVES}; issues/44")
+def test_a_move_without_free_memory_loses_the_process(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "2xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
+    for checkpoint in checkpoint_in(machine.env()):
+        with Worker(alone(0, machine)) as kernel, Worker(alone(1, machine)) as other:
+            kernel.run("b = gpu.allocate('50GiB')")
+            other.run("b = gpu.allocate('50GiB')")
+            checkpoint.suspend(kernel.pid)
+            assert checkpoint.restore(kernel.pid, ((machine.uuid(0), machine.uuid(1)),)) == OUT_OF_MEMORY
+            assert checkpoint.restore(kernel.pid) == OPERATING_SYSTEM
+
+
+IDENTITY = """
+cuda = ctypes.CDLL("libcuda.so.1")
+def identity():
+    uuid, bus = ctypes.create_string_buffer(16), ctypes.create_string_buffer(16)
+    device = ctypes.c_int(-1)
+    assert cuda.cuCtxGetDevice(ctypes.byref(device)) == 0
+    assert cuda.cuDeviceGetUuid_v2(uuid, device) == 0
+    assert cuda.cuDeviceGetPCIBusId(bus, 16, device) == 0
+    return device.value, uuid.raw.hex(), bus.value.decode()
+"""
+
+
+@source(f"{CUDA_CHECKPOINT}/issues/48 (moved to another node); within one node not documented")
+@pytest.mark.parametrize(("shown", "after"), [("new", 1), ("old", 0)])
+def test_a_moved_process_keeps_its_number_and_bus_and_sees_either_uuid(
+    tmp_path: Path, shown: str, after: int
+) -> None:
+    machine = Simulator(tmp_path, f"2xH100-80GB,host=512GiB,context=0GiB,free-delay=0,moved-uuid={shown}")
+    plain = [machine.uuid(device).removeprefix("GPU-").replace("-", "") for device in range(2)]
+    pair = ((machine.uuid(0), machine.uuid(1)),)
+    for checkpoint in checkpoint_in(machine.env()):
+        with Worker(alone(0, machine)) as kernel:
+            kernel.run(f"b = gpu.allocate('6GiB')\n{IDENTITY}")
+            assert kernel.ask("identity()") == [0, plain[0], "0000:01:00.0"]
+            checkpoint.suspend(kernel.pid)
+            assert checkpoint.restore(kernel.pid, pair) == 0
+            assert checkpoint.unlock(kernel.pid) == 0
+            assert kernel.ask("identity()") == [0, plain[after], "0000:01:00.0"]
+            with Worker(machine.env(), open_gpu=False) as looker:
+                looker.run(NVML)
+                looker.run("def on(i): global h; h = n.nvmlDeviceGetHandleByIndex(i); return list(shown())")
+                assert [kernel.pid in looker.ask(f"on({device})") for device in range(2)] == [False, True]
+            # Its environment stays: what it starts with it opens the old device.
+            with Worker(alone(0, machine)) as later:
+                later.run("b = gpu.allocate('1GiB')")
+                assert (machine.device_used(0), machine.device_used(1)) == (GIB, 6 * GIB)
+
+
 # ---- processes and memory, as NVML shows them ----
 
 

@@ -9,7 +9,18 @@
  *     stays RUNNING.  0 means no time-out.
  *   - Checkpoint needs host memory for everything on the device, contexts included.  The target
  *     allocates it (issue 33), so its memory cgroup is charged and the kernel may kill it.
- *   - Restore may move to other devices, if every device in use is named in the pairs.
+ *   - Restore may move to other devices, from driver 580 on (release notes of CUDA 13.0).  "Must contain all
+ *     checkpointed devices" (help of the tool, 580.65.06, in issues 18, 35 and 46); a new one is of the
+ *     same chip and has memory enough (issue 18); persistence mode is on, or the caller called cuInit.
+ *     A list that is not so answers 1 and changes nothing (issues 35, 46).  Whether a device that is
+ *     visible and unused has to be named is not documented: it is in github.com/checkpoint-restore/criu
+ *     pull request 2836 and github.com/kubernetes/enhancements pull request 6275 (pairs=visible); with
+ *     pairs=used a list that names one answers 1.  That free memory is looked at before is not
+ *     documented either: without enough the process is lost, as by any other Restore.
+ *   - Before driver 580 the bytes of the pairs are reserved (cuda.h 12.8): answers 1.  A driver may ignore
+ *     them instead, and restore "on the wrong devices" (github.com/google/gvisor pull request 14817).
+ *   - After a move the process sees the new UUID and the old PCI bus id (issue 48: moved to another node);
+ *     within one node that is not known, so moved-uuid=old shows the old one.
  *   - A Restore that runs out of device memory answers 2 and leaves the process CHECKPOINTED;
  *     from then on Restore answers 304 and Unlock 401, and its calls never return (issue 44,
  *     driver 580.95.05, T4).  With lost=failed it is FAILED, as cuda.h names that state.
@@ -33,6 +44,7 @@
  */
 #define _GNU_SOURCE
 #include <signal.h>
+#include <stdlib.h>
 #include <string.h>
 #include <unistd.h>
 
@@ -41,6 +53,7 @@
 #include "sim_gate.h"
 
 static const uint64_t poll_ns = 100000;
+enum { FIRST_DRIVER_WITH_PAIRS = 580 };
 
 struct target {
     struct sim_process *process;
@@ -284,29 +297,52 @@ static int device_with(const CUuuid *uuid)
     return -1;
 }
 
-/* Where each device's bytes go.  Pairs, when given, name every device in use, and no two of
- * them the same new one. */
+/* The devices that pairs have to name, as bits: no other may be named. */
+static uint32_t to_be_named(const struct sim_process *process)
+{
+    uint32_t named = process->contexts;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        named |= (uint32_t)(process->parked_used_bytes[d] + process->parked_context_bytes[d] > 0) << d;
+    for (uint32_t i = 0; !sim->pairs_used_only && i < process->visible_count; i++)
+        named |= 1u << process->visible[i];
+    return named;
+}
+
+/* The length of the chip's name in that of a device, CHIP-SIZE. */
+static size_t chip_length(const struct sim_device *device)
+{
+    const char *dash = strrchr(device->name, '-');
+    return dash ? (size_t)(dash - device->name) : strlen(device->name);
+}
+
+/* Whether a device can stand in for another. */
+static bool can_replace(int from, int to)
+{
+    const struct sim_device *old = &sim->device[from], *new = &sim->device[to];
+    size_t length = chip_length(old);
+    return length == chip_length(new) && !strncmp(old->name, new->name, length) && new->total_bytes >= old->total_bytes;
+}
+
+/* Where each device's bytes go.  False: the driver refuses the pairs. */
 static bool read_pairs(const struct sim_process *process, const CUcheckpointRestoreArgs *args, int32_t to[SIM_DEVICES])
 {
     unsigned count = args ? args->gpuPairsCount : 0;
+    uint32_t unnamed = to_be_named(process), taken = 0;
     for (int d = 0; d < SIM_DEVICES; d++)
         to[d] = count ? -1 : d;
+    if (!count)
+        return true;
+    if (!args->gpuPairs || atoi(sim->driver) < FIRST_DRIVER_WITH_PAIRS)
+        return false;
     for (unsigned i = 0; i < count; i++) {
         int from = device_with(&args->gpuPairs[i].oldUuid), target = device_with(&args->gpuPairs[i].newUuid);
-        if (from < 0 || target < 0 || to[from] >= 0)
+        if (from < 0 || target < 0 || !(unnamed >> from & 1u) || taken >> target & 1u || !can_replace(from, target))
             return false;
-        for (int d = 0; d < SIM_DEVICES; d++)
-            if (to[d] == target)
-                return false;
         to[from] = target;
+        unnamed &= ~(1u << from);
+        taken |= 1u << target;
     }
-    for (uint32_t i = 0; count && i < process->visible_count; i++)
-        if (to[process->visible[i]] < 0)
-            return false;
-    for (int d = 0; d < SIM_DEVICES; d++)
-        if (to[d] < 0 && process->parked_used_bytes[d] + process->parked_context_bytes[d])
-            return false;
-    return true;
+    return !unnamed;
 }
 
 /* The restore found no memory: the process is lost (the mutex is held, and given up here). */

@@ -122,6 +122,7 @@ API CUresult cuInit(unsigned flags)
         process->pid = 0;
         return CUDA_ERROR_NO_DEVICE;
     }
+    memcpy(process->first_visible, process->visible, sizeof process->visible);
     sim_open_device_files(process);
     sim_note(process, "start", -1, 0);
     sim_me = process;
@@ -165,6 +166,8 @@ API CUresult cuDeviceGetName(char *name, int length, CUdevice ordinal)
 API CUresult cuDeviceGetUuid_v2(CUuuid *uuid, CUdevice ordinal)
 {
     KNOW(ordinal);
+    if (sim->shows_old_uuid)
+        device = &sim->device[sim_me->first_visible[ordinal]];
     memcpy(uuid->bytes, device->uuid, sizeof uuid->bytes);
     return CUDA_SUCCESS;
 }
@@ -205,7 +208,7 @@ API CUresult cuDeviceGetAttribute(int *value, int attribute, CUdevice ordinal)
         {115, 1},    /* memory pools */
     };
     KNOW(ordinal);
-    *value = attribute == 33 ? device_ + 1 : 0; /* 33: PCI bus */
+    *value = attribute == 33 ? sim_me->first_visible[ordinal] + 1 : 0; /* 33: PCI bus */
     for (size_t i = 0; i < sizeof known / sizeof *known; i++)
         if (known[i].attribute == attribute)
             *value = known[i].value;
@@ -228,7 +231,7 @@ API CUresult cuDeviceGetPCIBusId(char *text, int length, CUdevice ordinal)
     KNOW(ordinal);
     if (length <= 0)
         return CUDA_ERROR_INVALID_VALUE;
-    snprintf(text, (size_t)length, "0000:%02X:00.0", device_ + 1);
+    snprintf(text, (size_t)length, "0000:%02X:00.0", sim_me->first_visible[ordinal] + 1);
     return CUDA_SUCCESS;
 }
 

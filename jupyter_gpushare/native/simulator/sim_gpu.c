@@ -311,7 +311,8 @@ uint64_t sim_busy_until(const struct sim_process *process)
 
 /* ---- the ledger ---- */
 
-void sim_note(const struct sim_process *process, const char *event, int device, uint64_t bytes)
+/* `more`: further fields, each with a comma before it. */
+static void add_line(const struct sim_process *process, const char *event, int device, uint64_t bytes, const char *more)
 {
     static const char full[] = "{\"event\":\"ledger_full\"}\n";
     char path[PATH_MAX], line[320];
@@ -324,14 +325,26 @@ void sim_note(const struct sim_process *process, const char *event, int device, 
     uint64_t used = device >= 0 ? sim_device_used((uint32_t)device) : 0;
     int length = snprintf(line, sizeof line,
                           "{\"ns\":%llu,\"pid\":%d,\"event\":\"%s\",\"device\":%d,\"bytes\":%llu,"
-                          "\"device_used\":%llu,\"host_used\":%llu}\n",
+                          "\"device_used\":%llu,\"host_used\":%llu%s}\n",
                           (unsigned long long)sim_now_ns(), process->pid, event, device, (unsigned long long)bytes,
-                          (unsigned long long)used, (unsigned long long)sim_host_used());
+                          (unsigned long long)used, (unsigned long long)sim_host_used(), more);
     sim->ledger_bytes += (uint64_t)length;
     if (sim->ledger_bytes > SIM_LEDGER_MAX_BYTES)
         (void)!write(ledger_fd, full, sizeof full - 1);
     else
         (void)!write(ledger_fd, line, (size_t)length);
+}
+
+void sim_note(const struct sim_process *process, const char *event, int device, uint64_t bytes)
+{
+    add_line(process, event, device, bytes, "");
+}
+
+void sim_note_move(const struct sim_process *process, int from, int to, uint64_t bytes)
+{
+    char more[32];
+    snprintf(more, sizeof more, ",\"from_device\":%d", from);
+    add_line(process, "move", to, bytes, more);
 }
 
 /* ---- faults ---- */

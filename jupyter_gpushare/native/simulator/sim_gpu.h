@@ -25,6 +25,8 @@
  *     entry-points=symbols|apart     where cuGetProcAddress points
  *     queries=answer|wait       whether pointer, context and capture queries wait while locked
  *     restart=unused|any-time   when the driver may restart
+ *     pairs=visible|used        the devices that a move names: those that its process sees, or those alone that it uses
+ *     moved-uuid=new|old        the UUID that a moved process sees
  *     caller-dies=undone|done|hangs|999|400   what becomes of a move with a caller that ends half-way
  *
  * Rules.  A process is its pid and its start time.  The mutex is robust and is never
@@ -178,6 +180,7 @@ struct sim_process {
     uint64_t move_ends_ns; /* when its copy is done */
     int32_t move_to[SIM_DEVICES]; /* of a restore: the device that each device's bytes go to, or -1 */
     uint8_t visible[SIM_DEVICES]; /* ordinal -> device; a restore onto other devices changes it */
+    uint8_t first_visible[SIM_DEVICES]; /* as cuInit found them */
     uint64_t used_bytes[SIM_DEVICES];
     uint64_t context_bytes[SIM_DEVICES];
     uint64_t parked_used_bytes[SIM_DEVICES]; /* in host memory */
@@ -195,7 +198,7 @@ struct sim_state {
     uint64_t ledger_bytes;
     uint64_t growth_bytes, unusable_bytes, reserved_bytes, free_delay_ns;
     uint32_t checkpoint_by, lost_state, shown_bytes, lists_initialized, lists_dead, entry_points_apart, queries_wait;
-    uint32_t restarts_unused_only, abandoned, lacks_persistence;
+    uint32_t restarts_unused_only, abandoned, lacks_persistence, pairs_used_only, shows_old_uuid;
     char driver[40];
     bool limits_cgroups, mig;
     struct {
@@ -238,6 +241,7 @@ uint64_t sim_device_usable(uint32_t device); /* what all processes together can 
 uint64_t sim_host_used(void);
 uint64_t sim_process_device_used(const struct sim_process *process, uint32_t device);
 void sim_note(const struct sim_process *process, const char *event, int device, uint64_t bytes);
+void sim_note_move(const struct sim_process *process, int from, int to, uint64_t bytes);
 void sim_busy_add(struct sim_busy *busy, uint64_t from_ns, uint64_t until_ns);
 uint32_t sim_busy_percent(const struct sim_busy *busy, uint64_t since_ns, uint64_t now_ns);
 uint64_t sim_busy_until(const struct sim_process *process);

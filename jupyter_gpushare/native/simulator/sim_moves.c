@@ -27,6 +27,27 @@ void sim_note_each(const struct sim_process *process, const char *event, const u
         sim_note(process, event, -1, 0);
 }
 
+static bool is_target(const int32_t to[SIM_DEVICES], int device, int *from)
+{
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (to[d] == device) {
+            *from = d;
+            return true;
+        }
+    return false;
+}
+
+/* The device of an ordinal after a move.  One that was not named stays, unless another took its place:
+ * then it has the one that became free, so that no two ordinals are the same device. */
+static uint8_t device_after(const int32_t to[SIM_DEVICES], int device)
+{
+    if (to[device] >= 0)
+        return (uint8_t)to[device];
+    while (is_target(to, device, &device))
+        ;
+    return (uint8_t)device;
+}
+
 void sim_begin_move(struct sim_process *process, enum sim_move move, uint64_t takes_ns)
 {
     process->mover_pid = sim_self();
@@ -86,12 +107,15 @@ void sim_end_restore(struct sim_process *process)
             contexts |= (process->contexts >> d & 1u) << to[d];
         }
     for (uint32_t i = 0; i < process->visible_count; i++)
-        process->visible[i] = (uint8_t)to[process->visible[i]];
+        process->visible[i] = device_after(to, process->visible[i]);
     memset(process->parked_used_bytes, 0, sizeof process->parked_used_bytes);
     memset(process->parked_context_bytes, 0, sizeof process->parked_context_bytes);
     process->move = SIM_MOVE_NONE;
     process->state = SIM_LOCKED;
     process->contexts = contexts;
+    for (int d = 0; d < SIM_DEVICES; d++)
+        if (to[d] >= 0 && to[d] != d && bytes[to[d]])
+            sim_note_move(process, d, to[d], bytes[to[d]]);
     sim_note_each(process, "restore", bytes);
     for (int d = 0; d < SIM_DEVICES && sim->growth_bytes && !process->grown; d++)
         if (contexts >> d & 1u) {

@@ -121,6 +121,8 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
     static const struct choice queries[] = {{"answer", 0}, {"wait", 1}, {0}};
     static const struct choice restart[] = {{"any-time", 0}, {"unused", 1}, {0}};
     static const struct choice persistence[] = {{"on", 0}, {"off", 1}, {0}};
+    static const struct choice pairs[] = {{"visible", 0}, {"used", 1}, {0}};
+    static const struct choice moved[] = {{"new", 0}, {"old", 1}, {0}};
     static const struct choice abandoned[] = {{"undone", SIM_UNDONE}, {"done", SIM_DONE}, {"hangs", SIM_HANGS},
         {"999", SIM_ANSWERS_UNKNOWN}, {"400", SIM_ANSWERS_NO_HANDLE}, {0}};
     const struct {
@@ -144,6 +146,8 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
         {"queries", queries, &state->queries_wait, NULL},
         {"restart", restart, &state->restarts_unused_only, NULL},
         {"persistence", persistence, &state->lacks_persistence, NULL},
+        {"pairs", pairs, &state->pairs_used_only, NULL},
+        {"moved-uuid", moved, &state->shows_old_uuid, NULL},
         {"caller-dies", abandoned, &state->abandoned, NULL},
     };
     for (size_t i = 0; i < sizeof options / sizeof *options; i++)
