@@ -200,10 +200,12 @@ def test_the_user_of_a_self_test_is_let_in_while_it_runs(tmp_path: Path, folder:
     files.let_in({"GPU-0": [ADA]})
     if not has_lists(folder / "nvidia0"):
         pytest.skip("no access lists on the file system of the folder for temporary files")
-    with files.tested_by("GPU-0", CYD):
+    with files.tested_by(["GPU-0"], CYD):
         assert who(folder) == {ADA, CYD}
         assert who(folder, 1) == set()
-    assert who(folder) == {ADA}
+    with files.tested_by(["GPU-0", "GPU-1"], CYD):  # a move from one to the other
+        assert (who(folder), who(folder, 1)) == ({ADA, CYD}, {CYD})
+    assert (who(folder), who(folder, 1)) == ({ADA}, set())
 
 
 @as_root

@@ -12,6 +12,10 @@ limit, goes through a full cycle of suspension, and reads its memory back:
   back the same, because a driver that damages them (or a platform that cannot: MIG,
   MPS, some virtual GPUs) would damage a user's kernel next.
 
+Then the child is suspended once more and restored on another device of the same model
+and memory, where it ends: processes are moved only from devices whose child came through.
+A move that fails takes nothing else away.
+
 This is evidence, no proof: a framework may use what the child does not.
 
 A verdict holds for one boot and one driver.  A helper that starts again while the
@@ -30,7 +34,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -46,6 +50,7 @@ from jupyter_gpushare.gpu.leases.files import AccountFile, LeaseDirectory, PageP
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
 from jupyter_gpushare.gpu.leases.lease import Key
 from jupyter_gpushare.gpu.leases.registry import Machine
+from jupyter_gpushare.gpu.moves.reservations import MoveRefused
 from jupyter_gpushare.protocol.helper import Level
 
 log = logging.getLogger(__name__)
@@ -66,6 +71,10 @@ NO_PIDS = "the driver does not show processes by their pids here (a container wi
 BLIND = "the driver does not say how much memory a process holds here"
 # The library limits all the same, but the watchdog cannot see a process that evades it.
 NO_WATCHDOG = f"{BLIND}, so the watchdog is blind"
+NO_OTHER = "no other device of the same model"
+NO_ROOM = "no free memory on the other device for the self-test of a move"
+# cuda.h has the pairs of `checkpoint.restore` since CUDA 13.0.
+FIRST_DRIVER_THAT_MOVES = 580
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
 
@@ -96,14 +105,27 @@ class Child:
 class Canary:
     """Tests devices, one child at a time."""
 
-    def __init__(self, machine: Machine, cgroups: Cgroups, own_pids: set[int]) -> None:
-        """``own_pids`` gets the pids of the children: the watchdog ignores them."""
+    def __init__(
+        self,
+        machine: Machine,
+        cgroups: Cgroups,
+        own_pids: set[int],
+        room: Callable[[Mapping[str, int], float], contextlib.AbstractContextManager[None]],
+    ) -> None:
+        """``own_pids`` gets the pids of the children: the watchdog ignores them.
+
+        ``room`` reserves bytes by device for a restore beside those of leases (`Mover.room`).
+        """
         self._machine = machine
         self._cgroups = cgroups
         self._own_pids = own_pids
+        self._room = room
 
-    def examine(self, gpu: DriverGpu) -> Verdict:
-        """The verdict on one device; takes seconds on a real one."""
+    def examine(self, gpu: DriverGpu, other: DriverGpu | None) -> Verdict:
+        """The verdict on one device; takes seconds on a real one.
+
+        ``other``: a device of the same model and memory, to move to; None: there is none.
+        """
         try:
             if self._machine.nvml.free_bytes(gpu.uuid) < min(FREE_BYTES, gpu.memory_bytes // 4):
                 return Verdict(
@@ -111,47 +133,51 @@ class Canary:
                     reason=NO_MEMORY,
                     ladder=ladder_of(gpu, {}),
                     final=False,
+                    move_reason=NO_MEMORY,
                 )
-            return self._mig(gpu) if gpu.mig else self._whole(gpu)
+            return self._mig(gpu) if gpu.mig else self._whole(gpu, other)
         except (DeviceError, OSError, _Failed) as error:
             log.warning("device=%s self-test failed: %s", gpu.uuid, error)
             hung = isinstance(error, DeviceError) and error.code == TIMED_OUT
             reason = f"self-test failed: {error}"
             tested = dict.fromkeys((Level.WHOLE_GPU, Level.MIG, Level.CGROUP, Level.PRELOAD), reason)
             return Verdict(
-                suspendable=False, reason=reason, works=False, ladder=ladder_of(gpu, tested), final=not hung
+                suspendable=False,
+                reason=reason,
+                works=False,
+                ladder=ladder_of(gpu, tested),
+                final=not hung,
+                move_reason=reason,
             )
 
     def _mig(self, gpu: DriverGpu) -> Verdict:
         """An instance: more than it has is denied by the hardware."""
         with self._child(gpu, gpu.memory_bytes, os.geteuid()) as (_, _digest, denied):
             why_not = "" if denied else "more than the instance's memory was granted"
-        return Verdict(
-            suspendable=False,
-            reason="the driver cannot checkpoint on MIG",
-            ladder=ladder_of(gpu, {Level.MIG: why_not}),
-        )
+        reason = "the driver cannot checkpoint on MIG"
+        ladder = ladder_of(gpu, {Level.MIG: why_not})
+        return Verdict(suspendable=False, reason=reason, ladder=ladder, move_reason=reason)
 
-    def _whole(self, gpu: DriverGpu) -> Verdict:
+    def _whole(self, gpu: DriverGpu, other: DriverGpu | None) -> Verdict:
         if os.geteuid() == 0:
             try:
-                return self._as_user(gpu, probe.OVERFLOW_UID)
+                return self._as_user(gpu, other, probe.OVERFLOW_UID)
             except _Failed as error:
                 log.info("device=%s not usable as uid %d: %s", gpu.uuid, probe.OVERFLOW_UID, error)
-        return self._as_user(gpu, os.geteuid())
+        return self._as_user(gpu, other, os.geteuid())
 
-    def _as_user(self, gpu: DriverGpu, uid: int) -> Verdict:
+    def _as_user(self, gpu: DriverGpu, other: DriverGpu | None, uid: int) -> Verdict:
         files = LeaseDirectory(self._machine.state.leases, f"{SELF_TEST_PREFIX}{secrets.token_hex(8)}")
         limit_bytes = CANARY_BYTES + FEATURE_BYTES
         if not self._machine.simulated:
             limit_bytes += probe.TORCH_BYTES
         try:
             files.create(uid, {gpu.uuid: limit_bytes}, PagePhase.RUNNING)
-            may_open = self._machine.files.tested_by(gpu.uuid, uid)
+            may_open = self._machine.files.tested_by([each.uuid for each in (gpu, other) if each], uid)
             with may_open, self._child(gpu, limit_bytes, uid, files) as (child, digest, denied):
                 held = self._shown(gpu, child.pid)
                 context_bytes = _context_bytes(held, files.account(), (child.pid, child.start_ticks))
-                cycle = self._cycle(child, digest, gpu, held)
+                cycle = self._moved(self._cycle(child, digest, gpu, held), child, digest, gpu, other)
         finally:
             files.revoke()
         preload = "" if denied else "the library did not keep the child within its limit"
@@ -224,20 +250,11 @@ class Canary:
         if checkpoint.unavailable:
             return Verdict(suspendable=False, reason=checkpoint.unavailable)
         try:
-            before = nvml.usage(gpu.uuid).unexplained_bytes
-            checkpoint.lock(child.pid, CALL_TIMEOUT_S)
-            began = time.monotonic()
-            checkpoint.checkpoint(child.pid, CALL_TIMEOUT_S)
-            parked = time.monotonic()
-            if not self._gone(gpu, child.pid, before):
-                raise _Failed("the driver still shows its memory after the checkpoint")
+            parked_s = self._park(child, gpu)
             halfway = time.monotonic()
             checkpoint.restore(child.pid, CALL_TIMEOUT_S)
             restored = time.monotonic()
-            checkpoint.unlock(child.pid)
-            _say(child, "check")
-            if _answer(child, CALL_TIMEOUT_S, "", 1) != [digest]:
-                raise _Failed("its memory came back changed")
+            self._go_on(child, digest)
             grown = (nvml.processes(gpu.uuid).get(child.pid) or held) - held
         except (DeviceError, OSError, _Failed) as error:
             log.warning("device=%s self-test failed: %s", gpu.uuid, error)
@@ -248,10 +265,79 @@ class Canary:
             return Verdict(suspendable=False, reason=f"self-test failed: {why}", denied=is_denied)
         return Verdict(
             suspendable=True,
-            suspend_bytes_per_s=int(held / max(parked - began, 1e-6)),
+            suspend_bytes_per_s=int(held / max(parked_s, 1e-6)),
             resume_bytes_per_s=int(held / max(restored - halfway, 1e-6)),
             grown_bytes=max(0, grown),
         )
+
+    def _moved(
+        self, cycle: Verdict, child: Child, digest: str, gpu: DriverGpu, other: DriverGpu | None
+    ) -> Verdict:
+        """The verdict with whether the child, which went through a cycle, can move to another device."""
+        driver = self._machine.nvml.driver
+        if not cycle.suspendable:
+            return replace(cycle, move_reason=cycle.reason)
+        if other is None:
+            return replace(cycle, move_reason=NO_OTHER)
+        if int(driver.partition(".")[0]) < FIRST_DRIVER_THAT_MOVES:
+            reason = f"the driver {driver} restores a process on its own device alone (r580 or later moves)"
+            return replace(cycle, move_reason=reason)
+        try:
+            self._move(child, digest, gpu, other)
+        except MoveRefused as error:
+            log.info("device=%s self-test of a move to %s: %s", gpu.uuid, other.uuid, error)
+            return replace(cycle, move_reason=NO_ROOM, move_final=False)
+        except (DeviceError, OSError, _Failed) as error:
+            log.warning("device=%s self-test of a move to %s failed: %s", gpu.uuid, other.uuid, error)
+            return replace(cycle, move_reason=f"self-test of a move failed: {error}")
+        return replace(cycle, movable=True)
+
+    def _move(self, child: Child, digest: str, gpu: DriverGpu, other: DriverGpu) -> None:
+        """Suspend the child, resume it on another device, and compare what it holds.
+
+        Raises:
+            MoveRefused: there is no room.
+            DeviceError, OSError, _Failed: it did not work.
+        """
+        nvml, checkpoint = self._machine.nvml, self._machine.checkpoint
+        needed = nvml.processes(gpu.uuid).get(child.pid) or FREE_BYTES
+        before = nvml.usage(gpu.uuid).unexplained_bytes
+        self._park(child, gpu)
+        with self._room({other.uuid: needed}, SHOWN_TIMEOUT_S):
+            checkpoint.restore(child.pid, CALL_TIMEOUT_S, {gpu.uuid: other.uuid})
+        self._go_on(child, digest)
+        if (self._shown(other, child.pid) or 0) < CANARY_BYTES:
+            raise _Failed("the driver does not show its memory on the other device")
+        if not self._gone(gpu, child.pid, before):
+            raise _Failed("the driver still shows its memory on its first device")
+
+    def _park(self, child: Child, gpu: DriverGpu) -> float:
+        """Suspend the child; the seconds that its checkpoint took.
+
+        Raises:
+            DeviceError: a call failed.
+            _Failed: its memory is not gone from the device.
+        """
+        before = self._machine.nvml.usage(gpu.uuid).unexplained_bytes
+        self._machine.checkpoint.lock(child.pid, CALL_TIMEOUT_S)
+        began = time.monotonic()
+        self._machine.checkpoint.checkpoint(child.pid, CALL_TIMEOUT_S)
+        took_s = time.monotonic() - began
+        if not self._gone(gpu, child.pid, before):
+            raise _Failed("the driver still shows its memory after the checkpoint")
+        return took_s
+
+    def _go_on(self, child: Child, digest: str) -> None:
+        """Unlock the child, which was restored, and compare what it holds.
+
+        Raises:
+            DeviceError: the driver does not unlock it.
+            OSError, _Failed: it ended, or its memory is another.
+        """
+        self._machine.checkpoint.unlock(child.pid)
+        _say(child, "check")
+        if _answer(child, CALL_TIMEOUT_S, "", 1) != [digest]:
+            raise _Failed("its memory came back changed")
 
     def _shown(self, gpu: DriverGpu, pid: int) -> int | None:
         """The child's bytes that the driver shows, `CANARY_BYTES` at least where it shows any; None: none."""

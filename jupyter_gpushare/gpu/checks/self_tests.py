@@ -11,7 +11,7 @@ import logging
 import threading
 import time
 
-from jupyter_gpushare.gpu.checks.canary import Canary
+from jupyter_gpushare.gpu.checks.canary import NO_OTHER, Canary
 from jupyter_gpushare.gpu.checks.health import HealthChecks
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases.devices import UNTESTED, DeviceStates, Verdict
@@ -70,26 +70,45 @@ class SelfTests:
             due.clear()
             again = time.monotonic() >= untested_at
             for gpu in self._machine.nvml.gpus:
-                if self._is_due(gpu.uuid, again):
+                if self._is_due(gpu, again):
                     self._examine(gpu)
             self._save()
             self._first.set()
-            untested = not devices.all_final()
+            untested = not devices.all_complete()
             if again:
                 untested_at = time.monotonic() + wait_s
                 wait_s = min(2 * wait_s, MAX_RETRY_S) if untested else RETRY_S
             drained = any(devices.out_of_service(gpu.uuid) for gpu in self._machine.nvml.gpus)
             due.wait(DRAINED_POLL_S if drained else untested_at - time.monotonic() if untested else None)
 
-    def _is_due(self, uuid: str, again: bool) -> bool:
-        if self._devices.out_of_service(uuid):
-            return self._health.due(uuid, time.monotonic())
-        verdict = self._devices.verdict(uuid)
-        return verdict is UNTESTED or self._devices.is_doubted(uuid) or (again and not verdict.final)
+    def _is_due(self, gpu: DriverGpu, again: bool) -> bool:
+        if self._devices.out_of_service(gpu.uuid):
+            return self._health.due(gpu.uuid, time.monotonic())
+        verdict = self._devices.verdict(gpu.uuid)
+        if verdict is UNTESTED or self._devices.is_doubted(gpu.uuid):
+            return True
+        # The other device may have been out of service.
+        found_other = verdict.move_reason == NO_OTHER and self._other(gpu) is not None
+        return found_other or (again and not verdict.is_complete)
+
+    def _other(self, gpu: DriverGpu) -> DriverGpu | None:
+        """The next device in service of the same model and memory, so that each is the target of one test."""
+        gpus = self._machine.nvml.gpus
+        at = gpus.index(gpu)
+        for each in gpus[at + 1 :] + gpus[:at]:
+            is_equal = (each.name, each.memory_bytes, each.mig) == (gpu.name, gpu.memory_bytes, False)
+            if is_equal and not self._devices.out_of_service(each.uuid):
+                return each
+        return None
 
     def _examine(self, gpu: DriverGpu) -> None:
         known = self._devices.verdict(gpu.uuid)
-        verdict = self._canary.examine(gpu)
+        only_move = known.final and not (
+            known is UNTESTED or self._devices.is_doubted(gpu.uuid) or self._devices.out_of_service(gpu.uuid)
+        )
+        verdict = self._canary.examine(gpu, self._other(gpu))
+        if only_move and not verdict.final:
+            return  # there was no memory for a test: what is known holds
         self._devices.set_verdict(gpu.uuid, verdict)
         if verdict != known:
             self._publish(gpu, verdict)
@@ -107,9 +126,11 @@ class SelfTests:
 
     def _publish(self, gpu: DriverGpu, verdict: Verdict) -> None:
         log.info(
-            "device=%s suspendable=%s level=%s suspend_bytes_per_s=%d resume_bytes_per_s=%d reason=%s",
+            "device=%s suspendable=%s level=%s suspend_bytes_per_s=%d resume_bytes_per_s=%d reason=%s "
+            "movable=%s move_reason=%s",
             gpu.uuid, verdict.suspendable, verdict.level,
             verdict.suspend_bytes_per_s, verdict.resume_bytes_per_s, verdict.reason or "-",
+            verdict.movable, verdict.move_reason or "-",
         )  # fmt: skip
         self._machine.events.publish(
             EventKind.DEVICE,

@@ -122,7 +122,9 @@ class DeviceFiles:
         self._names |= {os.path.realpath(simulated)} if simulated else set()
         self._guard = threading.Lock()
         self._users: Mapping[str, Collection[int]] = {}
-        self._tested: tuple[str, int] | None = None  # the device that is tested, and the test's user
+        self._tested: tuple[Collection[str], int] | None = (
+            None  # devices that are tested, and the test's user
+        )
         self._seen: dict[Path, tuple[tuple[int, int], Rights]] = {}
         self._access: dict[str, FileAccess] = {}
         self._originals = self._load()
@@ -153,10 +155,10 @@ class DeviceFiles:
             self._apply()
 
     @contextmanager
-    def tested_by(self, uuid: str, uid: int) -> Iterator[None]:
-        """Let in a user for the self-test of a device."""
+    def tested_by(self, uuids: Collection[str], uid: int) -> Iterator[None]:
+        """Let in a user for the self-test of devices."""
         with self._guard:
-            self._tested = uuid, uid
+            self._tested = uuids, uid
             self._apply()
         try:
             yield
@@ -191,7 +193,7 @@ class DeviceFiles:
     def _close(self, path: Path, uuids: list[str]) -> FileAccess:
         found, lists = path.stat(), _has_lists(path)
         users = {uid for uuid in uuids for uid in self._users.get(uuid, ())}
-        if lists and self._tested is not None and self._tested[0] in uuids:
+        if lists and self._tested is not None and not set(uuids).isdisjoint(self._tested[0]):
             users.add(self._tested[1])
         wanted = _closed(users - {0, os.geteuid()}, lists)
         mark = found.st_ino, found.st_ctime_ns

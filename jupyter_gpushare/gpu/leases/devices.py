@@ -43,11 +43,19 @@ class Verdict:
     context_bytes: int = 0  # bytes that the driver showed of the child beyond what the library counted
     final: bool = True  # False: it could not be tested now, test again
     denied: bool = False  # the driver denied it to this helper: the next one tests again
+    movable: bool = False  # the child was then restored on another device of the same model
+    move_reason: str = ""  # why not
+    move_final: bool = True  # False: a move could not be tested now, test again
 
     @property
     def level(self) -> Level:
         """The strongest level for a part of the device."""
         return strongest(self.ladder)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to be tested again."""
+        return self.final and self.move_final
 
     @property
     def is_kept(self) -> bool:
@@ -59,7 +67,8 @@ class Verdict:
         return any(rung.level is level and rung.offered for rung in self.ladder)
 
 
-UNTESTED = Verdict(suspendable=False, reason="the self-test has not finished")
+_NOT_FINISHED = "the self-test has not finished"
+UNTESTED = Verdict(suspendable=False, reason=_NOT_FINISHED, move_reason=_NOT_FINISHED)
 
 
 class DeviceStates:
@@ -95,9 +104,9 @@ class DeviceStates:
         rungs = self.verdict(uuid).ladder
         return with_access(rungs, self._files.access(uuid)) if self._files else rungs
 
-    def all_final(self) -> bool:
+    def all_complete(self) -> bool:
         """Whether no tested device waits for another test."""
-        return all(verdict.final for verdict in self._verdicts.values())
+        return all(verdict.is_complete for verdict in self._verdicts.values())
 
     def offers(self, uuid: str, level: Level) -> bool:
         """Whether a level passed its test on a device."""
@@ -248,4 +257,5 @@ def _verdict(saved: dict[str, Any], uuid: str) -> Verdict | None:
         verdict = helper.build(Verdict, saved["devices"][uuid])
     except (KeyError, TypeError, InvalidRequest):
         return None
-    return replace(verdict, final=True)
+    tested_moves = "movable" in saved["devices"][uuid]  # not by an older helper
+    return replace(verdict, final=True, move_final=verdict.move_final and tested_moves)

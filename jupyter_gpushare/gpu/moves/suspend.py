@@ -25,7 +25,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
@@ -138,6 +138,10 @@ class Mover:
         self._sharing = OwnMemoryReader(shares_memory_of_nccl)
         self._processes = ProcessMoves(machine, registry, devices)
         self._reservations = MemoryReservations(machine.nvml, devices, registry)
+
+    def room(self, needed: Mapping[str, int], timeout_s: float) -> AbstractContextManager[None]:
+        """Reserve bytes by device for a restore that is none of a lease (`MemoryReservations.reserve`)."""
+        return self._reservations.reserve(needed, timeout_s)
 
     # Verbs
 

@@ -101,10 +101,10 @@ class Helper:
         self._devices = DeviceStates(machine.nvml.gpus, machine.files)
         self._registry = LeaseRegistry(machine, self._devices, cgroups)
         self._health = HealthChecks(machine.nvml, machine.events, self._registry, self._devices)
-        canary = Canary(machine, cgroups, own_pids)
+        self._mover = Mover(machine, self._registry, self._devices, options.park_before_kill)
+        canary = Canary(machine, cgroups, own_pids, self._mover.room)
         self._self_tests = SelfTests(machine, self._registry, self._devices, self._health, canary)
         self._wake_detector = WakeDetector(self._registry, machine.events)
-        self._mover = Mover(machine, self._registry, self._devices, options.park_before_kill)
         self._unattended_resumes = UnattendedResumes(self._registry, self._mover)
         unleased = UnleasedProcesses(
             options.unleased, machine.processes, machine.events, state.holders, own_pids

@@ -155,6 +155,8 @@ class Requests:
             profile=gpu.profile,
             suspendable=verdict.suspendable,
             suspend_reason=self._devices.suspend_blocker(gpu.uuid),
+            movable=verdict.movable,
+            move_reason=verdict.move_reason,
             suspend_bytes_per_s=verdict.suspend_bytes_per_s,
             resume_bytes_per_s=verdict.resume_bytes_per_s,
             island=gpu.island,
