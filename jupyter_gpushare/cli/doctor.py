@@ -152,6 +152,7 @@ def _ask_broker(url: str, token: str) -> tuple[dict[str, Found], wire.Status | N
             return found, None, None
     found["token"] = ok(f"The broker knows you as {status.user}.")
     found["devices"] = check_devices(status, devices)
+    found["moves"] = check_moves(devices)
     if not devices.simulated:
         found |= check_real_driver(devices.driver)
     found["enforcement"] = check_ladders(devices)
@@ -193,6 +194,18 @@ def check_devices(status: wire.Status, devices: wire.Devices) -> Check:
         advice = "idle sessions keep their GPU there; driver r575 or later is needed to put them to sleep"
         return warn(f"{said} {len(stuck)} cannot put sessions to sleep: {why}.", advice)
     return ok(said)
+
+
+def check_moves(devices: wire.Devices) -> Found:
+    """Whether what sleeps can resume on another device; nothing where none can sleep."""
+    able = [d for d in devices.devices if d.suspendable]
+    fixed = [d for d in able if not d.movable]
+    if not able:
+        return ()
+    if not fixed:
+        return ok("What sleeps can resume on another GPU of the same model.")
+    said = f"What sleeps on {len(fixed)} of {len(able)} can resume on its own GPU alone"
+    return ok(f"{said}: {fixed[0].move_reason or 'no move was tested'}.")
 
 
 def check_lending(lending: wire.Lending) -> Check:

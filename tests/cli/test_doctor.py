@@ -196,6 +196,26 @@ OF_DEVICES = [
 ]
 
 
+FIXED = changed(DEVICE, move_reason="no other device of the same model")
+OF_MOVES = [
+    ([changed(DEVICE, movable=True)] * 2, ["What sleeps can resume on another GPU of the same model."]),
+    (
+        [changed(DEVICE, movable=True), FIXED],
+        ["What sleeps on 1 of 2 can resume on its own GPU alone: no other device of the same model."],
+    ),
+    ([changed(FIXED, suspendable=False)], []),
+    ([], []),
+]
+
+
+@pytest.mark.parametrize(("devices", "said"), OF_MOVES)
+def test_where_moves_are_possible_is_named(devices, said):
+    checks = doctor.named({"moves": doctor.check_moves(changed(DEVICES, devices=devices))})
+    assert [(check.name, check.message, check.result) for check in checks] == [
+        ("moves", text, "ok") for text in said
+    ]
+
+
 @pytest.mark.parametrize(("known", "devices", "result", "said"), OF_DEVICES)
 def test_trouble_with_devices_is_named(known, devices, result, said):
     check = doctor.check_devices(changed(STATUS, devices_known=known), devices)
@@ -305,7 +325,7 @@ def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, mon
     assert ran.code == 0
     names = [check["name"] for check in ran.json["checks"]]
     answered, here = (
-        ["broker", "token", "devices", "lending", "projects"],
+        ["broker", "token", "devices", "moves", "lending", "projects"],
         ["environment", "origin", "host memory"],
     )
     assert names == [*answered, "driver", "scrubbing", *here]

@@ -361,6 +361,8 @@ class Views:
                     level=str(device.level),
                     suspendable=device.suspendable,
                     suspend_reason=device.suspend_reason,
+                    movable=device.movable,
+                    move_reason=device.move_reason,
                     drain=drain_of(registry, device.uuid),
                     unleased=unleased_on(now) if admin else [],
                     held_milli=sum(

@@ -301,6 +301,8 @@ class DeviceStatus(Answer, frozen=True):
     ladder: list[Rung] = []  # all levels, strongest first; empty before the self-test
     drain: Drain | None = None  # None: it takes work
     unleased: list[UnleasedProcess] = []  # for administrators: processes without a lease, 16 at most
+    movable: bool = False  # what sleeps here can resume on another device of its machine and model
+    move_reason: str = ""  # why not
 
 
 class Devices(Answer, frozen=True):
