@@ -16,7 +16,7 @@ from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
 from jupyter_gpushare.protocol.helper import Level
-from tests.gpu.machine import MIB, Machine, machine_in, until
+from tests.gpu.machine import Machine, machine_in, until
 from tests.simulator import Fault
 
 TWO = "2xH100-80GB,host=512GiB"

@@ -74,7 +74,10 @@ OF_LIFE = {
         {
             "restored from GPU A on B: codes": r"one pair 1, all pairs 0, Unlock 0 \(RUNNING\); memory ok",
             "restored from GPU B on A: codes": r"all pairs 0, Unlock 0 \(RUNNING\); memory ok",
-            "restored from GPU A on B: ordinal": r"0 A,B -> 0 B,A; A not listed, B \d+ MiB",
+            "restored from GPU A on B: ordinal": r"0 A,B (0\S+) -> 0 B,A \1; A not listed, B \d+ MiB",
+            "it sees GPU A alone, restored on B: codes": r"the pair 0, Unlock 0 \(RUNNING\); memory ok",
+            "it sees GPU A alone, restored on B: ordinal": r"0 A (0\S+) -> 0 B \1; A not listed, B \d+ MiB",
+            "it sees GPU A alone, restored on B: a process that": r"A \d+ MiB, B not listed",
         },
     ),
 }
@@ -198,6 +201,19 @@ def test_what_lives_across_a_suspension_is_reported(tmp_path: Path, module: Modu
     for what, pattern in rows.items():
         (figure,) = (figure for name, figure in figures.items() if name.startswith(what))
         assert re.search(pattern, figure), (what, figure)
+
+
+def test_a_move_is_reported_where_unused_gpus_are_not_named_and_the_old_uuid_is_seen(tmp_path: Path) -> None:
+    machine = Simulator(tmp_path, "2xH100-80GB,host=512GiB,growth=0,pairs=used,moved-uuid=old")
+    with closing(Bench(tmp_path, environment(machine), out=None, budget_s=600)) as bench:
+        (shown,) = (bench.run(each) for each in SCENARIOS if each.name == "a_process_moves_to_another_gpu")
+    assert (shown.outcome, shown.reason) == ("passed", "")
+    figures = dict(shown.rows)
+    assert "one pair 0, Unlock 0 (RUNNING); memory ok" in figures["restored from GPU A on B: codes"]
+    back = figures["restored from GPU B on A: codes"]
+    assert "all pairs 1, one pair 0, Unlock 0 (RUNNING); memory ok" in back
+    (seen,) = (figure for what, figure in shown.rows if what.startswith("restored from GPU A on B: ordinal"))
+    assert re.match(r"0 (A,B \S+) -> 0 \1; A not listed, B \d+ MiB", seen)
 
 
 def test_on_one_gpu_with_bytes_hidden_there_is_an_answer_or_a_reason(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from statistics import median
 
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import GIB
-from tests.gpu_real.direct import move_of
+from tests.gpu_real.direct import bring_back, checkpoint_of, listed, move_of, park, says
+from tests.gpu_real.other_gpu import equal_devices, restore
 from tests.gpu_real.overhead import PAIRS, added, in_turn
 from tests.gpu_real.site import PATIENCE_S, Site, Skip, do, need, without_library
 from tests.gpu_real.survival import children_live_through, works_again
@@ -28,6 +29,26 @@ def its_memory_comes_back_as_it_was(site: Site, kind: str) -> None:
         f"{kind}, tensors of 2 GiB, third time, {move.__name__.replace('_', ' ')}",
         f"{out_s:.2f} s out, {back_s:.2f} s back",
     )
+    site.end(worker)
+
+
+def its_memory_moves_to_another_gpu(site: Site, kind: str) -> None:
+    """By the driver, for a process that sees one GPU; there its tensors are the same and it gets more."""
+    need(kind)
+    checkpoint, (first, second) = checkpoint_of(site), equal_devices(site)
+    worker = site.worker(kind, site.lease(f"moving-{kind}", 8 * GIB, preload=False), 2048)
+    parked, began = park(checkpoint, worker.pid), time.monotonic()
+    code = restore(checkpoint, worker.pid, {first: second})
+    took_s = time.monotonic() - began
+    back = bring_back(checkpoint, worker.pid)
+    answers = [says(worker, command) for command in ("check", "alloc 512", "check")]
+    site.report.add(
+        f"{kind}, tensors of 2 GiB, restored on another GPU",
+        f"{parked}, Restore {code} in {took_s:.2f} s, {back}; "
+        f"kept, 512 MiB more, kept: {', '.join(answers)}; "
+        f"shown there: {listed(Nvml(), second, worker.pid)}",
+    )
+    assert answers[0] == "ok", answers
     site.end(worker)
 
 

@@ -16,7 +16,7 @@ close             close the exported descriptor                  -> "close 0", o
 written           compare what was written to managed memory     -> "written ok", "bad" or "-" without any
 busy S            start a kernel that runs for S seconds         -> "busy 0"
 idle              wait for it, compare what it wrote             -> "idle ok" / "idle bad"
-sees              the context's device, and the UUIDs by ordinal -> "sees ORDINAL UUID,UUID"
+sees              the context's device; UUIDs and buses by ordinal -> "sees ORDINAL UUID,UUID BUS,BUS"
 """
 
 from __future__ import annotations
@@ -288,11 +288,15 @@ def sees() -> str:
     count, device, raw = ctypes.c_int(), ctypes.c_int(-1), (ctypes.c_ubyte * 16)()
     cuda.cuDeviceGetCount(pointer(count))
     cuda.cuCtxGetDevice(pointer(device))
-    found: list[Any] = []
+    uuids: list[Any] = []
+    buses: list[Any] = []
     for ordinal in range(count.value):
         code = cuda.cuDeviceGetUuid_v2(raw, ordinal)
-        found.append(code or f"GPU-{uuid.UUID(bytes=bytes(raw))}")
-    return f"{device.value} {','.join(map(str, found))}"
+        uuids.append(code or f"GPU-{uuid.UUID(bytes=bytes(raw))}")
+        bus = ctypes.create_string_buffer(32)
+        code = cuda.cuDeviceGetPCIBusId(bus, len(bus), ordinal)
+        buses.append(code or bus.value.decode())
+    return f"{device.value} {','.join(map(str, uuids))} {','.join(map(str, buses))}"
 
 
 if __name__ == "__main__":

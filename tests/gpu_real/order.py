@@ -96,6 +96,8 @@ PARTS = (
     (
         Scenario(timing.lists_and_free_memory_lag_behind, 45),
         Scenario(other_gpu.a_process_moves_to_another_gpu, 45),
+        Scenario(other_gpu.a_process_that_sees_one_gpu_moves_to_another, 45),
+        Scenario(frameworks.its_memory_moves_to_another_gpu, 90, ("torch",)),
         Scenario(frameworks.what_torch_made_before_works_after_a_suspension, 75, ("compile", "compiled")),
         Scenario(driver_facts.these_calls_end_a_process_while_it_is_checkpointed, 120),
         Scenario(driver_facts.a_restore_without_memory_leaves_the_process_in_a_state, 120),

@@ -47,10 +47,40 @@ def a_process_moves_to_another_gpu(site: Site) -> None:
         what = f"restored from GPU {names[used]} on {names[other]}"
         site.report.add(f"{what}: codes", f"{', '.join(codes)}; memory {kept}")
         seen = f"{before} -> {after}".replace(first, "A").replace(second, "B")
-        site.report.add(f"{what}: ordinal and UUIDs that it sees, bytes shown", f"{seen}; {', '.join(shown)}")
+        site.report.add(
+            f"{what}: ordinal, UUIDs and buses that it sees, bytes shown", f"{seen}; {', '.join(shown)}"
+        )
         assert kept == "ok", codes
         if "pair 0" not in codes[1] and "pairs 0" not in codes[-2]:
             break
+    site.end(worker)
+
+
+def a_process_that_sees_one_gpu_moves_to_another(site: Site) -> None:
+    """As a session does; and where a process goes that starts afterwards with the same variables."""
+    checkpoint, nvml, size = checkpoint_of(site), Nvml(), 2 * site.scale_bytes
+    first, second = equal_devices(site)
+    site.needs_memory(size)
+    environment = site.lease("moving-alone", size + 2 * GIB, preload=False)
+    worker = site.worker("held", environment)
+    assert do(worker, "open") == "0"
+    assert do(worker, f"fill {size // MIB}") == "0"
+    before, codes = says(worker, "sees"), [park(checkpoint, worker.pid)]
+    codes.append(f"the pair {restore(checkpoint, worker.pid, {first: second})}")
+    codes.append(bring_back(checkpoint, worker.pid))
+    kept, after = says(worker, "verify"), says(worker, "sees")
+    what = "it sees GPU A alone, restored on B"
+    site.report.add(f"{what}: codes", f"{', '.join(codes)}; memory {kept}")
+    shown = f"A {listed(nvml, first, worker.pid)}, B {listed(nvml, second, worker.pid)}"
+    seen = f"{before} -> {after}".replace(first, "A").replace(second, "B")
+    site.report.add(f"{what}: ordinal, UUIDs and buses that it sees, bytes shown", f"{seen}; {shown}")
+    assert kept == "ok", codes
+    later = site.worker("held", environment)
+    assert do(later, "open") == "0"
+    assert do(later, "fill 64") == "0"
+    shown = f"A {listed(nvml, first, later.pid)}, B {listed(nvml, second, later.pid)}"
+    site.report.add(f"{what}: a process that starts with CUDA_VISIBLE_DEVICES=A", shown)
+    site.end(later)
     site.end(worker)
 
 

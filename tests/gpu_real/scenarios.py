@@ -69,6 +69,7 @@ def the_self_test_gives_a_verdict(site: Site) -> None:
     site.report.add("device", f"{device['name']}, {device['memory_bytes'] / GIB:.1f} GiB")
     site.report.add("ladder", ladder)
     site.report.add("suspendable", f"{device['suspendable']} {device['suspend_reason']}".strip())
+    site.report.add("movable", f"{device['movable']} {device['move_reason']}".strip())
     ran = re.findall(r"self-test (uid=\d+ features=\S+)", (site.folder / "helper.log").read_text())
     site.report.add("self-test ran with", ran[-1] if ran else "nothing: helper.log says why")
     if device["suspendable"]:
