@@ -293,7 +293,7 @@ class Canary:
         return replace(cycle, movable=True)
 
     def _move(self, child: Child, digest: str, gpu: DriverGpu, other: DriverGpu) -> None:
-        """Suspend the child, resume it on another device, and compare what it holds.
+        """Suspend the child, resume it on another device, compare what it holds, and end it.
 
         Raises:
             MoveRefused: there is no room.
@@ -301,7 +301,7 @@ class Canary:
         """
         nvml, checkpoint = self._machine.nvml, self._machine.checkpoint
         needed = nvml.processes(gpu.uuid).get(child.pid) or FREE_BYTES
-        before = nvml.usage(gpu.uuid).unexplained_bytes
+        before, there = (nvml.usage(each.uuid).unexplained_bytes for each in (gpu, other))
         self._park(child, gpu)
         with self._room({other.uuid: needed}, SHOWN_TIMEOUT_S):
             checkpoint.restore(child.pid, CALL_TIMEOUT_S, {gpu.uuid: other.uuid})
@@ -310,6 +310,9 @@ class Canary:
             raise _Failed("the driver does not show its memory on the other device")
         if not self._gone(gpu, child.pid, before):
             raise _Failed("the driver still shows its memory on its first device")
+        # The other device may be tested next: memory that is freed late would hide what a child keeps.
+        child.kill()
+        self._gone(other, child.pid, there)
 
     def _park(self, child: Child, gpu: DriverGpu) -> float:
         """Suspend the child; the seconds that its checkpoint took.
