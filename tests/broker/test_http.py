@@ -63,6 +63,16 @@ async def test_a_machine_with_every_gpu_left_out_says_why(http):
     assert (answer.json()["devices"], answer.json()["left_out"]) == ([], [left_out])
 
 
+async def test_devices_say_whether_what_sleeps_there_can_move(http):
+    devices = http.broker.registry.devices
+    first, *rest = devices.inventory.devices
+    shown = (replace(first, movable=True), *(replace(each, move_reason="why not") for each in rest))
+    devices.inventory = replace(devices.inventory, devices=shown)
+    answer = (await http.ask("GET", "devices", "ada")).json()["devices"]
+    found = [(each["movable"], each["move_reason"]) for each in answer]
+    assert found == [(True, ""), *((False, "why not") for _ in rest)]
+
+
 async def test_the_page_shows_what_is_mine_and_escapes_it(http):
     await http.submit("bo", name="<script>alert(1)</script>&'\"")
     response = await http.ask("GET", f"{http.url}{PREFIX}")
