@@ -28,7 +28,7 @@ MIB = 1 << 20
 
 #: `sizeof` of the structures in native/gpushare_lease.h, held to it by tests/native/test_layout.py
 PAGE_HEADER = struct.Struct("<IIHHI")
-PAGE_DEVICE = struct.Struct("<16sQQ")
+PAGE_DEVICE = struct.Struct("<16sQQ16s")
 DEVICES = 16
 SLOTS = 256
 PAGE_BYTES = PAGE_HEADER.size + DEVICES * PAGE_DEVICE.size
@@ -36,7 +36,7 @@ ACCOUNT_HEADER = struct.Struct("<IIQ64x")
 SLOT = struct.Struct("<iIQQQQ16Q")
 ACCOUNT_BYTES = ACCOUNT_HEADER.size + SLOTS * SLOT.size
 PAGE_MAGIC = 0x4C535047
-VERSION = 2
+VERSION = 3
 
 
 class Fault(IntEnum):
@@ -213,6 +213,7 @@ class Lease:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder = folder
         self.limits = list(limits)
+        self.names = [uuid for uuid, _ in self.limits]
         self.context_bytes = context_bytes
         self.write(Phase.RUNNING)
         (folder / "account").write_bytes(bytes(ACCOUNT_BYTES))
@@ -222,16 +223,20 @@ class Lease:
         page = bytearray(PAGE_BYTES)
         mig = sum(1 << index for index, (uuid, _) in enumerate(self.limits) if uuid.startswith("MIG-"))
         PAGE_HEADER.pack_into(page, 0, PAGE_MAGIC, VERSION, len(self.limits), mig, phase)
-        for index, (uuid, limit_bytes) in enumerate(self.limits):
-            raw = bytes.fromhex(uuid[4:].replace("-", ""))
-            PAGE_DEVICE.pack_into(
-                page, PAGE_HEADER.size + index * PAGE_DEVICE.size, raw, limit_bytes, self.context_bytes
-            )
+        for index, ((uuid, limit_bytes), name) in enumerate(zip(self.limits, self.names, strict=True)):
+            raw, first = (bytes.fromhex(each[4:].replace("-", "")) for each in (uuid, name))
+            at = PAGE_HEADER.size + index * PAGE_DEVICE.size
+            PAGE_DEVICE.pack_into(page, at, raw, limit_bytes, self.context_bytes, first)
         fd = os.open(self.folder / "limit", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             os.pwrite(fd, page, 0)
         finally:
             os.close(fd)
+
+    def move(self, *uuids: str) -> None:
+        """Give it other devices in the place of its own; their names stay."""
+        self.limits = [(uuid, limit) for uuid, (_, limit) in zip(uuids, self.limits, strict=True)]
+        self.write(Phase.RUNNING)
 
     def env(self, name: str = "ada/") -> dict[str, str]:
         """What a process of the lease has in its environment beside the machine's."""

@@ -22,7 +22,7 @@
 
 #define GPUSHARE_LIMIT_MAGIC 0x4c535047u   /* "GPSL", little endian */
 #define GPUSHARE_ACCOUNT_MAGIC 0x41535047u /* "GPSA" */
-#define GPUSHARE_VERSION 2u
+#define GPUSHARE_VERSION 3u
 #define GPUSHARE_DEVICES 16
 #define GPUSHARE_SLOTS 256
 
@@ -46,9 +46,10 @@ enum gpushare_taint {
 };
 
 struct gpushare_limit_device {
-    uint8_t uuid[16];       /* as cuDeviceGetUuid_v2 answers */
+    uint8_t uuid[16];       /* of the device that the lease has now, as cuDeviceGetUuid_v2 answers */
     uint64_t limit_bytes;   /* of all processes of the lease together */
     uint64_t context_bytes; /* what NVML shows beyond the accounts (contexts), charged too */
+    uint8_t name[16];       /* the UUID that was first here: processes of the lease know the device by it */
 };
 
 struct gpushare_limit_page {
@@ -59,7 +60,7 @@ struct gpushare_limit_page {
     _Atomic uint32_t phase;
     struct gpushare_limit_device device[GPUSHARE_DEVICES];
 };
-_Static_assert(sizeof(struct gpushare_limit_page) == 16 + 32 * GPUSHARE_DEVICES, "layout");
+_Static_assert(sizeof(struct gpushare_limit_page) == 16 + 48 * GPUSHARE_DEVICES, "layout");
 
 struct gpushare_slot {
     _Atomic int32_t pid;      /* 0: free; written last */

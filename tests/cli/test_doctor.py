@@ -79,8 +79,8 @@ def page(tmp_path):
     """A limit page of 40 GiB on one device, as native/gpushare_lease.h says."""
     path = tmp_path / "limit"
     head = struct.pack("<IIII", 0x4C535047, VERSION, 1, 0)
-    device = struct.pack("<16sQQ", bytes.fromhex(UUID[4:].replace("-", "")), 40 << 30, 0)
-    path.write_bytes((head + device).ljust(16 + 16 * 32, b"\0"))
+    uuid = bytes.fromhex(UUID[4:].replace("-", ""))
+    path.write_bytes((head + struct.pack("<16sQQ16s", uuid, 40 << 30, 0, uuid)).ljust(16 + 16 * 48, b"\0"))
     return path
 
 

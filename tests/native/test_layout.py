@@ -12,7 +12,7 @@ from tests.native.programs import compiled, run
 
 _FIELDS = {
     "gpushare_limit_page": ["magic", "version", "device_count", "mig", "phase", "device"],
-    "gpushare_limit_device": ["uuid", "limit_bytes", "context_bytes"],
+    "gpushare_limit_device": ["uuid", "limit_bytes", "context_bytes", "name"],
     "gpushare_account": ["magic", "version", "denied", "lock", "slot"],
     "gpushare_slot": ["pid", "taints", "start_ticks", "work", "calls", "queries", "used_bytes"],
 }
@@ -62,6 +62,7 @@ def test_c_and_python_agree_on_every_offset(tmp_path: Path) -> None:
     assert c["gpushare_limit_device"] == files.LIMIT_DEVICE.size == simulator.PAGE_DEVICE.size
     assert c["gpushare_limit_device.limit_bytes"] == files.LIMIT_IN_DEVICE
     assert c["gpushare_limit_device.context_bytes"] == files.CONTEXT_IN_DEVICE
+    assert c["gpushare_limit_device.name"] == files.NAME_IN_DEVICE
     assert c["gpushare_account"] == files.ACCOUNT_BYTES == simulator.ACCOUNT_BYTES
     assert c["gpushare_account.slot"] == files.ACCOUNT_HEAD.size == simulator.ACCOUNT_HEADER.size
     assert c["gpushare_account.denied"] == 8

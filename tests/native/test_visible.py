@@ -283,3 +283,40 @@ def instance(i):
         )
         assert kernel.ask("[instance(i) for i in range(3)]") == [None, uuids[0], None]
         assert kernel.ask("n.nvmlDeviceGetIndex(n.nvmlDeviceGetMigDeviceHandleByIndex(gpu, 1))") == 1
+
+
+def test_what_was_written_before_a_move_names_the_device_that_the_lease_has_now(machine: Simulator) -> None:
+    """Device 2 is another lease's then: no process of this one finds it."""
+    lease = lease_of(machine, ONE)
+    old, new = (machine.uuid(device) for device in (2, 0))
+    memory = "[getattr(n.nvmlDeviceGetMemoryInfo({}), w) for w in ('total', 'used')]"
+    with in_lease(machine, lease, CUDA_VISIBLE_DEVICES=old) as kernel:
+        kernel.run(LOOK)
+        kernel.run("b = gpu.allocate('1GiB'); n.nvmlInit(); before = n.nvmlDeviceGetHandleByIndex(0)")
+        lease.move(new)
+        for handle in ("before", "n.nvmlDeviceGetHandleByIndex(0)", f"n.nvmlDeviceGetHandleByUUID({old!r})"):
+            assert kernel.ask(memory.format(handle)) == [20 * GIB, GIB]
+            assert kernel.ask(f"[n.nvmlDeviceGetUUID({handle}), n.nvmlDeviceGetIndex({handle})]") == [old, 0]
+        minor = f"n.nvmlDeviceGetMinorNumber(n.nvmlDeviceGetHandleByUUID({old!r}))"
+        assert kernel.ask(minor) == 0
+        # The account goes on: it is by the place of a device, whatever the driver calls it.
+        kernel.run("c = gpu.allocate('1GiB')")
+        assert lease.slots()[kernel.pid].used_bytes[:2] == (2 * GIB, 0)
+    for visible in (old, old[:14], new, "0", None):
+        assert look(machine.env(**lease.env(), CUDA_VISIBLE_DEVICES=old), visible) == [
+            int(visible != new),  # torch compares it with the names that NVML answers
+            [raw(new)],
+            [old],
+        ]
+
+
+def test_a_process_that_only_found_the_old_device_makes_no_context_there(machine: Simulator) -> None:
+    """The driver moves no process that has none."""
+    lease = lease_of(machine, ONE)
+    with in_lease(machine, lease, open_gpu=False, CUDA_VISIBLE_DEVICES=machine.uuid(2)) as kernel:
+        kernel.run(LOOK)
+        assert kernel.ask("cuda()") == [raw(machine.uuid(2))]
+        lease.move(machine.uuid(0))
+        context = "ctypes.CDLL('libcuda.so.1').cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)"
+        assert kernel.ask(context) == 2  # CUDA_ERROR_OUT_OF_MEMORY
+        assert machine.device_used(2) == 0

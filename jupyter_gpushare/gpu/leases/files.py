@@ -38,7 +38,7 @@ from jupyter_gpushare.protocol import LIMIT_NAME
 
 DEVICES = 16
 SLOTS = 256
-VERSION = 2
+VERSION = 3
 LIMIT_MAGIC = 0x4C535047
 ACCOUNT_MAGIC = 0x41535047
 
@@ -46,12 +46,13 @@ ACCOUNT_NAME = "account"
 
 # struct gpushare_limit_page
 LIMIT_HEAD = struct.Struct("<IIHHI")  # magic, version, device_count, mig, phase
-LIMIT_DEVICE = struct.Struct("<16sQQ")  # uuid, limit_bytes, context_bytes
+LIMIT_DEVICE = struct.Struct("<16sQQ16s")  # uuid, limit_bytes, context_bytes, name
 LIMIT_BYTES = LIMIT_HEAD.size + DEVICES * LIMIT_DEVICE.size
 COUNT_AT = 8
 PHASE_AT = 12
 LIMIT_IN_DEVICE = 16
 CONTEXT_IN_DEVICE = 24
+NAME_IN_DEVICE = 32
 
 # struct gpushare_account
 ACCOUNT_HEAD = struct.Struct("<IIQ64x")  # magic, version, denied, lock
@@ -246,10 +247,12 @@ class LeaseDirectory:
         limits: Mapping[str, int],
         phase: PagePhase,
         contexts: Mapping[str, int] = MappingProxyType({}),
+        names: Iterable[str] = (),
     ) -> None:
         """Create the directory with a limit page and an account owned by ``uid``.
 
-        ``contexts`` are bytes by device that are charged from the start.
+        ``contexts`` are bytes by device that are charged from the start; ``names`` the UUIDs by which
+        processes of the lease know its devices, in their order (default: their own).
 
         An existing account is kept; an existing page is replaced as a whole, which is only
         right for a lease that no process carries.
@@ -262,9 +265,10 @@ class LeaseDirectory:
         page = bytearray(LIMIT_BYTES)
         mig = sum(1 << index for index, uuid in enumerate(limits) if uuid.startswith("MIG-"))
         LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), mig, phase)
-        for index, (uuid, limit_bytes) in enumerate(limits.items()):
+        for index, (uuid, name) in enumerate(zip(limits, tuple(names) or limits, strict=True)):
             at = LIMIT_HEAD.size + index * LIMIT_DEVICE.size
-            LIMIT_DEVICE.pack_into(page, at, uuid_bytes(uuid), limit_bytes, contexts.get(uuid, 0))
+            values = uuid_bytes(uuid), limits[uuid], contexts.get(uuid, 0), uuid_bytes(name)
+            LIMIT_DEVICE.pack_into(page, at, *values)
         write_whole(self._limit, bytes(page), 0o644)
         if not os.path.lexists(self._account):
             head = ACCOUNT_HEAD.pack(0, 0, 0)
@@ -293,6 +297,15 @@ class LeaseDirectory:
             OSError: the page is missing.
         """
         self._pwrite(struct.pack("<Q", limit_bytes), _device_at(index) + LIMIT_IN_DEVICE)
+
+    def set_devices(self, uuids: Iterable[str]) -> None:
+        """Write the UUIDs of the devices that the lease has now, in their order; their names stay.
+
+        Raises:
+            OSError: the page is missing.
+        """
+        for index, uuid in enumerate(uuids):
+            self._pwrite(uuid_bytes(uuid), _device_at(index))
 
     def set_context(self, index: int, context_bytes: int) -> None:
         """Charge bytes that the driver shows beyond the account (contexts).

@@ -46,7 +46,7 @@ HOOK(TYPED, nvmlDeviceGetMemoryInfo) HOOK(TYPED, nvmlDeviceGetMemoryInfo_v2) HOO
 HOOK(TYPED, nvmlDeviceGetCount_v2) HOOK(TYPED, nvmlDeviceGetHandleByIndex) HOOK(TYPED, nvmlDeviceGetHandleByIndex_v2)
 HOOK(TYPED, nvmlDeviceGetHandleByPciBusId) HOOK(TYPED, nvmlDeviceGetHandleByPciBusId_v2)
 HOOK(TYPED, nvmlDeviceGetHandleBySerial) HOOK(TYPED, nvmlDeviceGetHandleByUUID)
-HOOK(TYPED, nvmlDeviceGetHandleByUUIDV) HOOK(TYPED, nvmlDeviceGetIndex)
+HOOK(TYPED, nvmlDeviceGetHandleByUUIDV) HOOK(TYPED, nvmlDeviceGetIndex) HOOK(TYPED, nvmlDeviceGetUUID)
 HOOK(TYPED, nvmlDeviceGetMigDeviceHandleByIndex) HOOK(TYPED, cuCtxCreate) HOOK(TYPED, cuCtxCreate_v2, 3020)
 HOOK(TYPED, cuCtxCreate_v3, 11040) HOOK(TYPED, cuCtxCreate_v4, 12050) HOOK(TYPED, cuCtxSynchronize, 2000)
 HOOK(TYPED, cuCtxSynchronize_v2, 13000) HOOK(TYPED, cuEventSynchronize, 2000) HOOK(TYPED, cuGraphLaunch, 10000)

@@ -102,15 +102,26 @@ static void reopen_replaced_files(void)
     }
 }
 
-bool lease_uuid(uint32_t index, char text[LEASE_UUID_BYTES])
+static bool write_uuid(uint32_t index, bool first, char text[LEASE_UUID_BYTES])
 {
     const struct gpushare_limit_page *at = get_page();
     if (!at || index >= at->device_count)
         return false;
+    const uint8_t *uuid = first ? at->device[index].name : at->device[index].uuid;
     text += sprintf(text, at->mig >> index & 1 ? "MIG-" : "GPU-");
     for (int i = 0; i < 16; i++)
-        text += sprintf(text, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", at->device[index].uuid[i]);
+        text += sprintf(text, "%s%02x", i == 4 || i == 6 || i == 8 || i == 10 ? "-" : "", uuid[i]);
     return true;
+}
+
+bool lease_uuid(uint32_t index, char text[LEASE_UUID_BYTES])
+{
+    return write_uuid(index, false, text);
+}
+
+bool lease_name(uint32_t index, char text[LEASE_UUID_BYTES])
+{
+    return write_uuid(index, true, text);
 }
 
 static struct gpushare_account *get_account(void)
@@ -327,6 +338,15 @@ int lease_device(const uint8_t uuid[16])
     const struct gpushare_limit_page *limits = get_page();
     for (uint32_t i = 0; limits && i < limits->device_count; i++)
         if (!memcmp(limits->device[i].uuid, uuid, sizeof limits->device[i].uuid))
+            return (int)i;
+    return -1;
+}
+
+int lease_named(const uint8_t name[16])
+{
+    const struct gpushare_limit_page *limits = get_page();
+    for (uint32_t i = 0; limits && i < limits->device_count; i++)
+        if (!memcmp(limits->device[i].name, name, sizeof limits->device[i].name))
             return (int)i;
     return -1;
 }

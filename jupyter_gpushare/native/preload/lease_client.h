@@ -49,11 +49,14 @@ bool lease_wait_for_turn(void);
  * name of a lease, and no limit.  Read once, as above. */
 bool lease_is_reserved(void);
 enum { LEASE_UUID_BYTES = 41 };
-/* The UUID of the device at an index of the limit page, as NVML writes it; false beyond the last, and
- * while there is no lease. */
+/* The UUID of the device that the lease has now at an index of the limit page, as NVML writes it; false
+ * beyond the last, and while there is no lease.  A lease that resumed on another device has another UUID
+ * there; its name, the first UUID, stays. */
 bool lease_uuid(uint32_t index, char text[LEASE_UUID_BYTES]);
-/* Index of a device in the limit page, or -1. */
+bool lease_name(uint32_t index, char text[LEASE_UUID_BYTES]);
+/* Index in the limit page of a device that the lease has now, and of a name; or -1. */
 int lease_device(const uint8_t uuid[16]);
+int lease_named(const uint8_t name[16]);
 /* Take bytes of a device for this process, all or nothing. */
 bool lease_take(int device, uint64_t bytes);
 void lease_count_denial(void);

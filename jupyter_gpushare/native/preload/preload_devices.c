@@ -8,23 +8,48 @@ typedef CUresult get_uuid(CUuuid *, CUdevice);
 typedef CUresult get_ordinal(CUdevice *);
 typedef CUresult get_context(CUcontext *);
 
-/* Found ones are kept: which devices a process sees is settled at cuInit. */
-int page_device(CUdevice ordinal)
+/* Index in the limit page of the device that the driver names for an ordinal now, or -1. */
+static int ask_device(CUdevice ordinal)
 {
     static void *_Atomic newer, *_Atomic older;
-    static _Atomic int known[GPUSHARE_DEVICES]; /* index + 1 */
     CUuuid uuid;
+    get_uuid *ask = (get_uuid *)plain_function(&newer, "cuDeviceGetUuid_v2");
+    if (!ask)
+        ask = (get_uuid *)plain_function(&older, "cuDeviceGetUuid");
+    return ask && !ask(&uuid, ordinal) ? lease_device(uuid.bytes) : -1;
+}
+
+/* Found ones are kept: which devices a process sees is settled at cuInit.  When it resumes on others, which
+ * UUID the driver then answers is not known; the index in the page is the same. */
+int page_device(CUdevice ordinal)
+{
+    static _Atomic int known[GPUSHARE_DEVICES]; /* index + 1 */
     bool keep = ordinal >= 0 && ordinal < GPUSHARE_DEVICES;
     int index = keep ? atomic_load_explicit(&known[ordinal], memory_order_relaxed) - 1 : -1;
     if (index >= 0)
         return index;
-    get_uuid *ask = (get_uuid *)plain_function(&newer, "cuDeviceGetUuid_v2");
-    if (!ask)
-        ask = (get_uuid *)plain_function(&older, "cuDeviceGetUuid");
-    index = ask && !ask(&uuid, ordinal) ? lease_device(uuid.bytes) : -1;
+    index = ask_device(ordinal);
     if (keep && index >= 0)
         atomic_store(&known[ordinal], index + 1);
     return index;
+}
+
+void settle_devices(void)
+{
+    for (CUdevice ordinal = 0; ordinal < GPUSHARE_DEVICES; ordinal++)
+        page_device(ordinal);
+}
+
+static _Atomic bool has_context;
+
+bool may_have_context(CUdevice ordinal)
+{
+    return !lease_is_set() || atomic_load_explicit(&has_context, memory_order_acquire) || ask_device(ordinal) >= 0;
+}
+
+void note_context(void)
+{
+    atomic_store_explicit(&has_context, true, memory_order_release);
 }
 
 CUdevice current_ordinal(void)

@@ -9,6 +9,12 @@
 
 /* Index in the limit page of an ordinal of this process, or -1. */
 int page_device(CUdevice ordinal);
+/* Looks up that of every ordinal, after cuInit. */
+void settle_devices(void);
+/* Whether a context may be made on an ordinal: the driver moves no process without one (it answers
+ * NOT_INITIALIZED to Checkpoint), so the first is made only on a device that the lease has now. */
+bool may_have_context(CUdevice ordinal);
+void note_context(void);
 /* The current context's device, or -1; the current context, or NULL. */
 CUdevice current_ordinal(void);
 CUcontext current_context(void);

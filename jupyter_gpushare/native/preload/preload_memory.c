@@ -36,7 +36,12 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuDevicePrimaryCtxRetain);
-    return lease_wait_for_turn() ? real(out, ordinal) : CUDA_ERROR_OUT_OF_MEMORY;
+    if (!lease_wait_for_turn() || !may_have_context(ordinal))
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    CUresult result = real(out, ordinal);
+    if (!result)
+        note_context();
+    return result;
 }
 
 #define CREATES_CONTEXT(taint, name, parameters, arguments)  \
@@ -44,11 +49,13 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
     {                                                        \
         lease_enter(LEASE_CALLS);                            \
         FIND_REAL(name);                                     \
-        if (!lease_wait_for_turn())                          \
+        if (!lease_wait_for_turn() || !may_have_context(ordinal)) \
             return CUDA_ERROR_OUT_OF_MEMORY;                 \
         CUresult result = real arguments;                    \
-        if (!result)                                         \
+        if (!result) {                                       \
+            note_context();                                  \
             remember_own_context(*out);                      \
+        }                                                    \
         return tainted_by(result, taint);                    \
     }
 CREATES_CONTEXT(0, cuCtxCreate, (CUcontext * out, unsigned flags, CUdevice ordinal), (out, flags, ordinal))

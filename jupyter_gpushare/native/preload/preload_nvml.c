@@ -1,7 +1,9 @@
 /* NVML in a lease: its devices alone, numbered as CUDA numbers them, with the sizes of the lease.
  *
- * As in a container with no other devices, except that NVML's minor numbers, PCI addresses and UUIDs are
- * the device's own.  A lease of a MIG instance has that one: NVML shows the GPU that it is a part of,
+ * As in a container with no other devices, except that NVML's minor numbers and PCI addresses are the
+ * device's own.  UUIDs are the names of the limit page, so that CUDA_VISIBLE_DEVICES, which keeps its
+ * own, fits them in a lease that resumed on another device (torch.cuda.device_count compares the two).
+ * A handle from before is asked about the device that the lease has now.  A lease of a MIG instance has that one: NVML shows the GPU that it is a part of,
  * and of its instances this one (nvmlDeviceGetMigDeviceHandleByIndex answers NOT_FOUND for an index
  * without an instance: NVML API reference r580).
  */
@@ -32,14 +34,21 @@ static bool read_uuid(const char *text, uint8_t uuid[16])
     return *text == 0;
 }
 
-/* The index of a device in the limit page, or -1. */
+/* The index of a UUID in the limit page, or -1: of a device that the lease has now, else of a name. */
+static int index_of_uuid(const char *text)
+{
+    uint8_t uuid[16];
+    if (!read_uuid(text, uuid))
+        return -1;
+    int index = lease_device(uuid);
+    return index >= 0 ? index : lease_named(uuid);
+}
+
 static int index_of(nvmlDevice_t device)
 {
-    static void *_Atomic kept;
     char text[NVML_UUID_TEXT];
-    uint8_t uuid[16];
-    get_uuid *ask = (get_uuid *)plain_function(&kept, "nvmlDeviceGetUUID");
-    return ask && !ask(device, text, sizeof text) && read_uuid(text, uuid) ? lease_device(uuid) : -1;
+    get_uuid *ask = (get_uuid *)real_of(HOOK_nvmlDeviceGetUUID);
+    return ask && !ask(device, text, sizeof text) ? index_of_uuid(text) : -1;
 }
 
 /* ---- which devices there are ---- */
@@ -106,8 +115,29 @@ static int found(int result, const nvmlDevice_t *device)
 FIND(nvmlDeviceGetHandleByPciBusId, const char *, address)
 FIND(nvmlDeviceGetHandleByPciBusId_v2, const char *, address)
 FIND(nvmlDeviceGetHandleBySerial, const char *, serial)
-FIND(nvmlDeviceGetHandleByUUID, const char *, uuid)
 FIND(nvmlDeviceGetHandleByUUIDV, const void *, uuid)
+
+/* A name finds the device that the lease has now in its place. */
+API int nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
+{
+    uint8_t name[16];
+    char now[LEASE_UUID_BYTES];
+    get_handle *real = (get_handle *)real_of(HOOK_nvmlDeviceGetHandleByUUID);
+    int index = uuid && lease_is_set() && read_uuid(uuid, name) ? lease_named(name) : -1;
+    if (index >= 0 && lease_uuid((uint32_t)index, now))
+        uuid = now;
+    return real ? found(real(uuid, device), device) : NVML_ERROR_UNINITIALIZED;
+}
+
+API int nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned bytes)
+{
+    get_uuid *real = (get_uuid *)real_of(HOOK_nvmlDeviceGetUUID);
+    int result = real ? real(device, uuid, bytes) : NVML_ERROR_UNINITIALIZED;
+    int index = !result && lease_is_set() ? index_of_uuid(uuid) : -1;
+    if (index >= 0)
+        lease_name((uint32_t)index, uuid); /* as long as the one that had space */
+    return result;
+}
 
 API int nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned index, nvmlDevice_t *instance)
 {
@@ -159,9 +189,13 @@ API int nvmlDeviceGetIndex(nvmlDevice_t device, unsigned *index)
 
 /* ---- sizes ---- */
 
-static bool find_memory(nvmlDevice_t device, struct lease_memory *lease)
+/* False where a device is not the lease's.  A handle from before stands for the device in its place now. */
+static bool find_memory(nvmlDevice_t *device, struct lease_memory *lease)
 {
-    return lease_is_set() && lease_memory(index_of(device), lease);
+    int index = lease_is_set() ? index_of(*device) : -1;
+    char now[LEASE_UUID_BYTES], name[LEASE_UUID_BYTES];
+    bool has_moved = lease_uuid((uint32_t)index, now) && lease_name((uint32_t)index, name) && strcmp(now, name);
+    return (!has_moved || !find_gpu((uint32_t)index, device)) && lease_memory(index, lease);
 }
 
 #define SHOWS_MEMORY(name, type, ...)                                                    \
@@ -169,8 +203,8 @@ static bool find_memory(nvmlDevice_t device, struct lease_memory *lease)
     {                                                                                    \
         int (*real)(nvmlDevice_t, type *) = real_of(HOOK_##name);                        \
         struct lease_memory lease;                                                       \
+        uint64_t limit = real && find_memory(&device, &lease) ? lease.limit_bytes : UINT64_MAX; \
         int result = real ? real(device, memory) : NVML_ERROR_UNINITIALIZED;             \
-        uint64_t limit = !result && find_memory(device, &lease) ? lease.limit_bytes : UINT64_MAX; \
         if (!result && limit < memory->total) {                                          \
             memory->total = limit;                                                       \
             memory->used = lease.used_bytes < limit ? lease.used_bytes : limit;          \

@@ -3,7 +3,10 @@
  * Rules.
  *   - The devices are those of the limit page, in its order.  Without a page there are none.
  *   - CUDA_VISIBLE_DEVICES chooses among them.  A number is an index in the page; a UUID, or its
- *     beginning, is one of the page's.  The list ends before the first other entry.
+ *     beginning, is one of the page's: a name, or where no name fits, a device that the lease has now.
+ *     The list ends before the first other entry.
+ *   - The variable keeps its names when the lease resumes on other devices.  A process that starts then
+ *     gets those: what the driver reads has their UUIDs.
  *   - A process without the variable, or with an empty one from before its lease, sees all devices.
  *   - The driver reads the variable in cuInit.  While that call runs, the entry of the environment is
  *     replaced by one with UUIDs.  Of a UUID list the driver keeps the order, whatever CUDA_DEVICE_ORDER says.
@@ -26,6 +29,7 @@
 
 #include "../hold.h"
 #include "lease_client.h"
+#include "preload_devices.h"
 #include "preload_driver.h"
 
 #define NAME "CUDA_VISIBLE_DEVICES="
@@ -36,7 +40,7 @@ enum {
     LIST_BYTES = MOST_ENTRIES * LEASE_UUID_BYTES,
 };
 
-static char all[VALUE_AT + LIST_BYTES] = NAME;    /* every device; stays in the environment */
+static char all[VALUE_AT + LIST_BYTES] = NAME;    /* the name of every device; stays in the environment */
 static char chosen[VALUE_AT + LIST_BYTES] = NAME; /* those that the program chose; there while cuInit runs */
 
 static pthread_mutex_t showing = PTHREAD_MUTEX_INITIALIZER; /* guards what follows and `chosen` */
@@ -79,28 +83,37 @@ static int read_number(const char *entry)
     return number < GPUSHARE_DEVICES ? number : GPUSHARE_DEVICES;
 }
 
+typedef bool write_uuid(uint32_t, char[LEASE_UUID_BYTES]);
+
+/* The index of the only device with a UUID that begins so; -1: none has, -2: several have. */
+static int search(write_uuid *write, const char *entry, size_t length)
+{
+    char uuid[LEASE_UUID_BYTES];
+    int found = -1;
+    for (uint32_t d = 0; length >= strlen("GPU-") && write(d, uuid); d++)
+        if (!strncmp(uuid, entry, length))
+            found = found == -1 ? (int)d : -2;
+    return found;
+}
+
 /* Writes the UUID that an entry of the list stands for; false where it is none of the lease's. */
 static bool find_device(const char *entry, bool by_number, char uuid[LEASE_UUID_BYTES])
 {
     size_t length = strcspn(entry, ",");
-    int found = by_number ? read_number(entry) : -1;
-    for (uint32_t d = 0; !by_number && length >= strlen("GPU-") && lease_uuid(d, uuid); d++)
-        if (!strncmp(uuid, entry, length)) {
-            if (found >= 0)
-                return false; /* not unique */
-            found = (int)d;
-        }
+    int found = by_number ? read_number(entry) : search(lease_name, entry, length);
+    if (!by_number && found == -1)
+        found = search(lease_uuid, entry, length);
     return found >= 0 && lease_uuid((uint32_t)found, uuid);
 }
 
-/* Writes the UUIDs of what the program chose; of all devices where `wanted` is NULL. */
+/* Writes the UUIDs of what the program chose; the names of all devices where `wanted` is NULL. */
 static void list_devices(const char *wanted, char list[LIST_BYTES])
 {
     bool by_number = wanted && read_number(wanted) >= 0;
     char uuid[LEASE_UUID_BYTES];
     *list = 0;
     for (uint32_t n = 0; n < MOST_ENTRIES; n++) {
-        if (wanted ? !find_device(wanted, by_number, uuid) : !lease_uuid(n, uuid))
+        if (wanted ? !find_device(wanted, by_number, uuid) : !lease_name(n, uuid))
             return;
         list += sprintf(list, "%s%s", n ? "," : "", uuid);
         if (!wanted)
@@ -130,10 +143,10 @@ static void show(void)
             show_all();
         if (!at)
             putenv(all);
-        return;
-    }
-    if (*at != chosen)
+        replaced = all;
+    } else if (*at != chosen) {
         replaced = *at;
+    }
     list_devices(replaced + VALUE_AT, chosen + VALUE_AT);
     if (!chosen[VALUE_AT])
         strcpy(chosen + VALUE_AT, "-1"); /* a child that starts meanwhile sees none either */
@@ -169,8 +182,10 @@ API CUresult cuInit(unsigned flags)
         show();
     pthread_mutex_unlock(&showing);
     CUresult result = real(flags);
-    if (!result)
+    if (!result) {
+        settle_devices();
         atomic_store(&done, true);
+    }
     HOLD(&showing);
     if (!--calls)
         put_back();
