@@ -167,6 +167,7 @@ class Machine:
         self._directories: dict[str, str] = {}
         # What the devices offer without a self-test.
         self.offered: tuple[Level, ...] = (Level.WHOLE_GPU, Level.PRELOAD, Level.HINTS)
+        self.movable = False  # whether a move has passed it
 
     def start(
         self, *arguments: str, die: str = "", wait: bool = True, examine: bool = False, before: str = ""
@@ -204,7 +205,7 @@ class Machine:
         private = self.state_dir / "private"
         private.mkdir(parents=True, exist_ok=True)
         ladder = tuple(Rung(level=level, offered=True) for level in self.offered)
-        passed = asdict(Verdict(suspendable=True, ladder=ladder))
+        passed = asdict(Verdict(suspendable=True, ladder=ladder, movable=self.movable))
         kept = {"key": f"{boot_id()} {DRIVER} True", "devices": dict.fromkeys(self.uuids(), passed)}
         (private / "canary").write_text(json.dumps(kept))
 

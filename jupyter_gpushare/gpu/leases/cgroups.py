@@ -111,11 +111,15 @@ class Cgroups:
         path = self.path(name)
         if self.unavailable or not path.exists():
             return
-        for uuid in uuids:
-            with suppress(DeviceError):
-                self._nvml.set_memory_limits(uuid, str(path), 0, NO_LIMIT)
+        self.lift(name, uuids)
         with suppress(OSError):  # processes are still in it: the next helper tries again
             path.rmdir()
+
+    def lift(self, name: str, uuids: Iterable[str]) -> None:
+        """Clear the limits of a cgroup on these devices."""
+        for uuid in uuids:
+            with suppress(DeviceError):
+                self._nvml.set_memory_limits(uuid, str(self.path(name)), 0, NO_LIMIT)
 
     def sweep(self, known: Iterable[str]) -> None:
         """Remove the cgroups of leases that are not ``known`` any more."""

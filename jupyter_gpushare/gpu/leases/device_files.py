@@ -131,6 +131,11 @@ class DeviceFiles:
         if not owns:
             self.restore()
 
+    @property
+    def are_closed(self) -> bool:
+        """Whether this helper lets only the users of leases in."""
+        return self._owns
+
     def access(self, uuid: str) -> FileAccess:
         """Who may open the file of a device, as last seen."""
         return self._access.get(uuid, FileAccess())

@@ -128,6 +128,8 @@ class Parked:
     saved_bytes: dict[str, int]
     core_filter: int = -1  # /proc/PID/coredump_filter before it was suspended; -1: not changed
     out_of_step: bool = False  # lost because the driver fails at every call about it
+    # Where the driver checkpointed it, in the order of the lease's devices; empty: on those of the lease.
+    devices: tuple[str, ...] = ()
 
     @property
     def key(self) -> tuple[int, int]:
@@ -163,6 +165,10 @@ class JournalRecord:
     # Counters at the moment of suspension: pid, start ticks, calls and queries of each process.
     counted: tuple[tuple[int, int, int, int], ...] = ()
     unconfirmed: bool = False
+    # UUIDs by which its processes know its devices, in their order; empty: its own.
+    names: tuple[str, ...] = ()
+    # While it resumes on other devices: those that it had before, in their order.
+    moves_from: tuple[str, ...] = ()
 
 
 class StateDirectory:

@@ -15,7 +15,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, AccountFile, Counters, LeaseDirectory, PagePhase
@@ -72,6 +72,8 @@ class HelperLease:
         self.peak_limits = dict(record.asked.limits)
         self.files = files
         self.phase = record.phase
+        self.names = record.names or tuple(record.asked.limits)
+        self.moves_from = record.moves_from
         self.moving = threading.Lock()
         self._page_guard = threading.Lock()
         self._pauses = 0  # restores beside it, for which its allocations wait
@@ -212,6 +214,31 @@ class HelperLease:
         self.wanted_published_at, self.compared_account, self.stays_for = 0.0, b"", ""
         return before
 
+    def put_on(self, devices: Iterable[str]) -> None:
+        """Give it other devices, each in the place of its own: limits, charges and what is parked follow.
+
+        The limit page is written by `HelperLease.files`.
+        """
+        before, devices = tuple(self.limits), tuple(devices)
+        place = dict(zip(before, devices, strict=True))
+
+        def moved(by_device: Mapping[str, int]) -> dict[str, int]:
+            return {place.get(uuid, uuid): count for uuid, count in by_device.items()}
+
+        def home(each: Parked) -> tuple[str, ...]:
+            checkpointed_on = each.devices or before
+            return () if checkpointed_on == devices else checkpointed_on
+
+        self.peak_limits = self.peak_limits | moved({uuid: self.peak_limits[uuid] for uuid in before})
+        self.contexts = moved(self.contexts)
+        self.asked = replace(
+            self.asked, limits=moved(self.asked.limits), guaranteed=moved(self.asked.guaranteed)
+        )
+        self.parked = {
+            key: replace(each, saved_bytes=moved(each.saved_bytes), devices=home(each))
+            for key, each in self.parked.items()
+        }
+
     def create_files(self, contexts: Mapping[str, int]) -> None:
         """Write its limit page anew, as no process carries it, with bytes by device charged for contexts.
 
@@ -219,7 +246,7 @@ class HelperLease:
             OSError: it cannot be written.
         """
         self.contexts = dict(contexts)
-        self.files.create(self.asked.uid, self.limits, PAGE[self.phase], contexts)
+        self.files.create(self.asked.uid, self.limits, PAGE[self.phase], contexts, self.names)
 
     def block(self, key: Key, reason: str) -> None:
         """Keep a process from being suspended for a while, twice as long each time it fails again."""
@@ -261,6 +288,8 @@ class HelperLease:
             left=tuple(self.left.values()),
             damaged=tuple(sorted(self.damaged)),
             unconfirmed=self.unconfirmed,
+            names=self.names if self.names != tuple(self.limits) else (),
+            moves_from=self.moves_from,
             counted=tuple((*key, *counts) for key, counts in self.baseline.entered.items()),
         )
 

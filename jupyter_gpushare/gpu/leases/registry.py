@@ -329,6 +329,20 @@ class LeaseRegistry:
         if lease.phase is Phase.SUSPENDED:
             self.suspended.set()
 
+    def put_on(self, lease: HelperLease, devices: Iterable[str]) -> None:
+        """Give a held lease other devices in the place of its own, with all that limits it there.
+
+        Raises:
+            OSError: its limit page is missing.
+        """
+        devices = tuple(devices)
+        left = {*lease.limits, *lease.moves_from} - set(devices)
+        lease.put_on(devices)
+        lease.files.set_devices(devices)
+        if lease.in_cgroup or all(self._devices.offers(uuid, Level.CGROUP) for uuid in devices):
+            self._cgroups.limit(lease)
+            self._cgroups.lift(lease.name, left)
+
     def place(self, lease: HelperLease) -> None:
         """Put the processes of a lease into its cgroup, where the driver limits it."""
         self._cgroups.place(lease)
@@ -387,7 +401,7 @@ class LeaseRegistry:
                     "processes that run keep the limit that they had",
                     name,
                 )
-                files.create(asked.uid, asked.limits, PAGE[record.phase])
+                files.create(asked.uid, asked.limits, PAGE[record.phase], names=record.names)
             self._leases[name] = HelperLease(record, files)
             state.holders.add(asked.uid)
         self._remove_leftovers(journal.keys() - records.keys())

@@ -50,6 +50,9 @@ log = logging.getLogger(__name__)
 GONE_WAIT_S = 10.0
 # How long another call to a device is waited for that the lease does not use.
 OTHERS_WAIT_S = 0.2
+# How long the driver may take to list a process on the device that it was restored on.
+SHOWN_WAIT_S = 2.0
+NOT_MOVED = "the driver did not move it to the other device"
 # Copies run at 3-10 GB/s; a bound far above that only catches a driver that hangs.
 COPY_FLOOR_S = 30.0
 COPY_BYTES_PER_S = 500_000_000
@@ -222,6 +225,8 @@ class ProcessMoves:
         """
         if key not in lease.parked:
             return
+        if lease.moves_from:  # where it was must be in the journal before it is there
+            self.save(lease)
         try:
             self._machine.checkpoint.checkpoint(key[0], copy_s(lease.parked[key]))
         except DeviceError as error:
@@ -273,11 +278,23 @@ class ProcessMoves:
                 self._restore(lease, key)
 
     def _restore(self, lease: HelperLease, key: Key) -> None:
+        """Restore a process on the devices of the lease.
+
+        Raises:
+            DeviceError: the first error, where it is still checkpointed and not lost.
+            MoveRefused: it came back on other devices.
+        """
         first: DeviceError | None = None
         repeated = 0
-        for _ in range(RETRIES):
+        maps = _maps(lease, lease.parked[key])
+        for attempt in range(RETRIES):
             try:
-                self._machine.checkpoint.restore(key[0], copy_s(lease.parked[key]))
+                moves = maps[min(attempt, len(maps) - 1)]
+                self._machine.checkpoint.restore(key[0], copy_s(lease.parked[key]), moves)
+                if moves and not self.has_arrived(lease, key):
+                    for uuid in lease.limits:
+                        self._devices.doubt(uuid)
+                    raise MoveRefused(Refusal.NOT_SUSPENDABLE, NOT_MOVED)
                 return
             except DeviceError as error:
                 if first is None:
@@ -294,6 +311,24 @@ class ProcessMoves:
                     return
         assert first is not None
         raise first
+
+    def has_arrived(self, lease: HelperLease, key: Key) -> bool:
+        """Whether a process that is not checkpointed is on the devices of its lease; then that is noted.
+
+        The driver's list of processes may lag behind its memory; where it shows nothing of the process
+        within `SHOWN_WAIT_S`, the driver's word counts.
+
+        Raises:
+            DeviceError: the driver does not answer.
+        """
+        deadline = time.monotonic() + SHOWN_WAIT_S
+        while not (found := self.on_devices(lease).get(key)) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if found and not found.keys() <= lease.limits.keys():
+            return False
+        if key in lease.parked:
+            lease.parked[key] = replace(lease.parked[key], devices=())
+        return True
 
     def unlock(self, lease: HelperLease, key: Key) -> None:
         """LOCKED -> RUNNING, retried while the process stays locked.
@@ -395,6 +430,20 @@ class ProcessMoves:
         lease.block(key, reason)
         for uuid in lease.parked[key].saved_bytes if key in lease.parked else lease.limits:
             self._devices.doubt(uuid)
+
+
+def _maps(lease: HelperLease, parked: Parked) -> list[Mapping[str, str]]:
+    """Where a restore brings the devices of a process; the first that the driver takes counts.
+
+    The list must name every device that the process used.  Whether it must, or must not, name others that
+    the process sees is not known: a list that is refused (INVALID_VALUE) loses nothing.
+    """
+    if not parked.devices:
+        return [{}]
+    place = dict(zip(parked.devices, lease.limits, strict=True))
+    back = dict(zip(lease.limits, parked.devices, strict=True))
+    used = {back[uuid]: uuid for uuid, count in parked.saved_bytes.items() if count}
+    return [place] if len(used) == len(place) else [place, used]
 
 
 def copy_s(parked: Parked) -> float:

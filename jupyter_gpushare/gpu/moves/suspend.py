@@ -3,6 +3,7 @@
 Suspend:  decide -> journal -> page SUSPENDING -> Lock all -> counters -> Checkpoint all
           -> counters -> device memory free -> journal -> page SUSPENDED
 Resume:   reserve -> journal -> Restore all -> Unlock all -> page RUNNING -> journal
+          (on other devices, first: from and to in the journal -> limit page, cgroup)
 
 Rules:
 
@@ -18,13 +19,16 @@ Rules:
   finds out after a restart what the last helper left, and is repeated while a driver
   call hangs.
 * A process that ended leaves the move.  No process is ever killed here.
+* A lease that resumes on other devices has them as its own from the journal on (`HelperLease.put_on`), and
+  the old ones again where the resume fails.  Where an interrupted one ends follows from the driver
+  too: on the new ones once a process was restored there, which NVML shows, else suspended on the old.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 
 from jupyter_gpushare.errors import DeviceError
@@ -35,6 +39,7 @@ from jupyter_gpushare.gpu.leases.files import AccountFile, counters_of, words_of
 from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key, added, parked_of
 from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader, shares_memory_of_nccl
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.moves.places import Places
 from jupyter_gpushare.gpu.moves.reservations import FREE_WAIT_S, MemoryReservations, MoveRefused
 from jupyter_gpushare.gpu.moves.steps import ProcessMoves
 from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Phase, Refusal
@@ -138,6 +143,7 @@ class Mover:
         self._sharing = OwnMemoryReader(shares_memory_of_nccl)
         self._processes = ProcessMoves(machine, registry, devices)
         self._reservations = MemoryReservations(machine.nvml, devices, registry)
+        self._places = Places(machine, registry, devices)
 
     def room(self, needed: Mapping[str, int], timeout_s: float) -> AbstractContextManager[None]:
         """Reserve bytes by device for a restore that is none of a lease (`MemoryReservations.reserve`)."""
@@ -151,9 +157,26 @@ class Mover:
             lease, Phase.RUNNING, Phase.SUSPENDED, lambda: self._suspend(lease, calls, timeout_s)
         )
 
-    def resume(self, lease: HelperLease, timeout_s: float) -> MoveResult:
-        """The result of copying the lease's memory back; the caller holds the lease."""
-        return self._move(lease, Phase.SUSPENDED, Phase.RUNNING, lambda: self._resume(lease, timeout_s))
+    def resume(self, lease: HelperLease, timeout_s: float, devices: Sequence[str] = ()) -> MoveResult:
+        """The result of copying the lease's memory back; the caller holds the lease.
+
+        ``devices`` are others to resume on, in the order of its own.
+        """
+        if lease.unsettled:
+            self.settle(lease)
+        if list(devices) == list(lease.limits):
+            devices = ()
+        if devices and lease.phase is Phase.RUNNING:
+            return refusal(Refusal.BUSY, "it runs: only what is suspended moves to another device")
+        if devices and lease.phase is Phase.SUSPENDED:
+            try:
+                if reason := self._places.obstacle(lease, devices):
+                    return refusal(Refusal.NOT_SUSPENDABLE, reason)
+            except DeviceError as error:
+                return refusal(Refusal.BUSY, str(error))
+        return self._move(
+            lease, Phase.SUSPENDED, Phase.RUNNING, lambda: self._resume(lease, timeout_s, devices)
+        )
 
     def _move(self, lease: HelperLease, start: Phase, end: Phase, move: Callable[[], int]) -> MoveResult:
         """The result of ``move``, which brings a lease from ``start`` to ``end`` and returns its bytes."""
@@ -207,6 +230,13 @@ class Mover:
             ):
                 lease.unsettled = True
                 return
+            if lease.moves_from and not all(
+                self._processes.has_arrived(lease, key)
+                for key, state in states.items()
+                if state is not ProcessState.CHECKPOINTED
+            ):
+                self._park_again(lease)
+                states = self._processes.states(lease)
             parked = [key for key, state in states.items() if state is ProcessState.CHECKPOINTED]
             if lease.parked and len(parked) == len(states) and not lease.lost:
                 self._enter(lease, Phase.SUSPENDED, "found checkpointed")
@@ -348,12 +378,15 @@ class Mover:
 
     # Resume
 
-    def _resume(self, lease: HelperLease, timeout_s: float) -> int:
-        """Restore and unlock every process that lives."""
+    def _resume(self, lease: HelperLease, timeout_s: float, devices: Sequence[str]) -> int:
+        """Restore and unlock every process that lives; with ``devices`` on those."""
         alive = self._machine.processes.alive
         lease.parked = {key: each for key, each in lease.parked.items() if alive(key)}
-        saved = lease.saved_bytes
+        place = dict(zip(lease.limits, devices, strict=True)) if devices else {}
+        saved = {place.get(uuid, uuid): count for uuid, count in lease.saved_bytes.items()}
         with self._reservations.reserve(saved, timeout_s):
+            if devices:
+                self._leave(lease, devices)
             self._enter(lease, Phase.RESUMING, "")
             try:
                 self._processes.restore_all(lease)
@@ -376,6 +409,31 @@ class Mover:
         phase = Phase.LOST if lease.lost else Phase.RUNNING
         self._enter(lease, phase, LOST if lease.lost else reason)
 
+    def _leave(self, lease: HelperLease, devices: Sequence[str]) -> None:
+        """Give a suspended lease other devices: in the journal before anything is there.
+
+        Raises:
+            MoveRefused: that cannot be written; the lease has its own devices.
+        """
+        lease.moves_from = tuple(lease.limits)
+        log.info("lease=%s devices %s->%s", lease.name, ",".join(lease.moves_from), ",".join(devices))
+        lease.put_on(devices)
+        try:
+            self._processes.save(lease, Phase.RESUMING)
+            self._registry.put_on(lease, devices)
+        except (MoveRefused, OSError) as error:
+            self._put_on(lease, lease.moves_from)
+            lease.moves_from = ()
+            with suppress(MoveRefused):
+                self._processes.save(lease)
+            raise MoveRefused(Refusal.BUSY, str(error)) from None
+
+    def _put_on(self, lease: HelperLease, devices: Sequence[str]) -> None:
+        try:
+            self._registry.put_on(lease, devices)
+        except OSError as error:  # removed by a process with the helper's rights
+            log.error("lease=%s its limit page cannot be written: %s", lease.name, error)
+
     def _undo_resume(self, lease: HelperLease) -> None:
         """After a resume failed: suspended again, or running where that is not possible."""
         try:
@@ -391,12 +449,21 @@ class Mover:
         try:
             self._bring_back(lease, parked, "found half-way")
         except (MoveRefused, DeviceError):
-            for key, state in self._processes.states(lease).items():
-                if state is ProcessState.RUNNING:
-                    self._processes.lock(lease, key, time.monotonic() + FREE_WAIT_S)
-                if state in (ProcessState.RUNNING, ProcessState.LOCKED):
-                    self._processes.checkpoint(lease, key)
+            self._park_again(lease)
             self._enter(lease, Phase.SUSPENDED, "found half-way, not enough memory to go back")
+
+    def _park_again(self, lease: HelperLease) -> None:
+        """All processes of a move to host memory.
+
+        Raises:
+            MoveRefused: one does not come to rest, or the driver fails.
+            DeviceError: the driver does not answer.
+        """
+        for key, state in self._processes.states(lease).items():
+            if state is ProcessState.RUNNING:
+                self._processes.lock(lease, key, time.monotonic() + FREE_WAIT_S)
+            if state in (ProcessState.RUNNING, ProcessState.LOCKED):
+                self._processes.checkpoint(lease, key)
 
     # Phase
 
@@ -413,6 +480,10 @@ class Mover:
             MoveRefused: a suspension cannot be written.
         """
         saved = sum(lease.saved_bytes.values())
+        if lease.moves_from and phase is not Phase.RESUMING:
+            # The devices that it ends on; an interrupted move may have left page and cgroup as they were.
+            self._put_on(lease, lease.moves_from if phase is Phase.SUSPENDED else tuple(lease.limits))
+            lease.moves_from = ()
         if phase is Phase.SUSPENDING:
             self._processes.save(lease, phase)
             before = lease.enter(phase)

@@ -185,11 +185,14 @@ class Requests:
         return self._move(request.lease, epoch, lambda lease: self._resume_held(lease, request))
 
     def _resume_held(self, lease: HelperLease, request: helper.Resume) -> helper.MoveResult:
+        if request.unrecorded and request.devices:
+            raise InvalidRequest("a resume that is not recorded is on the lease's own devices")
         if request.unrecorded:
             return resume_unrecorded(self._registry, self._mover, lease, request.timeout_s, asked=True)
-        if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, lease.limits)):
+        limits = dict(zip(request.devices or lease.limits, lease.limits.values(), strict=False))
+        if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, limits)):
             return refusal(Refusal.NO_MEMORY, reason)
-        moved = self._mover.resume(lease, request.timeout_s)
+        moved = self._mover.resume(lease, request.timeout_s, request.devices)
         if moved.done or moved.refused is Refusal.LOST:  # else it may still be under way
             self._registry.confirm(lease)
         return moved
@@ -202,7 +205,7 @@ class Requests:
             return refusal(Refusal.NO_LEASE, f"no lease {name} on this machine")
         try:
             with self._registry.hold(lease, epoch):
-                moved = move(lease)
+                moved = replace(move(lease), devices=tuple(lease.limits))
         except HelperError as error:
             if error.kind != ErrorKind.BUSY:
                 raise

@@ -1,0 +1,84 @@
+"""Where a suspended lease can resume: on its own devices, or on others of this machine that are equal.
+
+Another device is one of the same model and with the same memory, where the self-test of both proved a move
+(`Verdict.movable`).  The processes of the lease must be able to open it, so what this helper knows
+to be walled in stays: a lease whose devices are files closed to others (``--own-device-files``), a
+container, a seat of Kubernetes.  Of device rules of systemd (``DeviceAllow``) only the spawner knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+
+
+class Places:
+    """Answers why a suspended lease cannot resume on other devices."""
+
+    def __init__(self, machine: Machine, registry: LeaseRegistry, devices: DeviceStates) -> None:
+        self._machine = machine
+        self._registry = registry
+        self._devices = devices
+
+    def obstacle(self, lease: HelperLease, devices: Sequence[str]) -> str:
+        """Why a lease cannot resume on these devices, in the order of its own; "" if it can.
+
+        Raises:
+            DeviceError: the driver does not answer.
+        """
+        if len(devices) != len(lease.limits):
+            return f"the lease has {len(lease.limits)} devices, not {len(devices)}"
+        if len(set(devices)) != len(devices):
+            return "a device is named twice"
+        if set(devices) == lease.limits.keys():
+            return "these are its own devices in another order"
+        pairs = [(old, new) for old, new in zip(lease.limits, devices, strict=True) if old != new]
+        reasons = (reason for old, new in pairs if (reason := self._unequal(old, new)))
+        return next(reasons, "") or self._wall(lease) or self._bound(lease)
+
+    def _unequal(self, old: str, new: str) -> str:
+        """Why what was on one device cannot be restored on the other."""
+        gpus: dict[str, DriverGpu] = {gpu.uuid: gpu for gpu in self._machine.nvml.gpus}
+        for uuid in (new, old):
+            if uuid not in gpus:
+                return f"no device {uuid[:80]!r} here"
+        if reason := self._devices.out_of_service(new):
+            return f"device {new} is out of service: {reason}"
+        if (gpus[old].name, gpus[old].memory_bytes) != (gpus[new].name, gpus[new].memory_bytes):
+            return f"device {new} is not of the model and memory of {old}"
+        for uuid in (old, new):
+            if not (verdict := self._devices.verdict(uuid)).movable:
+                return f"device {uuid} takes part in no move: {verdict.move_reason or 'it is not tested'}"
+        return ""
+
+    def _wall(self, lease: HelperLease) -> str:
+        """Why the processes of a lease could not open another device."""
+        if self._machine.files.are_closed:
+            return "the device files are closed to all but the users of leases (--own-device-files)"
+        if self._machine.seats.required:
+            return "its devices are those of its seat on this node"
+        processes = self._machine.processes
+        if any(map(processes.is_contained, self._registry.living(lease.name))):
+            return "it runs in a container, which has devices of its own"
+        return ""
+
+    def _bound(self, lease: HelperLease) -> str:
+        """What of a lease would stay behind.
+
+        The driver does not move a process that only called cuInit: it still sees the old device.
+        """
+        if lease.left_bytes or any(each.held_bytes for each in lease.left.values()):
+            return "GPU memory of an ended process is kept on its device"
+        for key, each in lease.parked.items():
+            if not each.saved_bytes.keys() <= lease.limits.keys():
+                return f"process {key[0]} uses a device that is not the lease's"
+        moved = {key[0] for key in lease.parked}
+        found = {process.pid for process in self._registry.living(lease.name)} - moved
+        for uuid in lease.limits:
+            if stays := found & self._machine.nvml.processes(uuid).keys():
+                return f"process {min(stays)} has opened the device and holds no memory that could move"
+        return ""
