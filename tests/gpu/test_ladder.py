@@ -303,3 +303,23 @@ def test_the_strongest_level_is_for_a_part_and_a_lease_has_the_weakest_of_its_de
     assert level_of(cut, whole=False, in_cgroup=False) is Level.MIG
     assert weakest([Level.MIG, Level.PRELOAD, Level.WHOLE_GPU]) is Level.PRELOAD
     assert weakest([]) is Level.HINTS
+
+
+def test_the_driver_s_limit_moves_with_a_lease(tmp_path: Path) -> None:
+    for machine in machine_in(tmp_path, spec="2xH100-80GB,host=512GiB,cgroup"):
+        root = fake_root(tmp_path)
+        machine.movable, machine.offered = True, (*machine.offered, Level.CGROUP)
+        machine.start("--cgroup-root", str(root))
+        limited_on_both(machine, root / "gpushare-ada")
+
+
+def limited_on_both(machine: Machine, group: Path) -> None:
+    machine.lease("ada", 8 * GIB, guaranteed={machine.uuids()[0]: 2 * GIB})
+    worker = machine.worker("ada", preload=False, mib=64)
+    until(lambda: str(worker.pid) in (group / "cgroup.procs").read_text(), "it is in its cgroup")
+    assert machine.ask("suspend", lease="ada")["done"]
+    assert machine.ask("resume", lease="ada", devices=[machine.uuids()[1]])["done"]
+    assert [machine.sim.group(device, group) for device in (0, 1)] == [None, (2 * GIB, 8 * GIB)]
+    assert (worker.do("check"), worker.do(f"alloc {8 * 1024}")) == ("ok", "2")
+    assert machine.ask("drop", lease="ada")["known"]
+    assert machine.sim.group(1, group) is None

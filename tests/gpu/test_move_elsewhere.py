@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -11,8 +12,10 @@ import pytest
 
 from jupyter_gpushare.gpu.leases.files import LIMIT_BYTES, LIMIT_DEVICE, LIMIT_HEAD, uuid_bytes
 from jupyter_gpushare.gpu.leases.journal import Parked
+from tests.gpu.containers import engine_cgroup, in_container
 from tests.gpu.leases import lease_of
 from tests.gpu.machine import GIB, MIB, Machine, Refused, machine_in, until
+from tests.gpu.test_seats import Node
 
 FOUR = "4xH100-80GB,host=512GiB,context=0GiB,free-delay=0"
 
@@ -202,6 +205,38 @@ def test_no_move_from_a_device_where_none_has_passed(unstarted: Machine) -> None
     assert (moved["refused"], "takes part in no move" in str(moved["reason"])) == ("not_suspendable", True)
     stays(unstarted, "ada", 0)
     unstarted.resume("ada", worker)
+
+
+def test_no_move_from_the_device_of_a_seat(tmp_path: Path) -> None:
+    node = Node(tmp_path, FOUR)
+    try:
+        node.movable = True
+        node.begin()
+        node.seat(lease="b1")
+        worker = node.session("b1-1")
+        assert node.ask("suspend", lease="b1-1")["done"]
+        assert "of its seat" in str(move(node, "b1-1", 1)["reason"])
+        stays(node, "b1-1", 0)
+        node.resume("b1-1", worker)
+    finally:
+        for seat in node.seats.values():
+            seat.kill()
+            seat.wait()
+        node.close()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to mount")
+def test_no_move_of_a_container(four: Machine) -> None:
+    with engine_cgroup() as cgroup:
+        folder = four.lease("b1-1")
+        worker = in_container(four, "b1-1", cgroup=cgroup, mounts=(folder,))
+        assert worker.do("alloc 64") == "0"
+        until(lambda: four.of("b1-1")["processes"], "it is of the lease")
+        assert four.ask("suspend", lease="b1-1")["done"]
+        assert "in a container" in str(move(four, "b1-1", 1)["reason"])
+        stays(four, "b1-1", 0)
+        assert four.ask("resume", lease="b1-1")["done"]
+        assert worker.do("check") == "ok"
 
 
 def test_no_move_of_what_is_walled_in(unstarted: Machine) -> None:

@@ -11,10 +11,11 @@ import random
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
-from tests.gpu.machine import GIB, PATIENCE_S, Machine, Refused, Worker
+from tests.gpu.machine import GIB, PATIENCE_S, Machine, Refused, Worker, machine_in
 from tests.simulator import Fault
 
 LEASES = ("ada", "bo", "cy")
@@ -52,9 +53,12 @@ def requests(chance: random.Random) -> list[tuple[str, str, dict[str, object]]]:
     ]
 
 
-def restart(machine: Machine, chance: random.Random) -> None:
+Asked = list[tuple[str, str, dict[str, object]]]
+
+
+def restart(machine: Machine, chance: random.Random, asked: Asked | None = None) -> None:
     threading.Timer(chance.uniform(0.0, 0.1), lambda: machine.helper and machine.helper.kill()).start()
-    together(machine, requests(chance))
+    together(machine, asked or requests(chance))
     assert machine.helper
     assert machine.helper.wait(PATIENCE_S) == -signal.SIGKILL
     machine.helper = None
@@ -90,6 +94,49 @@ def test_nothing_is_lost_over_random_moves_faults_and_kills(machine: Machine, se
     events = {event.event for event in machine.sim.ledger()}
     assert "poison" not in events
     assert "checkpoint" in events
+
+
+@pytest.mark.long_form
+@pytest.mark.parametrize("seed", range(3))
+def test_nothing_is_lost_over_random_moves_between_devices(tmp_path: Path, seed: int) -> None:
+    """Each device takes two of the three leases; a resume asks for any device."""
+    chance = random.Random(seed)
+    spec = "2xH100-80GB,host=512GiB,caller-dies=" + chance.choice(("done", "undone"))
+    for machine in machine_in(tmp_path, spec=spec):
+        machine.movable = True
+        machine.start()
+        workers: dict[str, list[Worker]] = {}
+        for lease in LEASES:
+            for other in workers:
+                assert machine.ask("suspend", lease=other)["done"]
+            machine.lease(lease, 70 * GIB)
+            workers[lease] = [machine.worker(lease, mib=HELD_MIB // 2) for _ in range(2)]
+        for _ in range(ROUNDS):
+            asked = [
+                (
+                    verb,
+                    lease,
+                    fields | ({"devices": [chance.choice(machine.uuids())]} if "res" in verb else {}),
+                )
+                for verb, lease, fields in requests(chance)
+            ]
+            if chance.random() < 0.4:
+                machine.sim.fault(chance.choice(FAULTS), count=chance.randint(1, 2))
+            if chance.random() < 0.3:
+                restart(machine, chance, asked)
+            else:
+                together(machine, asked)
+        machine.sim.clear_faults()
+        for lease in LEASES:
+            for other in LEASES:
+                if other != lease:
+                    assert settled_ask(machine, "suspend", other)
+            assert settled_ask(machine, "resume", lease)
+            assert [worker.do("check") for worker in workers[lease]] == ["ok", "ok"]
+            (here,) = machine.of(lease)["devices"]
+            held = [machine.sim.device_used(device) for device in (0, 1)]
+            assert [bool(count) for count in held] == [uuid == here for uuid in machine.uuids()]
+        assert "poison" not in {event.event for event in machine.sim.ledger()}
 
 
 def settled_ask(machine: Machine, verb: str, lease: str) -> bool:
