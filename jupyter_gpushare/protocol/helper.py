@@ -295,7 +295,7 @@ class SetLimit:
     """Create or change a lease: its directory, limit page and account.
 
     Setting what is set already changes nothing.  The devices of a lease change
-    only while no process carries it; their limits at any time.
+    only while no process carries it, or by `Resume`; their limits at any time.
     """
 
     lease: str

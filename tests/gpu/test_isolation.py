@@ -30,6 +30,7 @@ from jupyter_gpushare.gpu.leases.files import (
 from tests.gpu.machine import GIB, Machine, until
 
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
+OTHER = "GPU-ffeeddcc-bbaa-9988-7766-554433221100"
 NATIVE = Path(lease_files.__file__).parents[2] / "native"
 
 LAYOUT = """
@@ -157,9 +158,10 @@ def test_fields_of_the_page_change_one_by_one(tmp_path: Path) -> None:
     files.set_phase(PagePhase.SUSPENDED)
     files.set_limit(0, 5)
     files.set_context(0, 7)
+    files.set_devices([OTHER])
     raw = (files.path / "limit").read_bytes()
     assert lease_files.LIMIT_HEAD.unpack_from(raw)[2:] == (1, 0, PagePhase.SUSPENDED)
-    assert lease_files.LIMIT_DEVICE.unpack_from(raw, 16) == (uuid_bytes(UUID), 5, 7)
+    assert lease_files.LIMIT_DEVICE.unpack_from(raw, 16) == (uuid_bytes(OTHER), 5, 7, uuid_bytes(UUID))
     assert files.phase() is PagePhase.SUSPENDED
 
 

@@ -164,6 +164,20 @@ def test_a_lease_that_holds_nothing_moves_by_its_limits(four: Machine) -> None:
     assert worker.do("alloc 2048") == "2"
 
 
+def test_a_lease_that_has_moved_and_begins_anew_is_named_after_its_device(four: Machine) -> None:
+    worker = four.session("ada", 2 * GIB)
+    moves(four, "ada", 2)
+    old, new = (uuid_bytes(four.uuids()[device]) for device in (0, 2))
+    four.lease("ada", GIB, devices=(2,))
+    assert page(four, "ada") == [(new, old)]
+    with pytest.raises(Refused, match="its devices cannot change"):
+        four.lease("ada", GIB, devices=(0,))
+    worker.kill()
+    until(lambda: not four.of("ada")["alive"], "it has ended")
+    four.lease("ada", GIB, devices=(2,))
+    assert page(four, "ada") == [(new, new)]
+
+
 @pytest.mark.parametrize(
     ("devices", "reason"),
     [

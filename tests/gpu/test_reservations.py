@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -42,6 +42,7 @@ GIB = 1 << 30
 MIB = 1 << 20
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"
 GPU = DriverGpu(UUID, 0, "paper", 80 * GIB, mig=False, island="")
+OTHER = replace(GPU, uuid="GPU-ffeeddcc-bbaa-9988-7766-554433221100", index=1)
 NAMES = ("ada", "bo", "cy", "di")
 
 
@@ -49,13 +50,14 @@ class Paper:
     """The driver, and all that the mover needs beside it."""
 
     unavailable = ""
-    gpus = (GPU,)
+    gpus = (GPU, OTHER)
     left_out = ()
     driver = "999"
 
     def __init__(self, chance: random.Random, folder: Path) -> None:
         self.chance = chance
-        self.held: dict[int, int] = {}  # on the device, by pid
+        self.held: dict[int, int] = {}  # on its device, by pid
+        self.place: dict[int, str] = {}
         self.parked: dict[int, int] = {}
         self.states: dict[int, ProcessState] = {}
         self.lost: list[int] = []
@@ -68,18 +70,22 @@ class Paper:
             lease.files.create(os.geteuid(), lease.limits, PagePhase.RUNNING)
             lease.processes = (process_of(pid, lease=name),)
             self.leases.append(lease)
-            self.held[pid] = 512 * MIB
+            self.held[pid], self.place[pid] = 512 * MIB, UUID
             self.states[pid] = ProcessState.RUNNING
             self.allocate(lease, pid)
 
-    def free(self) -> int:
-        return GPU.memory_bytes - sum(self.held.values())
+    def free(self, uuid: str = UUID) -> int:
+        return GPU.memory_bytes - sum(self.on(uuid).values())
+
+    def on(self, uuid: str) -> dict[int, int]:
+        return {pid: count for pid, count in self.held.items() if self.place[pid] == uuid}
 
     def allocate(self, lease: HelperLease, pid: int) -> None:
         """As the library lets it: within the limit, and not while its page says to wait."""
         if lease.files.phase() is not PagePhase.RUNNING or self.states[pid] is not ProcessState.RUNNING:
             return
-        most = min(lease.limits[UUID] - self.held[pid], self.free())
+        here = self.place[pid]  # a running lease has it
+        most = min(lease.limits[here] - self.held[pid], self.free(here))
         if most > 0:
             self.held[pid] += self.chance.randrange(most + 1)
 
@@ -96,20 +102,21 @@ class Paper:
     # Nvml
     def free_bytes(self, uuid: str) -> int:
         self.meanwhile()
-        free = self.free()
+        free = self.free(uuid)
         self.meanwhile()
         return free
 
     def processes(self, uuid: str, wait_s: float | None = None) -> dict[int, int]:
         self.meanwhile()
-        return {pid: count for pid, count in self.held.items() if count}
+        return {pid: count for pid, count in self.on(uuid).items() if count}
 
     def usage(self, uuid: str) -> DeviceReading:
         self.meanwhile()
         shown = self.processes(uuid)
         if self.chance.random() < 0.1:  # two calls of the driver: what is free may be of another moment
             self.meanwhile()
-        return DeviceReading(GPU.memory_bytes - self.free(), self.free(), 0, dict(shown), None)
+        free = self.free(uuid)
+        return DeviceReading(GPU.memory_bytes - free, free, 0, dict(shown), None)
 
     def under_mps(self, uuid: str) -> frozenset[int]:
         return frozenset()
@@ -130,17 +137,21 @@ class Paper:
         self.states[pid] = ProcessState.CHECKPOINTED
         self.meanwhile()
 
-    def restore(self, pid: int, timeout_s: float) -> None:
+    def restore(self, pid: int, timeout_s: float, moves: Mapping[str, str]) -> None:
+        place = self.place[pid]
+        if moves and place not in moves:
+            raise DeviceError("cuCheckpointProcessRestore", 1)
+        place = moves.get(place, place)
         # The driver's bookkeeping takes a little more than was there before.
         needed = self.parked[pid] + self.chance.randrange(margin_bytes(self.parked[pid]))
         self.restores += 1
         if pid in self.lost:
             raise DeviceError("cuCheckpointProcessRestore", 304)
-        if needed > self.free():
+        if needed > self.free(place):
             # It stays CHECKPOINTED: NVIDIA/cuda-checkpoint issue 44, driver 580.95.05.
             self.lost.append(pid)
             raise DeviceError("cuCheckpointProcessRestore", 2)
-        self.held[pid] = needed
+        self.held[pid], self.place[pid] = needed, place
         self.states[pid] = ProcessState.LOCKED
         self.meanwhile()
 
@@ -153,8 +164,9 @@ class Margin(DeviceStates):
     """Devices with this margin for restores, and a passed self-test."""
 
     def __init__(self, factor: int = 1) -> None:
-        super().__init__((GPU,))
-        self.set_verdict(UUID, Verdict(suspendable=True))
+        super().__init__((GPU, OTHER))
+        for uuid in (UUID, OTHER.uuid):
+            self.set_verdict(uuid, Verdict(suspendable=True, movable=True))
         self._factor = factor
 
     def margin_bytes(self, uuid: str, saved_bytes: int) -> int:
@@ -170,7 +182,13 @@ def mover_on(
         alive=alive,
         core_filter=lambda key: -1,
         exit_status=lambda key: None if alive(key) else signal.SIGKILL,
+        is_contained=lambda process: False,
     )
+
+    def put_on(lease: HelperLease, devices: Sequence[str]) -> None:
+        lease.put_on(devices)
+        lease.files.set_devices(devices)
+
     registry: Any = SimpleNamespace(
         all=lambda: paper.leases,
         living=lambda name: tuple(
@@ -181,6 +199,7 @@ def mover_on(
             if alive(each.key)
         ),
         phase_changed=lambda lease: None,
+        put_on=put_on,
     )
     machine: Any = SimpleNamespace(
         nvml=paper,
@@ -189,6 +208,8 @@ def mover_on(
         state=SimpleNamespace(save=lambda record: None, boot_id="b"),
         host=SimpleNamespace(promise=lambda by_pid, held: NoLimit()),
         events=Events(),
+        files=SimpleNamespace(are_closed=False),
+        seats=SimpleNamespace(required=False),
     )
     return Mover(machine, registry, devices or Margin())
 
@@ -215,8 +236,8 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(steps, "GONE_WAIT_S", 0.05)
 
 
-def history(seed: int, folder: Path, **other: Any) -> Paper:
-    """Some dozen moves in random order."""
+def history(seed: int, folder: Path, *, elsewhere: bool = False, **other: Any) -> Paper:
+    """Some dozen moves in random order; with ``elsewhere`` a resume is on any of two devices."""
     folder.mkdir()
     chance = random.Random(seed)
     paper = Paper(chance, folder)
@@ -226,7 +247,7 @@ def history(seed: int, folder: Path, **other: Any) -> Paper:
         if lease.phase is Phase.RUNNING:
             mover.suspend(lease, "", 1.0)
         elif lease.phase is Phase.SUSPENDED:
-            mover.resume(lease, 0.0)
+            mover.resume(lease, 0.0, [chance.choice((UUID, OTHER.uuid))] if elsewhere else ())
         paper.meanwhile()
     for lease in paper.leases:
         lease.files.close()
@@ -243,6 +264,21 @@ def test_no_history_loses_a_process(tmp_path: Path, impatient: None) -> None:
         restores += paper.restores
     assert restores > 2 * HISTORIES
     print(f"\n{HISTORIES} histories, {restores} restores, none lost")
+
+
+@pytest.mark.long_form
+def test_no_history_of_moves_loses_a_process(tmp_path: Path, impatient: None) -> None:
+    """A lease is where its memory is, whether it moved or was refused."""
+    moved = 0
+    for seed in range(HISTORIES):
+        paper = history(seed, tmp_path / str(seed), elsewhere=True)
+        assert not paper.lost, f"seed {seed}"
+        for lease in paper.leases:
+            place = paper.place[lease.processes[0].pid]
+            assert list(lease.limits) == [place]
+            assert (lease.moves_from, lease.phase in (Phase.RUNNING, Phase.SUSPENDED)) == ((), True)
+            moved += place != UUID
+    assert moved > HISTORIES
 
 
 def unchecked(self: MemoryReservations, saved: Any, timeout_s: float) -> Any:
@@ -303,8 +339,8 @@ def test_a_move_that_breaks_off_for_an_unexpected_reason_is_settled_later(
         assert mover.suspend(lease, "", 1.0).done
     done = getattr(paper, call)
 
-    def breaks_off(pid: int, timeout_s: float) -> None:
-        done(pid, timeout_s)
+    def breaks_off(pid: int, timeout_s: float, *moves: Any) -> None:
+        done(pid, timeout_s, *moves)
         raise OSError("Too many open files")
 
     monkeypatch.setattr(paper, call, breaks_off)
@@ -405,7 +441,7 @@ def test_the_codes_of_a_restore_say_whether_its_process_is_lost(
     mover, lease, asked = mover_on(paper), paper.leases[0], []
     assert mover.suspend(lease, "", 1.0).done
 
-    def refuse(pid: int, timeout_s: float) -> None:
+    def refuse(pid: int, timeout_s: float, moves: Mapping[str, str]) -> None:
         asked.append(pid)
         raise DeviceError("cuCheckpointProcessRestore", code)
 

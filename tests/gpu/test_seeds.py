@@ -135,7 +135,8 @@ def test_nothing_is_lost_over_random_moves_between_devices(tmp_path: Path, seed:
             assert [worker.do("check") for worker in workers[lease]] == ["ok", "ok"]
             (here,) = machine.of(lease)["devices"]
             held = [machine.sim.device_used(device) for device in (0, 1)]
-            assert [bool(count) for count in held] == [uuid == here for uuid in machine.uuids()]
+            # The child of a self-test holds less.
+            assert [count > GIB for count in held] == [uuid == here for uuid in machine.uuids()]
         assert "poison" not in {event.event for event in machine.sim.ledger()}
 
 

@@ -492,7 +492,7 @@ class LeaseRegistry:
         same = replace(lease.asked, suspended=request.suspended) == request
         if (
             same
-            and list(lease.limits) == list(request.limits)
+            and list(lease.limits) == list(request.limits) == list(lease.names)
             and lease.phase is record.phase
             and not lease.parked
         ):
