@@ -342,8 +342,9 @@ class Resume:
     lease: str
     timeout_s: float = 60.0
     unrecorded: bool = False
-    # UUIDs to resume on, in the order of the lease's devices; empty: on its own.  Others than its own
-    # must be of the same model, and take the place of its own in its limits.
+    # UUIDs to resume on, in the order of the lease's devices; empty: on its own.  Others than its own must
+    # have the same model and memory, and take the place of its own in its limits.  Refused or failed, it
+    # stays suspended on its own (`gpu.moves.places`).
     devices: tuple[str, ...] = ()
 
 

@@ -162,21 +162,12 @@ class Mover:
 
         ``devices`` are others to resume on, in the order of its own.
         """
-        if lease.unsettled:
-            self.settle(lease)
-        if list(devices) == list(lease.limits):
-            devices = ()
-        if devices and lease.phase is Phase.RUNNING:
-            return refusal(Refusal.BUSY, "it runs: only what is suspended moves to another device")
-        if devices and lease.phase is Phase.SUSPENDED:
-            try:
-                if reason := self._places.obstacle(lease, devices):
-                    return refusal(Refusal.NOT_SUSPENDABLE, reason)
-            except DeviceError as error:
-                return refusal(Refusal.BUSY, str(error))
-        return self._move(
+        moved = self._move(
             lease, Phase.SUSPENDED, Phase.RUNNING, lambda: self._resume(lease, timeout_s, devices)
         )
+        if moved.done and devices and list(devices) != list(lease.limits):
+            return refusal(Refusal.BUSY, "it runs: only what is suspended moves to another device")
+        return moved
 
     def _move(self, lease: HelperLease, start: Phase, end: Phase, move: Callable[[], int]) -> MoveResult:
         """The result of ``move``, which brings a lease from ``start`` to ``end`` and returns its bytes."""
@@ -380,6 +371,10 @@ class Mover:
 
     def _resume(self, lease: HelperLease, timeout_s: float, devices: Sequence[str]) -> int:
         """Restore and unlock every process that lives; with ``devices`` on those."""
+        if list(devices) == list(lease.limits):
+            devices = ()
+        if devices and (reason := self._places.obstacle(lease, devices)):
+            raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
         alive = self._machine.processes.alive
         lease.parked = {key: each for key, each in lease.parked.items() if alive(key)}
         place = dict(zip(lease.limits, devices, strict=True)) if devices else {}
