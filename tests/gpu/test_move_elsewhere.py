@@ -16,6 +16,7 @@ from tests.gpu.containers import engine_cgroup, in_container
 from tests.gpu.leases import lease_of
 from tests.gpu.machine import GIB, MIB, Machine, Refused, machine_in, until
 from tests.gpu.test_seats import Node
+from tests.simulator import Fault
 
 FOUR = "4xH100-80GB,host=512GiB,context=0GiB,free-delay=0"
 
@@ -219,6 +220,29 @@ def test_no_move_from_a_device_where_none_has_passed(unstarted: Machine) -> None
     assert (moved["refused"], "takes part in no move" in str(moved["reason"])) == ("not_suspendable", True)
     stays(unstarted, "ada", 0)
     unstarted.resume("ada", worker)
+
+
+def test_no_move_to_a_device_out_of_service(four: Machine) -> None:
+    four.hears()
+    worker = four.session("ada")
+    assert four.ask("suspend", lease="ada")["done"]
+    four.sim.fault(Fault.XID, device=1, value=79)
+    four.sim.fault(Fault.DEVICE_LOST, device=1)
+    until(lambda: not four.ask("sample")["devices"][1]["healthy"], "it is out of service")
+    assert "is out of service" in str(move(four, "ada", 1)["reason"])
+    stays(four, "ada", 0)
+    assert move(four, "ada", 2)["done"]
+    assert worker.do("check") == "ok"
+
+
+def test_a_move_that_the_self_test_proved(tmp_path: Path) -> None:
+    for machine in machine_in(tmp_path, spec="2xH100-80GB,host=512GiB"):
+        machine.start(examine=True)
+        assert [device["movable"] for device in machine.ask("inventory")["devices"]] == [True, True]
+        worker = machine.session("ada")
+        moves(machine, "ada", 1)
+        assert worker.do("check") == "ok"
+        assert machine.sim.device_used(0) == 0
 
 
 def test_no_move_from_the_device_of_a_seat(tmp_path: Path) -> None:

@@ -131,6 +131,11 @@ def driver_folder(machine: Simulator) -> Path:
         f"int {name}(void **out) {{ (void)out; {made['CtxCreate' in name]}return code; }}\n"
         for name in graphics()
     )
+    own = ", ".join(map(str, bytes.fromhex(machine.uuid(0)[4:].replace("-", ""))))
+    functions += (
+        "int cuDeviceGetUuid_v2(unsigned char uuid[16], int device)\n"
+        f"{{ for (int i = 0; i < 16; i++) uuid[i] = (unsigned char[]){{{own}}}[i]; return device; }}\n"
+    )
     compile_shared(GRAPHICS + functions, machine.folder / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
     return machine.folder
 

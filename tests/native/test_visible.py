@@ -320,3 +320,15 @@ def test_a_process_that_only_found_the_old_device_makes_no_context_there(machine
         context = "ctypes.CDLL('libcuda.so.1').cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)"
         assert kernel.ask(context) == 2  # CUDA_ERROR_OUT_OF_MEMORY
         assert machine.device_used(2) == 0
+
+
+def test_a_process_with_a_context_makes_others_whichever_uuid_the_driver_answers(machine: Simulator) -> None:
+    """The driver has moved it; the runtime had made its context unseen."""
+    lease = lease_of(machine, ONE)
+    with in_lease(machine, lease, open_gpu=False, CUDA_VISIBLE_DEVICES=machine.uuid(2)) as kernel:
+        kernel.run(LOOK)
+        kernel.run("cuda(); driver = ctypes.CDLL('libcuda.so.1')")
+        assert kernel.ask("driver.gpushare_sim_retain_unseen(0)") == 0
+        lease.move(machine.uuid(0))
+        assert kernel.ask("driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)") == 0
+        assert kernel.ask("driver.cuCtxCreate_v2(ctypes.byref(ctypes.c_void_p()), 0, 0)") == 0

@@ -42,9 +42,19 @@ void settle_devices(void)
 
 static _Atomic bool has_context;
 
+/* The runtime makes primary contexts through a private table of the driver, unseen. */
+static bool any_primary_is_active(void)
+{
+    for (CUdevice ordinal = 0; ordinal < GPUSHARE_DEVICES && page_device(ordinal) >= 0; ordinal++)
+        if (primary_is_active(ordinal))
+            return true;
+    return false;
+}
+
 bool may_have_context(CUdevice ordinal)
 {
-    return !lease_is_set() || atomic_load_explicit(&has_context, memory_order_acquire) || ask_device(ordinal) >= 0;
+    return !lease_is_set() || atomic_load_explicit(&has_context, memory_order_acquire) ||
+           ask_device(ordinal) >= 0 || any_primary_is_active();
 }
 
 void note_context(void)
