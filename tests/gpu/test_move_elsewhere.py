@@ -139,8 +139,13 @@ def test_two_leases_change_their_devices(four: Machine) -> None:
     assert (ada.do("check"), bo.do("check"), used(four)) == ("ok", "ok", [30 * 1024, 40 * 1024, 0, 0])
 
 
-@pytest.mark.parametrize("unstarted", ["", ",pairs=used", ",moved-uuid=old"], indirect=True)
-def test_each_device_of_a_lease_takes_the_place_of_one(four: Machine) -> None:
+@pytest.mark.parametrize(
+    ("unstarted", "unused"),
+    [("", "0"), (",pairs=used", "2"), (",moved-uuid=old", "2")],
+    indirect=["unstarted"],
+)
+def test_each_device_of_a_lease_takes_the_place_of_one(four: Machine, unused: str) -> None:
+    """A device that a process has not used is denied where the driver does not say that it has moved."""
     four.lease("ada", 2 * GIB, devices=(0, 1))
     both, one = (four.worker("ada", devices=(0, 1), mib=64) for _ in range(2))
     assert both.do("second 256") == "0"
@@ -155,6 +160,8 @@ def test_each_device_of_a_lease_takes_the_place_of_one(four: Machine) -> None:
     assert both.do("second 1900") == "2"
     assert both.do("second 1024") == "0"
     assert used(four) == [128, 0, 0, 1280]
+    assert one.do("second 64") == unused
+    assert used(four) == [128, 0, 0, 1280 + 64 * (unused == "0")]
 
 
 def test_a_lease_that_holds_nothing_moves_by_its_limits(four: Machine) -> None:

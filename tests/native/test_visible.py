@@ -322,6 +322,18 @@ def test_a_process_that_only_found_the_old_device_makes_no_context_there(machine
         assert machine.device_used(2) == 0
 
 
+def test_a_device_that_was_not_used_before_a_move_is_used_only_where_the_lease_is(machine: Simulator) -> None:
+    """Whether the driver moves what a process sees and does not use is not known: here it does not."""
+    lease = lease_of(machine, TWO)
+    with in_lease(machine, lease, CUDA_VISIBLE_DEVICES="0,1") as kernel:
+        lease.move(machine.uuid(0), machine.uuid(1))
+        assert kernel.ask("cuda.cuCtxCreate_v2(ctypes.byref(ctypes.c_void_p()), 0, 1)") == 2
+        assert [kernel.ask(f"create(2 << 20, {ordinal})[0]") for ordinal in (0, 1)] == [0, 2]
+        assert machine.device_used(2) == 0
+        lease.move(machine.uuid(3), machine.uuid(2))
+        assert kernel.ask("create(2 << 20, 1)[0]") == 0
+
+
 def test_a_process_with_a_context_makes_others_whichever_uuid_the_driver_answers(machine: Simulator) -> None:
     """The driver has moved it; the runtime had made its context unseen."""
     lease = lease_of(machine, ONE)

@@ -34,7 +34,7 @@ struct taken begin_allocation(CUdevice ordinal, uint64_t bytes)
     if (ordinal < 0 && (ordinal = current_ordinal()) < 0)
         return taken;
     taken.ordinal = ordinal;
-    taken.device = page_device(ordinal);
+    taken.device = may_use(ordinal) ? page_device(ordinal) : -1;
     taken.bytes = bytes;
     taken.granted = take_or_trim(taken.device, bytes);
     return taken;
@@ -44,13 +44,15 @@ CUresult end_allocation(struct taken taken, CUresult result, uint64_t key)
 {
     if (taken.device < 0)
         return result;
-    if (result)
+    if (result) {
         lease_give(taken.device, taken.bytes);
-    else
+    } else {
+        note_use(taken.ordinal);
         remember((struct record){.key = key,
                                  .bytes = taken.bytes,
                                  .context = current_context(),
                                  .ordinal = taken.ordinal,
                                  .device = taken.device});
+    }
     return result;
 }

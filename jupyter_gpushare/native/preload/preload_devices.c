@@ -40,26 +40,23 @@ void settle_devices(void)
         page_device(ordinal);
 }
 
-static _Atomic bool has_context;
+static _Atomic uint32_t used_ordinals; /* a bit for each */
 
-/* The runtime makes primary contexts through a private table of the driver, unseen. */
-static bool any_primary_is_active(void)
+bool may_use(CUdevice ordinal)
 {
-    for (CUdevice ordinal = 0; ordinal < GPUSHARE_DEVICES && page_device(ordinal) >= 0; ordinal++)
-        if (primary_is_active(ordinal))
-            return true;
-    return false;
+    if (!lease_is_set())
+        return true;
+    if (page_device(ordinal) < 0 || ordinal >= GPUSHARE_DEVICES)
+        return false;
+    /* The runtime makes primary contexts through a private table of the driver, unseen. */
+    return atomic_load_explicit(&used_ordinals, memory_order_acquire) >> ordinal & 1u || ask_device(ordinal) >= 0 ||
+           primary_is_active(ordinal);
 }
 
-bool may_have_context(CUdevice ordinal)
+void note_use(CUdevice ordinal)
 {
-    return !lease_is_set() || atomic_load_explicit(&has_context, memory_order_acquire) ||
-           ask_device(ordinal) >= 0 || any_primary_is_active();
-}
-
-void note_context(void)
-{
-    atomic_store_explicit(&has_context, true, memory_order_release);
+    if (ordinal >= 0 && ordinal < GPUSHARE_DEVICES)
+        atomic_fetch_or_explicit(&used_ordinals, 1u << ordinal, memory_order_release);
 }
 
 CUdevice current_ordinal(void)

@@ -11,10 +11,11 @@
 int page_device(CUdevice ordinal);
 /* Looks up that of every ordinal, after cuInit. */
 void settle_devices(void);
-/* Whether a context may be made on an ordinal: the driver moves no process without one (it answers
- * NOT_INITIALIZED to Checkpoint), so the first is made only on a device that the lease has now. */
-bool may_have_context(CUdevice ordinal);
-void note_context(void);
+/* Whether a context or memory may be made on an ordinal of this process.  The driver moves no process without a
+ * context, and of one that has some perhaps only the devices that it uses: what is not used yet is used
+ * only where the driver answers that it is a device that the lease has now. */
+bool may_use(CUdevice ordinal);
+void note_use(CUdevice ordinal);
 /* The current context's device, or -1; the current context, or NULL. */
 CUdevice current_ordinal(void);
 CUcontext current_context(void);

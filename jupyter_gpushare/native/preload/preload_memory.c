@@ -36,11 +36,11 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuDevicePrimaryCtxRetain);
-    if (!lease_wait_for_turn() || !may_have_context(ordinal))
+    if (!lease_wait_for_turn() || !may_use(ordinal))
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUresult result = real(out, ordinal);
     if (!result)
-        note_context();
+        note_use(ordinal);
     return result;
 }
 
@@ -49,11 +49,11 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
     {                                                        \
         lease_enter(LEASE_CALLS);                            \
         FIND_REAL(name);                                     \
-        if (!lease_wait_for_turn() || !may_have_context(ordinal)) \
+        if (!lease_wait_for_turn() || !may_use(ordinal)) \
             return CUDA_ERROR_OUT_OF_MEMORY;                 \
         CUresult result = real arguments;                    \
         if (!result) {                                       \
-            note_context();                                  \
+            note_use(ordinal);                                  \
             remember_own_context(*out);                      \
         }                                                    \
         return tainted_by(result, taint);                    \
