@@ -119,9 +119,10 @@ class Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Exit with 2, the usage and the message, in a terminal wrapped at words."""
         if unknown := _INVALID_CHOICE.search(message):
-            choices = re.findall(r"[\w-]+", unknown[2])
+            choices = re.findall(r"[\w,-]*\w", unknown[2])
             near = difflib.get_close_matches(unknown[1], choices, 1)
-            advice = f"did you mean {near[0]}?" if near else f"choose from {', '.join(choices)}"
+            listed = ", ".join(repr(each) if "," in each else each for each in choices)
+            advice = f"did you mean {near[0]}?" if near else f"choose from {listed}"
             message = f"{message[: unknown.start()]}{unknown[1]!r} is not known: {advice}"
         self.print_usage(sys.stderr)
         self.exit(2, wrapped(f"{self.prog}: error: {message}", sys.stderr) + "\n")

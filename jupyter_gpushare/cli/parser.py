@@ -90,9 +90,10 @@ _SUBMIT: tuple[Option | OneOf, ...] = (
     Option("--project P", "project to charge (default: the first of yours)"),
     Option("--name N", "for people (default: from the command)"),
     Option(
-        "--checkpoint",
+        "--checkpoint MODE",
         "when its GPU is needed: suspend (default) moves its GPU memory to RAM and goes on later;"
-        " sigterm stops it with grace, and it starts again from its own checkpoint; none: from the beginning",
+        " sigterm stops it with grace, and it starts again from its own checkpoint; suspend,sigterm"
+        " suspends it, or stops it where that is better; none: it starts again from the beginning",
         [mode.value for mode in CheckpointMode],
         default=CheckpointMode.SUSPEND.value,
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jupyter_gpushare.core.measure import Doubt, Measure
-from jupyter_gpushare.core.model import WHOLE_GPU, Lease, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, CheckpointMode, Lease, Why
 from jupyter_gpushare.core.order import attained_gpu_s, gpus
 from jupyter_gpushare.messages.texts import Texts, duration_text, one_line, printable, text
 from jupyter_gpushare.protocol.wire import Text
@@ -40,9 +40,9 @@ def is_preemption(why: str) -> bool:
     return why in BECAUSE
 
 
-def requeued(since: str | Text, because: str | Text, checkpoint: str, waits: Texts) -> Texts:
-    """Return why a job that had run waits again; ``checkpoint`` is its `CheckpointMode`."""
-    goes_on = "job.goes_on_sigterm" if checkpoint == "sigterm" else "job.goes_on_none"
+def requeued(since: str | Text, because: str | Text, checkpoint: CheckpointMode, waits: Texts) -> Texts:
+    """Return why a job that had run waits again."""
+    goes_on = "job.goes_on_sigterm" if checkpoint.has_checkpoint else "job.goes_on_none"
     return text("job.requeued", since, because), text(goes_on), *waits
 
 

@@ -131,6 +131,23 @@ async def test_a_job_that_had_to_stop_says_why_and_how_it_goes_on(site, broker):
     assert "Number 1. Needs 2 GPUs together; 1 is free." in reason
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "how"),
+    [
+        ("suspend", "It starts again from the beginning."),
+        ("suspend,sigterm", "It goes on from its own checkpoint."),
+    ],
+)
+async def test_a_job_that_cannot_be_suspended_reads_what_its_mode_leaves(site, broker, checkpoint, how):
+    work = await site.running("bo", "2", program=LONG, checkpoint=checkpoint)
+    site.held[broker.lease(work).handle].suspendable = False
+    observed = broker.registry.observations[work.lease_id]
+    await until(lambda: observed.sample is not None and not observed.sample.suspendable)
+    await site.submit("ada", "1", program=Program(work_s=500))
+    await until(lambda: broker.state(work) == "pending", 120)
+    assert f"because vision took back its guaranteed GPU. {how}" in broker.seen(work).reason
+
+
 async def test_a_job_that_waits_reads_with_what_it_would_start_now(site, broker):
     await site.session("ada", "1/2")
     work = await site.submit("bo", "2")

@@ -42,12 +42,12 @@ async def test_only_a_session_on_capacity_of_its_own_may_be_resumed_unasked(site
 
 async def test_only_jobs_that_cannot_be_suspended_are_to_be_stopped_without_their_seat(site, broker):
     stops = {}
-    for checkpoint in ("suspend", "sigterm", "none"):
+    for checkpoint in ("suspend", "suspend,sigterm", "sigterm", "none"):
         program = Program(work_s=100)
         job = await site.submit("bo", "1/2", program=program, checkpoint=checkpoint)
         await until(lambda job=job: broker.state(job) == "running", 60)
         stops[checkpoint] = site.held[broker.lease(job).handle].stops
-    assert stops == {"suspend": False, "sigterm": True, "none": True}
+    assert stops == {"suspend": False, "suspend,sigterm": False, "sigterm": True, "none": True}
     assert not (await site.session("ada", "1/2")).stops
 
 

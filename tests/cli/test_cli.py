@@ -52,7 +52,10 @@ def test_submit_without_a_command_is_a_usage_error_that_shows_how(gpushare, brok
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["submit", "--checkpoint", "pray", "--", "x"], "choose from suspend, sigterm, none"),
+        (
+            ["submit", "--checkpoint", "pray", "--", "x"],
+            "choose from suspend, 'suspend,sigterm', sigterm, none",
+        ),
         (["submit", "--checkpoint", "sigtrem", "--", "x"], "did you mean sigterm?"),
         (["submit", "--env", "SEED", "--", "x"], "NAME=VALUE"),
         (["submit", "--gpus", "1", "--memory", "20GiB", "--", "x"], "not allowed with"),
@@ -188,9 +191,8 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
 ):
     monkeypatch.chdir(tmp_path)
     broker.answer("POST jobs", golden("job"), 201)
-    options = (
-        "--gpus 0.5 --project vision --name night --checkpoint sigterm --retries 2 --max-run 4h --grace 60"
-    )
+    options = "--gpus 0.5 --project vision --name night --checkpoint suspend,sigterm"
+    options += " --retries 2 --max-run 4h --grace 60"
     options += " --no-borrow --no-notify --notify https://chat.example.org/hook --mail --json"
     command = "python train.py --gpus 9 -- -x"
     ran = gpushare("submit", *options.split(), "--env", "SEED=1", "--env", "A=b=c", "--", *command.split())
@@ -205,7 +207,7 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
         "profile": None,
         "project": "vision",
         "name": "night",
-        "checkpoint": "sigterm",
+        "checkpoint": "suspend,sigterm",
         "borrow": False,
         "cwd": str(tmp_path),
         "env": {"SEED": "1", "A": "b=c"},

@@ -174,7 +174,7 @@ function JobForm(props: IJobPartProps): JSX.Element {
         field="checkpoint"
         label={trans.__('When its GPU is needed')}
         hint={checkpointText(fields.checkpoint)}
-        options={(['suspend', 'sigterm', 'none'] as CheckpointMode[]).map(choice => [
+        options={(['suspend', 'suspend,sigterm', 'sigterm', 'none'] as CheckpointMode[]).map(choice => [
           choice,
           checkpointLabel(choice)
         ])}

@@ -342,6 +342,7 @@ export function daysText(days: readonly IDay[]): string {
 export function checkpointLabel(checkpoint: CheckpointMode): string {
   const words: { readonly [checkpoint in CheckpointMode]: string } = {
     suspend: trans.__('Suspend, and go on where it was'),
+    'suspend,sigterm': trans.__('Suspend, or stop where that is better'),
     sigterm: trans.__('Stop, and start again from its own checkpoint'),
     none: trans.__('Start again from the beginning')
   };
@@ -352,6 +353,9 @@ export function checkpointLabel(checkpoint: CheckpointMode): string {
 export function checkpointText(checkpoint: CheckpointMode): string {
   const words: { readonly [checkpoint in CheckpointMode]: string } = {
     suspend: trans.__('Its GPU memory moves to RAM meanwhile. Nothing has to be changed in your program.'),
+    'suspend,sigterm': trans.__(
+      'It is stopped where it cannot be suspended, or would not get its GPU back soon. Then your program saves a checkpoint at SIGTERM, and loads the newest when it starts.'
+    ),
     sigterm: trans.__('Your program saves a checkpoint at SIGTERM, and loads the newest when it starts.'),
     none: trans.__('Whatever it had done is done once more.')
   };
