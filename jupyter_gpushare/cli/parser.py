@@ -103,6 +103,12 @@ _SUBMIT: tuple[Option | OneOf, ...] = (
         dest="borrow",
         action="store_false",
     ),
+    Option(
+        "--no-move",
+        "once suspended, resume only on the GPUs that it had, for a program that remembers them",
+        dest="move",
+        action="store_false",
+    ),
     Option("--no-notify", "no notification in JupyterLab", dest="notify", action="store_false"),
     Option("--notify URL", "webhook for the job to tell", dest="notify_url", default=""),
     Option("--mail", "mail me as well, where the site sends mail", dest="notify_mail"),

@@ -128,6 +128,9 @@ class GPUShareLocalSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, L
     def may_gain(self) -> bool:
         return True
 
+    def sees_all_gpus(self) -> bool:
+        return True
+
     async def move_certs(self, paths: Mapping[str, str]) -> dict[str, str]:
         """Return copies of a server's certificates in its owner's home (`JupyterHub.internal_ssl`).
 
@@ -158,6 +161,9 @@ class GPUShareSimpleSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, 
     """For trying out: all servers have the uid of the Hub, whatever the user's name."""
 
     def may_gain(self) -> bool:
+        return True
+
+    def sees_all_gpus(self) -> bool:
         return True
 
 

@@ -216,6 +216,13 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         """
         return False
 
+    def sees_all_gpus(self) -> bool:
+        """Return whether the server's processes can open the device file of any GPU of the machine.
+
+        Only then can what is suspended here resume on another GPU.
+        """
+        return False
+
     async def _ask(self, request: GpuRequest | None) -> SpawnGrant | None:
         """Return the broker's grant; None: no GPU requested, and the broker is unreachable.
 
@@ -231,6 +238,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
                 admin=bool(self.user.admin),
                 not_nodes=self.excluded_nodes(),
                 may_gain=self.may_gain(),
+                sees_all_gpus=self.sees_all_gpus(),
                 ticket=options.ticket(self.user_options),
                 patience_s=patience_s,
             )

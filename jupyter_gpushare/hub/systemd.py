@@ -73,6 +73,11 @@ class SystemdUnits(GPUShareMixin):
         """Return whether the unit of a server without a GPU hides nothing that a lease needs."""
         return not self.isolate_devices and self.readonly_paths is None
 
+    def sees_all_gpus(self) -> bool:
+        """Return whether no property of the unit says which devices it may open."""
+        walls = {"DeviceAllow", "DevicePolicy", "PrivateDevices"} & set(self.unit_extra_properties)
+        return not (self.isolate_devices or walls)
+
     def server_properties(self) -> dict[str, Any]:
         """Return properties of the unit that this start needs, beside those of the site."""
         properties: dict[str, Any] = {}

@@ -382,5 +382,10 @@ def spawn(
 ) -> wire.SpawnRequest:
     options = None if size is None else wire.GpuRequest(fraction=size, project=project)
     return wire.SpawnRequest(
-        user=user, server=server, groups=list(groups or GROUPS.get(user, ())), uid=1000, options=options
+        user=user,
+        server=server,
+        groups=list(groups or GROUPS.get(user, ())),
+        uid=1000,
+        options=options,
+        sees_all_gpus=True,
     )

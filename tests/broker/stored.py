@@ -55,6 +55,8 @@ LEASE = LeaseRecord(
     suspend_reason="IPC",
     limits={"GPU-1": 1 << 36, "GPU-0": 1},
     tries=2,
+    moves=True,
+    moved=True,
     unprepared=True,
 )
 JOB = JobRecord(

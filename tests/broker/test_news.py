@@ -11,7 +11,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.state.observations import STALE_S
-from jupyter_gpushare.broker.state.transitions import owned_by
+from jupyter_gpushare.broker.state.transitions import started_as
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import EventKind
 from tests.broker.machine import Program
@@ -174,7 +174,7 @@ async def test_a_process_without_a_lease_is_told_to_its_user_and_the_administrat
         return [d.sentence for d in broker.told(user, 10) if d.action == "watchdog"]
 
     async def own(session, uid):
-        await broker.registry.edit(broker.lease(session.handle), owned_by(uid))
+        await broker.registry.edit(broker.lease(session.handle), started_as(uid, moves=False))
 
     async def report(uid):
         fields = {"uid": uid, "pid": "78", "name": "miner", "action": "warn"}

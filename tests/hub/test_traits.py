@@ -19,6 +19,9 @@ from jupyter_gpushare.core.model import Kind
 from jupyter_gpushare.errors import BrokerUnavailable
 from jupyter_gpushare.hub import GPUShareSimpleSpawner, distinct
 from jupyter_gpushare.hub import spawner as module
+from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
+from jupyter_gpushare.hub.local import GPUShareLocalSpawner
+from jupyter_gpushare.hub.systemd import GPUShareSystemdSpawner
 from jupyter_gpushare.protocol.wire import SpawnGrant
 
 
@@ -197,3 +200,20 @@ async def test_options_of_a_form_are_awaitable_where_the_sites_function_is() -> 
     spawner = GPUShareSimpleSpawner(options_from_form=from_form)
     form = {"image": ["big"], "gpushare_project": [""], "gpushare_size:": ['{"gpus": 1}']}
     assert await spawner.run_options_from_form(form) == {"image": "big", "gpushare": {"gpus": 1}}
+
+
+@pytest.mark.parametrize(
+    ("spawner", "settings", "expected"),
+    [
+        (GPUShareLocalSpawner, {}, True),
+        (GPUShareSimpleSpawner, {}, True),
+        (GPUShareSystemdSpawner, {}, True),
+        (GPUShareSystemdSpawner, {"unit_extra_properties": {"CPUWeight": "50"}}, True),
+        (GPUShareSystemdSpawner, {"isolate_devices": True}, False),
+        (GPUShareSystemdSpawner, {"unit_extra_properties": {"DeviceAllow": "/dev/nvidia0 rw"}}, False),
+        (GPUShareSystemdSpawner, {"unit_extra_properties": {"DevicePolicy": "closed"}}, False),
+        (GPUShareDockerSpawner, {}, False),
+    ],
+)
+def test_a_server_moves_only_where_it_can_open_every_gpu(spawner, settings, expected) -> None:
+    assert distinct.sample(spawner, Config({"SystemdSpawner": settings}), "").sees_all_gpus() is expected

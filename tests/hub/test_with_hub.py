@@ -32,6 +32,7 @@ def test_a_start_by_rest_asks_the_broker_and_puts_its_answer_into_the_environmen
         "admin": False,
         "not_nodes": [],
         "may_gain": True,
+        "sees_all_gpus": True,
         "ticket": "",
         "patience_s": 3.0,
     }

@@ -99,7 +99,7 @@ class ServerAdmission:
         # As long as sessions wait, a new one is behind them.
         considered = replace(lease, waits=bool(queue.waiting()))
         if reserved is not None:
-            record = await self._grant_session(lease, request.uid, reserved)
+            record = await self._grant_session(lease, request, reserved)
         else:
             record = await self._admit(considered, request, until=until)
         return await self._prepare(record)
@@ -330,13 +330,19 @@ class ServerAdmission:
                 )
         self._committing.add(lease.id)
         try:
-            return await self._grant_session(replace(lease, waits=False), request.uid, answer)
+            return await self._grant_session(replace(lease, waits=False), request, answer)
         finally:
             self._committing.discard(lease.id)
 
-    async def _grant_session(self, lease: Lease, uid: int, grant: Grant) -> LeaseRecord:
+    async def _grant_session(self, lease: Lease, request: wire.SpawnRequest, grant: Grant) -> LeaseRecord:
         registry = self.registry
-        record = LeaseRecord(lease=lease, uid=uid, since_at=registry.iso_now(), entered_at=registry.clock())
+        record = LeaseRecord(
+            lease=lease,
+            uid=request.uid,
+            moves=request.sees_all_gpus,
+            since_at=registry.iso_now(),
+            entered_at=registry.clock(),
+        )
         return await registry.add_granted(record, snapshot.granted(registry, record, grant))
 
     async def _prepare(self, record: LeaseRecord) -> wire.SpawnGrant:

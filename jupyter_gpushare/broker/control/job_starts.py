@@ -9,7 +9,7 @@ from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.job_request import job_spec
 from jupyter_gpushare.broker.state.records import LeaseRecord
-from jupyter_gpushare.broker.state.transitions import owned_by
+from jupyter_gpushare.broker.state.transitions import started_as
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import Conflict, GpuShareError
 from jupyter_gpushare.protocol import wire
@@ -56,8 +56,9 @@ class JobStarts:
             )
             await self.effects.start_failed(record, str(refused))
             raise refused
-        if record.uid != request.uid:
-            record = await self.registry.edit(record, owned_by(request.uid))
+        moves = request.sees_all_gpus and wire.decode_stored(job.request, wire.JobTerms).move
+        if (record.uid, record.moves) != (request.uid, moves):
+            record = await self.registry.edit(record, started_as(request.uid, moves=moves))
         else:
             await self.registry.journal.durable()
         try:

@@ -108,6 +108,7 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
         avoids=tuple(observation.avoids.items()),
         made_way_for=observation.made_way_for,
         suspendable=not suspend_obstacle(registry, record, as_if_lending=as_if_lending),
+        movable=record.moves and sample is not None and sample.suspendable,
         idle_timeout_s=_own_timeout_s(registry, record),
         notice_s=config.notice_s if config is not None else None,
     )

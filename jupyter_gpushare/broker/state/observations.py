@@ -297,6 +297,8 @@ class DeviceObservations:
                 usable=works and not draining,
                 draining=works and draining,
                 suspendable=device.suspendable,
+                # Processes on a cluster, and those of a MIG instance, can open nothing else.
+                movable=device.movable and bool(self.inventory.host) and not device.profile,
             )
 
     def model_name(self, uuids: Collection[str]) -> str:

@@ -46,6 +46,8 @@ class LeaseRecord:
     settled: int = 0  # of a job: the newest attempt that ended or failed, and counted as such
     lost: bool = False  # its device memory could not be restored; until the processes that used it have ended
     never_sleep: bool = False  # a session that its owner marked: it is not suspended
+    moves: bool = False  # its processes can use another device, and its owner lets it resume there
+    moved: bool = False  # its last resume was on other devices than it had before
     unprepared: bool = False  # the device helper may have other limits: they are set again
 
     @property

@@ -94,6 +94,8 @@ leases = sa.Table(
     sa.Column("lost", sa.Boolean, nullable=False),
     sa.Column("never_sleep", sa.Boolean, nullable=False),
     sa.Column("settled", sa.Integer, nullable=False),
+    sa.Column("moves", sa.Boolean, nullable=False),
+    sa.Column("moved", sa.Boolean, nullable=False),
     sa.Column("unprepared", sa.Boolean, nullable=False),
     sa.Index("leases_by_server", "user", "server"),
 )

@@ -47,9 +47,9 @@ def sleep_allowed(*, allowed: bool) -> Edit:
     return lambda record: replace(record, never_sleep=not allowed)
 
 
-def owned_by(uid: int) -> Edit:
-    """Return the edit of a lease whose server runs as ``uid``, as the spawner reported."""
-    return lambda record: replace(record, uid=uid)
+def started_as(uid: int, *, moves: bool) -> Edit:
+    """Return the edit of a job whose server runs as ``uid`` and may move to other devices or not."""
+    return lambda record: replace(record, uid=uid, moves=moves)
 
 
 def loss_replaced(record: LeaseRecord) -> LeaseRecord:

@@ -64,6 +64,7 @@ class SpawnRequest(Message, frozen=True):
     admin: bool = False
     not_nodes: list[str] = []  # without capacity for the server itself; of a cluster
     may_gain: bool = False  # without a GPU, it can get one while it runs: its processes run beside the broker
+    sees_all_gpus: bool = False  # its processes can open the device file of any GPU of the machine
     ticket: str = ""  # of a job's server: what the broker gave to the Hub with the request to start it
     # Seconds that the spawner waits for the answer; None: not known.
     patience_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None

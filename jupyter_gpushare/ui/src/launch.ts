@@ -28,6 +28,8 @@ export interface IFields {
   readonly name: string;
   /** May start on GPUs that others own. */
   readonly borrow: boolean;
+  /** Once suspended, may resume on other GPUs than it had. */
+  readonly move: boolean;
   readonly checkpoint: CheckpointMode;
   /** Tell when it ends or is paused. */
   readonly notify: boolean;
@@ -64,6 +66,7 @@ export const BLANK: IFields = {
   project: '',
   name: '',
   borrow: true,
+  move: true,
   checkpoint: 'suspend',
   notify: true,
   notifyUrl: '',
@@ -95,6 +98,7 @@ export function fieldsOf(job: IJob): Partial<IFields> {
     project: job.project,
     name: job.name,
     borrow: job.borrow,
+    move: job.move,
     checkpoint: job.checkpoint,
     notify: job.notify,
     notifyUrl: job.notify_url,
@@ -175,6 +179,7 @@ export function requestOf(fields: IFields): ILaunchRequest {
     project: fields.project || null,
     name: fields.name.trim() || null,
     borrow: fields.borrow,
+    move: fields.move,
     checkpoint: fields.checkpoint,
     notify: fields.notify,
     notify_url: fields.notifyUrl.trim(),

@@ -288,6 +288,12 @@ function More({ model }: IJobPartProps): JSX.Element {
         hint={trans.__('The job tells this address when it starts, is stopped and ends.')}
       />
       <MaxRun model={model} />
+      <Switch
+        model={model}
+        field="move"
+        label={trans.__('May go on on another GPU')}
+        hint={trans.__('Once suspended it resumes on any free GPU of the same model. Not for a program that remembers its GPU.')}
+      />
     </details>
   );
 }

@@ -84,10 +84,12 @@ describe('what is typed', () => {
       command: 'ls',
       kernel: '',
       borrow: true,
+      move: true,
       notify: true
     });
-    expect(requestOf(fields({ path: 'a.py', borrow: false, notify: false }))).toMatchObject({
+    expect(requestOf(fields({ path: 'a.py', borrow: false, move: false, notify: false }))).toMatchObject({
       borrow: false,
+      move: false,
       notify: false
     });
   });
@@ -95,7 +97,8 @@ describe('what is typed', () => {
 
 describe('a duplicate', () => {
   it('has everything of the first one', () => {
-    expect(requestOf({ ...BLANK, ...fieldsOf(JOB) })).toMatchObject({
+    expect(requestOf({ ...BLANK, ...fieldsOf({ ...JOB, move: false }) })).toMatchObject({
+      move: false,
       path: JOB.source!.path,
       parameters: { lr: '0.1' },
       gpus: JOB.gpus,

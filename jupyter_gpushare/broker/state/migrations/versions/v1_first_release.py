@@ -3,7 +3,7 @@
 A later release that changes the tables adds a migration that starts here.
 """
 
-revision = "v1b"
+revision = "v1c"
 down_revision = None
 
 
