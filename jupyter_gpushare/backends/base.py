@@ -12,7 +12,7 @@ caller tries again later unless the error says otherwise.
 from __future__ import annotations
 
 import abc
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from jupyter_gpushare.errors import GpuShareError
@@ -140,8 +140,13 @@ class DeviceBackend(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def resume(self, handle: str, *, unrecorded: bool = False) -> MoveResult:
+    async def resume(
+        self, handle: str, *, unrecorded: bool = False, devices: Sequence[str] = ()
+    ) -> MoveResult:
         """Move the memory of a lease back, only when the driver shows enough free memory.
+
+        ``devices`` are UUIDs to resume on, in the order of its own; empty: on its own.  What is on them
+        already is not moved.  The answer says on which it is, also where it was refused.
 
         ``unrecorded``: the database does not say so and takes nothing now.  Then only into a part of the
         devices that no living lease has; the sample shows it as ``unconfirmed`` until a `resume` that is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from jupyter_gpushare.backends.base import DeviceBackend, Prepared
@@ -61,8 +61,10 @@ class LocalDevices(DeviceBackend):
             "suspend", helper.Suspend(lease=handle, calls=calls), helper.MoveResult, timeout_s=MOVE_S
         )
 
-    async def resume(self, handle: str, *, unrecorded: bool = False) -> helper.MoveResult:
-        request = helper.Resume(lease=handle, unrecorded=unrecorded)
+    async def resume(
+        self, handle: str, *, unrecorded: bool = False, devices: Sequence[str] = ()
+    ) -> helper.MoveResult:
+        request = helper.Resume(lease=handle, unrecorded=unrecorded, devices=tuple(devices))
         return await self._helper.ask("resume", request, helper.MoveResult, timeout_s=MOVE_S)
 
     async def signal(self, handle: str, number: int, to: str) -> int:

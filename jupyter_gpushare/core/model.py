@@ -349,6 +349,7 @@ class Why(enum.StrEnum):
     WANTED = "wanted"  # its owner runs a GPU cell
     NOT_WAITING = "not_waiting"  # it has what it needs, or requests nothing now
     NO_CAPACITY = "no_capacity"
+    OWN_DEVICES = "own_devices"  # its own devices are in use, and it cannot move
     NOT_WORTH_IT = "not_worth_it"  # a preemption would cost more than it gains
     RESERVED = "reserved"  # it starves: the capacity that it needs is reserved before all other jobs
     NOT_BYPASSED = "not_bypassed"  # it was bypassed for long: no later job of its project precedes it

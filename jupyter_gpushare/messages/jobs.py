@@ -58,6 +58,7 @@ def usually(low_s: float, likely_s: float, high_s: float) -> Text:
 _NEEDS: Mapping[str, str] = {
     "": "waiting.next",
     Why.QUOTA: "waiting.quota",
+    Why.OWN_DEVICES: "waiting.own_devices",
     Why.AWAITING_RELEASE: "waiting.being_freed",
     Why.HOST_MEMORY: "waiting.host_memory",
     Why.JOB_HOST_MEMORY: "waiting.job_host_memory",

@@ -60,6 +60,9 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.watched": "lending is only watched on this machine",
         "reason.switched_off": "lending is switched off on this machine",
         "reason.marked": "it is marked never to be put to sleep",
+        "reason.no_move": "it was submitted not to move",
+        "reason.sees_no_other": "its processes can open no other GPU",
+        "reason.stays_here": "it cannot move from this GPU",
         "reason.mps": "it runs under MPS",
         "reason.not_measured": "not measured",
         "reason.no_lease": "no lease %1 on this machine",
@@ -187,6 +190,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.drains_by": (
             "This GPU takes nothing new. The administrator asks to have your server stopped by %1."
         ),
+        "session.moved": "It resumed on another GPU; your variables stay.",
         "session.kept": "You keep it until %1.",
         "session.processor_only": "No GPU work for %1, so this session counts as idle.",
         "session.processor_until": "No GPU work for %1; from %2 on this session counts as idle.",
@@ -215,6 +219,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.how_to_wake_damaged": "Run any GPU cell to wake it.",
         "session.how_to_wake_usually": "Run any GPU cell to wake it, %1.",
         "session.how_to_wake_in": "Run any GPU cell to wake it, which takes %1; your variables are safe.",
+        "session.waits_for_own": ("Waits for the GPU that it was on; it cannot move to another because %1."),
         "session.back_in": "The GPU is back in %1.",
         "session.waits_for_capacity": (
             "Your GPU was borrowed and others use it: it comes back when there is free capacity, "
@@ -272,6 +277,8 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "job.paused": "Paused at %1 because %2. Nothing was lost.",
         "job.requeued": "Paused at %1 because %2.",
         "job.number": "Number %1.",
+        "job.waits_for_own": "It waits for the GPU that it was on; it cannot move to another because %1.",
+        "job.moved": "It resumed on another GPU.",
         "job.resuming": "Going on: its GPU memory is being copied back.",
         "job.damaged": (
             "The GPU driver failed to pause it, so it may be damaged: check its results, "
@@ -335,6 +342,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "waiting.device_broken": "Needs %1; a GPU is out of order.",
         "waiting.owner_gone": "Does not start: the Hub does not have its owner now.",
         "waiting.draining": "Needs %1; an administrator empties GPUs here, and they take nothing new.",
+        "waiting.own_devices": "Needs %1: those that it was on, which are in use.",
         "waiting.one_free": "Needs %1; 1 is free.",
         "waiting.free": "Needs %1; %2 are free.",
         # ---- how far the start of a session is, on a cluster ------------------
@@ -373,6 +381,8 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "notice.device_back": "%1 has its GPU back in service.",
         "notice.low_use": "%1 has kept its GPU busy for %2 without computing: utilization stayed below 2 %.",
         "notice.resized": "%1 has a new size, before: %2.",
+        "notice.moved_session": "%1 resumed on another GPU; its variables stay.",
+        "notice.moved_job": "%1 resumed on another GPU.",
         "notice.time_left": "%1 has about %2 left, by its progress.",
         "notice.time_limit": "%1 is stopped in %2: that is its maximum run time.",
         "notice.job_changed": "%1 was changed: %2; before: %3.",

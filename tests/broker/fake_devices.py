@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from jupyter_gpushare.backends.base import DeviceBackend, Prepared
@@ -71,6 +72,8 @@ class SiteDevices(DeviceBackend):
                     memory_bytes=DEVICE_BYTES,
                     reserve_bytes=self.site.reserve_bytes,
                     suspendable=not self.site.profile,
+                    movable=self.site.movable,
+                    move_reason="" if self.site.movable else "the driver cannot move it",
                     resume_bytes_per_s=4 * GB,
                     profile=self.site.profile,
                 )
@@ -169,11 +172,17 @@ class SiteDevices(DeviceBackend):
         await self.broker.step()
         return moved
 
-    async def resume(self, handle: str, *, unrecorded: bool = False) -> MoveResult:
+    async def resume(
+        self, handle: str, *, unrecorded: bool = False, devices: Sequence[str] = ()
+    ) -> MoveResult:
         await self.effect("resume", handle)
-        moved = await self._move("resume", handle, self._restore_unrecorded if unrecorded else self._restore)
+        if unrecorded:
+            moved = await self._move("resume", handle, self._restore_unrecorded)
+        else:
+            moved = await self._move("resume", handle, lambda held: self._restore(held, devices))
         await self.broker.step()
-        return moved
+        held = self.site.held.get(handle)
+        return moved if held is None else replace(moved, devices=tuple(held.limits))
 
     async def _move(self, name: str, handle: str, move: Callable[[Held], MoveResult]) -> MoveResult:
         held = self.site.held.get(handle)
@@ -208,24 +217,30 @@ class SiteDevices(DeviceBackend):
         held.unconfirmed = moved.done
         return moved
 
-    def _restore(self, held: Held) -> MoveResult:
+    def _restore(self, held: Held, devices: Sequence[str] = ()) -> MoveResult:
         if held.phase is Phase.LOST:
             return MoveResult(done=False, refused=Refusal.LOST, reason="the driver lost it")
         if held.phase is Phase.RUNNING:
             held.unconfirmed = False
             return MoveResult(done=True)
-        if reason := self.site.conflict(held.handle, held.limits):
-            return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason=reason)
-        for uuid, count in held.saved.items():
-            used = sum(h.used.get(uuid, 0) for h in self.site.held.values())
-            if used + count > DEVICE_BYTES - self.site.reserve_bytes:
-                return MoveResult(
-                    done=False, refused=Refusal.NO_MEMORY, reason="the driver shows too little free memory"
-                )
+        here = tuple(held.limits)
+        if devices and tuple(devices) != here and not self.site.movable:
+            return MoveResult(done=False, refused=Refusal.NOT_SUSPENDABLE, reason="it cannot move")
+        held.place_on(devices or here)
+        if why := self._no_memory(held):
+            held.place_on(here)
+            return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason=why)
         back, held.saved = held.saved, {}
         held.phase, held.wanted = Phase.RUNNING, False
         self.site.use(held, back)
         return MoveResult(done=True)
+
+    def _no_memory(self, held: Held) -> str:
+        for uuid, count in held.saved.items():
+            used = sum(h.used.get(uuid, 0) for h in self.site.held.values())
+            if used + count > DEVICE_BYTES - self.site.reserve_bytes:
+                return "the driver shows too little free memory"
+        return self.site.conflict(held.handle, held.limits)
 
     async def signal(self, handle: str, number: int, to: str) -> int:
         await self.effect(f"signal {signal.Signals(number).name} {to}", handle)

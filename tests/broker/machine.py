@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.protocol import wire
@@ -39,6 +40,13 @@ class Held:
     left: dict[int, int] = field(default_factory=dict)  # bytes of dead processes, by the pid that keeps them
     stops: bool = False
     unconfirmed: bool = False
+
+    def place_on(self, devices: Sequence[str]) -> None:
+        """Have the suspended lease on these devices: each takes what the one at its place has."""
+        places = dict(zip(self.limits, devices, strict=True))
+        self.limits = {places[uuid]: count for uuid, count in self.limits.items()}
+        self.guaranteed = {places[uuid]: count for uuid, count in self.guaranteed.items()}
+        self.saved = {places[uuid]: count for uuid, count in self.saved.items()}
 
 
 @dataclass

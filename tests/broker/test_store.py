@@ -32,6 +32,7 @@ def test_the_examples_differ_from_every_default():
         "retry_at",
         "avoids",  # a memory of the observations, which are not stored, like the next
         "made_way_for",
+        "movable",
         "used_bytes",
         "duration_s",
         "consolidate",

@@ -29,7 +29,14 @@ def said(function, *args, **more) -> str:
 
 # An idle session of half a GPU, whose owner is warned; unless a test gives other values.
 _OF_LEASE = {"used_bytes": 7 * 1000**3, "saved_bytes": 7 * 1000**3, "lend_now": False, "wanted": False}
-_OF_RECORD = {"why": Why.IDLE, "note": "", "given_to": "", "lost": False, "suspend_reason": ""}
+_OF_RECORD = {
+    "why": Why.IDLE,
+    "note": "",
+    "given_to": "",
+    "lost": False,
+    "suspend_reason": "",
+    "moved": False,
+}
 _OF_LENDING = {"lend_in_s": 300.0, "warned": True}
 _OF_VIEW = {
     "memory_limit_bytes": 40 * 1000**3,
@@ -37,7 +44,7 @@ _OF_VIEW = {
     "idle_s": 600.0,
     "lent_to": messages.text("part.job_of_project", "nlp"),
     "waits": (messages.text("waiting.owner_gone"),),
-    **dict.fromkeys(("obstacle", "taken_back_by"), ""),
+    **dict.fromkeys(("obstacle", "stays_because", "taken_back_by"), ""),
     **dict.fromkeys(("damaged", "borrowed", "unclaimed", "is_timed_out"), False),
     **dict.fromkeys(("asks_again_at", "kept_until", "stays_until", "usually_wakes", "starts_in")),
     **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position")),
@@ -68,8 +75,8 @@ def seen(state: State, kind: Kind = Kind.BUILD, *, waiting: int = 2, **more) -> 
 @pytest.mark.parametrize("state", State)
 @pytest.mark.parametrize("kind", Kind)
 def test_every_state_is_said_in_plain_words(state, kind):
-    for why, wanted, borrowed, suspendable, idle, lend in itertools.product(
-        ["", *Why], (True, False), (True, False), (True, False), (None, 0.0, 1e6), (None, 0.0)
+    for why, wanted, borrowed, suspendable, moves, idle, lend in itertools.product(
+        ["", *Why], (True, False), (True, False), (True, False), (True, False), (None, 0.0, 1e6), (None, 0.0)
     ):
         case = seen(
             state,
@@ -78,6 +85,8 @@ def test_every_state_is_said_in_plain_words(state, kind):
             wanted=wanted,
             borrowed=borrowed,
             obstacle="" if suspendable else "it uses CUDA IPC",
+            stays_because="" if moves else "it was submitted not to move",
+            moved=moves,
             idle_s=idle,
             lend_in_s=lend,
         )
@@ -94,6 +103,23 @@ def test_a_warned_owner_reads_what_waits_when_and_what_becomes_of_the_memory():
     for part in ("Idle for 10 min", "2 jobs are waiting", "In 5 min", "RAM", "Your variables stay"):
         assert part in text
     assert said(badge, seen(State.RUNNING)) == "Lent in 5 min"
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (Kind.BUILD, "Waits for the GPU that it was on; it cannot move to another because "),
+        (
+            Kind.TRAIN,
+            "Nothing was lost. It waits for the GPU that it was on; it cannot move to another because ",
+        ),
+    ],
+)
+def test_what_may_not_move_reads_that_it_waits_for_its_own_gpu(kind, expected):
+    because = "its processes can open no other GPU"
+    case = seen(State.SUSPENDED, kind, wanted=True, stays_because=because, unclaimed=True)
+    assert f"{expected}{because}." in said(sentence, case)
+    assert said(badge, case) == ("Paused" if kind is Kind.TRAIN else "Waiting to wake")
 
 
 def test_an_owner_keeps_the_gpu_while_no_job_waits():

@@ -25,6 +25,7 @@ from collections.abc import (
     Iterable,
     Iterator,
     Mapping,
+    Sequence,
 )
 from dataclasses import replace
 from functools import partial
@@ -423,8 +424,12 @@ class NodeDevices(DeviceBackend):
     async def suspend(self, handle: str, calls: str) -> MoveResult:
         return await self._move(handle, lambda node: node.devices.suspend(handle, calls))
 
-    async def resume(self, handle: str, *, unrecorded: bool = False) -> MoveResult:
-        return await self._move(handle, lambda node: node.devices.resume(handle, unrecorded=unrecorded))
+    async def resume(
+        self, handle: str, *, unrecorded: bool = False, devices: Sequence[str] = ()
+    ) -> MoveResult:
+        return await self._move(
+            handle, lambda node: node.devices.resume(handle, unrecorded=unrecorded, devices=devices)
+        )
 
     async def _move(
         self, handle: str, move: Callable[[HelperNode], Coroutine[Any, Any, MoveResult]]

@@ -42,6 +42,7 @@ from jupyter_gpushare.broker.state.transitions import (
     SuspendRefused,
     limits_set,
     loss_replaced,
+    on_devices,
 )
 from jupyter_gpushare.core.model import State, Why
 from jupyter_gpushare.error_log import ErrorLog
@@ -129,9 +130,11 @@ class Effects:
         job = self.registry.job_of(record)
         if record.is_job and (observation.vanished_s >= GONE_S or job is None or job.exit_code is not None):
             return self._end_job
+        sample = observation.sample
+        if snapshot.sampled_elsewhere(self.registry, record):
+            return self._reconcile_devices
         if record.unprepared:
             return self.set_limits
-        sample = observation.sample
         phase = sample.phase if sample and snapshot.sampled_since_entry(self.registry, record) else None
         if record.lost and record.state is State.RUNNING:
             if record.is_job:
@@ -227,7 +230,9 @@ class Effects:
 
     async def _resume(self, record: LeaseRecord) -> None:
         observation = self.registry.observations[record.id]
-        moved = await self.devices.resume(record.handle)
+        # Devices are named only to a helper that may move it: the broker may have ended since the intent.
+        moved = await self.devices.resume(record.handle, devices=record.lease.devices if record.moves else ())
+        devices = moved.devices if snapshot.is_place_of(record, moved.devices) else ()
         now = self.registry.clock()
         if moved.done:
             if observation.wanted_at is not None:
@@ -237,12 +242,12 @@ class Effects:
                 # The notification that follows must not show the sample of the suspended lease.
                 found = {sample.lease: sample for sample in (await self.devices.sample()).leases}
                 observation.sample = found.get(record.handle, observation.sample)
-            await self.registry.advance(record, ResumeDone())
+            await self.registry.advance(record, ResumeDone(devices=devices))
         elif moved.refused is Refusal.LOST:
             counts = self.registry.suspensions.after_loss(moved.reason, self.registry.iso_now())
             self.registry.suspensions = counts
             await self.registry.journal.commit(counts)
-            await self.registry.advance(record, StateLost(reason=moved.reason))
+            await self.registry.advance(record, StateLost(reason=moved.reason, devices=devices))
             why = messages.reason_text(moved.reason)
             await self.registry.record_notice(record, "lost", "notice.lost", why, record.handle)
         else:
@@ -253,7 +258,7 @@ class Effects:
             )
             observation.retry_at = now + min(again_s, _RESUME_RETRY_MAX_S)
             observation.resumes_refused = min(observation.resumes_refused + 1, 10)
-            await self.registry.advance(record, ResumeRefused(reason=moved.reason))
+            await self.registry.advance(record, ResumeRefused(reason=moved.reason, devices=devices))
 
     async def set_limits(self, record: LeaseRecord) -> LeaseRecord:
         """Set the recorded limits of a session at the device helper, which may have others."""
@@ -268,6 +273,13 @@ class Effects:
     async def _reconcile_restarted(self, record: LeaseRecord) -> None:
         """Clear the loss of a session: its kernels have restarted."""
         await self.registry.edit(record, loss_replaced)
+
+    async def _reconcile_devices(self, record: LeaseRecord) -> None:
+        """Follow the helper, which has a lease on other devices than the record says."""
+        sample = self.registry.observations[record.id].sample
+        if sample is not None:
+            log.warning("lease=%s is on %s", record.handle, ",".join(sample.devices))
+            await self.registry.edit(record, on_devices(*sample.devices))
 
     async def _reconcile_awake(self, record: LeaseRecord) -> None:
         """Follow the helper, which undid a suspension, or resumed the lease while no broker answered."""

@@ -312,7 +312,7 @@ class Loop:
             case Resume():
                 # A retry after a refusal is not a new decision.
                 again = self.registry.observations[record.id].resumes_refused > 0
-                return move(record, ResumeBegun(why="" if again else action.why))
+                return move(record, ResumeBegun(why="" if again else action.why, devices=action.devices))
             case Requeue():
                 given_to = self._project_of(action.for_lease)
                 return move(

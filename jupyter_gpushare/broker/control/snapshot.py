@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,6 +24,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.order import ORDERS
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import Phase, SetLimit
 
 # Shorter pauses between CUDA calls do not count as idle.
@@ -221,6 +222,29 @@ def suspend_obstacle(registry: Registry, record: LeaseRecord, *, as_if_lending: 
     if observation.sample is not None and not observation.sample.suspendable:
         return observation.sample.suspend_reason
     return registry.devices.suspend_obstacle(record.lease.devices)
+
+
+def move_obstacle(registry: Registry, record: LeaseRecord) -> str:
+    """Return why a suspended lease resumes on its own devices alone; empty: it may move."""
+    if record.moves:
+        return registry.devices.move_obstacle(record.lease.devices)
+    job = registry.job_of(record)
+    if job is not None and not wire.decode_stored(job.request, wire.JobTerms).move:
+        return "it was submitted not to move"
+    return "its processes can open no other GPU"
+
+
+def is_place_of(record: LeaseRecord, devices: Sequence[str]) -> bool:
+    """Return whether a lease that may move can be on these devices: as many as its own."""
+    return record.moves and len(devices) == len(record.lease.devices)
+
+
+def sampled_elsewhere(registry: Registry, record: LeaseRecord) -> bool:
+    """Return whether the helper has a lease on other devices than its record says."""
+    sample = registry.observations[record.id].sample
+    if sample is None or not sampled_since_entry(registry, record):
+        return False
+    return is_place_of(record, sample.devices) and set(sample.devices) != set(record.lease.devices)
 
 
 def sampled_since_entry(registry: Registry, record: LeaseRecord) -> bool:

@@ -323,6 +323,12 @@ class DeviceObservations:
         """Return why nothing can be suspended on one of these devices; empty when it can."""
         return next((d.suspend_reason for d in self.listed if not d.suspendable and d.uuid in uuids), "")
 
+    def move_obstacle(self, uuids: Collection[str]) -> str:
+        """Return why nothing suspended on one of these devices can move; empty: it can."""
+        found = (d for d in self.for_planner() if d.uuid in uuids and not d.movable)
+        reasons = {d.uuid: d.move_reason for d in self.listed}
+        return next((reasons[d.uuid] or "it cannot move from this GPU" for d in found), "")
+
     def copy_rates(self, uuids: Collection[str]) -> tuple[float, float]:
         """Return bytes per second of a suspension and of a resume; 0: unknown.
 

@@ -36,7 +36,7 @@ from jupyter_gpushare.broker.state.records import (
 from jupyter_gpushare.broker.state.session_queue import SessionQueue
 from jupyter_gpushare.broker.state.store import Journal, Loaded, Store
 from jupyter_gpushare.broker.state.tables import Change
-from jupyter_gpushare.broker.state.transitions import Edit, Granted, Transition, log_transition
+from jupyter_gpushare.broker.state.transitions import Edit, Granted, ResumeDone, Transition, log_transition
 from jupyter_gpushare.broker.state.usage import Counted, FairnessTracker, Meter, Tally, UsageSums
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Kind, Lease, LeaseEvent, Notice, State, advance
@@ -519,6 +519,10 @@ class Registry:
             event = transition.event
             action = {LeaseEvent.STOP: "requeue", LeaseEvent.GRANT_ASLEEP: "grant"}.get(event, str(event))
             also.append(self.decision(changed, action, transition.why, transition.for_lease))
+        if changed.moved and isinstance(transition, ResumeDone):
+            key = "notice.moved_job" if changed.is_job else "notice.moved_session"
+            line = messages.text(key, self.subject_of(changed))
+            also.append(self.decisions.add(changed, str(LeaseEvent.RESUME), line))
         self._cache(changed)
         if changed.id in self.observations:
             self.observations[changed.id].enter(state, transition.for_lease)

@@ -52,6 +52,22 @@ def started_as(uid: int, *, moves: bool) -> Edit:
     return lambda record: replace(record, uid=uid, moves=moves)
 
 
+def on_devices(*devices: str) -> Edit:
+    """Return the edit of a lease that is on ``devices`` instead of its own; none: as it was.
+
+    The n-th device takes the limit of the n-th of its own.
+    """
+
+    def edit(record: LeaseRecord) -> LeaseRecord:
+        if not devices or devices == record.lease.devices:
+            return record
+        limits = dict(zip(devices, record.limits.values(), strict=True))
+        lease = replace(record.lease, devices=devices)
+        return replace(record, lease=lease, limits=limits, moved=not record.moved)
+
+    return edit
+
+
 def loss_replaced(record: LeaseRecord) -> LeaseRecord:
     """Return a session whose processes that used the lost device memory have ended."""
     return replace(record, lost=False)
@@ -99,7 +115,8 @@ class Granted(Transition):
             borrowed=self.borrowed,
         )
         attempt = record.attempt + 1 if record.is_job else record.attempt
-        return replace(record, lease=lease, limits=dict(self.limits), attempt=attempt, note="", given_to="")
+        limits = dict(self.limits)
+        return replace(record, lease=lease, limits=limits, attempt=attempt, note="", given_to="", moved=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,7 +173,8 @@ class SuspendBegun(Transition):
     given_to: str = ""
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
-        return replace(record, lease=replace(record.lease, lend_now=False), note="", given_to=self.given_to)
+        lease = replace(record.lease, lend_now=False)
+        return replace(record, lease=lease, note="", given_to=self.given_to, moved=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,40 +201,49 @@ class SuspendRefused(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeBegun(Transition):
-    """A lease is to get its device memory back."""
+    """A lease is to get its device memory back, on ``devices`` (none: on its own)."""
 
     event = LeaseEvent.RESUME
+    devices: tuple[str, ...] = ()
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        return on_devices(*self.devices)(record)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeDone(Transition):
-    """The device memory of a lease is back."""
+    """The device memory of a lease is back, on ``devices`` (none: where it was to resume)."""
 
     event = LeaseEvent.RESUME_DONE
+    devices: tuple[str, ...] = ()
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        record = on_devices(*self.devices)(record)
         return replace(record, lease=replace(record.lease, saved_bytes=0, granted_at=now), note="")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeRefused(Transition):
-    """The device helper did not resume a lease."""
+    """The device helper did not resume a lease, which is on ``devices`` (none: where it was to resume)."""
 
     event = LeaseEvent.RESUME_REFUSED
     reason: str
+    devices: tuple[str, ...] = ()
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
-        return replace(record, note=self.reason)
+        return replace(on_devices(*self.devices)(record), note=self.reason)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLost(Transition):
-    """The driver could not restore the device memory of a lease."""
+    """The driver could not restore the memory of a lease, and it is on ``devices`` (none: as before)."""
 
     event = LeaseEvent.STATE_LOST
     reason: str
+    devices: tuple[str, ...] = ()
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        record = on_devices(*self.devices)(record)
         lease = replace(record.lease, saved_bytes=0)
         return replace(record, lease=lease, lost=True, note="", suspend_reason=self.reason)
 

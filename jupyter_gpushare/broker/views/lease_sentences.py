@@ -60,7 +60,9 @@ def badge(seen: LeaseView) -> Text:
         case State.SUSPENDED if record.is_job:
             return text("badge.paused")
         case State.SUSPENDED if seen.lease.wanted:
-            is_held_up = seen.held_up_s is not None or seen.unclaimed or seen.asks_again_at
+            is_held_up = (
+                seen.held_up_s is not None or seen.unclaimed or seen.stays_because or seen.asks_again_at
+            )
             return text("badge.waiting_to_wake" if is_held_up else "badge.waking")
         case State.SUSPENDED if seen.lent_to is None:
             return text("badge.asleep")
@@ -126,6 +128,8 @@ def _asleep_sentence(seen: LeaseView) -> Texts:
 
 
 def _waking_sentence(seen: LeaseView) -> Text:
+    if seen.stays_because:
+        return text("session.waits_for_own", reason_text(seen.stays_because))
     if seen.unclaimed:
         return text("session.waits_for_capacity")
     if seen.held_up_s is not None:
@@ -149,12 +153,14 @@ def _running_sentence(seen: LeaseView) -> Texts:
         if record.suspend_reason:
             return (text("session.lost_because", record.handle, reason_text(record.suspend_reason)),)
         return (text("session.lost", record.handle),)
+    moved = (text("session.moved"),) if record.moved else ()
     if seen.idle_s is None:
         borrowed = *_over_limit(seen), *((text("session.borrowed"),) if seen.borrowed else ())
         kept = (text("session.kept", seen.kept_until),) if seen.kept_until else ()
         active = text("session.active", size_text(seen.lease.size))
-        return active, *_processor_only(seen), *borrowed, *kept
-    return *_processor_only(seen), _idle_sentence(seen, duration_text(seen.idle_s)), *_over_limit(seen)
+        return active, *_processor_only(seen), *borrowed, *kept, *moved
+    idle = _idle_sentence(seen, duration_text(seen.idle_s))
+    return *_processor_only(seen), idle, *_over_limit(seen), *moved
 
 
 def _processor_only(seen: LeaseView) -> Texts:
@@ -202,9 +208,9 @@ def _job_sentence(seen: LeaseView) -> Texts:
             owner = text("part.another_project")
             if seen.taken_back_by:
                 owner = text("part.project", seen.taken_back_by)
-            return text("job.running_borrowed", size, owner), *seen.progress, *_over_limit(seen)
+            return text("job.running_borrowed", size, owner), *_going_on(seen)
         case State.RUNNING:
-            return text("job.running", size), *seen.progress, *_over_limit(seen)
+            return text("job.running", size), *_going_on(seen)
         case State.SUSPENDING:
             return (text("job.pausing", seen.because),)
         case State.SUSPENDED:
@@ -212,6 +218,8 @@ def _job_sentence(seen: LeaseView) -> Texts:
             since = time_text(record.since_at)
             paused = text("job.requeued" if seen.damaged else "job.paused", since, seen.because)
             goes_on = (text("job.goes_on_in", seen.starts_in),) if seen.starts_in else ()
+            if seen.stays_because:
+                goes_on = text("job.waits_for_own", reason_text(seen.stays_because)), *goes_on
             if seen.asks_again_at:
                 goes_on = (text("lease.misplaced", seen.asks_again_at),)
             return paused, *number, *goes_on
@@ -225,3 +233,8 @@ def _job_sentence(seen: LeaseView) -> Texts:
             return (text("job.stopping"),)
         case State.RELEASED | State.FAILED:
             return reason_texts(record.note) or (text("job.ended"),)
+
+
+def _going_on(seen: LeaseView) -> Texts:
+    """Return what is said of a running job beside its size."""
+    return *seen.progress, *_over_limit(seen), *((text("job.moved"),) if seen.record.moved else ())

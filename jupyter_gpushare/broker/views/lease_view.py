@@ -14,7 +14,7 @@ from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.usage import lent_milli
 from jupyter_gpushare.broker.views.cluster_view import ClusterView
 from jupyter_gpushare.core import idle
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, State
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, State, Why
 from jupyter_gpushare.core.notice import OVERDUE_S
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import before
@@ -94,6 +94,12 @@ class LeaseView:
     def position(self) -> int | None:
         """Its number in the queue."""
         return self.cluster.outlook.position.get(self.record.id)
+
+    @cached_property
+    def stays_because(self) -> str:
+        """Why it waits for its own devices while others are free; empty: it does not."""
+        waits = self.cluster.outlook.why.get(self.record.id) is Why.OWN_DEVICES
+        return snapshot.move_obstacle(self._registry, self.record) if waits else ""
 
     @cached_property
     def asks_again_at(self) -> wire.Text | None:
