@@ -156,6 +156,14 @@ async def test_every_verb_is_one_the_helper_can_read(helper, devices):
         assert protocol.build(type(request), asked) == request
 
 
+async def test_a_move_names_its_devices_in_order_and_reads_where_the_lease_is(helper, devices):
+    moved = protocol.MoveResult(done=False, refused=protocol.Refusal.BUSY, devices=("GPU-3", "GPU-2"))
+    helper.answer = lambda _: ok(moved)
+    assert await devices.resume("j-1", devices=("GPU-2", "GPU-3")) == moved
+    (asked,) = helper.asked
+    assert asked["devices"] == ["GPU-2", "GPU-3"]
+
+
 @pytest.mark.parametrize("kind", ["stale_epoch", "conflict", "busy", "something_new"])
 async def test_a_refusal_keeps_its_word(helper, devices, kind):
     helper.answer = lambda _: no(kind, "says why")

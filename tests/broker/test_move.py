@@ -125,6 +125,17 @@ async def test_a_refused_move_that_had_begun_is_followed(site, broker):
     assert "It resumed on another GPU." in broker.seen(job).reason
 
 
+async def test_a_job_that_already_runs_where_it_was_is_not_said_to_have_moved(site, broker):
+    job, held = await paused(site, broker)
+    here = tuple(held.limits)
+    decide(broker, Resume(job.lease_id, Why.CAPACITY_BACK, other(held)))
+    back, held.saved, held.phase = held.saved, {}, Phase.RUNNING
+    site.use(held, back)
+    await until(lambda: broker.state(job) == "running", 30)
+    assert broker.lease(job).lease.devices == tuple(held.limits) == here
+    assert "another GPU" not in broker.seen(job).reason
+
+
 @pytest.mark.parametrize("steps", range(1, 7))
 async def test_a_move_is_finished_by_the_next_broker(site, broker, steps):
     job, held = await paused(site, broker)
