@@ -109,7 +109,7 @@ async def test_a_job_is_submitted_without_a_mouse(page, broker, golden):
     (asked,) = (request.json for request in broker.asked("POST jobs"))
     assert asked["source"]["parameters"] == {"lr": "0.1", "seed": "2"}
     assert (asked["gpus"], asked["name"], asked["retries"]) == ("2", "night", 3)
-    assert (asked["borrow"], asked["notify"], asked["checkpoint"]) == (False, False, "sigterm")
+    assert (asked["borrow"], asked["notify"], asked["checkpoint"]) == (False, False, "suspend,sigterm")
     assert asked["env"]["SEED"] == "1"
     await focus_is_in(page, ".jp-Notebook")
 

@@ -34,6 +34,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     await dialog.get_by_label("Notify me").uncheck()
     await dialog.locator("summary").click()
     retries = dialog.get_by_label("Tries after a failure")
+    await dialog.get_by_label("May resume on another GPU").uncheck()
     await retries.fill("11")
     await dialog.get_by_label("Maximum run time").fill("4")
     await expect(dialog).to_contain_text("A number from 0 to 10")
@@ -63,7 +64,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     assert asked["command"][4] == str(lab.work / "train.ipynb")
     assert asked["command"][6:] == ["--kernel", "python3", "-p", "lr", "0.1"]
     assert (asked["gpus"], asked["source"]["parameters"]) == ("2", {"lr": "0.1"})
-    assert (asked["borrow"], asked["notify"]) == (False, False)
+    assert (asked["borrow"], asked["move"], asked["notify"]) == (False, False, False)
     await page.get_by_role("button", name="Show job").click()
     await expect(page.get_by_role("grid", name="My training jobs")).to_be_visible()
 

@@ -291,8 +291,8 @@ function More({ model }: IJobPartProps): JSX.Element {
       <Switch
         model={model}
         field="move"
-        label={trans.__('May go on on another GPU')}
-        hint={trans.__('Once suspended it resumes on any free GPU of the same model. Not for a program that remembers its GPU.')}
+        label={trans.__('May resume on another GPU')}
+        hint={trans.__('Once suspended, it takes any free GPU of the same model. Switch this off for a program that remembers its GPU.')}
       />
     </details>
   );
