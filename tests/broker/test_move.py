@@ -11,6 +11,7 @@ from jupyter_gpushare.broker.local_engine import LocalOutlook
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.core.model import Action, Cluster, Plan, Resume, Suspend, Why
+from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 from tests.broker.brokers import Broker
@@ -123,6 +124,29 @@ async def test_a_refused_move_that_had_begun_is_followed(site, broker):
     await until(lambda: broker.state(job) == "running", 30)
     assert agrees(broker, held)
     assert "It resumed on another GPU." in broker.seen(job).reason
+
+
+async def test_a_move_without_an_answer_is_asked_again(site, broker):
+    job, held = await paused(site, broker)
+    there = other(held)
+    site.fault("resume", HelperError("silent", "the device helper did not answer"))
+    decide(broker, Resume(job.lease_id, Why.CAPACITY_BACK, there))
+    await until(lambda: broker.state(job) == "running", 30)
+    assert tuple(held.limits) == there
+    assert agrees(broker, held)
+    assert site.effects.count(f"resume {held.handle}") == 2
+
+
+async def test_what_a_job_left_is_free_and_what_it_moved_to_is_taken(site, broker):
+    job, held = await paused(site, broker)
+    here, there = tuple(held.limits), other(held)
+    decide(broker, Resume(job.lease_id, Why.CAPACITY_BACK, there))
+    await until(lambda: broker.state(job) == "running", 30)
+    del broker.engine.decide  # the real one plans again
+    second = await site.running("cy", "1", program=LONG)
+    third = await site.submit("cy", "1/2", program=LONG)
+    await until(lambda: broker.lease(second).lease.devices == here, 30)
+    assert broker.state(third) == "pending"
 
 
 async def test_a_job_that_already_runs_where_it_was_is_not_said_to_have_moved(site, broker):
