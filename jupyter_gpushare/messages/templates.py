@@ -61,7 +61,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.switched_off": "lending is switched off on this machine",
         "reason.marked": "it is marked never to be put to sleep",
         "reason.no_move": "it was submitted not to move",
-        "reason.sees_no_other": "its processes can open no other GPU",
+        "reason.sees_no_other": "its processes may not be able to open another GPU",
         "reason.stays_here": "it cannot move from this GPU",
         "reason.mps": "it runs under MPS",
         "reason.not_measured": "not measured",

@@ -111,6 +111,26 @@ async def test_a_refused_move_leaves_the_job_where_it_was(site, broker):
     assert "another GPU" not in broker.seen(job).reason
 
 
+@pytest.mark.parametrize(
+    ("refused", "again"),
+    [
+        (Refusal.NOT_SUSPENDABLE, False),
+        (Refusal.NONE, False),
+        (Refusal.NO_MEMORY, True),
+        (Refusal.BUSY, True),
+    ],
+)
+async def test_a_job_that_cannot_move_is_planned_to_no_more(site, broker, refused, again):
+    job, held = await paused(site, broker)
+    site.fault("resume", MoveResult(done=False, refused=refused, reason="not there"))
+    decide(broker, Resume(job.lease_id, Why.CAPACITY_BACK, other(held)))
+    await until(lambda: broker.lease(job).note == "not there", 30)
+    assert await planned(broker, job.lease_id) is again
+    decide(broker, Resume(job.lease_id, Why.CAPACITY_BACK))
+    await until(lambda: broker.state(job) == "running", 30)
+    assert agrees(broker, held)
+
+
 async def test_a_refused_move_that_had_begun_is_followed(site, broker):
     """The helper could not finish, and has the lease on the new device."""
     job, held = await paused(site, broker)

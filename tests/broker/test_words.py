@@ -116,7 +116,7 @@ def test_a_warned_owner_reads_what_waits_when_and_what_becomes_of_the_memory():
     ],
 )
 def test_what_may_not_move_reads_that_it_waits_for_its_own_gpu(kind, expected):
-    because = "its processes can open no other GPU"
+    because = "its processes may not be able to open another GPU"
     case = seen(State.SUSPENDED, kind, wanted=True, stays_because=because, unclaimed=True)
     assert f"{expected}{because}." in said(sentence, case)
     assert said(badge, case) == ("Paused" if kind is Kind.TRAIN else "Waiting to wake")

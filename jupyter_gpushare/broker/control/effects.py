@@ -74,6 +74,8 @@ _BACKOFF_S: Mapping[Refusal, float] = {
 }
 # Refusals of a suspension that the driver, or a process that does not come to rest, is the reason of.
 _FAILURES = frozenset({Refusal.NONE, Refusal.BUSY, Refusal.NOT_SUSPENDABLE, Refusal.LOST})
+# Refusals of a move that the same request would meet again.
+_IMMOVABLE = frozenset({Refusal.NONE, Refusal.NOT_SUSPENDABLE})
 # A refused resume is tried again at once, since memory may be freed at any moment; the delay doubles to:
 _RESUME_RETRY_MAX_S = 5.0
 
@@ -258,7 +260,11 @@ class Effects:
             )
             observation.retry_at = now + min(again_s, _RESUME_RETRY_MAX_S)
             observation.resumes_refused = min(observation.resumes_refused + 1, 10)
-            await self.registry.advance(record, ResumeRefused(reason=moved.reason, devices=devices))
+            has_stayed = devices not in ((), record.lease.devices)
+            refused = ResumeRefused(
+                reason=moved.reason, devices=devices, stays=has_stayed and moved.refused in _IMMOVABLE
+            )
+            await self.registry.advance(record, refused)
 
     async def set_limits(self, record: LeaseRecord) -> LeaseRecord:
         """Set the recorded limits of a session at the device helper, which may have others."""

@@ -231,7 +231,7 @@ def move_obstacle(registry: Registry, record: LeaseRecord) -> str:
     job = registry.job_of(record)
     if job is not None and not wire.decode_stored(job.request, wire.JobTerms).move:
         return "it was submitted not to move"
-    return "its processes can open no other GPU"
+    return "its processes may not be able to open another GPU"
 
 
 def is_place_of(record: LeaseRecord, devices: Sequence[str]) -> bool:

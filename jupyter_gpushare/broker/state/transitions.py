@@ -229,9 +229,11 @@ class ResumeRefused(Transition):
     event = LeaseEvent.RESUME_REFUSED
     reason: str
     devices: tuple[str, ...] = ()
+    stays: bool = False  # it cannot move, and is not asked to again
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
-        return replace(on_devices(*self.devices)(record), note=self.reason)
+        record = on_devices(*self.devices)(record)
+        return replace(record, note=self.reason, moves=record.moves and not self.stays)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
