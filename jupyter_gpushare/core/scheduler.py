@@ -98,6 +98,9 @@ class SchedulingRound:
                     self._wake_guest(lease)
                 self._start_guests(waited=True)
         self._reinstate_unneeded()
+        for id, why in self.waiting.items():
+            if why is Why.NO_CAPACITY and self._is_bound(self.state.leases[id]):
+                self.waiting[id] = Why.OWN_DEVICES
         if self.waiting:
             self._wake_planner(self.queues.next_at())
             self._wake_planner(self.reclaimer.victim_index.next_at)
@@ -425,6 +428,10 @@ class SchedulingRound:
         self._evicted = []
 
     # -- waiting leases, and when to plan again
+
+    def _is_bound(self, lease: Lease) -> bool:
+        """Whether a suspended lease waits for its own devices, and can use no others."""
+        return bool(lease.devices) and len(self.state.resume_devices(lease)) == len(lease.devices)
 
     def _backs_off(self, lease: Lease) -> bool:
         if lease.retry_at <= self.now:

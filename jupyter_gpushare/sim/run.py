@@ -218,6 +218,21 @@ _JOBS = (
         default=0.0,
     ),
     Option(
+        "--checkpoint",
+        "how jobs are preempted, as of `gpushare submit`: suspend (default) copies 16 GiB per GPU to host"
+        " memory and back at 8 GB/s; sigterm goes on from the job's own checkpoint, anywhere (default with"
+        " --placement-nodes none, where any GPU will do); none starts again; suspend,sigterm suspends"
+        " a job or stops it, as it gets GPUs sooner",
+        [mode.value for mode in CheckpointMode],
+    ),
+    Option(
+        "--move",
+        "on (default): what is suspended may resume on another GPU of its node; off: as with drivers"
+        " before r580, or in containers",
+        ["on", "off"],
+        default="on",
+    ),
+    Option(
         "--progress SHARE,SIGMA",
         "with order progress: this share of the jobs reports progress, by which the remaining work is "
         "estimated with a log-normal error (default 0,0)",
@@ -287,7 +302,8 @@ _MAKE = (
 
 def _fleet(args: argparse.Namespace) -> Fleet:
     nodes = None if args.placement_nodes == "none" else args.nodes or -(-args.gpus // GPUS_PER_NODE)
-    return Fleet(gpus=args.gpus, nodes=nodes, islands=args.islands if nodes else 1)
+    movable = getattr(args, "move", "off") == "on"
+    return Fleet(gpus=args.gpus, nodes=nodes, islands=args.islands if nodes else 1, movable=movable)
 
 
 def _settings(args: argparse.Namespace) -> Settings:
@@ -323,10 +339,12 @@ def jobs(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]
     """Training jobs in a queue.
 
     gpushare simulate jobs philly.csv.gz --gpus 40 --nodes 10 --preempt-cost 30 --progress 0.5,0.3
+    gpushare simulate jobs philly.csv.gz --gpus 40 --checkpoint suspend --move off    an older driver
     gpushare simulate jobs philly.csv.gz --gpus 40 --placement-nodes none --json    the published ideal
     gpushare simulate jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8 --plot use.svg
     """
     jobs = traces.read_jobs(args.file, most_gpus=args.gpus)
+    default = CheckpointMode.SIGTERM if args.placement_nodes == "none" else CheckpointMode.SUSPEND
     with progress_bar("jobs") as bar:
         result = replay_jobs(
             jobs,
@@ -335,6 +353,7 @@ def jobs(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]
             projects=_projects(args),
             preempt_cost_s=args.preempt_cost,
             grace_s=args.grace,
+            survival=CheckpointMode(args.checkpoint) if args.checkpoint else default,
             reports=some(*args.progress),
             progress=bar,
         )

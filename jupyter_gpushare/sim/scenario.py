@@ -172,9 +172,10 @@ def replay_jobs(
 ) -> ReplayResult:
     """Replay training jobs to their end; job n belongs to project n mod their number.
 
-    A preempted job is stopped, which takes ``grace_s``, and starts again
-    anywhere; there it makes no progress for ``preempt_cost_s``.  With ``survival`` suspend
-    its GPU memory (`DeviceFootprint`) is copied to the host, and it goes on where it was.
+    A job that is stopped, which takes ``grace_s``, starts again anywhere; there it makes no
+    progress for ``preempt_cost_s``.  One that is suspended has its GPU memory
+    (`DeviceFootprint`) copied to the host, and goes on where it was, or on another GPU of its
+    node where the ``fleet`` is movable.
     ``reports`` and ``users`` give what a job reports of its progress, and its user, by its number.
     """
     projects = projects or (Project(name="p0", quota_milli=fleet.gpus * WHOLE_GPU),)
