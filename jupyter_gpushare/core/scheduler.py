@@ -430,8 +430,10 @@ class SchedulingRound:
     # -- waiting leases, and when to plan again
 
     def _is_bound(self, lease: Lease) -> bool:
-        """Whether a suspended lease waits for its own devices, and can use no others."""
-        return bool(lease.devices) and len(self.state.resume_devices(lease)) == len(lease.devices)
+        """Whether a suspended lease without a claim can use no other devices than its own."""
+        if not lease.devices or self.state.has_claim(lease):
+            return False
+        return len(self.state.resume_devices(lease)) == len(lease.devices)
 
     def _backs_off(self, lease: Lease) -> bool:
         if lease.retry_at <= self.now:

@@ -175,12 +175,12 @@ def settings_of(words, monkeypatch):
     seen = {}
 
     def replay(jobs, fleet, settings, **more):
-        seen.update(settings=settings, fleet=fleet)
+        seen.update(settings=settings, fleet=fleet, survival=more["survival"])
         raise KeyboardInterrupt
 
     monkeypatch.setattr(run, "replay_jobs", replay)
     assert run.main(["jobs", "jobs.csv", "--gpus", "16", *words.split()]) == 130
-    return seen["settings"], seen["fleet"]
+    return seen["settings"], seen["fleet"], seen["survival"]
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,31 @@ def settings_of(words, monkeypatch):
     ],
 )
 def test_the_ideal_is_what_was_published_and_all_else_has_its_price(simulate, monkeypatch, words, expected):
-    settings, _ = settings_of(words, monkeypatch)
+    settings, _, _ = settings_of(words, monkeypatch)
     assert (settings.min_run_s, settings.starvation_guard_s, settings.max_bypass_s) == expected
 
 
 def test_nodes_have_eight_gpus_unless_told_otherwise(simulate, monkeypatch):
     assert settings_of("", monkeypatch)[1].nodes == 2
-    assert settings_of("--nodes 4 --islands 2", monkeypatch)[1] == scenario.Fleet(gpus=16, nodes=4, islands=2)
+    _, fleet, _ = settings_of("--nodes 4 --islands 2", monkeypatch)
+    assert fleet == scenario.Fleet(gpus=16, nodes=4, islands=2, movable=True)
     assert settings_of("--placement-nodes none", monkeypatch)[1].nodes is None
+
+
+@pytest.mark.parametrize(
+    ("words", "mode", "movable"),
+    [
+        ("", "suspend", True),
+        ("--move off", "suspend", False),
+        ("--checkpoint suspend,sigterm", "suspend,sigterm", True),
+        ("--checkpoint none", "none", True),
+        ("--placement-nodes none", "sigterm", True),
+        ("--placement-nodes none --checkpoint suspend", "suspend", True),
+    ],
+)
+def test_jobs_are_suspended_and_move_unless_told_otherwise(simulate, monkeypatch, words, mode, movable):
+    _, fleet, survival = settings_of(words, monkeypatch)
+    assert (survival, fleet.movable) == (mode, movable)
 
 
 def test_a_bar_is_drawn_on_a_terminal_only_and_wiped_in_the_end(monkeypatch, capsys):
