@@ -6,8 +6,9 @@ carried out at the cost of `Costs`.  It plans only when a lease waits and
 something changed: capacity was released, a lease came, moved or wants its GPU,
 or the time of `Plan.next_at` has come.
 
-* A *job* runs for ``duration_s``.  Suspended, it keeps its devices; requeued, it
-  starts again anywhere, from where it was (`CheckpointMode.NONE`: from the start).
+* A *job* runs for ``duration_s``.  Suspended, it goes on from where it was, on its devices or on
+  those that it moves to; requeued, it starts again anywhere, with a checkpoint of its own from
+  where it was, else from the start.
 * A *session* comes with its first cell and ends with its last.  Its cells run
   one after the other, each when it is submitted or when the one before it
   ends; in between it is idle.  A cell of a suspended session wakes it.

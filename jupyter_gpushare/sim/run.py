@@ -192,7 +192,7 @@ _CLUSTER = (
     Option("--order", "default %(default)s", list(_ORDERS), default=DEFAULT_ORDER.value),
     Option(
         "--preempt-cost S",
-        "seconds that a preempted job holds its GPUs before it goes on (default 0)",
+        "seconds that a job that was stopped holds its GPUs before it goes on (default 0)",
         seconds,
         default=0.0,
     ),

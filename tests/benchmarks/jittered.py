@@ -12,9 +12,10 @@ Orders are compared in the same way, and with a share of the jobs reporting prog
     python -m tests.benchmarks.jittered --order las --save /tmp/las.json
     python -m tests.benchmarks.jittered --progress 0.5,0.3 --against /tmp/las.json
 
-Jobs are suspended, as by default, and go on where they were (16 GiB per GPU at 8 GB/s).  With
-``--checkpoint sigterm`` they stop and start again anywhere.  With ``--users N`` the jobs belong
-to N users at random, the n-th with a part of 1/n of the jobs of the first.
+Jobs are suspended, as by default (16 GiB per GPU at 8 GB/s), and resume on any GPUs of their
+node; with ``--move off`` on their own.  With ``--checkpoint sigterm`` they stop and start again
+anywhere.  With ``--users N`` the jobs belong to N users at random, the n-th with a part of 1/n
+of the jobs of the first.
 """
 
 from __future__ import annotations

@@ -289,6 +289,8 @@ def test_no_move_of_what_is_walled_in(unstarted: Machine) -> None:
     worker = unstarted.session("ada")
     assert unstarted.ask("suspend", lease="ada")["done"]
     assert "--own-device-files" in str(move(unstarted, "ada", 1)["reason"])
+    listed = unstarted.ask("inventory")["devices"]
+    assert all(not d["movable"] and "--own-device-files" in d["move_reason"] for d in listed)
     stays(unstarted, "ada", 0)
     unstarted.resume("ada", worker)
 

@@ -164,6 +164,13 @@ class DeviceStates:
             )
         return self.verdict(uuid).reason
 
+    def move_obstacle(self, uuid: str) -> str:
+        """Why what sleeps on a device cannot resume on another one, or on it from another; "" if it can."""
+        if self._files and self._files.are_closed:
+            return "the device files are closed to all but the users of leases (--own-device-files)"
+        verdict = self.verdict(uuid)
+        return "" if verdict.movable else verdict.move_reason or "it is not tested"
+
     # Memory
 
     def measure_hidden(self, uuid: str, usage: DeviceReading, at: float) -> bool:

@@ -51,14 +51,12 @@ class Places:
         if (gpus[old].name, gpus[old].memory_bytes) != (gpus[new].name, gpus[new].memory_bytes):
             return f"device {new} is not of the model and memory of {old}"
         for uuid in (old, new):
-            if not (verdict := self._devices.verdict(uuid)).movable:
-                return f"device {uuid} takes part in no move: {verdict.move_reason or 'it is not tested'}"
+            if reason := self._devices.move_obstacle(uuid):
+                return f"device {uuid} takes part in no move: {reason}"
         return ""
 
     def _wall(self, lease: HelperLease) -> str:
         """Why the processes of a lease could not open another device."""
-        if self._machine.files.are_closed:
-            return "the device files are closed to all but the users of leases (--own-device-files)"
         if self._machine.seats.required:
             return "its devices are those of its seat on this node"
         processes = self._machine.processes

@@ -142,6 +142,7 @@ class Requests:
     def _device(self, gpu: DriverGpu) -> Device:
         reason = self._devices.out_of_service(gpu.uuid)
         verdict = self._devices.verdict(gpu.uuid)
+        move_obstacle = self._devices.move_obstacle(gpu.uuid)
         return Device(
             uuid=gpu.uuid,
             index=gpu.index,
@@ -155,8 +156,8 @@ class Requests:
             profile=gpu.profile,
             suspendable=verdict.suspendable,
             suspend_reason=self._devices.suspend_blocker(gpu.uuid),
-            movable=verdict.movable,
-            move_reason=verdict.move_reason,
+            movable=not move_obstacle,
+            move_reason=move_obstacle,
             suspend_bytes_per_s=verdict.suspend_bytes_per_s,
             resume_bytes_per_s=verdict.resume_bytes_per_s,
             island=gpu.island,
