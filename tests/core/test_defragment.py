@@ -113,3 +113,10 @@ def test_no_node_is_cleared_for_a_gang_where_another_job_has_just_started():
         **LAS,
     )
     assert actions(c) == [Grant("new", ("gpu0",), 500, Why.FREE_CAPACITY)]
+
+
+def test_no_job_is_moved_off_a_node_that_a_suspended_one_waits_for_if_another_does():
+    nodes = [device(n, node=f"n{n // 2}") for n in range(4)]
+    waits = train("waits", 1000, "0", state=ASLEEP, retry_at=1e9)
+    c = cluster(stops("a", "0"), stops("b", "2"), waits, stops("wide", device_count=2), gpus=nodes, **LAS)
+    assert actions(c) == [Requeue("b", Why.MOVED, "wide")]

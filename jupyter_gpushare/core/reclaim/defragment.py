@@ -3,7 +3,8 @@
 The capacity for a gang may be free, but scattered.  A running job of its project
 may be moved if it writes checkpoints of its own and another node has free
 devices for it; a job of a later level may leave without.  The nodes are chosen
-where the fewest GPUs change hands.  A move is a preemption and costs as much.
+where the fewest GPUs change hands, then where the fewest suspended leases wait: those
+cannot leave.  A move is a preemption and costs as much.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class Defragmenter:
 
     def _cheapest(self, nodes: Iterable[Group], count: int) -> list[NodeClearing]:
         found = [clearing for node in nodes if (clearing := self._clear(node, count))]
-        return sorted(found, key=lambda c: (c.size, c.node[0].device.uuid))
+        return sorted(found, key=lambda c: (c.size, sum(x.awaited for x in c.node), c.node[0].device.uuid))
 
     def _clear(self, node: Group, count: int) -> NodeClearing | None:
         """The fewest devices to clear so that ``count`` devices of ``node`` are empty."""
