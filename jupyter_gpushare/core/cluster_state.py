@@ -200,13 +200,17 @@ class ClusterState:
     def resume_devices(self, lease: Lease) -> list[DeviceCapacity]:
         """Devices that a suspended lease may resume on: its own, and where it may move those alike.
 
-        Those are of the same model and on the same node: a process does not leave its machine.
+        Those are of the same model and on the same node, since a process does not leave its machine,
+        and have as much memory to grant.
         """
         own = self.capacities_of(lease)
         kinds = {_kind_of(c.device) for c in own if c.device.movable}
         if not lease.movable or len(kinds) != 1 or not all(c.device.movable for c in own):
             return own
-        return [*own, *(c for c in self._alike[kinds.pop()] if c.device.uuid not in lease.devices)]
+        not_to = {*lease.devices, *(name for name, until_at in lease.avoids if until_at > self.moment)}
+        needs = max(c.device.grantable_bytes for c in own)
+        others = (c for c in self._alike[kinds.pop()] if c.device.uuid not in not_to)
+        return [*own, *(c for c in others if c.device.grantable_bytes >= needs)]
 
     def least_size(self, job: Lease) -> int:
         """Least capacity that ``job`` takes on any device, in thousandths of a GPU."""

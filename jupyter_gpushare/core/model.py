@@ -235,7 +235,8 @@ class Lease:
     suspendable: bool = True
     movable: bool = False  # its processes can use another device of its node and model
     retry_at: float = 0.0  # a refused action is not retried before
-    avoids: tuple[tuple[str, float], ...] = ()  # nodes that had no capacity for its server, and until when
+    # Nodes that had no capacity for its server, devices that it could not move to, and until when.
+    avoids: tuple[tuple[str, float], ...] = ()
     used_bytes: int = 0  # device memory in use, all devices: what a suspension copies
     saved_bytes: int = 0  # host memory it holds while suspended, all devices
     attained_gpu_s: float = 0.0  # received up to ``attained_at``

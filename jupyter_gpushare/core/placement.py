@@ -223,14 +223,18 @@ def packed(lease: Lease, capacities: Iterable[DeviceCapacity], view: CapacityVie
 def to_resume_on(lease: Lease, able: Iterable[DeviceCapacity], view: CapacityView) -> tuple[str, ...] | None:
     """Return the devices of ``able`` that a suspended lease resumes on, in the order of its own.
 
-    It keeps those of its own that are able, and takes the fullest of the others.  None: too few.
+    It keeps those of its own that are able, but leaves those that an administrator empties, and
+    takes the fullest of the others.  None: too few.
     """
     others = {c.device.uuid: c for c in able}
-    own = {uuid for uuid in lease.devices if others.pop(uuid, None)}
-    if len(own) + len(others) < len(lease.devices):
+    own = {uuid: others.pop(uuid) for uuid in lease.devices if uuid in others}
+    spare = len(own) + len(others) - len(lease.devices)
+    if spare < 0:
         return None
+    leaves = [uuid for uuid, c in own.items() if c.device.draining][: min(spare, len(others))]
     rest = iter(packed(lease, others.values(), view))
-    return tuple(uuid if uuid in own else next(rest).device.uuid for uuid in lease.devices)
+    stays = own.keys() - leaves
+    return tuple(uuid if uuid in stays else next(rest).device.uuid for uuid in lease.devices)
 
 
 def find(

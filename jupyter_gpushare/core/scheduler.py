@@ -99,7 +99,7 @@ class SchedulingRound:
                 self._start_guests(waited=True)
         self._reinstate_unneeded()
         for id, why in self.waiting.items():
-            if why is Why.NO_CAPACITY and self._is_bound(self.state.leases[id]):
+            if why is Why.NO_CAPACITY and self._is_kept_from_others(self.state.leases[id]):
                 self.waiting[id] = Why.OWN_DEVICES
         if self.waiting:
             self._wake_planner(self.queues.next_at())
@@ -429,11 +429,13 @@ class SchedulingRound:
 
     # -- waiting leases, and when to plan again
 
-    def _is_bound(self, lease: Lease) -> bool:
-        """Whether a suspended lease without a claim can use no other devices than its own."""
+    def _is_kept_from_others(self, lease: Lease) -> bool:
+        """Whether a suspended lease without a claim would resume if it could use free devices."""
         if not lease.devices or self.state.has_claim(lease):
             return False
-        return len(self.state.resume_devices(lease)) == len(lease.devices)
+        for _, until_at in lease.avoids:
+            self._wake_planner(until_at)
+        return self.placer.find(lease, DeviceCapacity.unclaimed) is not None
 
     def _backs_off(self, lease: Lease) -> bool:
         if lease.retry_at <= self.now:

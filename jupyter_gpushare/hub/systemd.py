@@ -18,6 +18,19 @@ from jupyter_gpushare.hub.spawner import GPUShareMixin
 # Names of character devices in /proc/devices: nvidia, nvidiactl, nvidia-uvm, nvidia-caps
 # (systemd.resource-control(5), DeviceAllow= takes globs).
 _DEVICES = ["char-nvidia* rw", "char-pts rw"]
+# Properties of a unit that may hide device files (systemd.exec(5), systemd.resource-control(5)).
+_WALLS = frozenset(
+    {
+        "DeviceAllow",
+        "DevicePolicy",
+        "InaccessiblePaths",
+        "PrivateDevices",
+        "RootDirectory",
+        "RootImage",
+        "Slice",
+        "TemporaryFileSystem",
+    }
+)
 
 
 def escaped(server: str) -> str:
@@ -74,9 +87,8 @@ class SystemdUnits(GPUShareMixin):
         return not self.isolate_devices and self.readonly_paths is None
 
     def sees_all_gpus(self) -> bool:
-        """Return whether no property of the unit says which devices it may open."""
-        walls = {"DeviceAllow", "DevicePolicy", "PrivateDevices"} & set(self.unit_extra_properties)
-        return not (self.isolate_devices or walls)
+        """Return whether no property of the unit may hide a device file."""
+        return not (self.isolate_devices or _WALLS & set(self.unit_extra_properties))
 
     def server_properties(self) -> dict[str, Any]:
         """Return properties of the unit that this start needs, beside those of the site."""

@@ -342,7 +342,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "waiting.device_broken": "Needs %1; a GPU is out of order.",
         "waiting.owner_gone": "Does not start: the Hub does not have its owner now.",
         "waiting.draining": "Needs %1; an administrator empties GPUs here, and they take nothing new.",
-        "waiting.own_devices": "Needs %1: those that it was on, which are in use.",
+        "waiting.own_devices": "Needs the GPUs that it was on (%1), which are in use.",
         "waiting.one_free": "Needs %1; 1 is free.",
         "waiting.free": "Needs %1; %2 are free.",
         # ---- how far the start of a session is, on a cluster ------------------

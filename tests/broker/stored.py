@@ -56,7 +56,7 @@ LEASE = LeaseRecord(
     limits={"GPU-1": 1 << 36, "GPU-0": 1},
     tries=2,
     moves=True,
-    moved=True,
+    slept_on=("GPU-0",),
     unprepared=True,
 )
 JOB = JobRecord(

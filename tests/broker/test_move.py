@@ -105,6 +105,8 @@ async def test_a_refused_move_leaves_the_job_where_it_was(site, broker):
     await until(lambda: broker.lease(job).note == "no room", 30)
     assert broker.state(job) == "suspended"
     assert broker.lease(job).limits == held.limits == before
+    avoided = broker.registry.observations[job.lease_id].avoids
+    assert avoided.keys() == set(other(held))
     decide(broker, Resume(job.lease_id, Why.CAPACITY_BACK))
     await until(lambda: broker.state(job) == "running", 30)
     assert agrees(broker, held)

@@ -17,6 +17,7 @@ from jupyter_gpushare.core.model import (
     Suspend,
     Why,
 )
+from jupyter_gpushare.core.planner import plan
 from jupyter_gpushare.core.replay import Replay
 from tests.core.build import (
     ASLEEP,
@@ -65,12 +66,40 @@ def test_a_suspended_job_stays_where_its_own_gpu_is_free():
         ({}, [device(0), device(1, movable=True)]),  # its own is not
         ({}, [device(0, movable=True, name="H100"), device(1, movable=True, name="A100")]),
         ({}, [device(0, movable=True), device(1, movable=True, memory_bytes=40 * GIB)]),
-        ({}, [device(0, movable=True), device(1, movable=True, usable=False)]),
+        ({}, [device(0, movable=True), device(1, movable=True, reserve_bytes=GIB)]),  # less to grant
+        ({"avoids": (("gpu1", NOW + 60),)}, alike(2)),  # it was refused there a moment ago
     ],
 )
 def test_a_suspended_job_that_cannot_move_waits_for_its_own_gpu(job, gpus):
     c = cluster(asleep("x", 1000, "0", **job), train("c", 1000, "0"), gpus=gpus)
     assert (actions(c), why(c)) == ([], Why.OWN_DEVICES)
+
+
+def test_a_device_that_was_refused_is_left_out_until_then():
+    job = asleep("a", 1000, "0", avoids=(("gpu1", NOW + 60),))
+    c = cluster(job, train("c", 1000, "0"), gpus=alike(2))
+    assert plan(c, NOW).next_at == NOW + 60
+    assert actions(c, NOW + 60) == [Resume("a", Why.CAPACITY_BACK, ("gpu1",))]
+    beside = cluster(job, train("c", 1000, "0"), gpus=alike(3))
+    assert actions(beside) == [Resume("a", Why.CAPACITY_BACK, ("gpu2",))]
+
+
+def test_a_suspended_job_leaves_a_gpu_that_is_emptied_where_it_can():
+    gpus = [
+        replace(device, usable=False, draining=True) if n < 2 else device for n, device in enumerate(alike(4))
+    ]
+    one, two = asleep("a", 1000, "0"), asleep("a", 1000, "0 1")
+    assert actions(cluster(one, gpus=gpus)) == [Resume("a", Why.CAPACITY_BACK, ("gpu2",))]
+    assert actions(cluster(two, gpus=gpus)) == [Resume("a", Why.CAPACITY_BACK, ("gpu2", "gpu3"))]
+    assert actions(cluster(two, gpus=gpus[:3])) == [Resume("a", Why.CAPACITY_BACK, ("gpu2", "gpu1"))]
+    held = train("b", 1000, "0")
+    assert actions(cluster(two, held, gpus=gpus[:3])) == [Resume("a", Why.CAPACITY_BACK, ("gpu2", "gpu1"))]
+    assert actions(cluster(one, gpus=gpus[:2])) == [Resume("a", Why.CAPACITY_BACK)]
+
+
+def test_a_job_that_cannot_move_is_told_so_only_where_that_keeps_it():
+    full = [train("c", 1000, "0"), train("d", 1000, "1")]
+    assert why(cluster(asleep("x", 1000, "0", movable=False), *full, gpus=alike(2))) is Why.NO_CAPACITY
 
 
 def test_a_suspended_job_moves_next_to_others_not_to_an_empty_gpu():
@@ -177,14 +206,22 @@ def test_an_owner_suspends_it_all_the_same():
 # ---- over time
 
 
-@pytest.mark.parametrize("movable", [True, False])
-def test_no_gpu_idles_beside_a_job_that_may_move_there(movable):
+@pytest.mark.parametrize(
+    ("survival", "movable", "idles"),
+    [
+        (CheckpointMode.SUSPEND, True, False),
+        (BOTH, True, False),
+        (BOTH, False, False),
+        (CheckpointMode.SUSPEND, False, True),  # a newcomer that waited instead would wait far longer
+    ],
+)
+def test_no_gpu_idles_beside_a_job_that_could_run_there(survival, movable, idles):
     gpus = tuple(device(n, movable=movable) for n in range(2))
     settings = Settings(order=Order.LAS, min_run_s=600.0)
     replay = Replay(Cluster(devices=gpus, projects=(project("p", 2),), leases=(), settings=settings))
     for id, at, duration_s in (("a", 0.0, 30 * DAY_S), ("b", 0.0, 5_000.0), ("c", 4_000.0, 30 * DAY_S)):
-        job = train(id, 1000, movable=True, submitted_at=at)
+        job = train(id, 1000, movable=True, survival=survival, submitted_at=at)
         replay.add_job(job, duration_s)
     assert not replay.run()
     days = replay.now / DAY_S
-    assert days < 30.1 if movable else days == pytest.approx(60, abs=0.1)
+    assert days == pytest.approx(60 if idles else 30, abs=0.1)

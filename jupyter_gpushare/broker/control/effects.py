@@ -76,6 +76,8 @@ _BACKOFF_S: Mapping[Refusal, float] = {
 _FAILURES = frozenset({Refusal.NONE, Refusal.BUSY, Refusal.NOT_SUSPENDABLE, Refusal.LOST})
 # Refusals of a move that the same request would meet again.
 _IMMOVABLE = frozenset({Refusal.NONE, Refusal.NOT_SUSPENDABLE})
+# So long a lease does not move to a device that it was refused.
+_AVOID_DEVICE_S = 60.0
 # A refused resume is tried again at once, since memory may be freed at any moment; the delay doubles to:
 _RESUME_RETRY_MAX_S = 5.0
 
@@ -232,7 +234,7 @@ class Effects:
 
     async def _resume(self, record: LeaseRecord) -> None:
         observation = self.registry.observations[record.id]
-        # Devices are named only to a helper that may move it: the broker may have ended since the intent.
+        # Its record has the devices that it is to resume on, which may be its own.
         moved = await self.devices.resume(record.handle, devices=record.lease.devices if record.moves else ())
         devices = moved.devices if snapshot.is_place_of(record, moved.devices) else ()
         now = self.registry.clock()
@@ -261,6 +263,9 @@ class Effects:
             observation.retry_at = now + min(again_s, _RESUME_RETRY_MAX_S)
             observation.resumes_refused = min(observation.resumes_refused + 1, 10)
             has_stayed = devices not in ((), record.lease.devices)
+            if has_stayed:
+                others = set(record.lease.devices) - set(devices)
+                observation.avoids |= dict.fromkeys(others, now + _AVOID_DEVICE_S)
             refused = ResumeRefused(
                 reason=moved.reason, devices=devices, stays=has_stayed and moved.refused in _IMMOVABLE
             )

@@ -124,7 +124,8 @@ class Observation:
     declined: bool = False  # its owner lets it sleep: the calls that wait do not wake it
     retry_at: float = 0.0  # nothing is planned for it before
     made_way_for: str = ""  # lease that its devices were freed for; "" once it has some again
-    avoids: dict[str, float] = field(default_factory=dict)  # nodes without capacity for its server, until
+    # Nodes without capacity for its server, and devices that it was refused to move to, until
+    avoids: dict[str, float] = field(default_factory=dict)
     resumes_refused: int = 0  # in a row
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at

@@ -47,8 +47,13 @@ class LeaseRecord:
     lost: bool = False  # its device memory could not be restored; until the processes that used it have ended
     never_sleep: bool = False  # a session that its owner marked: it is not suspended
     moves: bool = False  # its processes can use another device, and its owner lets it resume there
-    moved: bool = False  # its last resume was on other devices than it had before
+    slept_on: tuple[str, ...] = ()  # devices that it had when it was last suspended
     unprepared: bool = False  # the device helper may have other limits: they are set again
+
+    @property
+    def moved(self) -> bool:
+        """Whether it has other devices than when it was last suspended."""
+        return self.slept_on not in ((), self.lease.devices)
 
     @property
     def id(self) -> str:

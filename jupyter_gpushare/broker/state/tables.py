@@ -95,7 +95,7 @@ leases = sa.Table(
     sa.Column("never_sleep", sa.Boolean, nullable=False),
     sa.Column("settled", sa.Integer, nullable=False),
     sa.Column("moves", sa.Boolean, nullable=False),
-    sa.Column("moved", sa.Boolean, nullable=False),
+    sa.Column("slept_on", sa.Text, nullable=False),  # JSON list of UUIDs
     sa.Column("unprepared", sa.Boolean, nullable=False),
     sa.Index("leases_by_server", "user", "server"),
 )
@@ -200,7 +200,7 @@ cells = sa.Table(
     sa.Column("duration_s", sa.Float, nullable=False),
 )
 
-_JSON_COLUMNS = {"devices", "limits", "command", "env"}
+_JSON_COLUMNS = {"devices", "limits", "slept_on", "command", "env"}
 _TEXTS_COLUMNS = {"reason_texts", "texts"}
 _LEASE_FIELDS = tuple(f.name for f in fields(Lease) if f.name in leases.c)
 _RECORD_FIELDS = tuple(f.name for f in fields(LeaseRecord) if f.name != "lease")
@@ -256,6 +256,7 @@ def lease_of(row: sa.RowMapping) -> LeaseRecord:
         survival=CheckpointMode(mine["survival"]),
         devices=tuple(mine["devices"]),
     )
+    values["slept_on"] = tuple(values["slept_on"])
     return LeaseRecord(lease=Lease(**mine), **{name: values[name] for name in _RECORD_FIELDS})
 
 

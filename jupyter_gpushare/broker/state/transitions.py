@@ -63,7 +63,7 @@ def on_devices(*devices: str) -> Edit:
             return record
         limits = dict(zip(devices, record.limits.values(), strict=True))
         lease = replace(record.lease, devices=devices)
-        return replace(record, lease=lease, limits=limits, moved=not record.moved)
+        return replace(record, lease=lease, limits=limits)
 
     return edit
 
@@ -116,7 +116,7 @@ class Granted(Transition):
         )
         attempt = record.attempt + 1 if record.is_job else record.attempt
         limits = dict(self.limits)
-        return replace(record, lease=lease, limits=limits, attempt=attempt, note="", given_to="", moved=False)
+        return replace(record, lease=lease, limits=limits, attempt=attempt, note="", given_to="", slept_on=())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,7 +174,7 @@ class SuspendBegun(Transition):
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         lease = replace(record.lease, lend_now=False)
-        return replace(record, lease=lease, note="", given_to=self.given_to, moved=False)
+        return replace(record, lease=lease, note="", given_to=self.given_to, slept_on=lease.devices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,7 +4,7 @@ The capacity for a gang may be free, but scattered.  A running job of its projec
 may be moved if it writes checkpoints of its own and another node has free
 devices for it; a job of a later level may leave without.  The nodes are chosen
 where the fewest GPUs change hands, then where the fewest suspended leases wait: those
-cannot leave.  A move is a preemption and costs as much.
+resume nowhere else.  A move is a preemption and costs as much.
 """
 
 from __future__ import annotations

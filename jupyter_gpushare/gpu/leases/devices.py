@@ -199,6 +199,10 @@ class DeviceStates:
         """Bytes of a device that are never granted, so that a full lease can be restored (`ladder`)."""
         return reserve_bytes(gpu, self.hidden_bytes(gpu.uuid))
 
+    def grantable_bytes(self, gpu: DriverGpu) -> int:
+        """Bytes of a device that leases may get together."""
+        return gpu.memory_bytes - self.reserve_bytes(gpu)
+
     def hidden_bytes(self, uuid: str) -> int:
         """Bytes that a device shows as used when it is empty."""
         # Where the driver hides what processes hold, theirs would count as hidden; nothing is restored there.

@@ -25,7 +25,7 @@ class Places:
         self._devices = devices
 
     def obstacle(self, lease: HelperLease, devices: Sequence[str]) -> str:
-        """Why a lease cannot resume on these devices, in the order of its own; "" if it can.
+        """Why a lease cannot resume on these devices now, in the order of its own; "" if it can.
 
         Raises:
             DeviceError: the driver does not answer.
@@ -38,7 +38,7 @@ class Places:
             return "these are its own devices in another order"
         pairs = [(old, new) for old, new in zip(lease.limits, devices, strict=True) if old != new]
         reasons = (reason for old, new in pairs if (reason := self._unequal(old, new)))
-        return next(reasons, "") or self._wall(lease) or self._bound(lease)
+        return next(reasons, "") or self._bound(lease)
 
     def _unequal(self, old: str, new: str) -> str:
         """Why what was on one device cannot be restored on the other."""
@@ -50,13 +50,15 @@ class Places:
             return f"device {new} is out of service: {reason}"
         if (gpus[old].name, gpus[old].memory_bytes) != (gpus[new].name, gpus[new].memory_bytes):
             return f"device {new} is not of the model and memory of {old}"
+        if self._devices.grantable_bytes(gpus[new]) < self._devices.grantable_bytes(gpus[old]):
+            return f"device {new} has less memory to grant than {old}"
         for uuid in (old, new):
             if reason := self._devices.move_obstacle(uuid):
                 return f"device {uuid} takes part in no move: {reason}"
         return ""
 
-    def _wall(self, lease: HelperLease) -> str:
-        """Why the processes of a lease could not open another device."""
+    def wall(self, lease: HelperLease) -> str:
+        """Why the processes of a lease cannot open another device, ever; "" if they may."""
         if self._machine.seats.required:
             return "its devices are those of its seat on this node"
         processes = self._machine.processes

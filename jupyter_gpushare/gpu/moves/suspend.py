@@ -373,8 +373,10 @@ class Mover:
         """Restore and unlock every process that lives; with ``devices`` on those."""
         if list(devices) == list(lease.limits):
             devices = ()
-        if devices and (reason := self._places.obstacle(lease, devices)):
+        if devices and (reason := self._places.wall(lease)):
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
+        if devices and (reason := self._places.obstacle(lease, devices)):
+            raise MoveRefused(Refusal.BUSY, reason)
         alive = self._machine.processes.alive
         lease.parked = {key: each for key, each in lease.parked.items() if alive(key)}
         place = dict(zip(lease.limits, devices, strict=True)) if devices else {}

@@ -292,7 +292,7 @@ function More({ model }: IJobPartProps): JSX.Element {
         model={model}
         field="move"
         label={trans.__('May resume on another GPU')}
-        hint={trans.__('Once suspended, it takes any free GPU of the same model. Switch this off for a program that remembers its GPU.')}
+        hint={trans.__('While its own GPU is in use, it resumes on another of the same model in its machine. Switch this off for a program that remembers its GPU.')}
       />
     </details>
   );
