@@ -146,7 +146,7 @@ class Visitor:
         for theme in ("Dark", "Light"):
             self.use_theme(theme)
             self.page.wait_for_timeout(1_000)  # bars move
-            self.page.screenshot(path=Path(PICTURES) / f"day-{name}-{theme.lower()}.png")
+            self.page.screenshot(path=Path(PICTURES) / f"{name}-{theme.lower()}.png")
         style.evaluate("style => style.remove()")
 
 
@@ -193,7 +193,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     ada.run_cell(TOO_MUCH)
     expect(ada.page.locator(".jp-OutputArea-output").last).to_contain_text("GpuOutOfMemory")
     expect(ada.panel.get_by_role("meter", name="GPU memory")).to_have_attribute("aria-valuetext", MEMORY)
-    ada.picture("limit")
+    ada.picture("day-limit")
     ada.run_cell(UNTIL_LUNCH)
 
     # Bo starts without a GPU, and sends his notebook off as a job that needs both.
@@ -218,7 +218,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     detail = page.get_by_role("region", name="Job train.ipynb")
     expect(detail).to_contain_text("Queued, number 1")
     expect(detail).to_contain_text("Needs 2 GPUs together; 1.5 are free.")
-    bo.picture("queued")
+    bo.picture("day-queued")
 
     (ada.home / "lunch").touch()
 
@@ -230,15 +230,15 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(ada.panel).to_contain_text("Lent in")
     expect(ada.panel).not_to_contain_text("Your variables stay.")
     expect(ada.toasts).not_to_contain_text("Your GPU is lent in")
-    ada.picture("warned")
+    ada.picture("day-warned")
     expect(ada.page.locator(".gpushare-banner:visible")).to_contain_text("Asleep", timeout=90_000)
-    ada.picture("asleep")
+    ada.picture("day-asleep")
 
     # Bo sees it run, cell by cell; his page may be loaded again at any time.
     expect(detail).to_contain_text("Running")
     expect(detail.locator(".gpushare-log")).to_contain_text("step 5")
     expect(page.get_by_role("grid")).to_contain_text("3 of 5")
-    bo.picture("running")
+    bo.picture("day-running")
     if PICTURES:
         picture_of_the_admin_page(browser, hub)
     page.reload()
@@ -251,10 +251,10 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(ada.page.locator(".jp-OutputArea-output").last).to_contain_text("intact: True", timeout=90_000)
     expect(ada.toasts).to_contain_text("Your GPU is back")
     expect(ada.panel.get_by_role("meter", name="GPU memory")).to_have_attribute("aria-valuetext", MEMORY)
-    ada.picture("back")
+    ada.picture("day-back")
     expect(detail).to_contain_text("Paused")
     expect(detail).to_contain_text("the session that lent the GPU needs it")
-    bo.picture("paused")
+    bo.picture("day-paused")
 
     # The broker is killed and comes back: nothing is lost, and both pages hear of it again.
     hub.kill_broker()
@@ -262,7 +262,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     # She idles again; his job goes on where it was, and ends.
     expect(ada.page.locator(".gpushare-status button")).to_contain_text("Asleep", timeout=150_000)
     expect(detail.locator("header")).to_contain_text("Running")
-    bo.picture("resumed")
+    bo.picture("day-resumed")
     (bo.home / "enough").touch()
     expect(detail).to_contain_text("Done", timeout=150_000)
     expect(bo.toasts).to_contain_text("train.ipynb: Done")
@@ -270,12 +270,12 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     expect(detail.locator(".gpushare-timeline")).to_contain_text("Resumed")
     whats = detail.locator(".gpushare-timeline li").evaluate_all("all => all.map(one => one.dataset.what)")
     assert whats == ["submitted", "grant", "started", "suspend", "resume", "ended"]
-    bo.picture("timeline")
+    bo.picture("day-timeline")
     detail.get_by_role("button", name="Open output").click()
     output = page.locator(".jp-NotebookPanel:visible")
     expect(output).to_contain_text("ran on 2 GPUs")
     expect(output).to_contain_text("steps = 5")
-    bo.picture("output")
+    bo.picture("day-output")
     if not PICTURES:
         assert (ada.theme, bo.theme) == ("JupyterLab Dark", "JupyterLab Light")
     assert ada.complaints == bo.complaints == []
