@@ -62,7 +62,10 @@ def reasons_in(path: Path) -> Iterator[str]:
                 yield from said(value)
             case ast.Return(value=value) if path.name in RETURNED:
                 yield from said(value)
-            case ast.Assign(targets=[ast.Name(id="NO_PIDS" | "BLIND" | "LOST" | "LEFT_OUT")], value=value):
+            case ast.Assign(
+                targets=[ast.Name(id="NO_PIDS" | "NO_OTHER" | "NO_ROOM" | "BLIND" | "LOST" | "LEFT_OUT")],
+                value=value,
+            ):
                 yield from said(value)
 
 
@@ -87,6 +90,7 @@ FOUND = sorted({reason for path in SOURCES for reason in reasons_in(path)})
         f"{DRIVER}: the helper needs root or CAP_SYS_PTRACE",
         f"{DRIVER}: persistence mode is off on GPU-1, GPU-2",
         f"self-test failed: {DRIVER}: this GPU or driver may not support it",
+        f"self-test of a move failed: {DRIVER}",
         "cuInit failed with code 3",
         "the Hub did not start j1-1: status 503",
         "Ended by SIGKILL. It last printed:\nstep 7",
