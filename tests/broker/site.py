@@ -55,7 +55,7 @@ class Site:
             grace_s=5.0,
         )
         self.host = "here"  # "": several nodes of a cluster
-        self.movable = False  # what is suspended on one of its GPUs can resume on another
+        self.movable = True  # what is suspended on one of its GPUs can resume on another
         self.profile = profile  # of MIG instances; "": its GPUs are not divided
         self.uuids = tuple(f"GPU-{n}" for n in range(gpus))
         self.groups: dict[str, tuple[str, ...]] = dict(GROUPS)

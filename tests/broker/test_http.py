@@ -66,7 +66,10 @@ async def test_a_machine_with_every_gpu_left_out_says_why(http):
 async def test_devices_say_whether_what_sleeps_there_can_move(http):
     devices = http.broker.registry.devices
     first, *rest = devices.inventory.devices
-    shown = (replace(first, movable=True), *(replace(each, move_reason="why not") for each in rest))
+    shown = (
+        replace(first, movable=True),
+        *(replace(each, movable=False, move_reason="why not") for each in rest),
+    )
     devices.inventory = replace(devices.inventory, devices=shown)
     answer = (await http.ask("GET", "devices", "ada")).json()["devices"]
     found = [(each["movable"], each["move_reason"]) for each in answer]

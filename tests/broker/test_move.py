@@ -22,12 +22,6 @@ from tests.broker.virtual_time import until
 LONG = Program(work_s=10_000)
 
 
-@pytest.fixture
-def site(site: Site) -> Site:
-    site.movable = True
-    return site
-
-
 def decide(broker: Broker, *actions: Action) -> None:
     """Let the engine of a broker decide this once, and nothing else."""
     left = [actions]

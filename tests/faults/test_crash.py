@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import os
+import random
 from dataclasses import replace
 
 import pytest
 
+from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.core.model import CheckpointMode
-from jupyter_gpushare.errors import StoreError
+from jupyter_gpushare.errors import HelperError, StoreError
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 from tests.broker.brokers import Broker
 from tests.broker.machine import Program
 from tests.broker.site import Site
@@ -21,6 +24,9 @@ from tests.broker.virtual_time import in_virtual_time, until
 
 # Every fifth step, to be quick; GPUSHARE_EVERY_STEP=1 tries them all.
 STRIDE = 1 if os.environ.get("GPUSHARE_EVERY_STEP") else 5
+ROUNDS = int(os.environ.get("GPUSHARE_TEST_ROUNDS", "8"))
+SEED = random.randrange(1 << 32) if "GPUSHARE_TEST_ROUNDS" in os.environ else 20261128
+REFUSED = (Refusal.NO_MEMORY, Refusal.BUSY, Refusal.NOT_SUSPENDABLE)
 
 
 async def restart_on_death(site: Site, deaths: list[int]) -> None:
@@ -92,7 +98,30 @@ async def cancelling(site: Site) -> None:
     await until(lambda: not now(site).registry.leases and not site.held and not site.runs, 300)
 
 
-STORIES = {story.__name__: story for story in (lending, requeueing, cancelling)}
+async def moving(site: Site) -> None:
+    """A job is paused for another project and goes on, with its memory and limit, on the other GPU."""
+    first = await site.submit("bo", "1", key="bo-1", program=Program(work_s=10_000))
+    await until(lambda: site.worked_s[first.id] > 1, 300)
+    job = await site.submit("bo", "1/2", key="bo-2", program=Program(work_s=10))
+    await until(lambda: site.worked_s[job.id] > 2, 300)
+    held = site.held[f"j{job.id}-1"]
+    (home, limit), (used,) = *held.limits.items(), held.used.values()
+    owner = await site.submit("ada", "1", key="ada-1", program=Program(work_s=10_000))
+    await until(lambda: site.worked_s[owner.id] > 1, 300)
+    await site.ask(lambda b: b.requests.cancel(b.registry.jobs[first.id]))
+    await until(lambda: held.phase is Phase.RUNNING, 600)
+    ((there, moved_limit),) = held.limits.items()
+    assert (home != there, moved_limit, held.used) == (True, limit, {there: used})
+    await until(lambda: now(site).lease(job).limits == held.limits, 300)
+    await until(lambda: ended(site, job), 900)
+    assert ended(site, job) == "succeeded"
+    assert site.started[job.id] == 1
+    assert site.worked_s[job.id] == 10
+    await site.ask(lambda b: b.requests.cancel(b.registry.jobs[owner.id]))
+    await until(lambda: not now(site).registry.leases and not site.held and not site.runs, 300)
+
+
+STORIES = {story.__name__: story for story in (lending, requeueing, cancelling, moving)}
 
 
 async def play(tmp_path, name: str, deaths: list[int]) -> int:
@@ -199,3 +228,74 @@ async def test_a_commit_that_fails_ends_the_broker_and_the_next_one_goes_on(site
     await broker.end()
     broker = await site.start_broker()
     assert await broker.ended(job, 60) == "succeeded"
+
+
+async def random_history(site: Site, chance: random.Random) -> int:
+    """Jobs and a session use the GPUs while brokers die and resumes are refused; return how many moved."""
+    devices: dict[str, list[tuple[str, ...]]] = {}  # of each lease, one after the other
+
+    async def watch() -> None:
+        while True:
+            for handle, held in site.held.items():
+                seen = devices.setdefault(handle, [])
+                seen += [here] if (here := tuple(held.limits)) not in seen[-1:] else []
+            await asyncio.sleep(0.2)
+
+    watching = site.later(watch())
+    ada = await site.session("ada", "1/2")
+    jobs: list[tuple[JobRecord, bool]] = []
+    for number in range(16):
+        await asyncio.sleep(chance.uniform(0, 15))
+        if chance.random() < 0.3:
+            await site.gpu_cell(ada)
+        if chance.random() < 0.2:
+            site.fault("resume", MoveResult(done=False, refused=chance.choice(REFUSED), reason="not now"))
+        if chance.random() < 0.1:
+            site.fault("resume", HelperError("silent", "the device helper did not answer"))
+        job = await site.submit(
+            chance.choice(("ada", "bo", "cy")),
+            chance.choice(("1/4", "1/2", "1", "1", "2")),
+            key=f"key-{number}",
+            move=(may_move := chance.random() < 0.8),
+            priority=chance.choice((0, -10)),
+            program=Program(work_s=chance.uniform(1, 40), memory=1.0),
+        )
+        jobs.append((job, may_move))
+    await until(lambda: all(ended(site, job) for job, _ in jobs), 6000)
+    assert {ended(site, job) for job, _ in jobs} == {"succeeded"}
+    moved = [handle for handle, seen in devices.items() if len(seen) > 1]
+    bound = tuple(f"j{job.id}-" for job, may_move in jobs if not may_move)
+    assert not [handle for handle in moved if handle.startswith(bound)]
+    watching.cancel()
+    await site.end_session("ada")
+    await until(lambda: not now(site).registry.leases and not site.held, 300)
+    return len(moved)
+
+
+@pytest.mark.long_form
+def test_a_random_history_of_moves_loses_no_job(tmp_path):
+    moves: list[int] = []
+
+    @in_virtual_time
+    async def run(seed: int) -> None:
+        folder = tmp_path / str(seed)
+        folder.mkdir()
+        chance = random.Random(seed)
+        deaths = [chance.randrange(20, 200) for _ in range(8)]
+        async with Site(folder) as site:
+            site.patient = True
+            site.policy = replace(site.policy, idle_timeout_s=8.0, min_run_s=0.0)
+            await site.start_broker(deaths.pop())
+            supervisor = site.later(restart_on_death(site, deaths))
+            moves.append(await random_history(site, chance))
+            if supervisor.done():
+                supervisor.result()
+
+    for seed in range(SEED, SEED + ROUNDS):
+        try:
+            run(seed)
+        except BaseException as error:
+            error.add_note(f"seed {seed}")
+            raise
+    print(f"seeds {SEED} to {SEED + ROUNDS - 1}: {sum(moves)} leases moved")
+    assert sum(moves) > ROUNDS / 2
