@@ -35,7 +35,7 @@ _OF_RECORD = {
     "given_to": "",
     "lost": False,
     "suspend_reason": "",
-    "moved": False,
+    "slept_on": (),
 }
 _OF_LENDING = {"lend_in_s": 300.0, "warned": True}
 _OF_VIEW = {
@@ -86,7 +86,7 @@ def test_every_state_is_said_in_plain_words(state, kind):
             borrowed=borrowed,
             obstacle="" if suspendable else "it uses CUDA IPC",
             stays_because="" if moves else "it was submitted not to move",
-            moved=moves,
+            slept_on=("GPU-1",) if moves else (),
             idle_s=idle,
             lend_in_s=lend,
         )

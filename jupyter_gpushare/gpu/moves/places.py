@@ -46,8 +46,6 @@ class Places:
         for uuid in (new, old):
             if uuid not in gpus:
                 return f"no device {uuid[:80]!r} here"
-        if reason := self._devices.out_of_service(new):
-            return f"device {new} is out of service: {reason}"
         if (gpus[old].name, gpus[old].memory_bytes) != (gpus[new].name, gpus[new].memory_bytes):
             return f"device {new} is not of the model and memory of {old}"
         if self._devices.grantable_bytes(gpus[new]) < self._devices.grantable_bytes(gpus[old]):
