@@ -309,6 +309,45 @@ def test_no_move_beside_a_process_that_only_opened_the_old_device(four: Machine)
     assert worker.do("check") == "ok"
 
 
+#: Calls cuInit alone; at a word, makes a context as the runtime does, which no hook sees, and takes 512 MiB.
+OPENS = """
+import ctypes, sys
+cuda = ctypes.CDLL("libcuda.so.1"); cuda.cuInit(0)
+print("ready 0", flush=True)
+for line in sys.stdin:
+    cuda.gpushare_sim_retain_unseen(int(line))
+    print("took", cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(512 << 20)), flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    "unstarted", [",listed=allocated", ",listed=allocated,moved-uuid=old"], indirect=True
+)
+def test_a_process_that_only_opened_the_old_device_gets_no_memory_there_after_a_move(four: Machine) -> None:
+    worker = four.session("ada", 2 * GIB, mib=64)
+    idle = four.worker("ada", command=(sys.executable, "-c", OPENS), wait=False)
+    assert idle.answer() == "ready 0"
+    moves(four, "ada", 1)
+    assert idle.do("0") == "2"
+    assert worker.do("check") == "ok"
+    assert used(four) == [0, 64, 0, 0]
+
+
+@pytest.mark.parametrize(
+    "unstarted", [",listed=allocated", ",listed=allocated,moved-uuid=old"], indirect=True
+)
+def test_no_memory_is_charged_to_the_wrong_device_after_a_move(four: Machine) -> None:
+    """The device of an ordinal that was not used has another place in the lease now."""
+    four.lease("ada", 2 * GIB, devices=(0, 1))
+    worker = four.worker("ada", devices=(0, 1), mib=64)
+    idle = four.worker("ada", devices=(0, 1), command=(sys.executable, "-c", OPENS), wait=False)
+    assert idle.answer() == "ready 0"
+    moves(four, "ada", 1, 2)
+    assert worker.do("alloc 1900") == "0"
+    assert idle.do("1") == "2"
+    assert used(four) == [0, 1964, 0, 0]
+
+
 def test_a_target_without_room_leaves_the_lease_where_it_was(four: Machine) -> None:
     worker = four.session("ada", 70 * GIB, mib=60 * 1024)
     assert four.ask("suspend", lease="ada")["done"]

@@ -322,6 +322,39 @@ def test_a_process_that_only_found_the_old_device_makes_no_context_there(machine
         assert machine.device_used(2) == 0
 
 
+def test_a_context_made_unseen_after_a_move_gets_no_memory_on_the_old_device(machine: Simulator) -> None:
+    """As the runtime of torch and cupy makes its contexts."""
+    lease = lease_of(machine, ONE)
+    with in_lease(machine, lease, open_gpu=False, CUDA_VISIBLE_DEVICES=machine.uuid(2)) as kernel:
+        kernel.run(LOOK)
+        kernel.run("cuda(); driver = ctypes.CDLL('libcuda.so.1'); at = ctypes.c_void_p()")
+        lease.move(machine.uuid(0))
+        assert kernel.ask("driver.gpushare_sim_retain_unseen(0)") == 0
+        assert kernel.ask("driver.cuCtxGetCurrent(ctypes.byref(at)) or driver.cuCtxSetCurrent(at)") == 0
+        assert (
+            kernel.ask("driver.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(1 << 20))") == 2
+        )
+        assert machine.device_used(2) == 0
+        # The lease has the device again, which is the process's own.
+        lease.move(machine.uuid(2))
+        assert (
+            kernel.ask("driver.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(1 << 20))") == 0
+        )
+
+
+def test_a_device_that_took_another_place_in_a_move_is_not_used_in_its_old_one(machine: Simulator) -> None:
+    """It would be charged to the device that has its place now."""
+    lease = lease_of(machine, TWO)
+    devices = ",".join(uuid for uuid, _ in lease.limits)
+    with in_lease(machine, lease, open_gpu=False, CUDA_VISIBLE_DEVICES=devices) as kernel:
+        kernel.run(LOOK)
+        kernel.run("cuda(); driver = ctypes.CDLL('libcuda.so.1')")
+        lease.move(lease.limits[1][0], machine.uuid(0))
+        for ordinal in (0, 1):
+            context = f"driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), {ordinal})"
+            assert kernel.ask(context) == 2
+
+
 def test_a_device_that_was_not_used_before_a_move_is_used_only_where_the_lease_is(machine: Simulator) -> None:
     """Whether the driver moves what a process sees and does not use is not known: here it does not."""
     lease = lease_of(machine, TWO)
@@ -341,6 +374,8 @@ def test_a_process_with_a_context_makes_others_whichever_uuid_the_driver_answers
         kernel.run(LOOK)
         kernel.run("cuda(); driver = ctypes.CDLL('libcuda.so.1')")
         assert kernel.ask("driver.gpushare_sim_retain_unseen(0)") == 0
+        kernel.run("at = ctypes.c_void_p(); driver.cuCtxGetCurrent(ctypes.byref(at))")
+        assert kernel.ask("driver.cuCtxSetCurrent(at)") == 0
         lease.move(machine.uuid(0))
         assert kernel.ask("driver.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)") == 0
         assert kernel.ask("driver.cuCtxCreate_v2(ctypes.byref(ctypes.c_void_p()), 0, 0)") == 0

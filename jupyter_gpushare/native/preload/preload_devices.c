@@ -46,11 +46,9 @@ bool may_use(CUdevice ordinal)
 {
     if (!lease_is_set())
         return true;
-    if (page_device(ordinal) < 0 || ordinal >= GPUSHARE_DEVICES)
-        return false;
-    /* The runtime makes primary contexts through a private table of the driver, unseen. */
-    return atomic_load_explicit(&used_ordinals, memory_order_acquire) >> ordinal & 1u || ask_device(ordinal) >= 0 ||
-           primary_is_active(ordinal);
+    int index = ordinal < GPUSHARE_DEVICES ? page_device(ordinal) : -1;
+    return index >= 0 && (atomic_load_explicit(&used_ordinals, memory_order_acquire) >> ordinal & 1u ||
+                          ask_device(ordinal) == index);
 }
 
 void note_use(CUdevice ordinal)
@@ -64,7 +62,12 @@ CUdevice current_ordinal(void)
     static void *_Atomic kept;
     CUdevice ordinal = -1;
     get_ordinal *ask = (get_ordinal *)plain_function(&kept, "cuCtxGetDevice");
-    return ask && !ask(&ordinal) ? ordinal : -1;
+    if (!ask || ask(&ordinal))
+        return -1;
+    /* Its context may be made unseen.  The page is read after that: it was there before a move. */
+    if (lease_is_set() && may_use(ordinal))
+        note_use(ordinal);
+    return ordinal;
 }
 
 CUcontext current_context(void)

@@ -12,11 +12,11 @@ int page_device(CUdevice ordinal);
 /* Looks up that of every ordinal, after cuInit. */
 void settle_devices(void);
 /* Whether a context or memory may be made on an ordinal of this process.  The driver moves no process without a
- * context, and of one that has some perhaps only the devices that it uses: what is not used yet is used
- * only where the driver answers that it is a device that the lease has now. */
+ * context, and of one that has some perhaps only the devices that it uses: what was not used before a move
+ * is used only where the driver answers that it is the device that the lease has now in its place. */
 bool may_use(CUdevice ordinal);
 void note_use(CUdevice ordinal);
-/* The current context's device, or -1; the current context, or NULL. */
+/* The current context's device, of which the use is noted, or -1; the current context, or NULL. */
 CUdevice current_ordinal(void);
 CUcontext current_context(void);
 /* Of memory at a location of a device, its ordinal; -1: elsewhere. */

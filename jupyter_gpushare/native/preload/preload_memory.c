@@ -44,6 +44,17 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
     return result;
 }
 
+/* The runtime makes primary contexts through a private table of the driver, unseen, and then calls this. */
+API CUresult cuCtxSetCurrent(CUcontext context)
+{
+    lease_enter(LEASE_CALLS);
+    FIND_REAL(cuCtxSetCurrent);
+    CUresult result = real(context);
+    if (!result && context && lease_is_set())
+        current_ordinal();
+    return result;
+}
+
 #define CREATES_CONTEXT(taint, name, parameters, arguments)  \
     API CUresult name parameters                             \
     {                                                        \
