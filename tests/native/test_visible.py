@@ -310,6 +310,23 @@ def test_what_was_written_before_a_move_names_the_device_that_the_lease_has_now(
         ]
 
 
+def test_a_device_that_a_lease_left_in_a_move_is_not_found_by_its_address(machine: Simulator) -> None:
+    """Another lease may have it: its processes are not shown."""
+    lease = lease_of(machine, ONE)
+    with in_lease(machine, lease, open_gpu=False, CUDA_VISIBLE_DEVICES=machine.uuid(2)) as kernel:
+        kernel.run(LOOK)
+        kernel.run("""
+def found(address):
+    try: return n.nvmlDeviceGetIndex(n.nvmlDeviceGetHandleByPciBusId(address))
+    except n.NVMLError_NotFound: return None
+n.nvmlInit()
+""")
+        look_up = "[found(f'00000000:{d + 1:02X}:00.0') for d in range(4)]"
+        assert kernel.ask(look_up) == [None, None, 0, None]
+        lease.move(machine.uuid(0))
+        assert kernel.ask(look_up) == [0, None, None, None]
+
+
 def test_a_process_that_only_found_the_old_device_makes_no_context_there(machine: Simulator) -> None:
     """The driver moves no process that has none."""
     lease = lease_of(machine, ONE)

@@ -44,11 +44,24 @@ static int index_of_uuid(const char *text)
     return index >= 0 ? index : lease_named(uuid);
 }
 
+static bool ask_uuid(nvmlDevice_t device, char text[NVML_UUID_TEXT])
+{
+    get_uuid *ask = (get_uuid *)real_of(HOOK_nvmlDeviceGetUUID);
+    return ask && !ask(device, text, NVML_UUID_TEXT);
+}
+
 static int index_of(nvmlDevice_t device)
 {
     char text[NVML_UUID_TEXT];
-    get_uuid *ask = (get_uuid *)real_of(HOOK_nvmlDeviceGetUUID);
-    return ask && !ask(device, text, sizeof text) ? index_of_uuid(text) : -1;
+    return ask_uuid(device, text) ? index_of_uuid(text) : -1;
+}
+
+/* Whether the lease has resumed on another device: this one may be another lease's now. */
+static bool was_left(nvmlDevice_t device)
+{
+    char text[NVML_UUID_TEXT];
+    uint8_t uuid[16];
+    return ask_uuid(device, text) && read_uuid(text, uuid) && lease_device(uuid) < 0 && lease_named(uuid) >= 0;
 }
 
 /* ---- which devices there are ---- */
@@ -102,7 +115,8 @@ static bool number_of(nvmlDevice_t device, unsigned *number)
 static int found(int result, const nvmlDevice_t *device)
 {
     unsigned number;
-    bool is_foreign = !result && lease_is_set() && index_of(*device) < 0 && !number_of(*device, &number);
+    bool is_foreign = !result && lease_is_set() &&
+                      (was_left(*device) || (index_of(*device) < 0 && !number_of(*device, &number)));
     return is_foreign ? NVML_ERROR_NOT_FOUND : result;
 }
 
@@ -115,7 +129,6 @@ static int found(int result, const nvmlDevice_t *device)
 FIND(nvmlDeviceGetHandleByPciBusId, const char *, address)
 FIND(nvmlDeviceGetHandleByPciBusId_v2, const char *, address)
 FIND(nvmlDeviceGetHandleBySerial, const char *, serial)
-FIND(nvmlDeviceGetHandleByUUIDV, const void *, uuid)
 
 /* A name finds the device that the lease has now in its place. */
 API int nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
@@ -127,6 +140,14 @@ API int nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
     if (index >= 0 && lease_uuid((uint32_t)index, now))
         uuid = now;
     return real ? found(real(uuid, device), device) : NVML_ERROR_UNINITIALIZED;
+}
+
+API int nvmlDeviceGetHandleByUUIDV(const void *uuid, nvmlDevice_t *device)
+{
+    int (*real)(const void *, nvmlDevice_t *) = real_of(HOOK_nvmlDeviceGetHandleByUUIDV);
+    char text[NVML_UUID_TEXT];
+    int result = real ? real(uuid, device) : NVML_ERROR_UNINITIALIZED;
+    return !result && lease_is_set() && ask_uuid(*device, text) ? nvmlDeviceGetHandleByUUID(text, device) : result;
 }
 
 API int nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned bytes)
