@@ -310,6 +310,19 @@ def test_what_was_written_before_a_move_names_the_device_that_the_lease_has_now(
         ]
 
 
+def test_a_handle_from_before_stands_for_the_place_that_its_device_moved_to(machine: Simulator) -> None:
+    """The lease has left the first device, and has the second in its place."""
+    lease = lease_of(machine, TWO)
+    first, second = (machine.uuid(device) for device in TWO)
+    with in_lease(machine, lease, open_gpu=False) as kernel:
+        kernel.run(LOOK)
+        kernel.run("n.nvmlInit(); before = [n.nvmlDeviceGetHandleByIndex(i) for i in (0, 1)]")
+        lease.move(second, machine.uuid(0))
+        assert kernel.ask("[n.nvmlDeviceGetIndex(handle) for handle in before]") == [0, 0]
+        assert kernel.ask("[n.nvmlDeviceGetUUID(handle) for handle in before]") == [first, first]
+        assert kernel.ask("nvml()") == [first, second]
+
+
 def test_a_device_that_a_lease_left_in_a_move_is_not_found_by_its_address(machine: Simulator) -> None:
     """Another lease may have it: its processes are not shown."""
     lease = lease_of(machine, ONE)
