@@ -14,7 +14,7 @@ from jupyter_gpushare.gpu.leases.files import LIMIT_BYTES, LIMIT_DEVICE, LIMIT_H
 from jupyter_gpushare.gpu.leases.journal import Parked
 from tests.gpu.containers import engine_cgroup, in_container
 from tests.gpu.leases import lease_of
-from tests.gpu.machine import GIB, MIB, Machine, Refused, machine_in, until
+from tests.gpu.machine import GIB, MIB, Machine, Refused, Worker, machine_in, until
 from tests.gpu.test_seats import Node
 from tests.simulator import Fault
 
@@ -499,3 +499,63 @@ Checkpoint.restore = lambda self, pid, timeout_s, moves={}: restore(self, pid, t
     assert (moved["done"], "did not move it" in str(moved["reason"])) == (False, True), moved
     stays(four, "ada", 0)
     four.resume("ada", worker)
+
+
+def failed_half_way(machine: Machine, before: str) -> list[Worker]:
+    """Two processes of a lease whose move to device 1 failed after one of them was there."""
+    machine.lease("ada", 70 * GIB)
+    workers = [machine.worker("ada", mib=256) for _ in range(2)]
+    assert machine.ask("suspend", lease="ada")["done"]
+    machine.stop()
+    machine.start(before=before)
+    assert not move(machine, "ada", 1)["done"]
+    stays(machine, "ada", 0)
+    assert used(machine) == [0, 0, 0, 0]
+    machine.stop(signal.SIGKILL)
+    return workers
+
+
+def test_what_a_failed_move_left_elsewhere_goes_back_though_the_helper_is_killed(four: Machine) -> None:
+    """It is suspended again on the lease's own device: the next resume must not look for it on the other."""
+    workers = failed_half_way(four, SECOND_REFUSED)
+    four.start(die="after restore 1")
+    four.client().send(b'{"verb":"resume","epoch":1,"lease":"ada"}\n')
+    four.died()
+    taken = four.worker("", device=0)
+    assert taken.do("alloc 81000") == "0"
+    four.start()
+    until(lambda: four.of("ada")["phase"] == "suspended", "settled")
+    taken.kill()
+    resumed = four.ask("resume", lease="ada")
+    assert resumed["done"], resumed
+    assert [each.do("check") for each in workers] == ["ok", "ok"]
+    assert used(four) == [512, 0, 0, 0]
+
+
+#: The driver does not say once where a process is that it has restored, and restores no second one.
+UNKNOWN_PLACE = """
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+from jupyter_gpushare.gpu.moves.steps import ProcessMoves
+restore, on_devices, restored, silent = Checkpoint.restore, ProcessMoves.on_devices, [], []
+def restoring(self, pid, timeout_s, moves={}):
+    if restored and pid != restored[0]:
+        raise DeviceError("cuCheckpointProcessRestore", 1, "CUDA_ERROR_INVALID_VALUE")
+    restore(self, pid, timeout_s, moves)
+    restored.append(pid)
+def asked(self, lease):
+    if restored and not silent:
+        silent.append(pid := restored[0])
+        raise DeviceError("nvmlDeviceGetComputeRunningProcesses", -3, "no answer in time")
+    return on_devices(self, lease)
+Checkpoint.restore, ProcessMoves.on_devices = restoring, asked
+"""
+
+
+def test_a_move_is_undone_where_the_driver_does_not_say_whether_it_was_made(four: Machine) -> None:
+    workers = failed_half_way(four, UNKNOWN_PLACE)
+    four.start()
+    resumed = four.ask("resume", lease="ada")
+    assert resumed["done"], resumed
+    assert [each.do("check") for each in workers] == ["ok", "ok"]
+    assert used(four) == [512, 0, 0, 0]

@@ -221,12 +221,13 @@ class ProcessMoves:
         """LOCKED -> CHECKPOINTED, nothing else; a process that ended leaves the move.
 
         Raises:
-            MoveRefused: the driver failed; the process may be damaged.
+            MoveRefused: the driver failed, and the process may be damaged; or the record cannot be written.
+            DeviceError: the driver does not say on which devices it is.
         """
         if key not in lease.parked:
             return
-        if lease.moves_from:  # where it was must be in the journal before it is there
-            self.save(lease)
+        if lease.parked[key].devices:
+            self._note_place(lease, key)
         try:
             self._machine.checkpoint.checkpoint(key[0], copy_s(lease.parked[key]))
         except DeviceError as error:
@@ -291,11 +292,7 @@ class ProcessMoves:
             try:
                 moves = maps[min(attempt, len(maps) - 1)]
                 self._machine.checkpoint.restore(key[0], copy_s(lease.parked[key]), moves)
-                if moves and not self.has_arrived(lease, key):
-                    for uuid in lease.limits:
-                        self._devices.doubt(uuid)
-                    raise MoveRefused(Refusal.NOT_SUSPENDABLE, NOT_MOVED)
-                return
+                break
             except DeviceError as error:
                 if first is None:
                     first = error
@@ -305,15 +302,20 @@ class ProcessMoves:
                 repeated += error.code in _LOST_WHEN_REPEATED
                 # Failed ones are sorted out by `states`; retried only while nothing has changed.
                 if self.states(lease).get(key) is not ProcessState.CHECKPOINTED:
-                    return
+                    break
                 if error.code == _OUT_OF_MEMORY or repeated >= LOST_AFTER:
                     self._lose(lease, key, str(first))
                     return
-        assert first is not None
-        raise first
+        else:
+            assert first is not None
+            raise first
+        if not self.has_arrived(lease, key):
+            for uuid in lease.limits:
+                self._devices.doubt(uuid)
+            raise MoveRefused(Refusal.NOT_SUSPENDABLE, NOT_MOVED)
 
     def has_arrived(self, lease: HelperLease, key: Key) -> bool:
-        """Whether a process that is not checkpointed is on the devices of its lease; then that is noted.
+        """Whether a process that is not checkpointed, and was on other devices, is on those of its lease.
 
         The driver's list of processes may lag behind its memory; where it shows nothing of the process
         within `SHOWN_WAIT_S`, the driver's word counts.
@@ -321,14 +323,29 @@ class ProcessMoves:
         Raises:
             DeviceError: the driver does not answer.
         """
+        if key not in lease.parked or not lease.parked[key].devices:
+            return True
         deadline = time.monotonic() + SHOWN_WAIT_S
         while not (found := self.on_devices(lease).get(key)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        if found and not found.keys() <= lease.limits.keys():
-            return False
-        if key in lease.parked:
-            lease.parked[key] = replace(lease.parked[key], devices=())
-        return True
+        return not found or found.keys() <= lease.limits.keys()
+
+    def _note_place(self, lease: HelperLease, key: Key) -> None:
+        """Before a process is checkpointed again: on the devices of its lease, if it has arrived there.
+
+        Raises:
+            MoveRefused: that cannot be written; nothing is noted.
+            DeviceError: the driver does not answer.
+        """
+        if not self.has_arrived(lease, key):
+            return
+        before = lease.parked[key]
+        lease.parked[key] = replace(before, devices=())
+        try:
+            self.save(lease)
+        except MoveRefused:
+            lease.parked[key] = before
+            raise
 
     def unlock(self, lease: HelperLease, key: Key) -> None:
         """LOCKED -> RUNNING, retried while the process stays locked.

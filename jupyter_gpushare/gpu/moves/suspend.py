@@ -221,7 +221,7 @@ class Mover:
             ):
                 lease.unsettled = True
                 return
-            if lease.moves_from and not all(
+            if not all(
                 self._processes.has_arrived(lease, key)
                 for key, state in states.items()
                 if state is not ProcessState.CHECKPOINTED
