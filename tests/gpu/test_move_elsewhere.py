@@ -385,7 +385,7 @@ def test_a_failed_restore_leaves_the_lease_on_its_own_devices(four: Machine, bac
     four.stop()
     four.start(before=SECOND_REFUSED)
     moved = move(four, "ada", 1)
-    assert (moved["done"], moved["refused"], moved["devices"]) == (False, "busy", [four.uuids()[0]])
+    assert (moved["refused"], moved["devices"]) == ("not_suspendable", [four.uuids()[0]])
     stays(four, "ada", 0)
     assert used(four) == [0, 0, 0, 0]
     assert [each.device for each in four.sim.ledger() if each.event == "restore"] == [1]
@@ -496,7 +496,7 @@ Checkpoint.restore = lambda self, pid, timeout_s, moves={}: restore(self, pid, t
 """
     )
     moved = move(four, "ada", 1)
-    assert (moved["done"], "did not move it" in str(moved["reason"])) == (False, True), moved
+    assert (moved["refused"], "did not move it" in str(moved["reason"])) == ("not_suspendable", True), moved
     stays(four, "ada", 0)
     four.resume("ada", worker)
 
@@ -559,3 +559,23 @@ def test_a_move_is_undone_where_the_driver_does_not_say_whether_it_was_made(four
     assert resumed["done"], resumed
     assert [each.do("check") for each in workers] == ["ok", "ok"]
     assert used(four) == [512, 0, 0, 0]
+
+
+@pytest.mark.parametrize(("code", "refused"), [(1, "not_suspendable"), (600, "busy")])
+def test_only_a_move_that_the_driver_will_never_make_is_refused_for_good(
+    four: Machine, code: int, refused: str
+) -> None:
+    """Going back is not: it is asked again until it succeeds."""
+    failed_half_way(four, SECOND_REFUSED)
+    four.start(
+        before=f"""
+from jupyter_gpushare.errors import DeviceError
+from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
+def refusing(self, pid, timeout_s, moves={{}}):
+    raise DeviceError("cuCheckpointProcessRestore", {code}, "refused")
+Checkpoint.restore = refusing
+"""
+    )
+    assert move(four, "ada", 2)["refused"] == refused
+    assert four.ask("resume", lease="ada")["refused"] == "busy"
+    stays(four, "ada", 0)

@@ -63,9 +63,10 @@ UNEXPLAINED_BYTES = 256 << 20
 # CUDA error codes (cuda.h).
 _OUT_OF_MEMORY = 2
 _NOT_READY = 600  # the lock timed out
+_INVALID_VALUE = 1
 # INVALID_VALUE and NOT_INITIALIZED: the process does not use CUDA (ai-dynamo/snapshot PR 109,
 # llm-d-rl-time-slicing PR 148).
-_NO_CUDA_PROCESS = frozenset({1, 3})
+_NO_CUDA_PROCESS = frozenset({_INVALID_VALUE, 3})
 # INVALID_HANDLE and NOT_FOUND: nor does it after an exec, which leaves nothing on a device.
 _AFTER_EXEC = frozenset({400, 500})
 # OPERATING_SYSTEM, NOT_SUPPORTED, UNKNOWN: what Restore answers for a process that it lost;
@@ -273,6 +274,7 @@ class ProcessMoves:
 
         Raises:
             DeviceError: the first error for a process that is still checkpointed and not lost.
+            MoveRefused: the driver does not bring one to the devices of the lease, whenever it is asked.
         """
         for key, state in self.states(lease).items():
             if state is ProcessState.CHECKPOINTED and key in lease.parked:
@@ -283,10 +285,10 @@ class ProcessMoves:
 
         Raises:
             DeviceError: the first error, where it is still checkpointed and not lost.
-            MoveRefused: it came back on other devices.
+            MoveRefused: the driver takes no list of its devices, or brought it back on others.
         """
         first: DeviceError | None = None
-        repeated = 0
+        repeated = invalid = 0
         maps = _maps(lease, lease.parked[key])
         for attempt in range(RETRIES):
             try:
@@ -299,6 +301,7 @@ class ProcessMoves:
                     log.error("lease=%s process=%d restore failed: %s", lease.name, key[0], error)
                 if self._ended(lease, key, "Restore"):
                     return
+                invalid += error.code == _INVALID_VALUE
                 repeated += error.code in _LOST_WHEN_REPEATED
                 # Failed ones are sorted out by `states`; retried only while nothing has changed.
                 if self.states(lease).get(key) is not ProcessState.CHECKPOINTED:
@@ -308,6 +311,8 @@ class ProcessMoves:
                     return
         else:
             assert first is not None
+            if lease.parked[key].devices and invalid == RETRIES:
+                raise MoveRefused(Refusal.NOT_SUSPENDABLE, str(first))
             raise first
         if not self.has_arrived(lease, key):
             for uuid in lease.limits:

@@ -390,7 +390,9 @@ class Mover:
                 self._finish_running(lease, "")
             except (MoveRefused, DeviceError) as error:
                 self._undo_resume(lease)
-                raise MoveRefused(Refusal.BUSY, str(error)) from None
+                # What the driver does not move will not move the next time either; back it must come.
+                refused = error.refused if devices and isinstance(error, MoveRefused) else Refusal.BUSY
+                raise MoveRefused(refused, str(error)) from None
         if lease.phase is Phase.LOST:
             raise MoveRefused(Refusal.LOST, LOST)
         return sum(saved.values())
