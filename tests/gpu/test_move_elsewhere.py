@@ -7,11 +7,14 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from jupyter_gpushare.gpu.leases.files import LIMIT_BYTES, LIMIT_DEVICE, LIMIT_HEAD, uuid_bytes
 from jupyter_gpushare.gpu.leases.journal import Parked
+from jupyter_gpushare.gpu.service.sampler import Sampler
 from tests.gpu.containers import engine_cgroup, in_container
 from tests.gpu.leases import lease_of
 from tests.gpu.machine import GIB, MIB, Machine, Refused, Worker, machine_in, until
@@ -579,3 +582,21 @@ Checkpoint.restore = refusing
     assert move(four, "ada", 2)["refused"] == refused
     assert four.ask("resume", lease="ada")["refused"] == "busy"
     stays(four, "ada", 0)
+
+
+def test_contexts_measured_before_a_move_are_not_charged_after_it(tmp_path: Path) -> None:
+    """One of its devices is another by then: what was measured on the first is charged to no other."""
+    lease = lease_of("ada", {"a": GIB, "b": GIB})
+    page: list[tuple[int, int]] = []
+    lease.files = SimpleNamespace(set_context=lambda *charged: page.append(charged))  # type: ignore[assignment]
+    lease.contexts = {"a": 1, "b": 2}
+
+    def moving(devices: Any) -> dict[str, int]:
+        measured = dict.fromkeys(devices, GIB)
+        lease.put_on(("a", "c"))
+        return measured
+
+    sampler: Any = SimpleNamespace(_states=SimpleNamespace(contexts=moving))
+    account: Any = SimpleNamespace(held=dict)
+    Sampler._charge_contexts(sampler, lease, account)
+    assert (lease.contexts, page) == ({"a": GIB, "c": 2}, [(0, GIB)])

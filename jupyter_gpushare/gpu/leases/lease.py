@@ -159,9 +159,10 @@ class HelperLease:
         The owner can write anything there.  The library never counts more than the highest
         limit for all processes together: beyond that none of it is used.
         """
-        if account is None or uuid not in self.limits:
+        limits = list(self.limits)
+        if account is None or uuid not in limits:
             return {}
-        index = list(self.limits).index(uuid)
+        index = limits.index(uuid)
         held = account.held()
         counted = {key: held[key][index] for key in keys if key in held}
         return counted if sum(counted.values()) <= self.peak_limits[uuid] else {}
@@ -229,15 +230,27 @@ class HelperLease:
             checkpointed_on = each.devices or before
             return () if checkpointed_on == devices else checkpointed_on
 
-        self.peak_limits = self.peak_limits | moved({uuid: self.peak_limits[uuid] for uuid in before})
-        self.contexts = moved(self.contexts)
-        self.asked = replace(
-            self.asked, limits=moved(self.asked.limits), guaranteed=moved(self.asked.guaranteed)
-        )
-        self.parked = {
+        asked = replace(self.asked, limits=moved(self.asked.limits), guaranteed=moved(self.asked.guaranteed))
+        parked = {
             key: replace(each, saved_bytes=moved(each.saved_bytes), devices=home(each))
             for key, each in self.parked.items()
         }
+        self.peak_limits = self.peak_limits | moved({uuid: self.peak_limits[uuid] for uuid in before})
+        with self._page_guard:
+            self.contexts, self.asked, self.parked = moved(self.contexts), asked, parked
+
+    def charge_context(self, index: int, uuid: str, context_bytes: int) -> None:
+        """Charge bytes that the driver shows on its device at a position beyond the account (contexts).
+
+        Nothing where the lease has another device there by now.
+
+        Raises:
+            OSError: the limit page is missing.
+        """
+        with self._page_guard:
+            if list(self.limits)[index] == uuid:
+                self.contexts[uuid] = context_bytes
+                self.files.set_context(index, context_bytes)
 
     def create_files(self, contexts: Mapping[str, int]) -> None:
         """Write its limit page anew, as no process carries it, with bytes by device charged for contexts.

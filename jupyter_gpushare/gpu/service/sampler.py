@@ -266,14 +266,14 @@ class Sampler:
     def _charge_contexts(self, lease: HelperLease, account: AccountFile) -> None:
         """Charge to the limit what the driver shows beyond the account: contexts, at least the first one."""
         keys = {process.key for process in lease.processes}
-        first, used = self._states.contexts(lease.limits), lease.used_bytes
-        for index, uuid in enumerate(lease.limits):
+        limits = lease.limits
+        first, used = self._states.contexts(limits), lease.used_bytes
+        for index, uuid in enumerate(limits):
             counted = sum(held[index] for key, held in account.held().items() if key in keys)
             beyond = max(0, used[uuid] - counted) if used.get(uuid) else first[uuid]
             if abs(beyond - lease.contexts.get(uuid, 0)) >= CONTEXT_STEP_BYTES:
                 with suppress(FileNotFoundError):  # dropped meanwhile
-                    lease.files.set_context(index, beyond)
-                lease.contexts[uuid] = beyond
+                    lease.charge_context(index, uuid, beyond)
 
     def _settle(self) -> None:
         """Settle moves that a hung driver call cut short; let leases go on after a loss."""
