@@ -170,13 +170,35 @@ def test_a_move_without_room_is_tested_again_and_takes_nothing_away(equal: Machi
     other = equal.worker(device=1, mib=79 * 1024)
     equal.start(examine=True, before=COUNTS)
     assert says(equal) == [(True, False, canary.NO_ROOM), (False, False, canary.NO_MEMORY)]
-    own = equal.worker(mib=79 * 1024)  # no test has room now
-    seen = equal.log.read_text().count("tested 0")
-    until(lambda: equal.log.read_text().count("tested 0") > seen + 2, "it is tested again")
-    assert says(equal)[0] == (True, False, canary.NO_ROOM)
-    own.kill()
+    seen = equal.log.read_text().count("tested 1")
+    until(lambda: equal.log.read_text().count("tested 1") > seen + 1, "the full one is tested again")
+    assert equal.log.read_text().count("tested 0") == 1  # it could move nowhere
+    own = equal.worker(mib=79 * 1024)  # no test has room there now
     other.kill()
+    until(lambda: equal.log.read_text().count("tested 0") > 2, "it is tested again")
+    assert says(equal)[0] == (True, False, canary.NO_MEMORY)
+    own.kill()
     until(lambda: says(equal) == [(True, True, "")] * 2, "both have room")
+
+
+FAILS_ONCE = """
+from jupyter_gpushare.gpu.checks import canary
+examine, tested = canary.Canary.examine, []
+def failing(self, gpu, other):
+    tested.append(gpu.index)
+    if gpu.index == 0 and tested.count(0) == 2:
+        return canary.Verdict(suspendable=False, works=False, reason="bad", move_reason="one bad moment")
+    return examine(self, gpu, other)
+canary.Canary.examine = failing
+"""
+
+
+def test_another_test_of_a_move_that_fails_takes_no_suspension_away(equal: Machine) -> None:
+    other = equal.worker(device=1, mib=79 * 1024)
+    equal.start(examine=True, before=FAILS_ONCE)
+    assert says(equal)[0] == (True, False, canary.NO_ROOM)
+    other.kill()
+    until(lambda: says(equal)[0] == (True, False, "one bad moment"), "it is tested again")
 
 
 def test_the_room_of_a_move_is_reserved_beside_what_is_kept_for_other_restores(equal: Machine) -> None:

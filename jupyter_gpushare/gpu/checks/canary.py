@@ -121,13 +121,21 @@ class Canary:
         self._own_pids = own_pids
         self._room = room
 
+    def has_room(self, gpu: DriverGpu) -> bool:
+        """Whether a device has free memory for a test.
+
+        Raises:
+            DeviceError: the driver does not answer.
+        """
+        return self._machine.nvml.free_bytes(gpu.uuid) >= min(FREE_BYTES, gpu.memory_bytes // 4)
+
     def examine(self, gpu: DriverGpu, other: DriverGpu | None) -> Verdict:
         """The verdict on one device; takes seconds on a real one.
 
         ``other``: a device of the same model and memory, to move to; None: there is none.
         """
         try:
-            if self._machine.nvml.free_bytes(gpu.uuid) < min(FREE_BYTES, gpu.memory_bytes // 4):
+            if not self.has_room(gpu):
                 return Verdict(
                     suspendable=False,
                     reason=NO_MEMORY,
@@ -279,7 +287,8 @@ class Canary:
             return replace(cycle, move_reason=cycle.reason)
         if other is None:
             return replace(cycle, move_reason=NO_OTHER)
-        if int(driver.partition(".")[0]) < FIRST_DRIVER_THAT_MOVES:
+        major = driver.partition(".")[0]
+        if not major.isdecimal() or int(major) < FIRST_DRIVER_THAT_MOVES:
             reason = f"the driver {driver} restores a process on its own device alone (r580 or later moves)"
             return replace(cycle, move_reason=reason)
         try:

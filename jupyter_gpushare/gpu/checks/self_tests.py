@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 
 from jupyter_gpushare.gpu.checks.canary import NO_OTHER, Canary
 from jupyter_gpushare.gpu.checks.health import HealthChecks
@@ -88,8 +89,11 @@ class SelfTests:
         if verdict is UNTESTED or self._devices.is_doubted(gpu.uuid):
             return True
         # The other device may have been out of service.
-        found_other = verdict.move_reason == NO_OTHER and self._other(gpu) is not None
-        return found_other or (again and not verdict.is_complete)
+        other = self._other(gpu)
+        if verdict.move_reason == NO_OTHER and other is not None:
+            return True
+        has_room = not verdict.final or other is None or self._canary.has_room(other)
+        return again and not verdict.is_complete and has_room
 
     def _other(self, gpu: DriverGpu) -> DriverGpu | None:
         """The next device in service of the same model and memory, so that each is the target of one test."""
@@ -107,8 +111,14 @@ class SelfTests:
             known is UNTESTED or self._devices.is_doubted(gpu.uuid) or self._devices.out_of_service(gpu.uuid)
         )
         verdict = self._canary.examine(gpu, self._other(gpu))
-        if only_move and not verdict.final:
-            return  # there was no memory for a test: what is known holds
+        if only_move:
+            # What is known of the device itself holds, whatever this test saw.
+            verdict = replace(
+                known,
+                movable=verdict.movable,
+                move_reason=verdict.move_reason,
+                move_final=verdict.final and verdict.move_final,
+            )
         self._devices.set_verdict(gpu.uuid, verdict)
         if verdict != known:
             self._publish(gpu, verdict)
