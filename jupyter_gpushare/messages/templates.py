@@ -63,6 +63,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.no_move": "it was submitted not to move",
         "reason.sees_no_other": "its processes may not be able to open another GPU",
         "reason.stays_here": "it cannot move from this GPU",
+        "reason.files_closed": "only the users of leases may open the device files (--own-device-files)",
         "reason.no_other": "no other device of the same model",
         "reason.moves_not": "the driver %1 restores a process on its own device alone (r580 or later moves)",
         "reason.no_uuid": "%1 is not the UUID of a GPU",

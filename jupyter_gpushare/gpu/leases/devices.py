@@ -167,7 +167,7 @@ class DeviceStates:
     def move_obstacle(self, uuid: str) -> str:
         """Why what sleeps on a device cannot resume on another one, or on it from another; "" if it can."""
         if self._files and self._files.are_closed:
-            return "the device files are closed to all but the users of leases (--own-device-files)"
+            return "only the users of leases may open the device files (--own-device-files)"
         if reason := self.out_of_service(uuid):
             return f"the device is out of service: {reason}"
         verdict = self.verdict(uuid)
