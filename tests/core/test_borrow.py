@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from jupyter_gpushare.core.explain import borrowed, check_request
@@ -185,3 +187,17 @@ def test_no_job_is_preempted_on_a_device_where_the_request_is_larger_than_the_qu
         projects=[project("p", 0.25), project("q", 1)],
     )
     assert plan(c, NOW).actions == ()
+
+
+def test_a_job_that_does_not_borrow_preempts_no_one_on_a_gpu_of_which_it_needs_more_than_its_quota():
+    gpus = [device(0), device(1, memory_bytes=40 * GIB)]
+    c = cluster(
+        train("r", 1000, "0", project="r"),
+        train("q", 1000, "1", project="q"),
+        train("x", 0, memory_bytes=40 * GIB, borrow=False),
+        gpus=gpus,
+        projects=[project("p", 0.6), project("q", 0), project("r", 1)],
+    )
+    assert (plan(c, NOW).actions, why(c)) == ((), Why.NO_CAPACITY)
+    larger = replace(c, projects=(project("p", 1), *c.projects[1:]))
+    assert plan(larger, NOW).actions == (Suspend("q", Why.OVER_QUOTA, "x"),)
