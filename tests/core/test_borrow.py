@@ -201,3 +201,12 @@ def test_a_job_that_does_not_borrow_preempts_no_one_on_a_gpu_of_which_it_needs_m
     assert (plan(c, NOW).actions, why(c)) == ((), Why.NO_CAPACITY)
     larger = replace(c, projects=(project("p", 1), *c.projects[1:]))
     assert plan(larger, NOW).actions == (Suspend("q", Why.OVER_QUOTA, "x"),)
+
+
+def test_no_session_lends_a_gpu_that_a_job_waits_for_which_does_not_borrow():
+    idle = build("nb", 500, "0", idle_s=700)
+    leaving = train("leaving", 500, "0", state=State.SUSPENDING, project="q")
+    jobs = [steady("first", 500, queued_at=1), train("x", 500, queued_at=2)]
+    c = cluster(idle, leaving, *jobs, projects=[project("p", 1), project("q", 0)])
+    assert (plan(c, NOW).actions, why(c)) == ((), Why.NO_CAPACITY)
+    assert why(c, "first") is Why.AWAITING_RELEASE
