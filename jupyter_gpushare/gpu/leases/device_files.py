@@ -122,9 +122,8 @@ class DeviceFiles:
         self._names |= {os.path.realpath(simulated)} if simulated else set()
         self._guard = threading.Lock()
         self._users: Mapping[str, Collection[int]] = {}
-        self._tested: tuple[Collection[str], int] | None = (
-            None  # devices that are tested, and the test's user
-        )
+        # Devices that are tested, and the test's user.
+        self._tested: tuple[Collection[str], int] | None = None
         self._seen: dict[Path, tuple[tuple[int, int], Rights]] = {}
         self._access: dict[str, FileAccess] = {}
         self._originals = self._load()

@@ -3,7 +3,8 @@
  * As in a container with no other devices, except that NVML's minor numbers and PCI addresses are the
  * device's own.  UUIDs are the names of the limit page, so that CUDA_VISIBLE_DEVICES, which keeps its
  * own, fits them in a lease that resumed on another device (torch.cuda.device_count compares the two).
- * A handle from before is asked about the device that the lease has now.  A lease of a MIG instance has that one: NVML shows the GPU that it is a part of,
+ * A handle from before is asked about the device that the lease has now.
+ * A lease of a MIG instance has that one: NVML shows the GPU that it is a part of,
  * and of its instances this one (nvmlDeviceGetMigDeviceHandleByIndex answers NOT_FOUND for an index
  * without an instance: NVML API reference r580).
  */
