@@ -410,10 +410,10 @@ def test_what_was_left_while_a_record_is_written_is_written_next(fails: bool) ->
 
     machine: Any = SimpleNamespace(state=SimpleNamespace(save=save, boot_id="b"))
     with pytest.raises(MoveRefused) if fails else nullcontext():
-        ProcessMoves(machine, cast(Any, None), scene.devices).save(scene.lease)
+        ProcessMoves(machine, cast(Any, None), scene.devices, lambda lease: None).save(scene.lease)
     assert scene.lease.unsaved
     machine.state.save = written.append
-    ProcessMoves(machine, cast(Any, None), scene.devices).save(scene.lease)
+    ProcessMoves(machine, cast(Any, None), scene.devices, lambda lease: None).save(scene.lease)
     assert (scene.lease.unsaved, [each.pid for each in written[-1].left]) == (False, [10])
 
 

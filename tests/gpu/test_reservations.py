@@ -211,7 +211,7 @@ def mover_on(
         files=SimpleNamespace(are_closed=False),
         seats=SimpleNamespace(required=False),
     )
-    return Mover(machine, registry, devices or Margin())
+    return Mover(machine, registry, devices or Margin(), lambda lease: None)
 
 
 class NoLimit:

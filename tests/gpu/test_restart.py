@@ -116,6 +116,13 @@ from jupyter_gpushare.gpu.moves import steps
 checkpoint.SHORT_TIMEOUT_S = 0.5
 steps.copy_s = lambda parked: 3.0
 """
+#: Much time passes after a lease was found lost.
+BUSY_AFTER_A_LOSS = """
+import time
+from jupyter_gpushare.gpu.moves.suspend import Mover
+forget_lost = Mover.forget_lost
+Mover.forget_lost = lambda self, lease: time.sleep(2.0) or forget_lost(self, lease)
+"""
 
 
 @pytest.mark.parametrize(
@@ -191,7 +198,8 @@ def test_a_process_that_the_driver_never_unlocks_is_lost_and_its_device_drained(
     killed_during(bare, "suspend", "after lock 2")
     stuck, other = bare.workers
     bare.sim.fault(Fault.UNLOCK_FAILS, pid=stuck.pid, count=-1)
-    bare.start(before=IMPATIENT)
+    bare.start(before=IMPATIENT + BUSY_AFTER_A_LOSS)
+    # No sample shows a lost lease on a device that may be granted.
     until(lambda: bare.of("ada")["phase"] == "lost", "the driver has failed for long enough")
     assert other.do("check") == "ok"
     (device,) = bare.ask("sample")["devices"]

@@ -29,7 +29,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -80,10 +80,18 @@ _ORDINARY_ENDS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signa
 class ProcessMoves:
     """Moves single processes of a lease, which the caller holds."""
 
-    def __init__(self, machine: Machine, registry: LeaseRegistry, devices: DeviceStates) -> None:
+    def __init__(
+        self,
+        machine: Machine,
+        registry: LeaseRegistry,
+        devices: DeviceStates,
+        drain: Callable[[HelperLease], None],
+    ) -> None:
+        """``drain`` takes the devices of lost processes of a lease out of service."""
         self._machine = machine
         self._registry = registry
         self._devices = devices
+        self._drain = drain
 
     def states(self, lease: HelperLease) -> dict[Key, ProcessState]:
         """The state of each process of the move; those that ended or were lost leave the move.
@@ -404,6 +412,7 @@ class ProcessMoves:
             raise error
         lease.parked[key] = replace(lease.parked[key], out_of_step=True)
         self._lose(lease, key, str(error))
+        self._drain(lease)  # before anybody reads that the lease is lost
 
     def runs_again(self, process: Parked) -> bool:
         """Whether a process that was lost as out of step runs after all; one that is locked is unlocked."""

@@ -132,16 +132,20 @@ class Mover:
         machine: Machine,
         registry: LeaseRegistry,
         devices: DeviceStates,
+        drain: Callable[[HelperLease], None],
         parks_before_kill: bool = False,
     ) -> None:
-        """``parks_before_kill``: a lease that the broker has killed is suspended first."""
+        """``drain``: see `ProcessMoves`.
+
+        ``parks_before_kill``: a lease that the broker has killed is suspended first.
+        """
         self.parks_before_kill = parks_before_kill
         self._machine = machine
         self._registry = registry
         self._devices = devices
         self.blockers = SuspendBlockers(machine, devices)
         self._sharing = OwnMemoryReader(shares_memory_of_nccl)
-        self._processes = ProcessMoves(machine, registry, devices)
+        self._processes = ProcessMoves(machine, registry, devices, drain)
         self._reservations = MemoryReservations(machine.nvml, devices, registry)
         self._places = Places(machine, registry, devices)
 

@@ -101,7 +101,9 @@ class Helper:
         self._devices = DeviceStates(machine.nvml.gpus, machine.files)
         self._registry = LeaseRegistry(machine, self._devices, cgroups)
         self._health = HealthChecks(machine.nvml, machine.events, self._registry, self._devices)
-        self._mover = Mover(machine, self._registry, self._devices, options.park_before_kill)
+        self._mover = Mover(
+            machine, self._registry, self._devices, self._health.out_of_step, options.park_before_kill
+        )
         canary = Canary(machine, cgroups, own_pids, self._mover.room)
         self._self_tests = SelfTests(machine, self._registry, self._devices, self._health, canary)
         self._wake_detector = WakeDetector(self._registry, machine.events)
@@ -117,6 +119,7 @@ class Helper:
         self._registry.adopt()
         for lease in self._registry.all():
             self._mover.adopt(lease)
+            self._health.out_of_step(lease)
         requests = Requests(
             machine,
             self._registry,

@@ -290,7 +290,6 @@ class Sampler:
                     self._mover.forget_lost(lease)
                 if lease.unsaved:
                     self._mover.save_again(lease)
-                self._health.out_of_step(lease)
             finally:
                 lease.moving.release()
 
