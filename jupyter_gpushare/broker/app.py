@@ -40,7 +40,6 @@ from jupyter_gpushare.broker import respawn as respawning
 from jupyter_gpushare.broker.cluster import KubeCluster, queue_projects
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
-from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.request_policy import overrides_text
 from jupyter_gpushare.broker.http import metrics, routes
@@ -193,8 +192,7 @@ class GPUShareBroker(BrokerTraits):
         loop = Loop(registry, engine, devices, hub, tickets, announcer)
         if cluster is None:
             loop.faults.check(library_fault)
-        forecast = Forecasts(registry, loop.engine)
-        service = self._service(loop, forecast, sockets.inherited)
+        service = self._service(loop, sockets.inherited)
         application = self._application(service)
         servers = self._listen(application, service.gate, sockets, self._proxy_tls())
         log.info(
@@ -214,7 +212,7 @@ class GPUShareBroker(BrokerTraits):
         alive = Heartbeat(os.environ)
         asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, self._reload, service, alive)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, respawning.RELOAD)
-        parts = (alive, loop, loop.engine, forecast, announcer, *((cluster,) if cluster else ()))
+        parts = (alive, loop, loop.engine, announcer, *((cluster,) if cluster else ()))
         running = [asyncio.create_task(part.run()) for part in parts]
         status = await _reason_to_end(stopped, (*running, registry.journal.failed))
         for task in running:
@@ -287,17 +285,17 @@ class GPUShareBroker(BrokerTraits):
             listeners[-1].add_sockets(listening)
         return listeners
 
-    def _service(self, loop: Loop, forecast: Forecasts, inherited: bool) -> Service:
+    def _service(self, loop: Loop, inherited: bool) -> Service:
         registry = loop.registry
         base_url = hub_base_url(os.environ["JUPYTERHUB_API_URL"])
         prefix = f"{base_url}services/{os.environ.get('JUPYTERHUB_SERVICE_NAME', 'gpushare')}/"
         hub_auth = HubOAuth.instance(
             parent=self, cache_max_age=self.identity_cache_s, base_url=prefix, hub_prefix=f"{base_url}hub/"
         )
-        views = Views(registry, loop.engine, forecast, loop.faults)
+        views = Views(registry, loop.engine, loop.faults)
         describe = functools.cache(lambda: routes.describe(prefix))
         return Service(
-            control=Control.of(loop, forecast),
+            control=Control.of(loop),
             views=views,
             overview=Overview(views),
             access=Access(hub_auth, self._spawner_tokens(), loop.hub, loop.ownership),

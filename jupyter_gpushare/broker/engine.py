@@ -19,8 +19,6 @@ from math import inf
 from typing import ClassVar
 
 from jupyter_gpushare.core import explain
-from jupyter_gpushare.core.estimate import Estimate, Work
-from jupyter_gpushare.core.estimate import Forecast as JobForecast
 from jupyter_gpushare.core.explain import Offer, Use
 from jupyter_gpushare.core.model import Action, Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
 from jupyter_gpushare.core.resize import NewSize, NotResized
@@ -28,16 +26,13 @@ from jupyter_gpushare.core.size import Size
 
 __all__ = [
     "Engine",
-    "Estimate",
     "Explanation",
-    "JobForecast",
     "NewSize",
     "NotResized",
     "Offer",
     "Outlook",
     "StartPhase",
     "StartProgress",
-    "Work",
 ]
 
 
@@ -220,13 +215,6 @@ class Engine(abc.ABC):
     def would_suspend(self, cluster: Cluster, now: float) -> tuple[Suspend, ...]:
         """Return the suspensions of a snapshot in which sessions may be suspended though none is."""
         return tuple(x for x in self.outlook(cluster, now).actions if isinstance(x, Suspend))
-
-    @abc.abstractmethod
-    def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
-        """Return when jobs start and end, and when GPUs become free.
-
-        ``work``: what is known of the work of jobs.  Called in a thread of its own.
-        """
 
     @abc.abstractmethod
     def projects(self, configured: tuple[Project, ...]) -> tuple[Project, ...]:

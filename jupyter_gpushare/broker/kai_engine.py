@@ -18,10 +18,8 @@ from jupyter_gpushare.backends.kubernetes.seats import STALE_S, KubeSeats
 from jupyter_gpushare.broker.engine import (
     Engine,
     Explanation,
-    JobForecast,
     Outlook,
     StartProgress,
-    Work,
 )
 from jupyter_gpushare.broker.kai_outlook import KaiOutlook
 from jupyter_gpushare.broker.kai_start import ROUND_S, Start
@@ -391,10 +389,6 @@ class KaiEngine(Engine):
         sleepable, nodes = self._sleepable(), {device.uuid: device.node for device in cluster.devices}
         there = {x.id: {nodes.get(uuid) for uuid in x.devices} for x in cluster.leases}
         return tuple(a for a in planned if isinstance(a, Suspend) and there[a.lease] <= sleepable)
-
-    def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
-        """Return nothing: a replay of ours would foretell another scheduler."""
-        return JobForecast()
 
     def projects(self, configured: tuple[Project, ...]) -> tuple[Project, ...]:
         self._configured = configured

@@ -13,14 +13,12 @@ from typing import Generic, TypeVar
 from jupyter_gpushare.broker.engine import (
     Engine,
     Explanation,
-    JobForecast,
     NewSize,
     NotResized,
     Offer,
     Outlook,
-    Work,
 )
-from jupyter_gpushare.core import estimate, explain, resize
+from jupyter_gpushare.core import explain, resize
 from jupyter_gpushare.core.model import Action, Cluster, Grant, Kind, Lease, Plan, Project, Why
 from jupyter_gpushare.core.planner import IncrementalPlanner, dry_run, plan
 from jupyter_gpushare.core.scheduler import SchedulingRound
@@ -162,9 +160,6 @@ class LocalEngine(Engine):
         if known is not None and known.holds(now):
             return known
         return self._outlook.keep(cluster, now + KEEP_S, LocalOutlook(cluster, now))
-
-    def forecast(self, cluster: Cluster, now: float, work: Work) -> JobForecast:
-        return estimate.forecast(cluster, now, work)
 
     def projects(self, configured: tuple[Project, ...]) -> tuple[Project, ...]:
         return configured

@@ -12,7 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
@@ -107,18 +106,6 @@ def offers(cluster: Cluster, project: str, sizes: Iterable[Size], now: float) ->
     done = dry_run(replace(cluster, leases=others), now).run_sessions()
     session = Lease(id=_PROBE, project=project, kind=Kind.BUILD, size=Size(), submitted_at=now, queued_at=now)
     return tuple(_offer(cluster, done, replace(session, size=size)) for size in sizes)
-
-
-def obstacle(cluster: Cluster, job: Lease, now: float) -> Why | None:
-    """Return why ``job`` does not start if it is the only one; None: it does.
-
-    Sessions that are idle now may be lent by then.
-    """
-    lent_at = (eligible_at(x, cluster.settings) for x in cluster.leases)
-    at = max([now, *(at for at in lent_at if at is not None)])
-    done = dry_run(replace(cluster, leases=(*cluster.leases, job)), at).run()
-    why = done.waiting.get(job.id)
-    return None if why is Why.AWAITING_RELEASE else why
 
 
 def _may_ever_start(cluster: Cluster, lease: Lease) -> bool:

@@ -35,6 +35,7 @@ NOT_SET_UP = (
 # Keeps the page current, and waits for a size; the page works without it.
 _SCRIPT = Path(__file__).with_name("picker.js").read_text()
 _NO_GPU: Mapping[str, Any] = {"gpus": 0}
+_STARTS = {"now": "starts now", "soon": "starts soon", "no": "cannot start now"}
 
 _templates = Environment(
     loader=FileSystemLoader(Path(__file__).parent),
@@ -193,20 +194,13 @@ def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:
         value=json.dumps({key: value for key, value in offer.options.items() if key != "project"}),
         label=offer.label,
         detail=f"{messages.gibibytes(offer.memory_bytes)}{of}",
-        starts=_starts(offer),
+        starts=_STARTS[offer.starts],
         promise="" if disabled else promise,
         reason=_sentence(offer.reason),
         disabled=disabled,
         checked=not disabled and _comparable(offer.options) == wanted,
         waits=disabled and offer.waits,
     )
-
-
-def _starts(offer: Offer) -> str:
-    found = offer.starts_in
-    if offer.starts == "no" and found is not None:
-        return f"may start in {messages.english(messages.range_text(found.low_s, found.high_s))}"
-    return {"now": "starts now", "soon": "starts soon", "no": "cannot start now"}[offer.starts]
 
 
 def _gpus(milli: int) -> str:

@@ -2,7 +2,7 @@
 
 * `templates`  the table
 * `texts`      a key with its arguments, and their English; sizes, memory, durations, times; reasons
-* `jobs`       why jobs wait, when they start, why work was preempted; their progress; webhooks and mails
+* `jobs`       why jobs wait, why work was preempted; their progress and end; webhooks and mails
 * `decisions`  lines of the decision log, and sentences for a reader other than the owner
 """
 
@@ -12,6 +12,7 @@ from jupyter_gpushare.messages.jobs import (
     STATE_LOST,
     because_of,
     doubt,
+    ends_in,
     is_preemption,
     job_news,
     left_s,

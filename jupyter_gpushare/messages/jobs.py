@@ -1,4 +1,4 @@
-"""Sentences about jobs: why they wait, when they start and end, and what webhooks and mails say of them."""
+"""Sentences about jobs: why they wait, when they end, and what webhooks and mails say of them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from jupyter_gpushare.core.measure import Doubt, Measure
 from jupyter_gpushare.core.model import WHOLE_GPU, CheckpointMode, Lease, Why
 from jupyter_gpushare.core.order import attained_gpu_s, gpus
 from jupyter_gpushare.messages.texts import Texts, duration_text, one_line, printable, text
-from jupyter_gpushare.protocol.wire import Text
+from jupyter_gpushare.protocol.wire import Estimate, Text
 
-# ---- why jobs wait, when they start, and why work was preempted --------------
+# ---- why jobs wait, and why work was preempted --------------------------------
 
 # Reason why a job starts again: the driver could not bring its memory back.
 STATE_LOST = "state_lost"
@@ -104,11 +104,22 @@ def waiting(
 
 # ---- the remaining time of jobs, by their progress reports -------------------
 
+# Between these factors of what its progress says 80 % of jobs end (docs/benchmarks.md) ...
+_ENDS = (0.67, 1.82)
+# ... both plus this: seconds do not matter where minutes are told.
+_OFFSET_S = 60.0
+
 
 def left_s(lease: Lease, measure: Measure | None, now: float) -> float | None:
     """Return for how many seconds a job still runs on the GPUs that it holds or requests; None: not known."""
     left = None if measure is None else measure.left_at(attained_gpu_s(lease, now))
     return None if left is None or not gpus(lease) else round(left / gpus(lease))
+
+
+def ends_in(left_s: float) -> Estimate:
+    """Return in how many seconds a job ends that has so many left by its progress: it may pause meanwhile."""
+    earliest, latest = ((left_s + _OFFSET_S) * factor - _OFFSET_S for factor in _ENDS)
+    return Estimate(low_s=round(max(0.0, earliest)), high_s=round(latest))
 
 
 def doubt(lease: Lease, measure: Measure | None, now: float) -> Doubt | None:

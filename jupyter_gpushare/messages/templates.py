@@ -305,7 +305,6 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "job.vanished": "It ended without a report (killed, or the machine failed).",
         "job.not_started": "It could not be started: %1",
         "job.owner_gone": "It did not start: the Hub does not have its owner %1 any more.",
-        "job.left": "About %1 left.",
         "job.runs_until": "It is stopped at %1, after its maximum run time.",
         "job.stopped_in": "It is stopped in %1: that is its maximum run time.",
         "job.timed_out": "It was stopped after its maximum run time, %1.",
@@ -316,8 +315,6 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "job.now": "Would start now.",
         "job.now_borrowed": ("Would start now on a borrowed GPU; it may be paused when its owner needs it."),
         "job.smaller": "With %1 it would start now.",
-        "job.starts_in": "Starts in %1.",
-        "job.goes_on_in": "Goes on in %1.",
         "job.ends_in": "Ends in %1.",
         # ---- why a job waits -------------------------------------------------
         "waiting.next": "Needs %1; there is free capacity, so it starts in a moment.",

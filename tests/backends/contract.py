@@ -20,7 +20,7 @@ from datetime import UTC, datetime
 import pytest
 
 from jupyter_gpushare.backends.base import DeviceBackend, Hub, Prepared, ServerKey
-from jupyter_gpushare.broker.engine import Engine, Explanation, Work
+from jupyter_gpushare.broker.engine import Engine, Explanation
 from jupyter_gpushare.core.model import Cluster, Device, Grant, Kind, Lease, Project, State, Why
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import HelperError, InvalidRequest
@@ -152,16 +152,6 @@ class EngineContract:
         engine.check_request(cluster(), job("j1", "vision", gpus=2))
         with pytest.raises(InvalidRequest, match="2"):
             engine.check_request(cluster(), job("j1", "vision", gpus=3))
-
-    async def test_a_forecast_has_ranges_of_jobs_only(self, engine: Engine) -> None:
-        running = job("j0", "vision", gpus=2, state=State.RUNNING, devices=("GPU-0", "GPU-1"))
-        running = replace(running, held_milli=1000, granted_at=NOW, attained_at=NOW)
-        work = Work(ran_s={"nlp": [60.0] * 20}, left_gpu_s={"j0": 60.0})
-        found = engine.forecast(cluster(running, job("j1", "nlp")), NOW, work)
-        assert set(found.starts) <= {"j1"}
-        assert set(found.ends) <= {"j0", "j1"}
-        for estimate in (*found.starts.values(), *found.ends.values()):
-            assert 0 <= estimate.low_s <= estimate.high_s
 
     async def test_projects_in_force_have_the_configured_names(self, engine: Engine) -> None:
         configured = cluster().projects

@@ -41,7 +41,7 @@ JOB = {"command": ["true"], "gpus": "1"}
 
 def _serve(pipe: Connection, limited: bool) -> None:
     os.sched_setaffinity(0, {0})
-    # As in production: commits to the disk, forecasts in a thread.
+    # As in production: commits to the disk, in a thread.
     brokers.SteppingStore = lambda url, boot_id, _broker: Store(url, boot_id)
     brokers._at_once = asyncio.to_thread
 
@@ -58,10 +58,8 @@ def _serve(pipe: Connection, limited: bool) -> None:
             gc.freeze()
             for _ in range(QUEUED):
                 await site.submit("bo", "1")
-            forecasts = asyncio.create_task(http.broker.forecast.run())
             pipe.send(http.api)
             await asyncio.to_thread(pipe.recv)
-            forecasts.cancel()
             await http.close()
 
     asyncio.run(serve())

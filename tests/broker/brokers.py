@@ -15,7 +15,6 @@ import sqlalchemy as sa
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
-from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.http.base import Control
 from jupyter_gpushare.broker.local_engine import LocalEngine
@@ -60,11 +59,10 @@ class Broker:
         self.hub = SiteHub(site, self)
         tickets = StartTickets(lambda: self.store.epoch, ["of the spawner"])
         self.loop = Loop(self.registry, self.engine, self.devices, self.hub, tickets)
-        self.forecast = forecast = Forecasts(self.registry, self.engine)
-        control = self.control = Control.of(self.loop, forecast)
+        control = self.control = Control.of(self.loop)
         self.request_policy, self.requests = control.request_policy, control.requests
         self.admission = control.admission
-        self.views = Views(self.registry, self.engine, forecast, self.loop.faults)
+        self.views = Views(self.registry, self.engine, self.loop.faults)
         self._running: asyncio.Task[None] | None = None
 
     def begin(self) -> None:

@@ -32,7 +32,7 @@ def test_it_ends_cleanly_when_told_and_starts_again_on_its_database(brokers):
         assert f"epoch={epoch}" in said
 
 
-# A configuration file is Python: a forecast, a part, a connection and the disk hang when the broker ends.
+# A configuration file is Python: a thread, a part, a connection and the disk hang when the broker ends.
 HANGS = """
 import asyncio, pathlib, time
 from jupyter_gpushare import errors
@@ -42,7 +42,7 @@ from jupyter_gpushare.broker.http.listener import Listener
 from jupyter_gpushare.broker.state.store import Store
 
 async def fail(self):
-    forecast = asyncio.create_task(asyncio.to_thread(time.sleep, 600))
+    thread = asyncio.create_task(asyncio.to_thread(time.sleep, 600))
     while not (reason := pathlib.Path("{reason}")).exists():
         await asyncio.sleep(0.02)
     raise getattr(errors, reason.read_text())("the reason")

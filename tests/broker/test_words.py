@@ -10,13 +10,12 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.engine import Estimate
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
 from jupyter_gpushare.broker.views.lease_view import LeaseView, LendingOutlook
 from jupyter_gpushare.core.model import Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
-from jupyter_gpushare.protocol.wire import Text
+from jupyter_gpushare.protocol.wire import Estimate, Text
 from jupyter_gpushare.wall_clock import clock_time
 
 AWAY = re.compile(r"\b(reclaim|evict|OOM|pending|cull|preempt|None|nan|inf)", re.IGNORECASE)
@@ -46,7 +45,7 @@ _OF_VIEW = {
     "waits": (messages.text("waiting.owner_gone"),),
     **dict.fromkeys(("obstacle", "stays_because", "taken_back_by"), ""),
     **dict.fromkeys(("damaged", "borrowed", "unclaimed", "is_timed_out"), False),
-    **dict.fromkeys(("asks_again_at", "kept_until", "stays_until", "usually_wakes", "starts_in")),
+    **dict.fromkeys(("asks_again_at", "kept_until", "stays_until", "usually_wakes")),
     **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position")),
     "progress": (),
 }
@@ -151,7 +150,7 @@ def test_a_sleeping_session_says_since_when_to_which_job_and_how_to_wake():
     assert "to wake it, usually 8 s (5-12)." in said(
         sentence, seen(State.SUSPENDED, usually_wakes=messages.usually(5.1, 8.4, 12.4))
     )
-    asleep = seen(State.SUSPENDED, back=Estimate(5, 42))
+    asleep = seen(State.SUSPENDED, back=Estimate(low_s=5, high_s=42))
     assert "to wake it, which takes 5 to 42 s; your variables are safe." in said(sentence, asleep)
 
 

@@ -166,12 +166,12 @@ def test_a_maximum_run_time_has_its_unit(gpushare, given):
     assert "is not a time with its unit, like 30m, 4h or 2d" in ran.err
 
 
-def test_status_jobs_and_submit_say_when_a_job_starts(gpushare, broker, golden):
+def test_status_jobs_and_submit_say_why_a_job_waits(gpushare, broker, golden):
     broker.answer("GET jobs", golden("job_list"))
     (queued,) = (job for job in golden("job_list")["jobs"] if job["state"] == "queued")
     broker.answer("POST jobs", queued, 201)
     for words in (["status"], ["jobs"], ["submit", "--", "python", "train.py"]):
-        assert "Starts in 20 to 50 min." in gpushare(*words).out
+        assert "Number 3. Needs 2 GPUs together; 1.25 are free." in gpushare(*words).out
 
 
 def test_names_of_other_people_cannot_move_the_cursor(gpushare, broker, golden):

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
-from math import inf
 from random import Random
 
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.estimate import Work, forecast
 from jupyter_gpushare.core.model import (
     Action,
     CheckpointMode,
@@ -26,7 +24,7 @@ from jupyter_gpushare.core.model import (
     Why,
     advance,
 )
-from jupyter_gpushare.core.order import gpus, served
+from jupyter_gpushare.core.order import served
 from jupyter_gpushare.core.planner import IncrementalPlanner
 from tests.core.build import (
     ASLEEP,
@@ -139,15 +137,10 @@ def _any_lease(random: Random, n: int, names: str, left: dict[int, int], per_nod
 
 
 class Undisturbed:
-    """A world in which every action succeeds, and no lease comes, goes or becomes busy.
+    """A world in which every action succeeds, and no lease comes, goes or becomes busy."""
 
-    Jobs end ``lasts_s`` after their start; None: not at all.
-    """
-
-    def __init__(self, c: Cluster, seed: int, lasts_s: float | None = None) -> None:
-        self.c, self.now, self.lasts_s = c, NOW, lasts_s
-        self.ends_at = {x.id: NOW + lasts_s for x in c.leases if x.state is State.RUNNING and lasts_s}
-        self.has_run = set(self.ends_at)
+    def __init__(self, c: Cluster, seed: int) -> None:
+        self.c, self.now = c, NOW
         self.planner = IncrementalPlanner()
         self.random = Random(seed)
         self.leases = {x.id: x for x in c.leases}
@@ -165,9 +158,6 @@ class Undisturbed:
                 )
 
     def step(self) -> None:
-        for id, at in list(self.ends_at.items()):
-            if at <= self.now and self.leases[id].state is State.RUNNING:
-                del self.ends_at[id], self.leases[id]
         for id, at in list(self.done_at.items()):
             if at <= self.now:
                 del self.done_at[id]
@@ -180,9 +170,7 @@ class Undisturbed:
         if plan.actions or self.done_at:
             self.now += 1
         else:
-            ends_at = (at for id, at in self.ends_at.items() if self.leases[id].state is State.RUNNING)
-            self.now = min([*ends_at, plan.next_at or inf], default=inf)
-            self.now = self.now if self.now < inf else self.c.settings.idle_timeout_s + NOW * 2
+            self.now = plan.next_at or self.c.settings.idle_timeout_s + NOW * 2
 
     def _begin(self, lease: Lease, action: Action) -> None:
         if lease.kind is Kind.TRAIN and lease.state is State.RUNNING:
@@ -192,9 +180,6 @@ class Undisturbed:
         if isinstance(action, Grant | Resume):
             self.waits_until.pop(lease.id, None)
             self.made_way.pop(lease.id, None)
-            self.has_run.add(lease.id)
-            if self.lasts_s and lease.kind is Kind.TRAIN:
-                self.ends_at[lease.id] = self.now + self.lasts_s
             if lease.kind is Kind.BUILD and isinstance(action, Grant):
                 more["queued_at"] = self.now
         else:
@@ -254,25 +239,6 @@ def test_a_lease_starts_after_others_made_way_for_it(seed):
     Undisturbed(any_cluster(seed), seed).run(80)
 
 
-@pytest.mark.long_form
-@settings(deadline=None, derandomize=True, max_examples=HISTORIES)
-@given(seed=st.integers(0, 1 << 30))
-def test_a_job_with_an_estimate_of_its_start_starts(seed):
-    c = any_cluster(seed)
-    # Estimates are told where one project has jobs.
-    jobs = [x for x in c.leases if x.kind is Kind.TRAIN]
-    first = jobs[0].project if jobs else ""
-    c = replace(c, leases=tuple(x for x in c.leases if x not in jobs or x.project == first))
-    left = {x.id: 100.0 * gpus(x) for x in c.leases}
-    starts = forecast(c, NOW, Work(left_gpu_s=left)).starts
-    world = Undisturbed(c, seed, lasts_s=100.0)
-    for _ in range(150):
-        if starts.keys() <= world.has_run:
-            break
-        world.step()
-    assert starts.keys() <= world.has_run, "\n".join([*world.story, str(starts)])
-
-
 # -- what it found, by hand
 
 
@@ -292,7 +258,6 @@ def at_the_limit(quota: float) -> Cluster:
 def test_no_session_sleeps_for_a_job_that_exceeds_the_limit_beside_a_claim(quota):
     c = at_the_limit(quota)
     assert (actions(c), why(c)) == ([], Why.PROJECT_LIMIT)
-    assert not forecast(c, NOW, Work(left_gpu_s={"x": 100.0})).starts
     asleep = tuple(replace(x, state=ASLEEP) if x.id == "own" else x for x in c.leases)
     assert (actions(replace(c, leases=asleep)), why(replace(c, leases=asleep))) == ([], Why.PROJECT_LIMIT)
 

@@ -98,7 +98,6 @@ class FakeBroker:
     grant: dict[str, Any] | None = None  # None: by whether a GPU is asked for
     refuse: tuple[int, str, str] | None = None  # starts: status, reason, message
     hang_s: float = 0.0
-    starts_in: dict[str, float] | None = None  # of the size that is not free
     is_free: bool = False  # whether the other size is free as well
     place: dict[str, Any] | None = None  # of a session that waits; None: 409
     projects: list[str] = field(default_factory=lambda: ["vision"])
@@ -117,7 +116,7 @@ class FakeBroker:
         self.asked.clear()
         self.grant = self.refuse = None
         self.hang_s = 0.0
-        self.starts_in = self.place = None
+        self.place = None
         self.is_free = False
         self.projects = ["vision"]
         self.token = SPAWNER_TOKEN
@@ -161,7 +160,6 @@ class FakeBroker:
             return 403, {"status": 403, "reason": "not_the_spawner", "message": "only the Hub's spawner"}
         if path == "spawner/offers":
             answer = offers(query.get("project", self.projects)[0], self.projects)
-            answer["offers"][1]["starts_in"] = self.starts_in
             if self.is_free:
                 answer["offers"][1] |= {"starts": "now", "reason": "", "waits": False}
                 answer["free_milli"] = 2000

@@ -49,14 +49,6 @@ def test_every_offer_is_a_radio_button_and_no_gpu_is_always_one() -> None:
     assert values == ['{"fraction": "1/2"}', '{"gpus": 2}', '{"gpus": 0}', "memory"]
 
 
-def test_a_size_that_cannot_start_now_says_in_how_long_it_may() -> None:
-    asked = offers("vision", ["vision"])
-    asked["offers"][1]["starts_in"] = {"low_s": 1200.0, "high_s": 3000.0}
-    found = page(msgspec.convert(asked, Offers))
-    assert "may start in 20 to 50 min" in found.text
-    assert "cannot start now" not in found.text
-
-
 def test_a_size_that_cannot_start_is_disabled_with_its_reason() -> None:
     found = page(offered())
     assert ["disabled" in radio for radio in found.radios("gpushare_size:vision")] == [

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.browser
 WAITING = {
     "state": "waiting",
     "position": 2,
-    "sentence": "Number 2. Needs 2 GPUs together; 1 is free. Starts in 20 to 50 min.",
+    "sentence": "Number 2. Needs 2 GPUs together; 1 is free.",
 }
 # 640: a page of 1280 at a zoom of 200 %
 WIDTHS = (1280, 640, 360)
@@ -75,15 +75,13 @@ def wait_for_two_gpus(page: Page) -> None:
     page.get_by_role("button", name="Start when it is free").click()
 
 
-def test_the_spawn_page_says_in_how_long_a_size_may_start(hub: Hub, page: Page) -> None:
-    hub.broker.starts_in = {"low_s": 1_200.0, "high_s": 3_000.0}
-    page.reload()
+def test_the_spawn_page_says_which_sizes_start_now(hub: Hub, page: Page) -> None:
     expect(page.get_by_role("radio", name="1/2 GPU", exact=True)).to_be_enabled()
     card = page.locator("label", has_text="2 GPUs")
-    expect(card).to_contain_text("may start in 20 to 50 min")
+    expect(card).to_contain_text("cannot start now")
     expect(card).to_contain_text("Only 1 GPU is free.")
     expect(page.locator("label", has_text="1/2 GPU")).to_contain_text("starts now")
-    picture(page, "spawn-estimate")
+    picture(page, "spawn-sizes")
 
 
 @pytest.mark.long
@@ -111,7 +109,7 @@ def test_the_cards_change_while_the_page_is_open_and_keep_what_was_entered(hub: 
 def test_a_size_that_is_not_free_starts_by_itself_when_its_turn_comes(hub: Hub, page: Page) -> None:
     hub.broker.place = WAITING
     wait_for_two_gpus(page)
-    expect(page.get_by_role("status").filter(has_text="Number 2.")).to_contain_text("Starts in 20 to 50 min.")
+    expect(page.get_by_role("status").filter(has_text="Number 2.")).to_contain_text("1 is free.")
     expect(page.get_by_role("button", name="Start when it is free")).to_be_disabled()
     picture(page, "spawn-waiting")
     asked = hub.broker.of("spawner/wait")[-1].body
@@ -194,9 +192,7 @@ def test_the_spawn_page_is_accessible_in_every_theme_and_fits_a_telephone(
     hub: Hub, page: Page, theme: str, judged: tuple[int, ...]
 ) -> None:
     """The layout is looked at in every width, and axe-core judges the widths of ``judged``."""
-    hub.broker.starts_in = {"low_s": 1_200.0, "high_s": 3_000.0}
     hub.broker.place = WAITING
-    page.reload()
     page.get_by_text("More: an exact amount").click()
     wait_for_two_gpus(page)
     expect(page.get_by_role("status").filter(has_text="Number 2.")).to_be_visible()

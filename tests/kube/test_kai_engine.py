@@ -8,11 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.engine import Explanation, JobForecast, Work
+from jupyter_gpushare.broker.engine import Explanation
 from jupyter_gpushare.core.kube import follow
 from jupyter_gpushare.core.model import (
     CheckpointMode,
-    Cluster,
     Grant,
     Kind,
     Lease,
@@ -378,4 +377,3 @@ class TestQueues:
         assert engine.trouble() == ("The numbers of project nlp differ from those of its Queue.",)
         with pytest.raises(Conflict, match="Queue nlp"):
             engine.set_project(bigger)
-        assert engine.forecast(Cluster(devices=(), projects=(), leases=()), 0.0, Work()) == JobForecast()

@@ -112,8 +112,27 @@ async def test_a_failed_job_shows_the_lines_that_it_printed_last(page, lab, brok
 
 
 @pytest.mark.long
-async def test_a_narrow_list_shows_when_a_job_starts(page, lab, broker, golden):
-    said = "Number 3. Needs 2 GPUs together; 1.25 are free. Starts in 25 to 50 min."
+async def test_the_list_says_when_a_measured_job_ends(page, broker, golden):
+    running, *others = golden("job_list")["jobs"]
+    assert running["state"] == "running"
+    running |= {
+        "reason": "Ends in 2 to 4 h.",
+        "reason_texts": [{"key": "job.ends_in", "args": [{"key": "range.hours", "args": ["2", "4"]}]}],
+        "left_s": 9_000.0,
+        "ends_in": {"low_s": 7_200.0, "high_s": 14_400.0},
+    }
+    broker.answer("GET jobs", {"jobs": [running, *others]})
+    await run_command(page, "gpushare:jobs")
+    row = page.locator(f"[data-job={running['id']}]")
+    await expect(row).to_contain_text("Ends in 2 to 4 h.")
+    # One message in one place: the progress beside it does not say it again.
+    await expect(row.get_by_role("gridcell").last).to_have_text("3 of 10")
+    await in_themes(page, "list", ".gpushare-jobs")
+
+
+@pytest.mark.long
+async def test_a_narrow_list_shows_a_whole_reason(page, lab, broker, golden):
+    said = "Number 3. Needs 2 GPUs together; 1.25 are free. With 1 GPU it would start now."
     waiting = [job | {"reason": said, "reason_texts": []} for job in queue(golden, 40)]
     broker.answer("GET jobs", {"jobs": waiting})
     lab.say(golden("status_active") | {"jobs": []})
@@ -389,10 +408,10 @@ async def test_a_list_that_is_empty_refused_or_silent_says_so(page, lab, broker,
 
 
 @pytest.mark.long
-async def test_a_session_that_waits_is_listed_with_its_number_and_when_it_starts(page, lab, broker, golden):
-    said = "Number 2. Needs 1 GPU; 0.25 are free. Starts in 10 to 25 min."
+async def test_a_session_that_waits_is_listed_with_its_number_and_reason(page, lab, broker, golden):
+    said = "Number 2. Needs 1 GPU; 0.25 are free."
     waits = {"user": "ada", "server": "big", "project": "vision", "size": "1 GPU", "position": 2}
-    waits |= {"sentence": said, "starts_in": {"low_s": 600.0, "high_s": 1500.0}}
+    waits |= {"sentence": said}
     broker.answer("GET jobs", {"jobs": []})
     lab.say(golden("status_active") | {"waiting": [waits, waits | {"server": "", "position": 3}], "jobs": []})
     await page.locator('.lm-TabBar-tab[data-id="gpushare-panel"]').click()

@@ -21,7 +21,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     dialog = page.get_by_role("dialog")
     await expect(dialog.get_by_label("Notebook or script")).to_have_value("train.ipynb")
     await expect(dialog.locator(".gpushare-outlook")).to_contain_text("Number 3. Needs 2 GPUs")
-    await expect(dialog.locator(".gpushare-outlook")).to_contain_text("Starts in 20 to 50 min.")
+    await expect(dialog.locator(".gpushare-outlook")).to_contain_text("With 1 GPU it would start now.")
     await picture(page, "dialog")
     gpus = dialog.get_by_label("Number or part")
     await gpus.fill("1.5")
@@ -183,7 +183,7 @@ async def test_the_code_of_a_cell_keeps_its_lines_in_a_duplicate(page, lab, brok
 
 
 @pytest.mark.long
-async def test_a_click_counts_although_the_estimate_arrives_in_it(page, lab, broker, golden):
+async def test_a_click_counts_although_the_outlook_arrives_in_it(page, lab, broker, golden):
     held: list[Route] = []
     await page.route(re.compile(r"/gpushare/offers\b"), lambda route: held.append(route))
     broker.answer("POST jobs", golden("job"), 201)

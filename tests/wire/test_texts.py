@@ -48,7 +48,7 @@ def test_a_template_numbers_its_arguments_from_one_without_a_gap():
 
 def test_english_puts_arguments_into_each_other():
     inner = text("range.about", text("duration.minutes", 5))
-    assert english(text("job.starts_in", inner)) == "Starts in about 5 min."
+    assert english(text("job.ends_in", inner)) == "Ends in about 5 min."
     assert english(text("part.jobs_waiting", 1)) == "1 job is waiting"
     assert english(text("verbatim", "100 %1")) == "100 %1"
 

@@ -17,7 +17,6 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.ending import bounded, outcome_told, with_end
-from jupyter_gpushare.broker.control.forecast import Forecasts, seconds
 from jupyter_gpushare.broker.control.job_request import check_job, default_name, job_lease, job_spec
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.engine import Engine
@@ -61,13 +60,11 @@ class RequestService:
         registry: Registry,
         engine: Engine,
         effects: Effects,
-        forecast: Forecasts,
         request_policy: RequestPolicy,
     ) -> None:
         self.registry = registry
         self.engine = engine
         self.effects = effects
-        self.forecast = forecast
         self.request_policy = request_policy
 
     # ---- jobs ----------------------------------------------------------------
@@ -177,7 +174,6 @@ class RequestService:
         outlook = self.engine.outlook(cluster, now)
         grant = outlook.grants.get(lease.id)
         explanation = outlook.explain(lease.id)
-        start = await self.forecast.start_of_new(cluster, lease.id) if grant is None else None
         sentence: messages.Texts
         if grant is not None:
             sentence = (messages.text("job.now_borrowed" if grant.borrowed else "job.now"),)
@@ -190,15 +186,12 @@ class RequestService:
             )
         if grant is None and (smaller := outlook.smaller(lease)) is not None:
             sentence += (messages.text("job.smaller", messages.size_text(smaller)),)
-        if start is not None:
-            sentence += (messages.text("job.starts_in", messages.range_text(start.low_s, start.high_s)),)
         is_soon = explanation.why is Why.AWAITING_RELEASE
         return wire.JobOutlook(
             starts="now" if grant is not None else "soon" if is_soon else "no",
             position=None if grant is not None else explanation.position,
             borrowed=grant is not None and grant.borrowed,
             sentence_texts=list(sentence),
-            starts_in=seconds(start),
         )
 
     async def job(self, user: str, job_id: str, *, admin: bool = False) -> JobRecord:

@@ -23,7 +23,6 @@ from tornado import iostream, web
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.admission import ServerAdmission
-from jupyter_gpushare.broker.control.forecast import Forecasts
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.ownership import Ownership
@@ -73,14 +72,14 @@ class Control:
     ownership: Ownership
 
     @classmethod
-    def of(cls, loop: Loop, forecast: Forecasts) -> Self:
+    def of(cls, loop: Loop) -> Self:
         """Return the parts that answer requests, built on those of ``loop``."""
         registry, engine, effects = loop.registry, loop.engine, loop.effects
         policy = RequestPolicy(registry, engine)
         return cls(
             registry=registry,
             request_policy=policy,
-            requests=RequestService(registry, engine, effects, forecast, policy),
+            requests=RequestService(registry, engine, effects, policy),
             admission=ServerAdmission(registry, engine, effects, policy, loop.ownership),
             lending=loop.lending,
             faults=loop.faults,

@@ -123,7 +123,6 @@ class JobsHandler(Base):
         async with self.service.limits.submits.of(identity.user):
             groups = await self.service.access.groups(identity, fresh=True)
             job = await self.control.requests.submit(identity.user, groups, request, key)
-            await self.service.views.forecast.renew()
             self.answer(self.service.views.job(job, is_new=True), 201)
 
 
@@ -189,7 +188,6 @@ class JobRetryHandler(Base):
         async with self.service.limits.submits.of(identity.user):
             groups = await self.service.access.groups(identity, fresh=True)
             again = await self.control.requests.retry(job, groups)
-            await self.service.views.forecast.renew()
             self.answer(self.service.views.job(again, is_new=True), 201)
 
 

@@ -217,12 +217,11 @@ def _job_sentence(seen: LeaseView) -> Texts:
             number = (text("job.number", seen.position),) if seen.position else ()
             since = time_text(record.since_at)
             paused = text("job.requeued" if seen.damaged else "job.paused", since, seen.because)
-            goes_on = (text("job.goes_on_in", seen.starts_in),) if seen.starts_in else ()
-            if seen.stays_because:
-                goes_on = text("job.waits_for_own", reason_text(seen.stays_because)), *goes_on
             if seen.asks_again_at:
-                goes_on = (text("lease.misplaced", seen.asks_again_at),)
-            return paused, *number, *goes_on
+                return paused, *number, text("lease.misplaced", seen.asks_again_at)
+            if seen.stays_because:
+                return paused, *number, text("job.waits_for_own", reason_text(seen.stays_because))
+            return paused, *number
         case State.RESUMING:
             return (text("job.resuming"),)
         case State.STOPPING if seen.is_timed_out:

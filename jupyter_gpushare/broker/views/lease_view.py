@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import ending, snapshot
-from jupyter_gpushare.broker.control.forecast import Forecasts
-from jupyter_gpushare.broker.engine import Estimate
 from jupyter_gpushare.broker.state.records import Drain, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.usage import lent_milli
@@ -43,11 +41,8 @@ class ProcessorOnly(NamedTuple):
 class LeaseView:
     """One lease at the moment of a cluster view; each value is computed when it is first read."""
 
-    def __init__(
-        self, registry: Registry, cluster: ClusterView, forecast: Forecasts, record: LeaseRecord
-    ) -> None:
+    def __init__(self, registry: Registry, cluster: ClusterView, record: LeaseRecord) -> None:
         self._registry = registry
-        self._forecast = forecast
         self.cluster = cluster
         self.record = record
         self.lease = snapshot.measured(registry, record, cluster.at)
@@ -186,7 +181,7 @@ class LeaseView:
         return max(0.0, *left) if left else None
 
     @cached_property
-    def back(self) -> Estimate | None:
+    def back(self) -> wire.Estimate | None:
         """In how many seconds a suspended session has its GPU, if it is used now; None: not known.
 
         What is on its devices leaves first; then its memory is copied back.  Copies take
@@ -202,7 +197,9 @@ class LeaseView:
         copy_s = saved / bytes_per_s if saved else 0.0
         leaving = [] if state is State.RESUMING else self._borrowers()
         lows, highs = zip((0.0, 0.0), *map(self._leaves_in, leaving), strict=True)
-        return Estimate(max(lows) + copy_s, max(highs) + 2 * copy_s + _ROUND_S)
+        return wire.Estimate(
+            low_s=round(max(lows) + copy_s), high_s=round(max(highs) + 2 * copy_s + _ROUND_S)
+        )
 
     def _borrowers(self) -> list[LeaseRecord]:
         """Return what holds devices of a suspended session, if that is more than the devices have."""
@@ -240,9 +237,20 @@ class LeaseView:
         return owners.pop() if len(owners) == 1 else ""
 
     @cached_property
-    def starts_in(self) -> wire.Text | None:
-        """When a waiting job starts."""
-        return _range(self._forecast.start(self.record.id))
+    def ends_in(self) -> wire.Estimate | None:
+        """In how many seconds a running job ends, by its progress and its maximum; None: not measured."""
+        job, at = self._job, self.cluster.at
+        if job is None or self.record.state is not State.RUNNING:
+            return None
+        left_s, run_left_s = messages.left_s(self.record.lease, job.measure, at), self._run_left_s
+        if left_s is None:
+            return None
+        return messages.ends_in(left_s if run_left_s is None else max(0.0, min(left_s, run_left_s)))
+
+    @cached_property
+    def _run_left_s(self) -> float | None:
+        """The rest of a running job's maximum run time; None: it has none."""
+        return None if self._job is None else ending.left_s(self._job, self.record, self._registry.clock())
 
     @cached_property
     def is_timed_out(self) -> bool:
@@ -252,19 +260,16 @@ class LeaseView:
     @cached_property
     def progress(self) -> messages.Texts:
         """What the progress of a running job says, or why it is not counted, and its latest end."""
-        job, at = self._job, self.cluster.at
+        job, ends = self._job, self.ends_in
         if job is None:
             return ()
-        run_left_s = ending.left_s(job, self.record, self._registry.clock())
-        runs_until = self._time_in(run_left_s or 0.0)
+        runs_until = self._time_in(self._run_left_s or 0.0)
         until = () if runs_until is None else (messages.text("job.runs_until", runs_until),)
-        if (doubt := messages.doubt(self.record.lease, job.measure, at)) is not None:
+        if (doubt := messages.doubt(self.record.lease, job.measure, self.cluster.at)) is not None:
             return messages.text("job.doubt", messages.text(f"part.doubt_{doubt}")), *until
-        if (ends_in := _range(self._forecast.end(self.record.id))) is not None:
-            return messages.text("job.ends_in", ends_in), *until
-        left_s = messages.left_s(self.record.lease, job.measure, at)
-        left = () if left_s is None else (messages.text("job.left", messages.duration_text(left_s)),)
-        return *left, *until
+        if ends is not None:
+            return messages.text("job.ends_in", messages.range_text(ends.low_s, ends.high_s)), *until
+        return until
 
     @cached_property
     def waits(self) -> messages.Texts:
@@ -272,9 +277,8 @@ class LeaseView:
         view, record, lease, job = self.cluster, self.record, self.record.lease, self._job
         if lease.user in self._registry.owners.absent:
             return (messages.text("waiting.owner_gone"),)
-        starts_in = () if self.starts_in is None else (messages.text("job.starts_in", self.starts_in),)
         if view.at < record.entered_at:  # it is not in the view
-            return messages.text("job.waits", lease.size.text), *starts_in
+            return (messages.text("job.waits", lease.size.text),)
         waits = messages.waiting(
             view.outlook.why.get(record.id, ""),  # none: the next plan grants it
             needs=messages.needs_of(lease),
@@ -283,8 +287,6 @@ class LeaseView:
             largest=len(view.cluster.devices),
             told_until=self._told_until(),
         )
-        if record.id in view.outlook.why:  # else the next plan grants it
-            waits += starts_in
         if (smaller := view.smaller(record.id)) is not None:
             waits += (messages.text("job.smaller", messages.size_text(smaller)),)
         if job is None or not messages.is_preemption(record.why):
@@ -312,7 +314,3 @@ class LeaseView:
             return None
         at = before(self._registry.iso_now(), seconds=-seconds)
         return messages.time_text(at, seconds=seconds < _CLOSE_S)
-
-
-def _range(found: Estimate | None) -> wire.Text | None:
-    return None if found is None else messages.range_text(found.low_s, found.high_s)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Literal
 
 from jupyter_gpushare import __version__, messages
 from jupyter_gpushare.broker.control.ending import result_state
-from jupyter_gpushare.broker.control.forecast import Forecasts, seconds
-from jupyter_gpushare.broker.engine import Engine, Estimate, Offer
+from jupyter_gpushare.broker.engine import Engine, Offer
 from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry, keep_left
@@ -20,7 +19,6 @@ from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
 from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
 from jupyter_gpushare.broker.views.lease_view import LeaseView
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, Lease, State, Why
-from jupyter_gpushare.core.order import gpus
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import DeviceSample
@@ -109,19 +107,15 @@ _JOB_STATES: Mapping[State, wire.JobState] = {
 MAX_EVENTS = 20
 # Health reports a lease when its processes have not answered for so long.
 UNREAD_S = 10.0
-_WAITS = (State.PENDING, State.SUSPENDED)
-# Reasons for which free GPUs do not let a session start.
-NOT_FOR_FREE = frozenset({Why.TOO_LARGE, Why.PROJECT_LIMIT})
 
 
 class Views:
     """Builds answers from the registry and the present cluster view."""
 
-    def __init__(self, registry: Registry, engine: Engine, forecast: Forecasts, faults: Faults) -> None:
+    def __init__(self, registry: Registry, engine: Engine, faults: Faults) -> None:
         self.registry = registry
         self._faults = faults
         self.engine = engine
-        self.forecast = forecast
         self.cluster_views = ClusterViewCache(registry, engine)
 
     # ---- leases --------------------------------------------------------------
@@ -160,7 +154,7 @@ class Views:
             sentence_texts=list(sentence(seen)),
             idle_s=seen.idle_s,
             lend_in_s=seen.lending.lend_in_s,
-            back_in=seconds(seen.back),
+            back_in=seen.back,
             warned=seen.lending.warned,
             resizable=self.engine.resizable(lease),
             keep_until=self._kept_until(lease),
@@ -182,7 +176,7 @@ class Views:
 
     def _seen(self, record: LeaseRecord, *, is_new: bool = False) -> LeaseView:
         view = self.cluster_views.recent() if is_new else self.cluster_views.now()
-        return LeaseView(self.registry, view, self.forecast, record)
+        return LeaseView(self.registry, view, record)
 
     def _kept_until(self, lease: Lease) -> str | None:
         left_s = lease.keep_until_at - self.registry.clock()
@@ -241,8 +235,7 @@ class Views:
             left_s=None if record is None else messages.left_s(record.lease, job.measure, now),
             cwd=job.cwd,
             variables=sorted(job.env),
-            starts_in=seconds(self.forecast.start(record.id)) if record and record.state in _WAITS else None,
-            ends_in=None if record is None else seconds(self.forecast.end(record.id)),
+            ends_in=seen.ends_in if seen else None,
         )
 
     # ---- projects, devices, the rest ------------------------------------------
@@ -314,12 +307,10 @@ class Views:
         elif size.fraction_milli == WHOLE_GPU:
             options = {"gpus": size.device_count}
         starts: Literal["now", "soon", "no"] = "now" if offer.starts == "now" else "no"
-        reason, found = "", None
+        reason = ""
         if offer.starts == "asleep":
             starts, reason = "soon", "lent just now; it comes back with your first GPU cell"
         elif starts == "no":
-            if offer.why not in NOT_FOR_FREE:
-                found = self.forecast.free(size.fraction_milli * size.device_count / WHOLE_GPU)
             reason = messages.english(
                 messages.waiting(offer.why, needs=size.text, free_milli=offer.free_milli)
             )
@@ -333,7 +324,6 @@ class Views:
             guaranteed=not offer.borrowed,
             reason=reason,
             device=device.name,
-            starts_in=seconds(found),
             waits=offer.waits,
         )
 
@@ -497,61 +487,35 @@ def spawn_wait(views: Views, place: QueuePlace) -> wire.SpawnWait:
     if place.grant is not None:
         left_s = place.ends_at() - views.registry.clock()
         size, left = messages.size_text(place.lease.size), messages.duration_text(left_s)
-        sentence = messages.text("spawn.reserved", size, left)
-        return wire.SpawnWait(state="ready", sentence=messages.english(sentence))
-    _, position, estimate = next(each for each in _waiting(views) if each[0].lease.id == place.lease.id)
-    return wire.SpawnWait(
-        state="waiting",
-        sentence=messages.english(_sentence(views, place, position, estimate)),
-        position=position,
-        starts_in=seconds(estimate),
-    )
+        reserved = messages.text("spawn.reserved", size, left)
+        return wire.SpawnWait(state="ready", sentence=messages.english(reserved))
+    waiting = views.registry.session_queue.waiting()
+    position = next(n for n, each in enumerate(waiting, 1) if each.lease.id == place.lease.id)
+    sentence = messages.english(_sentence(views, place, position))
+    return wire.SpawnWait(state="waiting", sentence=sentence, position=position)
 
 
 def waiting_sessions(views: Views, user: str | None) -> list[wire.WaitingSession]:
     """Return the sessions of a user that wait, the first to start first; of all users for None."""
-    found: list[wire.WaitingSession] = []
-    if user is not None and all(each.lease.user != user for each in views.registry.session_queue.waiting()):
-        return found
-    for place, position, estimate in _waiting(views):
-        lease = place.lease
-        if user is None or lease.user == user:
-            found.append(
-                wire.WaitingSession(
-                    user=lease.user,
-                    server=lease.server,
-                    project=lease.project,
-                    size=lease.size.text,
-                    position=position,
-                    sentence_texts=list(_sentence(views, place, position, estimate)),
-                    starts_in=seconds(estimate),
-                )
-            )
-    return found
+    return [
+        wire.WaitingSession(
+            user=place.lease.user,
+            server=place.lease.server,
+            project=place.lease.project,
+            size=place.lease.size.text,
+            position=position,
+            sentence_texts=list(_sentence(views, place, position)),
+        )
+        for position, place in enumerate(views.registry.session_queue.waiting(), 1)
+        if user is None or place.lease.user == user
+    ]
 
 
-def _waiting(views: Views) -> Iterator[tuple[QueuePlace, int, Estimate | None]]:
-    """Yield waiting places with their positions, and when they start where that is known well enough.
-
-    A place starts when what it and those before it ask for is free at once, unless that is not
-    what it waits for.
-    """
-    wanted = 0.0
-    outlook = views.cluster_views.now().outlook
-    for position, place in enumerate(views.registry.session_queue.waiting(), 1):
-        wanted += gpus(place.lease)
-        is_for_free = outlook.why.get(place.lease.id) not in NOT_FOR_FREE
-        yield place, position, views.forecast.free(wanted) if is_for_free else None
-
-
-def _sentence(views: Views, place: QueuePlace, position: int, estimate: Estimate | None) -> messages.Texts:
+def _sentence(views: Views, place: QueuePlace, position: int) -> messages.Texts:
     explanation = views.cluster_views.now().outlook.explain(place.lease.id)
-    sentence = messages.waiting(
+    return messages.waiting(
         "" if explanation.why is Why.NOT_WAITING else explanation.why,
         needs=messages.needs_of(place.lease),
         free_milli=explanation.free_milli,
         position=position,
     )
-    if estimate is not None:
-        sentence += (messages.text("job.starts_in", messages.range_text(estimate.low_s, estimate.high_s)),)
-    return sentence

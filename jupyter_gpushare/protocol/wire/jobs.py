@@ -207,8 +207,7 @@ class Job(JobTerms, frozen=True, kw_only=True):
     cwd: str | None = None
     variables: list[str] = []  # names of the environment variables it was given
     left_s: float | None = None  # remaining run time by its progress; None: not known
-    starts_in: Estimate | None = None  # of a waiting job; None: not known well enough
-    ends_in: Estimate | None = None  # pauses included; None: not known well enough
+    ends_in: Estimate | None = None  # of a running job, pauses included; None: its progress is not measured
     size: str = ""
     size_texts: list[Text] = []  # ``size`` for translation
     reason: str = ""  # a sentence
@@ -244,7 +243,6 @@ class JobOutlook(Answer, frozen=True):
     borrowed: bool  # it would run over its project's quota and may be preempted
     sentence: str = ""
     sentence_texts: list[Text] = []  # ``sentence`` for translation
-    starts_in: Estimate | None = None  # None: now, or not known well enough
 
 
 class Environment(Answer, frozen=True):

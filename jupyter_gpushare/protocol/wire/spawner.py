@@ -11,7 +11,7 @@ from jupyter_gpushare.core.model import WHOLE_GPU, Kind
 from jupyter_gpushare.core.size import MOST_GPUS, Size, parse_fraction
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol.wire.codec import Answer, Message
-from jupyter_gpushare.protocol.wire.jobs import Estimate, JobOutlook, JobSpec
+from jupyter_gpushare.protocol.wire.jobs import JobOutlook, JobSpec
 from jupyter_gpushare.protocol.wire.status import ProjectUse
 
 
@@ -131,7 +131,6 @@ class SpawnWait(Answer, frozen=True):
     state: Literal["waiting", "ready"]  # ready: its GPUs are reserved until the server starts, for a while
     sentence: str
     position: int | None = None  # among the sessions that wait, 1 is next
-    starts_in: Estimate | None = None  # None: not known well enough
 
 
 class Offer(Answer, frozen=True):
@@ -144,7 +143,6 @@ class Offer(Answer, frozen=True):
     guaranteed: bool
     reason: str = ""  # why it cannot start or is not guaranteed: a sentence
     device: str = ""  # "H100-80GB"
-    starts_in: Estimate | None = None  # of a size that cannot start now; None: not known well enough
     waits: bool = False  # a session can wait for it
 
 

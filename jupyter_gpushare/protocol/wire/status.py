@@ -222,7 +222,6 @@ class WaitingSession(Answer, frozen=True):
     position: int  # among the sessions that wait, 1 is next
     sentence: str = ""
     sentence_texts: list[Text] = []
-    starts_in: Estimate | None = None  # None: not known well enough
 
 
 class Status(Answer, frozen=True):

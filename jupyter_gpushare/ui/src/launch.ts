@@ -77,7 +77,7 @@ export const BLANK: IFields = {
 };
 
 const ASK_AFTER_MS = 300;
-/** Refresh interval of the estimate while the dialog is visible. */
+/** Refresh interval of the outlook while the dialog is visible. */
 const ASK_AGAIN_MS = 10_000;
 
 /** Returns the fields of a duplicate of `job`. */
@@ -370,7 +370,7 @@ export class LaunchModel {
     }, after_ms);
   }
 
-  /** `again`: the previous estimate stays visible until the answer arrives. */
+  /** `again`: the previous outlook stays visible until the answer arrives. */
   private async _ask(again: boolean): Promise<void> {
     const { size, gpus, memory, profile, project, borrow } = this._fields;
     const problems = this.problems;
@@ -434,7 +434,7 @@ export namespace LaunchModel {
     readonly launch: (request: ILaunchRequest, key: string) => Promise<IJob>;
     /** Projects of the user, until the first offer arrives. */
     readonly projects: () => readonly string[];
-    /** Whether the page is hidden: then the estimate is not refreshed. */
+    /** Whether the page is hidden: then the outlook is not refreshed. */
     readonly isHidden?: () => boolean;
   }
 }
