@@ -85,11 +85,11 @@ async def _measured(site: Site, broker: Broker) -> JobRecord:
     return job
 
 
-async def test_sentence_rest_and_timeline_say_how_long_a_measured_job_still_runs(site, broker):
+async def test_sentence_rest_and_timeline_say_when_a_measured_job_ends(site, broker):
     job = await _measured(site, broker)
     seen = broker.seen(job)
     assert seen.left_s == pytest.approx(9_000, rel=0.02)
-    assert seen.reason.endswith("About 2 h left.") or seen.reason.endswith("About 3 h left.")
+    assert seen.reason.endswith("Ends in 2 to 5 h.")
     moments = sent(await timeline(broker.registry, broker.job(job), "bo")).moments
     (told,) = (moment for moment in moments if moment.what == "progress")
     assert "h left, by its progress." in told.sentence

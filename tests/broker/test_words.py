@@ -303,6 +303,14 @@ def test_an_estimate_is_told_as_a_range(seconds, says):
 
 
 @pytest.mark.parametrize(
+    ("left_s", "says"), [(0, "at most 49 s"), (90, "40 s to 4 min"), (3_600, "40 min to 2 h")]
+)
+def test_a_job_ends_in_a_range_around_what_its_progress_says_is_left(left_s, says):
+    ends = messages.ends_in(left_s)
+    assert said(messages.range_text, ends.low_s, ends.high_s) == says
+
+
+@pytest.mark.parametrize(
     ("moment", "told"),
     [
         ("2026-11-21T00:05", "00:05"),
