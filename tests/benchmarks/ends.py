@@ -121,6 +121,7 @@ def main() -> None:
             rows.append(
                 [name, f"{share:g}", told_of, f"{mean(inside):.1f} ± {error(inside):.1f} %", f"{early:.1f} %"]
             )
+            print(*rows[-1], flush=True)
     print_table("tests.benchmarks.ends", ["trace", "report", "told", "in the range", "earlier"], rows)
 
 

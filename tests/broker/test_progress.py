@@ -89,7 +89,7 @@ async def test_sentence_rest_and_timeline_say_when_a_measured_job_ends(site, bro
     job = await _measured(site, broker)
     seen = broker.seen(job)
     assert seen.left_s == pytest.approx(9_000, rel=0.02)
-    assert seen.reason.endswith("Ends in 2 to 5 h.")
+    assert seen.reason.endswith("Ends in 2 to 7 h.")
     moments = sent(await timeline(broker.registry, broker.job(job), "bo")).moments
     (told,) = (moment for moment in moments if moment.what == "progress")
     assert "h left, by its progress." in told.sentence

@@ -161,7 +161,7 @@ async def test_measured_progress_tells_the_end_from_the_first_job_on(site, broke
     assert broker.seen(job).ends_in is None
     await reports(site, job)
     ends, says = broker.seen(job).ends_in, broker.seen(job).reason
-    assert ends.low_s < 3_200 < ends.high_s < 3 * ends.low_s
+    assert ends.low_s < 3_200 < ends.high_s < 4 * ends.low_s
     assert re.search(r"Ends in \d+ (min to \d+ h|to \d+ (min|h))\.", says)
 
 
@@ -303,4 +303,4 @@ async def test_a_job_is_expected_to_end_by_its_maximum_run_time(site, broker):
     job = await site.running("bo", "2", program=Program(work_s=4_000), max_run_s=1_000.0)
     await reports(site, job)
     ends = broker.seen(job).ends_in
-    assert ends.low_s < 200 < ends.high_s < 600
+    assert ends.low_s < 200 < ends.high_s < 700

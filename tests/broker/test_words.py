@@ -303,7 +303,7 @@ def test_an_estimate_is_told_as_a_range(seconds, says):
 
 
 @pytest.mark.parametrize(
-    ("left_s", "says"), [(0, "at most 49 s"), (90, "40 s to 4 min"), (3_600, "40 min to 2 h")]
+    ("left_s", "says"), [(0, "at most 2 min"), (90, "52 s to 6 min"), (3_600, "45 min to 3 h")]
 )
 def test_a_job_ends_in_a_range_around_what_its_progress_says_is_left(left_s, says):
     ends = messages.ends_in(left_s)
