@@ -1,4 +1,4 @@
-"""How many running jobs end in the range that people are told, on jittered copies of the training traces.
+"""How many running jobs end in the range that people are told, on jittered copies of a training trace.
 
 A second after the submission of some jobs (seeded) up to ten of the running jobs with measured
 progress are asked about.  Jobs run in nodes of 8 GPUs and stop with a checkpoint in 30 s.
@@ -32,30 +32,29 @@ from tests.benchmarks.jittered import COST_S, copies, error, users_of
 from tests.benchmarks.report import print_table
 
 PER_MOMENT = 10
+TRACE = "training_philly_0e4a51"
+REPORTING = (0.5, 1.0)  # shares of the jobs that report progress
 SIGMA = 0.3  # log-normal error of the reports
 
 
 @dataclass(frozen=True)
 class Case:
-    """A trace on GPUs, and what shares them."""
+    """GPUs, and what shares them."""
 
-    trace: str
     gpus: int
     projects: tuple[tuple[int, int], ...] = ()  # weight and quota of each; none: one project
     users: int = 1
-    reporting: tuple[float, ...] = (0.5, 1.0)  # shares of the jobs that report progress
     every: int = 1  # only each n-th job, another first one in each copy
 
 
 FOUR = ((1, 0), (1, 0), (2, 0))
 CASES = {
-    "2 GPUs": Case("training_philly_0e4a51", 2, every=20),
-    "8 GPUs": Case("training_philly_0e4a51", 8, every=5),
-    "8 GPUs, 10 users": Case("training_philly_0e4a51", 8, users=10, every=5),
-    "8 GPUs, 4 projects": Case("training_philly_0e4a51", 8, (*FOUR, (4, 2)), every=5),
-    "0e4a51, 40 GPUs": Case("training_philly_0e4a51", 40),
-    "0e4a51, 40 GPUs, 4 projects": Case("training_philly_0e4a51", 40, (*FOUR, (4, 8))),
-    "first5000, 256 GPUs": Case("training_philly_first5000", 256),
+    "2 GPUs": Case(2, every=20),
+    "8 GPUs": Case(8, every=5),
+    "8 GPUs, 10 users": Case(8, users=10, every=5),
+    "8 GPUs, 4 projects": Case(8, (*FOUR, (4, 2)), every=5),
+    "40 GPUs": Case(40),
+    "40 GPUs, 4 projects": Case(40, (*FOUR, (4, 8))),
 }
 
 
@@ -110,9 +109,9 @@ def main() -> None:
     rows = []
     for name in args.case or CASES:
         case = CASES[name]
-        for share in case.reporting:
+        for share in REPORTING:
             found = []
-            for seed, jobs in enumerate(copies(case.trace, args.copies)):
+            for seed, jobs in enumerate(copies(TRACE, args.copies)):
                 fitting = [job for job in jobs[seed % case.every :: case.every] if job.gpus <= case.gpus]
                 found.append(measure(case, share, seed, fitting, args.moments))
             inside = [100 * sides.count(0) / len(sides) for sides in found if sides]
