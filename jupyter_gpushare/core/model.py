@@ -320,6 +320,14 @@ DEFAULT_POLICY = Settings(
 )
 
 
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """What a user who is behind gets before others of the project (`fairshare`), in thousandths of a GPU."""
+
+    left_milli: int  # of the share; below 0: more than that is held
+    first_milli: int = 0  # the largest first job of a user who holds nothing
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
     """Everything that `plan` depends on, at one moment."""
@@ -329,9 +337,7 @@ class Cluster:
     leases: tuple[Lease, ...]
     settings: Settings = field(default_factory=Settings)
     lags_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by project (`fairshare`)
-    user_levels: Mapping[tuple[str, str], int] = field(
-        default_factory=dict
-    )  # by project and user (`fairshare`)
+    behind: Mapping[tuple[str, str], Behind] = field(default_factory=dict)  # by project and user, likewise
 
 
 class Why(enum.StrEnum):

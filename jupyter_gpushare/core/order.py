@@ -1,7 +1,7 @@
 """The order of the jobs inside one project, and of build sessions.
 
-Jobs sort by `level` first: priority, then the level of their user (`fairshare`) where
-the order preempts, then the group that the site's order (`Settings.order`) puts
+Jobs sort by `level` first: priority, then those of users who are behind (`fairshare`)
+where the order preempts, then the group that the site's order (`Settings.order`) puts
 them into.  A waiting job may preempt running jobs of a
 later level where the order preempts.  `ORDERS` holds one object per order of a
 site; a simulation may bring another (`model.JobOrder`):
@@ -40,11 +40,11 @@ from types import MappingProxyType
 from jupyter_gpushare.core.measure import LEAST_GPU_S, rounded
 from jupyter_gpushare.core.model import WHOLE_GPU, JobOrder, Lease, Order, Settings, State
 
-Level = tuple[float, int, float]  # priority, level of the user, group
+Level = tuple[float, bool, float]  # priority, whether no user who is behind is preferred, group
 Rank = tuple[Level, bool, bool, float, str]
 
 # The level of jobs that have waited for longer than the starvation guard.
-STARVED: Level = (-inf, 0, -1.0)
+STARVED: Level = (-inf, False, -1.0)
 # Remaining work that a job past the last LAS threshold is taken to have where it is not measured.
 # Measured on jittered copies of Philly traces (docs/benchmarks-archive.md).
 UNMEASURED_GPU_S = 3e5
@@ -250,20 +250,19 @@ def long_waits(settings: Settings) -> list[float]:
     return sorted(wait_s for wait_s in waits if wait_s is not None)
 
 
-def level(lease: Lease, now: float, settings: Settings, user_level: int = 0) -> Level:
-    """Sort key of groups of jobs; a waiting job may preempt running jobs of a later level."""
+def level(lease: Lease, now: float, settings: Settings, *, preferred: bool = False) -> Level:
+    """Sort key of groups of jobs; a waiting job may preempt running jobs of a later level.
+
+    ``preferred``: it comes first for its user, who is behind (`fairshare`); only an order that preempts
+    knows that.
+    """
     rules = order_of(settings)
     if rules.preempts and is_starved(lease, now, settings):
         return STARVED
-    return -lease.priority, _user_level(rules, user_level), rules.group(lease, now, settings)
+    return -lease.priority, not (preferred and rules.preempts), rules.group(lease, now, settings)
 
 
-def _user_level(rules: JobOrder, level: int) -> int:
-    """Return the level of a user where it counts: an order that does not preempt has none."""
-    return level if rules.preempts else 0
-
-
-def rank(lease: Lease, now: float, settings: Settings, user_level: int = 0) -> Rank:
+def rank(lease: Lease, now: float, settings: Settings, *, preferred: bool = False) -> Rank:
     """Sort key of the waiting jobs of a project; suspended jobs precede pending ones of their level.
 
     A suspended job comes first because its state takes host memory.
@@ -272,7 +271,7 @@ def rank(lease: Lease, now: float, settings: Settings, user_level: int = 0) -> R
         return STARVED, True, True, lease.waits_since_at, lease.id
     rules = order_of(settings)
     group, is_new, at = rules.place(lease, settings)
-    level = -lease.priority, _user_level(rules, user_level), group
+    level = -lease.priority, not (preferred and rules.preempts), group
     return level, lease.state is State.PENDING, is_new, at, lease.id
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.model import Cluster, Device, Lease, Plan, Project, Settings
+from jupyter_gpushare.core.model import Behind, Cluster, Device, Lease, Plan, Project, Settings
 from jupyter_gpushare.core.notice import Notices
 from jupyter_gpushare.core.placer import Placer
 from jupyter_gpushare.core.queues import JobQueues
@@ -39,7 +39,7 @@ class Planner:
         self.queues = JobQueues(settings)
         self.placer = Placer(self.state, settings.workload)
         self.lags_gpu_s: Mapping[str, float] = {}  # by project (`fairshare`)
-        self.user_levels: Mapping[tuple[str, str], int] = {}  # by project and user (`fairshare`)
+        self.behind: Mapping[tuple[str, str], Behind] = {}  # by project and user (`fairshare`)
         self.notices = Notices()
         self._changed: dict[str, Lease] = {}
 
@@ -49,7 +49,7 @@ class Planner:
         planner = cls(cluster.devices, cluster.projects, cluster.settings)
         for lease in cluster.leases:
             planner.put(lease)
-        planner.lags_gpu_s, planner.user_levels = cluster.lags_gpu_s, cluster.user_levels
+        planner.lags_gpu_s, planner.behind = cluster.lags_gpu_s, cluster.behind
         return planner
 
     def put(self, lease: Lease) -> None:
@@ -72,11 +72,12 @@ class Planner:
     def begin(self, now: float, *, explain_all: bool = False) -> SchedulingRound:
         """Return a round at ``now`` that has not run; ``explain_all``: with every reason."""
         self.state.settle(now)
-        self.queues.set_user_levels(self.user_levels, now)
+        self.queues.set_behind(self.behind, now)
         for lease in self._changed.values():
             self.queues.put(lease, now)
         self._changed.clear()
         self.queues.refile_due(now)
+        self.queues.prefer(now)
         self.state.begin()
         return SchedulingRound(
             self.state, self.queues, self.placer, self.lags_gpu_s, now, explain_all=explain_all
@@ -113,7 +114,7 @@ class IncrementalPlanner:
         for lease in cluster.leases:
             if (before := known.get(lease.id)) is not lease and before != lease:
                 planner.put(lease)
-        planner.lags_gpu_s, planner.user_levels = cluster.lags_gpu_s, cluster.user_levels
+        planner.lags_gpu_s, planner.behind = cluster.lags_gpu_s, cluster.behind
         return planner
 
 

@@ -6,8 +6,8 @@ level, so that the jobs that a waiting one may preempt are found without a scan.
 
 Levels change with time: a running job is demoted, a waiting one starves.
 `refile_due` sorts those jobs again; `next_at` is the time of the next change.
-When the level of a user changes (`fairshare`), `set_user_levels` sorts the jobs of that
-user again.
+When a user gets behind (`fairshare`), `set_behind` sorts the running jobs of that user
+again, and `prefer` the waiting ones that the user's share holds.
 
 The sorted lists hold numbers and names, not leases, so that the garbage
 collector has nothing to follow there, however many jobs wait.
@@ -27,6 +27,8 @@ from jupyter_gpushare.core.idle import eligible_at
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
+    WHOLE_GPU,
+    Behind,
     Kind,
     Lease,
     Settings,
@@ -38,7 +40,11 @@ Shape = tuple[order.Level, Fit]
 RunningKey = tuple[bool, float, str]  # sorts the running jobs of a level, the first to be preempted first
 Timer = tuple[float, int, str]  # time, stamp of the lease when it was set, lease id
 
+User = tuple[str, str]  # project, user
+
 _WAITING = (State.PENDING, State.SUSPENDED)
+# So many waiting jobs of a user who is behind come first at most, whatever the share.
+MOST_PREFERRED = 64
 
 
 @dataclass(slots=True)
@@ -103,7 +109,9 @@ class JobQueues:
         self.backing_off: dict[str, Lease] = {}  # jobs that are not tried before `Lease.retry_at`
         self.made_way: dict[str, Lease] = {}  # leases that gave their devices up for another one
         self.leases: dict[str, Lease] = {}  # all of them, by id
-        self._user_levels: Mapping[tuple[str, str], int] = {}
+        self._behind: Mapping[User, Behind] = {}
+        self._waiting_of: dict[User, list[order.Rank]] = {}  # of users who are behind, as if nobody were
+        self._preferred: set[str] = set()  # waiting jobs of such users
         self._stamps: dict[str, int] = {}  # by id; timers with another stamp are outdated
         self._waiting_at: dict[str, tuple[Shape, order.Rank]] = {}
         self._running_at: dict[str, tuple[order.Level, RunningKey]] = {}
@@ -114,21 +122,42 @@ class JobQueues:
 
     def level(self, lease: Lease, now: float) -> order.Level:
         """Level of a job (`order.level`)."""
-        return order.level(lease, now, self.settings, self._user_levels.get((lease.project, lease.user), 0))
+        return order.level(lease, now, self.settings, preferred=self._is_preferred(lease))
 
     def rank(self, lease: Lease, now: float) -> order.Rank:
         """Sort key of a waiting job (`order.rank`)."""
-        return order.rank(lease, now, self.settings, self._user_levels.get((lease.project, lease.user), 0))
+        return order.rank(lease, now, self.settings, preferred=self._is_preferred(lease))
 
-    def set_user_levels(self, levels: Mapping[tuple[str, str], int], now: float) -> None:
-        """Sort jobs again whose users have other levels now; ``levels`` has those that are not 0."""
-        before = self._user_levels
-        if levels == before:
+    def _is_preferred(self, lease: Lease) -> bool:
+        """Whether a job comes first for its user, who is behind: all that run, and those of `prefer`."""
+        if lease.state in _WAITING:
+            return lease.id in self._preferred
+        return (lease.project, lease.user) in self._behind
+
+    def set_behind(self, behind: Mapping[User, Behind], now: float) -> None:
+        """Sort running jobs again whose users are behind now, or are no more (`fairshare`)."""
+        changed = behind.keys() ^ self._behind.keys()
+        self._behind = behind
+        if not changed:
             return
-        self._user_levels = levels
-        changed = {user for user, _ in levels.items() ^ before.items()}
+        for user in changed:
+            self._waiting_of.pop(user, None)
         for lease in [x for x in self.leases.values() if (x.project, x.user) in changed]:
             self.put(lease, now)
+
+    def prefer(self, now: float) -> None:
+        """Let those waiting jobs come first that users who are behind may start within their share."""
+        preferred: set[str] = set()
+        for user, behind in self._behind.items():
+            left = behind.left_milli
+            for rank in self._waiting_of.get(user, ())[:MOST_PREFERRED]:
+                size = round(WHOLE_GPU * order.gpus(self.leases[rank[-1]]))
+                if size <= left or (size <= behind.first_milli and left == behind.left_milli):
+                    preferred.add(rank[-1])
+                    left -= size
+        changed, self._preferred = preferred ^ self._preferred, preferred
+        for id in changed & self._waiting_at.keys():
+            self.put(self.leases[id], now)
 
     def put(self, lease: Lease, now: float) -> None:
         """Add a lease, or replace it after a change."""
@@ -170,6 +199,8 @@ class JobQueues:
             ranks = queue.waiting[shape] = []
         insort(ranks, rank)
         self._waiting_at[lease.id] = shape, rank
+        if (user := (lease.project, lease.user)) in self._behind:
+            insort(self._waiting_of.setdefault(user, []), _not_preferred(rank))
         for wait_s in self._long_waits_s:
             if (at := lease.waits_since_at + wait_s) > now:
                 self._set_timer(at, lease)
@@ -202,6 +233,10 @@ class JobQueues:
             group.pop(id, None)
         if id in self._waiting_at:
             shape, rank = self._waiting_at.pop(id)
+            own = self._waiting_of.get((lease.project, lease.user), [])
+            at = bisect_left(own, _not_preferred(rank))
+            if at < len(own) and own[at][-1] == id:
+                del own[at]
             waiting = self.by_project[lease.project].waiting
             del waiting[shape][bisect_left(waiting[shape], rank)]
             if not waiting[shape]:
@@ -291,3 +326,9 @@ def _shape(lease: Lease, level: order.Level, *, drifts: bool) -> Shape:
         lease.movable,
     )
     return (*level[:2], 0.0) if drifts else level, fit
+
+
+def _not_preferred(rank: order.Rank) -> order.Rank:
+    """Return the rank that a waiting job has if it is not preferred."""
+    level, *place = rank
+    return (level[0], True, level[2]), *place  # type: ignore[return-value]  # as long as it was

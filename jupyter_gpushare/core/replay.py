@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
 
-from jupyter_gpushare.core.fairshare import Ledger, UserLedger
+from jupyter_gpushare.core.fairshare import Ledger, ProjectLedger, UserLedger
 from jupyter_gpushare.core.idle import adaptive_timeout_s, eligible_at
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
@@ -112,12 +112,12 @@ class Replay:
         self._watcher = watcher or ReplayWatcher()
         self.stopped = False  # set to True: `run` returns after the present moment
         self._planner = Planner(cluster.devices, cluster.projects, settings)
-        self._ledger: Ledger | None = None  # with several projects only
+        self._ledger: ProjectLedger | None = None  # with several projects only
         if settings.fairness_horizon_s and len(cluster.projects) > 1:
-            self._ledger = Ledger(cluster.projects, cluster.devices, cluster.lags_gpu_s, now=now)
+            self._ledger = ProjectLedger(cluster.projects, cluster.devices, cluster.lags_gpu_s, now=now)
         self._users: UserLedger | None = None  # where they decide
         if order_of(settings).preempts:
-            self._users = UserLedger({}, now=now)
+            self._users = UserLedger(cluster.devices, {}, now=now)
         self._leases: dict[str, SimulatedLease] = {}
         self._heap: list[tuple[float, Happening, int, str, int]] = []
         self._scheduled = 0
@@ -211,7 +211,7 @@ class Replay:
             self._planner.drop(after.id)
         else:
             self._planner.put(after)
-        ledger: Ledger | UserLedger | None
+        ledger: Ledger[Any] | None
         for ledger in (self._ledger, self._users):
             if ledger is not None:
                 ledger.advance(self.now)
@@ -303,7 +303,7 @@ class Replay:
                 self._planner.lags_gpu_s = self._ledger.lags_gpu_s
             if self._users is not None:
                 self._users.advance(self.now)
-                self._planner.user_levels = self._users.levels()
+                self._planner.behind = self._users.behind()
             plan = self._planner.plan(self.now)
             self._next_at = inf if plan.next_at is None else plan.next_at
             if self._users is not None:

@@ -29,6 +29,7 @@ from math import inf
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
+from jupyter_gpushare.core.fairshare import REVIEW_S
 from jupyter_gpushare.core.model import WHOLE_GPU, Action, Grant, Lease, Requeue, Resume, State, Suspend, Why
 from jupyter_gpushare.core.placement import Placement
 from jupyter_gpushare.core.placer import Placer
@@ -38,8 +39,6 @@ from jupyter_gpushare.core.reclaim.reclaimer import Reclaimer
 from jupyter_gpushare.core.reclaim.victims import Victim
 from jupyter_gpushare.core.reservations import Reservations
 
-# Shares are reviewed this often while several projects have jobs and one waits.
-REVIEW_S = 900.0
 COSTS_APART = 50.0  # a lag is made up within no less than so many times the cost of a preemption
 # A job that waits for one of these reasons does not block the jobs behind it in a strict order.
 BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN, Why.DRAINING})

@@ -18,6 +18,7 @@ from random import Random
 
 from jupyter_gpushare.broker.local_engine import gc_paused
 from jupyter_gpushare.core.model import (
+    Behind,
     CheckpointMode,
     Cluster,
     Device,
@@ -57,7 +58,7 @@ def cluster(gpus: int, leases: int, pending: int, order: Order, users: int = 1) 
         order=order, min_run_s=300, preempt_cost_s=30, starvation_guard_s=864_000, max_bypass_s=86_400
     )
     first = Cluster(devices=devices, projects=projects, leases=tuple(found), settings=settings)
-    first = replace(first, user_levels={(p, f"u{n}"): n for p in "abc" for n in range(1, users)})
+    first = replace(first, behind={(p, f"u{n}"): Behind(4000) for p in "abc" for n in range(1, users, 2)})
     placed = tuple(x for x in carried_out(first) if x.devices)
     waiting = tuple(_lease(leases + n, random, users) for n in range(pending))
     return replace(first, leases=placed + waiting)

@@ -9,7 +9,7 @@ from jupyter_gpushare.broker.state.records import (
     LeaseRecord,
     ProjectOverride,
     UsageRecord,
-    UserService,
+    UserLags,
 )
 from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State
 from jupyter_gpushare.core.size import Size
@@ -111,5 +111,5 @@ USAGE = UsageRecord(
     kept_s=4.5,
 )
 LAGS = Lags(gpu_s={"nlp": -1.5, "bö": 1.5})
-SERVICE = UserService(gpu_s={"nlp": {"ada": 1.5}})
-RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE, LAGS, SERVICE)
+USER_LAGS = UserLags(gpu_s={"nlp": {"ada": 1.5}})
+RECORDS = (LEASE, JOB, DECISION, OVERRIDE, USAGE, LAGS, USER_LAGS)

@@ -22,7 +22,7 @@ from jupyter_gpushare.broker.state.records import (
     OwnerForgotten,
     OwnerMoved,
     UsageRecord,
-    UserService,
+    UserLags,
     former,
 )
 from jupyter_gpushare.broker.state.registry import keep_left
@@ -406,13 +406,13 @@ async def test_memory_and_database_agree_about_what_moved(site, broker):
         kept = UsageRecord(day=registry.iso_now()[:10], user=user, project="vision", kept_s=60.0)
         await registry.journal.commit(registry.usage.count(kept))
     registry.fairness.drop_users()
-    registry.fairness.stored_users = UserService(gpu_s={"vision": {"ada": 7.0, "bo": 5.0}})
+    registry.fairness.stored_users = UserLags(gpu_s={"vision": {"ada": 7.0, "bo": 5.0}})
     await broker.loop.ownership.change(OwnerMoved("ada", "bo"))
     found = registry.store.load()
     assert {job.id: job for job in found.jobs} == dict(registry.jobs)
     assert {record.id: record for record in found.leases} == dict(registry.leases)
     assert set(found.usage) == set(registry.usage.sums.values())
-    assert found.meta.users == registry.fairness.stored_users == UserService(gpu_s={"vision": {"bo": 12.0}})
+    assert found.meta.users == registry.fairness.stored_users == UserLags(gpu_s={"vision": {"bo": 12.0}})
     assert keep_left(registry, "bo") == registry.policy.keep_minutes_per_day - 2
     assert {owner.user: owner for owner in found.owners} == registry.owners.of
 

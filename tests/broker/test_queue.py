@@ -12,7 +12,7 @@ from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.local_engine import KEEP_S, LocalEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
-from jupyter_gpushare.broker.state.records import Lags, UserService
+from jupyter_gpushare.broker.state.records import Lags, UserLags
 from jupyter_gpushare.broker.state.transitions import Granted, StartFailed
 from jupyter_gpushare.broker.state.usage import FairnessTracker
 from jupyter_gpushare.core.model import Order, State
@@ -22,7 +22,7 @@ from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import Phase
 from tests.broker.machine import Program
 from tests.broker.virtual_time import until
-from tests.core.build import NOW, build, cluster, stops, train
+from tests.core.build import NOW, build, cluster, device, stops, train
 
 
 @pytest.mark.site(gpus=4)
@@ -216,48 +216,48 @@ async def test_a_lag_behind_the_fair_share_is_remembered_over_a_restart(site):
     )
 
 
-async def test_what_users_received_decides_after_a_restart_too(site):
+async def test_a_user_who_is_behind_is_so_after_a_restart_too(site):
     site.groups["cy"] = site.groups["bo"]
     broker = await site.start_broker()
-    await broker.registry.journal.commit(UserService(gpu_s={"nlp": {"bo": 10_000.0}}))
+    await broker.registry.journal.commit(UserLags(gpu_s={"nlp": {"bo": 50_000.0}}))
     await broker.end()
     broker = await site.start_broker()
-    for user in ("bo", "cy"):
+    for user in ("cy", "cy", "bo"):
         await site.submit(user, "2", program=Program(work_s=600))
-    await until(lambda: broker.registry.fairness.user_levels, 60)
-    levels = snapshot.cluster(broker.registry, broker.engine, site.now).user_levels
-    assert set(levels) == {("nlp", "bo")}
+    await until(lambda: broker.registry.fairness.behind, 60)
+    assert set(snapshot.cluster(broker.registry, broker.engine, site.now).behind) == {("nlp", "bo")}
 
 
-async def test_levels_of_users_end_with_the_order_that_has_them(site):
+async def test_nobody_is_behind_under_an_order_that_does_not_preempt(site):
     site.groups["cy"] = site.groups["bo"]
     broker = await site.start_broker()
     registry = broker.registry
-    for user in ("bo", "cy"):
+    for user in ("cy", "cy", "bo"):
         await site.submit(user, "2", program=Program(work_s=600))
-    registry.fairness = FairnessTracker(Lags(), UserService(gpu_s={"nlp": {"bo": 10_000.0}}))
+    registry.fairness = FairnessTracker(Lags(), UserLags(gpu_s={"nlp": {"bo": 50_000.0}}))
     before = registry.policy
-    for order, levels in (
-        (before.order, {("nlp", "bo")}),
-        (Order.FIFO, set()),
-        (before.order, {("nlp", "bo")}),
-    ):
+    bo = {("nlp", "bo")}
+    for order, behind in ((before.order, bo), (Order.FIFO, set()), (before.order, bo)):
         registry.policy = replace(before, order=order)
         snapshot.update_fairness(registry, broker.engine, site.now)
-        cluster = snapshot.cluster(registry, broker.engine, site.now)
-        assert set(cluster.user_levels) == levels
+        assert set(snapshot.cluster(registry, broker.engine, site.now).behind) == behind
 
 
-def test_what_users_received_is_to_be_stored_once():
-    running = stops("x", "0 1", project="nlp", user="bo")
-    tracker = FairnessTracker(Lags(), UserService(gpu_s={"nlp": {"bo": 1_000.0}}))
+def test_lags_of_users_are_to_be_stored_once():
+    leases = [stops("x", "0 1", project="nlp", user="bo"), stops("y", project="nlp", user="cy")]
+    tracker = FairnessTracker(Lags(), UserLags(gpu_s={"nlp": {"bo": 1_000.0}}))
     assert not tracker.to_store()
-    tracker.update_users(1, lambda: [running], 0.0)
-    tracker.update_users(1, list, 5_000.0)
+    devices = (device(0), device(1))
+    tracker.update_users(devices, 1, lambda: leases, 0.0)
+    tracker.update_users(devices, 1, list, 5_000.0)
     (stored,) = tracker.to_store()
-    assert 10_000 < stored.gpu_s["nlp"]["bo"] < 11_000
+    assert -4_100 < stored.gpu_s["nlp"]["bo"] < -3_900
+    assert 4_800 < stored.gpu_s["nlp"]["cy"] <= 5_000
     assert not tracker.to_store()
-    assert FairnessTracker(Lags(), stored).user_levels == {}
+    # Devices come and go; the lags stay.
+    tracker.update_users(devices[:1], 1, lambda: leases, 5_000.0)
+    assert not tracker.to_store()
+    assert not FairnessTracker(Lags(), stored).behind
 
 
 async def test_every_round_decides_as_one_that_looks_at_everything_anew(site, monkeypatch):

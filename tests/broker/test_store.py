@@ -20,7 +20,7 @@ from jupyter_gpushare.core.model import Kind, Lease, State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import DiskFull, StoreError
 from tests.broker.disks import SmallDisk
-from tests.broker.stored import DECISION, JOB, LAGS, LEASE, OVERRIDE, RECORDS, SERVICE, USAGE
+from tests.broker.stored import DECISION, JOB, LAGS, LEASE, OVERRIDE, RECORDS, USAGE, USER_LAGS
 
 
 def test_the_examples_differ_from_every_default():
@@ -58,7 +58,7 @@ async def test_every_record_comes_back_as_it_was(database):
     assert loaded.overrides == (OVERRIDE,)
     assert loaded.usage == (USAGE,)
     assert loaded.meta.lags == LAGS
-    assert loaded.meta.users == SERVICE
+    assert loaded.meta.users == USER_LAGS
 
 
 async def test_a_changed_record_replaces_the_old_one(store):

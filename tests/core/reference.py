@@ -246,13 +246,28 @@ class Reference(Numbers):
                     self.unplaceable.add(self.fit(x))
 
     def rank(self, x: Lease) -> order.Rank:
-        return order.rank(x, self.now, self.c.settings, self.user_level(x))
+        return order.rank(x, self.now, self.c.settings, preferred=self.preferred(x))
 
     def level(self, x: Lease) -> order.Level:
-        return order.level(x, self.now, self.c.settings, self.user_level(x))
+        return order.level(x, self.now, self.c.settings, preferred=self.preferred(x))
 
-    def user_level(self, x: Lease) -> int:
-        return self.c.user_levels.get((x.project, x.user), 0)
+    def preferred(self, x: Lease) -> bool:
+        """Whether a job of a user who is behind runs, or is one of the next that the user's share holds."""
+        behind = self.c.behind.get((x.project, x.user))
+        if behind is None or not order.is_waiting(x):
+            return behind is not None
+        same = [
+            y for y in self.c.leases if y.kind is Kind.TRAIN and (y.project, y.user) == (x.project, x.user)
+        ]
+        left = behind.left_milli
+        for y in sorted(
+            filter(order.is_waiting, same), key=lambda y: order.rank(y, self.now, self.c.settings)
+        ):
+            if self.size(y) <= left or (self.size(y) <= behind.first_milli and left == behind.left_milli):
+                if y is x:
+                    return True
+                left -= self.size(y)
+        return False
 
     def shape(self, x: Lease) -> tuple[object, ...]:
         return x.project, self.level(x), x.size, x.consolidate, x.survival, x.devices, x.movable

@@ -8,11 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.fairshare import HALF_LIFE_S, Ledger
+from jupyter_gpushare.core.fairshare import HALF_LIFE_S, REVIEW_S, ProjectLedger
 from jupyter_gpushare.core.model import Cluster, Grant, Requeue, State, Why
 from jupyter_gpushare.core.planner import plan
 from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
-from jupyter_gpushare.core.scheduler import REVIEW_S
 from tests.core.build import NOW, CheckpointMode, build, cluster, device, project, train
 
 HOUR_S = 3600.0
@@ -20,7 +19,7 @@ HOUR_S = 3600.0
 
 def ledger(*leases, gpus=4, quota=0.0, weights=(1, 1), **lags):
     projects = [project(name, quota, weight=w) for name, w in zip("pq", weights, strict=True)]
-    made = Ledger(projects, [device(n) for n in range(gpus)], lags, now=0.0)
+    made = ProjectLedger(projects, [device(n) for n in range(gpus)], lags, now=0.0)
     made.recount(leases)
     return made
 
@@ -107,7 +106,7 @@ def test_a_job_that_could_not_run_puts_no_project_behind(waiting):
 def test_a_job_on_a_device_that_is_not_usable_puts_no_project_behind():
     asleep = train("x", 1000, "3", state=State.SUSPENDED)
     leases = train("a", 1000, "0"), train("b", 1000, "1 2", project="q"), asleep
-    broken = Ledger(
+    broken = ProjectLedger(
         [project("p", 0), project("q", 0)], [device(n, usable=n < 3) for n in range(4)], {}, now=0.0
     )
     broken.recount(leases)

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
+    Behind,
     CheckpointMode,
     Cluster,
     Lease,
@@ -96,8 +97,13 @@ def small_cluster(seed: int) -> Cluster:
         min_run_s=random.choice([0.0, 60.0]),
         starvation_guard_s=random.choice([None, 2_000.0]),
     )
-    levels = {(name, user): random.choice([0, 1, 2]) for name in names for user in "ab"}
-    found = replace(found, user_levels=levels if random.random() < 0.5 else {})
+    behind = {
+        (name, user): Behind(random.choice([-500, 0, 500, 1000, 2000]), random.choice([0, 0, 1000, 2000]))
+        for name in names
+        for user in "ab"
+        if random.random() < 0.5
+    }
+    found = replace(found, behind=behind if random.random() < 0.5 else {})
     limits = [None, None, 500, 1000, 1500, 2000, 3000]
     projects = [replace(p, limit_milli=random.choice(limits)) for p in found.projects]
     leases = [_made_way(random, x, found) for x in found.leases]

@@ -27,7 +27,7 @@ from dataclasses import replace
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import Hub, HubError, HubUser
 from jupyter_gpushare.broker.control.effects import Effects
-from jupyter_gpushare.broker.state.records import Owner, OwnerForgotten, OwnerMoved, UserService, former
+from jupyter_gpushare.broker.state.records import Owner, OwnerForgotten, OwnerMoved, UserLags, former
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.tables import Change
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed, NotFound
@@ -310,7 +310,7 @@ class Ownership:
         if is_seen or note is not None:  # else readers see the same as before
             await registry.notify()
 
-    def _move(self, old: str, new: str) -> UserService:
+    def _move(self, old: str, new: str) -> UserLags:
         """Let everything of one owner belong to another, in memory; returns what else is to be stored."""
         registry = self._registry
         records = [record for record in registry.leases.values() if record.lease.user == old]

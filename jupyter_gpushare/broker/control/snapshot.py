@@ -55,7 +55,7 @@ def cluster(
         ),
         settings=registry.policy.settings(registry.devices.host_budget_bytes),
         lags_gpu_s=registry.fairness.lags_gpu_s,
-        user_levels=registry.fairness.user_levels,
+        behind=registry.fairness.behind,
     )
 
 
@@ -73,19 +73,17 @@ def projects(registry: Registry, engine: Engine) -> tuple[Project, ...]:
 
 
 def update_fairness(registry: Registry, engine: Engine, now: float) -> None:
-    """Add up, until ``now``, what users received and what each project lags behind its fair share."""
-    if ORDERS[registry.policy.order].preempts:
-        records = registry.index.all.values
-        registry.fairness.update_users(registry.index.changes, lambda: (r.lease for r in records()), now)
-    else:
-        registry.fairness.drop_users()
-    known = projects(registry, engine)
-    if len(known) < 2 or not registry.policy.fairness_horizon_s:
-        return
+    """Add up, until ``now``, what projects and users lag behind their fair shares."""
     index, devices = registry.index, tuple(registry.devices.for_planner())
     version = index.changes, _version(registry)
     leases = partial(_startable, registry, index.all.values())
-    registry.fairness.update(known, devices, version, leases, now)
+    if ORDERS[registry.policy.order].preempts:
+        registry.fairness.update_users(devices, version, leases, now)
+    else:
+        registry.fairness.drop_users()
+    known = projects(registry, engine)
+    if len(known) > 1 and registry.policy.fairness_horizon_s:
+        registry.fairness.update(known, devices, version, leases, now)
 
 
 def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lending: bool = False) -> Lease:

@@ -303,8 +303,8 @@ class Lags(MetaValue):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class UserService(MetaValue):
-    """GPU-seconds that each user's jobs received lately, by project and user (`core.fairshare`)."""
+class UserLags(MetaValue):
+    """By how many GPU-seconds each user is behind an equal share, by project and user (`core.fairshare`)."""
 
     gpu_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
@@ -377,7 +377,7 @@ class MetaValues(NamedTuple):
     lending: LendingOverride
     suspensions: SuspensionCounts
     drains: Drains
-    users: UserService
+    users: UserLags
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ from jupyter_gpushare.broker.state.records import (
     Owner,
     ProjectOverride,
     SuspensionCounts,
-    UserService,
+    UserLags,
     with_current_boot,
 )
 from jupyter_gpushare.broker.state.session_queue import SessionQueue
@@ -286,7 +286,7 @@ class Registry:
         self.observations: Mapping[str, Observation] = MappingProxyType(self._observations)
         self.decisions = DecisionLog(wall)
         self.overrides, self.owners = dict[str, ProjectOverride](), KnownOwners()
-        self.fairness = FairnessTracker(Lags(), UserService())
+        self.fairness = FairnessTracker(Lags(), UserLags())
         self.lending_switch = LendingSwitch(policy.lending)
         self.suspensions, self._sums_kept_at = SuspensionCounts(), clock()
         self.wake_times, self.meter = WakeTimes(), Meter(clock())

@@ -31,7 +31,7 @@ from jupyter_gpushare.broker.state.records import (
     SuspensionCounts,
     UsageAddition,
     UsageRecord,
-    UserService,
+    UserLags,
 )
 from jupyter_gpushare.broker.state.usage import AMOUNTS, UsageQuery
 from jupyter_gpushare.core.measure import Doubt, Measure
@@ -317,8 +317,8 @@ def meta_row(value: MetaValue) -> tuple[str, str]:
     match value:
         case Lags():
             return "lags", json.dumps(value.gpu_s)
-        case UserService():
-            return "user_service", json.dumps(value.gpu_s)
+        case UserLags():
+            return "user_lags", json.dumps(value.gpu_s)
         case LendingOverride():
             return "lending", json.dumps(asdict(value))
         case SuspensionCounts():
@@ -335,7 +335,7 @@ def meta_values(read: Callable[[str], str | None]) -> MetaValues:
     Raises:
         ValueError: the text is not what this version writes.
     """
-    keys = "lags", "lending", "suspensions", "drains", "user_service"
+    keys = "lags", "lending", "suspensions", "drains", "user_lags"
     lags, lending, suspensions, drains, users = (json.loads(read(key) or "{}") for key in keys)
     mode = lending.pop("mode", None)
     return MetaValues(
@@ -343,7 +343,7 @@ def meta_values(read: Callable[[str], str | None]) -> MetaValues:
         LendingOverride(mode=None if mode is None else LendingMode(mode), **lending),
         SuspensionCounts(**suspensions),
         Drains(of={uuid: Drain(**drain) for uuid, drain in drains.items()}),
-        UserService(gpu_s=users),
+        UserLags(gpu_s=users),
     )
 
 

@@ -24,10 +24,10 @@ from jupyter_gpushare.broker.state.records import (
     MetaValue,
     UsageAddition,
     UsageRecord,
-    UserService,
+    UserLags,
 )
-from jupyter_gpushare.core.fairshare import Ledger, User, UserLedger
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Device, Kind, Lease, Project, State
+from jupyter_gpushare.core.fairshare import ProjectLedger, User, UserLedger
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Behind, Device, Kind, Lease, Project, State
 from jupyter_gpushare.gibibytes import GIB
 from jupyter_gpushare.protocol.helper import DeviceSample
 from jupyter_gpushare.wall_clock import before, by_day
@@ -419,20 +419,21 @@ def _key(use: UsageRecord) -> _Key:
     return use.day, use.user, use.project, use.gpu
 
 
-# ---- lags of projects and services of users: updated every round, stored every few minutes
-# A crash loses minutes of a horizon of a day.
+# ---- lags of projects and of users: updated every round, stored every few minutes
+# A crash loses minutes of a horizon of hours.
 
 
 class FairnessTracker:
-    """Lags of projects (`core.fairshare`) and services of users (`core.fairshare`)."""
+    """Lags of projects and of users (`core.fairshare`)."""
 
-    def __init__(self, stored: Lags, stored_users: UserService) -> None:
+    def __init__(self, stored: Lags, stored_users: UserLags) -> None:
         self.stored = stored
         self.stored_users = stored_users
-        self._ledger: Ledger | None = None
+        self._ledger: ProjectLedger | None = None
         self._built_from: tuple[object, ...] = ()
         self._counted: object = None
         self._users: UserLedger | None = None
+        self._users_built_from: tuple[Device, ...] = ()
         self._users_counted: object = None
 
     @property
@@ -441,39 +442,48 @@ class FairnessTracker:
         return self._ledger.lags_gpu_s if self._ledger else {}
 
     @property
-    def user_levels(self) -> Mapping[User, int]:
-        """Levels of users by project and user; empty before the first update."""
-        return self._users.levels() if self._users else {}
+    def behind(self) -> Mapping[User, Behind]:
+        """The users that are behind; empty before the first update."""
+        return self._users.behind() if self._users else {}
 
-    def update_users(self, version: object, leases: Callable[[], Iterable[Lease]], now: float) -> None:
-        """Bring the users' service up to ``now``; from there on these leases count.
+    def update_users(
+        self,
+        devices: tuple[Device, ...],
+        version: object,
+        leases: Callable[[], Iterable[Lease]],
+        now: float,
+    ) -> None:
+        """Bring the lags of users up to ``now``; from there on these devices and leases count.
 
         ``leases`` are asked for when ``version`` is another than at the last call.
         """
-        if self._users is None:
+        users = self._users
+        if users is not None:
+            users.advance(now)
+        if users is None or devices != self._users_built_from:
             stored = self.stored_users.gpu_s.items()
-            services = {(project, user): s for project, users in stored for user, s in users.items()}
-            self._users = UserLedger(services, now=now)
-        self._users.advance(now)
+            lags = {(project, user): lag for project, of in stored for user, lag in of.items()}
+            users = self._users = UserLedger(devices, users.lags_gpu_s if users else lags, now=now)
+            self._users_built_from, self._users_counted = devices, None
         if self._users_counted != version:
-            self._users.recount(leases())
+            users.recount(leases())
             self._users_counted = version
 
-    def move_owner(self, old: str, new: str) -> UserService:
-        """Let what one owner received be what another did; returns what to store."""
+    def move_owner(self, old: str, new: str) -> UserLags:
+        """Let the lags of one owner be those of another; returns what to store."""
         if self._users is not None:
-            self.stored_users = _by_project(self._users.service_gpu_s())
+            self.stored_users = _by_project(self._users.forget_faded())
         moved: dict[User, float] = {}
         for project, users in self.stored_users.gpu_s.items():
-            for user, service in users.items():
+            for user, lag in users.items():
                 key = project, new if user == old else user
-                moved[key] = moved.get(key, 0.0) + service
+                moved[key] = moved.get(key, 0.0) + lag
         self.drop_users()
         self.stored_users = _by_project(moved)
         return self.stored_users
 
     def drop_users(self) -> None:
-        """Forget the users' levels: the order in force has none.  What is stored counts from there on."""
+        """Forget who is behind: the order in force does not ask.  What is stored counts from there on."""
         self._users = self._users_counted = None
 
     def update(
@@ -493,14 +503,14 @@ class FairnessTracker:
             ledger.advance(now)
         if ledger is None or built_from != self._built_from:
             lags = ledger.lags_gpu_s if ledger else self.stored.gpu_s
-            ledger = self._ledger = Ledger(projects, devices, lags, now=now)
+            ledger = self._ledger = ProjectLedger(projects, devices, lags, now=now)
             self._built_from, self._counted = built_from, None
         if self._counted != version:
             ledger.recount(leases())
             self._counted = version
 
     def to_store(self) -> list[MetaValue]:
-        """Return lags and users' service, as far as they are new."""
+        """Return the lags of projects and users, as far as they are new."""
         found: list[MetaValue] = []
         if self._ledger is not None:
             lags = Lags(gpu_s={name: round(lag, 1) for name, lag in self._ledger.lags_gpu_s.items()})
@@ -508,18 +518,18 @@ class FairnessTracker:
                 self.stored = lags
                 found.append(lags)
         if self._users is not None:
-            services = _by_project(self._users.service_gpu_s())
-            if services != self.stored_users:
-                self.stored_users = services
-                found.append(services)
+            users = _by_project(self._users.forget_faded())
+            if users != self.stored_users:
+                self.stored_users = users
+                found.append(users)
         return found
 
 
-def _by_project(services: Mapping[User, float]) -> UserService:
+def _by_project(lags: Mapping[User, float]) -> UserLags:
     found: dict[str, dict[str, float]] = {}
-    for (project, user), service in services.items():
-        found.setdefault(project, {})[user] = round(service, 1)
-    return UserService(gpu_s=found)
+    for (project, user), lag in lags.items():
+        found.setdefault(project, {})[user] = round(lag, 1)
+    return UserLags(gpu_s=found)
 
 
 # ---- counts and durations since the broker started, for metrics; not stored --

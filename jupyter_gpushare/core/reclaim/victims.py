@@ -342,14 +342,14 @@ class VictimIndex:
             self._outranked[key] = sorted(filter(self._has_run, later), key=self._resumes_behind)
         return self._outranked[key]
 
-    def _resumes_behind(self, lease: Lease) -> tuple[int, int, int]:
+    def _resumes_behind(self, lease: Lease) -> tuple[int, bool, int]:
         """Sort key of juniors: priority, user, then how much of a device suspended leases wait for there.
 
         Else one GPU collects suspended jobs while the jobs on others end.
         """
         here = self.state.capacities_of(lease) if lease.survival.suspends else ()
         awaited = max((c.awaited for c in here), default=0)
-        return lease.priority, -self._queues.level(lease, self.state.moment)[1], awaited
+        return lease.priority, not self._queues.level(lease, self.state.moment)[1], awaited
 
     def junior(self, lease: Lease, priority: int) -> Victim | None:
         """A job of a later level as a victim for one with ``priority``, if it still holds its devices."""
