@@ -242,7 +242,7 @@ class Lease:
     attained_gpu_s: float = 0.0  # received up to ``attained_at``
     attained_at: float | None = None  # None: what a running job receives is not counted
     left_gpu_s: float | None = None  # remaining work by its progress (`measure.rounded`); None: not measured
-    trusted_until_gpu_s: float = 0.0  # attained service from which ``left_gpu_s`` is doubted
+    trusted_until_gpu_s: float = 0.0  # attained service from which ``left_gpu_s`` no longer counts
     cancelled: bool = False  # ended by its owner
     borrowed: bool = False  # as its last grant said: claims of other leases come first
     made_way_for: str = ""  # lease for which it last gave its devices up; "" once it has some again

@@ -32,8 +32,9 @@ job runs; `served` writes it down when the job stops.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from math import inf, nextafter
 from types import MappingProxyType
 
@@ -45,11 +46,9 @@ Rank = tuple[Level, bool, bool, float, str]
 
 # The level of jobs that have waited for longer than the starvation guard.
 STARVED: Level = (-inf, False, -1.0)
-# Remaining work that a job past the last LAS threshold is taken to have where it is not measured.
-# Measured on jittered copies of Philly traces (docs/benchmarks-archive.md).
+# The least remaining work that a job past the last LAS threshold is taken to have where it is not
+# measured.  Measured on jittered copies of Philly traces (docs/benchmarks-archive.md).
 UNMEASURED_GPU_S = 3e5
-# A job whose progress is doubted comes after those that report nothing: a lie gains nothing.
-DOUBTED_GPU_S = 2 * UNMEASURED_GPU_S
 # Attained service below this counts as zero: event times are floats.
 _EPSILON_GPU_S = 1e-3
 
@@ -84,22 +83,27 @@ def is_waiting(lease: Lease) -> bool:
 class LeastAttained(JobOrder):
     """Discretized two-dimensional least attained service (Tiresias, NSDI'19).
 
-    The group is the queue: the number of `Settings.las_thresholds_gpu_s` that
-    the attained GPU-seconds have reached.  Inside a queue running jobs stay;
-    waiting jobs that ran in it come first, the last to stop before the others,
-    then the rest by the time of entering the queue.
+    The group is the queue: the number of thresholds that the attained GPU-seconds
+    have reached.  Inside a queue running jobs stay; waiting jobs that ran in it come
+    first, the last to stop before the others, then the rest by the time of entering
+    the queue.
     """
 
     __slots__ = ()
 
+    def thresholds(self, settings: Settings) -> Sequence[float]:
+        """GPU-seconds at which a job enters the next queue, ascending."""
+        return settings.las_thresholds_gpu_s
+
     def group(self, lease: Lease, now: float, settings: Settings) -> float:
-        return queue_of(attained_gpu_s(lease, now), settings)
+        return _reached(attained_gpu_s(lease, now), self.thresholds(settings))
 
     def place(self, lease: Lease, settings: Settings) -> tuple[float, bool, float]:
         if not lease.attained_gpu_s:
             return 0.0, True, lease.queued_at
-        queue = queue_of(lease.attained_gpu_s, settings)
-        start = settings.las_thresholds_gpu_s[queue - 1] if queue else 0.0
+        thresholds = self.thresholds(settings)
+        queue = _reached(lease.attained_gpu_s, thresholds)
+        start = thresholds[queue - 1] if queue else 0.0
         if lease.attained_gpu_s - start > _EPSILON_GPU_S:
             return queue, False, -lease.waits_since_at
         return queue, True, lease.queued_at
@@ -107,66 +111,100 @@ class LeastAttained(JobOrder):
     def entered_at(self, lease: Lease, now: float, settings: Settings) -> float:
         if lease.attained_at is None or lease.state is not State.RUNNING:
             return lease.queued_at
-        queue = queue_of(attained_gpu_s(lease, now), settings)
-        if queue == queue_of(lease.attained_gpu_s, settings):
+        thresholds = self.thresholds(settings)
+        queue = _reached(attained_gpu_s(lease, now), thresholds)
+        if queue == _reached(lease.attained_gpu_s, thresholds):
             return lease.queued_at
-        reached = settings.las_thresholds_gpu_s[queue - 1]
-        return lease.attained_at + (reached - lease.attained_gpu_s) / gpus(lease)
+        return lease.attained_at + (thresholds[queue - 1] - lease.attained_gpu_s) / gpus(lease)
 
     def leaves_at(self, lease: Lease, now: float, settings: Settings) -> float | None:
         if lease.state is not State.RUNNING or lease.attained_at is None:
             return None
-        queue = queue_of(attained_gpu_s(lease, now), settings)
-        if queue == len(settings.las_thresholds_gpu_s):
+        thresholds = self.thresholds(settings)
+        queue = _reached(attained_gpu_s(lease, now), thresholds)
+        if queue == len(thresholds):
             return None
-        left = settings.las_thresholds_gpu_s[queue] - lease.attained_gpu_s
-        return lease.attained_at + left / gpus(lease)
+        return lease.attained_at + (thresholds[queue] - lease.attained_gpu_s) / gpus(lease)
 
     def gain_gpu_s(self, lease: Lease, now: float, settings: Settings) -> float:
-        queue, ends = queue_of(lease.attained_gpu_s, settings), settings.las_thresholds_gpu_s
+        ends = self.thresholds(settings)
+        queue = _reached(lease.attained_gpu_s, ends)
         return ends[queue] - lease.attained_gpu_s if queue < len(ends) else inf
 
 
 class LeastRemaining(LeastAttained):
     """Least remaining work of jobs whose progress is measured, least attained service of the others.
 
-    Both are one number of GPU-seconds (`measure.rounded`): 0 in the first LAS queue,
-    then what is left of a measured job, `DOUBTED_GPU_S` for a job whose progress is
-    doubted, and of any other job the threshold that its queue begins at, or
-    `UNMEASURED_GPU_S` in the last queue.  Where no job reports progress this is the
-    order `LeastAttained`.
+    Both are one number of GPU-seconds, 0 in the first LAS queue.  Then it is what is
+    left of a measured job (`measure.rounded`), as much as it has received of one that
+    has run for longer than it said, and of any other the threshold that its queue begins
+    at.  From the last LAS threshold on that is at least `UNMEASURED_GPU_S`, and doubles
+    with the attained service.
+
+    When a job ends depends on who precedes it where it counts most.  That is with all
+    its work in each case: at the start if it reports truly, at the end if it reports
+    less or nothing.  So neither silence nor a lie pays.
     """
 
     __slots__ = ()
 
+    def thresholds(self, settings: Settings) -> Sequence[float]:
+        return _doubling(settings.las_thresholds_gpu_s)
+
     def group(self, lease: Lease, now: float, settings: Settings) -> float:
-        thresholds, attained = settings.las_thresholds_gpu_s, attained_gpu_s(lease, now)
-        queue = queue_of(attained, settings)
+        attained, thresholds = attained_gpu_s(lease, now), self.thresholds(settings)
+        queue = _reached(attained, thresholds)
         if not queue:
             return 0.0
         if lease.left_gpu_s is not None:
-            return lease.left_gpu_s if is_measured(lease, attained) else DOUBTED_GPU_S
-        is_last = queue == len(thresholds)
-        return max(UNMEASURED_GPU_S, thresholds[-1]) if is_last else rounded(thresholds[queue - 1])
+            return lease.left_gpu_s if is_measured(lease, attained) else _like_received(attained)
+        is_long = queue >= len(settings.las_thresholds_gpu_s)
+        return max(UNMEASURED_GPU_S, thresholds[queue - 1]) if is_long else rounded(thresholds[queue - 1])
 
     def place(self, lease: Lease, settings: Settings) -> tuple[float, bool, float]:
         group = self.group(lease, 0.0, settings)
-        if group and is_measured(lease, lease.attained_gpu_s):
+        if group and lease.left_gpu_s is not None:
             return group, False, -lease.waits_since_at
         _, is_new, at = LeastAttained.place(self, lease, settings)
         return group, is_new, at
 
     def leaves_at(self, lease: Lease, now: float, settings: Settings) -> float | None:
         at, attained = lease.attained_at, attained_gpu_s(lease, now)
-        measured = queue_of(attained, settings) and is_measured(lease, attained)
-        if at is None or lease.state is not State.RUNNING or not measured:
+        by_queue = lease.left_gpu_s is None or not queue_of(attained, settings)
+        if by_queue or at is None or lease.state is not State.RUNNING:
             return LeastAttained.leaves_at(self, lease, now, settings)
-        return at + (lease.trusted_until_gpu_s - lease.attained_gpu_s) / gpus(lease)
+        measured = is_measured(lease, attained)
+        until = lease.trusted_until_gpu_s if measured else _doubles_at(attained)
+        return at + (until - lease.attained_gpu_s) / gpus(lease)
 
     def gain_gpu_s(self, lease: Lease, now: float, settings: Settings) -> float:
-        if is_measured(lease, lease.attained_gpu_s):
-            return lease.left_gpu_s or LEAST_GPU_S
+        if lease.left_gpu_s is not None and queue_of(lease.attained_gpu_s, settings):
+            if is_measured(lease, lease.attained_gpu_s):
+                return lease.left_gpu_s or LEAST_GPU_S
+            return _doubles_at(lease.attained_gpu_s) - lease.attained_gpu_s
         return LeastAttained.gain_gpu_s(self, lease, now, settings)
+
+
+def _like_received(attained: float) -> float:
+    """Return the group of a job that counts with as many GPU-seconds as it has received."""
+    return rounded(attained + _EPSILON_GPU_S)
+
+
+def _doubles_at(attained: float) -> float:
+    """Return the attained service at which `_like_received` grows."""
+    return max(LEAST_GPU_S, 2 * _like_received(attained))
+
+
+@cache
+def _doubling(thresholds: tuple[float, ...]) -> tuple[float, ...]:
+    """LAS thresholds, then doubled `UNMEASURED_GPU_S` for as long as a job could run."""
+    doubled = (UNMEASURED_GPU_S * 2.0**n for n in range(1, 40))
+    return *thresholds, *(x for x in doubled if x > max(thresholds, default=0.0))
+
+
+def _reached(attained: float, thresholds: Sequence[float]) -> int:
+    """Return the number of thresholds that ``attained`` GPU-seconds have reached."""
+    return bisect_right(thresholds, attained + _EPSILON_GPU_S)
 
 
 ORDERS: Mapping[Order, JobOrder] = MappingProxyType(
@@ -186,7 +224,7 @@ def order_of(settings: Settings) -> JobOrder:
 
 def queue_of(attained: float, settings: Settings) -> int:
     """LAS queue of a job with ``attained`` GPU-seconds: the number of thresholds reached."""
-    return bisect_right(settings.las_thresholds_gpu_s, attained + _EPSILON_GPU_S)
+    return _reached(attained, settings.las_thresholds_gpu_s)
 
 
 def served(lease: Lease, now: float, settings: Settings) -> Lease:

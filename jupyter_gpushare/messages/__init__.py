@@ -11,7 +11,6 @@ from jupyter_gpushare.messages.decisions import about, decision, to_reader
 from jupyter_gpushare.messages.jobs import (
     STATE_LOST,
     because_of,
-    doubt,
     ends_in,
     is_preemption,
     job_news,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jupyter_gpushare.core.measure import Doubt, Measure
+from jupyter_gpushare.core.measure import Measure
 from jupyter_gpushare.core.model import WHOLE_GPU, CheckpointMode, Lease, Why
 from jupyter_gpushare.core.order import attained_gpu_s, gpus
 from jupyter_gpushare.messages.texts import Texts, duration_text, one_line, printable, text
@@ -122,17 +122,10 @@ def ends_in(left_s: float) -> Estimate:
     return Estimate(low_s=round(max(0.0, earliest)), high_s=round(latest))
 
 
-def doubt(lease: Lease, measure: Measure | None, now: float) -> Doubt | None:
-    """Return why the progress of a job does not count; None: it may."""
-    return None if measure is None else measure.doubt_at(attained_gpu_s(lease, now))
-
-
 def measured(lease: Lease, before: Measure | None, after: Measure | None) -> tuple[str, Text] | None:
     """Return template and argument of what a report shows for the first time; None: nothing new."""
     if after is None or after == before:
         return None
-    if after.doubt is not None:
-        return "notice.doubt", text(f"part.doubt_{after.doubt}")
     is_known = before is not None and before.left_gpu_s is not None and before.attempt == after.attempt
     if after.left_gpu_s is None or is_known or not gpus(lease):
         return None

@@ -34,7 +34,7 @@ from jupyter_gpushare.broker.state.records import (
     UserLags,
 )
 from jupyter_gpushare.broker.state.usage import AMOUNTS, UsageQuery
-from jupyter_gpushare.core.measure import Doubt, Measure
+from jupyter_gpushare.core.measure import Measure
 from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol.wire import Text, decode_stored, encode
@@ -269,9 +269,7 @@ def job_of(row: sa.RowMapping) -> JobRecord:
     values = _unpacked(row)
     values["command"] = tuple(values["command"])
     if values["measure"] is not None:
-        measure = json.loads(values["measure"])
-        doubt = None if measure["doubt"] is None else Doubt(measure["doubt"])
-        values["measure"] = Measure(**measure | {"doubt": doubt})
+        values["measure"] = Measure(**json.loads(values["measure"]))
     return JobRecord(**values)
 
 

@@ -259,14 +259,12 @@ class LeaseView:
 
     @cached_property
     def progress(self) -> messages.Texts:
-        """What the progress of a running job says, or why it is not counted, and its latest end."""
+        """What the progress of a running job says, and its latest end."""
         job, ends = self._job, self.ends_in
         if job is None:
             return ()
         runs_until = self._time_in(self._run_left_s or 0.0)
         until = () if runs_until is None else (messages.text("job.runs_until", runs_until),)
-        if (doubt := messages.doubt(self.record.lease, job.measure, self.cluster.at)) is not None:
-            return messages.text("job.doubt", messages.text(f"part.doubt_{doubt}")), *until
         if ends is not None:
             return messages.text("job.ends_in", messages.range_text(ends.low_s, ends.high_s)), *until
         return until
