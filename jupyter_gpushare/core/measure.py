@@ -8,9 +8,8 @@ work; until then the estimate of the attempt before holds.
 Reports come from the job itself, so the order trusts them no further than the
 attained service bears them out (`on`):
 
-* A job counts as measured until it has attained what the least of its estimates,
-  beside what attempts say was lost, said that it would in all.  Then it counts as if
-  it had reported nothing.
+* A job counts as measured until it has attained `TOLERANCE` times what the least of its
+  estimates, beside what attempts say was lost, said that it would in all.
 * A job that is measured late counts with as much as if it had been measured from its
   start: its remaining work begins at all of its work, and ends at 0.
 
@@ -28,6 +27,8 @@ from jupyter_gpushare.core.model import Lease
 
 LEAST_S = 600.0
 LEAST_PART = 0.05
+# An honest job may take a little longer than it said, for example at its restarts.
+TOLERANCE = 1.05
 # Remaining work below this many GPU-seconds is all the same; above it, within a factor of 2.
 LEAST_GPU_S = 60.0
 
@@ -84,7 +85,7 @@ def on(lease: Lease, measure: Measure | None) -> Lease:
     """Return a job's lease with the remaining work that the planner counts (`rounded`), and for how long."""
     left, until = None, 0.0
     if measure is not None and measure.left_gpu_s is not None:
-        left, until = rounded(measure.left_gpu_s * measure.late), measure.ends_gpu_s or 0.0
+        left, until = rounded(measure.left_gpu_s * measure.late), TOLERANCE * (measure.ends_gpu_s or 0.0)
     if (left, until) == (lease.left_gpu_s, lease.trusted_until_gpu_s):
         return lease
     return replace(lease, left_gpu_s=left, trusted_until_gpu_s=until)

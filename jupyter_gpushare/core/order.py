@@ -178,9 +178,9 @@ class LeastRemaining(LeastAttained):
         return at + (until - lease.attained_gpu_s) / gpus(lease)
 
     def gain_gpu_s(self, lease: Lease, now: float, settings: Settings) -> float:
-        if lease.left_gpu_s is not None and queue_of(lease.attained_gpu_s, settings):
-            if is_measured(lease, lease.attained_gpu_s):
-                return lease.left_gpu_s or LEAST_GPU_S
+        if is_measured(lease, lease.attained_gpu_s):
+            return lease.left_gpu_s or LEAST_GPU_S
+        if lease.left_gpu_s is not None:
             return _doubles_at(lease.attained_gpu_s) - lease.attained_gpu_s
         return LeastAttained.gain_gpu_s(self, lease, now, settings)
 
