@@ -1,10 +1,10 @@
-"""Remaining work by progress reports: when it counts, and when a job is doubted."""
+"""Remaining work by progress reports: when it counts, and for how long."""
 
 from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.core.measure import Doubt, Measure, Report, after, on, rounded
+from jupyter_gpushare.core.measure import Measure, Report, after, on, rounded
 from tests.core.build import train
 
 
@@ -26,9 +26,10 @@ def measure(*told: Report) -> Measure | None:
 
 def test_what_is_left_follows_from_the_rate_of_the_attempt():
     found = measure(*reports((0, 0), (1_000, 10)))
-    assert (found.left_gpu_s, found.ends_gpu_s, found.doubt) == (9_000, 10_000, None)
+    assert (found.left_gpu_s, found.ends_gpu_s) == (9_000, 10_000)
     assert found.left_at(1_500) == 8_500
-    assert found.left_at(10_500) == 0
+    assert found.left_at(10_000) is None, "overdue"
+    assert measure(*reports((0, 0))).left_at(10) is None
 
 
 @pytest.mark.parametrize(("at", "done", "counts"), [(599, 50, False), (600, 50, True), (9_000, 4.9, False)])
@@ -47,26 +48,30 @@ def test_a_report_without_sense_changes_nothing():
     assert after(None, reports((10, 0), total=0)[0]) is None
 
 
-def test_a_job_that_begins_to_report_late_is_doubted():
-    found = measure(*reports((5_000, 50), (6_000, 60)))
-    assert (found.left_gpu_s, found.doubt) == (None, Doubt.LATE)
+def test_a_job_that_begins_to_report_late_counts_with_all_of_its_work_at_first():
+    """It is left with 12,000 of 32,000 GPU-seconds by its first estimate; then with 6,000."""
+    late = reports((16_000, 0), (20_000, 25), (26_000, 62.5))
+    found = measure(*late[:2])
+    assert (found.left_gpu_s, found.late) == (12_000, pytest.approx(32 / 12))
+    assert on(train("j", 1000), found).left_gpu_s == rounded(32_000)
+    half = measure(*late)
+    assert (half.left_gpu_s, half.late) == (6_000, found.late)
+    assert on(train("j", 1000), half).left_gpu_s == rounded(16_000)
 
 
-def test_a_first_report_counts_from_where_it_is_early_or_of_the_first_unit():
-    """A notebook of 5 cells, a first epoch of an hour, an attempt that begins at its own checkpoint."""
-    for first in (reports((5, 2), total=5), reports((5_000, 1), total=5), reports((0, 50))):
-        assert measure(*first).doubt is None
-    found = measure(*reports((3_000, 1), (6_000, 2), total=5))
-    assert (found.left_gpu_s, found.doubt) == (9_000, None)
+def test_an_attempt_that_begins_at_a_checkpoint_is_measured_from_there():
     found = measure(*reports((0, 50), (1_000, 60)))
     assert found.left_gpu_s == 4_000
 
 
 @pytest.mark.parametrize("again", [(3_000, 1.0, 100.0), (3_000, 20.0, 200.0)])
-def test_a_measured_total_that_begins_again_or_changes_is_doubted_for_good(again):
+def test_a_measured_total_that_begins_again_or_changes_is_an_inner_one(again):
     at, done, total = again
-    told = [*reports((0, 0), (1_000, 10)), *reports((at, done), total=total), *reports((9_000, 90))]
-    assert measure(*told).doubt is Doubt.RESTARTED
+    told = [*reports((0, 0), (1_000, 10)), *reports((at, done), total=total)]
+    found = measure(*told)
+    assert (found.inner, found.left_gpu_s, found.ends_gpu_s) == (True, None, 10_000)
+    assert on(train("j", 1000), found) == train("j", 1000)
+    assert after(found, reports((9_000, 90), total=total)[0]) == found
 
 
 def test_a_bar_that_begins_again_early_is_measured_from_there():
@@ -80,21 +85,20 @@ def test_inner_bars_measure_nothing_and_are_no_lie():
         *((at, done) for epoch in range(20) for at, done in [(epoch * 500, 1), (epoch * 500 + 499, 99)]),
     )
     found = measure(*told)
-    assert (found.inner, found.left_gpu_s, found.doubt) == (True, None, None)
+    assert (found.inner, found.left_gpu_s) == (True, None)
 
 
-@pytest.mark.parametrize("done", [11.0, 90.0])
-def test_remaining_work_that_grows_or_falls_at_once_is_doubted(done):
+@pytest.mark.parametrize(("done", "left", "ends"), [(11.0, 32_363.6, 10_000), (90.0, 444.44, 4_444.44)])
+def test_a_job_is_held_to_the_least_of_its_estimates(done, left, ends):
     """10,000 GPU-seconds first; then 36,000, and then 4,400."""
     found = measure(*reports((0, 0), (1_000, 10), (4_000, done)))
-    assert (found.left_gpu_s, found.doubt) == (None, Doubt.CHANGED)
+    assert (found.left_gpu_s, found.ends_gpu_s) == pytest.approx((left, ends), rel=1e-4)
+    assert on(train("j", 1000), found).trusted_until_gpu_s == pytest.approx(1.05 * ends, rel=1e-4)
 
 
-def test_a_job_that_runs_twice_as_long_as_it_said_is_doubted_with_and_without_a_report():
-    found = measure(*reports((0, 0), (1_000, 10)))
-    assert (found.left_at(19_999), found.doubt_at(19_999)) == (0, None)
-    assert (found.left_at(20_000), found.doubt_at(20_000)) == (None, Doubt.OVERDUE)
-    assert after(found, reports((20_000, 99))[0]).doubt is Doubt.OVERDUE
+def test_work_that_is_done_at_the_first_estimate_is_no_late_one():
+    found = measure(*reports((0, 0), (1_000, 100)))
+    assert (found.left_gpu_s, found.late, found.left_at(1_000)) == (0, 1, None)
 
 
 def test_a_new_attempt_begins_where_it_says_and_its_rate_is_measured_anew():
@@ -108,7 +112,7 @@ def test_a_new_attempt_begins_where_it_says_and_its_rate_is_measured_anew():
 def test_a_new_attempt_with_another_total_is_not_measured_at_first():
     first = measure(*reports((0, 0), (1_000, 10)))
     again = after(first, reports((1_000, 0), total=90, attempt=2)[0])
-    assert (again.left_gpu_s, again.doubt) == (None, None)
+    assert (again.left_gpu_s, again.ends_gpu_s) == (None, 10_000)
     assert after(again, reports((2_000, 10), total=90, attempt=2)[0]).left_gpu_s == 8_000
 
 
@@ -116,7 +120,7 @@ def test_attempts_do_not_prolong_the_first_estimate_beyond_the_work_that_they_lo
     found = measure(*reports((0, 0), (1_000, 99)))
     for attempt in range(2, 6):
         found = after(found, reports((attempt * 400, 99), attempt=attempt)[0])
-    assert (found.left_gpu_s, found.doubt_at(2_021)) == (pytest.approx(1_000 / 99), Doubt.OVERDUE)
+    assert (found.left_gpu_s, found.ends_gpu_s) == pytest.approx((1_000 / 99, 100_000 / 99))
     back = after(measure(*reports((0, 0), (1_000, 10))), reports((1_000, 0), attempt=2)[0])
     assert (back.left_gpu_s, back.ends_gpu_s) == (10_000, 11_000)
 
@@ -134,8 +138,6 @@ def test_the_planner_counts_remaining_work_within_a_factor_of_two():
     assert [rounded(x) for x in (0, 59.9, 60, 119.9, 120, 1_000)] == [0, 0, 60, 60, 120, 960]
     lease = train("j", 1000)
     found = on(lease, measure(*reports((0, 0), (1_000, 10))))
-    assert (found.left_gpu_s, found.trusted_until_gpu_s) == (7_680, 20_000)
+    assert (found.left_gpu_s, found.trusted_until_gpu_s) == (7_680, 10_500)
     assert on(found, None) == lease
-    doubted = on(lease, measure(*reports((5_000, 50))))
-    assert (doubted.left_gpu_s, doubted.trusted_until_gpu_s) == (0, 0)
     assert on(lease, None) is lease

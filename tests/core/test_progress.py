@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from jupyter_gpushare.core import order
@@ -54,13 +55,39 @@ def test_of_measured_jobs_the_last_to_stop_comes_first():
     assert [a.lease for a in actions(c)] == ["last"]
 
 
-def test_a_job_that_runs_much_longer_than_it_said_comes_after_those_that_say_nothing():
-    """The plan says when: 9,500 GPU-seconds from now."""
+def test_a_job_that_runs_for_longer_than_it_said_counts_as_what_it_has_received():
+    """The plan says when: 9,500 GPU-seconds from now, and again each time that it has doubled."""
     liar = measured("liar", "0", left=0, attained_at=NOW)
-    c = cluster(liar, stops("other", attained_gpu_s=500.0), **PROGRESS)
+    c = cluster(liar, measured("other", left=3_840), **PROGRESS)
     planned = plan(c, NOW)
     assert (planned.actions, planned.next_at) == ((), NOW + 9_500)
     assert plan(c, NOW + 9_500).actions == (Requeue("liar", Why.ORDER, "other"),)
+    assert plan(cluster(liar, measured("longer", left=7_680), **PROGRESS), NOW + 9_500).actions == ()
+    rules = order.ORDERS[Order.PROGRESS]
+    assert [rules.group(liar, NOW + s, SETTINGS) for s in (9_499, 9_500, 14_859, 14_860)] == [
+        0,
+        7_680,
+        7_680,
+        15_360,
+    ]
+    assert rules.leaves_at(liar, NOW + 9_500, SETTINGS) == NOW + 14_860
+    assert rules.gain_gpu_s(replace(liar, attained_gpu_s=10_000.0), NOW, SETTINGS) == 5_360
+    assert rules.gain_gpu_s(replace(liar, attained_gpu_s=8.0, trusted_until_gpu_s=8.0), NOW, SETTINGS) == 52
+
+
+def test_a_job_without_a_measure_counts_as_longer_the_longer_it_runs():
+    rules = order.ORDERS[Order.PROGRESS]
+    silent = stops("silent", "0", attained_at=NOW, attained_gpu_s=500.0)
+    at = [0, 599_499, 599_500, 1_199_499, 1_199_500]
+    assert [rules.group(silent, NOW + s, SETTINGS) for s in at] == [3e5, 3e5, 6e5, 6e5, 1.2e6]
+    assert [rules.leaves_at(silent, NOW + s, SETTINGS) - NOW for s in at[1:4]] == [
+        599_500,
+        1_199_500,
+        1_199_500,
+    ]
+    assert rules.entered_at(silent, NOW + 700_000, SETTINGS) == NOW + 599_500
+    none = replace(SETTINGS, las_thresholds_gpu_s=())
+    assert rules.group(silent, NOW, none) == 0
 
 
 def test_only_a_running_job_leaves_its_group():

@@ -296,7 +296,7 @@ def test_a_requeued_job_reports_where_it_begins_again(story):
     r.add_job(job, 38_000, lambda done: done)
     r.add_job(train("new", 1000, submitted_at=8_000), 1_000)
     r.run(until_at=9_100)
-    assert story.leases["long"].left_gpu_s == 15_360
+    assert story.leases["long"].left_gpu_s == 30_720
     r.run()
     assert story.ended("long") == 39_000
 

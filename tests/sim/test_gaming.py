@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from statistics import mean
 
 import pytest
 
@@ -22,8 +23,10 @@ from jupyter_gpushare.core.model import (
     Settings,
 )
 from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
+from jupyter_gpushare.core.simulated_lease import Reports
 from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.sim.scenario import Fleet
+from jupyter_gpushare.sim.scenario import Fleet, with_error
+from jupyter_gpushare.sim.synthetic import make_jobs
 
 HOUR_S = 3600.0
 DAY_S = 24 * HOUR_S
@@ -81,14 +84,15 @@ def replayed(
     gpus: int = 8,
     group: Callable[[Lease], str] = lambda lease: lease.project,
     settings: Settings = DEFAULT_POLICY,
+    reports: Callable[[int], Reports | None] = lambda number: None,
 ) -> Held:
-    """Replay jobs on nodes of 8 GPUs; a preemption takes 30 s."""
+    """Replay jobs on nodes of 8 GPUs, which report by their number; a preemption takes 30 s."""
     held = Held(group)
     devices = Fleet(gpus=gpus, nodes=-(-gpus // 8)).devices()
     cluster = Cluster(devices=devices, projects=tuple(projects), leases=(), settings=settings)
     replay = Replay(cluster, Costs(restart_s=settings.preempt_cost_s), watcher=held)
-    for lease, duration_s in work:
-        replay.add_job(lease, duration_s)
+    for number, (lease, duration_s) in enumerate(work):
+        replay.add_job(lease, duration_s, reports(number))
     replay.run(until_at)
     held.advance(until_at)
     return held
@@ -180,6 +184,21 @@ def test_a_job_that_is_submitted_again_and_again_gains_nothing():
     work += [(job(f"b{n}-{k}", "p", k * 2400.0, user="b"), 2400.0) for n in range(8) for k in range(attempts)]
     held = users(work, 2 * DAY_S)
     assert held.between("a", 0, 48) >= 0.9 * 4 * 48
+
+
+@pytest.mark.parametrize("others", [with_error(1.0), None], ids=["reporting", "silent"])
+def test_truth_loses_at_most_5_percent_against_silence(others):
+    """Every tenth job is silent, or reports: of jobs of days that load 8 GPUs to 120 %."""
+    jobs = make_jobs(150, gpus=8, load=1.2, seed=1)
+    work = [(job(f"j{n}", "p", 60 * x.submit_at, x.gpus), 60 * x.duration_s) for n, x in enumerate(jobs)]
+
+    def completion_s(own: Reports | None) -> float:
+        projects = [Project(name="p", quota_milli=8000)]
+        reports: Callable[[int], Reports | None] = lambda n: others if n % 10 else own
+        ended_at = replayed(work, projects, 1000 * DAY_S, reports=reports).ended_at
+        return mean(ended_at[x.id] - x.submitted_at for x, _ in work[::10])
+
+    assert completion_s(with_error(1.0)) <= 1.05 * completion_s(None)
 
 
 class Waits(ReplayWatcher):

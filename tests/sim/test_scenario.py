@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from functools import partial
 from math import log
 from statistics import mean, stdev
 
@@ -88,8 +89,14 @@ def test_a_share_of_the_jobs_reports_with_a_log_normal_error():
 
 
 LIES = {
-    "it claims a half": lambda done: min(0.999, 2 * done),
-    "it claims a tenth": lambda done: min(0.999, 10 * done),
+    **{
+        f"it says {factor} times what it did": partial(lambda factor, done: min(0.999, factor * done), factor)
+        for factor in (1.05, 1.2, 1.5, 1.9, 1.96, 3, 10)
+    },
+    "it says that all is done": lambda done: min(1.0, 1.96 * done),
+    "it hides half of its work smoothly": with_error(0.5),
+    "it reports in 2 steps": lambda done: int(2 * done) / 2,
+    "it reports in 10 steps": lambda done: int(10 * done) / 10,
     "it is almost done all the time": lambda done: 0.999 if done else 0.0,
     "it reports nothing in the first half": lambda done: done if done > 0.5 else 0.09,
     "it jumps": lambda done: done if done < 0.3 else max(done, 0.95),
@@ -116,6 +123,7 @@ def test_no_job_gains_from_a_lie(lie):
 
 
 def test_jobs_that_report_nothing_are_ordered_as_by_las():
+    """None has received `UNMEASURED_GPU_S`."""
     jobs = make_jobs(300, gpus=16, load=1.1, seed=3)
     fleet = Fleet(gpus=16, nodes=2)
     las, progress = (
@@ -126,13 +134,16 @@ def test_jobs_that_report_nothing_are_ordered_as_by_las():
 
 
 def test_measured_progress_shortens_completion_however_many_report():
-    jobs = make_jobs(300, gpus=16, load=1.3, seed=3)
     settings = replace(DEFAULT_POLICY, order=Order.PROGRESS)
+    loads = [make_jobs(300, gpus=16, load=1.3, seed=seed) for seed in range(5, 7)]
     means = [
         mean(
-            replay_jobs(
-                jobs, Fleet(gpus=16, nodes=2), settings, preempt_cost_s=30, reports=some(share, 0.3)
-            ).meter.completion_s
+            mean(
+                replay_jobs(
+                    jobs, Fleet(gpus=16, nodes=2), settings, preempt_cost_s=30, reports=some(share, 0.3)
+                ).meter.completion_s
+            )
+            for jobs in loads
         )
         for share in (0.0, 0.5, 1.0)
     ]
