@@ -29,6 +29,8 @@ LEAST_S = 600.0
 LEAST_PART = 0.05
 # An honest job may take a little longer than it said, for example at its restarts.
 TOLERANCE = 1.05
+# An estimate that is less by a smaller part changes nothing: each change wakes the planner.
+LEAST_CHANGE = 0.01
 # Remaining work below this many GPU-seconds is all the same; above it, within a factor of 2.
 LEAST_GPU_S = 60.0
 
@@ -143,4 +145,5 @@ def _estimated(now: Measure, report: Report) -> Measure:
     ends = report.attained_gpu_s + left
     if now.ends_gpu_s is None:
         return replace(now, left_gpu_s=left, ends_gpu_s=ends, late=ends / left if left else 1.0)
-    return replace(now, left_gpu_s=left, ends_gpu_s=min(ends, now.ends_gpu_s))
+    is_less = ends < (1 - LEAST_CHANGE) * now.ends_gpu_s
+    return replace(now, left_gpu_s=left, ends_gpu_s=ends if is_less else now.ends_gpu_s)

@@ -97,15 +97,14 @@ async def test_sentence_rest_and_timeline_say_when_a_measured_job_ends(site, bro
     assert planned.left_gpu_s == 7_680
 
 
-async def test_a_job_with_a_total_that_begins_again_is_told_that_its_progress_does_not_count(site, broker):
+async def test_a_job_with_a_total_that_begins_again_says_no_longer_how_long_it_runs(site, broker):
     job = await _measured(site, broker)
-    for _ in range(2):
-        await site.report(job, state="progress", done=1.0, total=100.0)
+    await site.report(job, state="progress", done=1.0, total=100.0)
     seen = broker.seen(job)
     assert seen.left_s is None
-    assert seen.reason.endswith("Its progress does not count: the total began again or changed.")
-    moments = sent(await timeline(broker.registry, broker.job(job), "bo")).moments
-    assert sum("is ordered without its progress" in moment.sentence for moment in moments) == 1
+    assert "left" not in seen.reason
+    (planned,) = snapshot.cluster(broker.registry, broker.engine, site.now).leases
+    assert planned.left_gpu_s is None
 
 
 async def test_what_progress_has_shown_outlives_the_broker(site, broker):
