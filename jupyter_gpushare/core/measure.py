@@ -8,8 +8,8 @@ work; until then the estimate of the attempt before holds.
 Reports come from the job itself, so the order trusts them no further than the
 attained service bears them out (`on`):
 
-* A job counts as measured until it has attained `TOLERANCE` times what the least of its
-  estimates, beside what attempts say was lost, said that it would in all.
+* A job counts as measured until it has attained `TOLERANCE` times what it needs in all by
+  its least estimate and what attempts say was lost.
 * A job that is measured late counts with as much as if it had been measured from its
   start: its remaining work begins at all of its work, and ends at 0.
 
