@@ -105,21 +105,22 @@ LIES = {
 }
 
 
-def _completion_s(reports) -> float:
-    """Completion of a job of 200,000 s, beside honest jobs of 20,000 s that load the GPU to 80 %."""
-    jobs = [TrainingJob(1, 0.0, 200_000.0)]
-    jobs += [TrainingJob(1, 25_000.0 * n, 20_000.0) for n in range(1, 60)]
+def _completion_s(reports, long_s, short_s) -> float:
+    """Completion of one long job, beside honest shorter ones that load the GPU to 80 %."""
+    jobs = [TrainingJob(1, 0.0, long_s)]
+    jobs += [TrainingJob(1, 1.25 * short_s * n, short_s) for n in range(1, 60)]
     settings = replace(DEFAULT_POLICY, order=Order.PROGRESS)
     fleet, honest = Fleet(gpus=1, nodes=1), with_error(1.0)
     result = replay_jobs(jobs, fleet, settings, preempt_cost_s=30, reports=lambda n: honest if n else reports)
     return max(result.meter.completion_s)
 
 
+@pytest.mark.parametrize(("long_s", "short_s"), [(200_000.0, 20_000.0), (1_200_000.0, 400_000.0)])
 @pytest.mark.parametrize("lie", LIES)
-def test_no_job_gains_from_a_lie(lie):
-    honest = _completion_s(with_error(1.0))
-    assert honest > 800_000, "the short jobs come first"
-    assert _completion_s(LIES[lie]) >= honest
+def test_no_job_gains_from_a_lie(lie, long_s, short_s):
+    honest = _completion_s(with_error(1.0), long_s, short_s)
+    assert honest > 2 * long_s, "the short jobs come first"
+    assert _completion_s(LIES[lie], long_s, short_s) >= honest
 
 
 def test_jobs_that_report_nothing_are_ordered_as_by_las():
