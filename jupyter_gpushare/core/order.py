@@ -35,7 +35,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
-from math import inf, nextafter
+from math import inf, nextafter, sqrt
 from types import MappingProxyType
 
 from jupyter_gpushare.core.measure import LEAST_GPU_S, rounded
@@ -136,14 +136,14 @@ class LeastRemaining(LeastAttained):
     """Least remaining work of jobs whose progress is measured, least attained service of the others.
 
     Both are one number of GPU-seconds, 0 in the first LAS queue.  Then it is what is
-    left of a measured job (`measure.rounded`), as much as it has received of one that
-    has run for longer than it said, and of any other the threshold that its queue begins
-    at.  From the last LAS threshold on that is at least `UNMEASURED_GPU_S`, and doubles
+    left of a measured job (`measure.rounded`), of one that has run for longer than it
+    said at least what it has received (`_overdue`), and of any other the threshold that
+    its queue begins at.  From the last LAS threshold on that is at least `UNMEASURED_GPU_S`, and doubles
     with the attained service.
 
     When a job ends depends on who precedes it where it counts most.  That is with all
-    its work in each case: at the start if it reports truly, at the end if it reports
-    less or nothing.  So neither silence nor a lie pays.
+    its work at least: at the start if it reports truly, at the end if it reports less or
+    nothing.  So neither silence nor a lie pays.
     """
 
     __slots__ = ()
@@ -157,7 +157,7 @@ class LeastRemaining(LeastAttained):
         if not queue:
             return 0.0
         if lease.left_gpu_s is not None:
-            return lease.left_gpu_s if is_measured(lease, attained) else _like_received(attained)
+            return lease.left_gpu_s if is_measured(lease, attained) else _overdue(lease, attained)
         is_long = queue >= len(settings.las_thresholds_gpu_s)
         return max(UNMEASURED_GPU_S, thresholds[queue - 1]) if is_long else rounded(thresholds[queue - 1])
 
@@ -174,25 +174,30 @@ class LeastRemaining(LeastAttained):
         if by_queue or at is None or lease.state is not State.RUNNING:
             return LeastAttained.leaves_at(self, lease, now, settings)
         measured = is_measured(lease, attained)
-        until = lease.trusted_until_gpu_s if measured else _doubles_at(attained)
+        until = lease.trusted_until_gpu_s if measured else _doubles_at(lease, attained)
         return at + (until - lease.attained_gpu_s) / gpus(lease)
 
     def gain_gpu_s(self, lease: Lease, now: float, settings: Settings) -> float:
         if is_measured(lease, lease.attained_gpu_s):
             return lease.left_gpu_s or LEAST_GPU_S
         if lease.left_gpu_s is not None:
-            return _doubles_at(lease.attained_gpu_s) - lease.attained_gpu_s
+            return _doubles_at(lease, lease.attained_gpu_s) - lease.attained_gpu_s
         return LeastAttained.gain_gpu_s(self, lease, now, settings)
 
 
-def _like_received(attained: float) -> float:
-    """Return the group of a job that counts with as many GPU-seconds as it has received."""
-    return rounded(attained + _EPSILON_GPU_S)
+def _overdue(lease: Lease, attained: float) -> float:
+    """Return the group of a job that has run for longer than it said.
+
+    It counts with what it has received, as many times as that is more than it said.
+    """
+    said = max(lease.trusted_until_gpu_s, LEAST_GPU_S)
+    return rounded((attained + _EPSILON_GPU_S) ** 2 / said)
 
 
-def _doubles_at(attained: float) -> float:
-    """Return the attained service at which `_like_received` grows."""
-    return max(LEAST_GPU_S, 2 * _like_received(attained))
+def _doubles_at(lease: Lease, attained: float) -> float:
+    """Return the attained service at which `_overdue` grows."""
+    said = max(lease.trusted_until_gpu_s, LEAST_GPU_S)
+    return sqrt(max(LEAST_GPU_S, 2 * _overdue(lease, attained)) * said)
 
 
 @cache

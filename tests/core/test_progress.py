@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import sqrt
 from typing import Any
+
+import pytest
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Lease, Order, Requeue, State, Why
@@ -55,7 +58,7 @@ def test_of_measured_jobs_the_last_to_stop_comes_first():
     assert [a.lease for a in actions(c)] == ["last"]
 
 
-def test_a_job_that_runs_for_longer_than_it_said_counts_as_what_it_has_received():
+def test_a_job_that_runs_for_longer_than_it_said_counts_as_longer_and_longer():
     """The plan says when: 9,500 GPU-seconds from now, and again each time that it has doubled."""
     liar = measured("liar", "0", left=0, attained_at=NOW)
     c = cluster(liar, measured("other", left=3_840), **PROGRESS)
@@ -64,14 +67,17 @@ def test_a_job_that_runs_for_longer_than_it_said_counts_as_what_it_has_received(
     assert plan(c, NOW + 9_500).actions == (Requeue("liar", Why.ORDER, "other"),)
     assert plan(cluster(liar, measured("longer", left=7_680), **PROGRESS), NOW + 9_500).actions == ()
     rules = order.ORDERS[Order.PROGRESS]
-    assert [rules.group(liar, NOW + s, SETTINGS) for s in (9_499, 9_500, 14_859, 14_860)] == [
+    doubles = sqrt(15_360 * 10_000) - 500  # GPU-seconds from now
+    at = (9_499, 9_500, doubles - 1, doubles)
+    assert [rules.group(liar, NOW + s, SETTINGS) for s in at] == [
         0,
         7_680,
         7_680,
         15_360,
     ]
-    assert rules.leaves_at(liar, NOW + 9_500, SETTINGS) == NOW + 14_860
-    assert rules.gain_gpu_s(replace(liar, attained_gpu_s=10_000.0), NOW, SETTINGS) == 5_360
+    assert rules.leaves_at(liar, NOW + 9_500, SETTINGS) == pytest.approx(NOW + doubles)
+    gain = rules.gain_gpu_s(replace(liar, attained_gpu_s=10_000.0), NOW, SETTINGS)
+    assert gain == pytest.approx(doubles - 9_500)
     assert rules.gain_gpu_s(replace(liar, attained_gpu_s=8.0, trusted_until_gpu_s=8.0), NOW, SETTINGS) == 52
 
 

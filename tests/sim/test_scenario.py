@@ -148,7 +148,7 @@ def test_measured_progress_shortens_completion_however_many_report():
         )
         for share in (0.0, 0.5, 1.0)
     ]
-    assert means == sorted(means, reverse=True)
+    assert max(means[1:]) < 0.95 * means[0]
 
 
 # ---- test scenario -----------------------------------------------------------
