@@ -34,7 +34,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import lru_cache
 from math import inf, nextafter, sqrt
 from types import MappingProxyType
 
@@ -138,8 +138,8 @@ class LeastRemaining(LeastAttained):
     Both are one number of GPU-seconds, 0 in the first LAS queue.  Then it is what is
     left of a measured job (`measure.rounded`), of one that has run for longer than it
     said at least what it has received (`_overdue`), and of any other the threshold that
-    its queue begins at.  From the last LAS threshold on that is at least `UNMEASURED_GPU_S`, and doubles
-    with the attained service.
+    its queue begins at.  From the last LAS threshold on that is at least
+    `UNMEASURED_GPU_S`, and doubles with the attained service.
 
     When a job ends depends on who precedes it where it counts most.  That is with all
     its work at least: at the start if it reports truly, at the end if it reports less or
@@ -200,7 +200,7 @@ def _doubles_at(lease: Lease, attained: float) -> float:
     return sqrt(max(LEAST_GPU_S, 2 * _overdue(lease, attained)) * said)
 
 
-@cache
+@lru_cache(maxsize=16)
 def _doubling(thresholds: tuple[float, ...]) -> tuple[float, ...]:
     """LAS thresholds, then doubled `UNMEASURED_GPU_S` for as long as a job could run."""
     doubled = (UNMEASURED_GPU_S * 2.0**n for n in range(1, 40))
