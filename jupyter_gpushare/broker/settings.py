@@ -114,12 +114,14 @@ class BrokerTraits(Application):
     ).tag(config=True)
     min_run = Float(
         DEFAULT_POLICY.min_run_s,
-        help="Seconds for which a job runs before another one of its project may preempt it. Capacity "
-        "that another project's quota or a session's owner is entitled to is reclaimed at any time.",
+        help="Seconds for which a job runs before another one of its project may preempt it; a job that "
+        "begins again when it is stopped may make way earlier in place of one that loses more. Capacity that "
+        "another project's quota or a session's owner is entitled to is reclaimed at any time.",
     ).tag(config=True)
     preempt_cost = Float(
         DEFAULT_POLICY.preempt_cost_s,
-        help="What a preemption costs, in seconds of each GPU that changes hands: not done to gain less.",
+        help="What a preemption costs, in seconds of each GPU that changes hands, beside the grace and the "
+        "work of a job that is stopped: not done to gain less.",
     ).tag(config=True)
     guard = Float(
         DEFAULT_POLICY.starvation_guard_s,

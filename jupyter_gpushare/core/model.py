@@ -302,6 +302,7 @@ class Settings:
     )
     min_run_s: float = 0.0  # no job is preempted inside its project before
     preempt_cost_s: float = 0.0  # of each GPU that changes hands, what a preemption costs
+    grace_s: float = 0.0  # from SIGTERM until the capacity of a job that is stopped is free
     starvation_guard_s: float | None = None  # a job that waits for so long starves (`order`); None: none does
     max_bypass_s: float | None = None  # with backfill: bypassed for at most this long; None: no bound
     fairness_horizon_s: float | None = None  # lags behind the fair share are made up within; None: never
@@ -314,6 +315,7 @@ DEFAULT_POLICY = Settings(
     notice_s=30.0,
     min_run_s=600.0,
     preempt_cost_s=30.0,
+    grace_s=30.0,
     starvation_guard_s=14 * 86_400.0,
     max_bypass_s=86_400.0,
     fairness_horizon_s=1_800.0,

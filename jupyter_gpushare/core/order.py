@@ -49,6 +49,8 @@ STARVED: Level = (-inf, False, -1.0)
 # The least remaining work that a job past the last LAS threshold is taken to have where it is not
 # measured.  Measured on jittered copies of Philly traces (docs/benchmarks-archive.md).
 UNMEASURED_GPU_S = 3e5
+# What a stop of a job without a checkpoint loses counts for at most so many minimum run times.
+MOST_LOST = 4.0
 # Attained service below this counts as zero: event times are floats.
 _EPSILON_GPU_S = 1e-3
 
@@ -344,7 +346,18 @@ def moved(leases: Iterable[Lease], id: str, beside: str, *, behind: bool) -> lis
 
 
 def gain_gpu_s(lease: Lease, now: float, settings: Settings) -> float:
-    """GPU-seconds that a preemption for a waiting job gains: what it runs before it ends or is demoted."""
+    """GPU-seconds that a preemption for a waiting job gains: what it runs before it ends or is demoted.
+
+    What a job without a checkpoint does again, because it was stopped, gains nothing.
+    """
     if is_starved(lease, now, settings):
         return _turn_s(lease.turns + 1, settings) * gpus(lease)
-    return order_of(settings).gain_gpu_s(lease, now, settings)
+    again = not lease.survival.has_checkpoint and lease.state is State.PENDING
+    return order_of(settings).gain_gpu_s(lease, now, settings) - (lease.attained_gpu_s if again else 0.0)
+
+
+def lost_s(lease: Lease, now: float, settings: Settings) -> float:
+    """Seconds of its GPUs that a job loses by a stop, as far as they count: all since its start or none."""
+    if lease.survival.has_checkpoint:
+        return 0.0
+    return min(now - lease.granted_at, MOST_LOST * settings.min_run_s)

@@ -357,8 +357,12 @@ class Shares:
             demand = {name: account.demand(waiting.get(name, 0)) for name, account in accounts.items()}
             projects = [account.project for account in accounts.values()]
             shares = fair_shares(projects, demand, self._capacity)
-            self._shares = {name: share + self._catching_up.get(name, 0) for name, share in shares.items()}
+            self._shares = {name: share + self.catching_up(name) for name, share in shares.items()}
         return self._shares.get(project, 0)
+
+    def catching_up(self, project: str) -> int:
+        """Thousandths of the share that make up for what the project lags; below 0 where it is ahead."""
+        return self._catching_up.get(project, 0)
 
     def most(self, project: str) -> int:
         """What a project may hold at most, once it lags enough: all but the quotas of others."""

@@ -53,10 +53,9 @@ _ALWAYS = -1  # stamp of an event that stays valid
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Costs:
-    """Duration of actions, in virtual seconds."""
+    """Duration of actions, in virtual seconds; a stop takes `Settings.grace_s`."""
 
     restart_s: float = 0.0  # a requeued job holds its GPUs for this long before it continues
-    grace_s: float = 0.0  # from SIGTERM until the capacity is free
     copy_bytes_per_s: float = inf  # of each GPU, to host memory and back
 
     def copy_s(self, count: int, devices: int) -> float:
@@ -364,7 +363,7 @@ class Replay:
             case State.GRANTED:
                 return costs.restart_s if sim.restarts else 0.0
             case State.STOPPING:
-                return costs.grace_s
+                return self._settings.grace_s
             case State.SUSPENDING:
                 return costs.copy_s(lease.used_bytes, len(lease.devices))
             case _:

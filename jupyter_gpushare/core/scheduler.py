@@ -39,7 +39,6 @@ from jupyter_gpushare.core.reclaim.reclaimer import Reclaimer
 from jupyter_gpushare.core.reclaim.victims import Victim
 from jupyter_gpushare.core.reservations import Reservations
 
-COSTS_APART = 50.0  # a lag is made up within no less than so many times the cost of a preemption
 # A job that waits for one of these reasons does not block the jobs behind it in a strict order.
 BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN, Why.DRAINING})
 # Reasons of a job that capacity is reserved for.
@@ -66,7 +65,7 @@ class SchedulingRound:
         self.now = now
         self.settings = state.settings
         self.order = order.order_of(self.settings)
-        horizon_s = max(self.settings.fairness_horizon_s or inf, COSTS_APART * self.settings.preempt_cost_s)
+        horizon_s = self.settings.fairness_horizon_s or inf
         self.catch_up_milli = {name: int(WHOLE_GPU * lag / horizon_s) for name, lag in lags_gpu_s.items()}
         capacity_milli = WHOLE_GPU * len(self.state.usable)
         # A partial, not a method: a reference cycle would be left to the garbage collector.
@@ -81,6 +80,7 @@ class SchedulingRound:
         self._explain_all = explain_all
         self._evicted: list[Victim] = []
         self._unplaceable: dict[tuple[str, Fit], Why] = {}  # what fails, fails at later levels too
+        self._not_worth: dict[tuple[str, Fit], float] = {}  # GPU-seconds that were not worth a preemption
         self._served: set[str] = set()
         self._guests: list[Lease] = []  # new sessions beyond quota
 
@@ -301,9 +301,15 @@ class SchedulingRound:
             if self.waiting.get(job.id) not in _KEEPS:
                 self.waiting[job.id] = why
             return False
+        gain_gpu_s = order.gain_gpu_s(job, self.now, self.settings)
+        if gain_gpu_s <= self._not_worth.get(key, -inf):
+            self.waiting[job.id] = Why.NOT_WORTH_IT
+            return False
         if (why := self._try_to_start(job, serving)) is None:
             return True
         self.waiting[job.id] = why
+        if why is Why.NOT_WORTH_IT:
+            self._not_worth[key] = gain_gpu_s
         if why not in (Why.AWAITING_RELEASE, Why.NOT_WORTH_IT):
             self._unplaceable[key] = Why.IN_LINE if why in _KEEPS else why
         return why is Why.AWAITING_RELEASE

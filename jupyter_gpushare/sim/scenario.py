@@ -164,7 +164,6 @@ def replay_jobs(
     *,
     projects: Sequence[Project] = (),
     preempt_cost_s: float = 0.0,
-    grace_s: float = 0.0,
     survival: CheckpointMode = CheckpointMode.SIGTERM,
     reports: Callable[[int], Reports | None] = lambda number: None,
     users: Callable[[int], str] = lambda number: "",
@@ -172,7 +171,7 @@ def replay_jobs(
 ) -> ReplayResult:
     """Replay training jobs to their end; job n belongs to project n mod their number.
 
-    A job that is stopped, which takes ``grace_s``, starts again anywhere; there it makes no
+    A job that is stopped, which takes `Settings.grace_s`, starts again anywhere; there it makes no
     progress for ``preempt_cost_s``.  One that is suspended has its GPU memory
     (`DeviceFootprint`) copied to the host, and goes on where it was, or on another GPU of its
     node where the ``fleet`` is movable.
@@ -183,7 +182,7 @@ def replay_jobs(
     meter = ReplayMeter(devices, projects, settings)
     cluster = Cluster(devices=devices, projects=tuple(projects), leases=(), settings=settings)
     state = DeviceFootprint()
-    costs = Costs(restart_s=preempt_cost_s, grace_s=grace_s, copy_bytes_per_s=state.copy_bytes_per_s)
+    costs = Costs(restart_s=preempt_cost_s, copy_bytes_per_s=state.copy_bytes_per_s)
     replay = Replay(cluster, costs, watcher=meter)
     for number, job in enumerate(jobs):
         project = projects[number % len(projects)].name
@@ -246,9 +245,10 @@ def replay_notebooks(
         Project(name=JOBS, quota_milli=0),
     )
     devices = fleet.devices()
-    meter = _UntilSessionsEnd(devices, projects, settings, sessions=len(sessions))
     rate = state.copy_bytes_per_s
-    costs = Costs(restart_s=preempt_cost_s, grace_s=state.bytes_per_gpu / rate, copy_bytes_per_s=rate)
+    settings = replace(settings, grace_s=state.bytes_per_gpu / rate)
+    meter = _UntilSessionsEnd(devices, projects, settings, sessions=len(sessions))
+    costs = Costs(restart_s=preempt_cost_s, copy_bytes_per_s=rate)
     cluster = Cluster(devices=devices, projects=projects, leases=(), settings=settings)
     replay = meter.replay = Replay(cluster, costs, adaptive=adaptive, watcher=meter)
     for number, session in enumerate(sessions):

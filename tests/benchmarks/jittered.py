@@ -73,12 +73,12 @@ def measure(
     guard_s: float | None = DEFAULT_POLICY.starvation_guard_s,
 ) -> Sample:
     """Replay one copy with nodes of 8 GPUs and 30 s per preemption."""
-    settings = replace(DEFAULT_POLICY, order=order, starvation_guard_s=guard_s)
+    grace_s = COST_S if shares else 0.0
+    settings = replace(DEFAULT_POLICY, order=order, starvation_guard_s=guard_s, grace_s=grace_s)
     projects = [
         Project(name=f"p{n}", quota_milli=quota * 1000, weight=weight)
         for n, (weight, quota) in enumerate(shares)
     ]
-    grace_s = COST_S if shares else 0.0
     fleet = Fleet(gpus=gpus, nodes=gpus // 8, movable=movable)
     result = replay_jobs(
         jobs,
@@ -86,7 +86,6 @@ def measure(
         settings,
         projects=projects,
         preempt_cost_s=COST_S,
-        grace_s=grace_s,
         reports=reports,
         users=users,
         survival=survival,

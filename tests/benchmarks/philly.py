@@ -34,7 +34,8 @@ def orders() -> None:
                 result = replay_jobs(jobs, Fleet(gpus=gpus, nodes=None), Settings(order=order))
             else:
                 fleet = Fleet(gpus=gpus, nodes=gpus // 8)
-                result = replay_jobs(jobs, fleet, replace(DEFAULT_POLICY, order=order), preempt_cost_s=COST_S)
+                settings = replace(DEFAULT_POLICY, order=order, grace_s=0.0)
+                result = replay_jobs(jobs, fleet, settings, preempt_cost_s=COST_S)
             n = report.job_numbers(result)
             rows.append(
                 [
@@ -59,8 +60,8 @@ def shares() -> None:
         weights = (1, 1, 2, 4)
         projects = [Project(name=f"p{n}", quota_milli=quota * 1000, weight=w) for n, w in enumerate(weights)]
         fleet = Fleet(gpus=gpus, nodes=gpus // 8)
-        settings = replace(DEFAULT_POLICY, order=Order.LAS)
-        result = replay_jobs(jobs, fleet, settings, projects=projects, preempt_cost_s=COST_S, grace_s=GRACE_S)
+        settings = replace(DEFAULT_POLICY, order=Order.LAS, grace_s=GRACE_S)
+        result = replay_jobs(jobs, fleet, settings, projects=projects, preempt_cost_s=COST_S)
         for row in report.fairness(result.meter):
             rows.append([str(row[key]) for key in row])
     head = ["project", "quota", "weight", "GPU-hours", "entitled %", "share %", "contested days"]

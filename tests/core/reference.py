@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.idle import eligible
 from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
     LEAVING,
     CheckpointMode,
     Cluster,
@@ -26,7 +27,7 @@ from jupyter_gpushare.core.model import (
 from jupyter_gpushare.core.quota import held_by, size_of
 from tests.core.reference_numbers import Numbers
 
-Victim = tuple[tuple[int, float, str], Lease, Why]  # sort key (cost, since, id), lease, reason
+Victim = tuple[tuple[int, float, float, str], Lease, Why]  # sort key (cost, lost, since, id), lease, reason
 
 
 class Reference(Numbers):
@@ -38,6 +39,7 @@ class Reference(Numbers):
         self.evicted: list[Victim] = []
         self.unplaceable: set[object] = set()
         self.done: set[str] = set()
+        self.costly: set[str] = set()  # jobs that would gain less than they cost
         self.kept: dict[str, str] = {}  # by project: the job that capacity is kept for
 
     # -- decisions
@@ -242,6 +244,8 @@ class Reference(Numbers):
                 elif self.serve(x, takes=takes, starved=starved):
                     self.done.add(queue.pop(0).id)
                     break
+                elif x.id in self.costly:
+                    queue.pop(0)
                 else:
                     self.unplaceable.add(self.fit(x))
 
@@ -341,9 +345,11 @@ class Reference(Numbers):
         for way in (self.from_others, self.from_juniors):
             found = way(x, owed=owed, below=below and takes)
             if found and self.is_stable(x, found[1]):
-                self.evict(found[1], x)
-                self.give(x, found[0], self.reserved)
-                return True
+                if self.is_worth_it(x, found[1]):
+                    self.evict(found[1], x)
+                    self.give(x, found[0], self.reserved)
+                    return True
+                self.costly.add(x.id)
         if self.starves(x) and (owed or below or starved or not self.competing()):
             self.keep(x)
         return False
@@ -358,9 +364,11 @@ class Reference(Numbers):
             found += [] if enough is None else [(devices, enough)]
         best = min(found, key=lambda f: (max((v[0][0] for v in f[1]), default=-1), len(f[1])), default=None)
         if best and self.is_stable(x, best[1]):
-            self.evict(best[1], x, for_limit=True)
-            self.give(x, best[0], self.reserved)
-            return True
+            if self.is_worth_it(x, best[1]):
+                self.evict(best[1], x, for_limit=True)
+                self.give(x, best[0], self.reserved)
+                return True
+            self.costly.add(x.id)
         return False
 
     def is_stable(self, x: Lease, victims: list[Victim]) -> bool:
@@ -371,16 +379,27 @@ class Reference(Numbers):
         bounds = self.quota[x.project], self.shares[x.project]
         return not any(left + self.size(x) > most and any(left + s <= most for s in sizes) for most in bounds)
 
+    def is_worth_it(self, x: Lease, victims: list[Victim]) -> bool:
+        """Rule 7: what the jobs lose that make way by the order."""
+        settings = self.c.settings
+        cost = sum(
+            size_of(v[1])
+            / 1000
+            * (settings.preempt_cost_s + (v[0][0] != 2) * settings.grace_s + (v[0][0] == 4) * v[0][1])
+            for v in victims
+            if v[2] is Why.ORDER
+        )
+        return not cost or order.gain_gpu_s(x, self.now, settings) >= cost
+
     # -- the table of rule 6
 
-    def victim(self, x: Lease, why: Why, *, sessions: bool = False, min_run: bool = True) -> Victim | None:
-        by_order = order.undisturbed_until(x, self.c.settings)
-        by_share = x.granted_at + order.share_run_s(self.c.settings)
-        at = by_share if why is Why.OVER_QUOTA else by_order
-        has_run = at <= self.now
+    def victim(
+        self, x: Lease, why: Why, *, sessions: bool = False, min_run: bool = True, has_run: bool = False
+    ) -> Victim | None:
+        has_run = has_run or x.granted_at + order.share_run_s(self.c.settings) <= self.now
         if x.kind is Kind.BUILD:
             return (
-                ((5, -x.granted_at, x.id), x, why)
+                ((5, 0.0, -x.granted_at, x.id), x, why)
                 if sessions and x.suspendable and x.state is State.RUNNING
                 else None
             )
@@ -391,13 +410,14 @@ class Reference(Numbers):
             others = self.resume_devices(x)
             suspends &= len(x.devices) == 1 < len(others) and not any(map(self.awaited, others))
         cost = 3 if x.state is State.GRANTED else 2 if suspends else 4
-        return (cost, -x.granted_at, x.id), x, why
+        lost_s = order.lost_s(x, self.now, self.c.settings) if cost == 4 else 0.0
+        return (cost, lost_s, -x.granted_at, x.id), x, why
 
     def idle(self, x: Lease) -> Victim | None:
         if not eligible(x, self.c.settings, self.now):
             return None
         return (
-            (0 if x.lend_now else 1, x.idle_since_at or 0.0, x.id),
+            (0 if x.lend_now else 1, 0.0, x.idle_since_at or 0.0, x.id),
             x,
             Why.LEND_NOW if x.lend_now else Why.IDLE,
         )
@@ -523,13 +543,33 @@ class Reference(Numbers):
         jobs = [y for y in jobs if not x.devices or set(y.devices) & set(self.resume_devices(x))]
         later = sorted((y for y in jobs if self.level(y) > self.level(x)), key=self.last_in)
         why = {y.id: Why.PRIORITY if y.priority < x.priority else Why.ORDER for y in later}
-        return [v for y in later if (v := self.victim(y, why[y.id]))]
+        before = [y for y in self.c.leases if y.state in HOLDS_CAPACITY - LEAVING and y.kind is Kind.TRAIN]
+        before = [y for y in before if y.project == x.project and self.level(y) > self.level(x)]
+        has_run = {y.id for y in before if order.undisturbed_until(y, self.c.settings) <= self.now}
+        most = max((size_of(y) for y in before if y.id in has_run), default=0)
+        cheap = {y.id for y in before if self.restarts(y) and not y.turns and size_of(y) <= most}
+        able = (y for y in later if y.id in has_run | cheap)
+        return [v for y in able if (v := self.victim(y, why[y.id], has_run=True))]
+
+    def restarts(self, y: Lease) -> bool:
+        """Whether it loses all since its start when it makes way."""
+        return not y.survival.has_checkpoint and not (y.survival.suspends and y.suspendable)
 
     def last_in(self, y: Lease) -> tuple[object, ...]:
         _, user, group = self.level(y)
         stops = not y.survival.suspends or not y.suspendable
         awaited = 0 if not y.survival.suspends else max(map(self.awaited, y.devices))
-        return y.priority, -user, awaited, -group, stops, -order.seniority(y, self.now, self.c.settings), y.id
+        lost_s = order.lost_s(y, self.now, self.c.settings) if self.restarts(y) else 0.0
+        return (
+            y.priority,
+            -user,
+            awaited,
+            lost_s,
+            -group,
+            stops,
+            -order.seniority(y, self.now, self.c.settings),
+            y.id,
+        )
 
     def borrower(self, y: Lease) -> Victim | None:
         if y.id in self.claims:

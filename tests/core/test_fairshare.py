@@ -12,6 +12,7 @@ from jupyter_gpushare.core.fairshare import HALF_LIFE_S, REVIEW_S, ProjectLedger
 from jupyter_gpushare.core.model import Cluster, Grant, Requeue, State, Why
 from jupyter_gpushare.core.planner import plan
 from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
+from jupyter_gpushare.core.size import Size
 from tests.core.build import NOW, CheckpointMode, build, cluster, device, project, train
 
 HOUR_S = 3600.0
@@ -151,6 +152,18 @@ def test_a_gang_larger_than_its_share_starts_once_its_project_lags_enough():
     enough = contest(lags_gpu_s={"p": 2 * HOUR_S, "q": -2 * HOUR_S})
     assert {type(a) for a in plan(enough, NOW).actions} == {Requeue}
     assert {a.why for a in plan(enough, NOW).actions} == {Why.OVER_QUOTA}
+
+
+def test_a_lag_takes_gpus_only_once_it_makes_up_for_the_swap():
+    """4 GPUs at 50 s of price and 30 s of grace, 25 times."""
+    settings = replace(contest().settings, fairness_horizon_s=1.0, preempt_cost_s=50.0, grace_s=30.0)
+    for lag_gpu_s, swaps in ((7_999.0, False), (8_000.0, True)):
+        c = contest(lags_gpu_s={"p": lag_gpu_s, "q": -lag_gpu_s}, settings=settings)
+        assert bool(plan(c, NOW).actions) is swaps
+    # What its share gives it without the lag it gets at once.
+    gang = replace(contest().leases[-1], size=Size(1000, 2))
+    c = contest(settings=settings)
+    assert plan(replace(c, leases=(*c.leases[:-1], gang)), NOW).actions
 
 
 def test_a_lag_changes_nothing_where_shares_are_of_the_moment():

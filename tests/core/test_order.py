@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.model import Grant, Order, Plan, Requeue, State, Suspend, Why
+from jupyter_gpushare.core.model import CheckpointMode, Grant, Order, Plan, Requeue, State, Suspend, Why
 from jupyter_gpushare.core.planner import Planner, plan
+from jupyter_gpushare.core.size import Size
 from tests.core.build import ASLEEP, NOW, actions, build, cluster, device, project, started, stops, train
 
 LAS = {"order": Order.LAS, "las_thresholds_gpu_s": (100.0, 200.0)}
@@ -184,6 +188,71 @@ def test_no_job_is_preempted_to_gain_less_than_it_costs():
     assert actions(cluster(old, worth, gpus=2, **price)) == [Requeue("old", Why.ORDER, "new")]
     c = cluster(old, not_worth, gpus=2, **price)
     assert plan(c, NOW).actions == ()
+
+
+def restarts(id, on="", **more):
+    """A job that is stopped and begins again."""
+    return train(id, 1000, on, survival=CheckpointMode.NONE, **more)
+
+
+# A junior, and the price of its preemption with 10 s a GPU and 30 s of grace.
+LOSSES = {
+    "suspended": (train("old", 1000, "0", attained_gpu_s=150.0, granted_at=NOW - 50), 10.0),
+    "stopped": (stops("old", "0", attained_gpu_s=150.0, granted_at=NOW - 50), 40.0),
+    "begins again": (restarts("old", "0", attained_gpu_s=150.0, granted_at=NOW - 50), 90.0),
+    "loses so much": (restarts("old", "0", attained_gpu_s=150.0, granted_at=NOW - 99), 120.0),
+}
+
+
+@pytest.mark.parametrize(("old", "price_s"), LOSSES.values(), ids=LOSSES)
+def test_a_preemption_costs_the_grace_and_the_work_that_is_lost(old, price_s):
+    prices = {"preempt_cost_s": 10.0, "grace_s": 30.0, "min_run_s": 20.0, **LAS}
+    prices["las_thresholds_gpu_s"] = (140.0, 200.0)
+    worth, not_worth = (stops("new", attained_gpu_s=140 - price_s + n) for n in (0, 1))
+    assert [type(a) for a in actions(cluster(old, worth, **prices))] in ([Requeue], [Suspend])
+    assert actions(cluster(old, not_worth, **prices)) == []
+
+
+def test_what_a_stopped_job_does_again_is_no_gain():
+    old = stops("old", "0", attained_gpu_s=250.0)
+    new = restarts("new", attained_gpu_s=120.0)
+    assert actions(cluster(old, new, **LAS)) == [Requeue("old", Why.ORDER, "new")]
+    assert actions(cluster(old, new, preempt_cost_s=1.0, **LAS)) == []
+    on = replace(new, survival=CheckpointMode.SIGTERM)
+    assert actions(cluster(old, on, preempt_cost_s=1.0, **LAS)) == [Requeue("old", Why.ORDER, "new")]
+
+
+def test_a_job_that_lost_little_makes_way_in_place_of_one_that_may():
+    early = restarts("early", "0", attained_gpu_s=250.0, granted_at=NOW - 70)
+    late = restarts("late", "1", attained_gpu_s=150.0, granted_at=NOW - 10)
+    bounds = {"min_run_s": 60.0, **LAS}
+    new = stops("new")
+    assert actions(cluster(early, late, new, gpus=2, **bounds)) == [Requeue("late", Why.ORDER, "new")]
+    # A job of its size has not run for long enough, it has a checkpoint, or it starved.
+    small = replace(early, size=Size(500), held_milli=500)
+    beside, half = train("beside", 500, "0"), train("new", 500)
+    assert actions(cluster(small, beside, late, half, gpus=2, **bounds)) == [
+        Requeue("early", Why.ORDER, "new")
+    ]
+    for other in (replace(late, survival=CheckpointMode.SIGTERM), replace(late, turns=1)):
+        assert actions(cluster(early, other, new, gpus=2, **bounds)) == [Requeue("early", Why.ORDER, "new")]
+    assert actions(cluster(replace(early, granted_at=NOW - 50), late, new, gpus=2, **bounds)) == []
+
+
+def test_a_quota_stops_the_job_that_loses_least():
+    lost = {"project": "q", "borrowed": True}
+    c = cluster(
+        restarts("restarts", "0", granted_at=NOW - 50, **lost),
+        restarts("restarted", "1", granted_at=NOW - 90, **lost),
+        stops("first", "2", granted_at=NOW - 99, **lost),
+        stops("owed"),
+        gpus=3,
+        projects=[project("p", 3), project("q", 0)],
+        min_run_s=60.0,
+    )
+    assert actions(c) == [Requeue("first", Why.OVER_QUOTA, "owed")]
+    without = replace(c, leases=tuple(x for x in c.leases if x.id != "first"), devices=c.devices[:2])
+    assert actions(without) == [Requeue("restarts", Why.OVER_QUOTA, "owed")]
 
 
 def test_a_refusal_for_its_price_does_not_stop_others_of_the_same_shape():

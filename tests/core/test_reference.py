@@ -107,7 +107,15 @@ def small_cluster(seed: int) -> Cluster:
     limits = [None, None, 500, 1000, 1500, 2000, 3000]
     projects = [replace(p, limit_milli=random.choice(limits)) for p in found.projects]
     leases = [_made_way(random, x, found) for x in found.leases]
-    return with_moves(replace(found, projects=tuple(projects), leases=tuple(leases)), seed)
+    found = replace(found, projects=tuple(projects), leases=tuple(leases))
+    return with_moves(with_prices(found, seed), seed)
+
+
+def with_prices(c: Cluster, seed: int) -> Cluster:
+    """The cluster where preemptions and grace cost something, or not."""
+    random = Random(f"prices {seed}")
+    prices = {"preempt_cost_s": random.choice([0.0, 900.0]), "grace_s": random.choice([0.0, 900.0])}
+    return replace(c, settings=replace(c.settings, **prices))
 
 
 def with_moves(c: Cluster, seed: int) -> Cluster:

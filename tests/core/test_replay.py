@@ -140,7 +140,7 @@ def test_without_a_checkpoint_a_job_begins_anew(story):
 
 
 def test_grace_passes_before_the_capacity_is_free(story):
-    r = world(story, order=Order.LAS, las_thresholds_gpu_s=(100.0,), costs=Costs(grace_s=7))
+    r = world(story, order=Order.LAS, las_thresholds_gpu_s=(100.0,), grace_s=7)
     r.add_job(job("a"), 150)
     r.add_job(job("b", at=10), 50)
     r.run()
@@ -199,7 +199,7 @@ def test_a_session_that_is_wanted_while_it_goes_to_sleep_wakes_at_once(story):
 
 
 def test_a_session_starts_asleep_where_its_capacity_is_lent_and_wakes(story):
-    r = world(story, projects=[project("p", 1), project("q", 0)], costs=Costs(grace_s=5))
+    r = world(story, projects=[project("p", 1), project("q", 0)], grace_s=5)
     r.add_job(job("j", project="q"), 500)
     r.add_session(session(), [Cell(100, 10)])
     r.run()

@@ -193,9 +193,9 @@ def test_job_numbers_by_hand():
 
 
 def test_what_a_preemption_costs_is_allocated_but_not_utilized():
-    settings = Settings(order=Order.LAS, las_thresholds_gpu_s=(100.0,), preempt_cost_s=30)
+    settings = Settings(order=Order.LAS, las_thresholds_gpu_s=(100.0,), preempt_cost_s=30, grace_s=5)
     result = replay_jobs(
-        jobs((1, 0, 200), (1, 50, 60)), Fleet(gpus=1, nodes=None), settings, preempt_cost_s=30, grace_s=5
+        jobs((1, 0, 200), (1, 50, 60)), Fleet(gpus=1, nodes=None), settings, preempt_cost_s=30
     )
     numbers = report.job_numbers(result)
     # 0-100, stopped until 105; the other 105-165; a restart until 195; 195-295.
@@ -209,7 +209,7 @@ def test_what_a_preemption_costs_is_allocated_but_not_utilized():
 def test_an_owed_project_waits_for_the_grace_of_the_jobs_it_displaces():
     projects = [Project(name="p0", quota_milli=0), Project(name="p1", quota_milli=1000)]
     load = jobs((1, 0, 1000), (1, 100, 10))
-    result = replay_jobs(load, Fleet(gpus=1, nodes=1), FIFO, projects=projects, grace_s=30)
+    result = replay_jobs(load, Fleet(gpus=1, nodes=1), replace(FIFO, grace_s=30.0), projects=projects)
     rows = report.fairness(result.meter)
     assert [row["longest_owed_s"] for row in rows] == [0, 30]
     assert [row["gpu_hours"] for row in rows] == [

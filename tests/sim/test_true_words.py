@@ -49,13 +49,16 @@ class World(ReplayWatcher):
         )
         order = random.choice([Order.PROGRESS, Order.LAS, Order.BACKFILL, Order.FIFO])
         self.settings = replace(
-            DEFAULT_POLICY, order=order, starvation_guard_s=GUARD_S, max_bypass_s=3 * HOUR_S
+            DEFAULT_POLICY,
+            order=order,
+            starvation_guard_s=GUARD_S,
+            max_bypass_s=3 * HOUR_S,
+            grace_s=random.choice([0.0, 30.0]),
         )
         self.devices = Fleet(gpus=GPUS, nodes=random.choice([1, 2])).devices()
         self.leases: dict[str, Lease] = {}
         self.rounds = 0
-        costs = Costs(restart_s=30.0, grace_s=random.choice([0.0, 30.0]))
-        self.replay = Replay(self.cluster({}), costs, watcher=self)
+        self.replay = Replay(self.cluster({}), Costs(restart_s=30.0), watcher=self)
         for p in self.projects:
             self.add_jobs(p.name)
 

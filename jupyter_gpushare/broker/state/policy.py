@@ -124,7 +124,7 @@ class Policy:
     starvation_guard_s: float | None = DEFAULT_POLICY.starvation_guard_s
     max_bypass_s: float | None = DEFAULT_POLICY.max_bypass_s
     fairness_horizon_s: float | None = DEFAULT_POLICY.fairness_horizon_s
-    grace_s: float = 30.0
+    grace_s: float = DEFAULT_POLICY.grace_s
     max_grace_s: float = 120.0
     min_fraction_milli: int = 1
     sizes: tuple[Size, ...] = (Size(250), Size(500), Size(1000))  # offered
@@ -180,6 +180,7 @@ class Policy:
             las_thresholds_gpu_s=self.las_thresholds_gpu_s,
             min_run_s=self.min_run_s,
             preempt_cost_s=self.preempt_cost_s,
+            grace_s=self.grace_s,
             starvation_guard_s=self.starvation_guard_s,
             max_bypass_s=self.max_bypass_s,
             fairness_horizon_s=self.fairness_horizon_s,

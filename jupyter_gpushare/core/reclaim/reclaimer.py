@@ -10,8 +10,9 @@ Three ways, the first that succeeds:
 2. the same and jobs of the own project of later levels, the last first (`search`);
 3. moving jobs of the own project together (`defragment`).
 
-A preemption inside a project costs `Settings.preempt_cost_s` of every GPU that
-changes hands and must gain more than that (`order.gain_gpu_s`).
+A preemption inside a project must gain (`order.gain_gpu_s`) what it costs
+(`Victim.price_s` of every GPU that changes hands); one for the lag of another
+project has to make up for it (`COSTS_APART`).
 
 Either all the capacity is reclaimed or no lease is preempted; a lease that
 turns out not to be needed stays.  What is suspended must find host memory: a
@@ -34,10 +35,13 @@ from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.reclaim.defragment import Defragmenter
 from jupyter_gpushare.core.reclaim.options import Cheapest, ReclaimOptions
 from jupyter_gpushare.core.reclaim.search import Candidate, MultiDeviceSearch, SingleDeviceSearch
-from jupyter_gpushare.core.reclaim.victims import Cost, ReclaimScope, Victim, VictimIndex, prune, rank
+from jupyter_gpushare.core.reclaim.victims import ReclaimScope, Victim, VictimIndex, prune, rank
 
 # Reasons for which a job of another project is preempted that owes nothing.
 _TAKEN = frozenset({Why.OVER_QUOTA, Why.MOVED})
+# A lag takes GPUs from another project once it is so many times what that costs: two gangs that want
+# the same GPUs swap whenever each was ahead of the other by as much, and lose a hundredth.
+COSTS_APART = 25.0
 # Reasons to wait for host memory.
 _HOST_MEMORY = frozenset({Why.HOST_MEMORY, Why.JOB_HOST_MEMORY})
 
@@ -173,6 +177,8 @@ class Reclaimer:
                 return Why.NO_CAPACITY
             if self._shares.any_below_quota_without(taken):
                 return Why.NO_CAPACITY
+        if scope.below_share and not self._is_worth_a_swap(job, need * len(devices), victims):
+            return Why.NO_CAPACITY
         if not self._is_worth_it(job, victims):
             return Why.NOT_WORTH_IT
         own = to_resume_on(job, devices, DeviceCapacity.soon) if job.devices else None
@@ -185,8 +191,18 @@ class Reclaimer:
         """Whether ``job`` gains what the preemptions inside its project cost, in GPU-seconds."""
         settings = self.state.settings
         own = [v for v in victims if v.lease.project == job.project and v.why in (Why.ORDER, Why.MOVED)]
-        cost = sum(size_of(v.lease) for v in own) / WHOLE_GPU * settings.preempt_cost_s
+        cost = sum(size_of(v.lease) / WHOLE_GPU * v.price_s(settings) for v in own)
         return not cost or order.gain_gpu_s(job, self.state.moment, settings) >= cost
+
+    def _is_worth_a_swap(self, job: Lease, size: int, victims: Iterable[Victim]) -> bool:
+        """Whether the lag of a project makes up for what it takes, where its share alone gives it less."""
+        settings, lag_milli = self.state.settings, self._shares.catching_up(job.project)
+        if self.state.account(job).use + size <= self._shares.of(job.project) - lag_milli:
+            return True
+        taken = [v for v in victims if v.lease.project != job.project and v.why in _TAKEN]
+        # What jobs lose by a stop does not count: no other project gains by declaring more of it.
+        cost = sum(size_of(v.lease) * (v.price_s(settings) - v.lost_s) for v in taken)
+        return lag_milli * (settings.fairness_horizon_s or 0.0) >= COSTS_APART * cost
 
     def _from_juniors(self, job: Lease, scope: ReclaimScope) -> Candidate | None:
         """Devices that also jobs of later levels in the own project give, else by moving jobs."""
@@ -292,7 +308,7 @@ class Reclaimer:
                 left -= suspended_bytes(v.lease)
                 settled.append(v)
             elif v.lease.kind is Kind.TRAIN:
-                settled.append(Victim(v.lease, Cost.STOPPED_JOB, v.why, suspends=False))
+                settled.append(self.victim_index.stopped(v.lease, v.why))
             else:
                 return short
         return short if reserve_bytes and left < 0 else tuple(settled)

@@ -16,12 +16,14 @@ job owed by quota   leases over quota of other projects         no
 job below share     jobs over quota of projects above share     yes
 gang below share    also smaller jobs with checkpoints of other yes
                     projects, in quota or not (*exchange*)
-job                 jobs of its own project of lower priority   yes
+job                 jobs of its own project of lower priority   yes (*)
                     or of a later group
 ==================  ==========================================  ==============
 
 A job that suspends comes before others of its priority and user if fewer suspended
 leases wait for its devices: it resumes behind them.
+
+(*) A job that begins again when it is stopped may make way before, in place of one that loses more.
 
 In an exchange the projects that lose a job take as much back from projects
 above their share: a quota guarantees how many GPUs, not which.
@@ -38,9 +40,9 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
 from jupyter_gpushare.core.idle import eligible
-from jupyter_gpushare.core.model import Kind, Lease, State, Why
+from jupyter_gpushare.core.model import Kind, Lease, Settings, State, Why
 from jupyter_gpushare.core.queues import JobQueues
-from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.quota import held_by, size_of
 
 
 class Cost(enum.IntEnum):
@@ -78,18 +80,32 @@ class RULES:
 class Victim:
     """A lease that would give its capacity back."""
 
-    __slots__ = ("cost", "lease", "rank", "suspends", "why")
+    __slots__ = ("cost", "lease", "lost_s", "rank", "suspends", "why")
 
-    def __init__(self, lease: Lease, cost: Cost, why: Why, *, suspends: bool, frees_bytes: int = 0) -> None:
+    def __init__(
+        self,
+        lease: Lease,
+        cost: Cost,
+        why: Why,
+        *,
+        suspends: bool,
+        frees_bytes: int = 0,
+        lost_s: float = 0.0,
+    ) -> None:
         self.lease = lease
         self.cost = cost
         self.why = why
         self.suspends = suspends  # else it is stopped
         since_at = (lease.idle_since_at or 0.0) if cost <= Cost.IDLE else -lease.granted_at
-        self.rank = (int(cost), -frees_bytes, since_at, lease.id)  # sorts victims, the cheapest first
+        self.lost_s = lost_s  # by a stop, as far as it counts (`order.lost_s`)
+        self.rank = (int(cost), -frees_bytes, lost_s, since_at, lease.id)  # sorts victims, the cheapest first
+
+    def price_s(self, settings: Settings) -> float:
+        """Seconds of its GPUs that its preemption costs."""
+        return settings.preempt_cost_s + (0.0 if self.suspends else settings.grace_s + self.lost_s)
 
 
-def rank(victim: Victim) -> tuple[int, int, float, str]:
+def rank(victim: Victim) -> tuple[int, int, float, float, str]:
     """Sort key of victims, the cheapest first."""
     return victim.rank
 
@@ -209,7 +225,9 @@ class VictimIndex:
                 rule = RULES.OWED if scope.owed else RULES.BELOW_SHARE
                 if scope.below_gpus and lease.id in self.state.quotas.in_quota:
                     rule = RULES.MOVE
-                if victim := self.victim(lease, rule):
+                victim = self.victim(lease, rule)
+                by_order = rule is RULES.MOVE
+                if victim and (not rule.after_min_run or self._has_run(lease, by_order=by_order)):
                     found[lease.id] = victim
         return found.values()
 
@@ -246,8 +264,6 @@ class VictimIndex:
             if rule.sessions and self._can_suspend_now(lease):
                 return Victim(lease, Cost.BUSY_SESSION, rule.why, suspends=True)
             return None
-        if rule.after_min_run and not self._has_run(lease, by_order=rule is not RULES.BELOW_SHARE):
-            return None
         if lease.state is State.GRANTED:
             return Victim(lease, Cost.STARTING_JOB, rule.why, suspends=False)
         if lease.state is not State.RUNNING:
@@ -255,7 +271,12 @@ class VictimIndex:
         suspends = lease.survival.suspends and self._can_suspend_now(lease)
         if suspends and not self._is_better_stopped(lease, rule):
             return Victim(lease, Cost.SUSPENDED_JOB, rule.why, suspends=True)
-        return Victim(lease, Cost.STOPPED_JOB, rule.why, suspends=False)
+        return self.stopped(lease, rule.why)
+
+    def stopped(self, lease: Lease, why: Why) -> Victim:
+        """A running job as a victim that is stopped."""
+        lost_s = order.lost_s(lease, self.state.moment, self.state.settings)
+        return Victim(lease, Cost.STOPPED_JOB, why, suspends=False, lost_s=lost_s)
 
     def _is_better_stopped(self, lease: Lease, rule: Rule) -> bool:
         """Whether a job with a checkpoint of its own would get other devices sooner than these back.
@@ -282,7 +303,7 @@ class VictimIndex:
 
     def to_move(self, project: str, holder: Lease) -> Victim | None:
         """A job of ``project`` as a victim that continues from its checkpoint elsewhere."""
-        movable = holder.project == project and holder.survival.has_checkpoint
+        movable = holder.project == project and holder.survival.has_checkpoint and self._has_run(holder)
         return self.victim(holder, RULES.MOVE) if movable else None
 
     def _idle_session(self, lease: Lease) -> Victim | None:
@@ -338,18 +359,32 @@ class VictimIndex:
         state = self.state
         key = job.project, self._queues.level(job, state.moment)
         if key not in self._outranked:
-            later = self._queues.outranked(*key, state.moment)
-            self._outranked[key] = sorted(filter(self._has_run, later), key=self._resumes_behind)
+            later = [(x, self._has_run(x)) for x in self._queues.outranked(*key, state.moment)]
+            # A job that would make way is spared where one that has only started loses less.
+            most = max((size_of(x) for x, has_run in later if has_run), default=0)
+            able = [x for x, has_run in later if has_run or (self._is_cheap(x) and size_of(x) <= most)]
+            self._outranked[key] = sorted(able, key=self._makes_way)
         return self._outranked[key]
 
-    def _resumes_behind(self, lease: Lease) -> tuple[int, bool, int]:
-        """Sort key of juniors: priority, user, then how much of a device suspended leases wait for there.
+    def _makes_way(self, lease: Lease) -> tuple[float, ...]:
+        """Sort key of juniors.
 
-        Else one GPU collects suspended jobs while the jobs on others end.
+        Priority, users who are not behind, what suspended leases wait for on a device, loss, group.
+        Without the third one GPU collects suspended jobs while the jobs on others end.
         """
         here = self.state.capacities_of(lease) if lease.survival.suspends else ()
         awaited = max((c.awaited for c in here), default=0)
-        return lease.priority, not self._queues.level(lease, self.state.moment)[1], awaited
+        _, is_not_behind, group = self._queues.level(lease, self.state.moment)
+        lost_s = order.lost_s(lease, self.state.moment, self.state.settings) if self._restarts(lease) else 0.0
+        return lease.priority, not is_not_behind, awaited, lost_s, -group
+
+    def _is_cheap(self, lease: Lease) -> bool:
+        return self._restarts(lease) and not lease.turns
+
+    def _restarts(self, lease: Lease) -> bool:
+        """Whether a job begins again when it makes way."""
+        suspends = lease.survival.suspends and self.state.can_suspend(lease)
+        return not suspends and not lease.survival.has_checkpoint
 
     def junior(self, lease: Lease, priority: int) -> Victim | None:
         """A job of a later level as a victim for one with ``priority``, if it still holds its devices."""
