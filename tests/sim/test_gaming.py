@@ -188,10 +188,11 @@ def own_completion_s(seed: int, declared: CheckpointMode) -> float:
     return mean(held.ended_at[f"a{n}"] - came_at[f"a{n}"] for n in range(60))
 
 
+@pytest.mark.long  # single seeds say nothing: they differ by a third
 def test_a_user_gains_little_by_declaring_that_a_stop_loses_all():
     ratios = [
         own_completion_s(seed, CheckpointMode.NONE) / own_completion_s(seed, CheckpointMode.SIGTERM)
-        for seed in range(8)
+        for seed in range(40)
     ]
     assert mean(ratios) >= 0.95
 
