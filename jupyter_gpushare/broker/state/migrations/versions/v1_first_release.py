@@ -3,7 +3,7 @@
 A later release that changes the tables adds a migration that starts here.
 """
 
-revision = "v1c"
+revision = "v1d"
 down_revision = None
 
 
