@@ -114,15 +114,15 @@ def _next_attempt(before: Measure, report: Report) -> Measure:
 
     What it says was lost comes on top of the least estimate, which holds for all attempts.
     """
-    left, ends = before.left_gpu_s, before.ends_gpu_s
-    if left is not None and ends is not None:
-        todo = before.total - before.done
-        if report.total == before.total and todo > 0:
-            again = left * (report.total - report.done) / todo
-            left, ends = again, ends + max(0.0, again - left)
-        else:
-            left = None
-    return replace(_begun(report), left_gpu_s=left, ends_gpu_s=ends, late=before.late)
+    todo = before.total - before.done
+    if before.left_gpu_s is None or before.ends_gpu_s is None or report.total != before.total or todo <= 0:
+        return _begun(report)  # and it is estimated anew
+    again = before.left_gpu_s * (report.total - report.done) / todo
+    lost = max(0.0, again - before.left_gpu_s)
+    # Work that begins again counts as what it is, not as work that was measured late.
+    late = max(1.0, before.late * before.left_gpu_s / again) if lost else before.late
+    ends = before.ends_gpu_s + lost
+    return replace(_begun(report), left_gpu_s=again, ends_gpu_s=ends, late=late)
 
 
 def _restarted(before: Measure, report: Report) -> Measure:

@@ -172,7 +172,7 @@ class LeastRemaining(LeastAttained):
 
     def leaves_at(self, lease: Lease, now: float, settings: Settings) -> float | None:
         at, attained = lease.attained_at, attained_gpu_s(lease, now)
-        by_queue = lease.left_gpu_s is None or not queue_of(attained, settings)
+        by_queue = lease.left_gpu_s is None or not _reached(attained, self.thresholds(settings))
         if by_queue or at is None or lease.state is not State.RUNNING:
             return LeastAttained.leaves_at(self, lease, now, settings)
         measured = is_measured(lease, attained)
@@ -182,7 +182,7 @@ class LeastRemaining(LeastAttained):
     def gain_gpu_s(self, lease: Lease, now: float, settings: Settings) -> float:
         if is_measured(lease, lease.attained_gpu_s):
             return lease.left_gpu_s or LEAST_GPU_S
-        if lease.left_gpu_s is not None:
+        if lease.left_gpu_s is not None and _reached(lease.attained_gpu_s, self.thresholds(settings)):
             return _doubles_at(lease, lease.attained_gpu_s) - lease.attained_gpu_s
         return LeastAttained.gain_gpu_s(self, lease, now, settings)
 
@@ -356,8 +356,6 @@ def gain_gpu_s(lease: Lease, now: float, settings: Settings) -> float:
     return order_of(settings).gain_gpu_s(lease, now, settings) - (lease.attained_gpu_s if again else 0.0)
 
 
-def lost_s(lease: Lease, now: float, settings: Settings) -> float:
-    """Seconds of its GPUs that a job loses by a stop, as far as they count: all since its start or none."""
-    if lease.survival.has_checkpoint:
-        return 0.0
-    return min(now - lease.granted_at, MOST_LOST * settings.min_run_s)
+def lost_s(lease: Lease, now: float) -> float:
+    """Seconds of its GPUs that a job loses by a stop: all since it last started or resumed, or none."""
+    return 0.0 if lease.survival.has_checkpoint else now - lease.granted_at

@@ -80,7 +80,7 @@ class SchedulingRound:
         self._explain_all = explain_all
         self._evicted: list[Victim] = []
         self._unplaceable: dict[tuple[str, Fit], Why] = {}  # what fails, fails at later levels too
-        self._not_worth: dict[tuple[str, Fit], float] = {}  # GPU-seconds that were not worth a preemption
+        self._not_worth: dict[tuple[str, Shape], float] = {}  # GPU-seconds that were not worth a preemption
         self._served: set[str] = set()
         self._guests: list[Lease] = []  # new sessions beyond quota
 
@@ -302,14 +302,14 @@ class SchedulingRound:
                 self.waiting[job.id] = why
             return False
         gain_gpu_s = order.gain_gpu_s(job, self.now, self.settings)
-        if gain_gpu_s <= self._not_worth.get(key, -inf):
+        if gain_gpu_s <= self._not_worth.get((job.project, shape), -inf):
             self.waiting[job.id] = Why.NOT_WORTH_IT
             return False
         if (why := self._try_to_start(job, serving)) is None:
             return True
         self.waiting[job.id] = why
         if why is Why.NOT_WORTH_IT:
-            self._not_worth[key] = gain_gpu_s
+            self._not_worth[job.project, shape] = gain_gpu_s
         if why not in (Why.AWAITING_RELEASE, Why.NOT_WORTH_IT):
             self._unplaceable[key] = Why.IN_LINE if why in _KEEPS else why
         return why is Why.AWAITING_RELEASE

@@ -385,7 +385,11 @@ class Reference(Numbers):
         cost = sum(
             size_of(v[1])
             / 1000
-            * (settings.preempt_cost_s + (v[0][0] != 2) * settings.grace_s + (v[0][0] == 4) * v[0][1])
+            * (
+                settings.preempt_cost_s
+                + (v[0][0] != 2) * settings.grace_s
+                + min((v[0][0] == 4) * v[0][1], 4 * settings.min_run_s)
+            )
             for v in victims
             if v[2] is Why.ORDER
         )
@@ -410,7 +414,7 @@ class Reference(Numbers):
             others = self.resume_devices(x)
             suspends &= len(x.devices) == 1 < len(others) and not any(map(self.awaited, others))
         cost = 3 if x.state is State.GRANTED else 2 if suspends else 4
-        lost_s = order.lost_s(x, self.now, self.c.settings) if cost == 4 else 0.0
+        lost_s = order.lost_s(x, self.now) if cost == 4 else 0.0
         return (cost, lost_s, -x.granted_at, x.id), x, why
 
     def idle(self, x: Lease) -> Victim | None:
@@ -546,8 +550,13 @@ class Reference(Numbers):
         before = [y for y in self.c.leases if y.state in HOLDS_CAPACITY - LEAVING and y.kind is Kind.TRAIN]
         before = [y for y in before if y.project == x.project and self.level(y) > self.level(x)]
         has_run = {y.id for y in before if order.undisturbed_until(y, self.c.settings) <= self.now}
-        most = max((size_of(y) for y in before if y.id in has_run), default=0)
-        cheap = {y.id for y in before if self.restarts(y) and not y.turns and size_of(y) <= most}
+        spared = sorted(size_of(y) for y in before if y.id in has_run and self.restarts(y))
+        young = [y for y in before if y.id not in has_run and self.restarts(y) and not y.turns]
+        cheap = set()
+        for y in sorted(young, key=lambda y: (-y.granted_at, y.id)):
+            if larger := [size for size in spared if size >= size_of(y)]:
+                spared.remove(larger[0])
+                cheap.add(y.id)
         able = (y for y in later if y.id in has_run | cheap)
         return [v for y in able if (v := self.victim(y, why[y.id], has_run=True))]
 
@@ -559,7 +568,7 @@ class Reference(Numbers):
         _, user, group = self.level(y)
         stops = not y.survival.suspends or not y.suspendable
         awaited = 0 if not y.survival.suspends else max(map(self.awaited, y.devices))
-        lost_s = order.lost_s(y, self.now, self.c.settings) if self.restarts(y) else 0.0
+        lost_s = order.lost_s(y, self.now) if self.restarts(y) else 0.0
         return (
             y.priority,
             -user,

@@ -112,7 +112,7 @@ def test_a_new_attempt_begins_where_it_says_and_its_rate_is_measured_anew():
 def test_a_new_attempt_with_another_total_is_not_measured_at_first():
     first = measure(*reports((0, 0), (1_000, 10)))
     again = after(first, reports((1_000, 0), total=90, attempt=2)[0])
-    assert (again.left_gpu_s, again.ends_gpu_s) == (None, 10_000)
+    assert (again.left_gpu_s, again.ends_gpu_s) == (None, None)
     assert after(again, reports((2_000, 10), total=90, attempt=2)[0]).left_gpu_s == 8_000
 
 
@@ -141,3 +141,20 @@ def test_the_planner_counts_remaining_work_within_a_factor_of_two():
     assert (found.left_gpu_s, found.trusted_until_gpu_s) == (7_680, 10_500)
     assert on(found, None) == lease
     assert on(lease, None) is lease
+
+
+def test_work_that_begins_again_counts_as_what_it_is():
+    """It was measured late; then it is stopped, and begins again with all of its work."""
+    late = measure(*reports((0, 0), (90_000, 90)))
+    assert (late.left_gpu_s, late.late) == (10_000, 10)
+    again = after(late, *reports((95_000, 0), attempt=2))
+    assert (again.left_gpu_s, again.late) == (pytest.approx(100_000), 1.0)
+    further = after(late, *reports((95_000, 95), attempt=2))
+    assert (further.left_gpu_s, further.late) == (pytest.approx(5_000), 10)
+
+
+def test_an_attempt_with_another_total_is_estimated_anew():
+    old = reports((0, 0), (5_000, 50))
+    new = reports((9_000, 0), (10_000, 10), total=101, attempt=2)
+    found = measure(*old, *new)
+    assert found.ends_gpu_s == pytest.approx(10_000 + 9_100)

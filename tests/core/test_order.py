@@ -239,6 +239,49 @@ def test_a_job_that_lost_little_makes_way_in_place_of_one_that_may():
     assert actions(cluster(replace(early, granted_at=NOW - 50), late, new, gpus=2, **bounds)) == []
 
 
+def test_each_job_that_has_run_is_spared_by_one_young_job_at_most():
+    bounds = {"min_run_s": 60.0, "gpus": 4, **LAS}
+    young = [restarts(f"y{n}", f"{n}", attained_gpu_s=150.0, granted_at=NOW - 10) for n in range(3)]
+    new = [stops(f"new{n}") for n in range(4)]
+    old = restarts("old", "3", attained_gpu_s=250.0, granted_at=NOW - 70)
+    assert [a.lease for a in actions(cluster(*young, old, *new, **bounds))] == ["y0", "old"]
+    saves = replace(old, survival=CheckpointMode.SIGTERM)
+    assert [a.lease for a in actions(cluster(*young, saves, *new, **bounds))] == ["old"]
+
+
+def test_a_job_of_a_later_level_may_be_worth_what_one_before_it_was_not():
+    """The first may take a job that would begin again only, as a suspended one waits for the other GPU."""
+    found = cluster(
+        restarts("dear", "0", attained_gpu_s=4_000.0, granted_at=NOW - 5_000),
+        train("cheap", 1000, "1", attained_gpu_s=9_000.0, granted_at=NOW - 5_000),
+        train("asleep", 1000, "1", state=State.SUSPENDED, attained_gpu_s=9_000.0),
+        stops("first", attained_gpu_s=1_500.0),
+        stops("second", attained_gpu_s=6_500.0),
+        gpus=2,
+        order=Order.PROGRESS,
+        min_run_s=600.0,
+        preempt_cost_s=30.0,
+        grace_s=30.0,
+    )
+    assert actions(found) == [Suspend("cheap", Why.ORDER, "second")]
+
+
+def test_an_overdue_job_of_the_first_queue_gains_what_it_runs_there():
+    c = cluster(order=Order.PROGRESS)
+    late = stops("late", attained_gpu_s=1_000.0, left_gpu_s=60.0, trusted_until_gpu_s=700.0)
+    assert order.gain_gpu_s(late, NOW, c.settings) == 2_250.0
+
+
+def test_without_thresholds_a_measured_job_is_sorted_again_when_it_is_overdue():
+    c = cluster(order=Order.PROGRESS, las_thresholds_gpu_s=())
+    long = stops("long", "0", attained_gpu_s=700_000.0, attained_at=NOW)
+    long = replace(long, left_gpu_s=960.0, trusted_until_gpu_s=710_000.0)
+    at = order.order_of(c.settings).leaves_at(long, NOW, c.settings)
+    assert at == NOW + 10_000
+    before, after = (order.level(long, t, c.settings)[2] for t in (at - 1, at))
+    assert (before, after) == (960.0, 491_520.0)
+
+
 def test_a_quota_stops_the_job_that_loses_least():
     lost = {"project": "q", "borrowed": True}
     c = cluster(

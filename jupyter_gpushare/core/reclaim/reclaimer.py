@@ -201,7 +201,7 @@ class Reclaimer:
             return True
         taken = [v for v in victims if v.lease.project != job.project and v.why in _TAKEN]
         # What jobs lose by a stop does not count: no other project gains by declaring more of it.
-        cost = sum(size_of(v.lease) * (v.price_s(settings) - v.lost_s) for v in taken)
+        cost = sum(size_of(v.lease) * v.swap_s(settings) for v in taken)
         return lag_milli * (settings.fairness_horizon_s or 0.0) >= COSTS_APART * cost
 
     def _from_juniors(self, job: Lease, scope: ReclaimScope) -> Candidate | None:

@@ -32,6 +32,7 @@ above their share: a quota guarantees how many GPUs, not which.
 from __future__ import annotations
 
 import enum
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -97,12 +98,16 @@ class Victim:
         self.why = why
         self.suspends = suspends  # else it is stopped
         since_at = (lease.idle_since_at or 0.0) if cost <= Cost.IDLE else -lease.granted_at
-        self.lost_s = lost_s  # by a stop, as far as it counts (`order.lost_s`)
+        self.lost_s = lost_s  # by a stop (`order.lost_s`)
         self.rank = (int(cost), -frees_bytes, lost_s, since_at, lease.id)  # sorts victims, the cheapest first
 
     def price_s(self, settings: Settings) -> float:
         """Seconds of its GPUs that its preemption costs."""
-        return settings.preempt_cost_s + (0.0 if self.suspends else settings.grace_s + self.lost_s)
+        return self.swap_s(settings) + min(self.lost_s, order.MOST_LOST * settings.min_run_s)
+
+    def swap_s(self, settings: Settings) -> float:
+        """The same without the work that it loses."""
+        return settings.preempt_cost_s + (0.0 if self.suspends else settings.grace_s)
 
 
 def rank(victim: Victim) -> tuple[int, int, float, float, str]:
@@ -275,7 +280,7 @@ class VictimIndex:
 
     def stopped(self, lease: Lease, why: Why) -> Victim:
         """A running job as a victim that is stopped."""
-        lost_s = order.lost_s(lease, self.state.moment, self.state.settings)
+        lost_s = order.lost_s(lease, self.state.moment)
         return Victim(lease, Cost.STOPPED_JOB, why, suspends=False, lost_s=lost_s)
 
     def _is_better_stopped(self, lease: Lease, rule: Rule) -> bool:
@@ -359,12 +364,19 @@ class VictimIndex:
         state = self.state
         key = job.project, self._queues.level(job, state.moment)
         if key not in self._outranked:
-            later = [(x, self._has_run(x)) for x in self._queues.outranked(*key, state.moment)]
-            # A job that would make way is spared where one that has only started loses less.
-            most = max((size_of(x) for x, has_run in later if has_run), default=0)
-            able = [x for x, has_run in later if has_run or (self._is_cheap(x) and size_of(x) <= most)]
-            self._outranked[key] = sorted(able, key=self._makes_way)
+            later = list(self._queues.outranked(*key, state.moment))
+            able = list(filter(self._has_run, later))
+            self._outranked[key] = sorted([*able, *self._instead_of(able, later)], key=self._makes_way)
         return self._outranked[key]
+
+    def _instead_of(self, able: Iterable[Lease], later: Iterable[Lease]) -> Iterator[Lease]:
+        """Jobs that have only started, and lose less by a stop than as many of ``able``, which are spared."""
+        spared = sorted(size_of(x) for x in able if self._restarts(x))
+        young = [x for x in later if self._restarts(x) and not x.turns and not self._has_run(x)]
+        for lease in sorted(young, key=lambda x: (-x.granted_at, x.id)):
+            if (at := bisect_left(spared, size_of(lease))) < len(spared):
+                del spared[at]
+                yield lease
 
     def _makes_way(self, lease: Lease) -> tuple[float, ...]:
         """Sort key of juniors.
@@ -375,11 +387,8 @@ class VictimIndex:
         here = self.state.capacities_of(lease) if lease.survival.suspends else ()
         awaited = max((c.awaited for c in here), default=0)
         _, is_not_behind, group = self._queues.level(lease, self.state.moment)
-        lost_s = order.lost_s(lease, self.state.moment, self.state.settings) if self._restarts(lease) else 0.0
+        lost_s = order.lost_s(lease, self.state.moment) if self._restarts(lease) else 0.0
         return lease.priority, not is_not_behind, awaited, lost_s, -group
-
-    def _is_cheap(self, lease: Lease) -> bool:
-        return self._restarts(lease) and not lease.turns
 
     def _restarts(self, lease: Lease) -> bool:
         """Whether a job begins again when it makes way."""
