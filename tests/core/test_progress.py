@@ -78,7 +78,8 @@ def test_a_job_that_runs_for_longer_than_it_said_counts_as_longer_and_longer():
     assert rules.leaves_at(liar, NOW + 9_500, SETTINGS) == pytest.approx(NOW + doubles)
     gain = rules.gain_gpu_s(replace(liar, attained_gpu_s=10_000.0), NOW, SETTINGS)
     assert gain == pytest.approx(doubles - 9_500)
-    assert rules.gain_gpu_s(replace(liar, attained_gpu_s=8.0, trusted_until_gpu_s=8.0), NOW, SETTINGS) == 52
+    early = replace(liar, attained_gpu_s=8.0, trusted_until_gpu_s=8.0)
+    assert rules.gain_gpu_s(early, NOW, SETTINGS) == 92, "it stays in the first queue for so long"
 
 
 def test_a_job_without_a_measure_counts_as_longer_the_longer_it_runs():
