@@ -34,6 +34,7 @@ from jupyter_gpushare.core.model import (
     Settings,
     State,
 )
+from jupyter_gpushare.core.quota import held_by
 
 Fit = tuple[object, ...]  # what decides whether two jobs of a level fit or fail alike
 Shape = tuple[order.Level, Fit]
@@ -151,7 +152,9 @@ class JobQueues:
         for user, behind in self._behind.items():
             left = behind.left_milli
             for rank in self._waiting_of.get(user, ())[:MOST_PREFERRED]:
-                size = round(WHOLE_GPU * order.gpus(self.leases[rank[-1]]))
+                lease = self.leases[rank[-1]]
+                # A request for memory counts as one GPU: which part it is depends on the device.
+                size = (held_by(lease) or WHOLE_GPU) * lease.size.device_count
                 if size <= left or (size <= behind.first_milli and left == behind.left_milli):
                     preferred.add(rank[-1])
                     left -= size

@@ -11,6 +11,7 @@ from jupyter_gpushare.core.fairshare import BEHIND_S, HALF_LIFE_S, REVIEW_S, Use
 from jupyter_gpushare.core.model import Behind, Order, Project, State
 from jupyter_gpushare.core.planner import Planner
 from jupyter_gpushare.core.queues import MOST_PREFERRED
+from jupyter_gpushare.core.size import Size
 from tests.core.build import NOW, build, cluster, device, started, stops
 
 HOUR_S = 3600.0
@@ -120,6 +121,14 @@ def test_jobs_of_a_user_who_is_behind_come_first_as_far_as_the_share_holds_them(
     assert started(contest(*mine, *new, behind={A: Behind(2000)})) == ["m0", "m1"]
     assert started(contest(*mine, *new, behind={A: Behind(1999)})) == ["m0", "n0"]
     assert started(contest(*mine, *new, behind={A: Behind(0)})) == ["n0", "n1"]
+
+
+def test_a_request_for_memory_counts_as_one_gpu_of_the_share():
+    size = Size(0, 1, 1 << 30)
+    mine = [replace(stops(f"m{n}", user="a", attained_gpu_s=9_000.0), size=size) for n in range(2)]
+    new = stops("new", user="b", device_count=2)
+    assert started(contest(*mine, new, behind={A: Behind(999)})) == ["new"]
+    assert started(contest(*mine, new, behind={A: Behind(1000)}))[0] == "m0"
 
 
 def test_the_first_job_of_a_user_who_holds_nothing_may_be_larger_than_the_share():
