@@ -19,8 +19,8 @@ moment plus what brings its lag to 0 within `Settings.fairness_horizon_s`; it is
 
 *Users* (`UserLedger`) have equal shares of what their project's jobs hold.  Inside a
 project the order of jobs decides, until a user is *behind* (`Behind`): then the user's
-jobs come first, as many as fit the share.  Nothing is made up for beyond that: a user
-loses `BEHIND_S` of a share at most, and jobs of others stop seldom.
+jobs come first, as many as fit the share.  Nothing is made up for beyond that, so that
+jobs of others stop seldom.
 """
 
 from __future__ import annotations
@@ -53,13 +53,9 @@ class Ledger(ABC, Generic[Owner]):
     """Adds up the lags of owners of leases that share ``devices``."""
 
     def __init__(self, devices: Iterable[Device], lags_gpu_s: Mapping[Owner, float], *, now: float) -> None:
-        self.devices = tuple(device for device in devices if device.usable)
         self.lags_gpu_s: dict[Owner, float] = dict(lags_gpu_s)
-        self._topology = Topology([DeviceCapacity(device) for device in self.devices])
-        self._uuids = {device.uuid for device in self.devices}
-        self._fitting: dict[object, bool] = {}
         self._now = now
-        self.recount(())
+        self.recount((), devices)
 
     @abstractmethod
     def _owner(self, lease: Lease) -> Owner | None:
@@ -69,8 +65,13 @@ class Ledger(ABC, Generic[Owner]):
     def _rates(self) -> Mapping[Owner, float]:
         """Return the thousandths of a GPU by which each owner falls behind now."""
 
-    def recount(self, leases: Iterable[Lease]) -> None:
-        """Count exactly these leases from now on."""
+    def recount(self, leases: Iterable[Lease], devices: Iterable[Device] | None = None) -> None:
+        """Count exactly these leases from now on, on other ``devices`` where these are given."""
+        if devices is not None:
+            self.devices = tuple(device for device in devices if device.usable)
+            self._topology = Topology([DeviceCapacity(device) for device in self.devices])
+            self._uuids = {device.uuid for device in self.devices}
+            self._fitting: dict[object, bool] = {}
         self._use: Counter[Owner] = Counter()
         self._waiting: Counter[Owner] = Counter()
         self._backing_off: dict[str, Lease] = {}
@@ -176,7 +177,7 @@ class UserLedger(Ledger[User]):
 
     def __init__(self, devices: Iterable[Device], lags_gpu_s: Mapping[User, float], *, now: float) -> None:
         super().__init__(devices, lags_gpu_s, now=now)
-        self._were_behind: Mapping[User, Behind] = {}
+        self._behind: dict[User, int] = {}  # users who are behind, with the last share of each
 
     def _owner(self, lease: Lease) -> User | None:
         return (lease.project, lease.user) if lease.kind is Kind.TRAIN else None
@@ -204,18 +205,29 @@ class UserLedger(Ledger[User]):
     def _rates(self) -> dict[User, float]:
         return {owner: share - self._use[owner] for owner, share in self._shares_milli().items()}
 
+    def review(self) -> None:
+        """Work out again who is behind, of users with a share and of those who were."""
+        shares = self._shares_milli()
+        for owner in shares.keys() | self._behind.keys():
+            was = owner in self._behind
+            share = shares.get(owner, self._behind.get(owner, 0))
+            least = max(share, WHOLE_GPU) * (_CAUGHT_UP if was else 1.0)
+            if self._share_lagged(owner) > least:
+                self._behind[owner] = share
+            elif was:
+                del self._behind[owner]
+
     def behind(self) -> Mapping[User, Behind]:
-        """Return the users that are behind, and what their jobs may get before others of the project."""
-        found: dict[User, Behind] = {}
-        for owner, share in self._shares_milli().items():
-            lag = self.lags_gpu_s.get(owner, 0.0)
-            most = WHOLE_GPU * lag / BEHIND_S  # of a share that is so large the lag is as long as that
-            bound = max(share, WHOLE_GPU) * (_CAUGHT_UP if owner in self._were_behind else 1.0)
-            if most > bound:
-                use = self._use[owner]
-                found[owner] = Behind(share - use, 0 if use else int(most))
-        self._were_behind = found
+        """Return the users that were behind at the last `review`, and what their jobs get before others."""
+        found = {}
+        for owner, share in self._behind.items():
+            use = self._use[owner]
+            found[owner] = Behind(share - use, 0 if use else int(self._share_lagged(owner)))
         return found
+
+    def _share_lagged(self, owner: User) -> float:
+        """Thousandths of a GPU of which the lag is `BEHIND_S`."""
+        return WHOLE_GPU * self.lags_gpu_s.get(owner, 0.0) / BEHIND_S
 
     @property
     def next_at(self) -> float:

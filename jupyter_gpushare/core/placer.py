@@ -89,6 +89,11 @@ class Placer:
             self._possible[key] = self.find(lease, empty_device) is not None
         return self._possible[key]
 
+    def could_run(self, job: Lease) -> bool:
+        """Whether a waiting job could start if its project and its devices had capacity."""
+        fits = self._state.has_all_devices(job) if job.devices else self.fits_ever(job)
+        return fits and not self.lacks_quota(job)
+
     def unplaced(self, lease: Lease) -> Why:
         """Why a lease that does not fit now does not."""
         if self.fits_ever(lease):

@@ -77,7 +77,7 @@ class Planner:
             self.queues.put(lease, now)
         self._changed.clear()
         self.queues.refile_due(now)
-        self.queues.prefer(now)
+        self.queues.prefer(self.placer.could_run, now)
         self.state.begin()
         return SchedulingRound(
             self.state, self.queues, self.placer, self.lags_gpu_s, now, explain_all=explain_all

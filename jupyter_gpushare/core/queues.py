@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from itertools import count
+from itertools import count, islice
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.cluster_state import ClusterState
@@ -146,17 +146,20 @@ class JobQueues:
         for lease in [x for x in self.leases.values() if (x.project, x.user) in changed]:
             self.put(lease, now)
 
-    def prefer(self, now: float) -> None:
-        """Let those waiting jobs come first that users who are behind may start within their share."""
+    def prefer(self, could_run: Callable[[Lease], bool], now: float) -> None:
+        """Let those waiting jobs come first that users who are behind may start within their share.
+
+        ``could_run``: whether a job could run where there is capacity; others take no part of the share.
+        """
         preferred: set[str] = set()
         for user, behind in self._behind.items():
             left = behind.left_milli
-            for rank in self._waiting_of.get(user, ())[:MOST_PREFERRED]:
-                lease = self.leases[rank[-1]]
+            waiting = (self.leases[rank[-1]] for rank in self._waiting_of.get(user, ()))
+            for lease in islice(filter(could_run, waiting), MOST_PREFERRED):
                 # A request for memory counts as one GPU: which part it is depends on the device.
                 size = (held_by(lease) or WHOLE_GPU) * lease.size.device_count
                 if size <= left or (size <= behind.first_milli and left == behind.left_milli):
-                    preferred.add(rank[-1])
+                    preferred.add(lease.id)
                     left -= size
         changed, self._preferred = preferred ^ self._preferred, preferred
         for id in changed & self._waiting_at.keys():

@@ -302,6 +302,7 @@ class Replay:
                 self._planner.lags_gpu_s = self._ledger.lags_gpu_s
             if self._users is not None:
                 self._users.advance(self.now)
+                self._users.review()
                 self._planner.behind = self._users.behind()
             plan = self._planner.plan(self.now)
             self._next_at = inf if plan.next_at is None else plan.next_at

@@ -263,6 +263,7 @@ class Reference(Numbers):
         same = [
             y for y in self.c.leases if y.kind is Kind.TRAIN and (y.project, y.user) == (x.project, x.user)
         ]
+        same = [y for y in same if y.devices or self.find(y, lambda u: 1000)]
         left = behind.left_milli
         for y in sorted(
             filter(order.is_waiting, same), key=lambda y: order.rank(y, self.now, self.c.settings)

@@ -22,7 +22,13 @@ GPUS = [device(n) for n in range(4)]
 def ledger_of(*leases, lags=None):
     ledger = UserLedger(GPUS, lags or {}, now=0)
     ledger.recount(leases)
+    ledger.review()
     return ledger
+
+
+def behind(ledger):
+    ledger.review()
+    return ledger.behind()
 
 
 def test_users_have_equal_shares_of_what_the_jobs_of_their_project_hold():
@@ -87,13 +93,19 @@ def test_a_user_is_behind_from_a_lag_of_hours_of_the_share_until_most_of_it_is_m
     assert not ledger_of(*leases, lags={B: two - 1}).behind()
     ledger = ledger_of(*leases, lags={B: two + 1})
     assert ledger.behind() == {B: Behind(2000, 2000)}
-    ledger.recount([stops("x", "0 1", user="a"), stops("y", "2 3", user="b"), stops("z", user="b")])
+    caught_up = [stops("x", "0 1", user="a"), stops("y", "2 3", user="b"), stops("z", user="b")]
+    ledger.recount(caught_up)
     ledger.lags_gpu_s[B] = two / 4 + 1
-    assert ledger.behind() == {B: Behind(0)}
+    assert behind(ledger) == {B: Behind(0)}
+    # Where nothing waits, or on other devices, it is so still.
+    ledger.recount(caught_up[:2])
+    assert behind(ledger) == {B: Behind(0)}
+    ledger.recount(caught_up, [device(n) for n in range(5)])
+    assert behind(ledger) == {B: Behind(0)}
     ledger.lags_gpu_s[B] = two / 4 - 1
-    assert not ledger.behind()
+    assert not behind(ledger)
     ledger.lags_gpu_s[B] = two / 4 + 1  # it has to lag by hours again
-    assert not ledger.behind()
+    assert not behind(ledger)
 
 
 def test_a_share_of_less_than_a_gpu_is_behind_by_hours_of_a_gpu():
@@ -121,6 +133,20 @@ def test_jobs_of_a_user_who_is_behind_come_first_as_far_as_the_share_holds_them(
     assert started(contest(*mine, *new, behind={A: Behind(2000)})) == ["m0", "m1"]
     assert started(contest(*mine, *new, behind={A: Behind(1999)})) == ["m0", "n0"]
     assert started(contest(*mine, *new, behind={A: Behind(0)})) == ["n0", "n1"]
+
+
+def test_jobs_that_could_not_run_take_no_part_of_the_share():
+    """They fit nowhere, lack a device or lack quota; the one behind them is preferred."""
+    mine = stops("mine", user="a", attained_gpu_s=9_000.0)
+    first = {"user": "a", "attained_gpu_s": 9_000.0, "waits_since_at": NOW - 1}
+    new = [stops(f"n{n}", user="b") for n in range(2)]
+    for job in (
+        stops("large", device_count=9, **first),
+        stops("bound", "9", state=State.SUSPENDED, **first),
+        stops("modest", borrow=False, **first),
+    ):
+        c = contest(job, mine, *new, behind={A: Behind(1000)}, projects=[Project(name="p", quota_milli=0)])
+        assert started(c) == ["mine", "n0"]
 
 
 def test_a_request_for_memory_counts_as_one_gpu_of_the_share():

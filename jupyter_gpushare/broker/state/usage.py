@@ -433,7 +433,6 @@ class FairnessTracker:
         self._built_from: tuple[object, ...] = ()
         self._counted: object = None
         self._users: UserLedger | None = None
-        self._users_built_from: tuple[Device, ...] = ()
         self._users_counted: object = None
 
     @property
@@ -457,17 +456,15 @@ class FairnessTracker:
 
         ``leases`` are asked for when ``version`` is another than at the last call.
         """
-        users = self._users
-        if users is not None:
-            users.advance(now)
-        if users is None or devices != self._users_built_from:
+        if self._users is None:
             stored = self.stored_users.gpu_s.items()
             lags = {(project, user): lag for project, of in stored for user, lag in of.items()}
-            users = self._users = UserLedger(devices, users.lags_gpu_s if users else lags, now=now)
-            self._users_built_from, self._users_counted = devices, None
-        if self._users_counted != version:
-            users.recount(leases())
-            self._users_counted = version
+            self._users = UserLedger(devices, lags, now=now)
+        self._users.advance(now)
+        if self._users_counted != (devices, version):
+            self._users.recount(leases(), devices)
+            self._users_counted = devices, version
+        self._users.review()
 
     def move_owner(self, old: str, new: str) -> UserLags:
         """Let the lags of one owner be those of another; returns what to store."""
