@@ -145,7 +145,7 @@ class LeastRemaining(LeastAttained):
 
     When a job ends depends on who precedes it where it counts most.  That is with all
     its work at least: at the start if it reports truly, at the end if it reports less or
-    nothing.  So neither silence nor a lie pays.
+    nothing.  So neither silence nor a lie gains much.
     """
 
     __slots__ = ()
