@@ -33,7 +33,7 @@ from typing import Generic, TypeVar
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Behind, Device, Kind, Lease, Project, State
-from jupyter_gpushare.core.placement import Topology, Workload, empty_device, find
+from jupyter_gpushare.core.placement import Topology, empty_device, find
 from jupyter_gpushare.core.quota import fair_shares, held_by, size_of
 
 HALF_LIFE_S = 86_400.0
@@ -107,7 +107,7 @@ class Ledger(ABC, Generic[Owner]):
             return self._uuids.issuperset(lease.devices)
         key = lease.size, lease.consolidate
         if key not in self._fitting:
-            found = find(lease, self._topology, empty_device, Workload(()))
+            found = find(lease, self._topology, empty_device)
             self._fitting[key] = found is not None
         return lease.state is State.PENDING and self._fitting[key]
 

@@ -291,15 +291,6 @@ class Settings:
     host_budget_bytes: int = 1 << 62  # host memory for all suspended state
     order: Order | JobOrder = Order.LAS
     las_thresholds_gpu_s: tuple[float, ...] = (3250.0, 7200.0)  # ascending; where queues 1, 2, ... begin
-    # What users usually ask for: (thousandths of each GPU, GPUs, relative frequency).
-    workload: tuple[tuple[int, int, float], ...] = (
-        (250, 1, 1.0),
-        (500, 1, 1.0),
-        (1000, 1, 1.0),
-        (1000, 2, 1.0),
-        (1000, 4, 1.0),
-        (1000, 8, 1.0),
-    )
     min_run_s: float = 0.0  # no job is preempted inside its project before
     preempt_cost_s: float = 0.0  # of each GPU that changes hands, what a preemption costs
     grace_s: float = 0.0  # from SIGTERM until the capacity of a job that is stopped is free

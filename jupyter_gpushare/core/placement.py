@@ -1,8 +1,7 @@
 """Where a lease is placed.
 
-* One device, or a part of one: on the node where fragmentation grows least,
-  there on the device with the least capacity that is enough,
-  then on the node with the least free; ties by UUID.
+* One device, or a part of one: on the device with the least capacity that is
+  enough (best fit), then on the node with the least free; ties by UUID.
 * Memory is requested in bytes and held in thousandths of a device, rounded up.
 * A MIG instance goes whole to a request for its profile; a request for bytes
   may get a part of one.
@@ -14,104 +13,12 @@
 
 from __future__ import annotations
 
-import heapq
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache, partial
-from math import exp
 
 from jupyter_gpushare.core.capacity import CapacityView, DeviceCapacity
 from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease
-from jupyter_gpushare.core.size import Size
-
-# ---- fragmentation gradient descent: place work where it leaves most for the work to come
-# After Weng et al., "Beware of Fragmentation" (FGD, USENIX ATC'23).  A
-# `Workload` says what is requested and how often.  For one of its tasks the
-# *fragment* of a node is the free GPU that such a task cannot use there: all of
-# it if the node has too few GPUs for the task, else what lies on GPUs with less
-# than the task needs of one.  The fragment of a node is the mean over the
-# workload.  A lease goes where the fragment grows least.
-#
-# Scores are whole numbers from 0 to 100, as in the published scheduler, and that
-# matters: nodes tie, and ties go to the best fit, which packs.  With exact scores
-# openb reaches 91 % instead of 95 % of GPU allocated.
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
-    """A kind of request: ``gpu_count`` GPUs of one node with ``gpu_milli`` of each."""
-
-    gpu_milli: int
-    gpu_count: int = 1
-
-
-class Workload:
-    """Kinds of tasks and how often each comes; fragments are cached."""
-
-    def __init__(self, tasks: Iterable[tuple[Task, float]]) -> None:
-        """``tasks``: each with its relative frequency."""
-        often: dict[tuple[int, int], float] = {}
-        for task, weight in tasks:
-            key = task.gpu_milli, task.gpu_count
-            often[key] = often.get(key, 0.0) + weight
-        total = sum(often.values())
-        self._kinds = [(*key, weight / total) for key, weight in sorted(often.items())]
-        self._fragments: dict[tuple[int, ...], float] = {}
-
-    def fragment_milli(self, gpus: tuple[int, ...]) -> float:
-        """Expected fragment of a node with ``gpus`` free thousandths on its GPUs, ascending."""
-        found = self._fragments.get(gpus)
-        if found is None:
-            found = self._fragments[gpus] = self._fragment(gpus)
-        return found
-
-    def _fragment(self, gpus: tuple[int, ...]) -> float:
-        usable = 0.0
-        for gpu_milli, gpu_count, often in self._kinds:
-            first = 0  # the first GPU with enough
-            while first < len(gpus) and gpus[first] < gpu_milli:
-                first += 1
-            if sum([free // gpu_milli for free in gpus[first:]]) >= gpu_count:
-                usable += often * sum(gpus[first:])
-        return sum(gpus) - usable
-
-    def score(self, before: float, after: float) -> int:
-        """Score, from 0 to 100, of a fragment that becomes ``after``; 50: no difference."""
-        return int(100 / (1 + exp((after - before) / WHOLE_GPU)))
-
-
-# Sort key of a node and device for a lease: score (negative), what is left of the device, free on the node.
-Fit = tuple[int, int, int]
-
-
-def best_fit_on_node(
-    workload: Workload, free: Iterable[int], needs: Iterable[int | None]
-) -> tuple[Fit, list[int]] | None:
-    """The best fit of a lease of one device on a node, and the indexes of the devices that tie for it.
-
-    ``free``: thousandths of each device; ``needs``: what the lease takes there,
-    None where it cannot lie.  None: no device has enough.
-    """
-    gpus = list(free)
-    total, before = sum(gpus), workload.fragment_milli(tuple(sorted(gpus)))
-    best: Fit | None = None
-    ties: list[int] = []
-    tried: dict[tuple[int, int], Fit] = {}
-    for n, (value, need) in enumerate(zip(gpus, needs, strict=True)):
-        if need is None or value < need:
-            continue
-        fit = tried.get((value, need))
-        if fit is None:
-            after = workload.fragment_milli(tuple(sorted([*gpus[:n], value - need, *gpus[n + 1 :]])))
-            fit = tried[value, need] = -workload.score(before, after), value - need, total
-        if best is None or fit < best:
-            best, ties = fit, []
-        if fit == best:
-            ties.append(n)
-    return None if best is None else (best, ties)
-
-
-# ---- placement ---------------------------------------------------------------
 
 Group = Sequence[DeviceCapacity]
 
@@ -238,73 +145,41 @@ def to_resume_on(lease: Lease, able: Iterable[DeviceCapacity], view: CapacityVie
 
 
 def find(
-    lease: Lease, topology: Topology, view: CapacityView, workload: Workload, most_milli: int | None = None
+    lease: Lease, topology: Topology, view: CapacityView, most_milli: int | None = None
 ) -> Placement | None:
     """Return where ``lease`` fits, or None.
 
     ``view`` says how much of a device may be used; ``most_milli`` bounds
     what is taken over all devices (what a quota or a limit leaves).
     """
-    return Index(topology, view, workload, set()).find(lease, most_milli)
+    return Index(topology, view, set()).find(lease, most_milli)
 
 
-# Bounds of what an index keeps: changes of nodes with shapes that fitted nowhere, and fits on nodes.
-_FORGET = 10_000
-_JUDGED = 100_000
-# A node as a placement sees it: kind and capacity of its devices, ascending.
-_Summary = tuple[tuple[int, int], ...]
-# The fit on a node, and the devices that tie for it.
-_Best = tuple[Fit, _Summary]
-
-
-def _judge(
-    workload: Workload, kinds: Sequence[Device], size: Size, most_milli: int | None, summary: _Summary
-) -> _Best | None:
-    """The best fit of a lease of one device on a node; ``kinds``: a device of each kind in ``summary``."""
-    needs: list[int | None] = []
-    for kind, _ in summary:
-        need = kinds[kind].demand_milli(size)
-        needs.append(None if most_milli is not None and need > most_milli else need)
-    found = best_fit_on_node(workload, [value for _, value in summary], needs)
-    return None if found is None else (found[0], tuple(summary[n] for n in found[1]))
+# A device with capacity: how much, free on its node, first UUID of the node, UUID.
+_Entry = tuple[int, int, str, str]
 
 
 class Index:
     """Finds capacity by one ``view`` without scanning all devices.
 
-    Nodes with the same summary are judged once; gangs of whole devices are
-    found by the number of empty devices per set.  A query first updates the
-    devices in ``changed``.
+    Single devices are found by their capacity, gangs of whole devices by the number
+    of empty devices per set.  A query first updates the devices in ``changed``.
     """
 
-    def __init__(
-        self, topology: Topology, view: CapacityView, workload: Workload, changed: set[DeviceCapacity]
-    ) -> None:
+    def __init__(self, topology: Topology, view: CapacityView, changed: set[DeviceCapacity]) -> None:
         self._topology = topology
         self._view = view
         self._changed = changed
         self._value: dict[DeviceCapacity, int] = dict.fromkeys(topology.everything, 0)
-        kinds: dict[tuple[int, str], int] = {}
-        self._kind: dict[DeviceCapacity, int] = {}
-        self._kinds: list[Device] = []
+        # Entries of devices with capacity, ascending, by kind: a request is of one size on a kind.
+        self._able: dict[tuple[int, str], list[_Entry]] = {}
+        self._kinds: dict[tuple[int, str], Device] = {}
+        self._entry: dict[DeviceCapacity, _Entry] = dict.fromkeys(topology.everything, (0, 0, "", ""))
         for capacity in topology.everything:
-            key = capacity.device.grantable_bytes, capacity.device.profile
-            if key not in kinds:
-                kinds[key] = len(kinds)
-                self._kinds.append(capacity.device)
-            self._kind[capacity] = kinds[key]
-        self._node: dict[DeviceCapacity, int] = {}
-        self._first: list[str] = []  # the first UUID of each node, its name in ties
-        for number, node in enumerate(topology.nodes):
-            self._first.append(min(capacity.device.uuid for capacity in node))
-            for capacity in node:
-                self._node[capacity] = number
-        self._summary: list[_Summary] = [()] * len(topology.nodes)
-        self._similar: dict[_Summary, list[tuple[str, int]]] = {}  # heaps of nodes, some entries outdated
-        # A partial, not a method: a reference cycle would be left to the garbage collector.
-        self._judged = lru_cache(maxsize=_JUDGED)(partial(_judge, workload, self._kinds))
-        self._history: list[_Summary] = []  # summaries that nodes took on, in order
-        self._unplaced_since: dict[object, int] = {}  # by shape: length of the history when it fitted nowhere
+            self._able.setdefault(_kind(capacity), [])
+            self._kinds.setdefault(_kind(capacity), capacity.device)
+        self._node = {capacity: number for number, node in enumerate(topology.nodes) for capacity in node}
+        self._first = [min(capacity.device.uuid for capacity in node) for node in topology.nodes]
         self._empty = [0] * (len(topology.islands) + len(topology.nodes))  # whole devices per set
         self._empty_total = 0
         self._sets: dict[DeviceCapacity, list[int]] = {capacity: [] for capacity in topology.everything}
@@ -320,7 +195,7 @@ class Index:
                 continue  # not usable
             value = self._view(capacity)
             before = self._value[capacity]
-            if value != before or not self._summary[self._node[capacity]]:
+            if value != before:
                 self._value[capacity] = value
                 nodes.add(self._node[capacity])
                 change = (value >= WHOLE_GPU) - (before >= WHOLE_GPU)
@@ -330,19 +205,22 @@ class Index:
                         self._empty[number] += change
         for number in nodes:
             node = self._topology.nodes[number]
-            summary = tuple(
-                sorted([(self._kind[capacity], max(0, self._value[capacity])) for capacity in node])
-            )
-            if summary != self._summary[number]:
-                self._summary[number] = summary
-                self._history.append(summary)
-                heapq.heappush(self._similar.setdefault(summary, []), (self._first[number], number))
+            total = sum([value for capacity in node if (value := self._value[capacity]) > 0])
+            for capacity in node:
+                self._file(
+                    capacity, (self._value[capacity], total, self._first[number], capacity.device.uuid)
+                )
+
+    def _file(self, capacity: DeviceCapacity, entry: _Entry) -> None:
+        able, before = self._able[_kind(capacity)], self._entry[capacity]
+        if before[0] > 0:
+            del able[bisect_left(able, before)]
+        if entry[0] > 0:
+            insort(able, entry)
+        self._entry[capacity] = entry
 
     def find(self, lease: Lease, most_milli: int | None = None) -> Placement | None:
         """Return where ``lease`` fits, or None."""
-        if len(self._history) + len(self._unplaced_since) > _FORGET:
-            self._history.clear()
-            self._unplaced_since.clear()
         if self._changed:
             self._update(self._changed)
             self._changed.clear()
@@ -353,30 +231,16 @@ class Index:
         return self._find_one(lease, most_milli)
 
     def _find_one(self, lease: Lease, most_milli: int | None) -> Placement | None:
-        shape = lease.size, most_milli
-        since = self._unplaced_since.get(shape)
-        if since is not None and not any(self._judged(*shape, x) for x in self._history[since:]):
-            self._unplaced_since[shape] = len(self._history)
-            return None
-        found: tuple[tuple[int, int, int], tuple[str, int], _Summary] | None = None
-        for summary, nodes in list(self._similar.items()):
-            while nodes and self._summary[nodes[0][1]] != summary:
-                heapq.heappop(nodes)
-            if not nodes:
-                del self._similar[summary]
+        best: tuple[_Entry, int] | None = None
+        for kind, able in self._able.items():
+            need = self._kinds[kind].demand_milli(lease.size)
+            at = bisect_left(able, (need,))
+            if at == len(able) or (most_milli is not None and need > most_milli):
                 continue
-            if best := self._judged(*shape, summary):
-                candidate = best[0], nodes[0], best[1]
-                if found is None or candidate < found:
-                    found = candidate
-        if found is None:
-            self._unplaced_since[shape] = len(self._history)
-            return None
-        self._unplaced_since.pop(shape, None)
-        node = self._topology.nodes[found[1][1]]
-        similar = [r for r in node if (self._kind[r], self._value[r]) in found[2]]
-        capacity = min(similar, key=lambda capacity: capacity.device.uuid)
-        return Placement((capacity.device.uuid,), capacity.device.demand_milli(lease.size))
+            value, total, first, uuid = able[at]
+            found = (value - need, total, first, uuid), need
+            best = found if best is None else min(best, found)
+        return None if best is None else Placement((best[0][3],), best[1])
 
     def _find_gang(self, lease: Lease) -> Placement | None:
         size, topology = lease.size, self._topology
@@ -397,3 +261,7 @@ class Index:
             if inside and (chosen := topology.choose(lease, inside, self._value.__getitem__)):
                 return Placement(tuple(capacity.device.uuid for capacity in chosen), need)
         return None
+
+
+def _kind(capacity: DeviceCapacity) -> tuple[int, str]:
+    return capacity.device.grantable_bytes, capacity.device.profile

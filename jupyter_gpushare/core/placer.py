@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import replace
 
 from jupyter_gpushare.core.capacity import UNLENT, CapacityView, DeviceCapacity
@@ -11,9 +10,7 @@ from jupyter_gpushare.core.model import CheckpointMode, Grant, Lease, Why
 from jupyter_gpushare.core.placement import (
     Index,
     Placement,
-    Task,
     Topology,
-    Workload,
     empty_device,
     find,
     to_resume_on,
@@ -25,12 +22,9 @@ from jupyter_gpushare.core.quota import held_by
 class Placer:
     """Finds devices for leases on the usable devices of a `ClusterState`."""
 
-    def __init__(self, state: ClusterState, workload: Iterable[tuple[int, int, float]]) -> None:
-        """``workload``: thousandths of each GPU, GPUs and frequency, as in `Settings`."""
+    def __init__(self, state: ClusterState) -> None:
         self.topology = Topology(state.usable)
         self._state = state
-        tasks = ((Task(gpu_milli=milli, gpu_count=n), often) for milli, n, often in workload)
-        self._workload = Workload(tasks)
         self._indexes: dict[CapacityView, Index] = {}
         self._possible: dict[Fit, bool] = {}
 
@@ -38,7 +32,7 @@ class Placer:
         """Return where ``lease`` fits by ``view``, or None."""
         index = self._indexes.get(view)
         if index is None:
-            index = Index(self.topology, view, self._workload, self._state.watch())
+            index = Index(self.topology, view, self._state.watch())
             self._indexes[view] = index
         return index.find(lease, most_milli)
 
@@ -101,7 +95,7 @@ class Placer:
         everything = list(self._state.capacities.values())
         working = [c for c in everything if c.device.usable or c.device.draining]
         for devices, why in ((working, Why.DRAINING), (everything, Why.DEVICE_BROKEN)):
-            if find(lease, Topology(devices), empty_device, self._workload):
+            if find(lease, Topology(devices), empty_device):
                 return why
         return Why.TOO_LARGE
 

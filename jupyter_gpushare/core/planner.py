@@ -37,7 +37,7 @@ class Planner:
     def __init__(self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings) -> None:
         self.state = ClusterState(devices, projects, settings)
         self.queues = JobQueues(settings)
-        self.placer = Placer(self.state, settings.workload)
+        self.placer = Placer(self.state)
         self.lags_gpu_s: Mapping[str, float] = {}  # by project (`fairshare`)
         self.behind: Mapping[tuple[str, str], Behind] = {}  # by project and user (`fairshare`)
         self.notices = Notices()

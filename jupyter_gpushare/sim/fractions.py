@@ -13,12 +13,12 @@ from __future__ import annotations
 import random
 from bisect import insort
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from math import exp
 
 from jupyter_gpushare.core.model import WHOLE_GPU
-from jupyter_gpushare.core.placement import Task, Workload, best_fit_on_node
 from jupyter_gpushare.sim.traces import Stock, TracePod
 
 # GPUs asked for, of what the cluster has, when the last pod has come.
@@ -100,28 +100,70 @@ _CPU_SCALE = 128_000
 _GPU_SCALE = 8 * WHOLE_GPU
 
 
-def product(pods: Sequence[TracePod]) -> Choose:
-    """The product's placement (`core.placement`, `core.placement`) for the GPU requests of this load.
+def planner(stock: Stock, pod: TracePod) -> Choice:
+    """The planner's own placement (`core.placement`): best fit on GPUs, then on their node.
 
-    CPU and memory only bind: the product does not place them.  A pod for several
+    CPU and memory only bind: the planner does not place them.  A pod for several
     GPUs goes to the node with the fewest empty ones, a pod without goes where
     `best_fit` puts it.
     """
-    often = Counter((pod.gpu_milli, pod.gpus) for pod in pods if pod.gpus)
-    workload = Workload((Task(gpu_milli=milli, gpu_count=n), float(w)) for (milli, n), w in often.items())
+    able = options(stock, pod)
+    if not able or not pod.gpus:
+        return best_fit(stock, pod)
+    if pod.gpus > 1:
+        return (float(stock.gpu_milli.count(WHOLE_GPU)),), able[0]
+    free = sum(stock.gpu_milli)
+    return (min(v for v in stock.gpu_milli if v >= pod.gpu_milli) - pod.gpu_milli, free), able[0]
+
+
+# ---- fragmentation gradient descent (FGD): place a pod where it leaves most for the pods to come
+# After Weng et al., "Beware of Fragmentation" (USENIX ATC'23), on GPUs alone.  For one
+# kind of pod the *fragment* of a node is the free GPU that such a pod cannot use there: all
+# of it if the node has too few GPUs for the pod, else what lies on GPUs with less than the
+# pod needs of one.  The fragment of a node is the mean over the load.
+#
+# Scores are whole numbers from 0 to 100, as in the published scheduler, and that
+# matters: nodes tie, and ties go to the best fit, which packs.
+
+
+class Fragments:
+    """Fragments of nodes for the kinds of ``pods``, each as often as it occurs; they are cached."""
+
+    def __init__(self, pods: Iterable[TracePod]) -> None:
+        often = Counter((pod.gpu_milli, pod.gpus) for pod in pods if pod.gpus)
+        total = often.total()
+        self._kinds = [(*kind, count / total) for kind, count in sorted(often.items())]
+        self.milli = cache(self._milli)
+
+    def _milli(self, gpus: tuple[int, ...]) -> float:
+        """Expected fragment of a node with ``gpus`` free thousandths on its GPUs, ascending."""
+        usable = 0.0
+        for gpu_milli, gpu_count, often in self._kinds:
+            able = [free for free in gpus if free >= gpu_milli]
+            if sum([free // gpu_milli for free in able]) >= gpu_count:
+                usable += often * sum(able)
+        return sum(gpus) - usable
+
+
+def score(before: float, after: float) -> int:
+    """Score, from 0 to 100, of a fragment that becomes ``after``; 50: no difference."""
+    return int(100 / (1 + exp((after - before) / WHOLE_GPU)))
+
+
+def fgd(pods: Sequence[TracePod]) -> Choose:
+    """Fragmentation gradient descent for a load like ``pods``; pods of several GPUs as by `planner`."""
+    fragments = Fragments(pods)
 
     def choose(stock: Stock, pod: TracePod) -> Choice:
-        able = options(stock, pod)
-        if not able or not pod.gpus:
-            return best_fit(stock, pod)
-        if pod.gpus > 1:
-            return (float(stock.gpu_milli.count(WHOLE_GPU)),), able[0]
-        found = best_fit_on_node(workload, stock.gpu_milli, [pod.gpu_milli] * len(stock.gpu_milli))
-        assert found is not None  # `options` found one
-        fit, ties = found
-        free = list(stock.gpu_milli)
-        free[ties[0]] -= pod.gpu_milli
-        return fit, able[0]._replace(gpu_milli=tuple(sorted(free)))
+        if pod.gpus != 1 or not (able := options(stock, pod)):
+            return planner(stock, pod)
+        before, free = fragments.milli(stock.gpu_milli), sum(stock.gpu_milli)
+        values = dict.fromkeys(v for v in stock.gpu_milli if v >= pod.gpu_milli)  # as in `options`
+        scored = [
+            ((-score(before, fragments.milli(rest.gpu_milli)), value - pod.gpu_milli, free), rest)
+            for value, rest in zip(values, able, strict=True)
+        ]
+        return min(scored, key=lambda x: x[0])
 
     return choose
 

@@ -128,7 +128,7 @@ EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
 
 # Those of a site, and the ideal of a scheduler that knows all durations.
 _ORDERS: dict[str, Order | JobOrder] = {order.value: order for order in Order} | {"srtf": SRTF}
-PLACEMENTS = ("fgd", "best-fit", "random")
+PLACEMENTS = ("planner", "fgd", "best-fit", "random")
 # Options that bound preemptions and waits, and the parameters of the policy that they set.
 _BOUNDS = {
     "skip-wait": ("max_bypass_s", "with backfill: seconds for which a job that does not fit is bypassed"),
@@ -283,7 +283,7 @@ _NOTEBOOKS = (
 _FRACTIONS = (
     Option("PODS", kind=Path, dest="file"),
     Option("--nodes-file NODES", kind=Path, required=True),
-    Option("--placement", "default fgd", PLACEMENTS, default="fgd"),
+    Option("--placement", "default planner: as the product places", PLACEMENTS, default="planner"),
     Option("--seed N", "of the order of arrival (default 42)", int, default=42),
 )
 _MAKE = (
@@ -393,14 +393,16 @@ def notebooks(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | 
 def fill(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]:
     """Pods that ask for parts of GPUs fill a cluster.
 
-    gpushare simulate fractions pods.csv.gz --nodes-file nodes.csv.gz --placement fgd --seed 42
+    gpushare simulate fractions pods.csv.gz --nodes-file nodes.csv.gz --placement best-fit --seed 42
     """
     pods, nodes = traces.read_pods(args.file), traces.read_nodes(args.nodes_file)
     began = time.perf_counter()
     placement: fractions.Choose | None
     match args.placement:
+        case "planner":
+            placement = fractions.planner
         case "fgd":
-            placement = fractions.product(pods)
+            placement = fractions.fgd(pods)
         case "best-fit":
             placement = fractions.best_fit
         case _:

@@ -8,7 +8,6 @@ from itertools import chain
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, Cluster, Kind, Lease, State
-from jupyter_gpushare.core.placement import Task, Workload
 from jupyter_gpushare.core.quota import fair_shares, held_by, size_of
 
 View = Callable[[str], int]
@@ -22,7 +21,6 @@ class Numbers:
         self.node = {d.uuid: d.node for d in c.devices}
         self.movable = {d.uuid for d in c.devices if d.movable}
         self.quota = {p.name: p.quota_milli for p in c.projects}
-        self.workload = Workload((Task(gpu_milli=m, gpu_count=n), w) for m, n, w in c.settings.workload)
         self.stays = {x.id: x for x in c.leases if x.state in HOLDS_CAPACITY - LEAVING and x.devices}
         self.gone = [x for x in c.leases if x.state in LEAVING]  # are releasing their devices
         self.granted: list[tuple[str, str, int]] = []  # project, device, milli
@@ -174,13 +172,9 @@ class Numbers:
             return self.packed(x, min(able, key=len), view) if able else None
         found = []
         for group in self.nodes():
-            values = [max(0, view(u)) for u in group]
-            before = self.workload.fragment_milli(tuple(sorted(values)))
-            for n, u in enumerate(group):
-                if values[n] >= x.size.fraction_milli:
-                    left = values[n] - x.size.fraction_milli
-                    after = self.workload.fragment_milli(tuple(sorted([*values[:n], left, *values[n + 1 :]])))
-                    found.append((-self.workload.score(before, after), left, sum(values), min(group), u))
+            total = sum(max(0, view(u)) for u in group)
+            able = [u for u in group if view(u) >= x.size.fraction_milli]
+            found += [(view(u), total, min(group), u) for u in able]
         return (min(found)[-1],) if found else None
 
     def packed(self, x: Lease, able: list[str], view: View) -> tuple[str, ...]:

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.core import placement
 from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
 from tests.core.build import NOW, build, cluster, grant, project, train
 
@@ -57,11 +56,3 @@ def test_it_sees_which_lease_takes_over_a_claim_that_was_given_back():
     left = replace(first, leases=(guest, owed))
     assert planner.plan(left, NOW) == plan(left, NOW)
     assert planner.plan(left, NOW).actions == (grant("c", 0),)
-
-
-def test_it_finds_capacity_though_it_forgets_what_fitted_nowhere(monkeypatch):
-    monkeypatch.setattr(placement, "_FORGET", 0)
-    planner = IncrementalPlanner()
-    full = cluster(train("a", 1000, "0"), train("b", 1000))
-    for c in (full, full, replace(full, leases=full.leases[1:])):
-        assert planner.plan(c, NOW) == plan(c, NOW)

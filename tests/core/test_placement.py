@@ -5,65 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 from random import Random
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core import placement
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.model import Grant, State, Suspend, Why
-from jupyter_gpushare.core.placement import Index, Placement, Task, Topology, Workload, best_fit_on_node, find
+from jupyter_gpushare.core.placement import Index, Placement, Topology, find
 from jupyter_gpushare.core.planner import plan
 from jupyter_gpushare.core.size import Size
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
-
-# ---- FGD, with examples that can be worked out by hand -----------------------
-
-HALF, WHOLE, PAIR = (Task(gpu_milli=500), Task(gpu_milli=1000), Task(gpu_milli=1000, gpu_count=2))
-
-
-@pytest.mark.parametrize(
-    ("tasks", "gpus", "fragment"),
-    [
-        ([(HALF, 1)], (1000, 1000), 0),
-        ([(WHOLE, 1)], (400, 1000), 400),  # what lies on a device that is too small
-        ([(PAIR, 1)], (400, 1000), 1400),  # it does not fit at all
-        ([(PAIR, 1)], (1000, 1000), 0),
-        ([(HALF, 1), (WHOLE, 1)], (600,), 300),  # half of the workload cannot use it
-        ([(HALF, 3), (WHOLE, 1)], (600,), 150),
-    ],
-)
-def test_a_fragment_is_what_the_workload_cannot_use(tasks, gpus, fragment):
-    assert Workload(tasks).fragment_milli(gpus) == fragment
-
-
-def test_scores_are_whole_numbers_so_that_small_differences_tie():
-    workload = Workload([(HALF, 1)])
-    assert workload.score(0, 0) == 50
-    assert (workload.score(1000, 0), workload.score(0, 1000)) == (73, 26)
-    assert workload.score(10, 0) == workload.score(20, 0)
-
-
-def test_a_lease_goes_where_it_leaves_most_for_the_workload():
-    workload = Workload([(WHOLE, 1)])
-    assert best_fit_on_node(workload, (1000, 500), (500, 500)) == ((-62, 0, 1500), [1])
-    assert best_fit_on_node(workload, (1000, 400), (500, 500)) == ((-37, 500, 1400), [0])
-
-
-def test_devices_with_the_same_capacity_tie():
-    assert best_fit_on_node(Workload([(HALF, 1)]), (1000, 1000), (500, 500))[1] == [0, 1]
-
-
-def test_a_lease_does_not_fit_where_no_device_has_enough_or_suits():
-    workload = Workload([(HALF, 1)])
-    assert best_fit_on_node(workload, (400, 1000), (500, None)) is None
-
-
-def test_tasks_of_one_kind_count_together():
-    assert Workload([(HALF, 1), (HALF, 1), (WHOLE, 2)]).fragment_milli((600,)) == 300
-
-
-# ---- test placement ----------------------------------------------------------
 
 
 def placed(*leases, gpus):
@@ -218,36 +168,20 @@ def row(seed):
     return random, capacities
 
 
-WORKLOAD = Workload([(Task(gpu_milli=m, gpu_count=n), 1.0) for m, n in ((250, 1), (1000, 1), (1000, 2))])
-
-
 def free(capacity):
     return capacity.free
 
 
 def best_device(lease, topology):
-    """Looks at every device: least fragmentation, then tightest device, then tightest node."""
+    """Looks at every device: tightest device, then tightest node."""
     found = []
     for node in topology.nodes:
-        gpus = sorted(capacity.free for capacity in node)
-        for capacity in node:
-            need = capacity.device.demand_milli(lease.size)
-            if capacity.free >= need:
-                after = list(gpus)
-                after[after.index(capacity.free)] -= need
-                before, then = (
-                    WORKLOAD.fragment_milli(tuple(gpus)),
-                    WORKLOAD.fragment_milli(tuple(sorted(after))),
-                )
-                first = min(r.device.uuid for r in node)
-                order = (
-                    -WORKLOAD.score(before, then),
-                    capacity.free - need,
-                    sum(gpus),
-                    first,
-                    capacity.device.uuid,
-                )
-                found.append((order, Placement((capacity.device.uuid,), need)))
+        total, first = sum(c.free for c in node), min(c.device.uuid for c in node)
+        for c in node:
+            need = c.device.demand_milli(lease.size)
+            if c.free >= need:
+                order = c.free - need, total, first, c.device.uuid
+                found.append((order, Placement((c.device.uuid,), need)))
     return min(found, key=lambda x: x[0])[1] if found else None
 
 
@@ -255,7 +189,7 @@ def best_device(lease, topology):
 def test_the_index_answers_as_if_every_device_was_looked_at(seed):
     random, capacities = row(seed)
     topology, changed = Topology(capacities), set()
-    index = Index(topology, free, WORKLOAD, changed)
+    index = Index(topology, free, changed)
     for _ in range(20):
         size = random.choice(
             [
@@ -267,7 +201,7 @@ def test_the_index_answers_as_if_every_device_was_looked_at(seed):
         )
         lease = replace(train("job", 0, consolidate=random.choice([True, True, False])), size=size)
         placement = index.find(lease)
-        assert placement == find(lease, topology, free, WORKLOAD)
+        assert placement == find(lease, topology, free)
         if lease.size.device_count == 1:
             assert placement == best_device(lease, topology)
         for capacity in capacities:
@@ -278,15 +212,3 @@ def test_the_index_answers_as_if_every_device_was_looked_at(seed):
             capacity = random.choice(capacities)
             capacity.free = 1000
             changed.add(capacity)
-
-
-def test_what_fitted_nowhere_is_forgotten_when_it_is_much(monkeypatch):
-    """What a quota leaves, and what people ask for, takes ever new values."""
-    monkeypatch.setattr(placement, "_FORGET", 50)
-    _, capacities = row(3)
-    topology = Topology(capacities)
-    index = Index(topology, free, WORKLOAD, set())
-    for left in range(1000):
-        lease = train("job", 250)
-        assert index.find(lease, left) == find(lease, topology, free, WORKLOAD, left)
-        assert len(index._unplaced_since) <= 51

@@ -79,7 +79,7 @@ def test_notebooks_as_json_with_and_without_jobs(simulate, timeout):
     assert json.loads(out).keys() >= NOTEBOOK_KEYS | JOB_KEYS
 
 
-@pytest.mark.parametrize("placement", ["fgd", "best-fit", "random"])
+@pytest.mark.parametrize("placement", ["planner", "fgd", "best-fit", "random"])
 def test_fractions_as_json(simulate, placement):
     words = f"fractions pods.csv --nodes-file nodes.csv --placement {placement} --seed 7 --json"
     code, out, _ = simulate(words)
