@@ -373,17 +373,6 @@ class Shares:
         """Projects that hold no more than their share."""
         return frozenset(n for n, account in self._quotas.accounts.items() if account.use <= self.of(n))
 
-    def at_or_below_quota(self) -> frozenset[str]:
-        """Projects that hold no more than their quota."""
-        return frozenset(n for n, a in self._quotas.accounts.items() if a.use <= a.project.quota_milli)
-
-    def any_below_quota_without(self, leaving: Iterable[Lease]) -> bool:
-        """Whether a project would hold less than its quota without these leases."""
-        left = {n: a.use - a.project.quota_milli for n, a in self._quotas.accounts.items()}
-        for lease in leaving:
-            left[lease.project] -= size_of(lease)
-        return any(left[lease.project] < 0 for lease in leaving)
-
     def total_excess(self) -> int:
         """Thousandths that all projects together hold beyond their shares."""
         return sum(max(0, a.use - max(0, self.of(n))) for n, a in self._quotas.accounts.items())

@@ -380,7 +380,7 @@ class SchedulingRound:
         # A job that does not borrow needs more than capacity: none of it may be lent.
         self._evict(plan.victims, job, final=over or not job.borrow)
         state.reserve(job, plan.placement.devices, plan.placement.held_milli)
-        moved = (v.lease for v in plan.victims if v.why is Why.MOVED and v.lease.project == job.project)
+        moved = (v.lease for v in plan.victims if v.why is Why.MOVED)
         self.reservations.reserve_targets(moved)
         return Why.AWAITING_RELEASE
 

@@ -1,6 +1,6 @@
 """The rules of docs/concepts.md, in its order, written down naively: no caches, no heaps, no indexes.
 
-It covers `progress` and `las` without moves, exchanges and bounds of host memory;
+It covers `progress` and `las` without moves and bounds of host memory;
 `test_reference` compares it with the planner on small clusters.
 """
 

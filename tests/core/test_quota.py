@@ -223,23 +223,25 @@ def test_a_project_within_its_share_is_protected_though_its_jobs_would_be_cheape
     )
 
 
-def apart(survival=CheckpointMode.SIGTERM, p="", **more):
-    """What r has too much lies on four nodes, beside jobs of q; p wants two GPUs of one node."""
-    jobs = [*held("q", "0 2", 100, survival), *held("r", "1 3 4" if p else "1 3 4 5", 200), *held("p", p, 1)]
-    gang, others = waiting("p", "gang", gpus=2), [*waiting("q", "more"), *waiting("r", "most")]
-    return thirds(*jobs, *gang, *others, nodes="001123", **more)
-
-
-def test_a_gang_takes_capacity_in_exchange_where_the_excess_of_others_lies_apart():
-    """It takes a job of q with one of r, and q what r has too much elsewhere."""
-    assert plan(apart(), NOW).actions == (
-        Requeue("r3", Why.OVER_QUOTA, "gang"),
-        Requeue("q2", Why.OVER_QUOTA, "gang"),
-        Requeue("r5", Why.OVER_QUOTA, "more"),
+def test_a_gang_wider_than_a_node_asks_for_whole_nodes():
+    """Four GPUs are free, but on three nodes."""
+    c = cluster(
+        *held("q", "1 3", 1),
+        train("gang", 1000, device_count=4),
+        train("later", 1000, device_count=4),
+        gpus=[device(n, node=f"n{n // 2}") for n in range(6)],
+        projects=[project("p", 0, weight=9), project("q", 0)],
     )
+    assert plan(c, NOW).actions == (Requeue("q3", Why.OVER_QUOTA, "gang"),)
 
 
-def test_nothing_is_exchanged_that_could_not_go_on_elsewhere_or_is_not_there():
-    assert plan(apart(CheckpointMode.SUSPEND), NOW).actions == ()
-    lags = {"p": 3600.0, "q": 0.0, "r": 0.0}  # p may have three now, and r has only one too many
-    assert plan(replace(apart(p="5", fairness_horizon_s=3600.0), lags_gpu_s=lags), NOW).actions == ()
+def test_a_gang_wider_than_a_node_preempts_no_job_where_no_whole_nodes_come_of_it():
+    c = cluster(
+        *held("q", "1", 1),
+        *held("r", "3 5", 1),
+        train("gang", 1000, device_count=4),
+        gpus=[device(n, node=f"n{n // 2}") for n in range(6)],
+        projects=[project("p", 0), project("q", 0), project("r", 2)],
+        fairness_horizon_s=3600.0,
+    )
+    assert plan(replace(c, lags_gpu_s={"p": 4 * 3600.0, "q": -4 * 3600.0}), NOW).actions == ()

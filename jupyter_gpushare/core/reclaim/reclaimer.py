@@ -5,8 +5,7 @@ victims compare by the dearest kind, then by number, then by rank.
 
 Three ways, the first that succeeds:
 
-1. idle sessions and leases of other projects (`options`), for a gang also in
-   exchange;
+1. idle sessions and leases of other projects (`options`);
 2. the same and jobs of the own project of later levels, the last first (`search`);
 3. moving jobs of the own project together (`defragment`).
 
@@ -37,8 +36,6 @@ from jupyter_gpushare.core.reclaim.options import Cheapest, ReclaimOptions
 from jupyter_gpushare.core.reclaim.search import Candidate, MultiDeviceSearch, SingleDeviceSearch
 from jupyter_gpushare.core.reclaim.victims import ReclaimScope, Victim, VictimIndex, prune, rank
 
-# Reasons for which a job of another project is preempted that owes nothing.
-_TAKEN = frozenset({Why.OVER_QUOTA, Why.MOVED})
 # A lag takes GPUs from another project once it is so many times what that costs: two gangs that want
 # the same GPUs swap whenever each was ahead of the other by as much, and lose a hundredth.
 COSTS_APART = 25.0
@@ -119,18 +116,9 @@ class Reclaimer:
     def _for_job(self, job: Lease, scope: ReclaimScope, soon: Placement | None) -> ReclaimPlan | Why:
         if self._is_over_limit(job, soon.size_milli if soon else self.state.least_size(job), ()):
             return self._under_limit(job, scope, soon)
-        ways = [partial(self._cheapest_of_others, job, scope)]
-        scopes = [scope, scope]
-        if scope.protected and job.size.device_count > 1:
-            # The excess of other projects may be scattered over the nodes.
-            at_quota = self._shares.at_or_below_quota()
-            exchange = self.victim_index.in_exchange(scope, job.size.device_count, at_quota)
-            ways.append(partial(self._cheapest_of_others, job, exchange))
-            scopes.insert(1, exchange)
-        ways.append(partial(self._from_juniors, job, scope))
         why = Why.NO_CAPACITY
-        for way, scope in zip(ways, scopes, strict=True):
-            plan = self._decide(job, found, scope) if (found := way()) else Why.NO_CAPACITY
+        for way in (self._cheapest_of_others, self._from_juniors):
+            plan = self._decide(job, found, scope) if (found := way(job, scope)) else Why.NO_CAPACITY
             if isinstance(plan, ReclaimPlan):
                 return plan
             why = plan if plan is not Why.NO_CAPACITY else why
@@ -171,12 +159,6 @@ class Reclaimer:
             return Why.NO_CAPACITY
         if self._is_over_limit(job, need * len(devices), victims):
             return Why.PROJECT_LIMIT
-        if scope.below_gpus:
-            taken = [v.lease for v in victims if v.lease.project != job.project and v.why in _TAKEN]
-            if sum(map(size_of, taken)) > self._shares.total_excess():
-                return Why.NO_CAPACITY
-            if self._shares.any_below_quota_without(taken):
-                return Why.NO_CAPACITY
         if scope.below_share and not self._is_worth_a_swap(job, need * len(devices), victims):
             return Why.NO_CAPACITY
         if not self._is_worth_it(job, victims):
@@ -199,7 +181,7 @@ class Reclaimer:
         settings, lag_milli = self.state.settings, self._shares.catching_up(job.project)
         if self.state.account(job).use + size <= self._shares.of(job.project) - lag_milli:
             return True
-        taken = [v for v in victims if v.lease.project != job.project and v.why in _TAKEN]
+        taken = [v for v in victims if v.lease.project != job.project and v.why is Why.OVER_QUOTA]
         # What jobs lose by a stop does not count: no other project gains by declaring more of it.
         cost = sum(size_of(v.lease) * v.swap_s(settings) for v in taken)
         return lag_milli * (settings.fairness_horizon_s or 0.0) >= COSTS_APART * cost

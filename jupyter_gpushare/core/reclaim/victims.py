@@ -14,8 +14,6 @@ session at a limit  jobs of its own project                     no
 any job             idle sessions, host memory permitting       no
 job owed by quota   leases over quota of other projects         no
 job below share     jobs over quota of projects above share     yes
-gang below share    also smaller jobs with checkpoints of other yes
-                    projects, in quota or not (*exchange*)
 job                 jobs of its own project of lower priority   yes (*)
                     or of a later group
 ==================  ==========================================  ==============
@@ -24,9 +22,6 @@ A job that suspends comes before others of its priority and user if fewer suspen
 leases wait for its devices: it resumes behind them.
 
 (*) A job that begins again when it is stopped may make way before, in place of one that loses more.
-
-In an exchange the projects that lose a job take as much back from projects
-above their share: a quota guarantees how many GPUs, not which.
 """
 
 from __future__ import annotations
@@ -34,7 +29,7 @@ from __future__ import annotations
 import enum
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 from jupyter_gpushare.core import order
@@ -132,7 +127,6 @@ class ReclaimScope:
     below_share: bool  # the project is below its fair share
     lend: bool  # devices of idle and suspended sessions may be used
     protected: frozenset[str]  # projects that nothing is taken from
-    below_gpus: int = 0  # exchange with jobs of fewer GPUs; 0: no exchange
 
     def available(self, capacity: DeviceCapacity) -> int:
         """Capacity that the job can count on without a preemption."""
@@ -167,25 +161,16 @@ class VictimIndex:
     ) -> ReclaimScope:
         """Scope of a reclaim for ``job``."""
         project = job.project if owed or below_share else ""
-        return self._interned(ReclaimScope(project, owed, below_share, lend, protected))
-
-    def in_exchange(self, scope: ReclaimScope, gpus: int, protected: frozenset[str]) -> ReclaimScope:
-        """``scope`` extended to jobs of fewer than ``gpus`` GPUs of projects that are not ``protected``."""
-        return self._interned(replace(scope, protected=protected, below_gpus=gpus))
-
-    def _interned(self, scope: ReclaimScope) -> ReclaimScope:
-        key = scope.project, scope.owed, scope.below_share, scope.lend, scope.protected, scope.below_gpus
-        return self._scopes.setdefault(key, scope)
+        key = project, owed, below_share, lend, protected
+        return self._scopes.setdefault(key, ReclaimScope(*key))
 
     def candidate_devices(self, scope: ReclaimScope) -> set[DeviceCapacity]:
         """Devices on which a lease may be preempted."""
         if scope not in self._candidates:
             found = self._candidates[scope] = set(self._idle_on) if scope.lend else set()
             if scope.project:
-                devices = self.state.usable if scope.below_gpus else self._over_quota_on
-                found.update(
-                    c for c in devices if any(self._may_take(x, scope) for x in self._held(c, scope))
-                )
+                on = self._over_quota_on
+                found.update(c for c, here in on.items() if any(self._may_take(x, scope) for x in here))
         return self._candidates[scope]
 
     @cached_property
@@ -224,31 +209,19 @@ class VictimIndex:
                 if lease.id in capacity.holders and (victim := self._idle_session(lease)):
                     found[lease.id] = victim
         if scope.project:
-            for lease in self._held(capacity, scope):
+            rule = RULES.OWED if scope.owed else RULES.BELOW_SHARE
+            for lease in self._over_quota_on.get(capacity, ()):
                 if lease.id in found or lease.id not in capacity.holders or not self._may_take(lease, scope):
                     continue
-                rule = RULES.OWED if scope.owed else RULES.BELOW_SHARE
-                if scope.below_gpus and lease.id in self.state.quotas.in_quota:
-                    rule = RULES.MOVE
                 victim = self.victim(lease, rule)
-                by_order = rule is RULES.MOVE
-                if victim and (not rule.after_min_run or self._has_run(lease, by_order=by_order)):
+                if victim and (not rule.after_min_run or self._has_run(lease, by_order=False)):
                     found[lease.id] = victim
         return found.values()
 
-    def _held(self, capacity: DeviceCapacity, scope: ReclaimScope) -> Iterable[Lease]:
-        """Leases on a device that are in question for another project."""
-        return capacity.holders.values() if scope.below_gpus else self._over_quota_on.get(capacity, ())
-
     def _may_take(self, lease: Lease, scope: ReclaimScope) -> bool:
         """Whether the capacity of a lease may go to the project of ``scope``."""
-        if lease.project == scope.project or lease.project in scope.protected:
-            return False
-        in_quota = lease.id in self.state.quotas.in_quota
-        if scope.below_gpus:
-            moves = lease.size.device_count < scope.below_gpus and lease.survival.has_checkpoint
-            return moves and (lease.borrow or not in_quota)
-        return not in_quota
+        own_or_protected = lease.project == scope.project or lease.project in scope.protected
+        return not own_or_protected and lease.id not in self.state.quotas.in_quota
 
     def forget(self) -> None:
         """Drop what is cached, because free host memory changed."""
