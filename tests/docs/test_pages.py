@@ -31,6 +31,19 @@ def test_the_page_has_every_scenario_in_its_order():
     assert numbers == sorted(numbers)
 
 
+# ---- docs/concepts.md says the order of jobs in few words
+
+CONCEPTS = FIRST_GPU.with_name("concepts.md")
+
+
+def test_the_scheduling_order_stays_short():
+    section = CONCEPTS.read_text().partition("## Scheduling order")[2].partition("\n## ")[0]
+    rules = re.findall(r"^\d+\. .*$", section, re.MULTILINE)
+    assert len(section.split()) <= 700
+    assert len(rules) > 9
+    assert max(len(rule.split()) for rule in rules) <= 60
+
+
 # ---- docs/operations.md lists what a reload of the broker does not change ----
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"
