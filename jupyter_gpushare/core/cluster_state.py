@@ -65,7 +65,7 @@ class ClusterState:
             if capacity.device.movable:
                 self._alike[_kind_of(capacity.device)].append(capacity)
         self.leases: dict[str, Lease] = {}
-        self.quotas = QuotaState(projects)
+        self.quotas = QuotaState(projects, WHOLE_GPU * len(self.capacities))
         self.host_free = settings.host_budget_bytes
         self.reserved_bytes: dict[str, int] = {}  # host memory reserved for jobs on lent capacity
         self.log: list[DeviceCapacity] = []  # devices that changed in this round, in order

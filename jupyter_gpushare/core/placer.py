@@ -107,7 +107,7 @@ class Placer:
         that it can give back.
         """
         account = self._state.account(lease)
-        quota_left = account.project.quota_milli - account.claimed
+        quota_left = account.claimable - account.claimed
         found = self.find(lease, DeviceCapacity.claimable_now, quota_left)
         if found and not account.over_limit(found.size_milli):
             return Grant(lease.id, found.devices, found.held_milli, Why.CLAIM)

@@ -14,6 +14,8 @@
   the claims in use leave of the quota: first jobs that do not borrow, then jobs
   that once starved (`Lease.turns`), then the oldest grant.  All other use is
   *over quota*: borrowed, and reclaimed first.
+* Where the quotas exceed the machine together, jobs count on shares of it by
+  weight instead (`kept_quotas`); claims are given up to the configured quota.
 * *Fair share*: quota first, then the rest by weight, never more than a project
   can use (water filling over its real demand).
 
@@ -23,7 +25,7 @@ All of this follows from the states of the leases; no history is kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
@@ -50,7 +52,8 @@ def size_of(lease: Lease) -> int:
 class Account:
     """Use and claims of one project in a round, in thousandths of a GPU."""
 
-    project: Project
+    project: Project  # with the quota that can be kept (`kept_quotas`)
+    claimable: int  # its quota as configured: no session loses a claim because others were promised more
     claimed: int = 0  # by its build sessions, suspended or not
     use: int = 0  # held by leases that are not leaving
     in_quota_use: int = 0
@@ -126,8 +129,10 @@ class QuotaState:
     changed claim once more; `settle` then brings the quotas up to date.
     """
 
-    def __init__(self, projects: Iterable[Project]) -> None:
-        self.accounts = {p.name: Account(p) for p in projects}
+    def __init__(self, projects: Iterable[Project], capacity_milli: int) -> None:
+        projects = list(projects)
+        kept = kept_quotas(projects, capacity_milli)
+        self.accounts = {p.name: Account(k, p.quota_milli) for p, k in zip(projects, kept, strict=True)}
         self.claimants: set[str] = set()  # build sessions with a claim
         self.in_quota: set[str] = set()  # leases in quota that hold capacity
         self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: jobs that hold capacity
@@ -153,7 +158,7 @@ class QuotaState:
         """The account of ``project``; one that is not configured has no quota."""
         found = self.accounts.get(project)
         if found is None:
-            found = self.accounts[project] = Account(Project(name=project, quota_milli=0))
+            found = self.accounts[project] = Account(Project(name=project, quota_milli=0), 0)
         return found
 
     def enter(self, lease: Lease) -> None:
@@ -284,7 +289,7 @@ def _give_claims(quotas: QuotaState, sessions: Iterable[Lease]) -> set[str]:
         account.claimed = 0
     for lease in sorted(sessions, key=lambda x: (x.borrowed, x.queued_at, x.id)):
         account, held, size = quotas.account(lease.project), held_by(lease), size_of(lease)
-        if account.claimed + size > account.project.quota_milli:
+        if account.claimed + size > account.claimable:
             continue
         if any(on_device.get(uuid, 0) + held > WHOLE_GPU for uuid in lease.devices):
             continue
@@ -326,6 +331,20 @@ def fair_shares(
             shares[name] += more
             left -= more
     return shares
+
+
+def kept_quotas(projects: Iterable[Project], capacity_milli: int) -> list[Project]:
+    """Return the projects with quotas that ``capacity_milli`` can keep together.
+
+    Where it cannot keep all that are configured, they are shares of it by weight.
+    """
+    projects = list(projects)
+    promised = {p.name: p.quota_milli for p in projects}
+    if capacity_milli >= sum(promised.values()):
+        return projects
+    by_weight = [replace(p, quota_milli=0, limit_milli=None) for p in projects]
+    kept = fair_shares(by_weight, promised, capacity_milli)
+    return [replace(p, quota_milli=kept[p.name]) for p in projects]
 
 
 class Shares:

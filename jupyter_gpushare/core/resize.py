@@ -62,7 +62,7 @@ def _guaranteed_more(capacity: DeviceCapacity, account: Account) -> int:
     """What a session with a claim can still be guaranteed of its device, and get at once."""
     if not capacity.device.usable:
         return 0
-    return min(capacity.claimable(), capacity.now(), account.project.quota_milli - account.claimed)
+    return min(capacity.claimable(), capacity.now(), account.claimable - account.claimed)
 
 
 def _borrowed_more(capacity: DeviceCapacity) -> int:

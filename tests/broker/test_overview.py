@@ -167,7 +167,7 @@ async def test_more_guarantees_than_gpus_need_a_look(broker):
     assert not overview(broker).alerts()
     await broker.request_policy.change_project("vision", wire.ProjectChange(quota=1.5, force=True), "root")
     assert [x.sentence for x in overview(broker).alerts()] == [
-        "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
+        "The projects are guaranteed 2.5 GPUs together, and there are 2: jobs share these by weight."
     ]
 
 

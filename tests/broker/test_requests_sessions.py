@@ -244,11 +244,11 @@ async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(site, br
 
 
 async def test_a_start_with_guarantees_beyond_the_machine_says_so_once(site, broker, caplog):
-    assert "not all of that can be kept" not in caplog.text
+    assert "jobs share these by weight" not in caplog.text
     await broker.request_policy.change_project("nlp", wire.ProjectChange(quota=1.5, force=True), "root")
     await broker.end()
     await site.start_broker()
-    said = "The projects are guaranteed 2.5 GPUs together, and there are 2: not all of that can be kept."
+    said = "The projects are guaranteed 2.5 GPUs together, and there are 2: jobs share these by weight."
     await until(lambda: said in caplog.text)
     await asyncio.sleep(120)
     assert caplog.text.count(said) == 1

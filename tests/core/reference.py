@@ -177,7 +177,7 @@ class Reference(Numbers):
         return self.use(x.project) <= share and self.size(x) <= share
 
     def starts_with_claim(self, x: Lease) -> bool:
-        left = self.quota[x.project] - self.claimed[x.project]
+        left = self.configured[x.project] - self.claimed[x.project]
         size = x.size.fraction_milli * x.size.device_count
         for asleep, view in (
             (False, lambda u: min(self.claimable(u), self.now_free(u))),
@@ -220,7 +220,7 @@ class Reference(Numbers):
         def turn(name: str) -> tuple[object, ...]:
             if starved:
                 return rank(queues[name][0])
-            p = next(p for p in self.c.projects if p.name == name)
+            p = next(p for p in self.projects if p.name == name)
             used, quota = self.use(name), p.quota_milli
             ratio = used / max(quota, 1) if by_quota else (used - quota) / max(p.weight, 1)
             return -p.priority, ratio, rank(queues[name][0]), name

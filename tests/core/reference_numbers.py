@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import cached_property
 from itertools import chain
 
@@ -20,7 +21,13 @@ class Numbers:
         self.c, self.now, self.leases = c, now, {x.id: x for x in c.leases}
         self.node = {d.uuid: d.node for d in c.devices}
         self.movable = {d.uuid for d in c.devices if d.movable}
-        self.quota = {p.name: p.quota_milli for p in c.projects}
+        self.configured = {p.name: p.quota_milli for p in c.projects}  # bounds claims
+        # Jobs count on what the machine can keep of it: by weight where it cannot keep all.
+        self.quota, capacity = self.configured, 1000 * len(c.devices)
+        if sum(self.quota.values()) > capacity:
+            by_weight = [replace(p, quota_milli=0, limit_milli=None) for p in c.projects]
+            self.quota = fair_shares(by_weight, self.configured, capacity)
+        self.projects = [replace(p, quota_milli=self.quota[p.name]) for p in c.projects]
         self.stays = {x.id: x for x in c.leases if x.state in HOLDS_CAPACITY - LEAVING and x.devices}
         self.gone = [x for x in c.leases if x.state in LEAVING]  # are releasing their devices
         self.granted: list[tuple[str, str, int]] = []  # project, device, milli
@@ -52,7 +59,7 @@ class Numbers:
             full = any(
                 sum(held_by(y) for y in found if u in y.devices) + held_by(x) > 1000 for u in x.devices
             )
-            if own + size_of(x) <= self.quota[x.project] and not full:
+            if own + size_of(x) <= self.configured[x.project] and not full:
                 found.append(x)
         return {x.id for x in found}
 
@@ -94,7 +101,7 @@ class Numbers:
             leaving = sum(self.lets_go(x) for x in self.gone if x.project == n)
             left = self.limit[n] + leaving - (self.over(n, 10**10) + self.limit[n] - 10**10)
             demand[n] = self.use(n) + min(demand[n], max(0, left))
-        return fair_shares(self.c.projects, demand, 1000 * len(self.c.devices)) if len(self.quota) > 1 else {
+        return fair_shares(self.projects, demand, 1000 * len(self.c.devices)) if len(self.quota) > 1 else {
             n: 1000 * len(self.c.devices) for n in self.quota}  # fmt: skip
 
     def on(self, leases: Iterable[Lease], u: str) -> int:

@@ -63,10 +63,11 @@ def test_a_claim_counts_even_while_its_session_sleeps():
 
 def test_it_does_not_go_where_a_session_sleeps():
     nb = build("nb", 1000, "0", state=ASLEEP, project="q")
-    c = cluster(nb, steady("job", 1000), projects=[project("p", 1), project("q", 1)])
+    gpus, quotas = [device(0), device(1, usable=False)], [project("p", 1), project("q", 1)]
+    c = cluster(nb, steady("job", 1000), gpus=gpus, projects=quotas)
     assert plan(c, NOW).actions == ()
     assert why(c, "job") is Why.NO_CAPACITY
-    lent = cluster(nb, train("job", 1000), projects=c.projects)
+    lent = cluster(nb, train("job", 1000), gpus=gpus, projects=quotas)
     assert isinstance(plan(lent, NOW).actions[0], Grant)
 
 
@@ -95,10 +96,10 @@ def test_it_takes_back_what_others_have_beyond_their_quota():
 
 def test_it_waits_for_releasing_capacity_but_not_for_lent_capacity():
     leaving = train("old", 1000, "0", project="q", state=State.STOPPING)
-    quotas = [project("p", 1), project("q", 1)]
-    assert why(cluster(leaving, steady("job", 1000), projects=quotas), "job") is (Why.AWAITING_RELEASE)
+    on = {"gpus": [device(0), device(1, usable=False)], "projects": [project("p", 1), project("q", 1)]}
+    assert why(cluster(leaving, steady("job", 1000), **on), "job") is Why.AWAITING_RELEASE
     nb = build("nb", 1000, "0", state=ASLEEP, project="q")
-    assert why(cluster(leaving, nb, steady("job", 1000), projects=quotas), "job") is Why.NO_CAPACITY
+    assert why(cluster(leaving, nb, steady("job", 1000), **on), "job") is Why.NO_CAPACITY
 
 
 def test_it_is_in_quota_before_older_jobs_that_borrow():
@@ -169,10 +170,10 @@ def test_no_running_job_makes_way_for_a_gang_that_would_be_on_lent_capacity():
     nb = build("nb", 1000, "0", state=ASLEEP, project="q")
     junior = train("junior", 1000, "1", survival=CheckpointMode.SIGTERM)
     gang = steady("gang", 1000, device_count=2, priority=1)
-    quotas = [project("p", 2), project("q", 1)]
-    assert plan(cluster(nb, junior, gang, gpus=2, projects=quotas), NOW).actions == ()
+    gpus, quotas = [device(0), device(1), device(2, usable=False)], [project("p", 2), project("q", 1)]
+    assert plan(cluster(nb, junior, gang, gpus=gpus, projects=quotas), NOW).actions == ()
     may = train("gang", 1000, device_count=2, priority=1)
-    assert plan(cluster(nb, junior, may, gpus=2, projects=quotas), NOW).actions == (
+    assert plan(cluster(nb, junior, may, gpus=gpus, projects=quotas), NOW).actions == (
         Requeue("junior", Why.PRIORITY, "gang"),
     )
 

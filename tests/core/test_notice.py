@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jupyter_gpushare.core.model import Notice, Plan, Requeue, Suspend, Why
 from jupyter_gpushare.core.planner import IncrementalPlanner, plan
-from tests.core.build import ASLEEP, NOW, build, cluster, project, stops, train
+from tests.core.build import ASLEEP, NOW, build, cluster, device, project, stops, train
 
 LENT = Suspend("nb", Why.IDLE, "job")
 
@@ -82,7 +82,8 @@ def test_nothing_is_taken_for_a_job_before_all_of_its_notices_are_over():
     nb = build("nb", 1000, "0", idle_s=3600)
     over = stops("over", "1", project="q", granted_at=NOW - 5000)
     gang = train("job", 1000, device_count=2)
-    c = cluster(nb, over, gang, gpus=2, projects=[project("p", 3), project("q", 0)], notice_s=30.0)
+    gpus, quotas = [device(0), device(1), device(2, usable=False)], [project("p", 3), project("q", 0)]
+    c = cluster(nb, over, gang, gpus=gpus, projects=quotas, notice_s=30.0)
     first, last = told(c, (0, {}), (30, {}))
     assert first == Plan((), NOW + 30, (Notice("nb", "job", NOW + 30),))
     assert {a.lease: type(a) for a in last.actions} == {"nb": Suspend, "over": Requeue}

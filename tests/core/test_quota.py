@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import CheckpointMode, Requeue, State, Suspend, Why
 from jupyter_gpushare.core.planner import plan
-from jupyter_gpushare.core.quota import fair_shares
+from jupyter_gpushare.core.quota import fair_shares, kept_quotas
 from tests.core.build import ASLEEP, NOW, build, cluster, device, project, quotas, train
 from tests.core.test_settles import at_rest
 
@@ -70,6 +70,7 @@ def test_jobs_are_in_quota_oldest_first_after_the_sessions():
         train("old", 1000, "1", granted_at=1),
         train("large", 1000, "2", granted_at=2),
         train("small", 500, "0", granted_at=3),
+        gpus=3,
         projects=[project("p", 2)],
     )
     assert quotas(c).in_quota == {"nb", "old", "small"}
@@ -196,6 +197,23 @@ def test_nothing_is_taken_from_a_project_that_has_just_its_share():
         projects=[project("p", 0), project("q", 0), project("r", 1)],
     )
     assert plan(c, NOW).actions == ()
+
+
+def test_quotas_that_the_machine_cannot_keep_together_are_shared_out_by_weight():
+    """8 GPUs, and three projects that are guaranteed 8 each: the first holds all, for 9 days."""
+    held = [train(f"p{n}", 1000, str(n), granted_at=n) for n in range(8)]
+    wait = [train(f"{name}{n}", 1000, project=name) for name in "qr" for n in range(8)]
+    projects = [project("p", 8), project("q", 8), project("r", 8, weight=2)]
+    c = cluster(*held, *wait, gpus=8, projects=projects)
+    assert [p.quota_milli for p in kept_quotas(projects, 8_000)] == [2000, 2000, 4000]
+    taken = [(a.lease, a.for_lease) for a in plan(c, NOW).actions]
+    assert taken == [("p7", "q0"), ("p6", "r0"), ("p5", "r1"), ("p4", "q1"), ("p3", "r2"), ("p2", "r3")]
+
+
+def test_no_session_loses_its_claim_because_others_are_promised_more():
+    asleep = build("nb", 1000, "0", state=ASLEEP)
+    c = cluster(asleep, projects=[project("p", 1), project("q", 1)])
+    assert quotas(c).claimants == {"nb"}
 
 
 def thirds(*leases, nodes="000000", **more):

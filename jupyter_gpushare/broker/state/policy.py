@@ -193,7 +193,7 @@ def beyond_machine(projects: Iterable[Project], total_milli: int) -> str:
     if not 0 < total_milli < promised:
         return ""
     promise = f"The projects are guaranteed {promised / WHOLE_GPU:g} GPUs together"
-    return f"{promise}, and there are {total_milli / WHOLE_GPU:g}: not all of that can be kept."
+    return f"{promise}, and there are {total_milli / WHOLE_GPU:g}: jobs share these by weight."
 
 
 def gpus_to_milli(value: Any, what: str) -> int:
