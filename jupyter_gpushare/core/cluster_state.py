@@ -22,7 +22,7 @@ lender wakes, the job's memory needs a place while the lender's copy is there.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from functools import partial
 from math import ceil
@@ -65,6 +65,7 @@ class ClusterState:
             if capacity.device.movable:
                 self._alike[_kind_of(capacity.device)].append(capacity)
         self.leases: dict[str, Lease] = {}
+        self.stopping: dict[str, Lease] = {}  # the part of them that is being stopped
         self.quotas = QuotaState(projects, WHOLE_GPU * len(self.capacities))
         self.host_free = settings.host_budget_bytes
         self.reserved_bytes: dict[str, int] = {}  # host memory reserved for jobs on lent capacity
@@ -72,6 +73,7 @@ class ClusterState:
         self._arrived: dict[str, Lease] = {}  # not counted yet
         self._watchers: list[set[DeviceCapacity]] = []
         self._on_lent: dict[DeviceCapacity, list[Lease]] = {}
+        self._lent_devices: Counter[str] = Counter()  # by lease: on how many it is in `_on_lent`
         self._relent: set[DeviceCapacity] = set()  # devices with an outdated entry in `_on_lent`
         self._undo: dict[object, Callable[[], object]] = {}  # by what changed
         self._host_free_before = self.host_free  # when the round began
@@ -97,6 +99,8 @@ class ClusterState:
         """Add a lease, or replace it after a change."""
         self.drop(lease.id)
         self.leases[lease.id] = lease
+        if lease.state is State.STOPPING:
+            self.stopping[lease.id] = lease
         if has_place(lease):
             self.quotas.enter(lease)
             self._arrived[lease.id] = lease
@@ -104,6 +108,7 @@ class ClusterState:
     def drop(self, id: str) -> None:
         """Remove a lease, if it is there."""
         lease = self.leases.pop(id, None)
+        self.stopping.pop(id, None)
         if lease is not None and has_place(lease):
             self.quotas.exit(lease)
             if self._arrived.pop(id, None) is None:
@@ -129,15 +134,18 @@ class ClusterState:
 
     def _settle_host_memory(self) -> None:
         for capacity in self._relent:
-            self._on_lent.pop(capacity, None)
+            for lease in self._on_lent.pop(capacity, ()):
+                self._lent_devices[lease.id] -= 1
+                if not self._lent_devices[lease.id]:
+                    del self._lent_devices[lease.id]
+                    self.host_free += self.reserved_bytes.pop(lease.id, 0)
+        for capacity in self._relent:
             if on_lent := capacity.on_lent(self.quotas.claimants):
                 self._on_lent[capacity] = on_lent
-        self._relent.clear()
-        self.host_free += sum(self.reserved_bytes.values())
-        self.reserved_bytes.clear()
-        for on_lent in self._on_lent.values():
             for lease in on_lent:
+                self._lent_devices[lease.id] += 1
                 self.reserve_host_memory(lease)
+        self._relent.clear()
 
     def _count_in(self, lease: Lease, sign: int) -> None:
         self.quotas.count(lease, sign)

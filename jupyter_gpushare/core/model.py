@@ -45,15 +45,9 @@ class CheckpointMode(enum.StrEnum):
     SIGTERM = "sigterm"  # stopped with grace, starts again from its own checkpoint
     NONE = "none"  # stopped with grace, starts again from the beginning
 
-    @property
-    def suspends(self) -> bool:
-        """Whether a job is suspended where the driver can."""
-        return self in (CheckpointMode.SUSPEND, CheckpointMode.SUSPEND_SIGTERM)
-
-    @property
-    def has_checkpoint(self) -> bool:
-        """Whether a job that is stopped continues from its own checkpoint."""
-        return self in (CheckpointMode.SIGTERM, CheckpointMode.SUSPEND_SIGTERM)
+    def __init__(self, value: str) -> None:
+        self.suspends = "suspend" in value  # where the driver can
+        self.has_checkpoint = "sigterm" in value  # of its own, from which a job that is stopped continues
 
 
 class Order(enum.StrEnum):

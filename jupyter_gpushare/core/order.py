@@ -273,8 +273,8 @@ def share_run_s(settings: Settings) -> float:
 
 def undisturbed_until(lease: Lease, settings: Settings) -> float:
     """Time until which no job of its project preempts a running job."""
-    starved = _has_waited(lease, lease.granted_at, settings)
-    return lease.granted_at + _turn_s(lease.turns if starved else 1, settings)
+    starved = lease.turns > 1 and _has_waited(lease, lease.granted_at, settings)
+    return lease.granted_at + (_turn_s(lease.turns, settings) if starved else settings.min_run_s)
 
 
 def _turn_s(number: int, settings: Settings) -> float:

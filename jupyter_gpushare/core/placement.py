@@ -219,11 +219,19 @@ class Index:
             insort(able, entry)
         self._entry[capacity] = entry
 
-    def find(self, lease: Lease, most_milli: int | None = None) -> Placement | None:
-        """Return where ``lease`` fits, or None."""
+    def _refresh(self) -> None:
         if self._changed:
             self._update(self._changed)
             self._changed.clear()
+
+    def empty_devices(self) -> int:
+        """Return the number of devices that may be used whole."""
+        self._refresh()
+        return self._empty_total
+
+    def find(self, lease: Lease, most_milli: int | None = None) -> Placement | None:
+        """Return where ``lease`` fits, or None."""
+        self._refresh()
         if lease.size.device_count > 1:
             if most_milli is not None and lease.size.fraction_milli * lease.size.device_count > most_milli:
                 return None
@@ -245,12 +253,16 @@ class Index:
     def _find_gang(self, lease: Lease) -> Placement | None:
         size, topology = lease.size, self._topology
         count, need = size.device_count, size.fraction_milli
+        tiers = topology.tiers(lease)
         if need == WHOLE_GPU and not size.profile:
             if self._empty_total < count:
                 return None
-            if lease.consolidate and not topology.spans_nodes(lease) and max(self._empty) < count:
-                return None
-        for tier in topology.tiers(lease):
+            if lease.consolidate and not topology.spans_nodes(lease):
+                if max(self._empty) < count:
+                    return None
+                empty = iter(self._empty)
+                tiers = [[group for group in tier if next(empty) >= count] for tier in tiers]
+        for tier in tiers:
             insides: list[list[DeviceCapacity]] = []
             for group in tier:
                 inside = [r for r in group if self._value[r] >= need and r.device.demand_milli(size) <= need]

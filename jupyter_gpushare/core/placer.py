@@ -30,11 +30,15 @@ class Placer:
 
     def find(self, lease: Lease, view: CapacityView, most_milli: int | None = None) -> Placement | None:
         """Return where ``lease`` fits by ``view``, or None."""
+        return self.index(view).find(lease, most_milli)
+
+    def index(self, view: CapacityView) -> Index:
+        """Return the index of the usable devices by ``view``."""
         index = self._indexes.get(view)
         if index is None:
             index = Index(self.topology, view, self._state.watch())
             self._indexes[view] = index
-        return index.find(lease, most_milli)
+        return index
 
     def find_for_job(self, job: Lease, view: CapacityView) -> Placement | None:
         """Return where ``job`` fits by ``view``: lent devices only if host memory could take it back."""

@@ -20,6 +20,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import count, islice
+from math import inf
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.cluster_state import ClusterState
@@ -108,7 +109,9 @@ class JobQueues:
         self.waking_sessions: dict[str, Lease] = {}  # suspended, and their processes want the GPU
         self.idle: dict[str, Lease] = {}  # sessions that may lend their devices, now or later
         self.backing_off: dict[str, Lease] = {}  # jobs that are not tried before `Lease.retry_at`
-        self.made_way: dict[str, Lease] = {}  # leases that gave their devices up for another one
+        # By lease, those that gave their devices up for it: since when they wait, ascending; inf: they leave.
+        self._made_way_for: dict[str, list[tuple[float, str]]] = {}
+        self._promised: set[str] = set()  # the waiting jobs among those that have not run since
         self.leases: dict[str, Lease] = {}  # all of them, by id
         self._behind: Mapping[User, Behind] = {}
         self._waiting_of: dict[User, list[order.Rank]] = {}  # of users who are behind, as if nobody were
@@ -124,6 +127,10 @@ class JobQueues:
     def level(self, lease: Lease, now: float) -> order.Level:
         """Level of a job (`order.level`)."""
         return order.level(lease, now, self.settings, preferred=self._is_preferred(lease))
+
+    def running_level(self, lease: Lease, now: float) -> order.Level:
+        """Level of a running job, as it was last sorted."""
+        return self.level(lease, now) if self._order.drifts else self._running_at[lease.id][0]
 
     def rank(self, lease: Lease, now: float) -> order.Rank:
         """Sort key of a waiting job (`order.rank`)."""
@@ -174,7 +181,8 @@ class JobQueues:
         self._stamps[lease.id] = next(self._count)
         waits = lease.state in _WAITING
         if lease.made_way_for:
-            self.made_way[lease.id] = lease
+            insort(self._made_way_for.setdefault(lease.made_way_for, []), _left_at(lease))
+            self._review_promise(lease.made_way_for)
         if lease.kind is Kind.BUILD:
             self._file_session(lease, now)
         elif waits and (lease.devices or lease.state is State.PENDING):
@@ -205,6 +213,7 @@ class JobQueues:
             ranks = queue.waiting[shape] = []
         insort(ranks, rank)
         self._waiting_at[lease.id] = shape, rank
+        self._review_promise(lease.id)
         if (user := (lease.project, lease.user)) in self._behind:
             insort(self._waiting_of.setdefault(user, []), _not_preferred(rank))
         for wait_s in self._long_waits_s:
@@ -235,9 +244,16 @@ class JobQueues:
         if lease is None:
             return
         del self._stamps[id]
-        for group in (self.new_sessions, self.waking_sessions, self.idle, self.backing_off, self.made_way):
+        for group in (self.new_sessions, self.waking_sessions, self.idle, self.backing_off):
             group.pop(id, None)
+        if lease.made_way_for:
+            others = self._made_way_for[lease.made_way_for]
+            del others[bisect_left(others, _left_at(lease))]
+            if not others:
+                del self._made_way_for[lease.made_way_for]
+            self._review_promise(lease.made_way_for)
         if id in self._waiting_at:
+            self._promised.discard(id)
             shape, rank = self._waiting_at.pop(id)
             own = self._waiting_of.get((lease.project, lease.user), [])
             at = bisect_left(own, _not_preferred(rank))
@@ -269,21 +285,22 @@ class JobQueues:
         heaps = [self._timers, *(queue.demotions for queue in self.by_project.values() if queue.waiting)]
         return min((heap[0][0] for heap in heaps if heap), default=None)
 
+    def _review_promise(self, id: str) -> None:
+        """Decide again whether a job waits for what other leases made way for."""
+        others = self._made_way_for.get(id) if id in self._waiting_at else None
+        # A job that ran in the meantime has had what it was promised.
+        if others and others[-1][0] >= self.leases[id].waits_since_at:
+            self._promised.add(id)
+        else:
+            self._promised.discard(id)
+
     def promised(self) -> list[Lease]:
         """Waiting jobs that other leases made way for.
 
         Those come first that fit in the fewest places: bound to devices, large, not borrowing.
         """
-        found: dict[str, Lease] = {}
-        for lease in self.made_way.values():
-            job = self.leases.get(lease.made_way_for)
-            # A job that ran in the meantime has had what it was promised.
-            if job is None or job.id not in self._waiting_at:
-                continue
-            if lease.state in LEAVING or lease.waits_since_at >= job.waits_since_at:
-                found[job.id] = job
         return sorted(
-            found.values(),
+            map(self.leases.__getitem__, self._promised),
             key=lambda x: (not x.devices, -order.gpus(x), x.borrow, self._waiting_at[x.id][1]),
         )
 
@@ -318,6 +335,11 @@ class JobQueues:
 
     def _is_outdated(self, timer: Timer) -> bool:
         return self._stamps.get(timer[2]) != timer[1]
+
+
+def _left_at(lease: Lease) -> tuple[float, str]:
+    """When a lease that made way had left, inf if it has not, and its id."""
+    return inf if lease.state in LEAVING else lease.waits_since_at, lease.id
 
 
 def _shape(lease: Lease, level: order.Level, *, drifts: bool) -> Shape:

@@ -142,7 +142,7 @@ class QuotaState:
         self._guests: dict[str, Lease] = {}  # sessions over quota
         self._sessions: dict[str, Lease] = {}  # may have a claim
         self._unsettled: set[str] = set()  # projects with changed jobs
-        self._claims_unsettled = False
+        self._changed_sessions: dict[str, Lease | None] = {}  # as they were, since the last distribution
 
     def rollback_point(self) -> Callable[[], None]:
         """Return a function that restores holders and quotas after decisions."""
@@ -165,12 +165,12 @@ class QuotaState:
         """Add a lease that has devices; `count` counts it."""
         if lease.kind is Kind.BUILD and lease.state is not State.STOPPING:
             self._sessions[lease.id] = lease
-            self._claims_unsettled = True
+            self._changed_sessions.setdefault(lease.id, None)
 
     def exit(self, lease: Lease) -> None:
         """Remove a lease as it entered; `count` with sign -1 takes out what was counted."""
-        if self._sessions.pop(lease.id, None) is not None:
-            self._claims_unsettled = True
+        if (before := self._sessions.pop(lease.id, None)) is not None:
+            self._changed_sessions.setdefault(lease.id, before)
 
     def capped_by(self, lease: Lease) -> int:
         """Thousandths that ``lease`` counts against the limit of its project."""
@@ -222,9 +222,9 @@ class QuotaState:
 
     def claims_to_change(self) -> set[str]:
         """Distribute claims again; returns the sessions that gain or lose one."""
-        if not self._claims_unsettled:
+        changed, self._changed_sessions = self._changed_sessions, {}
+        if all(_claim_key(before) == _claim_key(self._sessions.get(id)) for id, before in changed.items()):
             return set()
-        self._claims_unsettled = False
         return _give_claims(self, self._sessions.values()) ^ self.claimants
 
     def settle(self) -> None:
@@ -275,6 +275,13 @@ def _quota_rank(job: Lease) -> tuple[bool, bool, float, str]:
 def has_place(lease: Lease) -> bool:
     """Whether ``lease`` is bound to devices now, suspended or not."""
     return bool(lease.devices) and (lease.state in HOLDS_CAPACITY or lease.state is State.SUSPENDED)
+
+
+def _claim_key(session: Lease | None) -> tuple[object, ...]:
+    """What of a session decides about claims."""
+    if session is None:
+        return ()
+    return session.borrowed, session.queued_at, session.project, session.devices, held_by(session)
 
 
 def _give_claims(quotas: QuotaState, sessions: Iterable[Lease]) -> set[str]:

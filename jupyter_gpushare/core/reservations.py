@@ -60,11 +60,7 @@ class Reservations:
     def moving_for(self, gang: Lease, placement: Placement) -> list[Lease]:
         """Jobs that are leaving ``placement`` and will be served before ``gang``, as they will queue."""
         now = self._state.moment
-        stopping = (
-            x
-            for x in self._state.leases.values()
-            if x.state is State.STOPPING and x.kind is Kind.TRAIN and not x.cancelled
-        )
+        stopping = (x for x in self._state.stopping.values() if x.kind is Kind.TRAIN and not x.cancelled)
         here = (x for x in stopping if x.project == gang.project)
         here = (x for x in here if not set(x.devices).isdisjoint(placement.devices))
         queued = (replace(x, state=State.PENDING, waits_since_at=now) for x in here)

@@ -71,7 +71,7 @@ class SchedulingRound:
         # A partial, not a method: a reference cycle would be left to the garbage collector.
         waiting_milli = partial(self.queues.waiting_milli, self.state)
         self.shares = Shares(self.state.quotas, waiting_milli, capacity_milli, self.catch_up_milli)
-        self.reclaimer = Reclaimer(self.state, placer.topology, self.queues, self.shares)
+        self.reclaimer = Reclaimer(self.state, placer, self.queues, self.shares)
         self.reservations = Reservations(self.state, placer.topology, placer.find, queues.rank)
         self.actions: list[Action] = []
         self.waiting: dict[str, Why] = {}  # leases that got nothing, in the order of service

@@ -35,6 +35,7 @@ class ReclaimOptions:
         self._job = job
         self._victim_index = victim_index
         self._scope = scope
+        self._candidates = victim_index.candidate_devices(scope)
         self._known: dict[DeviceCapacity, tuple[int, ReclaimOption]] = {}  # with the version it is of
 
     def option(self, capacity: DeviceCapacity) -> ReclaimOption:
@@ -61,7 +62,7 @@ class ReclaimOptions:
         short = self.missing(capacity)
         if short <= 0:
             return ReclaimOption(short, (*_FREE, -short, capacity.device.uuid), ())
-        possible = self.victims_on(capacity)
+        possible = self.victims_on(capacity) if capacity in self._candidates else ()
         if not possible:
             return ReclaimOption(short, None, ())
         picked: list[Victim] = []

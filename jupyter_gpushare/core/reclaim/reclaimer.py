@@ -28,7 +28,8 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Why
-from jupyter_gpushare.core.placement import Placement, Topology, to_resume_on
+from jupyter_gpushare.core.placement import Placement, to_resume_on
+from jupyter_gpushare.core.placer import Placer
 from jupyter_gpushare.core.queues import JobQueues
 from jupyter_gpushare.core.quota import Shares, held_by, size_of
 from jupyter_gpushare.core.reclaim.defragment import Defragmenter
@@ -54,16 +55,15 @@ class ReclaimPlan:
 class Reclaimer:
     """Plans reclaims on one `ClusterState`, for one round."""
 
-    def __init__(self, state: ClusterState, topology: Topology, queues: JobQueues, shares: Shares) -> None:
+    def __init__(self, state: ClusterState, placer: Placer, queues: JobQueues, shares: Shares) -> None:
         self.state = state
         self.victim_index = VictimIndex(state, queues)
-        self._topology = topology
+        self._placer, self._topology = placer, placer.topology
         self._shares = shares
         self._known_options: dict[tuple[object, ...], ReclaimOptions] = {}
         self._cheapest: dict[tuple[object, ...], Cheapest] = {}
         self._searches: dict[tuple[object, ...], SingleDeviceSearch] = {}
         self._host_free = state.host_free  # when victims were last cached
-        self._empty = (-1, 0)  # length of the log, and number of empty devices then
 
     def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Leases to preempt so that a suspended session can wake on its devices; None: not possible."""
@@ -208,13 +208,11 @@ class Reclaimer:
         preempts = order.order_of(self.state.settings).preempts
         if job.devices or job.size.device_count == 1 or not job.consolidate or not preempts:
             return None
-        if self._empty[0] != len(self.state.log):
-            empty = sum(capacity.soon() >= WHOLE_GPU for capacity in self.state.usable)
-            self._empty = len(self.state.log), empty
-        if not self._empty[1]:
+        empty = self._placer.index(DeviceCapacity.soon).empty_devices()
+        if not empty:
             return None  # there is no device to move a job to
         juniors = {v.lease.id: v for v in self.victim_index.juniors(job)}
-        if self._empty[1] + sum(v.lease.size.device_count for v in juniors.values()) < job.size.device_count:
+        if empty + sum(v.lease.size.device_count for v in juniors.values()) < job.size.device_count:
             return None
         movable = partial(self.victim_index.to_move, job.project)
         return Defragmenter(self._topology, job, juniors, movable, scope.available).plan()

@@ -358,15 +358,15 @@ class VictimIndex:
         Without the third one GPU collects suspended jobs while the jobs on others end.
         """
         here = self.state.capacities_of(lease) if lease.survival.suspends else ()
-        awaited = max((c.awaited for c in here), default=0)
-        _, is_not_behind, group = self._queues.level(lease, self.state.moment)
+        awaited = max([c.awaited for c in here]) if here else 0
+        _, is_not_behind, group = self._queues.running_level(lease, self.state.moment)
         lost_s = order.lost_s(lease, self.state.moment) if self._restarts(lease) else 0.0
         return lease.priority, not is_not_behind, awaited, lost_s, -group
 
     def _restarts(self, lease: Lease) -> bool:
         """Whether a job begins again when it makes way."""
-        suspends = lease.survival.suspends and self.state.can_suspend(lease)
-        return not suspends and not lease.survival.has_checkpoint
+        survival = lease.survival
+        return not survival.has_checkpoint and not (survival.suspends and self.state.can_suspend(lease))
 
     def junior(self, lease: Lease, priority: int) -> Victim | None:
         """A job of a later level as a victim for one with ``priority``, if it still holds its devices."""
@@ -379,9 +379,11 @@ class VictimIndex:
 
         ``by_order``: the time for which no job of its project preempts it, which may be longer.
         """
-        settings, granted_at = self.state.settings, lease.granted_at
-        by_share = granted_at + order.share_run_s(settings)
-        at = order.undisturbed_until(lease, settings) if by_order else by_share
+        settings = self.state.settings
+        if by_order:
+            at = order.undisturbed_until(lease, settings)
+        else:
+            at = lease.granted_at + order.share_run_s(settings)
         if at > self.state.moment:
             self.next_at = at if self.next_at is None else min(at, self.next_at)
         return at <= self.state.moment
