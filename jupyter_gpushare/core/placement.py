@@ -174,7 +174,7 @@ class Index:
         # Entries of devices with capacity, ascending, by kind: a request is of one size on a kind.
         self._able: dict[tuple[int, str], list[_Entry]] = {}
         self._kinds: dict[tuple[int, str], Device] = {}
-        self._entry: dict[DeviceCapacity, _Entry] = dict.fromkeys(topology.everything, (0, 0, "", ""))
+        self._entry: dict[DeviceCapacity, _Entry] = {}  # of those with capacity
         for capacity in topology.everything:
             self._able.setdefault(_kind(capacity), [])
             self._kinds.setdefault(_kind(capacity), capacity.device)
@@ -207,17 +207,15 @@ class Index:
             node = self._topology.nodes[number]
             total = sum([value for capacity in node if (value := self._value[capacity]) > 0])
             for capacity in node:
-                self._file(
-                    capacity, (self._value[capacity], total, self._first[number], capacity.device.uuid)
-                )
-
-    def _file(self, capacity: DeviceCapacity, entry: _Entry) -> None:
-        able, before = self._able[_kind(capacity)], self._entry[capacity]
-        if before[0] > 0:
-            del able[bisect_left(able, before)]
-        if entry[0] > 0:
-            insort(able, entry)
-        self._entry[capacity] = entry
+                value, before = self._value[capacity], self._entry.pop(capacity, None)
+                if value <= 0 and before is None:
+                    continue
+                able = self._able[_kind(capacity)]
+                if before is not None:
+                    del able[bisect_left(able, before)]
+                if value > 0:
+                    entry = self._entry[capacity] = value, total, self._first[number], capacity.device.uuid
+                    insort(able, entry)
 
     def _refresh(self) -> None:
         if self._changed:

@@ -246,12 +246,6 @@ class JobQueues:
         del self._stamps[id]
         for group in (self.new_sessions, self.waking_sessions, self.idle, self.backing_off):
             group.pop(id, None)
-        if lease.made_way_for:
-            others = self._made_way_for[lease.made_way_for]
-            del others[bisect_left(others, _left_at(lease))]
-            if not others:
-                del self._made_way_for[lease.made_way_for]
-            self._review_promise(lease.made_way_for)
         if id in self._waiting_at:
             self._promised.discard(id)
             shape, rank = self._waiting_at.pop(id)
@@ -269,6 +263,12 @@ class JobQueues:
             del running[level][bisect_left(running[level], key)]
             if not running[level]:
                 del running[level]
+        if lease.made_way_for:
+            others = self._made_way_for[lease.made_way_for]
+            del others[bisect_left(others, _left_at(lease))]
+            if not others:
+                del self._made_way_for[lease.made_way_for]
+            self._review_promise(lease.made_way_for)
 
     def refile_due(self, now: float) -> None:
         """Sort again the leases with expired timers."""

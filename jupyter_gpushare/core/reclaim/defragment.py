@@ -52,6 +52,8 @@ class Defragmenter:
         self._nodes: list[Group] = [node for node in fitting if node]
         free = ((node, [c for c in node if self._is_free(c)]) for node in topology.nodes)
         self._free = [(node, devices) for node, devices in free if devices]
+        self._free_total = sum(len(devices) for _, devices in self._free)
+        self._of_juniors = {uuid for v in juniors.values() for uuid in v.lease.devices}
 
     def _is_free(self, capacity: DeviceCapacity) -> bool:
         return self._available(capacity) >= WHOLE_GPU
@@ -70,6 +72,7 @@ class Defragmenter:
                 return None
         if rest:
             nodes = [n for n in self._nodes if all(n is not c.node for c in chosen)]
+            nodes = [n for n in nodes if whole or self._may_find_places(n, rest)]
             last = next((c for c in self._cheapest(nodes, rest) if self._all_fit([*chosen, c])), None)
             if last is None:
                 return None
@@ -81,6 +84,12 @@ class Defragmenter:
         able = [x for c in chosen for x in c.node if self._is_free(x) or x.device.uuid in leaving]
         devices = self._topology.choose(job, able, DeviceCapacity.soon)
         return None if devices is None else (devices, tuple(victims.values()))
+
+    def _may_find_places(self, node: Group, count: int) -> bool:
+        """Whether other nodes have as many free devices as jobs would move there from ``node`` at least."""
+        free = sum(map(self._is_free, node))
+        leaving = sum(c.device.uuid in self._of_juniors for c in node)
+        return count - free - leaving <= self._free_total - free
 
     def _cheapest(self, nodes: Iterable[Group], count: int) -> list[NodeClearing]:
         found = [clearing for node in nodes if (clearing := self._clear(node, count))]

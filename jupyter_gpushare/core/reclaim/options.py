@@ -45,6 +45,10 @@ class ReclaimOptions:
             known = self._known[capacity] = capacity.version, self._make_option(capacity)
         return known[1]
 
+    def short(self, capacity: DeviceCapacity) -> int:
+        """Thousandths of a device that are missing if every possible victim leaves."""
+        return self.option(capacity).short if capacity in self._candidates else self.missing(capacity)
+
     def victims_on(self, capacity: DeviceCapacity) -> list[Victim]:
         """Every possible victim on a device, the cheapest first."""
         return self._victim_index.victims_on(capacity, self._scope)

@@ -51,7 +51,7 @@ class MultiDeviceSearch:
     def _lacks(self, capacity: DeviceCapacity) -> int:
         short = self._short.get(capacity)
         if short is None:
-            short = self._short[capacity] = self._options.option(capacity).short
+            short = self._short[capacity] = self._options.short(capacity)
         return short
 
     def _search_in(
