@@ -50,13 +50,7 @@ class Defragmenter:
         self._available = available
         fitting = [_fitting(job, node) for node in topology.nodes]
         self._nodes: list[Group] = [node for node in fitting if node]
-        free = ((node, [c for c in node if self._is_free(c)]) for node in topology.nodes)
-        self._free = [(node, devices) for node, devices in free if devices]
-        self._free_total = sum(len(devices) for _, devices in self._free)
-        self._of_juniors = {uuid for v in juniors.values() for uuid in v.lease.devices}
-
-    def _is_free(self, capacity: DeviceCapacity) -> bool:
-        return self._available(capacity) >= WHOLE_GPU
+        self._free = {c for node in topology.nodes for c in node if available(c) >= WHOLE_GPU}
 
     def plan(self) -> tuple[list[DeviceCapacity], tuple[Victim, ...]] | None:
         """Devices to take and leases to preempt there; None: moving does not help."""
@@ -72,7 +66,6 @@ class Defragmenter:
                 return None
         if rest:
             nodes = [n for n in self._nodes if all(n is not c.node for c in chosen)]
-            nodes = [n for n in nodes if whole or self._may_find_places(n, rest)]
             last = next((c for c in self._cheapest(nodes, rest) if self._all_fit([*chosen, c])), None)
             if last is None:
                 return None
@@ -81,15 +74,9 @@ class Defragmenter:
             return None
         victims = {v.lease.id: v for clearing in chosen for v in clearing.victims}
         leaving = {uuid for v in victims.values() for uuid in v.lease.devices}
-        able = [x for c in chosen for x in c.node if self._is_free(x) or x.device.uuid in leaving]
+        able = [x for c in chosen for x in c.node if x in self._free or x.device.uuid in leaving]
         devices = self._topology.choose(job, able, DeviceCapacity.soon)
         return None if devices is None else (devices, tuple(victims.values()))
-
-    def _may_find_places(self, node: Group, count: int) -> bool:
-        """Whether other nodes have as many free devices as jobs would move there from ``node`` at least."""
-        free = sum(map(self._is_free, node))
-        leaving = sum(c.device.uuid in self._of_juniors for c in node)
-        return count - free - leaving <= self._free_total - free
 
     def _cheapest(self, nodes: Iterable[Group], count: int) -> list[NodeClearing]:
         found = [clearing for node in nodes if (clearing := self._clear(node, count))]
@@ -97,12 +84,17 @@ class Defragmenter:
 
     def _clear(self, node: Group, count: int) -> NodeClearing | None:
         """The fewest devices to clear so that ``count`` devices of ``node`` are empty."""
-        missing = count - sum(map(self._is_free, node))
+        missing = count - len(self._free.intersection(node))
         # Leases that leave only empty devices behind; others may have started there in this round.
-        holders = [(c, x) for c in node for x in c.holders.values()]
-        shared = {x.id for c, x in holders if self._available(c) + held_by(x) < WHOLE_GPU}
-        leases = {x.id: x for _, x in holders if x.id not in shared}
-        able = [v for x in leases.values() if (v := self._juniors.get(x.id) or self._movable(x))]
+        leases: dict[str, Lease] = {}
+        shared: set[str] = set()
+        for capacity in node:
+            available = self._available(capacity) if capacity.holders else 0
+            for x in capacity.holders.values():
+                leases[x.id] = x
+                if available + held_by(x) < WHOLE_GPU:
+                    shared.add(x.id)
+        able = [v for x in leases.values() if x.id not in shared and (v := self._juniors.get(x.id) or self._movable(x))]
         inside = {capacity.device.uuid for capacity in node}
         able = [v for v in able if inside.issuperset(v.lease.devices)]
         able.sort(key=lambda v: (-v.lease.size.device_count, v.why is Why.MOVED, v.rank))
@@ -131,7 +123,8 @@ class Defragmenter:
         """Whether other nodes have free devices for every job that is moved."""
         moved = [v.lease for c in clearings for v in c.victims if v.why is Why.MOVED]
         cleared = {c.node[0].device.node for c in clearings}
-        free = [list(devices) for node, devices in self._free if node[0].device.node not in cleared]
+        others = [node for node in self._topology.nodes if node[0].device.node not in cleared]
+        free = [devices for node in others if (devices := [c for c in node if c in self._free])]
         for lease in sorted(moved, key=lambda x: -x.size.device_count):
             able = [(devices, _fitting(lease, devices)) for devices in free]
             fits = [(devices, inside) for devices, inside in able if len(inside) >= lease.size.device_count]

@@ -113,7 +113,8 @@ class MultiDeviceSearch:
         return bool(one_node) or self._chosen(group) is not None
 
     def _chosen(self, group: Group) -> list[DeviceCapacity] | None:
-        devices = [capacity for capacity in group if self._lacks(capacity) <= 0]
+        short = self._short  # all devices of the set are in it
+        devices = [capacity for capacity in group if short[capacity] <= 0]
         if self._job.devices:
             uuids = to_resume_on(self._job, devices, lambda capacity: -self._short[capacity])
             return None if uuids is None else [self._state.capacities[uuid] for uuid in uuids]
