@@ -94,7 +94,11 @@ class Defragmenter:
                 leases[x.id] = x
                 if available + held_by(x) < WHOLE_GPU:
                     shared.add(x.id)
-        able = [v for x in leases.values() if x.id not in shared and (v := self._juniors.get(x.id) or self._movable(x))]
+        able = [
+            v
+            for x in leases.values()
+            if x.id not in shared and (v := self._juniors.get(x.id) or self._movable(x))
+        ]
         inside = {capacity.device.uuid for capacity in node}
         able = [v for v in able if inside.issuperset(v.lease.devices)]
         able.sort(key=lambda v: (-v.lease.size.device_count, v.why is Why.MOVED, v.rank))
