@@ -192,6 +192,10 @@ class ClusterState:
 
     # -- questions
 
+    def version(self) -> int:
+        """Return a number that changes with every decision of a round."""
+        return len(self.log)
+
     def account(self, lease: Lease) -> Account:
         """Account of the lease's project."""
         return self.quotas.account(lease.project)

@@ -205,14 +205,14 @@ class Index:
                         self._empty[number] += change
         for number in nodes:
             node = self._topology.nodes[number]
-            total = sum([value for capacity in node if (value := self._value[capacity]) > 0])
+            total = sum([max(0, self._value[capacity]) for capacity in node])
             for capacity in node:
-                value, before = self._value[capacity], self._entry.pop(capacity, None)
-                if value <= 0 and before is None:
+                value, filed = self._value[capacity], self._entry.pop(capacity, None)
+                if value <= 0 and filed is None:
                     continue
                 able = self._able[_kind(capacity)]
-                if before is not None:
-                    del able[bisect_left(able, before)]
+                if filed is not None:
+                    del able[bisect_left(able, filed)]
                 if value > 0:
                     entry = self._entry[capacity] = value, total, self._first[number], capacity.device.uuid
                     insort(able, entry)

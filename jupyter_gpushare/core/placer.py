@@ -15,8 +15,8 @@ from jupyter_gpushare.core.placement import (
     find,
     to_resume_on,
 )
-from jupyter_gpushare.core.queues import Fit
 from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.size import Size
 
 
 class Placer:
@@ -26,7 +26,7 @@ class Placer:
         self.topology = Topology(state.usable)
         self._state = state
         self._indexes: dict[CapacityView, Index] = {}
-        self._possible: dict[Fit, bool] = {}
+        self._possible: dict[tuple[Size, bool], bool] = {}
 
     def find(self, lease: Lease, view: CapacityView, most_milli: int | None = None) -> Placement | None:
         """Return where ``lease`` fits by ``view``, or None."""

@@ -17,10 +17,13 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from math import inf
+from operator import itemgetter
+from typing import NamedTuple
+from weakref import WeakValueDictionary
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.cluster_state import ClusterState
@@ -36,8 +39,27 @@ from jupyter_gpushare.core.model import (
     State,
 )
 from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.size import Size
 
-Fit = tuple[object, ...]  # what decides whether two jobs of a level fit or fail alike
+
+@dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
+class Fit:
+    """What decides whether two jobs of a level fit or fail alike; `JobQueues` has one object for each."""
+
+    starved: bool
+    size: Size
+    consolidate: bool
+    borrow: bool
+    suspends: bool
+    devices: tuple[str, ...]
+    movable: bool
+
+    @property
+    def is_common(self) -> bool:
+        """Whether such jobs of any project that holds nothing fit or fail alike."""
+        return self.borrow and not self.starved and not self.devices
+
+
 Shape = tuple[order.Level, Fit]
 RunningKey = tuple[bool, float, str]  # sorts the running jobs of a level, the first to be preempted first
 Timer = tuple[float, int, str]  # time, stamp of the lease when it was set, lease id
@@ -49,6 +71,16 @@ _WAITING = (State.PENDING, State.SUSPENDED)
 MOST_PREFERRED = 64
 
 
+class Summary(NamedTuple):
+    """What a round asks of the waiting jobs of a project, in thousandths of a GPU."""
+
+    least: int  # what the smallest job takes at least
+    # Of each shape the first rank, project and fit, and what such a job takes at least; by rank.
+    shapes: Sequence[tuple[order.Rank, tuple[str, Fit], int]]
+    borrowing: int  # what all jobs take at least that borrow
+    unborrowing: int  # and the others
+
+
 @dataclass(slots=True)
 class ProjectQueue:
     """Waiting and running jobs of one project."""
@@ -56,6 +88,7 @@ class ProjectQueue:
     waiting: dict[Shape, list[order.Rank]] = field(default_factory=dict)
     running: dict[order.Level, list[RunningKey]] = field(default_factory=dict)
     demotions: list[Timer] = field(default_factory=list)  # heap: when the level of a running job changes
+    summary: Summary | None = None  # of ``waiting``; None once that changed
 
     def starved(self) -> dict[Shape, list[order.Rank]]:
         """The part of ``waiting`` that starves."""
@@ -120,6 +153,7 @@ class JobQueues:
         self._waiting_at: dict[str, tuple[Shape, order.Rank]] = {}
         self._running_at: dict[str, tuple[order.Level, RunningKey]] = {}
         self._timers: list[Timer] = []  # heap
+        self._fits: WeakValueDictionary[tuple[object, ...], Fit] = WeakValueDictionary()
         self._count = count()
         self._order = order.order_of(settings)
         self._long_waits_s = order.long_waits(settings)
@@ -208,7 +242,8 @@ class JobQueues:
             self.backing_off[lease.id] = lease
             return
         rank = self.rank(lease, now)
-        shape = _shape(lease, rank[0], drifts=self._order.drifts)
+        shape = self._shape(lease, rank[0])
+        queue.summary = None
         if (ranks := queue.waiting.get(shape)) is None:
             ranks = queue.waiting[shape] = []
         insort(ranks, rank)
@@ -253,7 +288,8 @@ class JobQueues:
             at = bisect_left(own, _not_preferred(rank))
             if at < len(own) and own[at][-1] == id:
                 del own[at]
-            waiting = self.by_project[lease.project].waiting
+            queue = self.by_project[lease.project]
+            waiting, queue.summary = queue.waiting, None
             del waiting[shape][bisect_left(waiting[shape], rank)]
             if not waiting[shape]:
                 del waiting[shape]
@@ -304,17 +340,36 @@ class JobQueues:
             key=lambda x: (not x.devices, -order.gpus(x), x.borrow, self._waiting_at[x.id][1]),
         )
 
+    def summaries(self, state: ClusterState) -> dict[str, Summary]:
+        """Summaries of the projects with waiting jobs, by name."""
+        return {
+            name: queue.summary or self._summarize(name, queue, state)
+            for name, queue in self.by_project.items()
+            if queue.waiting
+        }
+
+    def _summarize(self, name: str, queue: ProjectQueue, state: ClusterState) -> Summary:
+        wanted = {True: 0, False: 0}  # by whether they borrow
+        shapes = []
+        for (_, fit), ranks in queue.waiting.items():
+            size = state.least_size(self.leases[ranks[0][-1]])
+            wanted[fit.borrow] += size * len(ranks)
+            shapes.append((ranks[0], (name, fit), size))
+        shapes.sort(key=itemgetter(0))
+        least = min(size for _, _, size in shapes)
+        queue.summary = Summary(least, shapes, wanted[True], wanted[False])
+        return queue.summary
+
     def waiting_milli(self, state: ClusterState) -> dict[str, int]:
         """Least thousandths of a GPU that waiting jobs take; without borrowing, what the quota leaves."""
         found = {}
         for name, queue in self.by_project.items():
-            wanted = {True: 0, False: 0}  # by whether they borrow
-            for ranks in queue.waiting.values():
-                lease = self.leases[ranks[0][-1]]
-                wanted[lease.borrow] += state.least_size(lease) * len(ranks)
-            found[name] = wanted[True] + min(
-                wanted[False], max(0, state.quotas.account(name).unborrowed_left)
-            )
+            account = state.quotas.account(name)  # also of a project that is not configured
+            if queue.waiting:
+                summary = queue.summary or self._summarize(name, queue, state)
+                found[name] = summary.borrowing
+                if summary.unborrowing:
+                    found[name] += min(summary.unborrowing, max(0, account.unborrowed_left))
         return found
 
     def outranked(self, project: str, level: order.Level, now: float) -> Iterable[Lease]:
@@ -333,6 +388,21 @@ class JobQueues:
     def _timer(self, at: float, lease: Lease) -> Timer:
         return at, self._stamps[lease.id], lease.id
 
+    def _shape(self, lease: Lease, level: order.Level) -> Shape:
+        """What decides whether two waiting jobs of a project fit or fail alike."""
+        key = (
+            level is order.STARVED,
+            lease.size,
+            lease.consolidate,
+            lease.borrow,
+            lease.survival.suspends and lease.suspendable,
+            lease.devices,
+            lease.movable,
+        )
+        if (fit := self._fits.get(key)) is None:
+            fit = self._fits[key] = Fit(*key)
+        return (*level[:2], 0.0) if self._order.drifts else level, fit
+
     def _is_outdated(self, timer: Timer) -> bool:
         return self._stamps.get(timer[2]) != timer[1]
 
@@ -340,20 +410,6 @@ class JobQueues:
 def _left_at(lease: Lease) -> tuple[float, str]:
     """When a lease that made way had left, inf if it has not, and its id."""
     return inf if lease.state in LEAVING else lease.waits_since_at, lease.id
-
-
-def _shape(lease: Lease, level: order.Level, *, drifts: bool) -> Shape:
-    """What decides whether two waiting jobs of a project fit or fail alike."""
-    fit = (
-        level is order.STARVED,
-        lease.size,
-        lease.consolidate,
-        lease.borrow,
-        lease.survival.suspends and lease.suspendable,
-        lease.devices,
-        lease.movable,
-    )
-    return (*level[:2], 0.0) if drifts else level, fit
 
 
 def _not_preferred(rank: order.Rank) -> order.Rank:

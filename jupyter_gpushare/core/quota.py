@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Any, TypeVar
 
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
@@ -36,6 +37,8 @@ from jupyter_gpushare.core.model import (
     Project,
     State,
 )
+
+T = TypeVar("T")
 
 
 def held_by(lease: Lease) -> int:
@@ -316,28 +319,30 @@ def fair_shares(
     its limit allows.  Exact: the shares add up to the capacity, or to the whole
     demand if that is less.
     """
-    caps: dict[str, int] = {}
-    weights: dict[str, int] = {}
-    shares: dict[str, int] = {}
+    ranked = sorted(projects, key=lambda p: (-p.priority, p.name))
+    shares: list[int] = []
+    open_: list[tuple[int, int, int]] = []  # number, cap and weight of projects that could use more
     left = capacity_milli
-    for p in sorted(projects, key=lambda p: (-p.priority, p.name)):
-        demand = demand_milli.get(p.name, 0)
-        caps[p.name] = demand if p.limit_milli is None else min(demand, p.limit_milli)
-        weights[p.name] = max(p.weight, 0)
-        shares[p.name] = min(caps[p.name], p.quota_milli, left)
-        left -= shares[p.name]
-    while left > 0:
-        unsatisfied = [name for name in shares if shares[name] < caps[name] and weights[name]]
-        unsatisfied = unsatisfied or [name for name in shares if shares[name] < caps[name]]
-        if not unsatisfied:
-            break
-        total = sum(weights[name] or 1 for name in unsatisfied)
-        pool = left
-        for name in unsatisfied:
-            more = min(caps[name] - shares[name], max(1, pool * (weights[name] or 1) // total), left)
-            shares[name] += more
+    for p in ranked:
+        cap, limit = demand_milli.get(p.name, 0), p.limit_milli
+        if limit is not None and limit < cap:
+            cap = limit
+        share = min(cap, p.quota_milli, left)
+        if share < cap:
+            open_.append((len(shares), cap, max(p.weight, 0)))
+        shares.append(share)
+        left -= share
+    while left > 0 and open_:
+        weighted = [x for x in open_ if x[2]] or [(n, cap, 1) for n, cap, _ in open_]
+        total, pool = sum(weight for _, _, weight in weighted), left
+        for n, cap, weight in weighted:
+            if not left:
+                break
+            more = min(cap - shares[n], pool * weight // total or 1, left)
+            shares[n] += more
             left -= more
-    return shares
+        open_ = [x for x in open_ if shares[x[0]] < x[1]]
+    return {p.name: share for p, share in zip(ranked, shares, strict=True)}
 
 
 def kept_quotas(projects: Iterable[Project], capacity_milli: int) -> list[Project]:
@@ -357,7 +362,8 @@ def kept_quotas(projects: Iterable[Project], capacity_milli: int) -> list[Projec
 class Shares:
     """Fair shares of the projects in a round, computed on first use.
 
-    ``catching_up``: thousandths added to each share for its lag (`fairshare`).
+    ``catching_up``: thousandths added to each share for its lag (`fairshare`); ``version``: a number
+    that changes with every use of capacity.
     """
 
     def __init__(
@@ -366,8 +372,11 @@ class Shares:
         waiting_milli: Callable[[], Mapping[str, int]],
         capacity_milli: int,
         catching_up: Mapping[str, int],
+        version: Callable[[], int],
     ):
         self._quotas = quotas
+        self._version = version
+        self._known: dict[str, tuple[int, Any]] = {}  # what was worked out, with its version
         self._waiting_milli = waiting_milli
         self._capacity = capacity_milli
         self._catching_up = catching_up
@@ -397,8 +406,18 @@ class Shares:
 
     def at_or_below_share(self) -> frozenset[str]:
         """Projects that hold no more than their share."""
-        return frozenset(n for n, account in self._quotas.accounts.items() if account.use <= self.of(n))
+        return self._once("share", lambda accounts: frozenset(n for n, a in accounts if a.use <= self.of(n)))
 
     def total_excess(self) -> int:
         """Thousandths that all projects together hold beyond their shares."""
-        return sum(max(0, a.use - max(0, self.of(n))) for n, a in self._quotas.accounts.items())
+        return self._once(
+            "excess", lambda accounts: sum(max(0, a.use - max(0, self.of(n))) for n, a in accounts if a.use)
+        )
+
+    def _once(self, name: str, work_out: Callable[[Iterable[tuple[str, Account]]], T]) -> T:
+        """Work a number or a set out again only once the use of capacity changed."""
+        known = self._known.get(name)
+        if known is None or known[0] != self._version():
+            known = self._known[name] = self._version(), work_out(self._quotas.accounts.items())
+        found: T = known[1]
+        return found

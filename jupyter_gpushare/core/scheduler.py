@@ -20,11 +20,12 @@ is reserved for it because it was bypassed for too long (`reservations`).
 
 from __future__ import annotations
 
-import heapq
+from bisect import insort
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from math import inf
+from typing import Any
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
@@ -38,6 +39,9 @@ from jupyter_gpushare.core.quota import Shares, held_by
 from jupyter_gpushare.core.reclaim.reclaimer import Reclaimer
 from jupyter_gpushare.core.reclaim.victims import Victim
 from jupyter_gpushare.core.reservations import Reservations
+
+# Sort key of a project by use, rank of its next job, and its name.
+Turn = tuple[tuple[float, ...], tuple[Any, ...], str]
 
 # A job that waits for one of these reasons does not block the jobs behind it in a strict order.
 BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN, Why.DRAINING})
@@ -70,7 +74,9 @@ class SchedulingRound:
         capacity_milli = WHOLE_GPU * len(self.state.usable)
         # A partial, not a method: a reference cycle would be left to the garbage collector.
         waiting_milli = partial(self.queues.waiting_milli, self.state)
-        self.shares = Shares(self.state.quotas, waiting_milli, capacity_milli, self.catch_up_milli)
+        self.shares = Shares(
+            self.state.quotas, waiting_milli, capacity_milli, self.catch_up_milli, self.state.version
+        )
         self.reclaimer = Reclaimer(self.state, placer, self.queues, self.shares)
         self.reservations = Reservations(self.state, placer.topology, placer.find, queues.rank)
         self.actions: list[Action] = []
@@ -79,6 +85,12 @@ class SchedulingRound:
         self.shared = sum(bool(q.waiting or q.running) for q in self.queues.by_project.values()) > 1
         self._explain_all = explain_all
         self._evicted: list[Victim] = []
+        self._summaries = queues.summaries(state)
+        # Each project is tried by itself: what one of its jobs gets depends on more than its shape.
+        self._is_single = explain_all or self.order.strict or self.order.bounds_bypass
+        self._lost: set[str] = set()  # projects of leases that were evicted
+        self._nowhere: set[Fit] = set()  # what failed in this pass, and not for own jobs
+        self._nowhere_at = -1  # the version of the state then
         self._unplaceable: dict[tuple[str, Fit], Why] = {}  # what fails, fails at later levels too
         self._not_worth: dict[tuple[str, Shape], float] = {}  # GPU-seconds that were not worth a preemption
         self._served: set[str] = set()
@@ -211,6 +223,14 @@ class SchedulingRound:
         """Whether the project of ``job`` stays within its fair share with it."""
         return self.state.account(job).use + self.state.least_size(job) <= self.shares.of(job.project)
 
+    def quota_of(self, project: str) -> int:
+        """Quota of a project."""
+        return self.state.quotas.account(project).project.quota_milli
+
+    def share_of(self, project: str) -> int:
+        """Fair share of a project."""
+        return self.shares.of(project)
+
     def is_within_share(self, job: Lease) -> bool:
         """Whether the project of ``job`` holds no more than its share, and that is enough for the job."""
         share = self._entitled(job)
@@ -218,28 +238,73 @@ class SchedulingRound:
 
     def _run_pass(self, serving: Pass) -> None:
         """Serve the jobs that a pass admits, project by project."""
-        cursors = {}
-        for name, queue in self.queues.by_project.items():
-            if waiting := queue.starved() if serving.starved else queue.waiting:
+        self._nowhere.clear()
+        cursors: dict[str, Cursor] = {}
+        turns = self._turns(serving)
+        while turns:
+            *_, name = turns.pop(0)
+            if self._fails_as_others(name, serving):
+                continue
+            if name not in cursors:
+                queue = self.queues.by_project[name]
+                waiting = queue.starved() if serving.starved else queue.waiting
                 cursors[name] = Cursor(waiting, self.queues.leases)
-        heap = [(self._turn(name, cursor, serving), name) for name, cursor in cursors.items()]
-        heapq.heapify(heap)
-        while heap:
-            _, name = heapq.heappop(heap)
             decided = len(self.actions)
             if self._serve_next(cursors[name], serving):
-                heapq.heappush(heap, (self._turn(name, cursors[name], serving), name))
+                insort(turns, (self._turn(name, serving), cursors[name].rank, name))
             if any(not isinstance(a, Grant | Resume) for a in self.actions[decided:]):
                 # Projects that lost capacity come earlier now.
-                heap = [(self._turn(n, cursors[n], serving), n) for _, n in heap]
-                heapq.heapify(heap)
+                turns = sorted((self._turn(n, serving), rank, n) for _, rank, n in turns)
 
-    def _turn(self, project: str, cursor: Cursor, serving: Pass) -> tuple[object, ...]:
+    def _turns(self, serving: Pass) -> list[Turn]:
+        """Projects that a pass may serve, in the order of service."""
+        ranks = [(summary.shapes[0][0], name, summary.least) for name, summary in self._summaries.items()]
         if serving.starved:
-            return cursor.rank
+            return sorted(((), rank, name) for rank, name, _ in ranks if rank[0] is order.STARVED)
+        account_of, most = self.state.quotas.account, serving.most
+        # What a project holds may become less; where it holds nothing, the smallest job has to be admitted.
+        return sorted(
+            (self._turn(name, serving), rank, name)
+            for rank, name, least in ranks
+            if account_of(name).use or least <= most(self, name)
+        )
+
+    def _turn(self, project: str, serving: Pass) -> tuple[float, ...]:
+        if serving.starved:
+            return ()
         account = self.state.quotas.account(project)
-        turn = account.turn(self.catch_up_milli.get(project, 0), owed=serving.by_quota)
-        return (*turn, cursor.rank)
+        return account.turn(self.catch_up_milli.get(project, 0), owed=serving.by_quota)
+
+    def _fails_as_others(self, project: str, serving: Pass) -> bool:
+        """Whether every job of a project fails as jobs of others did, for want of own jobs to preempt.
+
+        Then it is noted, as for the others, what failed.
+        """
+        shapes = self._summaries[project].shapes
+        if self._is_single or project in self._lost or shapes[0][0][0] is order.STARVED:
+            return False
+        if self._nowhere_at != self.state.version():
+            self._nowhere_at = self.state.version()
+            self._nowhere.clear()
+        most = serving.most(self, project) - self.state.quotas.account(project).use
+        nowhere, unplaceable = self._nowhere, self._unplaceable
+        tried = []
+        for rank, key, size in shapes:
+            if size <= most and key not in unplaceable:
+                if key[1] not in nowhere:
+                    return False
+                tried.append((rank, key))
+        if self.queues.by_project[project].running:
+            for rank, _ in tried:
+                job = self.queues.leases[rank[-1]]
+                # Any job of its project may move for a gang.
+                if job.id in self._served or job.size.device_count > 1:
+                    return False
+                if self.reclaimer.victim_index.outranked(job):
+                    return False
+        for _, key in tried:
+            unplaceable[key] = Why.NO_CAPACITY
+        return True
 
     def _serve_next(self, cursor: Cursor, serving: Pass) -> bool:
         """Serve one job of a project; False: the pass is over for the project."""
@@ -305,7 +370,7 @@ class SchedulingRound:
         if gain_gpu_s <= self._not_worth.get((job.project, shape), -inf):
             self.waiting[job.id] = Why.NOT_WORTH_IT
             return False
-        if (why := self._try_to_start(job, serving)) is None:
+        if (why := self._try_to_start(job, shape[1], serving)) is None:
             return True
         self.waiting[job.id] = why
         if why is Why.NOT_WORTH_IT:
@@ -322,15 +387,21 @@ class SchedulingRound:
             if why in (None, Why.AWAITING_RELEASE):
                 self._served.add(job.id)
 
-    def _try_to_start(self, job: Lease, serving: Pass) -> Why | None:
+    def _try_to_start(self, job: Lease, fit: Fit, serving: Pass) -> Why | None:
         """Start ``job`` or get capacity for it; returns why it waits, None if it starts."""
         why, soon = self._take(job)
         if why not in (Why.NO_CAPACITY, Why.PROJECT_LIMIT):
             return why
-        why = self._reclaim(job, soon, serving)
-        fits = why is Why.NO_CAPACITY and not soon and self.placer.fits_soon(job)
-        if fits and self.placer.lacks_host_memory(job):
-            return Why.JOB_HOST_MEMORY
+        decided, why = self.reclaimer.decided, self._reclaim(job, soon, serving)
+        if why is not Why.NO_CAPACITY or soon:
+            return why
+        if self.placer.fits_soon(job):
+            return Why.JOB_HOST_MEMORY if self.placer.lacks_host_memory(job) else why
+        # Where quota is owed, sessions over quota may be taken, but not those of the own project.
+        alone = bool(self.queues.by_project[job.project].running) or job.project in self._lost
+        alone = alone or (serving.by_quota and self.state.account(job).use > 0)
+        if self.reclaimer.decided == decided and fit.is_common and not alone:
+            self._nowhere.add(fit)
         return why
 
     def _take(self, job: Lease) -> tuple[Why | None, Placement | None]:
@@ -417,6 +488,7 @@ class SchedulingRound:
         for v in victims:
             action = Suspend if v.suspends else Requeue
             self.actions.append(action(v.lease.id, v.why, lease.id))
+            self._lost.add(v.lease.project)
             self.state.evict(v.lease, suspended=v.suspends)
             if not final:
                 self._evicted.append(v)
@@ -459,6 +531,7 @@ class Pass:
     """One pass over the waiting jobs of all projects."""
 
     admits: Callable[[SchedulingRound, Lease], bool]
+    most: Callable[[SchedulingRound, str], float] = lambda *_: inf  # what a project may hold to be served
     by_quota: bool = False  # projects by the part of their quota in use; else by excess per weight
     competes: bool = False  # only with several projects; its jobs may reclaim from projects above share
     serves_guests: bool = False  # sessions beyond quota wake and start after it
@@ -467,7 +540,7 @@ class Pass:
 
 STARVED_JOBS = Pass(SchedulingRound.is_within_share, starved=True)
 PASSES = (
-    Pass(SchedulingRound.is_owed, by_quota=True, serves_guests=True),
-    Pass(SchedulingRound.is_below_share, competes=True),
+    Pass(SchedulingRound.is_owed, SchedulingRound.quota_of, by_quota=True, serves_guests=True),
+    Pass(SchedulingRound.is_below_share, SchedulingRound.share_of, competes=True),
     Pass(lambda _, job: True),
 )

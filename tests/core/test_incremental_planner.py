@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
+from jupyter_gpushare.core.scheduler import SchedulingRound
 from tests.core.build import NOW, build, cluster, grant, project, train
 
 
@@ -56,3 +57,24 @@ def test_it_sees_which_lease_takes_over_a_claim_that_was_given_back():
     left = replace(first, leases=(guest, owed))
     assert planner.plan(left, NOW) == plan(left, NOW)
     assert planner.plan(left, NOW).actions == (grant("c", 0),)
+
+
+def test_a_round_tries_as_little_for_many_projects_as_for_few(monkeypatch):
+    tried = []
+    start = SchedulingRound._try_to_start
+    monkeypatch.setattr(SchedulingRound, "_try_to_start", lambda *args: tried.append(1) or start(*args))
+    held = [train(f"r{n}", 1000, str(n), project=f"p{n % 3}", granted_at=NOW - 10) for n in range(16)]
+
+    def tries(projects: int) -> int:
+        waiting = [
+            train(f"w{n}", (250, 500, 1000)[n % 7 % 3], project=f"p{n % projects}") for n in range(1200)
+        ]
+        names = [project(f"p{n}", 0) for n in range(projects)]
+        more = {"min_run_s": 600.0, "fairness_horizon_s": 1800.0}
+        c = cluster(*held, *waiting, gpus=16, projects=names, **more)
+        lags = {f"p{n}": 1000.0 * (-1) ** n for n in range(projects)}
+        tried.clear()
+        assert not plan(replace(c, lags_gpu_s=lags), NOW).actions
+        return len(tried)
+
+    assert tries(500) <= 2 * tries(3)

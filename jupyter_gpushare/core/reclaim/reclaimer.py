@@ -64,6 +64,7 @@ class Reclaimer:
         self._cheapest: dict[tuple[object, ...], Cheapest] = {}
         self._searches: dict[tuple[object, ...], SingleDeviceSearch] = {}
         self._host_free = state.host_free  # when victims were last cached
+        self.decided = 0  # how many candidates were found, stable or not
 
     def for_owner(self, lease: Lease) -> tuple[Victim, ...] | None:
         """Leases to preempt so that a suspended session can wake on its devices; None: not possible."""
@@ -148,6 +149,7 @@ class Reclaimer:
 
     def _decide(self, job: Lease, candidate: Candidate, scope: ReclaimScope) -> ReclaimPlan | Why:
         """Plan to preempt the victims of ``candidate``, if that is allowed, stable and worth its cost."""
+        self.decided += 1
         devices, victims = candidate
         need = self._need(job, devices)
         uses_lent = self._uses_lent(devices, need, victims)

@@ -122,11 +122,16 @@ class ReclaimScope:
     Made by `VictimIndex` only, one object per scope and round.
     """
 
-    project: str  # of the waiting job; "" where only idle sessions may be preempted
+    project: str  # of the waiting job; "" where none of its leases could be taken
     owed: bool  # the project is below quota
     below_share: bool  # the project is below its fair share
     lend: bool  # devices of idle and suspended sessions may be used
     protected: frozenset[str]  # projects that nothing is taken from
+
+    @property
+    def takes(self) -> bool:
+        """Whether leases of other projects may be preempted, not only idle sessions."""
+        return self.owed or self.below_share
 
     def available(self, capacity: DeviceCapacity) -> int:
         """Capacity that the job can count on without a preemption."""
@@ -160,7 +165,8 @@ class VictimIndex:
         protected: frozenset[str] = frozenset(),
     ) -> ReclaimScope:
         """Scope of a reclaim for ``job``."""
-        project = job.project if owed or below_share else ""
+        # A project that is below its share is protected itself.
+        project = job.project if owed else ""
         key = project, owed, below_share, lend, protected
         return self._scopes.setdefault(key, ReclaimScope(*key))
 
@@ -168,7 +174,7 @@ class VictimIndex:
         """Devices on which a lease may be preempted."""
         if scope not in self._candidates:
             found = self._candidates[scope] = set(self._idle_on) if scope.lend else set()
-            if scope.project:
+            if scope.takes:
                 on = self._over_quota_on
                 found.update(c for c, here in on.items() if any(self._may_take(x, scope) for x in here))
         return self._candidates[scope]
@@ -208,7 +214,7 @@ class VictimIndex:
             for lease in self._idle_on.get(capacity, ()):
                 if lease.id in capacity.holders and (victim := self._idle_session(lease)):
                     found[lease.id] = victim
-        if scope.project:
+        if scope.takes:
             rule = RULES.OWED if scope.owed else RULES.BELOW_SHARE
             for lease in self._over_quota_on.get(capacity, ()):
                 if lease.id in found or lease.id not in capacity.holders or not self._may_take(lease, scope):
