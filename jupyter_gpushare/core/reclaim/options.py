@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
+from operator import itemgetter
 from typing import NamedTuple
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
@@ -100,15 +101,17 @@ class Cheapest:
         self._job = job
         self._topology = topology
         self._options = options
+        self._devices = candidates.intersection(bound_to) if bound_to else candidates
+        tiers: list[list[Group]] = []
         if job.size.device_count > 1:
             tiers = [[bound_to]] if bound_to else topology.tiers(job)
-            self._tiers = [[x for x in groups if not candidates.isdisjoint(x)] for groups in tiers]
-        else:
-            able = candidates.intersection(bound_to) if bound_to else candidates
-            self._tiers = [[(c,) for c in sorted(able, key=lambda c: c.device.uuid)]]
+        self._tiers = [[x for x in groups if not candidates.isdisjoint(x)] for groups in tiers]
 
     def best(self) -> list[DeviceCapacity] | None:
         """The cheapest devices to reclaim; None: no set of devices will do."""
+        if self._job.size.device_count == 1:
+            singles = [(option.price, c) for c in self._devices if (option := self._options.option(c)).price]
+            return [min(singles, key=itemgetter(0))[1]] if singles else None
         sets = (self._priced(tier, x) for tier, groups in enumerate(self._tiers) for x in groups)
         cheapest = min(filter(None, sets), key=lambda priced: priced[0], default=None)
         return cheapest and cheapest[1]
@@ -118,8 +121,6 @@ class Cheapest:
         able = [(option.price, c) for c in group if (option := self._options.option(c)).price]
         if len(able) < self._job.size.device_count:
             return None
-        if self._job.size.device_count == 1:
-            return able[0][0], [able[0][1]]
         able.sort(key=lambda priced: priced[0])
         capacities = self._chosen([capacity for _, capacity in able])
         if capacities is None:
