@@ -242,13 +242,19 @@ class SchedulingRound:
         cursors: dict[str, Cursor] = {}
         turns = self._turns(serving)
         while turns:
-            *_, name = turns.pop(0)
-            if self._fails_as_others(name, serving):
+            turn, rank, name = turns.pop(0)
+            served = bool(rank) and rank[-1] in self._served and not self.order.strict
+            if not served and self._fails_as_others(name, serving):
                 continue
             if name not in cursors:
                 queue = self.queues.by_project[name]
                 waiting = queue.starved() if serving.starved else queue.waiting
                 cursors[name] = Cursor(waiting, self.queues.leases)
+            if served:  # its project has no earlier turn for it
+                cursors[name].advance()
+                if cursors[name]:
+                    insort(turns, (turn, cursors[name].rank, name))
+                continue
             decided = len(self.actions)
             if self._serve_next(cursors[name], serving):
                 insort(turns, (self._turn(name, serving), cursors[name].rank, name))

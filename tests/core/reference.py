@@ -1,604 +1,600 @@
-"""The rules of docs/concepts.md, in its order, written down naively: no caches, no heaps, no indexes.
+"""The scheduling order of docs/concepts.md, written down naively; `test_reference` compares it.
 
-It covers `progress` and `las` without moves and bounds of host memory;
-`test_reference` compares it with the planner on small clusters.
+It knows `progress` and `las`.  Left out: moves for a gang, several models of GPUs and MIG, requests for
+memory, bounds of host memory, notices, devices that fail, and the reasons for which leases wait.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from functools import cached_property
+from math import inf, log2, sqrt
+from typing import Any, NamedTuple
 
-from jupyter_gpushare.core import order
-from jupyter_gpushare.core.idle import eligible
-from jupyter_gpushare.core.model import (
-    HOLDS_CAPACITY,
-    LEAVING,
-    CheckpointMode,
-    Cluster,
-    Grant,
-    Kind,
-    Lease,
-    Requeue,
-    Resume,
-    State,
-    Suspend,
-    Why,
-)
-from jupyter_gpushare.core.quota import held_by, size_of
-from tests.core.reference_numbers import Numbers
+from jupyter_gpushare.core import model
+from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State, Why
 
-Victim = tuple[tuple[int, float, float, str], Lease, Why]  # sort key (cost, lost, since, id), lease, reason
+# Status of a lease in the round.  What is reserved is not free yet; it is kept for a job that starves.
+WAITS, ASLEEP, KEPT, RUNS, STARTS, RESERVED, LEAVES = range(7)
+HOLDS = (KEPT, RUNS, STARTS, RESERVED)
+# Kinds of victims, the cheapest first.
+OFFERED, IDLE, SUSPENDED, STARTING, STOPPED, BUSY = range(6)
+STARVED = (-inf, False, -1.0)
+UNMEASURED_GPU_S, LEAST_GPU_S, EPSILON_GPU_S = 3e5, 60.0, 1e-3
+# By the rule of a preemption.
+WHY = {"owner": Why.LENDER_RETURNED, "limit": Why.PRIORITY, "quota": Why.OVER_QUOTA, "share": Why.OVER_QUOTA}
+MOST_LOST, COSTS_APART = 4, 25  # minimum run times; times what a swap for a lag costs
 
 
-class Reference(Numbers):
-    """One round; `run` returns its actions."""
+class Seen:
+    """A lease, and what the round knows of it."""
 
-    def __init__(self, c: Cluster, now: float) -> None:
-        super().__init__(c, now)
-        self.actions: list[object] = []
-        self.evicted: list[Victim] = []
-        self.unplaceable: set[object] = set()
-        self.done: set[str] = set()
-        self.costly: set[str] = set()  # jobs that would gain less than they cost
-        self.kept: dict[str, str] = {}  # by project: the job that capacity is kept for
+    def __init__(self, x: Lease) -> None:
+        self.lease, self.at, self.claim, self.in_quota = x, x.devices, False, False
+        self.status = RUNS if x.state in model.HOLDS_CAPACITY else ASLEEP if x.devices else WAITS
+        self.status = LEAVES if x.state in model.LEAVING else self.status
+        self.held = x.held_milli or x.size.fraction_milli  # thousandths of each of its devices
+        self.milli = self.held * x.size.device_count
+        self.suspends = x.survival.suspends and x.suspendable
+        self.restarts = not (x.survival.has_checkpoint or self.suspends)
+        self.starves, self.preferred, self.undisturbed_until = False, False, 0.0
+        self.level, self.rank, self.gain_gpu_s, self.since = STARVED, tuple[object, ...](), 0.0, 0.0
 
-    # -- decisions
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.lease, name)
 
-    def give(self, x: Lease, devices: tuple[str, ...], what: list[tuple[str, str, int]]) -> None:
-        size = held_by(x) * len(devices)
-        self.capped_more[x.project] += 0 if x.id in self.claims else size
-        if x.id in self.claims:
-            self.awake.add(x.id)
-        if x.id in self.claims or (
-            x.kind is Kind.TRAIN and self.used_quota[x.project] + size <= self.quota[x.project]
-        ):
-            self.used_quota[x.project] += size
-        what.extend((x.project, u, held_by(x)) for u in devices)
 
-    def evict(self, victims: Iterable[Victim], for_lease: Lease, *, for_limit: bool = False) -> None:
-        for v in victims:
-            x = v[1]
-            suspends = x.kind is Kind.BUILD or v[0][0] == 2
-            self.actions.append((Suspend if suspends else Requeue)(x.id, v[2], for_lease.id))
-            del self.stays[x.id]
-            self.gone.append(x)
-            self.evicted += [] if for_limit else [v]
-            if x.id in self.in_quota:
-                self.used_quota[x.project] -= size_of(x)
-                self.promote(x.project)
+class Victim(NamedTuple):
+    """A lease that may be preempted; the cheapest sorts first."""
 
-    def reinstate_unneeded(self) -> None:
-        for v in sorted(self.evicted, key=lambda v: (-v[0][0], held_by(v[1]), v[0])):
-            if all(self.soon(u) >= held_by(v[1]) for u in v[1].devices):
-                self.stays[v[1].id] = v[1]
-                self.gone.remove(v[1])
-                self.actions = [a for a in self.actions if a.lease != v[1].id]
-                self.used_quota[v[1].project] += size_of(v[1]) if v[1].id in self.in_quota else 0
-        self.evicted = []
+    kind: int
+    lost_s: float
+    since: float
+    id: str
+    lease: Seen
+    why: Why
+    suspends: bool = True
 
-    # -- the page
+    def thrift(self) -> tuple[object, ...]:
+        return -self.kind, self.lease.held, self  # the dearest first
 
-    def run(self) -> tuple[object, ...]:
-        waking = [
-            x for x in self.c.leases if x.state is State.SUSPENDED and x.kind is Kind.BUILD and x.wanted
-        ]
-        waking.sort(key=order.session_rank)
-        for x in (x for x in waking if x.id in self.claims):  # rule 1
-            if self.way_is_clear(x):
-                self.actions.append(Resume(x.id, Why.WANTED))
-                self.give(x, x.devices, self.granted)
-            else:
-                self.give(x, x.devices, self.reserved)
+
+Room = dict[str, int]  # thousandths by device
+Victims = list[Victim]
+Plan = tuple[tuple[str, ...], Victims]  # devices for a lease, and what makes way there
+
+
+def price(victims: Victims) -> tuple[int, int, Victims]:
+    return max((v.kind for v in victims), default=-1), len(victims), victims
+
+
+def rounded(gpu_s: float) -> float:
+    return LEAST_GPU_S * 2.0 ** int(log2(gpu_s / LEAST_GPU_S)) if gpu_s >= LEAST_GPU_S else 0.0
+
+
+class Reference:
+    def __init__(self, c: model.Cluster, now: float) -> None:
+        self.c, self.now, self.settings = c, now, c.settings
+        self.min_run_s, self.horizon_s = c.settings.min_run_s, c.settings.fairness_horizon_s or 0.0
+        self.node = {d.uuid: d.node for d in c.devices}
+        self.projects = {p.name: p for p in sorted(c.projects, key=lambda p: (-p.priority, p.name))}
+        # Sessions have claims up to these.  Jobs count on shares by weight if the machine cannot keep all.
+        self.configured = self.quota = {p.name: p.quota_milli for p in c.projects}
+        if sum(self.quota.values()) > 1000 * len(c.devices):
+            self.quota = self.poured(dict.fromkeys(self.quota, 0), self.quota, 1000 * len(c.devices))
+        self.limit = {p.name: 10**9 if p.limit_milli is None else p.limit_milli for p in c.projects}
+        lags, horizon_s = c.lags_gpu_s, self.horizon_s or inf
+        self.catch_up = {name: int(1000 * lags.get(name, 0.0) / horizon_s) for name in self.quota}
+        self.leases = [Seen(x) for x in sorted(c.leases, key=lambda x: (-x.priority, x.queued_at, x.id))]
+        self.give_claims()
+        for name in self.quota:
+            self.promote(name)
+        asleep = [x for x in self.leases if x.state is State.SUSPENDED and not x.claim]
+        self.awaited = {u: self.on(u, asleep) for u in self.node}  # by suspended leases without a claim
+        self.guests: list[Seen] = []  # suspended sessions beyond quota that cannot wake
+        self.fails: dict[object, Why] = {}  # what failed, fails again
+        self.actions: list[model.Action] = []
+        self.evicted: Victims = []
+        jobs = [x for x in self.leases if x.kind is Kind.TRAIN]
+        self.waiting = [x for x in jobs if x.status in (WAITS, ASLEEP) and x.retry_at <= now]
+        self.running = [x for x in jobs if x.status == RUNS]
+        self.shared = len({x.project for x in (*self.waiting, *self.running)}) > 1
+        guard_s = inf if c.settings.starvation_guard_s is None else c.settings.starvation_guard_s
+        for x in jobs:
+            x.starves = x in self.waiting and self.min_run_s > 0 and x.waits_since_at + guard_s <= now
+            turns = x.turns if x.waits_since_at + guard_s <= x.granted_at else 1
+            x.undisturbed_until = x.granted_at + self.min_run_s * 2.0 ** max(0, turns - 1)
+            x.preferred = x in self.running and (x.project, x.user) in c.behind
+            self.put_in_order(x)
+        for user, behind in c.behind.items():
+            left, own = behind.left_milli, [x for x in self.waiting if (x.project, x.user) == user]
+            for x in sorted((x for x in own if not self.lacks_quota(x)), key=lambda x: x.rank):
+                if x.milli <= left or (x.milli <= behind.first_milli and left == behind.left_milli):
+                    left -= x.milli
+                    x.preferred = True
+                    self.put_in_order(x)
+        self.waiting.sort(key=lambda x: x.rank)
+
+    def run(self) -> tuple[model.Action, ...]:
+        sessions = [x for x in self.leases if x.kind is Kind.BUILD]
+        waking = [x for x in sessions if x.state is State.SUSPENDED and x.wanted]
+        for x in (x for x in waking if x.claim):
+            self.wake_owner(x)
         self.reinstate_unneeded()
-        new = [x for x in self.c.leases if x.kind is Kind.BUILD and x.state is State.PENDING]
-        new.sort(key=order.session_rank)
-        new = [x for x in new if not self.starts_with_claim(x)]  # rule 2
+        new = [x for x in sessions if x.state is State.PENDING and x.retry_at <= self.now]
+        guests = [x for x in new if not self.starts_with_claim(x)]
         for x in self.promised():
-            if self.take(x, self.size(x)):
-                self.done.add(x.id)
-        self.run_pass(lambda x: self.starves(x) and self.within_share(x), starved=True, takes=True)  # rule 3
-        for x in (x for x in new if not x.waits):
-            self.start_guest(x)
-        self.run_pass(lambda x: self.owed(x), by_quota=True)  # rule 4
-        for x in (x for x in waking if x.id not in self.claims):
-            if devices := self.find(x, self.unclaimed):
-                if not self.over(x.project, size_of(x)):
-                    self.resume(x, devices, Why.WANTED)
-            else:
-                self.guests.extend((u, held_by(x)) for u in x.devices)
-        for x in (x for x in new if x.waits):
-            self.start_guest(x)
-        if self.competing():
-            self.run_pass(lambda x: self.below_share(x), takes=True, last=True)
-        self.run_pass(lambda x: True, last=True)
+            self.take(x)
+        self.serve_jobs("starving")
+        self.start_guests([x for x in guests if not x.waits])
+        self.serve_jobs("quota")
+        self.start_guests([x for x in waking if not x.claim] + [x for x in guests if x.waits])
+        if self.shared:
+            self.serve_jobs("share")
+        self.serve_jobs("rest")
         self.reinstate_unneeded()
         return tuple(self.actions)
 
-    def resume(self, x: Lease, devices: tuple[str, ...], why: Why) -> None:
-        self.actions.append(Resume(x.id, why, () if devices == x.devices else devices))
-        self.give(x, devices, self.granted)
+    # -- sessions
 
-    def way_is_clear(self, x: Lease) -> bool:
-        """Whether an owner can wake now; else evicts what is in the way on its devices or under its limit."""
-        short = any(self.now_free(u) < held_by(x) for u in x.devices)
-        victims = self.for_owner(x) if short else []
-        if victims is None:
+    def wake_owner(self, x: Seen) -> None:
+        """Wake a session on its claim, or reserve that and evict what is in its way, or over its limit."""
+        room, wakes = self.room(), x.retry_at <= self.now
+        if wakes and any(room[u] < x.held for u in x.devices):
+            plan, wakes = self.from_others(x, "owner"), False
+            if not plan:
+                return self.give(x, x.devices, RESERVED)
+            self.evict(plan[1], x)
+        if x.retry_at <= self.now and self.over(x.project) > 0:
+            jobs = [y for y in self.having(RUNS) if y.kind is Kind.TRAIN and y.project == x.project]
+            victims = sorted(v for y in jobs for v in self.victim(x, y, "limit"))
+            victims = self.enough_for_limit(x, 0, [], victims) or []
+            wakes = wakes and not victims and self.over(x.project, soon=True) == self.over(x.project)
+            self.evict(victims, x, final=True)
+        return self.start(x, x.devices, Why.WANTED) if wakes else self.give(x, x.devices, RESERVED)
+
+    def starts_with_claim(self, x: Seen) -> bool:
+        """Give a new session a claim within quota: on free capacity it starts, on lent it sleeps at first."""
+        stuck = [y for y in self.having(RUNS) if y.kind is Kind.BUILD and not y.suspendable]
+        kept = [y for y in self.leases if y.claim or y in stuck]
+        claimable, room = {u: 1000 - self.on(u, kept) for u in self.node}, self.room()
+        free = self.find(x, {u: min(room[u], claimable[u]) for u in room})
+        devices = free or self.find(x, claimable)
+        if not devices or self.claimed(x.project) + x.milli > self.configured[x.project]:
             return False
-        self.evict(victims, x)
-        if not self.over(x.project, 0):
-            return not short
-        jobs = [y for y in self.stays.values() if y.kind is Kind.TRAIN and y.project == x.project]
-        own = [v for y in jobs if (v := self.victim(y, Why.PRIORITY, min_run=False))]
-        enough = self.enough_for_limit(x, 0, [], sorted(own, key=lambda v: v[0])) or []
-        leaves = any(y.project == x.project and self.lets_go(y) for y in self.gone)
-        self.evict(enough, x, for_limit=True)
-        return not (short or enough or leaves)
+        asleep = not free or self.over(x.project, x.milli) > 0
+        self.actions.append(model.Grant(x.id, devices, x.held, Why.CLAIM, asleep=asleep))
+        x.claim = True
+        self.give(x, devices, ASLEEP if asleep else STARTS)
+        return True
 
-    def enough_for_limit(
-        self, x: Lease, size: int, victims: list[Victim], more: Iterable[Victim]
-    ) -> list[Victim] | None:
-        """``victims`` and the first of ``more`` without which ``size`` is within the limit of ``x``."""
-        for v in [None, *(v for v in more if all(v[1] is not w[1] for w in victims))]:
-            victims = [*victims, v] if v else victims
-            left = sum(self.lets_go(w[1]) for w in victims if w[1].project == x.project)
-            if self.over_soon(x.project, size) <= left:
-                return victims
-        return None
+    def start_guests(self, sessions: list[Seen]) -> None:
+        """Start or wake sessions beyond quota on free, unclaimed capacity."""
+        for x in sessions:
+            devices = self.find(x, self.room(lent=False))
+            if x.devices and not devices:
+                self.guests.append(x)
+            if devices and self.over(x.project, x.milli) <= 0 and x.retry_at <= self.now:
+                self.start(x, devices, Why.WANTED if x.devices else Why.FREE_CAPACITY)
 
-    def promised(self) -> list[Lease]:
+    # -- jobs, pass by pass
+
+    def promised(self) -> list[Seen]:
         """Jobs that others made way for since they wait: bound to devices, then large ones first."""
-        jobs = [x for x in self.c.leases if x.kind is Kind.TRAIN and order.is_waiting(x)]
-        made_way = [y for y in self.c.leases if y.made_way_for and not y.cancelled]
-        found = [
-            x
-            for x in jobs
-            if any(
-                y.made_way_for == x.id and (y.state in LEAVING or y.waits_since_at >= x.waits_since_at)
-                for y in made_way
-            )
-        ]
-        return sorted(found, key=lambda x: (not x.devices, -self.size(x), self.rank(x)))
+        made_way = [y for y in self.leases if y.made_way_for and not y.cancelled]
+        since = [(y.made_way_for, inf if y.status == LEAVES else y.waits_since_at) for y in made_way]
+        jobs = [x for x in self.waiting if any(id == x.id and at >= x.waits_since_at for id, at in since)]
+        return sorted(jobs, key=lambda x: (not x.devices, -x.milli, x.borrow, x.rank))
 
-    def competing(self) -> bool:
-        jobs = (x for x in self.c.leases if x.kind is Kind.TRAIN and x.state not in LEAVING)
-        return len({x.project for x in jobs}) > 1
-
-    def owed(self, x: Lease) -> bool:
-        return self.use(x.project) + self.size(x) <= self.quota[x.project]
-
-    def below_share(self, x: Lease) -> bool:
-        return self.use(x.project) + self.size(x) <= self.shares[x.project]
-
-    def starves(self, x: Lease) -> bool:
-        return order.is_starved(x, self.now, self.c.settings)
-
-    def within_share(self, x: Lease) -> bool:
-        share = max(self.shares[x.project], self.quota[x.project])
-        return self.use(x.project) <= share and self.size(x) <= share
-
-    def starts_with_claim(self, x: Lease) -> bool:
-        left = self.configured[x.project] - self.claimed[x.project]
-        size = x.size.fraction_milli * x.size.device_count
-        for asleep, view in (
-            (False, lambda u: min(self.claimable(u), self.now_free(u))),
-            (True, self.claimable),
-        ):
-            if devices := self.find(x, view, left):
-                asleep = asleep or bool(self.over(x.project, size))
-                self.capped_more[x.project] += size
-                self.actions.append(Grant(x.id, devices, x.size.fraction_milli, Why.CLAIM, asleep=asleep))
-                self.claimed[x.project] += size
-                self.new_claims += [(u, x.size.fraction_milli) for u in devices]
-                if asleep:
-                    self.lent_claims += [(u, x.size.fraction_milli) for u in devices]
-                else:
-                    self.used_quota[x.project] += size
-                    self.granted += [(x.project, u, x.size.fraction_milli) for u in devices]
-                return True
-        return False
-
-    def start_guest(self, x: Lease) -> None:
-        devices = self.find(x, self.unclaimed)
-        if devices and not self.over(x.project, self.size(x)):
-            self.capped_more[x.project] += self.size(x)
-            self.actions.append(Grant(x.id, devices, x.size.fraction_milli, Why.FREE_CAPACITY, borrowed=True))
-            self.granted += [(x.project, u, x.size.fraction_milli) for u in devices]
-
-    # -- rules 3 to 6: jobs
-
-    def run_pass(
-        self,
-        admits: Callable[[Lease], bool],
-        *,
-        by_quota: bool = False,
-        takes: bool = False,
-        starved: bool = False,
-        last: bool = False,
-    ) -> None:
-        rank = self.rank
-
-        def turn(name: str) -> tuple[object, ...]:
-            if starved:
-                return rank(queues[name][0])
-            p = next(p for p in self.projects if p.name == name)
-            used, quota = self.use(name), p.quota_milli
-            ratio = used / max(quota, 1) if by_quota else (used - quota) / max(p.weight, 1)
-            return -p.priority, ratio, rank(queues[name][0]), name
-
-        waiting = sorted((x for x in self.c.leases if x.kind is Kind.TRAIN and order.is_waiting(x)), key=rank)
-        queues = {n: [x for x in waiting if x.project == n] for n in self.quota}
-        waits_long = last or not self.competing()  # jobs that are not admitted wait for their own project
-        while name := min((n for n in queues if queues[n]), key=turn, default=None):
-            queue = queues[name]
+    def serve_jobs(self, rule: str) -> None:
+        jobs = [x for x in self.waiting if x.status in (WAITS, ASLEEP, KEPT)]
+        queues = {name: [x for x in jobs if x.project == name] for name in self.projects}
+        while heads := [queue[0] for queue in queues.values() if queue]:
+            queue = queues[min(heads, key=lambda x: self.turn(x, rule)).project]
             while queue:
-                x = queue[0]
-                if x.id in self.done:
-                    queue.pop(0)
-                elif waits_long and not admits(x) and self.starves(x) and self.reachable(x):
-                    queue.clear()
-                elif not admits(x):
-                    queue[:] = [y for y in queue if self.shape(y) != self.shape(x)]
-                elif self.fit(x) in self.unplaceable:
-                    behind = [] if self.holds_up(x) else queue
-                    queue[:] = [y for y in behind if self.shape(y) != self.shape(x)]
-                elif self.serve(x, takes=takes, starved=starved):
-                    self.done.add(queue.pop(0).id)
+                x = queue.pop(0)
+                why = self.serve(x, rule) if self.admits(x, rule) else Why.IN_LINE
+                if why is None:
                     break
-                elif x.id in self.costly:
-                    queue.pop(0)
-                else:
-                    self.unplaceable.add(self.fit(x))
+                if x.starves and self.holds_up(x, why, rule):
+                    queue.clear()
 
-    def rank(self, x: Lease) -> order.Rank:
-        return order.rank(x, self.now, self.c.settings, preferred=self.preferred(x))
+    def turn(self, x: Seen, rule: str) -> tuple[object, ...]:
+        p, use, quota = self.projects[x.project], self.use(x.project), self.quota[x.project]
+        excess = use - quota - self.catch_up[p.name]
+        ratio = use / max(quota, 1) if rule == "quota" else excess / p.weight
+        return x.rank if rule == "starving" else (-p.priority, ratio, x.rank)
 
-    def level(self, x: Lease) -> order.Level:
-        return order.level(x, self.now, self.c.settings, preferred=self.preferred(x))
+    def admits(self, x: Seen, rule: str) -> bool:
+        """Whether a pass serves a job; one that starves, where its project holds no more than its share."""
+        name, use = x.project, self.use(x.project)
+        if rule == "starving":
+            return x.starves and max(use, x.milli) <= max(self.shares[name], self.quota[name])
+        return rule == "rest" or use + x.milli <= (self.quota if rule == "quota" else self.shares)[name]
 
-    def preferred(self, x: Lease) -> bool:
-        """Whether a job of a user who is behind runs, or is one of the next that the user's share holds."""
-        behind = self.c.behind.get((x.project, x.user))
-        if behind is None or not order.is_waiting(x):
-            return behind is not None
-        same = [
-            y for y in self.c.leases if y.kind is Kind.TRAIN and (y.project, y.user) == (x.project, x.user)
-        ]
-        same = [y for y in same if y.devices or self.find(y, lambda u: 1000)]
-        left = behind.left_milli
-        for y in sorted(
-            filter(order.is_waiting, same), key=lambda y: order.rank(y, self.now, self.c.settings)
-        ):
-            if self.size(y) <= left or (self.size(y) <= behind.first_milli and left == behind.left_milli):
-                if y is x:
-                    return True
-                left -= self.size(y)
-        return False
+    def holds_up(self, x: Seen, why: Why, rule: str) -> bool:
+        """Whether others wait for a job that starves, which its project's share holds, at last if it lags."""
+        waits = why is Why.NO_CAPACITY and self.shared and not self.admits(x, "starving")
+        if why is Why.IN_LINE:
+            waits = (rule == "share" or not self.shared) and not self.lacks_quota(x)
+        most = 1000 * len(self.node) - sum(self.quota.values()) + self.quota[x.project]
+        reachable = x.milli <= max(most * bool(self.horizon_s), self.shares[x.project], self.quota[x.project])
+        return waits and (reachable or not self.shared)
 
-    def shape(self, x: Lease) -> tuple[object, ...]:
-        return x.project, self.level(x), x.size, x.consolidate, x.survival, x.devices, x.movable
+    def serve(self, x: Seen, rule: str) -> Why | None:
+        """Start a job, or get what it needs; returns why neither is possible."""
+        fit = x.starves, x.project, x.size, x.consolidate, x.borrow, x.survival, x.devices, x.movable
+        if fit in self.fails or self.take(x):
+            return self.fails.get(fit)
+        if self.lacks_quota(x):
+            return self.fails.setdefault(fit, Why.QUOTA)
+        owed, over = self.admits(x, "quota"), self.over(x.project, x.milli, soon=True) > 0
+        below = not owed and self.shared and self.admits(x, "share")
+        by = "quota" if owed else "share" if below and rule in ("share", "starving") else "order"
+        found = {self.objection(x, plan[1], by): plan for plan in reversed(self.plans(x, by, over=over))}
+        if plan := found.get(None):
+            self.evict(plan[1], x, final=over or not x.borrow)
+            self.give(x, plan[0], RESERVED)
+            return None
+        if over:
+            return self.fails.setdefault(fit, Why.PROJECT_LIMIT)
+        may_keep = x.starves and (owed or below or rule == "starving" or not self.shared)
+        if may_keep and self.keep(x):
+            return self.fails.setdefault(fit, Why.RESERVED)
+        return Why.NOT_WORTH_IT if Why.NOT_WORTH_IT in found else self.fails.setdefault(fit, Why.NO_CAPACITY)
 
-    def fit(self, x: Lease) -> object:
-        """What fails alike in a project, at this or a later level."""
-        return self.starves(x), *self.shape(x)[2:], x.project
+    def take(self, x: Seen) -> bool:
+        """Start a job on what is free, or reserve what is being released for it."""
+        now, soon = ((), ()) if self.lacks_quota(x) else self.places(x)
+        if now and self.over(x.project, x.milli) <= 0:
+            self.start(x, now, Why.CAPACITY_BACK if x.devices else Why.FREE_CAPACITY)
+        elif soon and self.over(x.project, x.milli, soon=True) <= 0:
+            self.give(x, soon, RESERVED)
+        return x.status in (STARTS, RESERVED)
 
-    def holds_up(self, x: Lease) -> bool:
-        """A starved job larger than its project's share, which must fall behind first."""
-        kept = x.id in self.kept.values() or not self.starves(x)
-        return not kept and self.competing() and self.reachable(x) and not self.within_share(x)
+    def places(self, x: Seen) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """Where a job fits now, at best where no lease waits, then on what is not lent; and where soon."""
+        unlent = self.room(lent=False)
+        unawaited = {u: m - (0 if x.devices else self.awaited[u]) for u, m in unlent.items()}
+        now = self.find(x, unawaited) or self.find(x, unlent) or self.find(x, self.room(lent=x.borrow))
+        return now, now or self.find(x, self.room(lent=x.borrow, at_once=False))
 
-    def reachable(self, x: Lease) -> bool:
-        """Whether the share of its project holds ``x``, now or once the project lags enough."""
-        others = sum(m for n, m in self.quota.items() if n != x.project)
-        most = 1000 * len(self.c.devices) - others if self.c.settings.fairness_horizon_s else 0
-        return not self.competing() or self.size(x) <= max(
-            self.shares[x.project], self.quota[x.project], most
-        )
-
-    def keep(self, x: Lease) -> None:
+    def keep(self, x: Seen) -> bool:
         """Reserve the devices that lack least, for one job of each project."""
-        found = []
-        for group in [self.resume_devices(x)] if x.devices else self.sets(x):
-            able = sorted(
-                (u for u in group if x.devices or self.without_jobs(u) >= held_by(x)),
-                key=lambda u: (-self.soon(u), u),
-            )[: x.size.device_count]
+        found, sessions = [], [y for y in self.having(RUNS) if y.kind is Kind.BUILD]
+        for group in [] if self.total(self.having(KEPT), x.project) else self.sets(x):
+            able = [u for u in group if x.devices or 1000 - self.on(u, sessions) - self.lent(u) >= x.held]
+            able = sorted(able, key=lambda u: (-self.soon(u), u))[: x.size.device_count]
             if len(able) == x.size.device_count:
-                able = able if x.devices else list(self.packed(x, able, self.soon))
-                found.append((sum(max(0, held_by(x) - self.soon(u)) for u in able), able[0], able))
-        if x.project not in self.kept and found:
-            self.kept[x.project] = x.id
-            self.give(x, tuple(min(found)[2]), self.reserved)
+                found.append((sum(max(0, x.held - self.soon(u)) for u in able), sorted(able)))
+        if found:
+            self.give(x, tuple(min(found)[1]), KEPT)
+        return bool(found)
 
-    def find_now(self, x: Lease) -> tuple[str, ...] | None:
-        """Where no suspended lease waits, else on unlent capacity, else on any that is free."""
-        views = [self.unclaimed, self.now_free]
-        views = views if x.devices else [self.unawaited, *views]
-        return next((devices for view in views if (devices := self.find(x, view))), None)
+    def objection(self, x: Seen, victims: Victims, by: str) -> Why | None:
+        """Why a job may not preempt these leases."""
+        # A smaller victim of the same project would be served before it again.
+        own = [v for v in victims if v.lease.project == x.project]
+        left = self.use(x.project) - sum(v.lease.milli for v in own)
+        again = min((v.lease.milli for v in own if v.why in (Why.PRIORITY, Why.ORDER)), default=inf)
+        if any(left + again <= m < left + x.milli for m in (self.quota[x.project], self.shares[x.project])):
+            return Why.NO_CAPACITY
+        # Where its share alone gives its project less, the lag has to make up for what it takes.
+        s, lag_milli = self.settings, self.catch_up[x.project]
+        stop_s = {v: s.preempt_cost_s + (0.0 if v.suspends else s.grace_s) for v in victims}
+        taken = sum(v.lease.milli * stop_s[v] for v in victims if v.why is Why.OVER_QUOTA)
+        by_lag = by == "share" and self.use(x.project) + x.milli > self.shares[x.project] - lag_milli
+        if by_lag and lag_milli * self.horizon_s < COSTS_APART * taken:
+            return Why.NO_CAPACITY
+        # A job gains as many GPU-seconds as preemptions by the order cost.
+        lost_s = {v: stop_s[v] + min(v.lost_s, MOST_LOST * self.min_run_s) for v in victims}
+        cost = sum(v.lease.milli / 1000 * lost_s[v] for v in victims if v.why is Why.ORDER)
+        return Why.NOT_WORTH_IT if cost and x.gain_gpu_s < cost else None
 
-    def take(self, x: Lease, size: int) -> bool:
-        """Start a job on what is free, or reserve what is being released, within its project's limit."""
-        if self.find(x, self.soon) and not self.over_soon(x.project, size):
-            devices = self.find_now(x)
-            if devices and not self.over(x.project, size):
-                beyond = self.used_quota[x.project] + held_by(x) * len(devices) > self.quota[x.project]
-                borrowed = beyond or any(self.unclaimed(u) < held_by(x) for u in devices)
-                if x.state is State.SUSPENDED:
-                    self.resume(x, devices, Why.CAPACITY_BACK)
-                else:
-                    self.actions.append(
-                        Grant(x.id, devices, held_by(x), Why.FREE_CAPACITY, borrowed=borrowed)
-                    )
-                    self.give(x, devices, self.granted)
-            else:
-                self.give(x, devices or self.find(x, self.soon) or (), self.reserved)
-            return True
-        return False
+    def give(self, x: Seen, devices: tuple[str, ...], status: int) -> None:
+        x.in_quota = x.in_quota or x.claim or (x.kind is Kind.TRAIN and self.fits_quota(x))
+        x.status, x.at = status, devices
 
-    def serve(self, x: Lease, *, takes: bool, starved: bool) -> bool:
-        if self.take(x, self.size(x)):
-            return True
-        if not self.find(x, lambda u: 1000) and not x.devices:
-            return False
-        owed = self.owed(x)
-        below = not owed and self.competing() and self.below_share(x)
-        if self.over_soon(x.project, self.size(x)):
-            return self.reclaim_under_limit(x, owed=owed, below=below and takes)
-        for way in (self.from_others, self.from_juniors):
-            found = way(x, owed=owed, below=below and takes)
-            if found and self.is_stable(x, found[1]):
-                if self.is_worth_it(x, found[1]):
-                    self.evict(found[1], x)
-                    self.give(x, found[0], self.reserved)
-                    return True
-                self.costly.add(x.id)
-        if self.starves(x) and (owed or below or starved or not self.competing()):
-            self.keep(x)
-        return False
-
-    def reclaim_under_limit(self, x: Lease, *, owed: bool, below: bool) -> bool:
-        """Evict for devices, and as many juniors as the limit asks for."""
-        soon = self.find_now(x) or self.find(x, self.soon)
-        ways = [self.from_others(x, owed=owed, below=below), self.from_juniors(x, owed=owed, below=below)]
-        found = []
-        for devices, victims in [(soon, [])] if soon else filter(None, ways):
-            enough = self.enough_for_limit(x, self.size(x), victims, self.juniors(x))
-            found += [] if enough is None else [(devices, enough)]
-        best = min(found, key=lambda f: (max((v[0][0] for v in f[1]), default=-1), len(f[1])), default=None)
-        if best and self.is_stable(x, best[1]):
-            if self.is_worth_it(x, best[1]):
-                self.evict(best[1], x, for_limit=True)
-                self.give(x, best[0], self.reserved)
-                return True
-            self.costly.add(x.id)
-        return False
-
-    def is_stable(self, x: Lease, victims: list[Victim]) -> bool:
-        """No smaller victim of the same project would be served before ``x`` again."""
-        own = [v[1] for v in victims if v[1].project == x.project]
-        left = self.use(x.project) - sum(map(size_of, own))
-        sizes = [size_of(v[1]) for v in victims if v[2] in (Why.PRIORITY, Why.ORDER)]
-        bounds = self.quota[x.project], self.shares[x.project]
-        return not any(left + self.size(x) > most and any(left + s <= most for s in sizes) for most in bounds)
-
-    def is_worth_it(self, x: Lease, victims: list[Victim]) -> bool:
-        """Rule 7: what the jobs lose that make way by the order."""
-        settings = self.c.settings
-        cost = sum(
-            size_of(v[1])
-            / 1000
-            * (
-                settings.preempt_cost_s
-                + (v[0][0] != 2) * settings.grace_s
-                + min((v[0][0] == 4) * v[0][1], 4 * settings.min_run_s)
-            )
-            for v in victims
-            if v[2] is Why.ORDER
-        )
-        return not cost or order.gain_gpu_s(x, self.now, settings) >= cost
-
-    # -- the table of rule 6
-
-    def victim(
-        self, x: Lease, why: Why, *, sessions: bool = False, min_run: bool = True, has_run: bool = False
-    ) -> Victim | None:
-        has_run = has_run or x.granted_at + order.share_run_s(self.c.settings) <= self.now
-        if x.kind is Kind.BUILD:
-            return (
-                ((5, 0.0, -x.granted_at, x.id), x, why)
-                if sessions and x.suspendable and x.state is State.RUNNING
-                else None
-            )
-        if x.state is State.RESUMING or (min_run and not has_run):
-            return None
-        suspends = x.survival.suspends and x.suspendable
-        if min_run and x.survival is CheckpointMode.SUSPEND_SIGTERM:
-            others = self.resume_devices(x)
-            suspends &= len(x.devices) == 1 < len(others) and not any(map(self.awaited, others))
-        cost = 3 if x.state is State.GRANTED else 2 if suspends else 4
-        lost_s = order.lost_s(x, self.now) if cost == 4 else 0.0
-        return (cost, lost_s, -x.granted_at, x.id), x, why
-
-    def idle(self, x: Lease) -> Victim | None:
-        if not eligible(x, self.c.settings, self.now):
-            return None
-        return (
-            (0 if x.lend_now else 1, 0.0, x.idle_since_at or 0.0, x.id),
-            x,
-            Why.LEND_NOW if x.lend_now else Why.IDLE,
-        )
-
-    def possible(self, x: Lease, u: str, *, owed: bool, below: bool) -> list[Victim]:
-        """Leases on a device that ``x`` may preempt outside of its own project's jobs."""
-        within = {n for n in self.quota if self.use(n) <= self.shares[n]} if below else set()
-        found = []
-        for y in (y for y in self.stays.values() if u in y.devices):
-            v = self.idle(y)
-            if (
-                not v
-                and (owed or below)
-                and y.project not in within | {x.project}
-                and y.id not in self.in_quota
-            ):
-                v = self.victim(y, Why.OVER_QUOTA, sessions=owed, min_run=not owed)
-            found += [v] if v else []
-        return sorted(found, key=lambda v: v[0])
-
-    def missing(self, x: Lease, u: str, *, owed: bool) -> int:
-        return held_by(x) - self.soon(u) + (0 if owed else sum(m for v, m in self.guests if v == u))
-
-    def sets(self, x: Lease) -> list[list[str]]:
-        if x.devices and x.size.device_count > 1:
-            return [self.resume_devices(x)]
+    def start(self, x: Seen, devices: tuple[str, ...], why: Why) -> None:
         if x.devices:
-            return [[u] for u in sorted(self.resume_devices(x))]
-        if x.size.device_count == 1:
-            return [[u] for u in sorted(self.node)]
-        return self.nodes() if x.consolidate else [list(self.node)]
+            self.actions.append(model.Resume(x.id, why, () if devices == x.devices else devices))
+        else:
+            lent = any(m < x.held for u, m in self.room(lent=False).items() if u in devices)
+            borrowed = x.kind is Kind.BUILD or (x.borrow and (lent or not self.fits_quota(x)))
+            self.actions.append(model.Grant(x.id, devices, x.held, why, borrowed=borrowed))
+        self.give(x, devices, STARTS)
 
-    def from_others(
-        self, x: Lease, *, owed: bool, below: bool
-    ) -> tuple[tuple[str, ...], list[Victim]] | None:
-        """The cheapest devices: by the dearest kind of victim, then their number, then the last granted."""
-        below = below and any(self.use(n) > max(0, self.shares[n]) for n in self.quota)
-        options: dict[str, tuple[tuple[object, ...], list[Victim]]] = {}
-        for u in self.node:
-            possible, short, picked = (
-                self.possible(x, u, owed=owed, below=below),
-                self.missing(x, u, owed=owed),
-                [],
-            )
-            while short > 0 and possible:
-                picked.append(possible.pop(0))
-                short -= held_by(picked[-1][1])
-            if short <= 0:
-                options[u] = (*price(picked), -short, u), picked
+    def evict(self, victims: Victims, x: Seen, *, final: bool = False) -> None:
+        for v in victims:
+            self.actions.append((model.Suspend if v.suspends else model.Requeue)(v.id, v.why, x.id))
+            v.lease.status = LEAVES
+            self.promote(v.lease.project)
+        self.evicted += [] if final else victims
+
+    def reinstate_unneeded(self) -> None:
+        """Keep victims that turned out not to be needed: a large one may be enough for two leases."""
+        for v in sorted(self.evicted, key=Victim.thrift):
+            if all(self.soon(u) >= v.lease.held for u in v.lease.devices):
+                v.lease.status = RUNS
+                self.actions = [a for a in self.actions if a.lease != v.id]
+        self.evicted = []
+
+    # -- who makes way
+
+    def idle(self, y: Seen) -> bool:
+        idle_at = inf if y.idle_since_at is None else y.idle_since_at + self.settings.idle_timeout_s
+        at = max(0.0 if y.lend_now else idle_at, y.keep_until_at, y.retry_at)
+        return y.kind is Kind.BUILD and y.state is State.RUNNING and y.suspendable and at <= self.now
+
+    def victim(self, x: Seen, y: Seen, by: str) -> Victims:
+        if by == "idle":
+            kind, why = (OFFERED, Why.LEND_NOW) if y.lend_now else (IDLE, Why.IDLE)
+            return [Victim(kind, 0.0, y.idle_since_at or 0.0, y.id, y, why)]
+        why = WHY.get(by, Why.PRIORITY if y.priority < x.priority else Why.ORDER)
+        suspends = y.suspends and y.state is State.RUNNING and y.retry_at <= self.now
+        if y.kind is Kind.BUILD or y.state is State.RESUMING:
+            able = suspends and by in ("owner", "quota")
+            return [Victim(BUSY, 0.0, -y.granted_at, y.id, y, why)] if able else []
+        if by in ("share", "order") and y.survival is CheckpointMode.SUSPEND_SIGTERM:
+            others = self.resume_devices(y)
+            suspends &= len(y.devices) == 1 < len(others) and not any(self.awaited[u] for u in others)
+        kind = STARTING if y.state is State.GRANTED else SUSPENDED if suspends else STOPPED
+        lost_s = self.now - y.granted_at if kind == STOPPED and not y.survival.has_checkpoint else 0.0
+        return [Victim(kind, lost_s, -y.granted_at, y.id, y, why, suspends)]
+
+    def possible(self, x: Seen, u: str, by: str) -> Victims:
+        """Leases on a device that may make way, but for jobs of the same project."""
         found = []
-        for number, group in enumerate(self.sets(x)):
-            able = sorted((u for u in group if u in options), key=lambda u: options[u][0])[
-                : x.size.device_count
-            ]
+        for y in (y for y in self.having(RUNS) if u in y.devices):
+            beyond = y.project != x.project and not y.in_quota
+            if by == "share" and beyond:
+                has_run = y.granted_at + max(self.min_run_s, self.horizon_s) <= self.now
+                beyond = has_run and self.use(y.project) > self.shares[y.project]
+            if self.idle(y) and x.borrow and not (y.claim and self.is_unlent(u)):
+                found += self.victim(x, y, "idle")
+            elif (by == "owner" and not y.claim) or (by in ("quota", "share") and beyond):
+                found += self.victim(x, y, by)
+        return sorted(found)
+
+    def missing(self, x: Seen, u: str, by: str) -> int:
+        """What a device lacks; sessions beyond quota come before jobs that their quota does not owe."""
+        return x.held - self.soon(u, lent=x.borrow) + self.on(u, [] if by == "quota" else self.guests)
+
+    def plans(self, x: Seen, by: str, *, over: bool) -> list[Plan]:
+        """Ways to preempt; ``over``: the cheapest one with which a job is also within its project's limit."""
+        soon = self.places(x)[1] if over else ()
+        ways = (self.from_others, self.from_juniors)
+        plans = [(soon, [])] if soon else [plan for way in ways if (plan := way(x, by))]
+        if not over:
+            return plans
+        found = [(p[0], self.enough_for_limit(x, x.milli, p[1], self.juniors(x))) for p in plans]
+        return sorted(((d, v) for d, v in found if v is not None), key=lambda p: price(p[1])[:2])[:1]
+
+    def enough_for_limit(self, x: Seen, more: int, leave: Victims, others: Victims) -> Victims | None:
+        """``leave``, and the first of ``others`` with which ``more`` is within the limit of ``x``."""
+        others = [v for v in others if v.id not in {w.id for w in leave}]
+        plans = [[*leave, *others[:n]] for n in range(len(others) + 1)]
+        return next((p for p in plans if self.over(x.project, more, soon=True, without=p) <= 0), None)
+
+    def from_others(self, x: Seen, by: str) -> Plan | None:
+        """The cheapest devices: by the dearest kind of victim, then their number, then the last granted."""
+        missing, options, found = {u: self.missing(x, u, by) for u in self.node}, {}, []
+        for u, short in missing.items():
+            possible = self.possible(x, u, by)
+            for n in range(len(possible), -1, -1):
+                if (spare := self.frees(u, possible[:n]) - short) >= 0:
+                    options[u] = (*price(possible[:n]), spare, u)
+        for group in self.sets(x):
+            able = sorted((u for u in group if u in options), key=options.__getitem__)[: x.size.device_count]
             if len(able) == x.size.device_count:
-                union = {v[0]: v for u in able for v in options[u][1]}
-                first = options[able[0]][0]
-                found.append(
-                    ((*price(sorted(union.values(), key=lambda v: v[0])), *first[3:]), number, able, union)
-                )
+                victims = sorted({v for u in able for v in options[u][2]})
+                found.append((*price(victims), *options[able[0]][3:], able))
         if not found:
             return None
-        _, _, able, union = min(found, key=lambda x: x[:2])
-        devices = self.to_resume_on(x, able, self.soon) if x.devices else tuple(able)
-        return devices or (), self.least(
-            {u: self.missing(x, u, owed=owed) for u in able}, list(union.values())
-        )
+        _, _, victims, *_, able = min(found)
+        for v in sorted(victims, key=Victim.thrift):
+            rest = [w for w in victims if w is not v]
+            if all(self.frees(u, rest) >= missing[u] for u in able):
+                victims = rest
+        return self.packed(x, able, self.room(at_once=False)) if x.devices else tuple(able), victims
 
-    def least(self, short: dict[str, int], victims: list[Victim]) -> list[Victim]:
-        """Without victims that are not needed, the dearest spared first."""
-        kept = sorted(victims, key=lambda v: v[0])
-        for v in sorted(victims, key=lambda v: (-v[0][0], held_by(v[1]), v[0])):
-            rest = [w for w in kept if w is not v]
-            if all(self.on((w[1] for w in rest), u) >= s for u, s in short.items()):
-                kept = rest
-        return kept
-
-    def from_juniors(
-        self, x: Lease, *, owed: bool, below: bool
-    ) -> tuple[tuple[str, ...], list[Victim]] | None:
+    def from_juniors(self, x: Seen, by: str) -> Plan | None:
         """Add jobs of later levels one by one, until the job fits; then spare the dearest not needed."""
-        below = below and any(self.use(n) > max(0, self.shares[n]) for n in self.quota)
-        taken: list[Victim] = []
-        others = {u: self.possible(x, u, owed=owed, below=below) for u in self.node}
-
-        def lacking(u: str, victims: list[Victim]) -> int:
-            return self.missing(x, u, owed=owed) - self.on((v[1] for v in victims), u)
-
-        def all_of(group: list[str]) -> list[Victim]:
-            union = {v[0]: v for u in group for v in others[u]}
-            return sorted(union.values(), key=lambda v: v[0])
-
-        def able(group: list[str], victims: list[Victim]) -> list[str]:
-            return [u for u in group if lacking(u, victims) <= 0]
-
-        for v in self.juniors(x):
-            y = v[1]
-            taken.append(v)
-            sets = [self.resume_devices(x)] if x.devices else self.sets(x)
-            near = [g for g in sets if set(g) & set(y.devices)]
-            if x.size.device_count == 1 and not x.devices:
-                near.sort(key=lambda g: y.devices.index(g[0]))
-            for group in near:
-                victims = [*all_of(group), *(w for w in taken if set(w[1].devices) & set(group))]
-                if len(able(group, victims)) >= x.size.device_count:
-                    for w in reversed(victims.copy()):
-                        rest = [z for z in victims if z is not w]
-                        if len(able(group, rest)) >= x.size.device_count:
-                            victims = rest
-                    free = able(group, victims)
-
-                    def view(u: str, v: list[Victim] = victims) -> int:
-                        return -lacking(u, v)
-
-                    if x.devices:
-                        return self.to_resume_on(x, free, view) or (), victims
-                    return self.packed(x, free, view), victims
+        juniors = self.juniors(x)
+        for n, junior in enumerate(juniors, 1):
+            for group in (g for u in junior.lease.devices for g in self.sets(x) if u in g):
+                victims = sorted({v for u in group for v in self.possible(x, u, by)})
+                victims += [v for v in juniors[:n] if set(v.lease.devices) & set(group)]
+                for v in reversed(victims) if self.taken_by(x, group, victims, by) else ():
+                    rest = [w for w in victims if w is not v]
+                    victims = rest if self.taken_by(x, group, rest, by) else victims
+                if devices := self.taken_by(x, group, victims, by):
+                    return devices, victims
         return None
 
-    def juniors(self, x: Lease) -> list[Victim]:
+    def taken_by(self, x: Seen, group: list[str], leave: Victims, by: str) -> tuple[str, ...]:
+        """The devices that a job takes of a set if victims leave; empty: they are too few."""
+        spare = {u: self.frees(u, leave) - self.missing(x, u, by) for u in group}
+        able = [u for u in group if spare[u] >= 0]
+        return self.packed(x, able, spare) if len(able) >= x.size.device_count else ()
+
+    def juniors(self, x: Seen) -> Victims:
         """Jobs of later levels, on the devices of ``x`` if it has some, the first to be preempted first."""
-        jobs = [y for y in self.stays.values() if y.kind is Kind.TRAIN and y.project == x.project]
-        jobs = [y for y in jobs if not x.devices or set(y.devices) & set(self.resume_devices(x))]
-        later = sorted((y for y in jobs if self.level(y) > self.level(x)), key=self.last_in)
-        why = {y.id: Why.PRIORITY if y.priority < x.priority else Why.ORDER for y in later}
-        before = [y for y in self.c.leases if y.state in HOLDS_CAPACITY - LEAVING and y.kind is Kind.TRAIN]
-        before = [y for y in before if y.project == x.project and self.level(y) > self.level(x)]
-        has_run = {y.id for y in before if order.undisturbed_until(y, self.c.settings) <= self.now}
-        spared = sorted(size_of(y) for y in before if y.id in has_run and self.restarts(y))
-        young = [y for y in before if y.id not in has_run and self.restarts(y) and not y.turns]
-        cheap = set()
+        later = [y for y in self.running if y.project == x.project and y.level > x.level]
+        able = [y for y in later if y.undisturbed_until <= self.now]
+        # A job that lately began makes way instead of one that loses more, of its size at least.
+        spared = sorted(y.milli for y in able if y.restarts)
+        young = [y for y in later if y not in able and y.restarts and not y.turns]
         for y in sorted(young, key=lambda y: (-y.granted_at, y.id)):
-            if larger := [size for size in spared if size >= size_of(y)]:
+            if larger := [s for s in spared if s >= y.milli]:
                 spared.remove(larger[0])
-                cheap.add(y.id)
-        able = (y for y in later if y.id in has_run | cheap)
-        return [v for y in able if (v := self.victim(y, why[y.id], has_run=True))]
+                able.append(y)
+        here = set(self.resume_devices(x) if x.devices else self.node)
+        able = [y for y in able if y.status == RUNS and here & set(y.devices)]
+        return [v for y in sorted(able, key=self.makes_way) for v in self.victim(x, y, "order")]
 
-    def restarts(self, y: Lease) -> bool:
-        """Whether it loses all since its start when it makes way."""
-        return not y.survival.has_checkpoint and not (y.survival.suspends and y.suspendable)
+    def makes_way(self, y: Seen) -> tuple[object, ...]:
+        """Sort key of juniors: jobs that would wait behind other suspended leases come later."""
+        _, not_behind, group = y.level
+        awaited = max(self.awaited[u] for u in y.devices) if y.survival.suspends else 0
+        lost_s = self.now - y.granted_at if y.restarts else 0.0
+        return y.priority, not not_behind, awaited, lost_s, -group, not y.suspends, -y.since, y.id
 
-    def last_in(self, y: Lease) -> tuple[object, ...]:
-        _, user, group = self.level(y)
-        stops = not y.survival.suspends or not y.suspendable
-        awaited = 0 if not y.survival.suspends else max(map(self.awaited, y.devices))
-        lost_s = order.lost_s(y, self.now) if self.restarts(y) else 0.0
-        return (
-            y.priority,
-            -user,
-            awaited,
-            lost_s,
-            -group,
-            stops,
-            -order.seniority(y, self.now, self.c.settings),
-            y.id,
-        )
+    def put_in_order(self, x: Seen) -> None:
+        """Work out the level of a job, its rank in the project, and what a preemption for it gains."""
+        thresholds, progress = self.settings.las_thresholds_gpu_s, self.settings.order is model.Order.PROGRESS
+        began_at = x.attained_at or self.now
+        attained = x.attained_gpu_s + (self.now - began_at) * x.milli / 1000
+        begins = (0.0, *thresholds, *(UNMEASURED_GPU_S * 2.0**n for n in range(1, 40) if progress), inf)
+        queue = sum(at <= attained + EPSILON_GPU_S for at in begins) - 1
+        begin, ran = begins[queue], attained > begins[queue] + EPSILON_GPU_S
+        group, gain = float(queue), begins[queue + 1] - attained
+        if progress and queue:
+            group = rounded(begin) if queue < len(thresholds) else max(UNMEASURED_GPU_S, begin)
+        if progress and x.left_gpu_s is not None:
+            said = max(x.trusted_until_gpu_s, LEAST_GPU_S)
+            is_measured = attained + EPSILON_GPU_S < x.trusted_until_gpu_s  # else it is overdue
+            left = x.left_gpu_s if is_measured else rounded((attained + EPSILON_GPU_S) ** 2 / said)
+            if queue or is_measured:
+                doubles_at = sqrt(max(LEAST_GPU_S, 2 * left) * said)
+                gain = (left or LEAST_GPU_S) if is_measured else doubles_at - attained
+            if queue:
+                group, ran = left, ran or left > 0
+        again = x.state is State.PENDING and not x.survival.has_checkpoint
+        x.gain_gpu_s = gain - attained if again else gain
+        x.level = -x.priority, not x.preferred, group
+        at = -x.waits_since_at if ran else x.queued_at
+        x.rank = x.level, x.state is State.PENDING, not ran, at, x.id
+        entered_at = began_at + (begin - x.attained_gpu_s) / (x.milli / 1000)
+        x.since = max(x.granted_at, entered_at if begin > x.attained_gpu_s + EPSILON_GPU_S else x.queued_at)
+        if x.starves:
+            x.level, x.rank = STARVED, (STARVED, True, True, x.waits_since_at, x.id)
+            x.gain_gpu_s = self.min_run_s * 2.0**x.turns * x.milli / 1000
 
-    def borrower(self, y: Lease) -> Victim | None:
-        if y.id in self.claims:
-            return None
-        return self.victim(y, Why.LENDER_RETURNED, sessions=True, min_run=False)
+    def having(self, *status: int) -> list[Seen]:
+        return [x for x in self.leases if x.status in status]
 
-    def for_owner(self, x: Lease) -> list[Victim] | None:
-        chosen: list[Victim] = []
-        short = {u: held_by(x) - self.soon(u) for u in x.devices}
-        for u in x.devices:
-            here = [y for y in self.stays.values() if u in y.devices]
-            found = [self.idle(y) or self.borrower(y) for y in here]
-            for v in sorted((v for v in found if v), key=lambda v: v[0]):
-                if self.on((w[1] for w in chosen), u) < short[u] and v not in chosen:
-                    chosen.append(v)
-            if self.on((w[1] for w in chosen), u) < short[u]:
-                return None
-        return self.least(short, chosen)
+    def give_claims(self) -> None:
+        """Sessions within quota have a claim, first come first served; those that borrow come last."""
+        sessions = [x for x in self.leases if x.kind is Kind.BUILD and x.devices]
+        for x in sorted(sessions, key=lambda x: (x.borrowed, x.queued_at, x.id)):
+            full = any(self.on(u, [y for y in sessions if y.claim]) + x.held > 1000 for u in x.devices)
+            if self.claimed(x.project) + x.milli <= self.configured[x.project] and not full:
+                x.claim = True
 
+    def promote(self, name: str) -> None:
+        """In quota are claims, jobs that do not borrow, then those that once starved, then the oldest."""
+        own = [x for x in self.having(RUNS) if x.project == name and (x.claim or x.kind is Kind.TRAIN)]
+        for x in sorted(own, key=lambda x: (not x.claim, x.borrow, not x.turns, x.granted_at, x.id)):
+            x.in_quota = x.in_quota or x.claim or self.fits_quota(x)
 
-def price(victims: list[Victim]) -> tuple[object, ...]:
-    return (victims[-1][0][0], len(victims), tuple(v[0] for v in victims)) if victims else (-1, 0, ())
+    def fits_quota(self, x: Seen) -> bool:
+        """Whether it would be in quota, leaving aside what its project borrows."""
+        inside = [y for y in self.having(*HOLDS) if y.in_quota]
+        return self.total(inside, x.project) + x.milli <= self.quota[x.project]
+
+    def use(self, name: str) -> int:
+        return self.total(self.having(*HOLDS), name)
+
+    def claimed(self, name: str) -> int:
+        return self.total((x for x in self.leases if x.claim), name)
+
+    def unborrowed_left(self, name: str) -> int:
+        jobs = (x for x in self.having(*HOLDS) if not x.borrow)
+        return self.quota[name] - self.claimed(name) - self.total(jobs, name)
+
+    def lacks_quota(self, x: Seen) -> bool:
+        return not x.borrow and x.milli > self.unborrowed_left(x.project)
+
+    def over(self, name: str, more: int = 0, *, soon: bool = False, without: Iterable[Victim] = ()) -> int:
+        """By how much ``more`` would exceed a project's limit; ``soon``: once all have left.  Claims stay."""
+        leave = [v.lease for v in without]
+        counts = [x for x in self.having(*HOLDS, *(() if soon else (LEAVES,))) if not x.claim]
+        counts = [x for x in counts if x not in leave]
+        return self.total(counts, name) + self.claimed(name) + more - self.limit[name]
+
+    @cached_property
+    def shares(self) -> dict[str, int]:
+        """Quota first, then the rest by weight, no more than a project can use; and what it lags."""
+        if len(self.projects) == 1:
+            return dict.fromkeys(self.quota, 1000 * len(self.node))
+        demand = {}
+        for name in self.projects:
+            wanted = self.total((x for x in self.waiting if not x.borrow), name)
+            wanted = min(wanted, max(0, self.unborrowed_left(name)))
+            wanted += self.total((x for x in self.waiting if x.borrow), name)
+            wanted = min(wanted, max(0, -self.over(name, soon=True)))
+            demand[name] = min(self.use(name) + wanted, self.limit[name])
+        shares = self.poured(self.quota, demand, 1000 * len(self.node))
+        return {name: share + self.catch_up[name] for name, share in shares.items()}
+
+    def poured(self, first: dict[str, int], most: dict[str, int], left: int) -> dict[str, int]:
+        """Shares of ``left``: what comes ``first``, by priority, then the rest by weight up to ``most``."""
+        shares = {}
+        for name in self.projects:
+            shares[name] = min(most[name], first[name], left)
+            left -= shares[name]
+        while left and (short := [p for p in self.projects.values() if shares[p.name] < most[p.name]]):
+            pool, weights = left, sum(p.weight for p in short)
+            for p in short:
+                more = min(most[p.name] - shares[p.name], max(1, pool * p.weight // weights), left)
+                shares[p.name] += more
+                left -= more
+        return shares
+
+    def total(self, leases: Iterable[Seen], project: str) -> int:
+        return sum(x.milli for x in leases if x.project == project)
+
+    def frees(self, u: str, victims: Victims) -> int:
+        return self.on(u, (v.lease for v in victims))
+
+    def on(self, u: str, leases: Iterable[Seen]) -> int:
+        return sum(x.held for x in leases if u in x.at)
+
+    def lent(self, u: str) -> int:
+        return self.on(u, (x for x in self.having(ASLEEP, LEAVES) if x.claim))
+
+    def is_unlent(self, u: str) -> bool:
+        """Whether a job that does not borrow waits for it: claims are not lent there."""
+        return any(u in x.at and not x.borrow for x in self.having(RESERVED, KEPT))
+
+    def soon(self, u: str, *, lent: bool = True) -> int:
+        """What a device has once all have left that leave, with or without what is lent."""
+        left = 1000 - self.on(u, self.having(*HOLDS))
+        return left if lent and not self.is_unlent(u) else left - self.lent(u)
+
+    def room(self, *, lent: bool = True, at_once: bool = True) -> Room:
+        soon = {u: self.soon(u, lent=lent) for u in self.node}
+        free = {u: 1000 - self.on(u, self.having(RUNS, LEAVES, STARTS)) for u in self.node}
+        return {u: min(soon[u], free[u]) if at_once else soon[u] for u in self.node}
+
+    def resume_devices(self, x: Seen) -> list[str]:
+        """Its own, and those that it may move to: movable, on the node of its own (all here are alike)."""
+        movable = [d.uuid for d in self.c.devices if d.movable and d.node == self.node[x.devices[0]]]
+        moves = x.movable and not x.claim and set(x.devices) <= set(movable)
+        return [*x.devices, *(u for u in movable if moves and u not in x.devices)]
+
+    def sets(self, x: Seen) -> list[list[str]]:
+        if x.devices:
+            return [self.resume_devices(x)]
+        if x.size.device_count == 1:
+            return [[u] for u in self.node]
+        nodes = [[u for u in self.node if self.node[u] == name] for name in sorted({*self.node.values()})]
+        return nodes if x.consolidate else [list(self.node)]
+
+    def find(self, x: Seen, room: Room) -> tuple[str, ...]:
+        """Where a lease fits: the fullest device, the smallest set; empty: nowhere."""
+        groups = [[u for u in group if room[u] >= x.held] for group in self.sets(x)]
+        groups = [group for group in groups if len(group) >= x.size.device_count]
+        if x.size.device_count == 1 and not x.devices:
+            left = {n: sum(max(0, room[u]) for u in room if self.node[u] == n) for n in self.node.values()}
+            groups.sort(key=lambda group: (room[group[0]], left[self.node[group[0]]], group))
+        return self.packed(x, min(groups, key=len), room) if groups else ()
+
+    def packed(self, x: Seen, able: list[str], room: Room) -> tuple[str, ...]:
+        """Node by node, the fullest device first; a suspended lease keeps those of its own."""
+        nodes, sign = [self.node[u] for u in able], -1 if x.consolidate else 1
+        others = sorted((u for u in able if u not in x.devices), key=lambda u: (room[u], u))
+        others.sort(key=lambda u: (sign * nodes.count(self.node[u]), self.node[u]))
+        own = [u if u in able else others.pop(0) for u in x.devices]
+        return tuple(own or others[: x.size.device_count])

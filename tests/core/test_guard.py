@@ -149,3 +149,11 @@ def test_capacity_is_kept_for_one_job_and_the_next_of_its_size_waits_for_that():
     wide = [stops(f"wide{n}", device_count=2, waits_since_at=NOW - 1000) for n in range(2)]
     c = cluster(stops("held", "0", granted_at=NOW), *wide, gpus=2, **GUARD)
     assert [why(c, f"wide{n}") for n in range(2)] == [Why.RESERVED, Why.IN_LINE]
+
+
+def test_a_job_that_others_made_way_for_gives_its_project_no_earlier_turn():
+    made_way = stops("made_way", made_way_for="x", waits_since_at=NOW)
+    x, later = stops("x", waits_since_at=NOW - 3000), stops("later", waits_since_at=NOW - 1000)
+    first = stops("first", project="q", waits_since_at=NOW - 2000)
+    projects = [project("p", 1), project("q", 1)]
+    assert started(cluster(made_way, x, later, first, gpus=2, projects=projects, **GUARD)) == ["x", "first"]

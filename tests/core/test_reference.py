@@ -14,6 +14,7 @@ from jupyter_gpushare.core.model import (
     Behind,
     CheckpointMode,
     Cluster,
+    Kind,
     Lease,
     Order,
     State,
@@ -108,7 +109,7 @@ def small_cluster(seed: int) -> Cluster:
     projects = [replace(p, limit_milli=random.choice(limits)) for p in found.projects]
     leases = [_made_way(random, x, found) for x in found.leases]
     found = replace(found, projects=tuple(projects), leases=tuple(leases))
-    return with_moves(with_prices(found, seed), seed)
+    return with_lags(with_waits(with_moves(with_prices(found, seed), seed), seed), seed)
 
 
 def with_prices(c: Cluster, seed: int) -> Cluster:
@@ -136,6 +137,36 @@ def with_moves(c: Cluster, seed: int) -> Cluster:
     return replace(c, leases=tuple(leases), devices=tuple(devices))
 
 
+def with_waits(c: Cluster, seed: int) -> Cluster:
+    """The cluster with jobs that do not borrow, with failed starts, with jobs that ran on since, or not."""
+    random = Random(f"waits {seed}")
+    keeps, fails, ran_s = random.choice([0.0, 0.3]), random.choice([0.0, 0.2]), random.choice([0.0, 4_000.0])
+    leases = [
+        replace(
+            x,
+            borrow=x.kind is Kind.BUILD or random.random() >= keeps,
+            retry_at=NOW + 60.0 if random.random() < fails else 0.0,
+            attained_at=NOW - ran_s if x.kind is Kind.TRAIN and x.state is State.RUNNING and ran_s else None,
+        )
+        for x in c.leases
+    ]
+    return replace(c, leases=tuple(leases))
+
+
+def with_lags(c: Cluster, seed: int) -> Cluster:
+    """The cluster with projects that lag behind their shares or are ahead of them, and old jobs, or not."""
+    random = Random(f"lags {seed}")
+    horizon_s = random.choice([None, 300.0, 1_800.0])
+    lags = [random.choice([-80_000.0, -3_600.0, 0.0, 500.0, 3_600.0, 80_000.0]) for _ in c.projects]
+    lags_gpu_s = {p.name: lag for p, lag in zip(c.projects, lags, strict=True) if horizon_s}
+    before_at = NOW - random.choice([0.0, 2_000.0])
+    leases = [replace(x, granted_at=min(x.granted_at, before_at)) for x in c.leases]
+    settings = replace(c.settings, fairness_horizon_s=horizon_s)
+    if random.random() < 0.6:
+        settings = replace(settings, min_run_s=60.0, starvation_guard_s=2_000.0)
+    return replace(c, settings=settings, lags_gpu_s=lags_gpu_s, leases=tuple(leases))
+
+
 def _made_way(random: Random, x: Lease, c: Cluster) -> Lease:
     """A lease that may have given its devices up for another."""
     if x.state in HOLDS_CAPACITY - LEAVING or random.random() < 0.7:
@@ -149,6 +180,8 @@ def _made_way(random: Random, x: Lease, c: Cluster) -> Lease:
 @example(seed=27_423_080)  # the fair share counts the sessions that start before the second pass
 @example(seed=331_562_057)  # a suspended session waits for one of the two devices of a victim
 @example(seed=551_402_425)  # a starving job of the only project with jobs
+@example(seed=797_352_682)  # a project falls below its share after the pass in which it takes GPUs
+@example(seed=462_742_284)  # a starving job that is larger than its project's share holds up others
 def test_the_planner_decides_as_the_page_says(seed):
     c = small_cluster(seed)
     assert plan(c, NOW).actions == Reference(c, NOW).run()
