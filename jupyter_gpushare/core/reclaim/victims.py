@@ -36,7 +36,7 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
 from jupyter_gpushare.core.idle import eligible
-from jupyter_gpushare.core.model import Kind, Lease, Settings, State, Why
+from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, Settings, State, Why
 from jupyter_gpushare.core.queues import JobQueues
 from jupyter_gpushare.core.quota import held_by, size_of
 
@@ -345,7 +345,10 @@ class VictimIndex:
         if key not in self._outranked:
             later = list(self._queues.outranked(*key, state.moment))
             able = list(filter(self._has_run, later))
-            self._outranked[key] = sorted([*able, *self._instead_of(able, later)], key=self._makes_way)
+            # Jobs that lose nothing and wait for no device are in this order already.
+            if any(x.survival is not CheckpointMode.SIGTERM for x in later):
+                able = sorted([*able, *self._instead_of(able, later)], key=self._makes_way)
+            self._outranked[key] = able
         return self._outranked[key]
 
     def _instead_of(self, able: Iterable[Lease], later: Iterable[Lease]) -> Iterator[Lease]:
