@@ -1,19 +1,25 @@
 """How long a replay takes: the 5,000-job Philly replay, and how it grows with load.
 
-python -m tests.benchmarks.simulator_speed [--plot FILE.svg]
+    python -m tests.benchmarks.simulator_speed [--plot FILE.svg]
+    python -m tests.benchmarks.simulator_speed --long [SHARE]    long traces, or a part of them (default 1)
+
+The long ones: first5000 twenty times one after the other, jittered, and 100,000 cells of notebooks
+beside jobs that always wait.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
-from jupyter_gpushare.core.model import Settings
+from jupyter_gpushare.core.model import DEFAULT_POLICY, Settings
 from jupyter_gpushare.sim.report import write_whole
-from jupyter_gpushare.sim.scenario import Fleet, ReplayResult, replay_jobs
+from jupyter_gpushare.sim.scenario import Fleet, ReplayResult, replay_jobs, replay_notebooks
 from jupyter_gpushare.sim.synthetic import make_jobs
-from jupyter_gpushare.sim.traces import TrainingJob, read_jobs
+from jupyter_gpushare.sim.traces import NotebookSession, TrainingJob, read_cells, read_jobs
+from tests.benchmarks.jittered import copies
 from tests.benchmarks.report import print_table, spread
 from tests.traces import public as trace
 
@@ -50,7 +56,50 @@ def timed(jobs: list[TrainingJob], gpus: int) -> tuple[ReplayResult, float]:
     return result, time.process_time() - began
 
 
+def long_jobs(times: int) -> list[TrainingJob]:
+    """first5000 so many times one after the other, jittered."""
+    found: list[TrainingJob] = []
+    for jobs in copies("training_philly_first5000", times):
+        begins_at = found[-1].submit_at if found else 0.0
+        found += [replace(job, submit_at=begins_at + job.submit_at) for job in jobs]
+    return found
+
+
+def long_sessions(count: int) -> list[NotebookSession]:
+    """The first ``count`` cells of the Adobe trace, over and over."""
+    sessions = read_cells(trace("notebooks_adobe_june2021_60s"))
+    span_s = max(session.cells[-1].submit_at for session in sessions)
+    repeats = -(-count // sum(len(session.cells) for session in sessions))
+    repeated = [
+        [replace(cell, submit_at=cell.submit_at + number * span_s) for cell in session.cells]
+        for number in range(repeats)
+        for session in sessions
+    ]
+    last_at = sorted(cell.submit_at for cells in repeated for cell in cells)[count - 1]
+    kept = (tuple(cell for cell in cells if cell.submit_at <= last_at) for cells in repeated)
+    return [NotebookSession(sessions[n % len(sessions)].gpus, cells) for n, cells in enumerate(kept) if cells]
+
+
+def long(share: float) -> None:
+    """Time the long replays with the default policy."""
+    began = time.process_time()
+    jobs = replay_jobs(long_jobs(round(20 * share)), Fleet(gpus=256, nodes=32), DEFAULT_POLICY)
+    between = time.process_time()
+    fleet, waiting = Fleet(gpus=1200, nodes=150), read_jobs(trace("training_philly_0e4a51"))
+    sessions = long_sessions(round(100_000 * share))
+    notebooks = replay_notebooks(sessions, waiting, fleet, DEFAULT_POLICY, saturate=True)
+    times = between - began, time.process_time() - between
+    rows = [
+        [name, f"{seconds:.0f}", f"{result.replay.rounds:,}", f"{1e6 * seconds / result.replay.rounds:.0f}"]
+        for name, seconds, result in zip(("jobs", "notebooks"), times, (jobs, notebooks), strict=True)
+    ]
+    print_table("tests.benchmarks.simulator_speed --long", ["load", "CPU s", "rounds", "us per round"], rows)
+
+
 def main() -> None:
+    if "--long" in sys.argv:
+        long(float((*sys.argv, "1")[sys.argv.index("--long") + 1]))
+        return
     jobs = read_jobs(trace("training_philly_first5000"))
     philly = [timed(jobs, 256) for _ in range(RUNS)]
     rounds = philly[0][0].replay.rounds
