@@ -46,7 +46,7 @@ from jupyter_gpushare.core.size import Size
 class Fit:
     """What decides whether two jobs of a level fit or fail alike; `JobQueues` has one object for each."""
 
-    starved: bool
+    starved: int | None  # the priority of a job that starves, which may preempt by it; None: it does not
     size: Size
     consolidate: bool
     borrow: bool
@@ -57,7 +57,7 @@ class Fit:
     @property
     def is_common(self) -> bool:
         """Whether such jobs of any project that holds nothing fit or fail alike."""
-        return self.borrow and not self.starved and not self.devices
+        return self.borrow and self.starved is None and not self.devices
 
 
 Shape = tuple[order.Level, Fit]
@@ -391,7 +391,7 @@ class JobQueues:
     def _shape(self, lease: Lease, level: order.Level) -> Shape:
         """What decides whether two waiting jobs of a project fit or fail alike."""
         key = (
-            level is order.STARVED,
+            lease.priority if level is order.STARVED else None,
             lease.size,
             lease.consolidate,
             lease.borrow,

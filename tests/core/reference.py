@@ -201,8 +201,7 @@ class Reference:
 
     def turn(self, x: Seen, rule: str) -> tuple[object, ...]:
         p, use, quota = self.projects[x.project], self.use(x.project), self.quota[x.project]
-        excess = use - quota - self.catch_up[p.name]
-        ratio = use / max(quota, 1) if rule == "quota" else excess / p.weight
+        ratio = use / max(quota, 1) if rule == "quota" else (use - quota - self.catch_up[p.name]) / p.weight
         return x.rank if rule == "starving" else (-p.priority, ratio, x.rank)
 
     def admits(self, x: Seen, rule: str) -> bool:
@@ -223,7 +222,8 @@ class Reference:
 
     def serve(self, x: Seen, rule: str) -> Why | None:
         """Start a job, or get what it needs; returns why neither is possible."""
-        fit = x.starves, x.project, x.size, x.consolidate, x.borrow, x.survival, x.devices, x.movable
+        alike = x.project, x.size, x.consolidate, x.borrow, x.survival, x.devices, x.movable
+        fit = alike, x.priority if x.starves else None
         if fit in self.fails or self.take(x):
             return self.fails.get(fit)
         if self.lacks_quota(x):

@@ -7,7 +7,7 @@ import pytest
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Order, Plan, Requeue, Why
 from jupyter_gpushare.core.planner import plan
-from tests.core.build import NOW, actions, build, cluster, grant, project, started, stops, why
+from tests.core.build import ASLEEP, NOW, actions, build, cluster, grant, project, started, stops, why
 from tests.core.test_order import LAS
 
 GUARD = {"starvation_guard_s": 1000.0, "min_run_s": 60.0, **LAS}
@@ -157,3 +157,14 @@ def test_a_job_that_others_made_way_for_gives_its_project_no_earlier_turn():
     first = stops("first", project="q", waits_since_at=NOW - 2000)
     projects = [project("p", 1), project("q", 1)]
     assert started(cluster(made_way, x, later, first, gpus=2, projects=projects, **GUARD)) == ["x", "first"]
+
+
+def test_a_starving_job_preempts_by_its_priority_though_one_before_it_gains_too_little():
+    held = stops("held", "0", granted_at=NOW - 3000)
+    jobs = [
+        stops("longer", waits_since_at=NOW - 3000),
+        stops("higher", waits_since_at=NOW - 2000, priority=1),
+    ]
+    asleep = build("nb", 500, "0", state=ASLEEP)  # its claim leaves nothing to reserve
+    c = cluster(held, *jobs, asleep, **{**GUARD, "preempt_cost_s": 61.0})
+    assert actions(c) == [Requeue("held", Why.PRIORITY, "higher")]
