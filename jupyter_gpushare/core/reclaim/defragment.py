@@ -47,10 +47,12 @@ class Defragmenter:
         self._job = job
         self._juniors = juniors
         self._movable = movable
-        self._available = available
         fitting = [_fitting(job, node) for node in topology.nodes]
         self._nodes: list[Group] = [node for node in fitting if node]
-        self._free = {c for node in topology.nodes for c in node if available(c) >= WHOLE_GPU}
+        self._available = {c: available(c) for node in topology.nodes for c in node}
+        self._free = {c for c, milli in self._available.items() if milli >= WHOLE_GPU}
+        free_on = ((node, [c for c in node if c in self._free]) for node in topology.nodes)
+        self._free_on = [(node, devices) for node, devices in free_on if devices]
 
     def plan(self) -> tuple[list[DeviceCapacity], tuple[Victim, ...]] | None:
         """Devices to take and leases to preempt there; None: moving does not help."""
@@ -89,7 +91,7 @@ class Defragmenter:
         leases: dict[str, Lease] = {}
         shared: set[str] = set()
         for capacity in node:
-            available = self._available(capacity) if capacity.holders else 0
+            available = self._available[capacity]
             for x in capacity.holders.values():
                 leases[x.id] = x
                 if available + held_by(x) < WHOLE_GPU:
@@ -127,8 +129,7 @@ class Defragmenter:
         """Whether other nodes have free devices for every job that is moved."""
         moved = [v.lease for c in clearings for v in c.victims if v.why is Why.MOVED]
         cleared = {c.node[0].device.node for c in clearings}
-        others = [node for node in self._topology.nodes if node[0].device.node not in cleared]
-        free = [devices for node in others if (devices := [c for c in node if c in self._free])]
+        free = [list(devices) for node, devices in self._free_on if node[0].device.node not in cleared]
         for lease in sorted(moved, key=lambda x: -x.size.device_count):
             able = [(devices, _fitting(lease, devices)) for devices in free]
             fits = [(devices, inside) for devices, inside in able if len(inside) >= lease.size.device_count]
