@@ -148,7 +148,10 @@ class Server:
         self.tcp = httpx.Client(base_url=self.http.api, trust_env=False, timeout=60)
         socket = httpx.HTTPTransport(uds=f"{self.http._folder.name}/api.sock")
         self.unix = httpx.Client(base_url=f"http://localhost{PREFIX}api/v1", transport=socket, timeout=60)
-        self.job = self.ask("post", "/jobs", "bo", b'{"command": ["true"]}').json()["id"]
+        submitted = self.ask("post", "/jobs", "bo", b'{"command": ["true"]}')
+        assert submitted.status_code == 201
+        check(submitted, DOCUMENT["paths"]["/jobs"]["post"])
+        self.job = submitted.json()["id"]
 
     async def _open(self, folder: Path) -> Http:
         http = Http(Site(folder))
@@ -230,5 +233,6 @@ def test_every_answer_is_a_documented_one_and_the_broker_stays_healthy(server: S
     start = b'{"user": "cy", "server": "", "groups": ["nlp"], "uid": 1000}'
     started = server.ask("post", "/spawner/start", SPAWNER, start)
     assert started.status_code == 200, started.text
-    assert {200, 201, 204, 400, 403, 404} <= set(statuses)
+    # 201 comes by chance: a drawn job is seldom valid, and a retry is one only if the job has ended.
+    assert {200, 204, 400, 403, 404} <= set(statuses)
     until(server.healthy, "the broker is healthy")
