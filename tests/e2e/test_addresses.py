@@ -115,7 +115,7 @@ def see_the_pages(hub: BehindProxy, server_url: str) -> str:
         done = browser.post(f"{hub.page}/", data={"_xsrf": xsrf[1], "lending": "watch"})
         assert done.status_code == 200, done.text
         assert ada.ask("lending")["mode"] == "watch"
-    assert not re.search(r"\b404\b.*(?:services|spawner)", hub.log.read_text())
+    assert not re.search(r"\] 404 .*(?:services|spawner)", hub.log.read_text())
     return page.text
 
 

@@ -75,7 +75,7 @@ async def test_a_process_that_works_extends_the_wait_until_it_ends(tmp_path, wai
         process.kill()
         process.wait()
     with pytest.raises(
-        AssertionError, match=r"last, 1 s ago: process(es \[\d+\] started or ended| \d+ was busy)"
+        AssertionError, match=r"last, \d s ago: process(es \[\d+\] started or ended| \d+ was busy)"
     ):
         until(lambda: None)
 
