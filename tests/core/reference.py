@@ -1,7 +1,7 @@
 """The scheduling order of docs/concepts.md, written down naively; `test_reference` compares it.
 
-It knows `progress` and `las`.  Left out: moves for a gang, several models of GPUs and MIG, requests for
-memory, bounds of host memory, notices, devices that fail, and the reasons for which leases wait.
+It knows `progress` and `las`.  Left out: moves for a gang, several models of GPUs, MIG, requests for
+memory, bounds of host memory, notices, idle timeouts of single sessions, devices that fail, reasons.
 """
 
 from __future__ import annotations
