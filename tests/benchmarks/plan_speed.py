@@ -21,6 +21,7 @@ from random import Random
 
 from jupyter_gpushare.broker.local_engine import gc_paused
 from jupyter_gpushare.core.model import (
+    DEFAULT_ORDER,
     DEFAULT_POLICY,
     Behind,
     CheckpointMode,
@@ -166,7 +167,7 @@ def timed(what: Callable[[], object], rounds: int) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=100)
-    parser.add_argument("--order", choices=list(Order), default=Order.LAS)
+    parser.add_argument("--order", choices=list(Order), default=DEFAULT_ORDER)
     parser.add_argument("--users", type=int, default=1, help="of each project")
     args = parser.parse_args()
     rounds, order = args.rounds, Order(args.order)
