@@ -228,6 +228,17 @@ class ProcessSample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Overuse:
+    """Memory of a lease on one device beyond what it may hold there, in two samples in a row."""
+
+    device: str
+    used_bytes: int
+    limit_bytes: int  # 0: the device is not its own, or is lent while it sleeps
+    pid: int = 0  # the process whose memory the library did not count; 0: none, or it is not known
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LeaseSample:
     """Use, phase and processes of one lease."""
 
@@ -250,6 +261,7 @@ class LeaseSample:
     devices: tuple[str, ...] = ()  # UUIDs of those it may use
     runner_ended: bool = False  # of a job: what ends its processes and reports its result is gone
     damaged: bool = False  # a failed checkpoint may have damaged a process that lives
+    over: tuple[Overuse, ...] = ()  # by device
     # Since when processes on its devices that may be its own do not answer; 0: all answer.
     unread_since: float = 0.0
     # It was resumed while no broker could record that; the next `resume` that is recorded confirms it.
@@ -273,6 +285,8 @@ class DeviceSample:
     # The driver does not say how many bytes a process holds: the watchdog cannot compare.
     blind: bool = False
     unleased: tuple[UnleasedProcess, ...] = ()  # processes without a lease, 16 at most
+    # Why it takes nothing new although it works: somebody has memory there that was not granted.
+    closed: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,6 +10,10 @@ Each is reported in the first sample that shows it, and again each hour.  It is 
 * it is in no container, or in one that has or had a lease (`containers`);
 * no record of a lease of its user was lost since boot (`Holders`): it might have been in that lease.
 
+While a process of a user of leases holds memory in two samples in a row and is not left alone, its device
+takes no new lease (`UnleasedProcesses.closed`): until it may be stopped, and longer only where it is about
+to be, or where the watchdog only reports.
+
 A process in a user namespace, which may give it another uid, also belongs to the maker of that namespace.
 All users of containers may have one uid.  So what runs in a container that had a lease is never of a
 system user, and every lease on the device is another user's.
@@ -73,7 +77,8 @@ class _Seen:
 
     first_at: float
     reported_at: float = float("-inf")
-    samples: int = 0  # in a row that show memory, and no reason to leave it alone
+    held: int = 0  # samples in a row that show memory
+    samples: int = 0  # of these, those in a row without a reason to leave it alone
     stopped_at: float | None = None
 
 
@@ -93,6 +98,7 @@ class UnleasedProcesses:
         self._unread: set[Key] = set()  # in the last sample
         # For other threads: by device, the last sample's processes with the reasons to keep them.
         self._shown: dict[str, tuple[tuple[Process, UnleasedProcess], ...]] = {}
+        self._closed: dict[str, str] = {}  # by device, why it takes no new lease
         self._asked: dict[Key, float] = {}  # to be ended by request, since
 
     def shown(self, uuid: str) -> tuple[UnleasedProcess, ...]:
@@ -100,6 +106,10 @@ class UnleasedProcesses:
         return tuple(
             replace(told, ending=process.key in self._asked) for process, told in self._shown.get(uuid, ())
         )
+
+    def closed(self, uuid: str) -> str:
+        """Return why a device takes no new lease, by the last samples; empty: it does.  In any thread."""
+        return self._closed.get(uuid, "")
 
     def end(self, uuid: str, name: str, leases: Iterable[HelperLease]) -> None:
         """End a process of `shown`: SIGTERM now, SIGKILL `GRACE_S` later; in any thread.
@@ -132,6 +142,7 @@ class UnleasedProcesses:
         present: set[tuple[Key, str]] = set()
         unread: set[Key] = set()
         kept_alone: set[Key] = set()
+        closed = {uuid: why for uuid, why in self._closed.items() if uuid not in usages}
         for uuid, usage in usages.items():
             here = [lease for lease in leases if uuid in lease.limits]
             for pid, used in usage.processes.items():
@@ -152,9 +163,11 @@ class UnleasedProcesses:
                     if len(shown[uuid]) < SHOWN:
                         shown[uuid].append((process, _told(process, used or 0, kept)))
                     self._judge(process, uuid, used or 0, self._spared(process, here, kept), now)
+                    if not kept and self._closes(process, uuid, here, now):
+                        closed[uuid] = f"process {pid} ({process.name}) uses it without a lease"
         for key in [key for key in self._seen if key[1] in usages and key not in present]:
             del self._seen[key]
-        self._unread = unread
+        self._unread, self._closed = unread, closed
         self._shown = {**self._shown, **{uuid: tuple(found) for uuid, found in shown.items()}}
         self._kill_asked({key for key, _ in present} - kept_alone, now)
 
@@ -172,6 +185,7 @@ class UnleasedProcesses:
         if now - seen.reported_at >= REPEAT_S:
             seen.reported_at = now
             self._report(process, uuid, used_bytes, spared)
+        seen.held = seen.held + 1 if used_bytes else 0
         seen.samples = seen.samples + 1 if used_bytes and not spared else 0
         if spared:
             seen.stopped_at = None
@@ -192,12 +206,28 @@ class UnleasedProcesses:
             return "the watchdog only reports"
         if kept:
             return kept
-        had_lease, users = self._processes.had_lease(process), _users(process)
-        if not had_lease and not users & self._holders.uids:
+        if not self._is_of_a_holder(process):
             return "its user held no lease since boot"
-        if not any(had_lease or x.asked.uid not in users or (x.killed and process.unread) for x in here):
+        if not self._is_on_anothers(process, here):
             return "the device is leased to no other user"
         return ""
+
+    def _closes(self, process: Process, uuid: str, here: Iterable[HelperLease], now: float) -> bool:
+        """Return whether a process that is not left alone keeps new leases from its device."""
+        seen = self._seen[process.key, uuid]
+        is_to_stay = self._rules.stops and not self._is_on_anothers(process, here)
+        if seen.held < 2 or not self._is_of_a_holder(process):
+            return False
+        return not is_to_stay or now - seen.first_at < NOTICE_S
+
+    def _is_of_a_holder(self, process: Process) -> bool:
+        """Return whether a process is in a container of ours, or of a user who held a lease since boot."""
+        return self._processes.had_lease(process) or bool(_users(process) & self._holders.uids)
+
+    def _is_on_anothers(self, process: Process, here: Iterable[HelperLease]) -> bool:
+        """Return whether a lease of another user is on the device of a process; ``here`` has all of them."""
+        had_lease, users = self._processes.had_lease(process), _users(process)
+        return any(had_lease or x.asked.uid not in users or (x.killed and process.unread) for x in here)
 
     def _kept(self, process: Process) -> str:
         """Return why a process without a lease is ended neither by the watchdog nor by request."""

@@ -7,12 +7,14 @@ reported and, the first by choice (``--watchdog stop``), ended:
   (anything at all while it is suspended, or on a device that is not its own);
 * a process without a lease on a device (`unleased`).
 
+Until either is over, the device takes no new lease (`Watchdog.closed`).
+
 Stopping hits one process, through its pidfd: of a lease over its limit the one
 that holds most beyond what the library counts for it, and only if that is more
 than contexts explain.  The account is written by its owner: it can only shift the
 blame inside its own lease.
 
-Never the leader of a lease (the server or the job itself), never a process of
+Never the leader of a lease (the server or the job itself), a process with saved memory, or a process of
 another lease.  First SIGTERM, SIGKILL when it still runs `GRACE_S` later.
 ``warn`` only reports; ``off`` does nothing.
 
@@ -34,7 +36,7 @@ from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
 from jupyter_gpushare.gpu.leases.processes import Process, Processes, leader
-from jupyter_gpushare.protocol.helper import EventKind, Phase, WatchdogAction
+from jupyter_gpushare.protocol.helper import EventKind, Overuse, Phase, WatchdogAction
 
 log = logging.getLogger(__name__)
 
@@ -55,9 +57,21 @@ class Watchdog:
         self.unleased = unleased
         self._processes = processes
         self._events = events
-        self._over: set[tuple[str, str]] = set()  # (lease, device) in the last sample
+        self._over: dict[tuple[str, str], int] = {}  # bytes by (lease, device) in the last sample
+        self._shown: dict[str, tuple[Overuse, ...]] = {}  # by lease; replaced as a whole, for other threads
         self._reported: dict[tuple[str, str], float] = {}
         self._stopping: dict[Key, float] = {}
+
+    def over(self, lease: str) -> tuple[Overuse, ...]:
+        """Return what a lease held beyond its limits in the last two samples; in any thread."""
+        return self._shown.get(lease, ())
+
+    def closed(self, uuid: str) -> str:
+        """Return why a device takes no new lease, by the last two samples; empty: it does.  In any thread."""
+        for lease, found in self._shown.items():
+            if any(each.device == uuid for each in found):
+                return f"lease {lease} has memory there that it was not granted"
+        return self.unleased.closed(uuid)
 
     def compare(self, usages: Mapping[str, DeviceReading], leases: Iterable[HelperLease]) -> None:
         """Compare one sample: the usage of each device, and the leases with their processes."""
@@ -66,24 +80,38 @@ class Watchdog:
         now = time.monotonic()
         leases = list(leases)
         owner = {process.pid: lease.name for lease in leases for process in lease.processes}
-        over: set[tuple[str, str]] = set()
+        # A device that is late is as it was.
+        names = {lease.name for lease in leases}
+        over = {key: used for key, used in self._over.items() if key[0] in names and key[1] not in usages}
+        shown = {name: tuple(x for x in self.over(name) if x.device not in usages) for name in names}
         for uuid, usage in usages.items():
             by_lease = Counter[str]()
-            for pid, shown in usage.processes.items():
-                by_lease[owner.get(pid, "")] += shown or 0
+            for pid, held in usage.processes.items():
+                by_lease[owner.get(pid, "")] += held or 0
             for lease in leases:
                 used = by_lease[lease.name] + lease.left_bytes.get(uuid, 0)
                 if used > lease.allowed_bytes(uuid) + TOLERANCE_BYTES:
-                    over.add((lease.name, uuid))
+                    over[lease.name, uuid] = used
                     if (lease.name, uuid) in self._over:
-                        self._over_limit(lease, uuid, used, usage, now)
-        self._over = over
+                        victim = _victim(lease, uuid, usage)
+                        found = Overuse(
+                            device=uuid,
+                            used_bytes=used,
+                            limit_bytes=lease.allowed_bytes(uuid),
+                            pid=victim.pid if victim else 0,
+                            name=victim.name if victim else "",
+                        )
+                        shown[lease.name] += (found,)
+                        self._over_limit(lease, uuid, used, victim, now)
+        self._over, self._shown = over, shown
         self.unleased.compare(usages, leases)
         self._kill_overdue(now)
         if len(self._reported) > MAX_REMEMBERED:
             self._reported = {key: at for key, at in self._reported.items() if now - at < REPEAT_S}
 
-    def _over_limit(self, lease: HelperLease, uuid: str, used: int, usage: DeviceReading, now: float) -> None:
+    def _over_limit(
+        self, lease: HelperLease, uuid: str, used: int, victim: Process | None, now: float
+    ) -> None:
         if not self._is_due((lease.name, uuid), now):
             return
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
@@ -91,7 +119,7 @@ class Watchdog:
         else:
             uses, limit = compared(used, lease.allowed_bytes(uuid))
             reason = f"uses {uses}, its limit is {limit}"
-        victim, action = _victim(lease, uuid, usage), "warn"
+        action = "warn"
         stops = self.action is WatchdogAction.STOP
         if stops and victim is not None and self._processes.signal(victim.key, signal.SIGTERM):
             action = "stop"
@@ -124,11 +152,15 @@ class Watchdog:
 
 
 def _victim(lease: HelperLease, uuid: str, usage: DeviceReading) -> Process | None:
-    """The process with the most memory that the library did not count; None when contexts explain it."""
+    """Return the process with the most memory that the library did not count; None: contexts explain it.
+
+    Never one that has memory saved: what the driver shows of it is late, and its state is safe in RAM.
+    """
     first = leader(lease.processes)
     counted = lease.counted_bytes(lease.account, uuid, (process.key for process in lease.processes))
     shown = {process: usage.processes.get(process.pid) or 0 for process in lease.processes}
-    others = [process for process in lease.processes if process is not first and shown[process]]
+    spared = {*lease.parked, *lease.lost, *(each.key for each in (first,) if each)}
+    others = [process for process in lease.processes if process.key not in spared and shown[process]]
     beyond = {process: shown[process] - counted.get(process.key, 0) for process in others}
     unexplained = [
         process for process in others if beyond[process] > (CONTEXT_BYTES if process.key in counted else 0)

@@ -3,10 +3,12 @@
 A process belongs to a lease when its user is the lease's user and
 
 1. one of its cgroups is named ``gpushare-<lease>`` (with or without a systemd suffix), or
-2. its environment has ``GPUSHARE_LEASE=<lease>``, and ``GPUSHARE_LEASE_DIR`` is that lease's directory
-   here or is not set (another helper on this machine may have leases of the same names), or, where the
-   environment may not be read, one of its arguments is ``GPUSHARE_LEASE=<lease>``, or
-3. its parent belonged to the lease when it was first seen (a child that cleared its environment).
+2. ``GPUSHARE_LEASE_DIR`` in its environment is the directory of the lease here, as for the preload
+   library, or that is not set and ``GPUSHARE_LEASE`` is the lease (another helper on this machine may have
+   leases of the same names), or, where the environment may not be read, one of its arguments is
+   ``GPUSHARE_LEASE=<lease>``, or
+3. its parent belonged to the lease when it was first seen, and it names none of its user (a child that
+   cleared its environment, or has that of an ended server).
    This is remembered, so that a child that outlives its parent (double fork) stays.
 
 The user is compared last: whatever a process writes into its own environment, it
@@ -80,6 +82,7 @@ class Process:
     kernel: str
     carries: str  # the lease that its cgroup or environment names
     lease: str  # the lease it belongs to, if the user is the lease's
+    inherited: str = ""  # else this one, under the same condition: that of its parent
     is_runner: bool = False  # the runner of a job: its lease is among its arguments
     unread: bool = False  # its environment and arguments did not answer
     inner_pid: int = 0  # in the innermost pid namespace that it is in: the pid that it knows itself by
@@ -157,7 +160,7 @@ class Processes:
         with self._guard:
             if number > self._latest:  # else a scan that began later has seen more
                 self._latest = number
-                self._learn(present, fresh, looked)
+                self._learn(present, fresh, looked, owners)
             return self._find(owners)
 
     def claim(self, key: Key, lease: str) -> None:
@@ -268,14 +271,18 @@ class Processes:
         return looked
 
     def _learn(
-        self, present: Mapping[int, int], fresh: list[int], looked: list[tuple[Process, float]]
+        self,
+        present: Mapping[int, int],
+        fresh: list[int],
+        looked: list[tuple[Process, float]],
+        owners: Mapping[str, int],
     ) -> None:
         """Replace what is known by what a scan saw."""
         for pid in (self._known.keys() - present) | (set(fresh) - {process.pid for process, _ in looked}):
             self._known.pop(pid, None)
         # Parents first, so that a whole new tree finds its lease in one scan.
         for process, read_at in sorted(looked, key=lambda each: each[0].start_ticks):
-            self._known[process.pid] = _Known(present[process.pid], self._placed(process), read_at)
+            self._known[process.pid] = _Known(present[process.pid], self._placed(process, owners), read_at)
         unread = (known.process for known in self._known.values() if known.process.unread)
         self.unread = tuple(each for each in unread if not each.lease and not self.is_contained(each))
 
@@ -297,9 +304,11 @@ class Processes:
         if self.is_contained(process):
             lease = self._containers.lease_of(process.container)
             return lease if lease in owners else ""
-        # Users of containers may have one uid.
-        is_owned = owners.get(process.lease) == process.uid and not self._containers.has(process.lease)
-        return process.lease if is_owned else ""
+        for lease in (process.lease, process.inherited):
+            # Users of containers may have one uid.
+            if owners.get(lease) == process.uid and not self._containers.has(lease):
+                return lease
+        return ""
 
     def _find(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
         """The processes of each lease that have not ended."""
@@ -328,13 +337,16 @@ class Processes:
         while len(self._exit_statuses) > EXITS_KEPT:
             del self._exit_statuses[next(iter(self._exit_statuses))]
 
-    def _placed(self, process: Process) -> Process:
+    def _placed(self, process: Process, owners: Mapping[str, int]) -> Process:
         before = self._known.get(process.pid)
-        if before and before.process.key == process.key and before.process.lease and not process.carries:
-            return replace(process, lease=before.process.lease)
+        was = before.process if before and before.process.key == process.key else None
+        if was and (was.lease or was.inherited):
+            return replace(process, lease=process.carries or was.lease, inherited=was.inherited or was.lease)
         parent = self._known.get(process.parent)
-        inherited = parent.process.lease if parent and parent.process.uid == process.uid else ""
-        return replace(process, lease=process.carries or inherited)
+        inherited = ""
+        if parent and parent.process.uid == process.uid:
+            inherited = self._owner(parent.process, owners) or parent.process.lease
+        return replace(process, lease=process.carries or inherited, inherited=inherited)
 
     def _hold(self, key: Key) -> bool:
         """Open a pidfd to watch for its exit, up to the bound; False when the process has ended."""
@@ -415,15 +427,17 @@ def _told(process: Process, said: Words, leases: frozenset[Path]) -> Process:
 
 
 def _named_in(said: Words, leases: frozenset[Path]) -> str:
-    """The lease below ``leases`` that an environment names.
+    """The lease that an environment names: by its directory below ``leases``, without one by its name.
 
-    A process that hides its environment (the runner of a job) has the mark among its arguments.
+    A process that hides its environment (the runner of a job) has the name among its arguments.
     """
     entries = (said.environ or said.command).split(b"\0")
     lease = next((os.fsdecode(e.removeprefix(MARK)) for e in entries if e.startswith(MARK)), "")
     directory = next((os.fsdecode(e.removeprefix(MARK_DIR)) for e in entries if e.startswith(MARK_DIR)), "")
-    ours = not directory or Path(os.path.normpath(directory)) in {path / lease for path in leases}
-    return lease if ours else ""
+    if not directory:
+        return lease
+    path = Path(os.path.normpath(directory))
+    return path.name if path.parent in leases else ""
 
 
 def _field(status: bytes, name: bytes) -> list[int]:

@@ -199,6 +199,7 @@ class Sampler:
             reason=reason,
             blind=last is not None and self._is_blind(uuid, last),
             unleased=self._watchdog.unleased.shown(uuid),
+            closed=self._watchdog.closed(uuid),
         )
 
     def _is_blind(self, uuid: str, usage: DeviceReading) -> bool:
@@ -321,6 +322,7 @@ class Sampler:
             suspend_reason=reason,
             unread_since=lease.unread_since,
             damaged=any(process.key in lease.damaged for process in lease.processes),
+            over=self._watchdog.over(lease.name),
             alive=bool(lease.processes),
             runner_ended=lease.had_runner and not any(process.is_runner for process in lease.processes),
             processes=(

@@ -29,6 +29,7 @@ static _Atomic enum membership { UNKNOWN, WITHOUT_LEASE, LEASED, RESERVED } memb
 static const struct gpushare_limit_page *_Atomic page;
 static struct gpushare_account *_Atomic account;
 static struct gpushare_slot *_Atomic mine;
+static pthread_mutex_t settling = PTHREAD_MUTEX_INITIALIZER; /* guards the finding of `membership` */
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 static struct stat page_file; /* the file behind `page`; guarded by `opening` */
 /* Allocations of at most 1 MiB share pages of the device (see lease_take's callers); by device,
@@ -37,18 +38,24 @@ static uint64_t small_bytes[GPUSHARE_DEVICES];
 
 static const uint64_t page_bytes = (uint64_t)2 << 20, small_limit = (uint64_t)1 << 20;
 
+/* A program that drops one of the three variables belongs to its lease all the same. */
 static enum membership find_membership(void)
 {
-    enum membership first = UNKNOWN, found = atomic_load_explicit(&membership, memory_order_acquire);
+    enum membership found = atomic_load_explicit(&membership, memory_order_acquire);
     if (found)
         return found;
-    found = !getenv("GPUSHARE_LEASE") ? WITHOUT_LEASE : getenv("GPUSHARE_MEMORY_LIMIT") ? LEASED : RESERVED;
-    if (!atomic_compare_exchange_strong(&membership, &first, found))
-        found = first;
+    HOLD(&settling);
+    if (atomic_load(&membership))
+        return atomic_load(&membership);
+    bool has_folder = keep_lease_folder();
+    found = getenv("GPUSHARE_MEMORY_LIMIT")          ? LEASED
+            : getenv("GPUSHARE_LEASE") || has_folder ? RESERVED
+                                                     : WITHOUT_LEASE;
     if (found == WITHOUT_LEASE) {
         atomic_store(&gpushare_counters, unleased);
         atomic_store(&gpushare_phase, &unleased_phase);
     }
+    atomic_store(&membership, found);
     return found;
 }
 
@@ -263,9 +270,10 @@ void lease_load(void)
 
 void lease_in_child(void)
 {
+    pthread_mutex_init(&settling, NULL);
+    pthread_mutex_init(&opening, NULL);
     atomic_store(&mine, NULL);
     atomic_store(&gpushare_counters, lease_is_set() ? NULL : unleased);
-    pthread_mutex_init(&opening, NULL);
 }
 
 /* ---- the entry of a call ---- */

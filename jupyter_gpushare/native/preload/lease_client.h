@@ -1,7 +1,8 @@
 /* A process's side of its lease: the limit page, the account, this process's slot.
  *
  * Rules.
- *   - Without GPUSHARE_LEASE nothing here does anything ("not leased").
+ *   - A process is leased if it starts with GPUSHARE_LEASE, GPUSHARE_LEASE_DIR or GPUSHARE_MEMORY_LIMIT,
+ *     whatever their values.  Without any of them nothing here does anything ("not leased").
  *   - Leased, but without a valid page and account: everything is denied (fail closed).
  *   - The account's mutex is held for arithmetic only, never across a driver call or a wait.
  *   - Sums are made from the slots, so a process killed inside the mutex leaves no half sum.
@@ -46,7 +47,7 @@ void lease_taint(enum gpushare_taint taint);
 bool lease_wait_for_turn(void);
 
 /* Whether this process began in a server without a GPU, which may get one while it runs: it has the
- * name of a lease, and no limit.  Read once, as above. */
+ * name or the folder of a lease, and no limit.  Read once, as above. */
 bool lease_is_reserved(void);
 enum { LEASE_UUID_BYTES = 41 };
 /* The UUID of the device that the lease has now at an index of the limit page, as NVML writes it; false

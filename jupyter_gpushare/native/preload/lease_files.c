@@ -17,6 +17,17 @@
 
 enum { PATH_BYTES = 4096 };
 
+static char folder[PATH_BYTES]; /* empty: none was named */
+
+/* What the program makes of the variable later is for its children. */
+bool keep_lease_folder(void)
+{
+    const char *named = getenv("GPUSHARE_LEASE_DIR");
+    if (named && strlen(named) < PATH_BYTES)
+        strcpy(folder, named);
+    return named;
+}
+
 void complain_of_lease(const char *what, const char *why)
 {
     static _Atomic bool said;
@@ -55,8 +66,7 @@ static bool is_file_of(int fd, size_t bytes, struct stat *file)
 /* False where the process has no lease directory. */
 static bool path_of(const char *name, char path[PATH_BYTES])
 {
-    const char *folder = getenv("GPUSHARE_LEASE_DIR");
-    return folder && *folder && (size_t)snprintf(path, PATH_BYTES, "%s/%s", folder, name) < PATH_BYTES;
+    return *folder && (size_t)snprintf(path, PATH_BYTES, "%s/%s", folder, name) < PATH_BYTES;
 }
 
 static int open_file(const char *path, bool write)

@@ -1,10 +1,14 @@
-/* The two files of a lease, as a process of it finds and maps them: below GPUSHARE_LEASE_DIR. */
+/* The two files of a lease, as a process of it finds and maps them: below the folder that
+ * GPUSHARE_LEASE_DIR named when the process started. */
 #ifndef GPUSHARE_LEASE_FILES_H
 #define GPUSHARE_LEASE_FILES_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <sys/stat.h>
+
+/* Keeps the folder; whether the variable is set at all.  Called once, before all of the others. */
+bool keep_lease_folder(void);
 
 /* Says once on stderr why GPU memory cannot be allocated. */
 void complain_of_lease(const char *what, const char *why);
