@@ -154,7 +154,9 @@ class Device:
     name: str = ""
     profile: str = ""  # of a MIG instance, such as "1g.10gb"; "": a physical GPU
     usable: bool = True  # False: draining, broken or vanished; takes nothing new
-    draining: bool = False  # it works, and is not usable only because an administrator empties it
+    # It works, and is not usable only because an administrator empties it, or because its memory is used
+    # beyond what was granted.
+    draining: bool = False
     suspendable: bool = True  # the driver's checkpoint passed its test here
     movable: bool = False  # what is suspended here can be restored on another device of its node and model
     units: int = 0  # on a node of a unit pool (`core.units`): so many equal parts; 0: on another node
@@ -356,7 +358,7 @@ class Why(enum.StrEnum):
     JOB_HOST_MEMORY = "job_host_memory"  # of the job itself; a job with its own checkpoint would start
     BACKING_OFF = "backing_off"
     DEVICE_BROKEN = "device_broken"
-    DRAINING = "draining"  # it would fit on devices that an administrator empties
+    DRAINING = "draining"  # it would fit on devices that take nothing new for now
 
 
 @dataclass(frozen=True, slots=True)

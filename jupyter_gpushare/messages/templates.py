@@ -94,6 +94,8 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.damaged": "the driver failed to checkpoint it (%1): its GPU state may be damaged",
         "reason.not_checkpointed": "the driver failed to checkpoint it (%1)",
         "reason.ended_within": "process %1 ended within %2 of the driver",
+        "reason.closed_lease": "a lease uses memory of it that it was not granted",
+        "reason.closed_unleased": "a process uses memory of it without a lease",
         "reason.over_lent": "uses %1 of a device that is lent",
         "reason.over_granted": "uses %1, its limit is %2",
         "reason.unleased": "a process without a lease uses this device",
@@ -259,6 +261,18 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.failed_unknown": "The GPU was lost: see the log.",
         "session.ended": "This server has ended and holds no GPU.",
         "lease.misplaced": "The cluster chose another GPU; memory returns to its own. It asks again at %1.",
+        "lease.over_elsewhere": (
+            "Its process %1 (%2) uses %3 of a GPU that is not its own, and may be stopped: start it with the "
+            "environment variables of the server, LD_PRELOAD among them."
+        ),
+        "lease.over_lent": (
+            "Its process %1 (%2) uses %3 of a GPU that is lent while it sleeps, and may be stopped: start it "
+            "with the environment variables of the server, LD_PRELOAD among them."
+        ),
+        "lease.unleased": (
+            "Your process %1 (%2) uses a GPU without a lease, and may be stopped: start it with the "
+            "environment variables of the server, LD_PRELOAD among them."
+        ),
         "lease.over_limit": (
             "It uses %1 of GPU memory, more than the %2 that it was given: free some, or processes of it may "
             "be stopped."
@@ -341,7 +355,10 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "waiting.backing_off": "Its last start failed; it is tried again in a moment.",
         "waiting.device_broken": "Needs %1; a GPU is out of order.",
         "waiting.owner_gone": "Does not start: the Hub does not have its owner now.",
-        "waiting.draining": "Needs %1; an administrator empties GPUs here, and they take nothing new.",
+        "waiting.draining": (
+            "Needs %1; GPUs here take nothing new: an administrator empties them, or memory of them is used "
+            "that was not granted."
+        ),
         "waiting.own_devices": "Needs the GPUs that it was on (%1), which are in use.",
         "waiting.one_free": "Needs %1; 1 is free.",
         "waiting.free": "Needs %1; %2 are free.",

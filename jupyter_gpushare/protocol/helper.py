@@ -234,7 +234,7 @@ class Overuse:
     device: str
     used_bytes: int
     limit_bytes: int  # 0: the device is not its own, or is lent while it sleeps
-    pid: int = 0  # the process whose memory the library did not count; 0: none, or it is not known
+    pid: int = 0  # the process with the most of it; 0: none that lives
     name: str = ""
 
 

@@ -12,7 +12,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -296,10 +296,12 @@ class Machine:
         wait: bool = True,
         mib: int = 0,
         command: Sequence[str] = (),
+        changes: Mapping[str, str | None] = {},
     ) -> Worker:
         """Start a process of a lease (or of none), and let it allocate; worker.py, or another ``command``.
 
-        It sees one ``device``, or several ``devices`` in this order.
+        It sees one ``device``, or several ``devices`` in this order.  ``changes`` are made in its
+        environment; None removes a variable.
         """
         seen = [self.uuids()[index] for index in devices or (device,)]
         environment = self.environment | {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
@@ -307,6 +309,7 @@ class Machine:
             environment |= {"GPUSHARE_LEASE": lease, "GPUSHARE_LEASE_DIR": self._directories[lease]}
         if lease and preload:
             environment["LD_PRELOAD"] = str(native.preload_path())
+        environment = {name: value for name, value in (environment | changes).items() if value is not None}
         worker = Worker(
             subprocess.Popen(
                 [*(command or (sys.executable, str(WORKER)))],

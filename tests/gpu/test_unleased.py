@@ -113,6 +113,38 @@ def test_it_is_reported_at_once_and_stopped_after_the_notice(scene: Scene) -> No
     assert event.fields["action"] == "stop"
 
 
+def test_its_device_takes_nothing_new_until_it_may_be_ended(scene: Scene) -> None:
+    """Where no other user has a lease, the device is granted after the notice, and then the process ends."""
+    scene.lease()
+    scene.begin()
+    seen = []
+    for at in (0.0, 1.0, 29.0, 30.0):
+        scene.sample(at)
+        seen.append(scene.watch.closes(UUID))
+    assert seen == [False, True, True, False]
+    scene.lease(OTHER)
+    scene.sample(31.0)
+    assert scene.watch.closes(UUID)
+    scene.sample(32.0)
+    assert scene.child.wait(PATIENCE_S) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize(
+    ("rules", "closes"),
+    [({"stops": False}, True), ({"ignore": ("/",)}, False), ({"first_uid": USER + 1}, False)],
+    ids=["only reported", "ignored", "a system user's"],
+)
+def test_what_is_only_reported_closes_its_device_and_what_the_site_runs_does_not(
+    scene: Scene, rules: dict[str, Any], closes: bool
+) -> None:
+    scene.rules |= rules
+    scene.begin()
+    scene.minutes()
+    assert scene.watch.closes(UUID) == closes
+    scene.sample(120.0, used=0)
+    assert not scene.watch.closes(UUID)
+
+
 def test_one_that_ignores_sigterm_is_killed(scene: Scene) -> None:
     scene.begin("sh", "-c", "trap '' TERM; while :; do sleep 1; done")
     while not ignores_sigterm(scene.child.pid):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,9 +20,10 @@ from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases import files
 from jupyter_gpushare.gpu.leases.journal import Holders
+from jupyter_gpushare.gpu.leases.lease import parked_of
 from jupyter_gpushare.native import build
 from jupyter_gpushare.procfs import start_ticks
-from jupyter_gpushare.protocol.helper import WatchdogAction
+from jupyter_gpushare.protocol.helper import Phase, WatchdogAction
 from tests.gpu.leases import lease_of, process_of
 from tests.gpu.machine import GIB, MIB, PATIENCE_S, WORKER, Client, Machine, until
 
@@ -79,6 +81,44 @@ def test_one_sample_beyond_the_limit_is_no_reason_yet() -> None:
     event = told.get_nowait()
     assert event
     assert (event.kind, event.lease) == ("over_limit", "eve")
+
+
+def test_a_process_with_saved_memory_is_never_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the driver shows of it: beside it, only what began without saved memory is."""
+    ended: list[int] = []
+    processes: Any = SimpleNamespace(
+        signal=lambda key, number: ended.append(key[0]) or True, alive=lambda key: True, find=lambda pid: None
+    )
+    unleased = UnleasedProcesses(StopRules(), processes, Events(), Holders(Path("/nonexistent"), ""), set())
+    watchdog = Watchdog(WatchdogAction.STOP, processes, Events(), unleased)
+    eve = lease_of("eve", {"GPU-1": GIB}, phase=Phase.SUSPENDED)
+    server, kernel, new = (process_of(pid, lease="eve") for pid in (1, 77, 78))
+    eve.parked = parked_of({kernel.key: {"GPU-1": GIB}})
+    for living, used, expected in (
+        ((server, kernel), {77: GIB}, []),
+        ((server, kernel, new), {77: GIB, 78: GIB}, [78]),
+    ):
+        eve.processes = living
+        watchdog._reported.clear()
+        for _ in range(2):
+            usage = DeviceReading(sum(used.values()), 0, 0, processes=used, computing=None)
+            watchdog.compare({"GPU-1": usage}, [eve])
+        assert ended == expected
+        assert watchdog.closed("GPU-1")
+        (found,) = watchdog.over("eve")
+        assert (found.used_bytes, found.limit_bytes) == (sum(used.values()), 0)
+
+
+def test_a_device_that_is_late_stays_closed() -> None:
+    watchdog = _watchdog(Events())
+    eve = lease_of("eve", {"GPU-1": GIB})
+    eve.processes = (process_of(77, lease="eve"),)
+    beyond = DeviceReading(2 * GIB, 0, 0, processes={77: 2 * GIB}, computing=None)
+    for usages, is_closed in (({"GPU-1": beyond}, False), ({"GPU-1": beyond}, True), ({}, True)):
+        watchdog.compare(usages, [eve])
+        assert (bool(watchdog.closed("GPU-1")), bool(watchdog.over("eve"))) == (is_closed, is_closed)
+    watchdog.compare({"GPU-1": beyond}, [])
+    assert (watchdog.closed("GPU-1"), watchdog.over("eve")) == ("", ())
 
 
 def test_the_leader_is_never_stopped(bare: Machine) -> None:

@@ -20,7 +20,10 @@ poll NAME S       ask a query of QUERIES every S seconds from a thread  -> "poll
 count             how many of them have returned                -> "count N"
 thread            as check, from a second thread                -> "thread ok" / "thread bad"
 spawn MIB         start a child that allocates MIB              -> "spawn PID CODE", or "spawn PID ended"
-bare MIB          as spawn, with an environment that names no lease -> "bare PID CODE"
+bare MIB NAME...  as spawn, with an environment that names no lease: these variables alone
+                  (default: CUDA_VISIBLE_DEVICES) and the simulator's -> "bare PID CODE"
+changed MIB NAME=VALUE...  as spawn, with these variables; a name alone is removed -> "changed PID CODE"
+clear             empty the environment                         -> "clear 0"
 detach MIB        as spawn, double-forked in a session of its own -> "detach PID CODE"
 fork              fork a child that sleeps                      -> "fork PID"
 save              end at the next SIGTERM, after a check        -> "save 0", then "saved ok" / "saved bad"
@@ -226,9 +229,18 @@ def in_thread(call, *words):
     return result[0]
 
 
-def bare(mib):
-    driver = ("GPUSHARE_SIM", "LD_LIBRARY", "CUDA_VISIBLE", "PATH")
-    return spawn(mib, {k: v for k, v in os.environ.items() if k.startswith(driver)})
+def bare(mib, *names):
+    kept = ("GPUSHARE_SIM", "LD_LIBRARY", "PATH", *(names or ("CUDA_VISIBLE",)))
+    return spawn(mib, {k: v for k, v in os.environ.items() if k.startswith(kept)})
+
+
+def changed(mib, *changes):
+    environment = dict(os.environ)
+    for name, equals, value in (change.partition("=") for change in changes):
+        environment.pop(name, None)
+        if equals:
+            environment[name] = value
+    return spawn(mib, environment)
 
 
 def main():
@@ -260,6 +272,8 @@ def main():
         "thread": lambda: in_thread(check, context),
         "spawn": lambda mib: spawn(mib, dict(os.environ)),
         "bare": bare,
+        "changed": changed,
+        "clear": lambda: os.environ.clear() or 0,
         "detach": detach,
         "fork": fork,
         "save": lambda: save_at_sigterm(context),

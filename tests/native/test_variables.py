@@ -13,7 +13,7 @@ from tests.simulator import GIB, Lease, Simulator
 
 SOURCE = Path(__file__).with_name("variables.c")
 PAGE = Path(__file__).parents[2] / "docs/isolation.md"
-# How a cell of the table begins, and what a process then finds: the lease has 20 GiB of the last GPU of three.
+# How a cell of the table begins, and what a process finds; the lease has 20 GiB of the last GPU of three.
 FOUND = {
     "nothing changes": "devices=1 gib=20 open=0 within=0 beyond=2",
     "a choice": "devices=1 gib=20 open=0 within=0 beyond=2",

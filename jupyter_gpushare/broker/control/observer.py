@@ -79,6 +79,11 @@ class Metering:
 GONE_S = 3.0
 
 
+def _service(sample: Sample) -> list[tuple[bool, str]]:
+    """Return what a sample says about whether devices take new work."""
+    return [(device.healthy, device.closed) for device in sample.devices]
+
+
 class Observer:
     """Keeps `Registry.devices` and the observations of all leases up to date."""
 
@@ -133,7 +138,7 @@ class Observer:
             else:
                 orphans.append(lease)
         await self._fence_orphans(orphans)
-        if before is None or [d.healthy for d in before.devices] != [d.healthy for d in sample.devices]:
+        if before is None or _service(before) != _service(sample):
             await registry.notify()
 
     def _observe_machine(self, sample: Sample, now: float) -> None:
@@ -275,11 +280,8 @@ class Observer:
         """Tell the administrator, and the user in each of the user's leases."""
         registry, uid = self.registry, event.fields.get("uid", "")
         log.warning("%s device=%s uid=%s: %s", event.kind, event.device, uid, event.reason)
-        mine = [each for each in registry.leases.values() if str(each.uid) == uid and each.uid >= 0]
-        users = {each.lease.user for each in mine}
-        if len(users) != 1:
-            mine = []  # servers of several users run as this uid
-        user = users.pop() if mine else f"uid {uid}"
+        mine = registry.of_uid(int(uid)) if uid.isdigit() else []
+        user = mine[0].lease.user if mine else f"uid {uid}"
         pid, name = event.fields.get("pid", ""), event.fields.get("name", "")
         why = messages.reason_text(event.reason)
         said = messages.text("notice.unleased_process", pid, name, user, event.device, why)

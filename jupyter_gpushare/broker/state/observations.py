@@ -277,16 +277,17 @@ class DeviceObservations:
     def for_planner(self) -> Iterator[PlannerDevice]:
         """Yield all devices as the planner sees them.
 
-        A device that the last sample does not show, that holds an orphaned lease, or that is being emptied
-        is not usable.
+        A device that the last sample does not show, that holds an orphaned lease, that is being emptied, or
+        with memory in use that was not granted is not usable.
         """
         if self.inventory is None:
             return
         healthy = {d.uuid: d.healthy for d in self.sample.devices} if self.sample else None
+        closed = {d.uuid for d in self.sample.devices if d.closed} if self.sample else set()
         for device in self.inventory.devices:
             works = device.healthy if healthy is None else healthy.get(device.uuid, False)
             works = works and device.uuid not in self.orphaned
-            draining = self.drains.on(device.uuid) is not None
+            draining = self.drains.on(device.uuid) is not None or device.uuid in closed
             yield PlannerDevice(
                 uuid=device.uuid,
                 memory_bytes=device.memory_bytes,

@@ -643,6 +643,11 @@ class Registry:
         record = self.leases.get(handle.rsplit("-", 1)[0])
         return record if record is not None and record.handle == handle else None
 
+    def of_uid(self, uid: int) -> list[LeaseRecord]:
+        """Return the leases with processes of this uid; none where it is that of several users."""
+        found = [record for record in self.leases.values() if record.uid == uid >= 0]
+        return found if len({record.lease.user for record in found}) == 1 else []
+
     def by_server(self, user: str, server: str) -> LeaseRecord | None:
         """Return the lease of a user's server; ``server`` is its name at the Hub."""
         return next((r for r in self.leases.values() if r.lease.user == user and r.server == server), None)

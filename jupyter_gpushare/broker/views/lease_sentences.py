@@ -12,6 +12,7 @@ from jupyter_gpushare.messages import (
     duration_text,
     is_preemption,
     memory,
+    printable,
     range_text,
     reason_text,
     reason_texts,
@@ -20,9 +21,6 @@ from jupyter_gpushare.messages import (
     time_text,
 )
 from jupyter_gpushare.protocol.wire import Text
-
-# As the watchdog: allocations are rounded up and counted a moment later than made.
-TOLERANCE_BYTES = 64 << 20
 
 _BADGES: Mapping[State, str] = {
     State.PENDING: "badge.queued",
@@ -78,8 +76,21 @@ def sentence(seen: LeaseView) -> Texts:
         by = seen.drain.until
         said = *said, text("session.drains_by", time_text(by)) if by else text("session.drains")
     if seen.damaged and not record.lost and record.state in _WITH_PROCESSES:
-        return *said, text("job.damaged" if record.is_job else "session.damaged", record.handle)
-    return said
+        said = *said, text("job.damaged" if record.is_job else "session.damaged", record.handle)
+    return *said, *_not_granted(seen)
+
+
+def _not_granted(seen: LeaseView) -> Texts:
+    """Return what processes of a lease, or of its user, use of GPUs without a grant, as the helper saw it."""
+    said = []
+    for each in seen.over:
+        uses, limit = compared(each.used_bytes, each.limit_bytes)
+        if each.limit_bytes or not each.pid:
+            said.append(text("lease.over_limit", reason_text(uses), reason_text(limit)))
+        else:
+            key = "lease.over_lent" if each.device in seen.lease.devices else "lease.over_elsewhere"
+            said.append(text(key, str(each.pid), printable(each.name), reason_text(uses)))
+    return *said, *(text("lease.unleased", str(each.pid), printable(each.name)) for each in seen.unleased)
 
 
 def _session_sentence(seen: LeaseView) -> Texts:
@@ -155,12 +166,12 @@ def _running_sentence(seen: LeaseView) -> Texts:
         return (text("session.lost", record.handle),)
     moved = (text("session.moved"),) if record.moved else ()
     if seen.idle_s is None:
-        borrowed = *_over_limit(seen), *((text("session.borrowed"),) if seen.borrowed else ())
+        borrowed = (text("session.borrowed"),) if seen.borrowed else ()
         kept = (text("session.kept", seen.kept_until),) if seen.kept_until else ()
         active = text("session.active", size_text(seen.lease.size))
         return active, *_processor_only(seen), *borrowed, *kept, *moved
     idle = _idle_sentence(seen, duration_text(seen.idle_s))
-    return *_processor_only(seen), idle, *_over_limit(seen), *moved
+    return *_processor_only(seen), idle, *moved
 
 
 def _processor_only(seen: LeaseView) -> Texts:
@@ -171,14 +182,6 @@ def _processor_only(seen: LeaseView) -> Texts:
     if seen.holds_until is None:
         return (text("session.processor_only", since),)
     return (text("session.processor_until", since, seen.holds_until),)
-
-
-def _over_limit(seen: LeaseView) -> Texts:
-    """Return that a lease uses more than its limit, as the driver shows it; nothing within it."""
-    used, limit = seen.lease.used_bytes, seen.memory_limit_bytes
-    if not limit or used <= limit + TOLERANCE_BYTES:
-        return ()
-    return (text("lease.over_limit", *map(reason_text, compared(used, limit))),)
 
 
 def _idle_sentence(seen: LeaseView, idle: Text) -> Text:
@@ -236,4 +239,4 @@ def _job_sentence(seen: LeaseView) -> Texts:
 
 def _going_on(seen: LeaseView) -> Texts:
     """Return what is said of a running job beside its size."""
-    return *seen.progress, *_over_limit(seen), *((text("job.moved"),) if seen.record.moved else ())
+    return *seen.progress, *((text("job.moved"),) if seen.record.moved else ())

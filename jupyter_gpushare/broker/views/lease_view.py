@@ -15,6 +15,7 @@ from jupyter_gpushare.core import idle
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, State, Why
 from jupyter_gpushare.core.notice import OVERDUE_S
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import Overuse, UnleasedProcess
 from jupyter_gpushare.wall_clock import before
 
 # Times less than this ahead are shown with seconds.
@@ -74,6 +75,20 @@ class LeaseView:
         """Whether a failed checkpoint may have damaged one of its processes."""
         sample = self._registry.observations[self.record.id].sample
         return sample is not None and sample.damaged
+
+    @cached_property
+    def over(self) -> tuple[Overuse, ...]:
+        """What its processes hold of GPUs beyond what it was granted."""
+        sample = self._registry.observations[self.record.id].sample
+        return sample.over if sample is not None else ()
+
+    @cached_property
+    def unleased(self) -> tuple[UnleasedProcess, ...]:
+        """Processes of its user that use a GPU without a lease and may be ended."""
+        found = [x for d in self._registry.devices.measured for x in d.unleased if x.uid == self.record.uid]
+        if not found or not self._registry.of_uid(self.record.uid):
+            return ()
+        return tuple(each for each in found if not each.kept)
 
     @cached_property
     def borrowed(self) -> bool:

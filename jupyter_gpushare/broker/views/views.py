@@ -354,6 +354,7 @@ class Views:
                     movable=device.movable,
                     move_reason=device.move_reason,
                     drain=drain_of(registry, device.uuid),
+                    closed=now.closed if now else "",
                     unleased=unleased_on(now) if admin else [],
                     held_milli=sum(
                         x.held_milli
@@ -440,6 +441,9 @@ class Views:
         measured = {d.uuid: d for d in devices.measured}
         now_found = (measured.get(device.uuid, device) for device in devices.listed)
         reasons += [f"GPU {d.uuid}: {d.reason}" for d in now_found if not d.healthy]
+        reasons += [
+            f"GPU {d.uuid} takes nothing new: {d.closed}." for d in devices.measured if d.healthy and d.closed
+        ]
         reasons += [
             f"GPU {uuid}: the server of lease {lease} runs on it, and the database does not know it (was an "
             "older copy restored?): nothing new starts there until that server has stopped."

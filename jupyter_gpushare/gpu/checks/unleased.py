@@ -11,7 +11,7 @@ Each is reported in the first sample that shows it, and again each hour.  It is 
 * no record of a lease of its user was lost since boot (`Holders`): it might have been in that lease.
 
 While a process of a user of leases holds memory in two samples in a row and is not left alone, its device
-takes no new lease (`UnleasedProcesses.closed`): until it may be stopped, and longer only where it is about
+takes no new lease (`UnleasedProcesses.closes`): until it may be stopped, and longer only where it is about
 to be, or where the watchdog only reports.
 
 A process in a user namespace, which may give it another uid, also belongs to the maker of that namespace.
@@ -98,7 +98,7 @@ class UnleasedProcesses:
         self._unread: set[Key] = set()  # in the last sample
         # For other threads: by device, the last sample's processes with the reasons to keep them.
         self._shown: dict[str, tuple[tuple[Process, UnleasedProcess], ...]] = {}
-        self._closed: dict[str, str] = {}  # by device, why it takes no new lease
+        self._closed: set[str] = set()  # devices that take no new lease; replaced as a whole
         self._asked: dict[Key, float] = {}  # to be ended by request, since
 
     def shown(self, uuid: str) -> tuple[UnleasedProcess, ...]:
@@ -107,9 +107,9 @@ class UnleasedProcesses:
             replace(told, ending=process.key in self._asked) for process, told in self._shown.get(uuid, ())
         )
 
-    def closed(self, uuid: str) -> str:
-        """Return why a device takes no new lease, by the last samples; empty: it does.  In any thread."""
-        return self._closed.get(uuid, "")
+    def closes(self, uuid: str) -> bool:
+        """Return whether a process keeps new leases from a device, by the last samples; in any thread."""
+        return uuid in self._closed
 
     def end(self, uuid: str, name: str, leases: Iterable[HelperLease]) -> None:
         """End a process of `shown`: SIGTERM now, SIGKILL `GRACE_S` later; in any thread.
@@ -142,7 +142,7 @@ class UnleasedProcesses:
         present: set[tuple[Key, str]] = set()
         unread: set[Key] = set()
         kept_alone: set[Key] = set()
-        closed = {uuid: why for uuid, why in self._closed.items() if uuid not in usages}
+        closed = self._closed - usages.keys()
         for uuid, usage in usages.items():
             here = [lease for lease in leases if uuid in lease.limits]
             for pid, used in usage.processes.items():
@@ -164,7 +164,7 @@ class UnleasedProcesses:
                         shown[uuid].append((process, _told(process, used or 0, kept)))
                     self._judge(process, uuid, used or 0, self._spared(process, here, kept), now)
                     if not kept and self._closes(process, uuid, here, now):
-                        closed[uuid] = f"process {pid} ({process.name}) uses it without a lease"
+                        closed.add(uuid)
         for key in [key for key in self._seen if key[1] in usages and key not in present]:
             del self._seen[key]
         self._unread, self._closed = unread, closed

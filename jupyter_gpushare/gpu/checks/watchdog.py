@@ -68,10 +68,10 @@ class Watchdog:
 
     def closed(self, uuid: str) -> str:
         """Return why a device takes no new lease, by the last two samples; empty: it does.  In any thread."""
-        for lease, found in self._shown.items():
+        for found in self._shown.values():
             if any(each.device == uuid for each in found):
-                return f"lease {lease} has memory there that it was not granted"
-        return self.unleased.closed(uuid)
+                return "a lease uses memory of it that it was not granted"
+        return "a process uses memory of it without a lease" if self.unleased.closes(uuid) else ""
 
     def compare(self, usages: Mapping[str, DeviceReading], leases: Iterable[HelperLease]) -> None:
         """Compare one sample: the usage of each device, and the leases with their processes."""
@@ -93,25 +93,15 @@ class Watchdog:
                 if used > lease.allowed_bytes(uuid) + TOLERANCE_BYTES:
                     over[lease.name, uuid] = used
                     if (lease.name, uuid) in self._over:
-                        victim = _victim(lease, uuid, usage)
-                        found = Overuse(
-                            device=uuid,
-                            used_bytes=used,
-                            limit_bytes=lease.allowed_bytes(uuid),
-                            pid=victim.pid if victim else 0,
-                            name=victim.name if victim else "",
-                        )
-                        shown[lease.name] += (found,)
-                        self._over_limit(lease, uuid, used, victim, now)
+                        shown[lease.name] += (_overuse(lease, uuid, used, usage),)
+                        self._over_limit(lease, uuid, used, usage, now)
         self._over, self._shown = over, shown
         self.unleased.compare(usages, leases)
         self._kill_overdue(now)
         if len(self._reported) > MAX_REMEMBERED:
             self._reported = {key: at for key, at in self._reported.items() if now - at < REPEAT_S}
 
-    def _over_limit(
-        self, lease: HelperLease, uuid: str, used: int, victim: Process | None, now: float
-    ) -> None:
+    def _over_limit(self, lease: HelperLease, uuid: str, used: int, usage: DeviceReading, now: float) -> None:
         if not self._is_due((lease.name, uuid), now):
             return
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
@@ -119,7 +109,7 @@ class Watchdog:
         else:
             uses, limit = compared(used, lease.allowed_bytes(uuid))
             reason = f"uses {uses}, its limit is {limit}"
-        action = "warn"
+        victim, action = _victim(lease, uuid, usage), "warn"
         stops = self.action is WatchdogAction.STOP
         if stops and victim is not None and self._processes.signal(victim.key, signal.SIGTERM):
             action = "stop"
@@ -149,6 +139,17 @@ class Watchdog:
             elif now - since >= GRACE_S:
                 self._processes.signal(key, signal.SIGKILL)
                 del self._stopping[key]
+
+
+def _overuse(lease: HelperLease, uuid: str, used: int, usage: DeviceReading) -> Overuse:
+    most = max(lease.processes, key=lambda process: usage.processes.get(process.pid) or 0, default=None)
+    return Overuse(
+        device=uuid,
+        used_bytes=used,
+        limit_bytes=lease.allowed_bytes(uuid),
+        pid=most.pid if most and usage.processes.get(most.pid) else 0,
+        name=most.name if most else "",
+    )
 
 
 def _victim(lease: HelperLease, uuid: str, usage: DeviceReading) -> Process | None:

@@ -302,6 +302,7 @@ class DeviceStatus(Answer, frozen=True):
     unleased: list[UnleasedProcess] = []  # for administrators: processes without a lease, 16 at most
     movable: bool = False  # what sleeps here can resume on another device of its machine and model
     move_reason: str = ""  # why not
+    closed: str = ""  # why it takes nothing new although it works: its memory is used beyond what was granted
 
 
 class Devices(Answer, frozen=True):
