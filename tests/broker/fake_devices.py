@@ -98,6 +98,7 @@ class SiteDevices(DeviceBackend):
                     utilization_percent=site.utilization.get(uuid, 0),
                     healthy=uuid not in site.unhealthy,
                     unleased=tuple(site.unleased.get(uuid, ())),
+                    closed=site.closed.get(uuid, ""),
                 )
                 for uuid in site.uuids
                 if uuid not in site.unmeasured
@@ -118,6 +119,7 @@ class SiteDevices(DeviceBackend):
                     wanted=h.wanted,
                     runner_ended=h.runner_ended,
                     damaged=h.damaged,
+                    over=h.over,
                     unread_since=h.unread_since,
                     stalled=h.stalled,
                     unconfirmed=h.unconfirmed,

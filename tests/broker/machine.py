@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import Overuse, Phase
 
 GB = 10**9
 DEVICE_BYTES = 80 * GB
@@ -37,6 +37,7 @@ class Held:
     damaged: bool = False
     unread_since: float = 0.0
     unattended: bool = False
+    over: tuple[Overuse, ...] = ()
     left: dict[int, int] = field(default_factory=dict)  # bytes of dead processes, by the pid that keeps them
     stops: bool = False
     unconfirmed: bool = False

@@ -77,6 +77,7 @@ class Site:
         self.unhealthy: set[str] = set()
         self.unmeasured: set[str] = set()
         self.unleased: dict[str, list[UnleasedProcess]] = {}  # by device
+        self.closed: dict[str, str] = {}  # why devices take nothing new, by UUID
         self.utilization: dict[str, int] = {}  # percent, by UUID
         self.reserve_bytes = RESERVE_BYTES  # of each device, never granted
         self.spawn_s = 0.2

@@ -54,12 +54,12 @@ async def test_owners_there_are_asked_to_finish_and_no_server_starts(http):
     sentence = sent(http.broker.views.lease(record)).sentence
     assert "This GPU takes nothing new. The administrator asks to have your server stopped by " in sentence
     await http.broker.loop.observer.measure()  # devices count as known for a few seconds
-    with pytest.raises(RequestError, match="an administrator empties GPUs here"):
+    with pytest.raises(RequestError, match="GPUs here take nothing new: an administrator"):
         await http.broker.admission.start(spawn("bo", "1/4"))
     await http.broker.loop.observer.measure()
     offers = (await http.ask("GET", "offers", "bo")).json()["offers"]
     assert {offer["starts"] for offer in offers} == {"no"}
-    assert all("an administrator empties GPUs here" in offer["reason"] for offer in offers)
+    assert all("GPUs here take nothing new: an administrator" in offer["reason"] for offer in offers)
     now = http.service.overview.now()
     assert (now.broken, now.usable) == (0, 2), "it works"
     refused = await http.refused("DELETE", f"devices/{uuid}/drain", "root")
@@ -122,6 +122,28 @@ async def test_a_machine_that_is_emptied_stays_so_after_a_restart_and_its_jobs_w
     assert registry.leases[job.lease_id].state is State.PENDING
     assert registry.by_server("ada", "").state is State.RUNNING
     reason = site.broker.seen(job).reason
-    assert "an administrator empties GPUs here, and they take nothing new." in reason
+    assert "GPUs here take nothing new: an administrator empties them" in reason
     await administration.undrain(registry, MACHINE, "root")
     await until(lambda: registry.leases[job.lease_id].state is State.RUNNING, 60)
+
+
+@pytest.mark.site(gpus=1)
+async def test_nothing_is_lent_on_a_gpu_whose_memory_is_used_beyond_what_was_granted(site, broker):
+    """What is there goes on, sleeps and wakes."""
+    ada = await site.session("ada", "1/2")
+    why = "a process uses memory of it without a lease"
+    site.closed["GPU-0"] = why
+    await broker.loop.observer.measure()
+    job = await site.submit("bo", "1/2")
+    await asyncio.sleep(300)
+    assert (broker.state(ada.handle), broker.registry.leases[job.lease_id].state) == (
+        "running",
+        State.PENDING,
+    )
+    assert "memory of them is used that was not granted" in broker.seen(job).reason
+    (shown,) = broker.views.devices().devices
+    assert (shown.closed, shown.healthy) == (why, True)
+    assert f"GPU GPU-0 takes nothing new: {why}." in broker.views.health().reasons
+    await site.gpu_cell(ada)
+    del site.closed["GPU-0"]
+    await until(lambda: broker.registry.leases[job.lease_id].state is State.RUNNING, 60)

@@ -155,7 +155,7 @@ async def test_what_is_reserved_on_a_gpu_that_takes_nothing_new_is_not_used(brok
     await until(lambda: seen(broker, "bo").state == "ready", 10)
     (device,) = broker.registry.devices.listed
     await administration.drain(broker.registry, broker.admission.engine, device.uuid, None, "root")
-    with pytest.raises(Conflict, match="an administrator empties GPUs here"):
+    with pytest.raises(Conflict, match="GPUs here take nothing new: an administrator"):
         await broker.admission.start(spawn("bo", "1"))
     assert broker.holds_nothing
 
