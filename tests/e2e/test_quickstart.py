@@ -54,10 +54,16 @@ def test_the_quickstart_can_be_followed_at_the_speed_of_a_person(hub: Quickstart
     _, submit, follow = blocks("bash")
     ada, bo = hub.person("ada"), hub.person("bo")
     assert re.search(r'fraction&#34;: &#34;0.5&#34;\}"[^>]* checked', ada.first_page), "1/2 is preselected"
+    # Her GPU is not the first of the machine, whatever the number in her first cell.
+    admin = hub.person("admin")
+    first, second = (device["uuid"] for device in admin.ask("devices")["devices"])
+    admin.ask(f"devices/{first}/drain", "PUT", json={})
     ada.start_server(fraction="0.5")
+    admin.ask(f"devices/{first}/drain", "DELETE")
     time.sleep(PAUSE_S)
     notebook = ada.kernel()
     *_, before = notebook.run(allocate).splitlines()
+    assert ada.lease()["devices"] == [second]
 
     bo.start_server(gpus=0)
     time.sleep(PAUSE_S)
