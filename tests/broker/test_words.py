@@ -15,6 +15,7 @@ from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
 from jupyter_gpushare.broker.views.lease_view import LeaseView, LendingOutlook
 from jupyter_gpushare.core.model import Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
+from jupyter_gpushare.protocol.helper import Overuse
 from jupyter_gpushare.protocol.wire import Estimate, Text
 from jupyter_gpushare.wall_clock import clock_time
 
@@ -47,7 +48,7 @@ _OF_VIEW = {
     **dict.fromkeys(("damaged", "borrowed", "unclaimed", "is_timed_out"), False),
     **dict.fromkeys(("asks_again_at", "kept_until", "stays_until", "usually_wakes")),
     **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position")),
-    "progress": (),
+    **dict.fromkeys(("progress", "over", "unleased"), ()),
 }
 
 
@@ -397,9 +398,16 @@ def test_no_variables_are_promised_to_a_session_that_holds_no_memory():
 
 
 @pytest.mark.parametrize("kind", Kind)
-def test_a_lease_that_uses_more_than_its_limit_says_so(kind):
-    for idle_s, over in itertools.product((None, 600.0), (False, True)):
-        used = 41 << 30 if over else (40 << 30) + (64 << 20)  # the watchdog's tolerance
-        case = seen(State.RUNNING, kind, idle_s=idle_s, used_bytes=used, memory_limit_bytes=40 << 30)
-        text = said(sentence, case)
-        assert ("It uses 41 GiB of GPU memory, more than the 40 GiB that it was given" in text) is over
+@pytest.mark.parametrize(
+    ("limit_bytes", "pid", "says"),
+    [
+        (40 << 30, 4711, "It uses 41 GiB of GPU memory, more than the 40 GiB that it was given"),
+        (0, 4711, "Its process 4711 (python) uses 41 GiB of a GPU that is not its own, and may be stopped"),
+        (0, 0, "It uses 41 GiB of GPU memory, more than the 0 GiB that it was given"),
+    ],
+)
+def test_a_lease_that_uses_more_than_its_limit_says_so(kind, limit_bytes, pid, says):
+    more = Overuse(device="GPU-2", used_bytes=41 << 30, limit_bytes=limit_bytes, pid=pid, name="python")
+    for idle_s, over in itertools.product((None, 600.0), ((), (more,))):
+        case = seen(State.RUNNING, kind, idle_s=idle_s, over=over)
+        assert (says in said(sentence, case)) is bool(over)
