@@ -28,6 +28,7 @@ from jupyter_gpushare.core.model import HOLDS_CAPACITY, TRANSITIONS, LeaseEvent,
 from jupyter_gpushare.hub import GPUShareMixin
 from jupyter_gpushare.hub.limits import LimitedProcesses
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.server.kernels import MESSAGES
 from jupyter_gpushare.ui.generate import comments_of
 
 DOCS = Path(__file__).resolve().parent
@@ -127,6 +128,26 @@ def api_page() -> str:
             "## Messages",
             "",
             *messages,
+        ],
+    )
+
+
+def beside_page() -> str:
+    """``docs/beside.md``: every type of message of a kernel, and whether it keeps a session awake."""
+    rows: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+    for each in MESSAGES:
+        name, comma, more = each.name.partition(", ")
+        rows[each.channels, each.counts, each.why].append(f"`{name}`{comma}{more}")
+    return _below_marker(
+        "beside.md",
+        [
+            "| channel | messages | keeps the session awake | because |",
+            "|---|---|---|---|",
+            *(
+                f"| {channel} | {', '.join(names)} | {counts} | {why} |"
+                for (channel, counts, why), names in rows.items()
+            ),
+            "",
         ],
     )
 
@@ -360,6 +381,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "images/layers.svg": layers_picture,
     "lease.md": lease_page,
     "api.md": api_page,
+    "beside.md": beside_page,
     "configuration.md": configuration_page,
     VALUES_SCHEMA: values_schema,
 }

@@ -75,7 +75,7 @@ class BrokerTraits(Application):
     ).tag(config=True)
     idle_timeout = Float(
         DEFAULT_POLICY.idle_timeout_s,
-        help="Seconds without a busy kernel and without GPU activity after which a session's GPU may be "
+        help="Seconds without a cell that runs and without GPU work after which a session's GPU may be "
         "lent, if a lease waits. Shorter lends more and wakes more often (see docs/concepts.md).",
     ).tag(config=True)
     notice = Float(

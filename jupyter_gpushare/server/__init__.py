@@ -1,6 +1,7 @@
 """Jupyter Server extension: reports activity to the broker, serves JupyterLab's requests.
 
 * `extension`  lifecycle of the others
+* `kernels`    which kernels run a cell, by the messages that they publish
 * `activity`   reports of kernels and terminals (user code can forge them, so no
                right and no limit depends on them)
 * `watch`      long poll to the broker, and the Jupyter Events made from it

@@ -2,10 +2,10 @@
 
 | change                                                | report                     |
 |-------------------------------------------------------|----------------------------|
-| a kernel became busy or idle, started or ended, or    | at once (every `SAMPLE_S`) |
-| is busy with another cell                             |                            |
+| a cell began or ended, a kernel started or ended, or  | at once (every `SAMPLE_S`) |
+| a request other than a cell begins or ends to be long |                            |
 | a cell ran between two samples, a terminal changed,   | at most every `REPORT_S`   |
-| or a kernel is busy                                   |                            |
+| or a kernel runs a cell                               |                            |
 | none                                                  | every `HEARTBEAT_S`        |
 
 A lost report is not repeated: the next one carries the current state.  While the
@@ -17,9 +17,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from jupyter_core.utils import ensure_async
@@ -27,11 +26,11 @@ from jupyter_core.utils import ensure_async
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
 from jupyter_gpushare.protocol.wire import ActivityReport, KernelActivity
+from jupyter_gpushare.server.kernels import MAX_KERNELS, Kernels, KernelState
 
 SAMPLE_S = 1.0
 REPORT_S = 5.0
 HEARTBEAT_S = 60.0
-MAX_KERNELS = 200
 MAX_SESSIONS = 1_000
 MAX_NAME = 200
 
@@ -40,57 +39,26 @@ MAX_NAME = 200
 class Seen:
     """One sample of kernels and terminals, comparable with the next."""
 
-    # id, busy, last activity, kernel's name, how often it became busy
-    kernels: tuple[tuple[str, bool, datetime, str, int], ...]
+    kernels: tuple[KernelState, ...]
     terminals: int
 
-    def states(self) -> frozenset[tuple[str, int]]:
-        """Each kernel's id, and which of its cells it computes; -1: it is idle."""
-        return frozenset((id_, runs if busy else -1) for id_, busy, _, _, runs in self.kernels)
+    def states(self) -> frozenset[tuple[str, int, bool]]:
+        """Return each kernel's id, its cell (-1: it runs none), and whether it handles a request."""
+        return frozenset((k.id, k.cells if k.runs_cell else -1, k.handles_request) for k in self.kernels)
 
     def any_busy(self) -> bool:
-        """Whether any kernel computes."""
-        return any(busy for _, busy, _, _, _ in self.kernels)
+        """Return whether any kernel runs a cell."""
+        return any(kernel.runs_cell for kernel in self.kernels)
 
 
-class Runs:
-    """How often each kernel became busy: one cell may follow another between two samples."""
+def look(kernel_manager: Any, terminal_manager: Any, kernels: Kernels) -> Seen:
+    """Return what the kernels do, for all clients, and how many terminals there are.
 
-    def __init__(self) -> None:
-        self._counts: dict[str, int] = {}
-
-    def of(self, id_: str, kernel: Any) -> int:
-        """Return the count of a kernel since it was first asked for."""
-        if id_ not in self._counts and hasattr(kernel, "observe"):
-            self._counts[id_] = int(kernel.execution_state == "busy")
-            kernel.observe(lambda change: self._count(id_, change["new"]), "execution_state")
-        return self._counts.get(id_, 0)
-
-    def _count(self, id_: str, state: str) -> None:
-        if state == "busy" and id_ in self._counts:
-            self._counts[id_] += 1
-
-    def keep(self, ids: Iterable[str]) -> None:
-        """Forget all other kernels: they have ended."""
-        self._counts = {id_: self._counts[id_] for id_ in ids if id_ in self._counts}
-
-
-def look(kernel_manager: Any, terminal_manager: Any, runs: Runs) -> Seen:
-    """Return the state that the kernel manager tracks, with the activity of all clients.
-
-    Of more than `MAX_KERNELS` kernels the busy ones come first.
+    Of more than `MAX_KERNELS` kernels those that run a cell come first.
     """
-    kernels = []
-    for id_ in kernel_manager.list_kernel_ids():
-        kernel = kernel_manager.get_kernel(id_)
-        busy = getattr(kernel, "execution_state", "") == "busy"
-        last = getattr(kernel, "last_activity", None) or datetime.now(UTC)
-        name = str(getattr(kernel, "kernel_name", ""))
-        kernels.append((str(id_), busy, last, name, runs.of(str(id_), kernel)))
-    runs.keep(id_ for id_, *_ in kernels)
-    kernels.sort(key=lambda seen: (not seen[1], seen[0]))
+    states = sorted(kernels.look(kernel_manager), key=lambda each: (not each.runs_cell, each.id))
     terminals = 0 if terminal_manager is None else len(terminal_manager.list())
-    return Seen(tuple(kernels[:MAX_KERNELS]), terminals)
+    return Seen(tuple(states[:MAX_KERNELS]), terminals)
 
 
 async def notebooks_of(session_manager: Any) -> dict[str, str]:
@@ -103,18 +71,22 @@ async def notebooks_of(session_manager: Any) -> dict[str, str]:
     }
 
 
-def report_of(seen: Seen, names: Mapping[str, str], now: datetime) -> ActivityReport:
-    """Return the message for the broker; ``names``: kernel id to the path of its notebook."""
+def report_of(seen: Seen, names: Mapping[str, str], now: float) -> ActivityReport:
+    """Return the message for the broker.
+
+    ``names``: kernel id to the path of its notebook; ``now``: on the clock of ``seen``.
+    """
     return ActivityReport(
         kernels=[
             KernelActivity(
-                id=id_,
-                busy=busy,
-                idle_s=0.0 if busy else max(0.0, (now - last).total_seconds()),
-                name=(names.get(id_) or kernel_name)[:MAX_NAME],
-                runs=runs,
+                id=each.id,
+                busy=each.runs_cell,
+                handles_request=each.handles_request,
+                idle_s=0.0 if each.runs_cell else max(0.0, now - each.last_cell_at),
+                name=(names.get(each.id) or each.name)[:MAX_NAME],
+                runs=each.cells,
             )
-            for id_, busy, last, kernel_name, runs in seen.kernels
+            for each in seen.kernels
         ],
         terminals=seen.terminals,
     )
@@ -154,7 +126,7 @@ class Reporter:
             seen = self._look()
             now = time.monotonic()
             if now - reported_at >= pause_s and is_due(seen, reported, now - reported_at):
-                if await self._send(report_of(seen, await self._names(), datetime.now(UTC))):
+                if await self._send(report_of(seen, await self._names(), now)):
                     reported, pause_s = seen, 0.0
                 else:
                     reported, pause_s = None, min(max(2 * pause_s, REPORT_S), HEARTBEAT_S)

@@ -16,9 +16,10 @@ from jupyter_server.extension.application import ExtensionApp
 
 from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.server.activity import Reporter, Runs, Seen, look, notebooks_of
+from jupyter_gpushare.server.activity import Reporter, Seen, look, notebooks_of
 from jupyter_gpushare.server.base import Broker
 from jupyter_gpushare.server.handlers import routes
+from jupyter_gpushare.server.kernels import Kernels
 from jupyter_gpushare.server.watch import EVENTS_DIR, Watch
 
 RESTART_S = 60
@@ -37,7 +38,7 @@ class GpuShareExtension(ExtensionApp):
         """Register events and routes, and connect to the broker that the environment names."""
         self._tasks: list[asyncio.Task[None]] = []
         self._broker: Broker | None = None
-        self._runs = Runs()
+        self._kernels = Kernels()
         for path in sorted(EVENTS_DIR.glob("*.yaml")):
             self.serverapp.event_logger.register_event_schema(path)
         url, token = os.environ.get("GPUSHARE_API_URL", ""), os.environ.get("JUPYTERHUB_API_TOKEN", "")
@@ -70,6 +71,7 @@ class GpuShareExtension(ExtensionApp):
                 task.cancel()
             await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
         self._tasks.clear()
+        self._kernels.close()
         if self._broker is not None:
             await self._broker.watch.stop()
             await self._broker.client.close()
@@ -85,7 +87,7 @@ class GpuShareExtension(ExtensionApp):
 
     def _look(self) -> Seen:
         terminals = self.serverapp.web_app.settings.get("terminal_manager")
-        return look(self.serverapp.kernel_manager, terminals, self._runs)
+        return look(self.serverapp.kernel_manager, terminals, self._kernels)
 
     async def _notebooks(self) -> Mapping[str, str]:
         return await notebooks_of(self.serverapp.session_manager)

@@ -220,7 +220,11 @@ class Site:
     async def computes(self, user: str, *, busy: bool = True) -> None:
         """Let a user's server say that its kernel runs a cell, or has ended it."""
         kernel = wire.KernelActivity(id="k", busy=busy, idle_s=0.0, name="a.ipynb")
-        report = wire.ActivityReport(kernels=[kernel])
+        await self.reports(user, kernel)
+
+    async def reports(self, user: str, *kernels: wire.KernelActivity) -> None:
+        """Let a user's server say what its kernels do."""
+        report = wire.ActivityReport(kernels=list(kernels))
         await self.ask(lambda b: b.requests.activity(user, "", report))
 
     async def report(self, job: JobRecord, **fields: Any) -> None:

@@ -74,6 +74,24 @@ async def test_a_project_with_a_budget_of_its_own_counts_by_itself(site, broker)
     assert keep_left(broker.registry, "cy", "vision") == pytest.approx(15, abs=0.1)
 
 
+async def test_requests_that_are_no_cells_keep_no_session_awake_and_the_last_cell_counts(site, broker):
+    ada = await site.session("ada", "1/2")
+    job = await site.submit("bo", "2", program=Program(work_s=10_000))
+    cell = wire.KernelActivity(id="k", busy=True, handles_request=True, idle_s=0.0, runs=1)
+    await site.reports("ada", cell)
+    await asyncio.sleep(100)
+    ended_at, warned_at = site.now, None
+    while broker.state(ada.handle) == "running":
+        idle_s = site.now - ended_at
+        await site.reports("ada", wire.replace(cell, busy=False, idle_s=idle_s))
+        if warned_at is None and shown(broker, ada).warned:
+            warned_at = idle_s
+        await asyncio.sleep(5)
+    assert 300 <= site.now - ended_at <= 310
+    assert warned_at == pytest.approx(200, abs=10)
+    await until(lambda: broker.state(job) == "running", 60)
+
+
 async def test_a_session_that_only_its_processor_keeps_busy_is_idle_after_max_hold(site, broker):
     ada = await site.session("ada", "1/2")
     used_at = site.now

@@ -56,13 +56,18 @@ async def test_a_busy_kernel_is_never_idle(site, broker):
     assert broker.state(job) == "pending"
 
 
-async def test_background_queries_wake_no_session_but_a_busy_kernels_do(site, broker):
+@pytest.mark.parametrize("kind", ["cell", "widget"])
+async def test_background_queries_wake_no_session_but_a_busy_kernels_do(site, broker, kind):
     ada, _ = await site.lent(program=Program(work_s=1000))
     site.emit(EventKind.WANTED, ada.handle, queries_only="true")
     began = site.now
     await until(lambda: site.now - began > 30)
     assert broker.state(ada.handle) == "suspended"
-    await site.computes("ada")
+    if kind == "cell":
+        await site.computes("ada")
+    else:
+        widget = wire.KernelActivity(id="k", busy=False, handles_request=True, idle_s=100.0)
+        await site.reports("ada", widget)
     site.emit(EventKind.WANTED, ada.handle, queries_only="true")
     await until(lambda: broker.state(ada.handle) == "running", 30)
 

@@ -390,6 +390,10 @@ class Kernel:
             },
         )
 
+    def ask_usage(self) -> None:
+        """Ask what the kernel uses, as a panel of JupyterLab does every few seconds."""
+        self._say("control", "usage_request", {})
+
     def reply(self, text: str) -> None:
         """Answer `input()`, once the kernel asks."""
         next(m for m in self._messages(PATIENCE_S) if m["header"]["msg_type"] == "input_request")

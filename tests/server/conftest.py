@@ -181,21 +181,14 @@ def lonely_server(servers, tmp_path) -> Iterator[JupyterServer]:
         server.stop()
 
 
-def execute_request(code: str) -> str:
-    """Return the websocket message that runs ``code``."""
+def message(channel: str, msg_type: str, content: dict[str, Any]) -> str:
+    """Return a message as a page sends it over its websocket."""
     header = {
         "msg_id": uuid.uuid4().hex,
-        "msg_type": "execute_request",
+        "msg_type": msg_type,
         "session": uuid.uuid4().hex,
         "username": "",
         "version": "5.3",
-    }
-    content = {
-        "code": code,
-        "silent": False,
-        "store_history": True,
-        "user_expressions": {},
-        "allow_stdin": False,
     }
     return json.dumps(
         {
@@ -204,11 +197,28 @@ def execute_request(code: str) -> str:
             "metadata": {},
             "content": content,
             "buffers": [],
-            "channel": "shell",
+            "channel": channel,
         }
     )
+
+
+def execute_request(code: str) -> str:
+    """Return the websocket message that runs ``code``."""
+    content = {
+        "code": code,
+        "silent": False,
+        "store_history": True,
+        "user_expressions": {},
+        "allow_stdin": False,
+    }
+    return message("shell", "execute_request", content)
 
 
 @pytest.fixture(name="execute_request")
 def _execute_request() -> Callable[[str], str]:
     return execute_request
+
+
+@pytest.fixture(name="message")
+def _message() -> Callable[[str, str, dict[str, Any]], str]:
+    return message

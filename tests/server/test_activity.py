@@ -1,53 +1,48 @@
 from __future__ import annotations
 
-from datetime import UTC, datetime, timedelta
+from dataclasses import replace
 from types import SimpleNamespace
 
-from traitlets import HasTraits, Unicode
+from jupyter_gpushare.server.activity import Seen, is_due, look, report_of
+from jupyter_gpushare.server.kernels import MAX_KERNELS, Kernels, KernelState
 
-from jupyter_gpushare.server.activity import MAX_KERNELS, Runs, Seen, is_due, look, report_of
+NOW = 1_000.0
+IDLE = KernelState("a", "python3", last_cell_at=NOW - 60)
+BUSY = replace(IDLE, runs_cell=True, handles_request=True, cells=1)
 
-NOW = datetime(2031, 5, 6, 14, 0, tzinfo=UTC)
+
+def watched(*states: KernelState) -> SimpleNamespace:
+    """What stands for `Kernels`: it has found ``states``."""
+    return SimpleNamespace(look=lambda _: list(states))
 
 
-def kernels(**busy: bool):
-    """A kernel manager with a kernel per keyword, each last active a minute ago."""
-    found = {
-        name: SimpleNamespace(
-            execution_state="busy" if is_busy else "idle",
-            last_activity=NOW - timedelta(minutes=1),
-            kernel_name="python3",
-        )
-        for name, is_busy in busy.items()
+def seen(*states: KernelState, terminals: int = 0) -> Seen:
+    return Seen(states, terminals)
+
+
+def test_report_says_what_each_kernel_does_and_how_long_ago_its_last_cell_ended():
+    asks = replace(IDLE, id="c", handles_request=True)
+    found = look(None, None, watched(IDLE, replace(BUSY, id="b"), asks))
+    report = report_of(found, {"a": "deep/train.ipynb"}, NOW)
+    assert {
+        each.id: (each.busy, each.handles_request, each.idle_s, each.name) for each in report.kernels
+    } == {
+        "a": (False, False, 60.0, "deep/train.ipynb"),
+        "b": (True, True, 0.0, "python3"),
+        "c": (False, True, 60.0, "python3"),
     }
-    return SimpleNamespace(list_kernel_ids=lambda: list(found), get_kernel=found.__getitem__)
 
 
-def seen(*, terminals: int = 0, at: datetime = NOW, **busy: bool) -> Seen:
-    return Seen(tuple((name, is_busy, at, "python3", 0) for name, is_busy in busy.items()), terminals)
-
-
-def test_report_says_what_each_kernel_does_and_how_long_it_is_idle():
-    report = report_of(look(kernels(a=False, b=True), None, Runs()), {"a": "deep/train.ipynb"}, NOW)
-    by_id = {kernel.id: (kernel.busy, kernel.idle_s, kernel.name) for kernel in report.kernels}
-    assert by_id == {"a": (False, 60.0, "deep/train.ipynb"), "b": (True, 0.0, "python3")}
-
-
-def test_clock_set_back_makes_no_negative_idle_time():
-    report = report_of(look(kernels(a=False), None, Runs()), {}, NOW - timedelta(hours=1))
-    assert report.kernels[0].idle_s == 0.0
-
-
-def test_of_too_many_kernels_the_busy_ones_are_reported():
-    many = {f"k{n:04}": n == 999 for n in range(1_000)}
-    found = look(kernels(**many), None, Runs())
+def test_of_too_many_kernels_those_that_run_a_cell_are_reported():
+    many = [replace(IDLE, id=f"k{n:04}") for n in range(999)]
+    found = look(None, None, watched(*many, replace(BUSY, id="z")))
     assert len(found.kernels) == MAX_KERNELS
     assert found.any_busy()
 
 
 def test_terminals_are_counted():
     terminals = SimpleNamespace(list=lambda: [{"name": "1"}, {"name": "2"}])
-    assert look(kernels(), terminals, Runs()).terminals == 2
+    assert look(SimpleNamespace(list_kernel_ids=list), terminals, Kernels()).terminals == 2
 
 
 def test_first_look_and_every_minute_are_reported():
@@ -56,45 +51,27 @@ def test_first_look_and_every_minute_are_reported():
     assert is_due(seen(), seen(), 60)
 
 
-def test_turning_busy_or_idle_or_going_is_reported_at_once():
-    assert is_due(seen(a=True), seen(a=False), 0.1)
-    assert is_due(seen(a=False), seen(a=True), 0.1)
-    assert is_due(seen(), seen(a=False), 0.1)
+def test_what_changes_the_state_of_a_kernel_is_reported_at_once():
+    changes = [
+        (seen(BUSY), seen(IDLE)),
+        (seen(IDLE), seen(BUSY)),
+        (seen(), seen(IDLE)),
+        (seen(replace(BUSY, cells=2)), seen(BUSY)),
+        (seen(replace(IDLE, handles_request=True)), seen(IDLE)),
+    ]
+    for now, before in changes:
+        assert is_due(now, before, 0.1)
 
 
 def test_cell_between_two_looks_a_terminal_and_a_busy_kernel_wait_five_seconds():
-    later = seen(a=False, at=NOW + timedelta(seconds=2))
     for now, before in [
-        (later, seen(a=False)),
+        (seen(replace(IDLE, cells=1, last_cell_at=NOW)), seen(IDLE)),
         (seen(terminals=1), seen()),
-        (seen(a=True), seen(a=True)),
+        (seen(BUSY), seen(BUSY)),
     ]:
         assert not is_due(now, before, 4.9)
         assert is_due(now, before, 5)
 
 
 def test_idle_kernel_alone_is_no_reason_to_report():
-    assert not is_due(seen(a=False), seen(a=False), 30)
-
-
-class Kernel(HasTraits):
-    execution_state = Unicode("busy")
-    last_activity = NOW
-    kernel_name = "python3"
-
-
-def test_another_cell_of_a_busy_kernel_is_reported_at_once():
-    kernel, runs, listed = Kernel(), Runs(), ["k"]
-    manager = SimpleNamespace(list_kernel_ids=lambda: listed, get_kernel=lambda _: kernel)
-    first = look(manager, None, runs)
-    kernel.execution_state = "idle"
-    kernel.execution_state = "busy"
-    second = look(manager, None, runs)
-    assert is_due(second, first, 0.1)
-    assert report_of(second, {}, NOW).kernels[0].runs == 2  # it was busy when it was first seen
-    assert not is_due(look(manager, None, runs), second, 0.1)
-    listed.clear()
-    assert look(manager, None, runs).kernels == ()
-    kernel.execution_state = "idle"
-    kernel.execution_state = "busy"  # counted no more: it has ended
-    assert runs._counts == {}
+    assert not is_due(seen(IDLE), seen(IDLE), 30)

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 
 import msgspec
 
 from jupyter_gpushare.messages import local
 from jupyter_gpushare.protocol.wire import Text
 from jupyter_gpushare.server.extension import GpuShareExtension
+from jupyter_gpushare.server.kernels import Kernels
 from tests.waiting import PATIENCE_S
 
 LEASE_EVENT = "https://jupyter-gpushare.readthedocs.io/events/lease_state"
@@ -18,7 +20,7 @@ JOB_EVENT = "https://jupyter-gpushare.readthedocs.io/events/job_state"
 
 
 async def test_busy_and_idle_kernels_are_reported_by_their_notebooks_name(
-    server, broker, eventually, execute_request, tmp_path
+    server, broker, eventually, execute_request, message, tmp_path
 ):
     eventually(lambda: broker.asked("POST servers/activity"))
     assert broker.asked("POST servers/activity")[0].json == {"kernels": [], "terminals": 0}
@@ -29,7 +31,7 @@ async def test_busy_and_idle_kernels_are_reported_by_their_notebooks_name(
 
     def last() -> dict:
         kernels = broker.asked("POST servers/activity")[-1].json["kernels"]
-        return kernels[0] if kernels else {}
+        return next((each for each in kernels if each["id"] == kernel), {})
 
     async with server.socket(f"api/kernels/{kernel}/channels") as channels:
         gate = tmp_path / "gate"
@@ -37,11 +39,23 @@ async def test_busy_and_idle_kernels_are_reported_by_their_notebooks_name(
         await channels.write_message(execute_request(waits))
         await asyncio.to_thread(eventually, lambda: last().get("busy"))
         found = last()
-        assert found.pop("runs") >= 1
-        assert found == {"id": kernel, "busy": True, "idle_s": 0.0, "name": "train.ipynb"}
+        cell = {"busy": True, "handles_request": True, "idle_s": 0.0, "runs": 1}
+        assert found == {"id": kernel, "name": "train.ipynb"} | cell
         gate.touch()
         await asyncio.to_thread(eventually, lambda: not last()["busy"])
         assert 0 <= last()["idle_s"] < 60
+
+        # A panel asks for the use of the kernel: this changes no report.
+        reports, began_at = len(broker.asked("POST servers/activity")), time.monotonic()
+        while time.monotonic() - began_at < 3:
+            await channels.write_message(message("control", "usage_request", {}))
+            await asyncio.sleep(0.1)
+        server.request("POST", "api/terminals")
+        await asyncio.to_thread(eventually, lambda: broker.asked("POST servers/activity")[reports:])
+        for each in broker.asked("POST servers/activity")[reports:]:
+            (state,) = each.json["kernels"]
+            assert (state["busy"], state["handles_request"], state["runs"]) == (False, False, 1)
+        assert last()["idle_s"] >= 3
 
     server.request("DELETE", f"api/sessions/{session['id']}")
     await asyncio.to_thread(eventually, lambda: not last())
@@ -153,7 +167,7 @@ async def test_the_extension_stops_although_a_library_loses_its_first_cancellati
                     raise
 
     extension = GpuShareExtension()
-    extension._broker = None
+    extension._broker, extension._kernels = None, Kernels()
     extension._tasks = [asyncio.create_task(listen())]
     await asyncio.sleep(0)
     await asyncio.wait_for(extension.stop_extension(), PATIENCE_S)

@@ -294,8 +294,8 @@ class Observer:
         observation = self.registry.observations[record.id]
         if observation.declined:
             return
-        # Frameworks query streams in the background: without a busy kernel that is no request.
-        if not record.is_job and (observation.kernel_busy or not queries_only):
+        # Frameworks query streams in the background: while no kernel handles a request, nobody waits.
+        if not record.is_job and (observation.requested_at is not None or not queries_only):
             await self.registry.want(record)
 
     async def _stalled(self, record: LeaseRecord, now: float) -> None:

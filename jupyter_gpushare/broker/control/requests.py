@@ -315,7 +315,9 @@ class RequestService:
             return
         observation, now = self.registry.observations[record.id], self.registry.clock()
         busy = {k.id[:64]: k.runs for k in report.kernels[:1_000] if k.busy}
-        changed = observation.report_kernels(busy, now)
+        # Servers that started before an upgrade say only that they are busy.
+        requests = any(k.busy or k.handles_request for k in report.kernels)
+        changed = observation.report_kernels(busy, requests=requests, now=now)
         idle = min((max(0.0, k.idle_s) for k in report.kernels), default=None)
         if observation.kernel_busy:
             observation.kernel_active_at = now

@@ -146,7 +146,7 @@ def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:
 
 
 def idle_since(registry: Registry, record: LeaseRecord, now: float) -> float | None:
-    """Return since when neither a kernel nor the GPU of a lease did anything; None: busy.
+    """Return since when no kernel of a lease has run a cell and its GPU did nothing; None: busy.
 
     Work of kernels on the processor counts until `holds_until`.
     """

@@ -97,7 +97,7 @@ _AWAY = frozenset({State.SUSPENDING, State.SUSPENDED, State.RESUMING})
 _KEEPS_REQUEST = _AWAY - {State.SUSPENDING}
 
 
-# A cell that runs for less wakes its session by counted calls alone.
+# A cell or another request that takes less wakes its session by counted calls alone.
 STALLED_BUSY_S = 5.0
 
 
@@ -112,10 +112,10 @@ class Observation:
     pauses: PauseTracker = field(default_factory=PauseTracker)
     active_at: float = 0.0  # last sign of work on the GPU
     low_use: LowUse = field(default_factory=LowUse)
-    # Kernels that run a cell and how often each became busy, by their server's last report.
+    # Kernels that run a cell and how many each has begun, by their server's last report: hints.
     busy: Mapping[str, int] = field(default_factory=dict)
-    busy_since_at: float | None = None  # a kernel is busy since, a hint of its server; None: idle
-    woken_by_stall: bool = False  # in the present cell
+    requested_at: float | None = None  # a kernel has handled requests since, cells or others; None: none does
+    woken_by_stall: bool = False  # in the present requests
     end: JobReport | None = None  # of a job: its runner reported it; a full disk may have refused it
     end_announced: bool = False  # of its maximum run time
     kernel_active_at: float = 0.0
@@ -149,21 +149,24 @@ class Observation:
     @property
     def kernel_busy(self) -> bool:
         """Whether a kernel runs a cell."""
-        return self.busy_since_at is not None
+        return bool(self.busy)
 
-    def report_kernels(self, kernels: Mapping[str, int], now: float) -> bool:
-        """Note which kernels are busy; return whether it changed that one is."""
-        if kernels.items() - self.busy.items():
+    def report_kernels(self, cells: Mapping[str, int], *, requests: bool, now: float) -> bool:
+        """Note which kernels run which cell, and whether any handles a request.
+
+        Returns whether it changed that a cell runs.
+        """
+        if cells.items() - self.busy.items():
             self.declined = False  # a new cell may need its GPU
-        self.busy, busy = kernels, bool(kernels)
-        if busy is self.kernel_busy:
-            return False
-        self.busy_since_at, self.woken_by_stall = now if busy else None, False
-        return True
+        changed = bool(cells) is not self.kernel_busy
+        self.busy = cells
+        if requests is not (self.requested_at is not None):
+            self.requested_at, self.woken_by_stall = now if requests else None, False
+        return changed
 
     def wake_by_stall(self, now: float) -> bool:
-        """Return whether a stalled process wakes the lease: its kernel is busy long enough, once per cell."""
-        if self.busy_since_at is None or now - self.busy_since_at < STALLED_BUSY_S or self.woken_by_stall:
+        """Return whether a stalled process wakes the lease: its requests last for long, once in them."""
+        if self.requested_at is None or now - self.requested_at < STALLED_BUSY_S or self.woken_by_stall:
             return False
         self.woken_by_stall = True
         return True

@@ -7,7 +7,7 @@ waits.  It stays different until the lease is resumed, so no call is missed, and
 
 Some runtimes query streams and events for ever in the background, so queries are
 counted apart, and the broker decides what they mean (``queries_only``): they wake a
-lease only while its kernel is busy.  The sample also says whether a process seems to
+lease only while a kernel of it handles a request.  The sample also says whether a process seems to
 wait in a call that is not counted (``stalled``), again for the broker to decide.
 
 While a lease is suspended, every account is compared each `POLL_S`, which costs
@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 # for `STALLED_S` and its main thread is in no system call that sleeps, polls, reads or
 # waits for a child or a connection: a kernel at rest polls its sockets, ``input()`` and a
 # slow request poll or read, ``time.sleep`` sleeps.  The broker wakes the lease when its
-# kernel has been busy for long enough as well.
+# kernels have handled requests for long enough as well.
 #
 # Sources: /proc/PID/stat and /proc/PID/syscall of proc(5); the numbers are those of
 # asm/unistd.h.  Where /proc/PID/syscall may not be read, no process is ever stalled.

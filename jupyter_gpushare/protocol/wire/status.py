@@ -14,13 +14,14 @@ from jupyter_gpushare.protocol.wire.jobs import Estimate, Job
 
 
 class KernelActivity(Message, frozen=True):
-    """One kernel of a server, as its kernel manager tracks it."""
+    """One kernel of a server, as its messages show it."""
 
     id: str
-    busy: bool
-    idle_s: Annotated[float, msgspec.Meta(le=1e9)]  # since the last message of the kernel
+    busy: bool  # it runs a cell
+    idle_s: Annotated[float, msgspec.Meta(le=1e9)]  # since its last cell ended, or its server began
     name: str = ""  # notebook path or kernel name, for people
-    runs: Annotated[int, msgspec.Meta(ge=0)] = 0  # times it became busy, as far as its server counts
+    runs: Annotated[int, msgspec.Meta(ge=0)] = 0  # cells that it began, as far as its server counts
+    handles_request: bool = False  # for a second or longer, a cell or another one: it may wait for the GPU
 
 
 class ActivityReport(Message, frozen=True):
