@@ -28,7 +28,7 @@ MAX_KERNELS = 200
 # Requests of one kernel that run at once: one per subshell, and its cell.
 MAX_REQUESTS = 64
 MAX_ID = 200
-# Larger statuses and headers are not read.
+# Larger statuses and headers are not read.  ZeroMQ keeps at most 1,000 messages of a kernel until then.
 MAX_BYTES = 65_536
 # Messages that one turn of the server's loop reads, so that a flood of output drops no status.
 MESSAGES_AT_ONCE = 100
@@ -98,7 +98,9 @@ MESSAGES = (
     MessageType("iopub", "iopub_welcome", Counts.NO, "it confirms a subscription"),
 )
 # What is not in the table, replies among it, counts as `NO`.
-_CELLS = frozenset(each.name for each in MESSAGES if each.counts is Counts.CELL)
+_COUNTING = [each for each in MESSAGES if each.counts is Counts.CELL]
+_CELLS = frozenset(each.name for each in _COUNTING if each.channels != "iopub")
+_BEGINNINGS = frozenset(each.name for each in _COUNTING if each.channels == "iopub")
 # Only these surely occupy the thread that runs the user's code.
 _ON_SHELL = frozenset(each.name for each in MESSAGES if each.channels == "shell")
 
@@ -200,14 +202,17 @@ class _Watch:
         """Take in one message as it came; one that says nothing about requests costs no parsing."""
         _, parts = self._session.feed_identities(parts)
         header = parts[1]
-        is_status = b'"status"' in header
-        if not is_status and b'"execute_input"' not in header:
+        if b'"status"' not in header and b'"execute_input"' not in header:
             return
-        if sum(map(len, parts if is_status else parts[:4])) > MAX_BYTES:
+        if sum(map(len, parts[:4])) > MAX_BYTES:
             return
-        message = self._session.deserialize(parts, content=is_status)
-        state = message["content"]["execution_state"] if is_status else ""
-        self.saw(message["header"]["msg_type"], state, message["parent_header"])
+        message = self._session.deserialize(parts, content=False)
+        msg_type, content, state = message["header"]["msg_type"], message["content"], ""
+        if msg_type == "status":
+            if len(content) > MAX_BYTES:
+                return
+            state = self._session.unpack(content)["execution_state"]
+        self.saw(msg_type, state, message["parent_header"])
 
     def saw(self, msg_type: str, state: str, parent: Mapping[str, Any]) -> None:
         """Take in a status or an ``execute_input``, with the header of its request."""
@@ -223,7 +228,7 @@ class _Watch:
             for key, request in list(self._requests.items()):
                 if request.id == id_:
                     self._end(key)
-        elif msg_type in _CELLS and request_type in _CELLS:
+        elif msg_type in _BEGINNINGS and request_type in _CELLS:
             self._begin((shell, True), id_)
             self._cells += 1
             self._last_cell_at = self._clock()

@@ -19,7 +19,7 @@ async def variables(server, kernel: str, path: Path, execute_request, eventually
     """Return the environment of a kernel, as a cell sees it."""
     async with server.socket(f"api/kernels/{kernel}/channels") as channels:
         await channels.write_message(execute_request(WRITE.format(path=str(path))))
-        eventually(path.is_file)
+        eventually(lambda: path.is_file() and path.read_text().endswith("}"))
     found: dict[str, str] = json.loads(path.read_text())
     return found
 

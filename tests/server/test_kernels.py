@@ -380,6 +380,20 @@ def test_the_next_cell_ends_one_whose_end_was_lost():
     assert (look().runs_cell, look().cells) == (False, 2)
 
 
+@pytest.mark.parametrize("name", ["status", "execute_input"])
+def test_a_user_may_have_any_name(name):
+    kernel = Fake(session=Session(key=b"secret", username=name))
+    look = looks(kernel)
+    kernel.read(
+        kernel.parts("stream", {"name": "stdout", "text": "x"}, msg_id="1", msg_type="execute_request")
+    )
+    assert not look().runs_cell
+    kernel.begin()
+    assert look().runs_cell
+    kernel.status("idle")
+    assert not look().runs_cell
+
+
 def test_a_kernel_that_starts_runs_nothing():
     kernel = Fake()
     look = looks(kernel)

@@ -165,7 +165,7 @@ class Observation:
         return changed
 
     def wake_by_stall(self, now: float) -> bool:
-        """Return whether a stalled process wakes the lease: its requests last for long, once in them."""
+        """Return whether a stalled process wakes the lease: once in requests that last `STALLED_BUSY_S`."""
         if self.requested_at is None or now - self.requested_at < STALLED_BUSY_S or self.woken_by_stall:
             return False
         self.woken_by_stall = True
