@@ -130,7 +130,7 @@ def packed(lease: Lease, capacities: Iterable[DeviceCapacity], view: CapacityVie
 def to_resume_on(lease: Lease, able: Iterable[DeviceCapacity], view: CapacityView) -> tuple[str, ...] | None:
     """Return the devices of ``able`` that a suspended lease resumes on, in the order of its own.
 
-    It keeps those of its own that are able, but leaves those that an administrator empties, and
+    It keeps those of its own that are able, but leaves those that take nothing new, and
     takes the fullest of the others.  None: too few.
     """
     others = {c.device.uuid: c for c in able}

@@ -261,17 +261,22 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.failed_unknown": "The GPU was lost: see the log.",
         "session.ended": "This server has ended and holds no GPU.",
         "lease.misplaced": "The cluster chose another GPU; memory returns to its own. It asks again at %1.",
+        "lease.over_own": (
+            "Its process %1 (%2) uses %3 of GPU memory past the limit, and takes it from others. %4"
+        ),
         "lease.over_elsewhere": (
-            "Its process %1 (%2) uses %3 of a GPU that is not its own, and may be stopped: start it with the "
-            "environment variables of the server, LD_PRELOAD among them."
+            "Its process %1 (%2) uses %3 of a GPU that is not its own, and takes it from others. %4"
         ),
         "lease.over_lent": (
-            "Its process %1 (%2) uses %3 of a GPU that is lent while it sleeps, and may be stopped: start it "
-            "with the environment variables of the server, LD_PRELOAD among them."
+            "Its process %1 (%2) uses %3 of the GPU that is lent while it sleeps, and takes it from others. "
+            "%4"
         ),
-        "lease.unleased": (
-            "Your process %1 (%2) uses a GPU without a lease, and may be stopped: start it with the "
-            "environment variables of the server, LD_PRELOAD among them."
+        "lease.over_left": (
+            "Ended processes of it keep %1 of a GPU that it does not have now: end what they started."
+        ),
+        "lease.unleased": "Your process %1 (%2) uses %3 of a GPU without a lease. %4",
+        "part.with_environment": (
+            "End it, or start it from this server with the server's variables, LD_PRELOAD among them."
         ),
         "lease.over_limit": (
             "It uses %1 of GPU memory, more than the %2 that it was given: free some, or processes of it may "

@@ -64,6 +64,7 @@ class UnleasedProcess:
     used_bytes: int  # on this device; 0 where the driver does not say
     kept: str  # why it is not ended on request; empty: it may be
     ending: bool = False  # it was told to end
+    contained: bool = False  # it is in a container, where several users may have its uid
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,8 +235,10 @@ class Overuse:
     device: str
     used_bytes: int
     limit_bytes: int  # 0: the device is not its own, or is lent while it sleeps
-    pid: int = 0  # the process with the most of it; 0: none that lives
+    # The process that holds the most which the library did not count; 0: contexts or ended processes hold it.
+    pid: int = 0
     name: str = ""
+    process_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -421,10 +424,10 @@ class Event:
     lease: str = ""
     device: str = ""
     reason: str = ""
-    # WANTED: queries_only ("true" or "false").  OVER_LIMIT, UNLEASED_PROCESS: used_bytes,
-    # action, pid, name; UNLEASED_PROCESS also uid.  PHASE: from, to, bytes.  DEVICE: healthy, or suspendable
-    # and level, or reserve_bytes (what changed): request the inventory again.  It is published once for the
-    # device, and where its health changed once for each lease on it.  SEAT: seat, state.
+    # WANTED: queries_only ("true" or "false").  OVER_LIMIT, UNLEASED_PROCESS: used_bytes, action, pid, name;
+    # UNLEASED_PROCESS also uid and contained ("true" or "false").  PHASE: from, to, bytes.  DEVICE: healthy,
+    # or suspendable and level, or reserve_bytes (what changed): request the inventory again.  It is published
+    # once for the device, and where its health changed once for each lease on it.  SEAT: seat, state.
     fields: dict[str, str] = field(default_factory=dict)
 
 

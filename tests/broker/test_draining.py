@@ -13,6 +13,7 @@ from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.records import MACHINE
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import RequestError
+from jupyter_gpushare.protocol.helper import Overuse
 from tests.broker.brokers import sent
 from tests.broker.site import spawn
 from tests.broker.virtual_time import until
@@ -143,6 +144,10 @@ async def test_nothing_is_lent_on_a_gpu_whose_memory_is_used_beyond_what_was_gra
     assert "memory of them is used that was not granted" in broker.seen(job).reason
     (shown,) = broker.views.devices().devices
     assert (shown.closed, shown.healthy) == (why, True)
+    ada.over = (Overuse(device="GPU-0", used_bytes=2, limit_bytes=1, pid=4711, name="python"),)
+    await broker.loop.observer.measure()
+    told = [broker.views.devices(admin=admin).devices[0].closed for admin in (False, True)]
+    assert told == [why, f"{why}: process 4711 (python) of ada"]
     assert f"GPU GPU-0 takes nothing new: {why}." in broker.views.health().reasons
     await site.gpu_cell(ada)
     del site.closed["GPU-0"]

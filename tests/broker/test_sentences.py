@@ -202,36 +202,45 @@ async def test_what_a_process_that_ended_in_its_sleep_had_saved_is_not_there_any
 
 
 def overuse(device: str, limit: int = 0) -> Overuse:
-    return Overuse(device=device, used_bytes=3 * GIB, limit_bytes=limit, pid=4711, name="py\x1bthon")
+    return Overuse(
+        device=device,
+        used_bytes=4 * GIB,
+        limit_bytes=limit,
+        pid=4711,
+        name="py\x1bthon",
+        process_bytes=3 * GIB,
+    )
+
+
+REMEDY = "End it, or start it from this server with the server's variables, LD_PRELOAD among them."
 
 
 async def test_what_a_session_holds_beyond_its_grant_is_told_whether_it_works_or_sleeps(site, broker):
     ada, _ = await site.lent(program=LONG)
     (own,) = ada.limits
     other = next(uuid for uuid in site.uuids if uuid != own)
-    remedy = "start it with the environment variables of the server, LD_PRELOAD among them."
     ada.over = (overuse(own), overuse(other))
     await broker.loop.observer.measure()
     asleep = said(broker, ada)
     assert asleep.startswith("Asleep")
-    assert (
-        "Its process 4711 (py?thon) uses 3.0 GiB of a GPU that is lent while it sleeps, and may be" in asleep
-    )
-    assert "Its process 4711 (py?thon) uses 3.0 GiB of a GPU that is not its own, and may be" in asleep
-    assert asleep.count(remedy) == 2
+    assert "Its process 4711 (py?thon) uses 3.0 GiB of the GPU that is lent while it sleeps" in asleep
+    assert "Its process 4711 (py?thon) uses 3.0 GiB of a GPU that is not its own" in asleep
+    assert asleep.count(REMEDY) == 2
     ada.over = ()
     await site.gpu_cell(ada)
     await until(lambda: broker.state(ada.handle) == "running", 60)
-    assert "GiB of a GPU" not in said(broker, ada)
+    assert REMEDY not in said(broker, ada)
     ada.over = (overuse(own, 2 * GIB),)
     await broker.loop.observer.measure()
-    assert "It uses 3.0 GiB of GPU memory, more than the 2.0 GiB that it was given" in said(broker, ada)
+    assert "Its process 4711 (py?thon) uses 3.0 GiB of GPU memory past the limit" in said(broker, ada)
 
 
 async def test_a_user_reads_of_a_process_without_a_lease(site, broker):
+    """Of one that holds memory, that is not left alone, and that is surely the user's."""
     ada = await site.session("ada", "1/2")
-    values = {"process": "1-1", "pid": 4711, "name": "python", "used_bytes": GIB, "ending": False}
-    mine = UnleasedProcess(uid=ada.uid, kept="", **values)
-    site.unleased["GPU-1"] = [mine, replace(mine, uid=ada.uid + 1), replace(mine, kept="it is an MPS server")]
+    mine = UnleasedProcess(process="1-1", pid=4711, uid=ada.uid, name="python", used_bytes=GIB, kept="")
+    others = ({"uid": ada.uid + 1}, {"kept": "it is an MPS server"}, {"used_bytes": 0}, {"contained": True})
+    site.unleased["GPU-1"] = [mine, *(replace(mine, **other) for other in others)]
     await broker.loop.observer.measure()
-    assert said(broker, ada).count("Your process 4711 (python) uses a GPU without a lease") == 1
+    assert said(broker, ada).count("Your process 4711 (python) uses 1.0 GiB of a GPU without a lease.") == 1
+    assert said(broker, ada).count(REMEDY) == 1

@@ -401,13 +401,21 @@ def test_no_variables_are_promised_to_a_session_that_holds_no_memory():
 @pytest.mark.parametrize(
     ("limit_bytes", "pid", "says"),
     [
-        (40 << 30, 4711, "It uses 41 GiB of GPU memory, more than the 40 GiB that it was given"),
-        (0, 4711, "Its process 4711 (python) uses 41 GiB of a GPU that is not its own, and may be stopped"),
-        (0, 0, "It uses 41 GiB of GPU memory, more than the 0 GiB that it was given"),
+        (40 << 30, 0, "It uses 41 GiB of GPU memory, more than the 40 GiB that it was given"),
+        (40 << 30, 4711, "Its process 4711 (python) uses 3.0 GiB of GPU memory past the limit, and takes it"),
+        (0, 4711, "Its process 4711 (python) uses 3.0 GiB of a GPU that is not its own, and takes it from"),
+        (0, 0, "Ended processes of it keep 41 GiB of a GPU that it does not have now"),
     ],
 )
 def test_a_lease_that_uses_more_than_its_limit_says_so(kind, limit_bytes, pid, says):
-    more = Overuse(device="GPU-2", used_bytes=41 << 30, limit_bytes=limit_bytes, pid=pid, name="python")
+    more = Overuse(
+        device="GPU-2",
+        used_bytes=41 << 30,
+        limit_bytes=limit_bytes,
+        pid=pid,
+        name="python",
+        process_bytes=3 << 30,
+    )
     for idle_s, over in itertools.product((None, 600.0), ((), (more,))):
         case = seen(State.RUNNING, kind, idle_s=idle_s, over=over)
         assert (says in said(sentence, case)) is bool(over)

@@ -145,6 +145,25 @@ def test_what_is_only_reported_closes_its_device_and_what_the_site_runs_does_not
     assert not scene.watch.closes(UUID)
 
 
+def test_a_relay_of_short_processes_gains_no_time(scene: Scene) -> None:
+    """The notice is their user's: one that begins later closes no device, and is stopped where others are."""
+    scene.begin()
+    for at in (0.0, 1.0, 29.0):
+        scene.sample(at)
+    scene.child.kill()
+    as_user: dict[str, Any] = {"user": USER} if os.geteuid() == 0 else {}
+    with subprocess.Popen(["sleep", "600"], env={"PATH": os.environ["PATH"]}, **as_user) as second:
+        scene.pid = second.pid
+        scene.lease()
+        for at in (30.0, 31.0):
+            scene.sample(at)
+        assert not scene.watch.closes(UUID)
+        scene.lease(OTHER)
+        for at in (32.0, 33.0):
+            scene.sample(at)
+        assert second.wait(PATIENCE_S) == -signal.SIGTERM
+
+
 def test_one_that_ignores_sigterm_is_killed(scene: Scene) -> None:
     scene.begin("sh", "-c", "trap '' TERM; while :; do sleep 1; done")
     while not ignores_sigterm(scene.child.pid):

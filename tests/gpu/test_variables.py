@@ -54,6 +54,13 @@ def begin(site: Machine, *arguments: str) -> Worker:
     return site.worker("ada", device=1, mib=64)
 
 
+def lend(site: Machine) -> Worker:
+    """Put ada to sleep, and let bo work on her GPU."""
+    assert site.ask("suspend", lease="ada")["done"]
+    site.lease("bo", 60 * GIB, devices=(1,))
+    return site.worker("bo", device=1, mib=1024)
+
+
 def of_lease(site: Machine, lease: str) -> set[int]:
     """The processes of a lease in the last sample."""
     return {process["pid"] for process in site.of(lease)["processes"]}
@@ -139,15 +146,20 @@ def test_an_empty_environment_on_anothers_gpu_closes_that_gpu(site: Machine) -> 
     assert leader.do("check") == "ok"
 
 
-def test_another_library_beyond_the_limit_is_named_and_ended(site: Machine) -> None:
-    leader = begin(site, "--watchdog", "stop")
+@pytest.mark.parametrize("watchdog", ["warn", "stop"])
+def test_another_library_beyond_the_limit_is_named_and_ended(site: Machine, watchdog: str) -> None:
+    leader = begin(site, "--watchdog", watchdog)
     watch = site.watch()
     second = site.worker("ada", device=1, changes={"LD_PRELOAD": "libm.so.6"})
     second.tell("alloc 30720")
     event = watch.event("over_limit", "ada")
     assert event
-    assert (event["fields"]["pid"], event["fields"]["action"]) == (str(second.pid), "stop")
-    assert second.process.wait(PATIENCE_S) == -signal.SIGTERM
+    assert (event["fields"]["pid"], event["fields"]["action"]) == (str(second.pid), watchdog)
+    if watchdog == "warn":
+        until(lambda: over(site) == [(site.uuids()[1], second.pid)], "the lease names it")
+        assert closed(site) == [False, True]
+    else:
+        assert second.process.wait(PATIENCE_S) == -signal.SIGTERM
     assert leader.do("check") == "ok"
 
 
@@ -172,21 +184,23 @@ def test_a_process_that_hides_whole_closes_its_gpu(site: Machine) -> None:
 
 def test_a_new_process_waits_while_the_lease_sleeps(site: Machine) -> None:
     leader = begin(site)
-    assert site.ask("suspend", lease="ada")["done"]
+    lend(site)
+    used = site.sim.device_used(1)
     second = site.worker("ada", device=1, wait=False)
     assert second.answer(1.0) == ""
-    assert site.sim.device_used(1) == 0
+    assert site.sim.device_used(1) == used
     site.resume("ada", leader)
     assert second.answer() == "ready 0"
 
 
 def test_without_the_name_it_waits_too(site: Machine) -> None:
     leader = begin(site)
-    assert site.ask("suspend", lease="ada")["done"]
+    lend(site)
+    used = site.sim.device_used(1)
     changes = {"GPUSHARE_LEASE": None, "CUDA_VISIBLE_DEVICES": "0"}
     second = site.worker("ada", wait=False, changes=changes)
     assert second.answer(1.0) == ""
-    assert (site.sim.device_used(0), site.sim.device_used(1), over(site)) == (0, 0, [])
+    assert (site.sim.device_used(0), site.sim.device_used(1), over(site)) == (0, used, [])
     site.resume("ada", leader)
     assert second.answer() == "ready 0"
     until(lambda: second.pid in of_lease(site, "ada"), "it belongs to the lease")
@@ -195,7 +209,7 @@ def test_without_the_name_it_waits_too(site: Machine) -> None:
 @pytest.mark.parametrize("watchdog", ["warn", "stop"])
 def test_an_empty_environment_on_a_lent_gpu_is_ended_alone(site: Machine, watchdog: str) -> None:
     leader = begin(site, "--watchdog", watchdog)
-    assert site.ask("suspend", lease="ada")["done"]
+    borrower = lend(site)
     watch = site.watch()
     child, _ = leader.do("bare 512").split()
     event = watch.event("over_limit", "ada")
@@ -206,12 +220,17 @@ def test_an_empty_environment_on_a_lent_gpu_is_ended_alone(site: Machine, watchd
         assert (over(site), closed(site)) == ([(site.uuids()[1], int(child))], [False, True])
         os.kill(int(child), signal.SIGTERM)
     until(lambda: (over(site), closed(site)) == ([], [False, False]), "it is over with the process")
+    assert borrower.do("check") == "ok"
     site.resume("ada", leader)
 
 
 def test_an_emptied_environment_loses_nothing(site: Machine) -> None:
     leader = begin(site)
+    borrower = lend(site)
     assert leader.do("clear") == "0"
-    assert site.ask("suspend", lease="ada")["done"]
+    site.stop(signal.SIGKILL)
+    site.start()
+    until(lambda: bool(site.of("ada")["saved_bytes"]), "its memory is still its own")
+    borrower.kill()
     site.resume("ada", leader)
     assert leader.do("alloc 20480") == "2"

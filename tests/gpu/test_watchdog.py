@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from jupyter_gpushare.gpu.checks import watchdog as watchdog_module
 from jupyter_gpushare.gpu.checks.unleased import StopRules, UnleasedProcesses
 from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading
@@ -107,6 +108,66 @@ def test_a_process_with_saved_memory_is_never_stopped(monkeypatch: pytest.Monkey
         assert watchdog.closed("GPU-1")
         (found,) = watchdog.over("eve")
         assert (found.used_bytes, found.limit_bytes) == (sum(used.values()), 0)
+
+
+def test_a_process_is_not_killed_once_its_memory_is_saved(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It outlives its SIGTERM, and is suspended before the SIGKILL."""
+    sent: list[tuple[int, int]] = []
+    processes: Any = SimpleNamespace(
+        signal=lambda key, number: sent.append((key[0], number)) or True,
+        alive=lambda key: True,
+        find=lambda pid: None,
+    )
+    now = [0.0]
+    monkeypatch.setattr(watchdog_module, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    unleased = UnleasedProcesses(StopRules(), processes, Events(), Holders(Path("/nonexistent"), ""), set())
+    watchdog = Watchdog(WatchdogAction.STOP, processes, Events(), unleased)
+    eve = lease_of("eve", {"GPU-1": GIB})
+    eve.processes = (process_of(1, lease="eve"), process_of(77, lease="eve"))
+    beyond = {"GPU-1": DeviceReading(2 * GIB, 0, 0, processes={77: 2 * GIB}, computing=None)}
+    empty = {"GPU-1": DeviceReading(0, 0, 0, processes={}, computing=None)}
+    for _ in range(2):
+        watchdog.compare(beyond, [eve])
+    assert sent == [(77, signal.SIGTERM)]
+    eve.phase, now[0] = Phase.SUSPENDING, 10.0
+    watchdog.compare(empty, [eve])
+    eve.phase, eve.parked = Phase.SUSPENDED, parked_of({(77, 1): {"GPU-1": 2 * GIB}})
+    watchdog.compare(empty, [eve])
+    eve.phase, eve.parked, now[0] = Phase.RUNNING, {}, 20.0
+    watchdog.compare(empty, [eve])
+    assert sent == [(77, signal.SIGTERM)]
+
+
+def test_each_process_beyond_the_limit_is_stopped_and_the_lease_is_reported_once_a_minute() -> None:
+    sent: list[int] = []
+    processes: Any = SimpleNamespace(
+        signal=lambda key, number: sent.append(key[0]) or True, alive=lambda key: False, find=lambda pid: None
+    )
+    events = Events()
+    told = events.watch()
+    unleased = UnleasedProcesses(StopRules(), processes, events, Holders(Path("/nonexistent"), ""), set())
+    watchdog = Watchdog(WatchdogAction.STOP, processes, events, unleased)
+    eve = lease_of("eve", {"GPU-1": GIB})
+    for pid in range(100, 110):
+        eve.processes = (process_of(1, lease="eve"), process_of(pid, lease="eve"))
+        watchdog.compare({"GPU-2": DeviceReading(GIB, 0, 0, processes={pid: GIB}, computing=None)}, [eve])
+    assert sent == list(range(101, 110))
+    assert told.qsize() == 1
+
+
+@pytest.mark.parametrize("counted", [True, False])
+def test_contexts_close_no_device(counted: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A lease that is full, and starts a second kernel: what the driver takes for its context is known."""
+    watchdog = _watchdog(Events())
+    eve = lease_of("eve", {"GPU-1": GIB})
+    eve.processes = (process_of(1, lease="eve"), process_of(77, lease="eve"))
+    known = {process.key: GIB for process in eve.processes} if counted else {}
+    monkeypatch.setattr(eve, "counted_bytes", lambda *asked: known)
+    usage = DeviceReading(0, 0, 0, processes={1: GIB, 77: GIB // 2}, computing=None)
+    for _ in range(2):
+        watchdog.compare({"GPU-1": usage}, [eve])
+    (found,) = watchdog.over("eve")
+    assert (bool(found.pid), bool(watchdog.closed("GPU-1"))) == (not counted, not counted)
 
 
 def test_a_device_that_is_late_stays_closed() -> None:

@@ -23,7 +23,7 @@ spawn MIB         start a child that allocates MIB              -> "spawn PID CO
 bare MIB NAME...  as spawn, with an environment that names no lease: these variables alone
                   (default: CUDA_VISIBLE_DEVICES) and the simulator's -> "bare PID CODE"
 changed MIB NAME=VALUE...  as spawn, with these variables; a name alone is removed -> "changed PID CODE"
-clear             empty the environment                         -> "clear 0"
+clear             overwrite and empty the environment           -> "clear 0"
 detach MIB        as spawn, double-forked in a session of its own -> "detach PID CODE"
 fork              fork a child that sleeps                      -> "fork PID"
 save              end at the next SIGTERM, after a check        -> "save 0", then "saved ok" / "saved bad"
@@ -243,6 +243,17 @@ def changed(mib, *changes):
     return spawn(mib, environment)
 
 
+def clear():
+    """Leave nothing in /proc/PID/environ either, as programs that change their title do."""
+    entries = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
+    index = 0
+    while address := entries[index]:
+        ctypes.memset(address, 0, len(ctypes.string_at(address)))
+        index += 1
+    os.environ.clear()
+    return 0
+
+
 def main():
     if len(sys.argv) > 1:  # a child: hold some memory until killed
         code, _ = init()
@@ -273,7 +284,7 @@ def main():
         "spawn": lambda mib: spawn(mib, dict(os.environ)),
         "bare": bare,
         "changed": changed,
-        "clear": lambda: os.environ.clear() or 0,
+        "clear": clear,
         "detach": detach,
         "fork": fork,
         "save": lambda: save_at_sigterm(context),

@@ -280,7 +280,8 @@ class Observer:
         """Tell the administrator, and the user in each of the user's leases."""
         registry, uid = self.registry, event.fields.get("uid", "")
         log.warning("%s device=%s uid=%s: %s", event.kind, event.device, uid, event.reason)
-        mine = registry.of_uid(int(uid)) if uid.isdigit() else []
+        is_contained = event.fields.get("contained") == "true"
+        mine = registry.of_uid(int(uid)) if uid.isdigit() and not is_contained else []
         user = mine[0].lease.user if mine else f"uid {uid}"
         pid, name = event.fields.get("pid", ""), event.fields.get("name", "")
         why = messages.reason_text(event.reason)

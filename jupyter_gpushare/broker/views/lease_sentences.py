@@ -82,15 +82,21 @@ def sentence(seen: LeaseView) -> Texts:
 
 def _not_granted(seen: LeaseView) -> Texts:
     """Return what processes of a lease, or of its user, use of GPUs without a grant, as the helper saw it."""
+    found = [(each.pid, each.name, each.used_bytes, "lease.unleased") for each in seen.unleased]
     said = []
     for each in seen.over:
-        uses, limit = compared(each.used_bytes, each.limit_bytes)
-        if each.limit_bytes or not each.pid:
+        key = "lease.over_lent" if each.device in seen.lease.devices else "lease.over_elsewhere"
+        if each.pid:
+            key = "lease.over_own" if each.limit_bytes else key
+            found.append((each.pid, each.name, each.process_bytes, key))
+        elif each.limit_bytes:
+            uses, limit = compared(each.used_bytes, each.limit_bytes)
             said.append(text("lease.over_limit", reason_text(uses), reason_text(limit)))
         else:
-            key = "lease.over_lent" if each.device in seen.lease.devices else "lease.over_elsewhere"
-            said.append(text(key, str(each.pid), printable(each.name), reason_text(uses)))
-    return *said, *(text("lease.unleased", str(each.pid), printable(each.name)) for each in seen.unleased)
+            said.append(text("lease.over_left", memory(each.used_bytes)))
+    end = text("part.with_environment")
+    named = (text(key, str(pid), printable(name), memory(used), end) for pid, name, used, key in found)
+    return *said, *named
 
 
 def _session_sentence(seen: LeaseView) -> Texts:

@@ -84,11 +84,11 @@ class LeaseView:
 
     @cached_property
     def unleased(self) -> tuple[UnleasedProcess, ...]:
-        """Processes of its user that use a GPU without a lease and may be ended."""
+        """Processes of its user that hold GPU memory without a lease and are not left alone."""
         found = [x for d in self._registry.devices.measured for x in d.unleased if x.uid == self.record.uid]
         if not found or not self._registry.of_uid(self.record.uid):
             return ()
-        return tuple(each for each in found if not each.kept)
+        return tuple(each for each in found if each.used_bytes and not (each.kept or each.contained))
 
     @cached_property
     def borrowed(self) -> bool:

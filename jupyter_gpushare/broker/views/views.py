@@ -84,13 +84,42 @@ def held(registry: Registry) -> tuple[int, list[str]]:
     ]
 
 
+# ---- memory of a device that was not granted ---------------------------------
+
+
+def closed_of(registry: Registry, measured: DeviceSample, *, admin: bool) -> str:
+    """Return why a device takes nothing new; for administrators with the processes of leases that are why."""
+    observed = (
+        (record, registry.observations[record.id].sample) for record in registry.index.placed.values()
+    )
+    named = [
+        f"process {each.pid} ({messages.printable(each.name)}) of {record.lease.user}"
+        for record, sample in observed
+        for each in (sample.over if sample is not None else ())
+        if each.pid and each.device == measured.uuid
+    ]
+    if not (admin and measured.closed and named):
+        return measured.closed
+    return f"{measured.closed}: {', '.join(named)}"
+
+
 # ---- processes without a lease on a device, as `wire.UnleasedProcess` --------
 
 
 def unleased_on(measured: DeviceSample | None) -> list[wire.UnleasedProcess]:
     """Return the processes without a lease that the last sample of a device shows."""
-    found = measured.unleased if measured is not None else ()
-    return [wire.UnleasedProcess(**asdict(each) | {"name": messages.printable(each.name)}) for each in found]
+    return [
+        wire.UnleasedProcess(
+            process=each.process,
+            pid=each.pid,
+            uid=each.uid,
+            name=messages.printable(each.name),
+            used_bytes=each.used_bytes,
+            kept=each.kept,
+            ending=each.ending,
+        )
+        for each in (measured.unleased if measured is not None else ())
+    ]
 
 
 # ---- leases, jobs and projects -----------------------------------------------
@@ -354,7 +383,7 @@ class Views:
                     movable=device.movable,
                     move_reason=device.move_reason,
                     drain=drain_of(registry, device.uuid),
-                    closed=now.closed if now else "",
+                    closed=closed_of(registry, now, admin=admin) if now else "",
                     unleased=unleased_on(now) if admin else [],
                     held_milli=sum(
                         x.held_milli

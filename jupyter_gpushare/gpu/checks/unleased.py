@@ -5,14 +5,15 @@ Each is reported in the first sample that shows it, and again each hour.  It is 
 
 * its user is no system user (`StopRules.first_uid`) and holds a lease here, or held one since boot;
 * the device is leased to another user;
-* it held memory in the last two samples, and was reported `NOTICE_S` before;
+* it held memory in the last two samples, and it or another of its user on that device was first reported
+  `NOTICE_S` before (`QUIET_S` without any begin a new notice: a relay of short processes gains no time);
 * it belongs to no lease (`processes`);
 * it is in no container, or in one that has or had a lease (`containers`);
 * no record of a lease of its user was lost since boot (`Holders`): it might have been in that lease.
 
 While a process of a user of leases holds memory in two samples in a row and is not left alone, its device
-takes no new lease (`UnleasedProcesses.closes`): until it may be stopped, and longer only where it is about
-to be, or where the watchdog only reports.
+takes no new lease (`UnleasedProcesses.closes`), where the device is leased to another user, and elsewhere
+until the notice is over.  A lease that begins there then has it stopped.
 
 A process in a user namespace, which may give it another uid, also belongs to the maker of that namespace.
 All users of containers may have one uid.  So what runs in a container that had a lease is never of a
@@ -53,6 +54,7 @@ from jupyter_gpushare.protocol.helper import ErrorKind, EventKind, UnleasedProce
 log = logging.getLogger(__name__)
 
 NOTICE_S = 30.0
+QUIET_S = 600.0
 REPEAT_S = 3600.0
 GRACE_S = 5.0
 # Allocations are rounded up and counted a moment later than made.
@@ -75,11 +77,18 @@ class StopRules:
 class _Seen:
     """A process on a device, over its samples."""
 
-    first_at: float
     reported_at: float = float("-inf")
     held: int = 0  # samples in a row that show memory
     samples: int = 0  # of these, those in a row without a reason to leave it alone
     stopped_at: float | None = None
+
+
+@dataclass(slots=True)
+class _Notice:
+    """When processes of one user, or of one container, were first and last seen on a device."""
+
+    first_at: float
+    last_at: float
 
 
 class UnleasedProcesses:
@@ -95,6 +104,7 @@ class UnleasedProcesses:
         self._holders = holders
         self._own_pids = own_pids
         self._seen: dict[tuple[Key, str], _Seen] = {}
+        self._notices: dict[tuple[int | str, str], _Notice] = {}  # by user or container, and device
         self._unread: set[Key] = set()  # in the last sample
         # For other threads: by device, the last sample's processes with the reasons to keep them.
         self._shown: dict[str, tuple[tuple[Process, UnleasedProcess], ...]] = {}
@@ -137,13 +147,15 @@ class UnleasedProcesses:
     def compare(self, usages: Mapping[str, DeviceReading], leases: Iterable[HelperLease]) -> None:
         """Report, and where the conditions hold stop, processes without a lease in one sample."""
         now, leases = time.monotonic(), list(leases)
-        shown: dict[str, list[tuple[Process, UnleasedProcess]]] = {uuid: [] for uuid in usages}
+        shown: dict[str, list[tuple[Process, UnleasedProcess]]] = {}
         in_leases = {process.pid for lease in leases for process in lease.processes}
         present: set[tuple[Key, str]] = set()
         unread: set[Key] = set()
         kept_alone: set[Key] = set()
         closed = self._closed - usages.keys()
+        self._notices = {key: each for key, each in self._notices.items() if now - each.last_at < QUIET_S}
         for uuid, usage in usages.items():
+            found: list[tuple[bool, Process, UnleasedProcess]] = []
             here = [lease for lease in leases if uuid in lease.limits]
             for pid, used in usage.processes.items():
                 if pid in in_leases or pid in self._own_pids:
@@ -160,11 +172,13 @@ class UnleasedProcesses:
                     kept = self._kept(process) or self._may_be_leased(process, uuid, usage, here)
                     if kept:
                         kept_alone.add(process.key)
-                    if len(shown[uuid]) < SHOWN:
-                        shown[uuid].append((process, _told(process, used or 0, kept)))
                     self._judge(process, uuid, used or 0, self._spared(process, here, kept), now)
-                    if not kept and self._closes(process, uuid, here, now):
-                        closed.add(uuid)
+                    closes = not kept and self._closes(process, uuid, here, now)
+                    found.append((closes, process, self._told(process, used or 0, kept)))
+            if any(closes for closes, _, _ in found):
+                closed.add(uuid)
+            found.sort(key=lambda each: not each[0])
+            shown[uuid] = [(process, told) for _, process, told in found[:SHOWN]]
         for key in [key for key in self._seen if key[1] in usages and key not in present]:
             del self._seen[key]
         self._unread, self._closed = unread, closed
@@ -181,7 +195,9 @@ class UnleasedProcesses:
                     self._processes.signal(key, signal.SIGKILL)
 
     def _judge(self, process: Process, uuid: str, used_bytes: int, spared: str, now: float) -> None:
-        seen = self._seen.setdefault((process.key, uuid), _Seen(now))
+        seen = self._seen.setdefault((process.key, uuid), _Seen())
+        notice = self._notice(process, uuid, now)
+        notice.last_at = now
         if now - seen.reported_at >= REPEAT_S:
             seen.reported_at = now
             self._report(process, uuid, used_bytes, spared)
@@ -194,7 +210,7 @@ class UnleasedProcesses:
                 self._processes.signal(process.key, signal.SIGKILL)
         elif (
             seen.samples >= 2
-            and now - seen.first_at >= NOTICE_S
+            and now - notice.first_at >= NOTICE_S
             and self._processes.signal(process.key, signal.SIGTERM)
         ):
             seen.stopped_at = now
@@ -214,11 +230,14 @@ class UnleasedProcesses:
 
     def _closes(self, process: Process, uuid: str, here: Iterable[HelperLease], now: float) -> bool:
         """Return whether a process that is not left alone keeps new leases from its device."""
-        seen = self._seen[process.key, uuid]
-        is_to_stay = self._rules.stops and not self._is_on_anothers(process, here)
-        if seen.held < 2 or not self._is_of_a_holder(process):
+        if self._seen[process.key, uuid].held < 2 or not self._is_of_a_holder(process):
             return False
-        return not is_to_stay or now - seen.first_at < NOTICE_S
+        first_at = self._notice(process, uuid, now).first_at
+        return self._is_on_anothers(process, here) or now - first_at < NOTICE_S
+
+    def _notice(self, process: Process, uuid: str, now: float) -> _Notice:
+        key = process.container if self._processes.had_lease(process) else process.uid
+        return self._notices.setdefault((key, uuid), _Notice(now, now))
 
     def _is_of_a_holder(self, process: Process) -> bool:
         """Return whether a process is in a container of ours, or of a user who held a lease since boot."""
@@ -274,6 +293,17 @@ class UnleasedProcesses:
             return ""
         return f"it does not answer, and may be in lease {own[0].name}"
 
+    def _told(self, process: Process, used_bytes: int, kept: str) -> UnleasedProcess:
+        return UnleasedProcess(
+            process=f"{process.pid}-{process.start_ticks}",
+            pid=process.pid,
+            uid=process.uid,
+            name=process.name,
+            used_bytes=used_bytes,
+            kept=kept,
+            contained=self._processes.is_contained(process),
+        )
+
     def _report(
         self, process: Process, uuid: str, used_bytes: int, spared: str, *, action: str = "warn"
     ) -> None:
@@ -295,6 +325,7 @@ class UnleasedProcesses:
             "pid": str(process.pid),
             "uid": str(process.uid),
             "name": process.name,
+            "contained": str(self._processes.is_contained(process)).lower(),
         }
         self._events.publish(EventKind.UNLEASED_PROCESS, device=uuid, reason=reason, fields=fields)
 
@@ -303,14 +334,3 @@ def _users(process: Process) -> set[int]:
     """The user of a process, and the maker of its user namespace."""
     maker = procfs.maker(process.pid, "user")
     return {process.uid} if maker in (None, 0) else {process.uid, maker}
-
-
-def _told(process: Process, used_bytes: int, kept: str) -> UnleasedProcess:
-    return UnleasedProcess(
-        process=f"{process.pid}-{process.start_ticks}",
-        pid=process.pid,
-        uid=process.uid,
-        name=process.name,
-        used_bytes=used_bytes,
-        kept=kept,
-    )

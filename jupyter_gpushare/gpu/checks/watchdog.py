@@ -67,9 +67,12 @@ class Watchdog:
         return self._shown.get(lease, ())
 
     def closed(self, uuid: str) -> str:
-        """Return why a device takes no new lease, by the last two samples; empty: it does.  In any thread."""
+        """Return why a device takes no new lease, by the last two samples; empty: it does.  In any thread.
+
+        Contexts of a lease on its own device close nothing: the library counts all else there.
+        """
         for found in self._shown.values():
-            if any(each.device == uuid for each in found):
+            if any(each.device == uuid and (each.pid or not each.limit_bytes) for each in found):
                 return "a lease uses memory of it that it was not granted"
         return "a process uses memory of it without a lease" if self.unleased.closes(uuid) else ""
 
@@ -93,36 +96,58 @@ class Watchdog:
                 if used > lease.allowed_bytes(uuid) + TOLERANCE_BYTES:
                     over[lease.name, uuid] = used
                     if (lease.name, uuid) in self._over:
-                        shown[lease.name] += (_overuse(lease, uuid, used, usage),)
-                        self._over_limit(lease, uuid, used, usage, now)
+                        shown[lease.name] += (self._over_limit(lease, uuid, used, usage, now),)
         self._over, self._shown = over, shown
         self.unleased.compare(usages, leases)
-        self._kill_overdue(now)
+        self._kill_overdue(leases, now)
         if len(self._reported) > MAX_REMEMBERED:
             self._reported = {key: at for key, at in self._reported.items() if now - at < REPEAT_S}
 
-    def _over_limit(self, lease: HelperLease, uuid: str, used: int, usage: DeviceReading, now: float) -> None:
-        if not self._is_due((lease.name, uuid), now):
-            return
+    def _over_limit(
+        self, lease: HelperLease, uuid: str, used: int, usage: DeviceReading, now: float
+    ) -> Overuse:
+        """Report a lease over its limit, and stop a process of it under ``--watchdog stop``.
+
+        Returns what was seen.
+        """
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
             reason = f"uses {gibibytes(used)} of a device that is lent"
         else:
             uses, limit = compared(used, lease.allowed_bytes(uuid))
             reason = f"uses {uses}, its limit is {limit}"
-        victim, action = _victim(lease, uuid, usage), "warn"
-        stops = self.action is WatchdogAction.STOP
-        if stops and victim is not None and self._processes.signal(victim.key, signal.SIGTERM):
+        first, unexplained = leader(lease.processes), _unexplained(lease, uuid, usage)
+        victim = next((process for process in unexplained if process is not first), None)
+        named, action = victim or next(iter(unexplained), None), "warn"
+        found = Overuse(
+            device=uuid,
+            used_bytes=used,
+            limit_bytes=lease.allowed_bytes(uuid),
+            pid=named.pid if named else 0,
+            name=named.name if named else "",
+            process_bytes=(usage.processes.get(named.pid) or 0) if named else 0,
+        )
+        is_to_stop = self.action is WatchdogAction.STOP and victim and victim.key not in self._stopping
+        if is_to_stop and victim and self._processes.signal(victim.key, signal.SIGTERM):
             action = "stop"
             self._stopping[victim.key] = now
+            log.warning("lease=%s pid=%d was told to end", lease.name, victim.pid)
+        if self._is_due((lease.name, uuid), now):
+            self._report(lease, found, victim, action, reason)
+        return found
+
+    def _report(
+        self, lease: HelperLease, found: Overuse, victim: Process | None, action: str, reason: str
+    ) -> None:
         log.warning(
             "%s lease=%s device=%s pid=%s bytes=%d action=%s reason=%s",
-            EventKind.OVER_LIMIT, lease.name, uuid, victim.pid if victim else "-", used, action, reason,
+            EventKind.OVER_LIMIT, lease.name, found.device, victim.pid if victim else "-", found.used_bytes,
+            action, reason,
         )  # fmt: skip
-        fields = {"used_bytes": str(used), "action": action}
+        fields = {"used_bytes": str(found.used_bytes), "action": action}
         if victim is not None:
             fields |= {"pid": str(victim.pid), "name": victim.name}
         self._events.publish(
-            EventKind.OVER_LIMIT, lease=lease.name, device=uuid, reason=reason, fields=fields
+            EventKind.OVER_LIMIT, lease=lease.name, device=found.device, reason=reason, fields=fields
         )
 
     def _is_due(self, key: tuple[str, str], now: float) -> bool:
@@ -132,38 +157,31 @@ class Watchdog:
         self._reported[key] = now
         return True
 
-    def _kill_overdue(self, now: float) -> None:
+    def _kill_overdue(self, leases: Iterable[HelperLease], now: float) -> None:
+        # One that was suspended since has its memory in RAM; one that is about to be may have soon.
+        saved = {key for lease in leases for key in (*lease.parked, *lease.lost)}
+        moving = {
+            process.key for lease in leases if lease.phase is Phase.SUSPENDING for process in lease.processes
+        }
         for key, since in list(self._stopping.items()):
-            if not self._processes.alive(key):
+            if key in saved or not self._processes.alive(key):
                 del self._stopping[key]
-            elif now - since >= GRACE_S:
+            elif now - since >= GRACE_S and key not in moving:
                 self._processes.signal(key, signal.SIGKILL)
                 del self._stopping[key]
 
 
-def _overuse(lease: HelperLease, uuid: str, used: int, usage: DeviceReading) -> Overuse:
-    most = max(lease.processes, key=lambda process: usage.processes.get(process.pid) or 0, default=None)
-    return Overuse(
-        device=uuid,
-        used_bytes=used,
-        limit_bytes=lease.allowed_bytes(uuid),
-        pid=most.pid if most and usage.processes.get(most.pid) else 0,
-        name=most.name if most else "",
-    )
+def _unexplained(lease: HelperLease, uuid: str, usage: DeviceReading) -> list[Process]:
+    """Return the processes of a lease with memory that neither the library nor contexts explain, most first.
 
-
-def _victim(lease: HelperLease, uuid: str, usage: DeviceReading) -> Process | None:
-    """Return the process with the most memory that the library did not count; None: contexts explain it.
-
-    Never one that has memory saved: what the driver shows of it is late, and its state is safe in RAM.
+    Never one that has memory saved: what the driver shows of it is late.
     """
-    first = leader(lease.processes)
     counted = lease.counted_bytes(lease.account, uuid, (process.key for process in lease.processes))
-    shown = {process: usage.processes.get(process.pid) or 0 for process in lease.processes}
-    spared = {*lease.parked, *lease.lost, *(each.key for each in (first,) if each)}
-    others = [process for process in lease.processes if process.key not in spared and shown[process]]
-    beyond = {process: shown[process] - counted.get(process.key, 0) for process in others}
-    unexplained = [
-        process for process in others if beyond[process] > (CONTEXT_BYTES if process.key in counted else 0)
-    ]
-    return max(unexplained, key=beyond.__getitem__, default=None)
+    saved = {*lease.parked, *lease.lost}
+    beyond = {
+        process: (usage.processes.get(process.pid) or 0) - counted.get(process.key, 0)
+        for process in lease.processes
+        if process.key not in saved
+    }
+    found = [p for p in beyond if beyond[p] > (CONTEXT_BYTES if p.key in counted else 0)]
+    return sorted(found, key=beyond.__getitem__, reverse=True)

@@ -168,19 +168,16 @@ class HelperLease:
         return counted if sum(counted.values()) <= self.peak_limits[uuid] else {}
 
     def claim(self, processes: Processes) -> bool:
-        """Claim unread processes of its user that its account or its record names; returns whether it did.
+        """Claim processes of its user that its record names, and unread ones that its account names.
 
-        The owner can write any process into the account.
+        The owner can write any process into the account.  Returns whether one did not count as its own.
         """
-        unread = {process.key for process in processes.unread if process.uid == self.asked.uid}
-        if not unread:
-            return False
-        account = self.files.account()
-        slots = account.slots if account else {}
-        claimed = unread.intersection({*slots, *self.parked, *self.lost, *self.damaged})
-        for key in claimed:
-            processes.claim(key, self.name)
-        return bool(claimed)
+        claimed = {*self.parked, *self.lost, *self.damaged}
+        if unread := {process.key for process in processes.unread if process.uid == self.asked.uid}:
+            account = self.files.account()
+            claimed |= unread.intersection(account.slots if account else ())
+        changed = [key for key in claimed if processes.claim(key, self.name, self.asked.uid)]
+        return bool(changed)
 
     def allowed_bytes(self, uuid: str) -> int:
         """What it may hold on a device now."""

@@ -163,12 +163,14 @@ class Processes:
                 self._learn(present, fresh, looked, owners)
             return self._find(owners)
 
-    def claim(self, key: Key, lease: str) -> None:
-        """Note that an unread process belongs to a lease, unless it names another itself later."""
+    def claim(self, key: Key, lease: str, uid: int) -> bool:
+        """Note that a process of a user belongs to a lease; return whether it did not before."""
         with self._guard:
             known = self._known.get(key[0])
-            if known is not None and known.process.key == key and known.process.unread:
-                self._known[key[0]] = known._replace(process=replace(known.process, lease=lease))
+            if known is None or known.process.key != key or known.process.uid != uid:
+                return False
+            self._known[key[0]] = known._replace(process=replace(known.process, lease=lease))
+            return known.process.lease != lease
 
     def is_contained(self, process: Process) -> bool:
         """Whether a process is in a container, which alone decides on its lease."""

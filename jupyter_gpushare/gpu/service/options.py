@@ -92,7 +92,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--unleased", choices=["stop", "warn"], default="stop",
         help="on processes without a lease of users that held one, where the device is leased to another "
-        "user: report and stop them 30 s later (default), or only report",
+        "user: report and stop them 30 s later (default), or only report.  Either way the device takes "
+        "nothing new meanwhile (see --watchdog-ignore)",
     )  # fmt: skip
     parser.add_argument(
         "--stop-uids", type=count(1, MAX_UID), default=1000, metavar="FIRST",

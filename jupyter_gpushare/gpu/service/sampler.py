@@ -170,7 +170,7 @@ class Sampler:
         self._host_available_bytes = self._machine.host.available_bytes()
         self._registry.let_in()  # the driver's tools may have opened the files again
         self._late, self._at = frozenset(self._machine.nvml.pending), began_at
-        self._watchdog.compare(usages, leases)
+        self._watchdog.compare(fresh, leases)
 
     # One pass
 
