@@ -15,7 +15,7 @@ attained service bears them out (`on`):
 
 A total that begins again or changes counts from there if it was not measured yet,
 in the first `LEAST_S` of the attempt.  Later it is an inner progress bar, and the attempt
-is not measured.
+is not measured.  So it is after a report that is withdrawn, whose total was not that of the job.
 """
 
 from __future__ import annotations
@@ -81,6 +81,15 @@ def after(before: Measure | None, report: Report) -> Measure | None:
     if before.inner:
         return before
     return _estimated(replace(before, done=report.done, at_gpu_s=report.attained_gpu_s), report)
+
+
+def withdrawn(before: Measure | None, *, attempt: int, attained_gpu_s: float, gpus: float) -> Measure | None:
+    """Return what the reports of a job have shown, where those of this attempt were not of the whole job."""
+    if before is None or before.attempt != attempt:
+        return before
+    if before.left_gpu_s is None and attained_gpu_s - before.began_gpu_s <= LEAST_S * gpus:
+        return None
+    return replace(before, inner=True, left_gpu_s=None)
 
 
 def on(lease: Lease, measure: Measure | None) -> Lease:

@@ -15,13 +15,9 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import socket
 
 SOCKET_VARIABLE = "GPUSHARE_PROGRESS_SOCKET"
-# `` 45%|####      | 45/100 [00:10<00:12``: the progress bar of tqdm, and of libraries that copy it.
-_BAR = re.compile(rb"\|\s*([0-9]+(?:\.[0-9]+)?)([kMGT]?)/([0-9]+(?:\.[0-9]+)?)([kMGT]?) \[")
-_SCALE = {b"": 1.0, b"k": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12}
 
 
 def progress(done: float, total: float | None = None) -> bool:
@@ -44,13 +40,3 @@ def progress(done: float, total: float | None = None) -> bool:
     except OSError:
         return False
     return True
-
-
-def bar(printed: bytes) -> tuple[float, float] | None:
-    """Return (done, total) of the last progress bar in what a program printed; None: there is none."""
-    bars = list(_BAR.finditer(printed))
-    if not bars:
-        return None
-    found = bars[-1]
-    done, total = float(found[1]) * _SCALE[found[2]], float(found[3]) * _SCALE[found[4]]
-    return (done, total) if done <= total else None

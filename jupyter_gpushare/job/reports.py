@@ -48,10 +48,14 @@ class Reports:
         """Report the start in the background, retried until the broker answers."""
         self._started = asyncio.create_task(self._send(JobReport(state="started"), ENDED_PATIENCE_S))
 
-    async def progress(self, done: float, total: float | None) -> None:
-        """Report progress once, without retry: the next value supersedes it."""
-        if self._started is not None and self._started.done():
-            await self._send(JobReport(state="progress", done=done, total=total), 0.0)
+    async def progress(self, done: float | None, total: float | None) -> bool:
+        """Report progress once, without retry: the next value supersedes it.  None withdraws the last one.
+
+        Return True when it was delivered.
+        """
+        if self._started is None or not self._started.done():
+            return False
+        return await self._send(JobReport(state="progress", done=done, total=total), 0.0) is not None
 
     async def stopping(self) -> JobOutcome | None:
         """Report that the attempt was asked to stop; return what becomes of its job, None: not known."""

@@ -46,6 +46,7 @@ from jupyter_gpushare.connections import BACKLOG
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.internal_tls import internal_tls
 from jupyter_gpushare.job import pages
+from jupyter_gpushare.job.bars import Bars
 from jupyter_gpushare.job.children import Command, become_subreaper, descendants, hide_environment
 from jupyter_gpushare.job.command import (
     NOT_FOUND,
@@ -55,7 +56,6 @@ from jupyter_gpushare.job.command import (
     why_not,
     working_directory,
 )
-from jupyter_gpushare.job.progress import bar
 from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
 from jupyter_gpushare.job.webhook import Webhook
 from jupyter_gpushare.listener import Listener
@@ -87,6 +87,8 @@ _LOOK_EVERY_S = 0.2
 # Tokens of this server; the job could take the place of its owner's browser with them.
 _SECRETS = ("JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN")
 
+_NO_PROGRESS: dict[str, float | None] = {"done": None, "total": None}
+
 log = logging.getLogger("gpushare.job")
 
 
@@ -107,8 +109,10 @@ class Runner:
             log=str(self._log_path),
         )
         self._log: BoundedLog | None = None  # none: nothing was started
-        self._progress: dict[str, float | None] = {}
-        self._reports_itself = False  # the program reports progress itself: progress bars are ignored
+        self._bars = Bars()
+        self._shown = _NO_PROGRESS  # by the bars that the program prints
+        self._reported: dict[str, float | None] | None = None  # by the program: its bars are ignored
+        self._told: dict[str, float | None] | None = _NO_PROGRESS  # what the broker knows; None: not sure
         self._stop = asyncio.Event()
         self._wake = asyncio.Event()
         self._webhook = Webhook(spec, env)
@@ -192,6 +196,10 @@ class Runner:
             else:
                 return server
 
+    @property
+    def _progress(self) -> dict[str, float | None]:
+        return self._shown if self._reported is None else self._reported
+
     def _now(self) -> tuple[AttemptRecord, Mapping[str, float | None]]:
         return self._record, self._progress
 
@@ -243,6 +251,8 @@ class Runner:
                 task.cancel()
         # All writers of the pipe are gone, unless one is stuck in the kernel.
         await asyncio.to_thread(pump.join, LEFTOVER_GRACE_S)
+        if self._progress == _NO_PROGRESS:
+            await self._tell_progress(reports)  # the final report withdraws nothing
         if self._record.exit_code and not self._record.stopped and (lines := last_lines(self._log_path)):
             told = "\n".join([f"{self._record.reason} It last printed:", *lines])
             self._record = replace(self._record, reason=told)
@@ -357,22 +367,31 @@ class Runner:
             self._log.write(data)
 
     def _on_progress(self, done: float, total: float | None) -> None:
-        self._reports_itself = True
-        self._progress = {"done": done, "total": total}
+        self._reported = {"done": done, "total": total}
 
     def _on_print(self, data: bytes) -> None:
         """Write the command's output to the log and read progress bars in it (in the pump's thread)."""
         self._print(data)
-        if not self._reports_itself and (found := bar(data)) is not None and found[1] <= MAX_PROGRESS:
-            self._progress = {"done": found[0], "total": found[1]}
+        if self._reported is not None:
+            return
+        self._bars.feed(data, time.monotonic())
+        found = self._bars.progress
+        if found is None or found[1] > MAX_PROGRESS:
+            self._shown = _NO_PROGRESS
+        else:
+            self._shown = {"done": found[0], "total": found[1]}
 
     async def _report_progress(self, reports: Reports) -> None:
-        sent: dict[str, float | None] = {}
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
-            if self._progress != sent:
-                sent = self._progress
-                await reports.progress(sent["done"] or 0.0, sent["total"])
+            await self._tell_progress(reports)
+
+    async def _tell_progress(self, reports: Reports) -> None:
+        # A number that is none any more must not stay: what was not delivered is sent again.
+        if (now := self._progress) != self._told:
+            self._told = None
+            if await reports.progress(**now):
+                self._told = now
 
 
 def _pump(reading: int, write: Callable[[bytes], None]) -> None:

@@ -107,6 +107,21 @@ async def test_a_job_with_a_total_that_begins_again_says_no_longer_how_long_it_r
     assert planned.left_gpu_s is None
 
 
+async def test_progress_that_is_withdrawn_is_shown_no_longer_and_wakes_the_planner(site, broker):
+    """A bar that proved not to be that of the whole job."""
+    job = await _measured(site, broker)
+    broker.registry.changed.clear()
+    await site.report(job, state="progress")
+    seen = broker.seen(job)
+    assert (seen.done, seen.total, seen.left_s) == (None, None, None)
+    assert "Ends" not in seen.reason
+    (planned,) = snapshot.cluster(broker.registry, broker.engine, site.now).leases
+    assert planned.left_gpu_s is None
+    assert broker.registry.changed.is_set()
+    await site.report(job, state="ended", exit_code=0)
+    assert broker.seen(job).done is None
+
+
 async def test_what_progress_has_shown_outlives_the_broker(site, broker):
     job = await _measured(site, broker)
     known = broker.job(job).measure

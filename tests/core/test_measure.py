@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from jupyter_gpushare.core.measure import Measure, Report, after, on, rounded
+from jupyter_gpushare.core.measure import Measure, Report, after, on, rounded, withdrawn
 from tests.core.build import train
 
 
@@ -77,6 +77,29 @@ def test_a_measured_total_that_begins_again_or_changes_is_an_inner_one(again):
 def test_a_bar_that_begins_again_early_is_measured_from_there():
     found = measure(*reports((0, 0), (100, 99), (200, 0), (1_200, 10)))
     assert found.left_gpu_s == 9_000
+
+
+def test_a_report_that_is_withdrawn_early_leaves_nothing_and_the_next_total_is_measured():
+    first = measure(*reports((0, 0), (100, 99), total=99))
+    assert withdrawn(first, attempt=1, attained_gpu_s=600, gpus=1) is None
+    assert withdrawn(None, attempt=1, attained_gpu_s=600, gpus=1) is None
+    again = reports((700, 0), (1_700, 10))
+    assert after(after(None, again[0]), again[1]).left_gpu_s == 9_000
+
+
+@pytest.mark.parametrize(("told", "at"), [([(0, 0), (1_000, 10)], 1_000), ([(0, 0)], 601)])
+def test_an_attempt_whose_reports_are_withdrawn_late_is_not_measured(told, at):
+    found = withdrawn(measure(*reports(*told)), attempt=1, attained_gpu_s=at, gpus=1)
+    assert (found.inner, found.left_gpu_s) == (True, None)
+    assert on(train("j", 1000), found) == train("j", 1000)
+    assert after(found, reports((9_000, 90))[0]) == found
+
+
+def test_an_attempt_withdraws_only_its_own_reports():
+    first = measure(*reports((0, 0), (1_000, 10)))
+    assert withdrawn(first, attempt=2, attained_gpu_s=1_000, gpus=1) is first
+    again = after(first, reports((1_000, 10), attempt=2)[0])
+    assert withdrawn(again, attempt=2, attained_gpu_s=1_000, gpus=1).left_gpu_s is None
 
 
 def test_inner_bars_measure_nothing_and_are_no_lie():

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.job.progress import SOCKET_VARIABLE, bar, progress
+from jupyter_gpushare.job.progress import SOCKET_VARIABLE, progress
 
 
 @pytest.fixture
@@ -49,22 +49,6 @@ def test_nonsense_is_refused(value: float) -> None:
         progress(value)
     with pytest.raises(ValueError, match="finite"):
         progress(1, value)
-
-
-@pytest.mark.parametrize(
-    ("printed", "found"),
-    [
-        (b"\r 45%|####5     | 45/100 [00:10<00:12,  4.50it/s]", (45, 100)),
-        (b"\r 1%| | 1/9 [00:01<?]\r 22%|##  | 2/9 [00:02<00:07]", (2, 9)),
-        (b"12%|#2        | 1.2k/10.0k [00:10<01:12, 120it/s]", (1200, 10000)),
-        (b"epoch 3/10 [loss 0.1]", None),
-        (b"45it [00:10,  4.50it/s]", None),
-        (b"|####| 9/3 [a]", None),
-        (b"\xff\x00", None),
-    ],
-)
-def test_a_progress_bar_is_read_from_what_is_printed(printed: bytes, found: object) -> None:
-    assert bar(printed) == found
 
 
 def test_the_name_on_top_is_the_same_and_imports_nothing_heavy(receiver: socket.socket) -> None:

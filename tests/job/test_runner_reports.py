@@ -41,6 +41,18 @@ def test_the_last_progress_is_in_the_final_report(start: Start) -> None:
     assert (report["done"], report["total"]) == (5, 5)
 
 
+def test_a_bar_is_reported_and_withdrawn_before_the_end_when_another_one_follows(start: Start) -> None:
+    bar = "printf '\\r| %s [00:01<00:01, 1.00it/s]'"
+    wait = "until [ -e go ]; do sleep 0.1; done"
+    job = start("sh", "-c", f"{bar} 6/20; {wait}; {bar} 1/5; echo")
+    report = wait_for(lambda: job.others.reported("progress"), "progress is reported")
+    assert (report["done"], report["total"]) == (6, 20)
+    (job.home / "go").touch()
+    job.ended()
+    told = [(each["state"], each.get("done"), each.get("total")) for each in job.others.reports[1:]]
+    assert told == [("progress", 6, 20), ("progress", None, None), ("ended", None, None)]
+
+
 def test_garbage_in_the_progress_socket_does_no_harm(start: Start) -> None:
     job = start("sh", "-c", 'echo "$GPUSHARE_PROGRESS_SOCKET"; exec sleep 600')
     job.printed("progress")

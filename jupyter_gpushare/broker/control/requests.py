@@ -287,17 +287,20 @@ class RequestService:
         return None
 
     async def _progress(self, record: LeaseRecord, job: JobRecord, report: wire.JobReport) -> None:
-        """Store the progress of a job and what it shows of its remaining work."""
+        """Store the progress of a job and what it shows of its remaining work; None withdraws it."""
         registry, before = self.registry, job.measure
         job = replace(job, done=report.done, total=report.total)
-        if report.done is not None and report.total is not None and record.state is State.RUNNING:
-            attained = order.attained_gpu_s(record.lease, registry.clock())
+        attained, gpus = order.attained_gpu_s(record.lease, registry.clock()), order.gpus(record.lease)
+        if report.done is None:
+            now = measure.withdrawn(before, attempt=record.attempt, attained_gpu_s=attained, gpus=gpus)
+            job = replace(job, measure=now)
+        elif report.total is not None and record.state is State.RUNNING:
             seen = measure.Report(
                 attempt=record.attempt,
                 done=report.done,
                 total=report.total,
                 attained_gpu_s=attained,
-                gpus=order.gpus(record.lease),
+                gpus=gpus,
             )
             job = replace(job, measure=measure.after(before, seen))
         if measure.on(record.lease, job.measure) != measure.on(record.lease, before):

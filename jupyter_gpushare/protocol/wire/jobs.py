@@ -136,7 +136,8 @@ class LaunchRequest(JobTerms, frozen=True, kw_only=True, forbid_unknown_fields=T
 class JobReport(Message, frozen=True):
     """From the job runner: a hint about its own attempt.
 
-    ``ended`` with the exit code (negative: the signal that ended it).
+    ``ended`` with the exit code (negative: the signal that ended it); ``progress`` without ``done``
+    withdraws what the attempt reported before.
     """
 
     state: Literal["started", "stopping", "ended", "progress"]  # stopping: it was asked to stop

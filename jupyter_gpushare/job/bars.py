@@ -1,0 +1,212 @@
+"""Reads the progress of a job from the progress bars that it prints.  Standard library only.
+
+The progress is the share of the job's whole work, or none: a wrong share is worse.  No word of a
+description counts, only the form of a line, the unit of its rate, and how bars follow each other:
+
+* A bar of anything but steps (`_UNITS`), such as bytes or examples, is ignored.
+* A bar that the cursor leaves upwards is inside another one, and ignored from then on.
+* A bar that starts again, or that a different one follows, is no progress from then on.
+* The first bar counts at once; a later one once it has run `_LONGER` times as long as those before it.
+* A bar of steps inside numbered epochs (Keras, fastprogress) counts as a part of its epoch.
+
+Everything is bounded: the unfinished line, the bars that are remembered, and the work per byte.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+_LINE_BYTES = 2048
+_LONGER = 3.0
+# So many bars that are no progress are remembered.  One that is forgotten and comes again is a later bar.
+_SPENT = 64
+# A bar of several processes at once falls back by a little, and has not started again.
+_SLACK = 0.05
+
+# The cursor goes to a line above.
+_UP = re.compile(rb"\x1b\[[0-9]{0,4}[AF]")
+_STYLE = re.compile(rb"\x1b\[[0-9;?]{0,16}[B-Za-z]")
+# `` 45%|####      | 45/100 [00:10<00:12,  4.50it/s, loss=0.1]``: tqdm, and libraries that copy it;
+# ``|####      | 45/100 [45%] in 1.2s``: alive-progress.
+_NUMBER = rb"([0-9]{1,15}(?:\.[0-9]{1,15})?)([kMGT]?)"
+_TIME = rb"[0-9:?]{1,16}"
+_TQDM = re.compile(
+    rb"\| {0,8}" + _NUMBER + rb"/" + _NUMBER + rb" \["
+    rb"(?:[0-9.]{1,6}%\]|" + _TIME + rb"(?:<" + _TIME + rb")?(?:\]|, {0,8}([^,\]]{0,64})[,\]]))"
+)
+_SCALE = {b"": 1.0, b"k": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12}
+_RATE = re.compile(rb"(?:[0-9.]+|\?)(?:[kMGTPEZY]? ?([A-Za-z]+)/s|[kMGTPEZY]?s/ ?([A-Za-z]+))\s*")
+_UNITS = re.compile(rb"(?:it|iter|iteration|step|batch|update|epoch|round|episode|trial|fold)(?:s|es)?")
+# `` 22% (9 of 40) |####      | Elapsed Time``: progressbar2.
+_OF = re.compile(rb"\s*[0-9]{1,3}% \(([0-9]{1,15}) of ([0-9]{1,15})\) \|")
+# ``Epoch 1/3 : |####----| 10.00% [1/10 00:00<00:01]``: fastprogress.
+_FAST = re.compile(rb"\|[^|]*\| [0-9.]{1,6}% \[([0-9]{1,12})/([0-9]{1,12}) " + _TIME + rb"<" + _TIME)
+_FAST_EPOCH = re.compile(rb"Epoch ([0-9]{1,9})/([0-9]{1,9}) : " + _FAST.pattern)
+# ``Epoch 1/3``, then `` 7/20 ━━━━━━━ 4s 200ms/step``, ``7/20 [==>...] - ETA`` or ``20/20 - 4s``: Keras.
+_KERAS_EPOCH = re.compile(rb"Epoch ([0-9]{1,9})/([0-9]{1,9})")
+_KERAS = re.compile(rb"\s*([0-9]{1,12})/([0-9]{1,12}) (?:\xe2\x94\x81|\[[=>.]{10,60}\]|- [0-9]{1,9}m?s)")
+
+# What makes two bars the same one: unit and total.
+_Key = tuple[bytes, float]
+_EPOCHS = b"of numbered epochs"
+
+
+@dataclass(slots=True)
+class _Bar:
+    """The outermost bar."""
+
+    key: _Key
+    done: float
+    is_first: bool
+    after_s: float  # for how long bars had run before it
+
+
+class Bars:
+    """Takes what a program prints, as it comes; `progress` is what that shows."""
+
+    def __init__(self) -> None:
+        self._rest = b""  # the unfinished line
+        self._bar: _Bar | None = None
+        self._is_first = True
+        self._spent: dict[_Key, None] = {}  # no progress, however often they come; the newest last
+        self._ran_s = 0.0  # for how long bars have run
+        self._last: tuple[_Key, float] | None = None  # the last bar that was seen, and when
+        self._epoch: tuple[int, int] | None = None  # number and total
+        self._step = (0, 0)  # done and total, in the present epoch
+        self._steps: int | None = None  # of each epoch; 0: not known
+
+    @property
+    def progress(self) -> tuple[float, float] | None:
+        """How much is done, and the total, in one unit; None: not known, or no longer."""
+        bar = self._bar
+        if bar is None:
+            return None
+        if not bar.is_first and self._ran_s - bar.after_s <= _LONGER * bar.after_s:
+            return None
+        return bar.done, bar.key[1]
+
+    def feed(self, printed: bytes, at_s: float) -> None:
+        """Take the next bytes, cut anywhere, that were printed at ``at_s`` of a monotonic clock."""
+        lines = (self._rest + printed).splitlines(keepends=True)
+        rest = lines.pop() if lines and lines[-1][-1:] not in b"\r\n" else b""
+        for line in lines:
+            if _may_hold_one(line):
+                *above, last = _UP.split(line)
+                self._leave_upwards(above)
+                self._line(_clean(last), at_s)
+        *above, rest = _UP.split(rest)
+        self._leave_upwards(above)
+        self._rest = rest[-_LINE_BYTES:]
+        # A bar waits for its next refresh with its line unfinished.  A new one may yet prove to be inside
+        # the one above it.
+        found = _plain(_clean(self._rest))
+        if found is not None and (self._bar is None or self._bar.key == found[0]):
+            self._take(*found, at_s)
+
+    def _leave_upwards(self, lines: list[bytes]) -> None:
+        for line in lines:
+            if (found := _plain(_clean(line))) is not None:
+                self._drop(found[0])
+
+    def _line(self, line: bytes, at_s: float) -> None:
+        if (found := _plain(line)) is not None:
+            self._take(*found, at_s)
+        elif fast := _FAST_EPOCH.match(line):
+            epoch, epochs, step, steps = map(int, fast.groups())
+            starts_again = steps == self._step[1] and step < self._step[0]
+            if (epoch, epochs) != self._epoch or starts_again:
+                self._begin_epoch(epoch, epochs, at_s)
+            self._take_step(step, steps, at_s)
+        elif head := _KERAS_EPOCH.fullmatch(line.rstrip()):
+            self._begin_epoch(int(head[1]), int(head[2]), at_s)
+        elif steps_of := _KERAS.match(line):
+            self._take_step(int(steps_of[1]), int(steps_of[2]), at_s)
+
+    def _begin_epoch(self, epoch: int, epochs: int, at_s: float) -> None:
+        before, key = self._epoch, (_EPOCHS, float(epochs))
+        self._epoch = (epoch, epochs) if 1 <= epoch <= epochs else None
+        self._step = (0, 0)
+        if before is None or before[1] != epochs:
+            self._steps = None
+        elif epoch <= before[0]:
+            self._drop(key)
+        elif self._bar is not None and self._bar.key == key:
+            self._take(key, epoch - 1.0, at_s)
+
+    def _take_step(self, step: int, steps: int, at_s: float) -> None:
+        if self._epoch is None or not 0 <= step <= steps or not steps:
+            return
+        if self._steps is None:
+            self._steps = steps
+        elif self._steps != steps:
+            self._steps = 0  # another bar, of a validation for example: only whole epochs are sure
+        epoch, epochs = self._epoch
+        key, done = (_EPOCHS, float(epochs)), epoch - 1.0
+        if self._steps:
+            self._step = max(self._step, (step, steps))
+            done += self._step[0] / steps
+        elif self._bar is not None and self._bar.key == key:
+            done = max(done, self._bar.done)
+        self._take(key, done, at_s)
+
+    def _take(self, key: _Key, done: float, at_s: float) -> None:
+        """Take a state of a bar that is inside no other."""
+        if self._last is not None and self._last[0] == key:
+            self._ran_s += max(0.0, at_s - self._last[1])
+        self._last = key, at_s
+        if key in self._spent:
+            return
+        bar = self._bar
+        if bar is None or bar.key != key:
+            if bar is not None:
+                self._drop(bar.key)
+            self._bar = _Bar(key, done, self._is_first, self._ran_s)
+            self._is_first = False
+        elif bar.done - done > max(bar.done / 2, _SLACK * key[1]):
+            self._drop(key)
+        else:
+            bar.done = max(bar.done, done)
+
+    def _drop(self, key: _Key) -> None:
+        """Take a bar for no progress from now on."""
+        self._spent.pop(key, None)
+        self._spent[key] = None
+        if len(self._spent) > _SPENT:
+            del self._spent[next(iter(self._spent))]
+        if self._bar is not None and self._bar.key == key:
+            self._bar = None
+
+
+def _may_hold_one(line: bytes) -> bool:
+    return b"/" in line or b" of " in line
+
+
+def _clean(line: bytes) -> bytes:
+    """Return the end of a line without colours; empty: it holds no bar."""
+    if not _may_hold_one(line):
+        return b""
+    return _STYLE.sub(b"", line[-_LINE_BYTES:]).lstrip(b" \b")
+
+
+def _plain(line: bytes) -> tuple[_Key, float] | None:
+    """Return what a bar without epochs shows: what tells it from others, and how much is done."""
+    if found := _TQDM.search(line):
+        unit = _unit(found[5] or b"")
+        if unit is None or (not unit and (found[2] or found[4])):
+            return None
+        done, total = float(found[1]) * _SCALE[found[2]], float(found[3]) * _SCALE[found[4]]
+    elif of := _OF.match(line) or _FAST.match(line):
+        unit, done, total = b"", float(of[1]), float(of[2])
+    else:
+        return None
+    return ((unit, total), done) if done <= total and total else None
+
+
+def _unit(rate: bytes) -> bytes | None:
+    """Return the unit of steps in a rate, b"" where it is no rate; None: it counts something else."""
+    found = _RATE.fullmatch(rate)
+    if found is None:
+        return None if b"/" in rate else b""
+    unit: bytes = found[1] or found[2]
+    return unit if _UNITS.fullmatch(unit) else None
