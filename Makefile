@@ -29,6 +29,8 @@ UI_BUILDER := jupyter-builder>=1.2,<2
 OLDEST := jupyterlab==4.5.7 notebook~=7.5.0
 # The oldest Hub and KubeSpawner: those of the Kubernetes chart (tests/helm/hub_image.txt).
 OLDEST_HUB := jupyterhub==5.5.0 jupyterhub-kubespawner==7.0.0
+# What the callbacks of job/callbacks.py are tested with.
+TRAINERS := torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 lightning==2.6.6 pytorch-lightning==2.6.6 keras==3.15.1
 NODE_MIN := 20
 ARM_CC := aarch64-linux-gnu-gcc
 UI := jupyter_gpushare/ui
@@ -96,7 +98,7 @@ test: $(STAMPS)/test $(addprefix $(STAMPS)/,$(sort $(NEEDS)))  ## run every test
 	@export PATH=$(BIN):$$PATH
 	python -m pytest $(IN_PARALLEL) --durations=30 $(if $(BOTH),--ignore=tests/core) $(PYTEST_ARGS)
 
-test-long: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub  ## run the long forms, hours in all; PYTEST_ARGS chooses some
+test-long: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub $(STAMPS)/trainers  ## run the long forms, hours in all; PYTEST_ARGS chooses some
 	@export PATH=$(BIN):$$PATH
 	$(LONG_FORMS) python -m pytest -m 'long or long_form' --timeout 7200 -s --durations=30 $(PYTEST_ARGS)
 
@@ -221,6 +223,11 @@ $(STAMPS)/oldest: | $(STAMPS)/package
 $(STAMPS)/oldest-hub: | $(STAMPS)/package
 	@rm -rf $(VENV)/oldest-hub
 	$(STEP) "Installing $(OLDEST_HUB) for the tests" $(STAMPS)/oldest-hub.log -- $(PIP) --no-deps --target $(VENV)/oldest-hub $(OLDEST_HUB)
+	touch $@
+
+$(STAMPS)/trainers: | $(STAMPS)/package
+	@rm -rf $(VENV)/trainers
+	$(STEP) "Installing $(TRAINERS) for the tests" $(STAMPS)/trainers.log -- $(PIP) --target $(VENV)/trainers $(TRAINERS)
 	touch $@
 
 # Node for the Hub's proxy and for building the JupyterLab extension: the system's, when it is

@@ -4,7 +4,8 @@ The progress is the share of the job's whole work, or none: a wrong share is wor
 description counts, only the form of a line, the unit of its rate, and how bars follow each other:
 
 * A bar of anything but steps (`_UNITS`), such as bytes or examples, is ignored.
-* A bar that the cursor leaves upwards is inside another one, and ignored from then on.
+* A bar that the cursor leaves upwards is inside another one, and ignored from then on.  So is one that
+  overwrites an unfinished bar; where both go on, neither counts.
 * A bar that starts again, or that a different one follows, is no progress from then on.
 * The first bar counts at once; a later one once it has run `_LONGER` times as long as those before it.
 * A bar of steps inside numbered epochs (Keras, fastprogress) counts as a part of its epoch.
@@ -72,6 +73,9 @@ class Bars:
         self._spent: dict[_Key, None] = {}  # no progress, however often they come; the newest last
         self._ran_s = 0.0  # for how long bars have run
         self._last: tuple[_Key, float] | None = None  # the last bar that was seen, and when
+        self._drawn: tuple[_Key, bool] | None = (
+            None  # the bar in the line of the cursor, and if it is unfinished
+        )
         self._epoch: tuple[int, int] | None = None  # number and total
         self._step = (0, 0)  # done and total, in the present epoch
         self._steps: int | None = None  # of each epoch; 0: not known
@@ -95,6 +99,10 @@ class Bars:
                 *above, last = _UP.split(line)
                 self._leave_upwards(above)
                 self._line(_clean(last), at_s)
+            elif len(line) > 1:
+                self._drawn = None
+            if line[-1:] == b"\n":
+                self._drawn = None
         *above, rest = _UP.split(rest)
         self._leave_upwards(above)
         self._rest = rest[-_LINE_BYTES:]
@@ -110,8 +118,15 @@ class Bars:
                 self._drop(found[0])
 
     def _line(self, line: bytes, at_s: float) -> None:
+        before, self._drawn = self._drawn, None
         if (found := _plain(line)) is not None:
-            self._take(*found, at_s)
+            key, done = found
+            self._drawn = key, done < key[1]
+            overwrites = before is not None and before[0] != key and before[1]
+            if overwrites and self._bar is not None:
+                self._drop(key)
+            else:
+                self._take(key, done, at_s)
         elif fast := _FAST_EPOCH.match(line):
             epoch, epochs, step, steps = map(int, fast.groups())
             starts_again = steps == self._step[1] and step < self._step[0]

@@ -79,6 +79,12 @@ CASES = {
     "inside": (OUTER, (4, 4)),
     "inside, and stays": (f"\r{line(1, 4)}{inner(3, stays=True)}\r{line(2, 4)}", (2, 4)),
     "inside, and as long as the outer one": (f"\r{line(1, 4)}{inner(4, stays=True)}\r{line(2, 4)}", None),
+    "inside, in the same line": (
+        "".join(f"\r{line(n, 4)}{tqdm(3)}" for n in range(3)) + f"\r{line(3, 4)}",
+        (3, 4),
+    ),
+    "at once, in the same line": ("".join(f"\r{line(n, 40)}\r{line(n, 30)}" for n in range(9)), None),
+    "over a line that was cleared": (f"\r{line(2, 3)}\r{' ' * 40}\r\r{line(1, 9)}\n", None),
     "inside what counts bytes": (f"\r{line(1, 4, 'MB/s')}{inner(3)}\r{line(2, 4, 'MB/s')}", None),
     "inside twice": (f"\r{line(1, 4)}\n\n\r{line(1, 3)}\x1b[A\x1b[A\r{line(2, 4)}", (2, 4)),
     "several processes": (
