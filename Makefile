@@ -225,9 +225,10 @@ $(STAMPS)/oldest-hub: | $(STAMPS)/package
 	$(STEP) "Installing $(OLDEST_HUB) for the tests" $(STAMPS)/oldest-hub.log -- $(PIP) --no-deps --target $(VENV)/oldest-hub $(OLDEST_HUB)
 	touch $@
 
+# Torch needs other versions of NVIDIA's packages than constraints.txt has.
 $(STAMPS)/trainers: | $(STAMPS)/package
 	@rm -rf $(VENV)/trainers
-	$(STEP) "Installing $(TRAINERS) for the tests" $(STAMPS)/trainers.log -- $(PIP) --target $(VENV)/trainers $(TRAINERS)
+	$(STEP) "Installing $(TRAINERS) for the tests" $(STAMPS)/trainers.log -- $(filter-out --constraint $(CURDIR)/constraints.txt,$(PIP)) --target $(VENV)/trainers $(TRAINERS)
 	touch $@
 
 # Node for the Hub's proxy and for building the JupyterLab extension: the system's, when it is

@@ -5,7 +5,8 @@ description counts, only the form of a line, the unit of its rate, and how bars 
 
 * A bar of anything but steps (`_UNITS`), such as bytes or examples, is ignored.
 * A bar that the cursor leaves upwards is inside another one, and ignored from then on.  So is one that
-  overwrites an unfinished bar; where both go on, neither counts.
+  comes while another is open: unfinished, and neither cleared nor ended with a line of its own.  That one
+  shows nothing until it goes on.
 * A bar that starts again, or that a different one follows, is no progress from then on.
 * The first bar counts at once; a later one once it has run `_LONGER` times as long as those before it.
 * A bar of steps inside numbered epochs (Keras, fastprogress) counts as a part of its epoch.
@@ -61,6 +62,8 @@ class _Bar:
     done: float
     is_first: bool
     after_s: float  # for how long bars had run before it
+    is_open: bool = True
+    is_covered: bool = False  # by one that may be inside it
 
 
 class Bars:
@@ -73,9 +76,7 @@ class Bars:
         self._spent: dict[_Key, None] = {}  # no progress, however often they come; the newest last
         self._ran_s = 0.0  # for how long bars have run
         self._last: tuple[_Key, float] | None = None  # the last bar that was seen, and when
-        self._drawn: tuple[_Key, bool] | None = (
-            None  # the bar in the line of the cursor, and if it is unfinished
-        )
+        self._unfinished: _Key | None = None  # the bar in the line of the cursor
         self._epoch: tuple[int, int] | None = None  # number and total
         self._step = (0, 0)  # done and total, in the present epoch
         self._steps: int | None = None  # of each epoch; 0: not known
@@ -84,7 +85,7 @@ class Bars:
     def progress(self) -> tuple[float, float] | None:
         """How much is done, and the total, in one unit; None: not known, or no longer."""
         bar = self._bar
-        if bar is None:
+        if bar is None or bar.is_covered:
             return None
         if not bar.is_first and self._ran_s - bar.after_s <= _LONGER * bar.after_s:
             return None
@@ -100,9 +101,11 @@ class Bars:
                 self._leave_upwards(above)
                 self._line(_clean(last), at_s)
             elif len(line) > 1:
-                self._drawn = None
+                self._unfinished = None
+                if self._bar is not None and not line.strip():
+                    self._bar.is_open = False
             if line[-1:] == b"\n":
-                self._drawn = None
+                self._unfinished = None
         *above, rest = _UP.split(rest)
         self._leave_upwards(above)
         self._rest = rest[-_LINE_BYTES:]
@@ -118,15 +121,16 @@ class Bars:
                 self._drop(found[0])
 
     def _line(self, line: bytes, at_s: float) -> None:
-        before, self._drawn = self._drawn, None
+        under, self._unfinished = self._unfinished, None
         if (found := _plain(line)) is not None:
             key, done = found
-            self._drawn = key, done < key[1]
-            overwrites = before is not None and before[0] != key and before[1]
-            if overwrites and self._bar is not None:
-                self._drop(key)
-            else:
-                self._take(key, done, at_s)
+            self._unfinished = key if done < key[1] else None
+            if self._bar is not None and self._bar.key == key and under not in (None, key):
+                self._drop(key)  # two bars that go on side by side
+            self._take(key, done, at_s)
+            if self._bar is not None and self._bar.key == key:
+                ends = line[-1:] == b"\n" and not line.rpartition(b"]")[2].strip()
+                self._bar.is_open = done < key[1] and not ends
         elif fast := _FAST_EPOCH.match(line):
             epoch, epochs, step, steps = map(int, fast.groups())
             starts_again = steps == self._step[1] and step < self._step[0]
@@ -174,6 +178,10 @@ class Bars:
             return
         bar = self._bar
         if bar is None or bar.key != key:
+            if bar is not None and bar.is_open and bar.done < bar.key[1]:
+                bar.is_covered = True
+                self._drop(key)
+                return
             if bar is not None:
                 self._drop(bar.key)
             self._bar = _Bar(key, done, self._is_first, self._ran_s)
@@ -182,6 +190,7 @@ class Bars:
             self._drop(key)
         else:
             bar.done = max(bar.done, done)
+            bar.is_covered = False
 
     def _drop(self, key: _Key) -> None:
         """Take a bar for no progress from now on."""

@@ -51,6 +51,7 @@ def shown(printed: str, *, every: int = 1 << 20, step_s: float = 0.0) -> list[tu
 
 
 OUTER = "".join(f"\r{line(n, 4)}{inner(3)}" for n in range(5)) + f"\r{line(4, 4)}\n"
+FOLD = f"\r{line(0, 5)}Epoch 1/3\n{keras(20)}Epoch 2/3\n{keras(20)}Epoch 3/3\n{keras(20)}"
 CASES = {
     "one": (tqdm(60), (60, 60)),
     "one with text between": (f"\r{line(1, 9)}\nloss 0.1\n\r{line(2, 9)}", (2, 9)),
@@ -84,6 +85,11 @@ CASES = {
         (3, 4),
     ),
     "at once, in the same line": ("".join(f"\r{line(n, 40)}\r{line(n, 30)}" for n in range(9)), None),
+    "folds around epochs": (FOLD, None),
+    "folds around epochs, the second": (FOLD + f"\r{line(1, 5)}Epoch 1/3\n{keras(20)}\r", (1, 5)),
+    "predictions inside epochs": (f"Epoch 1/3\n{keras(20)}{tqdm(9)}", None),
+    "predictions inside epochs that go on": (f"Epoch 1/3\n{keras(20)}{tqdm(9)}Epoch 2/3\n", (1, 3)),
+    "a program that crashed, and another": (f"\r{line(5, 9)}Traceback\n{tqdm(7)}", None),
     "over a line that was cleared": (f"\r{line(2, 3)}\r{' ' * 40}\r\r{line(1, 9)}\n", None),
     "inside what counts bytes": (f"\r{line(1, 4, 'MB/s')}{inner(3)}\r{line(2, 4, 'MB/s')}", None),
     "inside twice": (f"\r{line(1, 4)}\n\n\r{line(1, 3)}\x1b[A\x1b[A\r{line(2, 4)}", (2, 4)),
