@@ -5,8 +5,8 @@ description counts, only the form of a line, the unit of its rate, and how bars 
 
 * A bar of anything but steps (`_UNITS`), such as bytes or examples, is ignored.
 * A bar that the cursor leaves upwards is inside another one, and ignored from then on.  So is one that
-  comes while another is open: unfinished, and neither cleared nor ended with a line of its own.  That one
-  shows nothing until it goes on.
+  comes while another is open: unfinished, and neither cleared nor ended with a line of its own.  The open
+  one shows nothing until it goes on.
 * A bar that starts again, or that a different one follows, is no progress from then on.
 * The first bar counts at once; a later one once it has run `_LONGER` times as long as those before it.
 * A bar of steps inside numbered epochs (Keras, fastprogress) counts as a part of its epoch.

@@ -11,6 +11,8 @@ import pytest
 from certipy import Certipy
 
 from jupyter_gpushare.internal_tls import internal_tls
+from jupyter_gpushare.job.runner import Runner
+from jupyter_gpushare.protocol.wire import JobSpec
 from tests.job.conftest import (
     OWNER_TOKEN,
     PREFIX,
@@ -51,6 +53,37 @@ def test_a_bar_is_reported_and_withdrawn_before_the_end_when_another_one_follows
     job.ended()
     told = [(each["state"], each.get("done"), each.get("total")) for each in job.others.reports[1:]]
     assert told == [("progress", 6, 20), ("progress", None, None), ("ended", None, None)]
+
+
+SPEC = JobSpec(id="0123456789", attempt=1, name="train", command=["x"], cwd=None, env={}, grace_s=1.0)
+
+
+async def test_a_withdrawal_that_was_not_delivered_is_sent_again(tmp_path: Path) -> None:
+    sent: list[tuple[float | None, float | None]] = []
+    delivered = iter([True, False, True])
+
+    class Broker:
+        async def progress(self, done: float | None, total: float | None) -> bool:
+            sent.append((done, total))
+            return next(delivered)
+
+    runner = Runner(SPEC, {"HOME": str(tmp_path)})
+    told = Broker()
+    await runner._tell_progress(told)  # nothing was shown yet
+    runner._on_print(b"\r| 6/20 [00:01<00:01, 1.00it/s]\n")
+    await runner._tell_progress(told)
+    runner._on_print(b"\r| 1/20 [00:01<00:01, 1.00it/s]\n")
+    for _ in range(3):
+        await runner._tell_progress(told)
+    assert sent == [(6, 20), (None, None), (None, None)]
+
+
+def test_what_a_program_reports_goes_before_its_bars(tmp_path: Path) -> None:
+    runner = Runner(SPEC, {"HOME": str(tmp_path)})
+    runner._on_print(b"\r| 6/20 [00:01<00:01, 1.00it/s]\n")
+    runner._on_progress(1, 3)
+    runner._on_print(b"\r| 7/20 [00:01<00:01, 1.00it/s]\n")
+    assert runner._progress == {"done": 1, "total": 3}
 
 
 def test_garbage_in_the_progress_socket_does_no_harm(start: Start) -> None:
