@@ -317,7 +317,8 @@ def logs(args: argparse.Namespace) -> int:
             if follows:
                 source.job = _patiently(client, job_id)
     printer.finish()
-    if source.job is not None and (args.follow or not printer.attempts):
+    # Also where the log lacks something: its reason says what was printed last.
+    if source.job is not None and (args.follow or not printer.attempts or "its log" in source.job.reason):
         note(*lines(source.job))
     return EXIT_OK
 

@@ -16,7 +16,6 @@ import secrets
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -26,12 +25,11 @@ from tornado import web
 from tornado.escape import xhtml_escape
 
 from jupyter_gpushare.listener import Gate, Listener, connections_allowed
-from jupyter_gpushare.protocol.jobfiles import AttemptRecord, log_end, read_log
+from jupyter_gpushare.protocol.jobfiles import AttemptRecord, BoundedLog, Piece
 
 CHUNK_BYTES = 1 << 20
 # Few enough that the limit of open files, which the command inherits, stays as it is.
 MAX_CONNECTIONS = 200
-_TAIL_BYTES = 64 << 10
 _REFRESH_S = 5
 
 _PAGE = """<!DOCTYPE html>
@@ -51,6 +49,8 @@ pre {{ border: 1px solid gray; border-radius: .3rem; padding: .8rem; white-space
 """
 
 Now = Callable[[], tuple[AttemptRecord, Mapping[str, float | None]]]
+# None: nothing was printed yet.
+Log = Callable[[], BoundedLog | None]
 
 
 class _Open(web.RequestHandler):
@@ -77,10 +77,10 @@ class _Callback(HubOAuthCallbackHandler):
 
 
 class _Private(HubOAuthenticated, web.RequestHandler):
-    def initialize(self, gate: Gate, now: Now, log: Path, auth: HubOAuth) -> None:
+    def initialize(self, gate: Gate, now: Now, log: Log, auth: HubOAuth) -> None:
         self._gate = gate
         self._now = now
-        self._path = log
+        self._printed = log
         self.hub_auth = auth
 
     def set_default_headers(self) -> None:
@@ -107,9 +107,14 @@ class _LogPage(_Private):
     @web.authenticated
     def get(self) -> None:
         record, _ = self._now()
-        end = log_end(self._path)
-        piece = read_log(self._path, max(0, end - _TAIL_BYTES), _TAIL_BYTES)
+        log = self._printed()
+        piece = log.recent() if log is not None else Piece(0, b"")
         running = record.state != "ended"
+        heading = "Log" if piece.offset == 0 else f"The end of the log (from byte {piece.offset})"
+        if log is not None and log.left_out_bytes:
+            heading = (
+                f"The last 64 KiB; {log.left_out_bytes:,} bytes could not be written to the log: {log.why}"
+            )
         self.finish(
             _PAGE.format(
                 refresh=f'<meta http-equiv="refresh" content="{_REFRESH_S}">' if running else "",
@@ -118,7 +123,7 @@ class _LogPage(_Private):
                 attempt=record.attempt,
                 sentence=xhtml_escape(sentence(record)),
                 log=xhtml_escape(record.log),
-                heading="Log" if piece.offset == 0 else f"The end of the log (from byte {piece.offset})",
+                heading=xhtml_escape(heading),
                 text=xhtml_escape(piece.data.decode(errors="replace")),
             )
         )
@@ -127,7 +132,8 @@ class _LogPage(_Private):
 class _RawLog(_Private):
     @web.authenticated
     def get(self) -> None:
-        piece = read_log(self._path, self.offset(), CHUNK_BYTES)
+        log, offset = self._printed(), self.offset()
+        piece = log.read(offset, CHUNK_BYTES) if log is not None else Piece(offset, b"")
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.set_header("X-Gpushare-Offset", str(piece.offset))
         self.set_header("X-Gpushare-Next", str(piece.next_offset))
@@ -155,7 +161,7 @@ def sentence(record: AttemptRecord) -> str:
 
 
 def server(
-    prefix: str, tls: ssl.SSLContext | None, *, now: Now, log: Path, seen: Callable[[], None]
+    prefix: str, tls: ssl.SSLContext | None, *, now: Now, log: Log, seen: Callable[[], None]
 ) -> Listener:
     """Return what serves the runner's pages below ``prefix``; ``seen`` is called after each probe of the Hub.
 

@@ -183,7 +183,7 @@ class Runner:
         if not url.port:
             raise GpuShareError("JUPYTERHUB_SERVICE_URL names no port: the Hub's spawner starts this program")
         tls = internal_tls(self._env, ssl.Purpose.CLIENT_AUTH)
-        server = pages.server(prefix, tls, now=self._now, log=self._log_path, seen=self._on_seen)
+        server = pages.server(prefix, tls, now=self._now, log=lambda: self._log, seen=self._on_seen)
         until = time.monotonic() + _BIND_PATIENCE_S
         while True:
             try:
@@ -253,9 +253,20 @@ class Runner:
         await asyncio.to_thread(pump.join, LEFTOVER_GRACE_S)
         if self._progress == _NO_PROGRESS:
             await self._tell_progress(reports)  # the final report withdraws nothing
-        if self._record.exit_code and not self._record.stopped and (lines := last_lines(self._log_path)):
-            told = "\n".join([f"{self._record.reason} It last printed:", *lines])
-            self._record = replace(self._record, reason=told)
+        self._tell_what_it_printed()
+
+    def _tell_what_it_printed(self) -> None:
+        """Add to the reason what the log lacks; then, or of a command that failed, also the last lines."""
+        record, printed = self._record, self._log
+        if printed is None or record.stopped:
+            return
+        reason = record.reason
+        if printed.left_out_bytes:
+            ended = reason or "It ran to its end."
+            reason = f"{ended} {printed.left_out_bytes:,} bytes of its log were not written: {printed.why}."
+        if reason and (lines := last_lines(printed.recent().data)):
+            reason = "\n".join([f"{reason} It last printed:", *lines])
+        self._record = replace(record, reason=reason)
 
     async def _tell_stop(self, reports: Reports) -> None:
         """Tell the webhook at once that the attempt was asked to stop: at its end there may be no time."""

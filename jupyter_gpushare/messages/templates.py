@@ -151,6 +151,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.hub_silent": "the Hub does not answer (%1)",
         "reason.hub_status": "status %1",
         "reason.last_printed": "%1 It last printed:\n%2",
+        "reason.log_lacks": "%1 %2 bytes of its log were not written: %3.",
         "reason.runner_killed": "Its runner was killed, and the command with it.",
         "reason.stopped_late": "Stopped; it had not ended %1 s after the request and was killed.",
         "reason.stopped": "Stopped.",

@@ -8,8 +8,9 @@ Rules:
 
 * A long log keeps its head and the newest `TAIL_PARTS` parts of `PART_BYTES`.
   Offsets count every byte that the job printed, so that readers detect gaps.
-* Writing never raises and never ends a job: bytes that a full disk rejects are
-  counted as left out.
+* Writing never raises and never ends a job: bytes that the disk rejects are counted
+  as left out.  Once it takes bytes again, a line in the log says how many, and why.
+* The runner holds the newest `RECENT_BYTES` in memory, written or not.
 * The files are readable with a pager and by `read_log`, with or without a runner.
 * Retention: all jobs that have not ended, the newest `KEEP_JOBS` ended ones, and in
   each the logs of the newest `KEEP_ATTEMPTS` attempts.
@@ -37,6 +38,7 @@ from jupyter_gpushare.protocol import wire
 HEAD_BYTES = 32 << 20
 PART_BYTES = 8 << 20
 TAIL_PARTS = 4
+RECENT_BYTES = 64 << 10
 KEEP_JOBS = 200
 KEEP_ATTEMPTS = 3
 # Seconds without output after which an unfinished job counts as abandoned.
@@ -182,14 +184,18 @@ def log_end(path: Path) -> int:
     return max(ends)
 
 
-def last_lines(path: Path) -> list[str]:
-    """Return the last lines with text in a log: 5 of 200 characters at most, without control characters."""
-    text = read_log(path, max(0, log_end(path) - _LAST_BYTES), _LAST_BYTES).data.decode(errors="replace")
+def last_lines(printed: bytes) -> list[str]:
+    """Return the last lines with text: 5 of 200 characters at most, without control characters."""
+    text = printed[-_LAST_BYTES:].decode(errors="replace")
     # Of a line that was drawn over and over, like a progress bar, the newest.
     drawn = (line.rstrip("\r").rpartition("\r")[2] for line in _CSI.sub("", text).split("\n"))
     plain = ("".join(c if c.isprintable() else " " for c in line).rstrip() for line in drawn)
     kept = [line for line in plain if line][-_LAST_LINES:]
     return [line if len(line) <= _LAST_CHARS else f"{line[: _LAST_CHARS - 3]}..." for line in kept]
+
+
+def _words(error: OSError) -> str:
+    return error.strerror or type(error).__name__
 
 
 class BoundedLog:
@@ -205,6 +211,9 @@ class BoundedLog:
     ) -> None:
         self.path = path
         self.left_out_bytes = 0  # that the disk did not take
+        self.why = ""  # it did not take the newest of them
+        self._untold_bytes = 0  # left out, and not yet said in the log
+        self._recent = bytearray()  # between `RECENT_BYTES` and twice that, once so much was printed
         self._part_bytes = part_bytes
         self._tail_parts = tail_parts
         self._guard = threading.Lock()
@@ -213,8 +222,6 @@ class BoundedLog:
         self._tail: list[Path] = []
         self._part: Path | None = None  # the open part, as long as it is empty
         self._end = 0
-        with contextlib.suppress(OSError):
-            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         for _, old in _parts(path):
             with contextlib.suppress(OSError):
                 old.unlink()
@@ -225,6 +232,22 @@ class BoundedLog:
         """How many bytes were printed, kept or not."""
         return self._end
 
+    def read(self, offset: int, at_most_bytes: int) -> Piece:
+        """Return what `read_log` does, and of what was not written the newest `RECENT_BYTES`."""
+        piece = read_log(self.path, offset, at_most_bytes)
+        recent = self.recent()
+        skipped = max(0, offset - recent.offset)
+        held = Piece(recent.offset + skipped, recent.data[skipped:][:at_most_bytes])
+        if not piece.data or held.offset < piece.offset:
+            return held if held.data else piece
+        return piece
+
+    def recent(self) -> Piece:
+        """Return the newest `RECENT_BYTES` that were printed, kept or not."""
+        with self._guard:
+            data = bytes(self._recent[-RECENT_BYTES:])
+            return Piece(self._end - len(data), data)
+
     def write(self, data: bytes) -> None:
         """Append; returns also when the disk is full or the folder is gone."""
         with self._guard:
@@ -233,7 +256,7 @@ class BoundedLog:
                     self._next_part()
                 now, data = data[: self._left_bytes], data[self._left_bytes :]
                 self._put(now)
-                self._end += len(now)
+                self._printed(now)
                 self._left_bytes -= len(now)
 
     def close(self) -> None:
@@ -246,6 +269,12 @@ class BoundedLog:
                 self._file = None
             self._drop_empty()
 
+    def _printed(self, data: bytes) -> None:
+        self._end += len(data)
+        self._recent += data
+        if len(self._recent) > 2 * RECENT_BYTES:
+            del self._recent[:-RECENT_BYTES]
+
     def _drop_empty(self) -> None:
         if self._part is not None:
             with contextlib.suppress(OSError):
@@ -255,23 +284,40 @@ class BoundedLog:
     def _open(self, path: Path) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC | os.O_NOFOLLOW
         try:
+            path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = os.open(path, flags | os.O_NONBLOCK, 0o600)
-        except OSError:
-            self._file = None
+        except OSError as error:
+            self._file, self.why = None, _words(error)
 
     def _put(self, data: bytes) -> None:
-        try:
-            if self._file is None:
-                raise OSError("there is no file")
-            written = os.write(self._file, data)
-        except OSError:
-            written = 0
-        if written and self._part is not None:
-            self._keep_part(self._part)
+        written = self._write(data)
         if written < len(data):
             # The next part is named by its offset: no byte ever moves to another one's place.
             self.left_out_bytes += len(data) - written
+            self._untold_bytes += len(data) - written
             self._left_bytes = len(data)
+
+    def _write(self, data: bytes) -> int:
+        """Return how many of these bytes the disk took."""
+        if self._file is None:
+            return 0
+        try:
+            written = os.write(self._file, data)
+        except OSError as error:
+            self.why, written = _words(error), 0
+        else:
+            if written < len(data):
+                self.why = os.strerror(errno.ENOSPC)
+        if written and self._part is not None:
+            self._keep_part(self._part)
+        return written
+
+    def _tell(self) -> None:
+        """Say in a part that begins what was left out before it."""
+        line = f"[gpushare] {self._untold_bytes:,} bytes were not written: {self.why}\n".encode()
+        if written := self._write(line):
+            self._printed(line[:written])
+            self._untold_bytes = 0
 
     def _next_part(self) -> None:
         if self._file is not None:
@@ -279,11 +325,16 @@ class BoundedLog:
         self._drop_empty()
         self._part = self.path.with_name(f"{self.path.name}.{self._end:015d}")
         self._open(self._part)
+        if self._untold_bytes:
+            self._tell()
         self._left_bytes = self._part_bytes
 
     def _keep_part(self, part: Path) -> None:
         """Count a part now that something is in it: a full disk costs no older one."""
         self._part = None
+        if not self._tail:
+            with contextlib.suppress(OSError):
+                self.path.touch(0o600)  # by the head an attempt is found
         self._tail.append(part)
         while len(self._tail) > self._tail_parts:
             with contextlib.suppress(OSError):

@@ -124,7 +124,7 @@ async def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     }.items():
         monkeypatch.setenv(name, value)
     record = AttemptRecord(id="j1", attempt=1, name="x", command=[], state="running", log="")
-    server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=tmp_path, seen=lambda: None)
+    server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=lambda: None, seen=lambda: None)
     (listening,) = bind_sockets(0, "127.0.0.1", backlog=BACKLOG)
     server.add_socket(listening)
     port = listening.getsockname()[1]

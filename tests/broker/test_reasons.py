@@ -94,6 +94,7 @@ FOUND = sorted({reason for path in SOURCES for reason in reasons_in(path)})
         "cuInit failed with code 3",
         "the Hub did not start j1-1: status 503",
         "Ended by SIGKILL. It last printed:\nstep 7",
+        "It ran to its end. 1,234 bytes of its log were not written: Read-only file system.",
     ],
 )
 def test_a_known_reason_has_a_key_and_its_own_english(reason):

@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 
 from jupyter_gpushare.protocol.jobfiles import (
     LIVE_S,
+    RECENT_BYTES,
     AttemptRecord,
     BoundedLog,
+    Piece,
     attempts_of,
     forget_old_attempts,
     forget_old_jobs,
@@ -159,8 +161,25 @@ def test_a_disk_that_takes_nothing_is_survived_and_counted(
     log.close()
     assert log.left_out_bytes == 4
     assert read_all(tmp_path / "log")[0] == (0, b"good")
-    assert read_all(tmp_path / "log")[1:] == [(8, b"good again")]
-    assert log_end(tmp_path / "log") == 18
+    said = b"[gpushare] 4 bytes were not written: No space left on device\n"
+    assert read_all(tmp_path / "log")[1:] == [(8, said + b"good again")]
+    assert log_end(tmp_path / "log") == log.end == 18 + len(said)
+    assert log.recent().data == b"goodlost" + said + b"good again"
+    assert log.read(4, 99).data.startswith(b"lost")
+
+
+def test_a_folder_that_cannot_be_made_yet_loses_no_later_line(tmp_path: Path) -> None:
+    (tmp_path / "home").touch()
+    log = BoundedLog(tmp_path / "home" / "attempt-1.log")
+    log.write(b"x" * (RECENT_BYTES + 9))
+    assert log.why == "Not a directory" or log.why == "File exists"
+    assert log.read(0, 4) == Piece(9, b"xxxx")
+    assert log.read(log.end, 4).data == b""
+    (tmp_path / "home").unlink()
+    log.write(b"good")
+    log.close()
+    assert attempts_of(tmp_path / "home") == [1]
+    assert read_all(log.path)[-1][1].endswith(b"good")
 
 
 def test_a_full_disk_costs_nothing_that_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +194,8 @@ def test_a_full_disk_costs_nothing_that_was_kept(tmp_path: Path, monkeypatch: py
     assert len(list(tmp_path.iterdir())) <= 4
     log.write(b"back")
     log.close()
-    assert read_all(tmp_path / "log") == [kept[0], kept[2], (27, b"back")]
+    said = b"[gpushare] 9 bytes were not written: No space left on device\n"
+    assert read_all(tmp_path / "log") == [kept[0], kept[2], (27, said + b"back")]
     assert len(list(tmp_path.iterdir())) == 3
 
 

@@ -39,7 +39,7 @@ async def test_a_user_is_counted_as_one_once_it_may_read_the_pages(
     # Without JupyterHub's thread for this: its event loop is never closed.
     monkeypatch.setattr(HubOAuth, "_synchronize", lambda _, __, handler: handler._cached_hub_user)
     record = AttemptRecord(id="j1", attempt=1, name="x", command=[], state="running", log="")
-    server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=tmp_path, seen=lambda: None)
+    server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=lambda: None, seen=lambda: None)
     (listening,) = bind_sockets(0, "127.0.0.1")
     server.add_socket(listening)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/user/ada/status"

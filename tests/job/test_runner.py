@@ -291,6 +291,13 @@ def test_the_command_has_no_input(start: Start) -> None:
     assert start("cat").ended()["exit_code"] == 0
 
 
+def test_a_command_gets_its_text_as_utf_8_in_any_locale(start: Start) -> None:
+    locale = {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    job = start("sh", "-c", 'echo héllo "$name"', program=True, runner_env=locale, env={"name": "wörld"})
+    assert job.ended()["exit_code"] == 0
+    assert job.log == "héllo wörld\n"
+
+
 # ---- the log -----------------------------------------------------------------
 
 
@@ -308,7 +315,22 @@ def test_a_hundred_megabytes_are_printed_at_full_speed_and_kept_in_part(start: S
 def test_a_disk_that_takes_nothing_ends_no_job(start: Start, tmp_path: Path) -> None:
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / ".local").write_text("not a folder")
-    assert start("echo", "hello").ended()["exit_code"] == 0
+    job = start("sh", "-c", "echo hello; exec sleep 600")
+    wait_for(lambda: job.get("log", OWNER_TOKEN).text == "hello\n", "the log from memory")
+    said = "6 bytes could not be written to the log: Not a directory"
+    assert said in job.get("", OWNER_TOKEN).text
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_the_end_says_what_was_printed_where_the_disk_took_nothing(
+    start: Start, tmp_path: Path, code: int
+) -> None:
+    (tmp_path / "home").mkdir()
+    (tmp_path / "home" / ".local").write_text("not a folder")
+    told = start("sh", "-c", f"echo hello; exit {code}").ended()["reason"].split("\n")
+    ended = f"Ended with exit code {code}." if code else "It ran to its end."
+    lacks = "6 bytes of its log were not written: Not a directory."
+    assert told == [f"{ended} {lacks} It last printed:", "hello"]
 
 
 # ---- pages -------------------------------------------------------------------

@@ -128,7 +128,9 @@ def outcome_of(record: LeaseRecord, job: JobRecord) -> AttemptEnd:
         return AttemptEnd("cancelled", messages.text("job.cancelled"), job)
     if job.exit_code is not None and not job.stopped and not lost:
         if job.exit_code == 0:
-            return AttemptEnd("succeeded", messages.text("job.done"), job)
+            # A reason says what its log lacks.
+            done = job.reason_texts[0] if job.reason_texts else messages.text("job.done")
+            return AttemptEnd("succeeded", done, job)
         code = messages.text("job.ended_with", job.exit_code)
         return _after_failure(job, job.reason_texts[0] if job.reason_texts else code)
     if (over := why_over(job)) is not None:
