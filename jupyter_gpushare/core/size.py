@@ -17,7 +17,7 @@ WHOLE_GPU = 1000  # thousandths
 MOST_GPUS = 1024
 # Forms of text that JavaScript reads alike (`ui/src/sizes.ts`): a part of one GPU or a number of
 # GPUs, whose range is checked here; bytes with or without a unit.
-GPUS_PATTERN = "(?=.*[1-9])([0-9]{1,4}|0{0,4}[.][0-9]{1,11}|1[.]0{1,11})|[1-9][0-9]{0,6}/[1-9][0-9]{0,7}"
+GPUS_PATTERN = "(?=.*[1-9])([0-9]{1,4}|0{0,4}[.][0-9]{1,20}|1[.]0{1,20})|[1-9][0-9]{0,6}/[1-9][0-9]{0,7}"
 MEMORY_PATTERN = "([0-9]{1,15})([kKMGT]|[KMGT]i)?B?"
 _FACTORS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 _FACTORS |= {"KI": 1 << 10, "MI": 1 << 20, "GI": 1 << 30, "TI": 1 << 40}
@@ -106,10 +106,10 @@ def field_of_memory(text: str) -> str:
 def parse_fraction(text: str) -> int:
     """Return thousandths of one GPU for ``0.25``, ``1/4`` or ``1``.
 
-    Exact: ``1/3`` is 333, the next thousandth below; ``0.33333`` is refused.
+    ``1/3`` and ``0.33333`` are 333, the next thousandth below.
 
     Raises:
-        InvalidRequest: not a number, not in (0, 1], or finer than 1/1000.
+        InvalidRequest: not a number, or not from 1/1000 to 1.
     """
     plain = text.strip()
     value = Fraction(plain) if re.fullmatch(GPUS_PATTERN, plain) else None
@@ -119,9 +119,9 @@ def parse_fraction(text: str) -> int:
             repr(text[:40]),
         )
     milli = math.floor(value * WHOLE_GPU)
-    if milli < 1 or ("/" not in text and value * WHOLE_GPU != milli):
+    if milli < 1:
         raise InvalidRequest(
-            "%1 is too fine: a GPU fraction is a number like 0.5 or 1/2, from 0.001 to 1, in steps of 0.001",
+            "%1 is too small: a GPU fraction is a number like 0.5 or 1/2, from 0.001 to 1",
             repr(text[:40]),
         )
     return milli

@@ -183,7 +183,7 @@ def template_of(node: ast.AST) -> ast.expr | None:
 def sizes_module() -> str:
     """Return ``src/sizes.ts``: which sizes `core.size` reads, and how `gibibytes` writes memory."""
     return (
-        f"{HEADER}\n/** `0.5`, `1/2` or `2` GPUs; the broker says what is too fine or too many. */\n"
+        f"{HEADER}\n/** `0.5`, `1/2` or `2` GPUs; the broker says what is too small or too many. */\n"
         f"export const GPUS = {_expression(GPUS_PATTERN)};\n"
         "\n/** An amount of memory: 20GiB, 500MB or a number of bytes. */\n"
         f"export const MEMORY = {_expression(MEMORY_PATTERN)};\n"
