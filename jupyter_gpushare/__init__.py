@@ -20,5 +20,6 @@ def progress(done: float, total: float | None = None) -> bool:
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Give a notebook ``%gpu``, ``%gpujob`` and ``%%gpujob``: ``%load_ext jupyter_gpushare``."""
-    shell.register_magics(_load("jupyter_gpushare.cli.magics").GpuMagics)
+    """Give a notebook ``%gpu``, ``%gpujob`` and ``%%gpujob``; imported by the first that is used."""
+    for name in ("gpu", "gpujob"):
+        shell.magics_manager.register_lazy(name, "jupyter_gpushare.cli.magics")

@@ -1,4 +1,4 @@
-"""The command line inside a notebook: ``%load_ext jupyter_gpushare``.
+"""The command line inside a notebook.
 
 %gpu                                   my GPU: size, memory, state, what happens next
 %gpujob --gpus 2 -- python train.py    `gpushare submit`, with all of its options
@@ -12,7 +12,7 @@ import os
 import shlex
 import sys
 from contextlib import closing, redirect_stderr, suppress
-from typing import TextIO
+from typing import Any, TextIO
 
 from IPython.core.magic import Magics, line_cell_magic, line_magic, magics_class
 
@@ -90,3 +90,8 @@ class GpuMagics(Magics):
         # Wrong usage and --help end in SystemExit, after argparse has said it.
         with redirect_stderr(_Renamed(magic, sys.stderr)), suppress(SystemExit):
             main(words)
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """Register the magics: IPython calls this when the first of them is used."""
+    shell.register_magics(GpuMagics)

@@ -94,6 +94,11 @@ def test_jupyter_server_finds_the_extension(installed):
     assert json.loads(config.read_text())["ServerApp"]["jpserver_extensions"]
 
 
+def test_kernels_of_its_environment_have_the_magics(installed):
+    config = json.loads((installed / "etc/ipython/ipython_kernel_config.json").read_text())
+    assert config == {"InteractiveShellApp": {"extra_extensions": ["jupyter_gpushare"]}}
+
+
 def test_jupyterlab_finds_the_extension_and_every_file_that_it_loads_at_start(installed):
     folder = installed / "share/jupyter/labextensions/jupyter-gpushare"
     package = json.loads((folder / "package.json").read_text())
