@@ -83,7 +83,7 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
     ).tag(config=True)
 
     job_cmd = Command(
-        ["python3", "-P", "-m", "jupyter_gpushare.job"],
+        ["python3", "-X", "utf8", "-P", "-m", "jupyter_gpushare.job"],
         help="""
         Command that runs a training job in a container, instead of `Spawner.cmd`.
 

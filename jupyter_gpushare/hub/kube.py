@@ -92,7 +92,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
     ).tag(config=True)
 
     job_cmd = Command(
-        ["python3", "-P", "-m", "jupyter_gpushare.job"],
+        ["python3", "-X", "utf8", "-P", "-m", "jupyter_gpushare.job"],
         help="""
         Command that runs a training job in a pod, instead of `Spawner.cmd`.
 

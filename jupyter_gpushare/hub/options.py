@@ -19,6 +19,7 @@ from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol.wire import TICKET_OPTION, GpuRequest, decode
 
 KEY = "gpushare"
+OWN = frozenset((KEY, TICKET_OPTION))
 PROJECT_FIELD = "gpushare_project"
 SIZE_FIELD = "gpushare_size"  # followed by : and the project, where there are several
 MEMORY_FIELD = "gpushare_memory"

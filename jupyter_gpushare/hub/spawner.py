@@ -37,7 +37,7 @@ from jupyter_gpushare.hub.compat import SpawnException, keep_failure_count
 from jupyter_gpushare.hub.grants import MemoryForSleep
 from jupyter_gpushare.hub.refusals import BAD_GRANT, BROKER_DOWN, NOT_SET_UP, SHARED_RESOURCE, refusal
 from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME, SpawnPage
-from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnStop, encode, replace
+from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnStop, encode_ascii, replace
 
 # Scope that permits submitting jobs, defined by the site (see jupyterhub_config.py).
 JOBS_SCOPE = "custom:gpushare:jobs"
@@ -118,14 +118,15 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
     ).tag(config=True)
 
     job_cmd = Command(
-        [sys.executable, "-P", "-m", "jupyter_gpushare.job"],
+        [sys.executable, "-X", "utf8", "-P", "-m", "jupyter_gpushare.job"],
         help="""
         Command that runs a training job, instead of `Spawner.cmd`.
 
         Must have this package and the users' programs in its PATH: in an image or
         environment of its own, name that environment's python. Keep `-P`: without it
         a file like `random.py` in a user's home is imported in place of Python's own,
-        and every job of that user fails.
+        and every job of that user fails. Keep `-X utf8`: without it a locale that is not
+        UTF-8 breaks arguments of a job that are not ASCII.
         """,
     ).tag(config=True)
 
@@ -323,6 +324,12 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
             self._lease_possible = False
             raise refusal(str(error), error.reason, error.status) from None
 
+    async def _run_apply_user_options(self, user_options: dict[str, Any]) -> None:
+        """Apply a site's options; only a hook of the site sees ours, which the Hub would warn of."""
+        if not callable(self.apply_user_options):
+            user_options = {name: value for name, value in user_options.items() if name not in options.OWN}
+        await super()._run_apply_user_options(user_options)
+
     async def _start_server(self) -> Any:
         """Start the server with the grant that is there by now, as the class beneath does."""
         with self.memory_for_sleep(self._grant):
@@ -360,7 +367,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         if grant is None or grant.lease is None:
             return {**env, "CUDA_VISIBLE_DEVICES": ""}
         if grant.job is not None:
-            env["GPUSHARE_JOB"] = encode(grant.job).decode()
+            env["GPUSHARE_JOB"] = encode_ascii(grant.job)
             for name in ("JUPYTERHUB_ROOT_DIR", "JUPYTERHUB_DEFAULT_URL"):
                 env.pop(name, None)
         return env

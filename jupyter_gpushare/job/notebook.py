@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import io
 import json
 import os
 import signal
@@ -237,6 +238,9 @@ def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str], 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what the command line says and return the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="replace")  # the log's, whatever the locale is
     parser = argparse.ArgumentParser(prog="python -m jupyter_gpushare.job.notebook", description=__doc__)
     parser.add_argument("notebook", type=Path)
     parser.add_argument("output", type=Path)

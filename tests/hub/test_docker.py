@@ -132,7 +132,7 @@ def test_a_job_runs_beside_the_session_in_a_container_of_its_own_with_its_grace_
     session, job = docker.made
     assert session.name != job.name
     assert session.running
-    assert job.created["Cmd"][:4] == ["python3", "-P", "-m", "jupyter_gpushare.job"]
+    assert job.created["Cmd"][:6] == ["python3", "-X", "utf8", "-P", "-m", "jupyter_gpushare.job"]
     hub.broker.grant = None
     hub.stop_server("ada", JOB_NAME, remove=True)
     assert job.stopped_after_s == 80  # the grace period and the runner's own 20 s

@@ -22,7 +22,7 @@ from jupyter_gpushare.hub import spawner as module
 from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
 from jupyter_gpushare.hub.local import GPUShareLocalSpawner
 from jupyter_gpushare.hub.systemd import GPUShareSystemdSpawner
-from jupyter_gpushare.protocol.wire import SpawnGrant
+from jupyter_gpushare.protocol.wire import TICKET_OPTION, JobSpec, SpawnGrant, decode
 
 
 def configured(**traits: Any) -> GPUShareSimpleSpawner:
@@ -75,7 +75,7 @@ def test_the_address_may_end_with_a_slash() -> None:
 
 
 def test_jobs_run_with_the_hubs_python_by_default() -> None:
-    assert configured().job_cmd == [sys.executable, "-P", "-m", "jupyter_gpushare.job"]
+    assert configured().job_cmd == [sys.executable, "-X", "utf8", "-P", "-m", "jupyter_gpushare.job"]
 
 
 def test_a_server_asks_for_the_right_to_submit_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,6 +86,27 @@ def test_a_server_asks_for_the_right_to_submit_jobs(monkeypatch: pytest.MonkeyPa
         "access:services!service=gpushare",
         "custom:gpushare:jobs",
     ]
+
+
+@pytest.mark.parametrize("hook", [None, {"image": "image"}])
+def test_the_hub_warns_of_options_that_are_not_ours(hook: Any, caplog: pytest.LogCaptureFixture) -> None:
+    spawner = configured()
+    spawner.log, spawner.apply_user_options = logging.getLogger("spawner"), hook
+    spawner.user = SimpleNamespace(name="ada")
+    asyncio.run(spawner._run_apply_user_options({"gpushare": {"gpus": "1"}, TICKET_OPTION: "x"}))
+    assert not caplog.records
+    asyncio.run(spawner._run_apply_user_options({"gpushare": {"gpus": "1"}, "other": 1}))
+    assert ["gpushare" in each.message.split("for")[0] for each in caplog.records] == [False]
+
+
+def test_a_job_of_any_text_reaches_its_runner_in_ascii() -> None:
+    spawner = distinct.sample(GPUShareSimpleSpawner, Config(), "")
+    text = 'héllo "\N{ROCKET}" \x7f\n\\u00e9'
+    job = JobSpec(id="a", attempt=1, name=text, command=[text], cwd=text, env={text: text}, grace_s=1.0)
+    spawner.take_grant(SpawnGrant(lease="ja-1", kind=Kind.TRAIN, env={}, job=job))
+    sent = spawner.get_env()["GPUSHARE_JOB"]
+    assert sent.isascii()
+    assert decode(sent.encode(), JobSpec) == job
 
 
 def test_a_hub_without_that_scope_still_starts_servers() -> None:

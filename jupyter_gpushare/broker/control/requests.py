@@ -117,7 +117,7 @@ class RequestService:
             idempotency_key=key,
             request_digest="" if key is None else wire.digest(request),
         )
-        if (size := len(wire.encode(job_spec(job, attempt=1, settled=0)))) > wire.MAX_JOB_BYTES:
+        if (size := len(wire.encode_ascii(job_spec(job, attempt=1, settled=0)))) > wire.MAX_JOB_BYTES:
             raise InvalidRequest(
                 "the command and environment of this job take %1 KiB, and at most %2 KiB reach its "
                 "process: put them into a file that it reads",

@@ -22,6 +22,7 @@ from jupyter_gpushare.protocol.wire.codec import (
     decode_stored,
     digest,
     encode,
+    encode_ascii,
     indented,
     replace,
 )

@@ -62,6 +62,11 @@ def encode(message: Any) -> bytes:
     return msgspec.json.encode(message)
 
 
+def encode_ascii(message: Any) -> str:
+    """Return the JSON of a message in ASCII, for an environment whatever the locale is."""
+    return json.dumps(msgspec.to_builtins(message), separators=(",", ":"))
+
+
 def digest(message: msgspec.Struct) -> str:
     """Return 64 hexadecimal digits of what a message says; the order of keys and default values do not count.
 
