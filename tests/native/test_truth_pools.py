@@ -311,4 +311,4 @@ def test_an_unknown_option_is_refused(tmp_path: Path, option: str) -> None:
     code = "import ctypes; print(ctypes.CDLL('libcuda.so.1').cuInit(0))"
     done = run(sys.executable, "-c", code, env=env, check=True)
     assert done.stdout == "100\n"
-    assert "GPUSHARE_SIMULATE must read like" in done.stderr
+    assert "GPUSHARE_SIMULATE is wrong at" in done.stderr

@@ -121,12 +121,16 @@ static struct sim_state *map_state(int fd, const char *path)
     }
     const char *spec = getenv("GPUSHARE_SIMULATE");
     memset(state, 0, sizeof *state);
-    if (spec && sim_parse_spec(state, spec)) {
+    if (spec && sim_parse_spec(state, &spec)) {
         init_mutex(&state->mutex);
         atomic_store(&state->magic, SIM_MAGIC);
         return state;
     }
-    fail(path, spec ? "GPUSHARE_SIMULATE must read like 2xH100-80GB,host=512GiB" : "GPUSHARE_SIMULATE is not set");
+    char why[256] = "GPUSHARE_SIMULATE is not set";
+    if (spec)
+        snprintf(why, sizeof why, "GPUSHARE_SIMULATE is wrong at \"%.80s\": it must read like 2xH100-80GB,host=512GiB "
+            "(+ before more devices, a comma before each option)", spec);
+    fail(path, why);
     munmap(state, sizeof *state);
     return NULL;
 }

@@ -220,7 +220,7 @@ extern struct sim_state *sim;
  * 0, or -1 with one line on stderr. */
 int sim_open(void);
 int sim_attach(const char *path);
-bool sim_parse_spec(struct sim_state *state, const char *spec);
+bool sim_parse_spec(struct sim_state *state, const char **at);
 
 uint64_t sim_now_ns(void);
 void sim_sleep_ns(uint64_t ns);

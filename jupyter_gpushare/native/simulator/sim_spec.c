@@ -170,7 +170,8 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
     return false;
 }
 
-bool sim_parse_spec(struct sim_state *state, const char *spec)
+/* The devices and options of a spec; if false, *at is where it is not understood. */
+bool sim_parse_spec(struct sim_state *state, const char **at)
 {
     state->host_total_bytes = (uint64_t)512 << 30;
     state->context_bytes = (uint64_t)500 << 20;
@@ -183,22 +184,24 @@ bool sim_parse_spec(struct sim_state *state, const char *spec)
     state->lists_dead = SIM_LISTS_DEAD;
     state->restarts_unused_only = SIM_RESTARTS_UNUSED_ONLY;
     snprintf(state->driver, sizeof state->driver, "580.00.00-simulated");
-    if (!parse_devices(state, &spec))
+    if (!parse_devices(state, at))
         return false;
-    while (*spec == ',') {
-        const char *key = ++spec;
+    while (**at == ',') {
+        const char *key = ++*at;
         size_t length = strcspn(key, ",=");
-        spec += length;
-        if (*spec != '=') {
+        *at += length;
+        if (**at != '=') {
             bool *flag = length == 6 && !strncmp(key, "cgroup", length) ? &state->limits_cgroups
                          : length == 3 && !strncmp(key, "mig", length)  ? &state->mig
                                                                         : NULL;
-            if (!flag)
+            if (!flag) {
+                *at = key;
                 return false;
+            }
             *flag = true;
         } else {
-            spec++;
-            if (!parse_option(state, key, length, &spec))
+            ++*at;
+            if (!parse_option(state, key, length, at))
                 return false;
         }
     }
@@ -210,5 +213,5 @@ bool sim_parse_spec(struct sim_state *state, const char *spec)
     for (uint32_t d = 0; d < state->device_count; d++)
         if (state->unusable_bytes + state->reserved_bytes >= state->device[d].total_bytes)
             return false;
-    return *spec == 0;
+    return **at == 0;
 }
