@@ -53,6 +53,7 @@ _JOB_ID = re.compile(r"[a-z0-9]{1,40}")
 # Of what a failed command printed last.
 _LAST_BYTES = 16 << 10
 _LAST_LINES = 5
+_CELL = "[gpushare] cell "  # `job.notebook`
 _LAST_CHARS = 200  # of each line
 # Colours and movements of a terminal (ECMA-48): CSI sequences.
 _CSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
@@ -185,12 +186,16 @@ def log_end(path: Path) -> int:
 
 
 def last_lines(printed: bytes) -> list[str]:
-    """Return the last lines with text: 5 of 200 characters at most, without control characters."""
+    """Return the last lines with text: 5 of 200 characters at most, without control characters.
+
+    Of a notebook, none that came before its newest cell: the start of a kernel prints warnings.
+    """
     text = printed[-_LAST_BYTES:].decode(errors="replace")
     # Of a line that was drawn over and over, like a progress bar, the newest.
     drawn = (line.rstrip("\r").rpartition("\r")[2] for line in _CSI.sub("", text).split("\n"))
     plain = ("".join(c if c.isprintable() else " " for c in line).rstrip() for line in drawn)
     kept = [line for line in plain if line][-_LAST_LINES:]
+    kept = kept[max((n for n, line in enumerate(kept) if line.startswith(_CELL)), default=0) :]
     return [line if len(line) <= _LAST_CHARS else f"{line[: _LAST_CHARS - 3]}..." for line in kept]
 
 

@@ -21,6 +21,7 @@ from jupyter_gpushare.protocol.jobfiles import (
     attempts_of,
     forget_old_attempts,
     forget_old_jobs,
+    last_lines,
     log_end,
     log_path,
     read_log,
@@ -275,3 +276,13 @@ def test_a_record_is_replaced_in_one_step_or_not_at_all(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "job") == ["attempt-1.json"]
     (tmp_path / "file").touch()
     assert not write_record(tmp_path / "file" / "attempt-1.json", record)
+
+
+def test_the_last_lines_of_a_notebook_begin_at_its_newest_cell() -> None:
+    began = b"[IPKernelApp] WARNING | Kernel is running over TCP\n[gpushare] cell 1 of 1\n"
+    died = b"Fatal Python error\n[gpushare] the kernel died\n"
+    assert last_lines(began + died) == [
+        "[gpushare] cell 1 of 1",
+        "Fatal Python error",
+        "[gpushare] the kernel died",
+    ]
