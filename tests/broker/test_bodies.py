@@ -28,7 +28,7 @@ from tests.broker.http_site import PREFIX, SPAWNER, person
         (b'{"command": ["a"], "nosuch": 1}', "nosuch"),
         (b'{"command": ["a"], "checkpoint": "maybe"}', "maybe"),
         (b'{"command": ["a"], "gpus": 1}', "gpus"),
-        (b'{"command": ["a"], "gpus": "0.33333"}', "GPU fraction"),
+        (b'{"command": ["a"], "gpus": "0.00033"}', "GPU fraction"),
         (b'{"command": ["\\ud800"]}', "character"),
         (b'{"command": ["a"], "name": "\\udfff"}', "character"),
         (b'{"command": ["\xff"]}', "JSON"),

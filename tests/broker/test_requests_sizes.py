@@ -37,7 +37,7 @@ NOT_WEB = [
         ({"gpus": -1}, "from 0 to 1024"),
         ({"gpus": 10**30}, "from 0 to 1024"),
         ({"fraction": "0.5", "gpus": 1}, "not for 2 of them"),
-        ({"fraction": "0.33333"}, "GPU fraction"),
+        ({"fraction": "0.00033"}, "GPU fraction"),
         ({"memory": "lots"}, "size of memory"),
         ({"memory": "999TiB"}, "GPU"),
         ({"memory": "999999999999999TiB"}, "GPU"),
@@ -57,7 +57,7 @@ async def test_a_session_with_an_impossible_size_is_refused(broker, options, say
     [
         ({"gpus": "10"}, "GPU"),
         ({"gpus": "1025"}, "at most 1024"),
-        ({"gpus": "0.33333"}, "GPU fraction"),
+        ({"gpus": "0.00033"}, "GPU fraction"),
         ({"memory": "999TiB"}, "GPU"),
         ({"command": []}, "needs a command"),
         ({"command": ["  "]}, "needs a command"),

@@ -50,7 +50,7 @@ def test_options_without_ours_ask_for_no_gpu() -> None:
         {"fraction": "nan"},
         {"fraction": "1/0"},
         {"fraction": "lots"},
-        {"fraction": "0.33333"},
+        {"fraction": "0.00033"},
         {"fraction": ["0.5"]},
         {"gpus": -1},
         {"gpus": "2"},
