@@ -244,7 +244,7 @@ def test_a_terminal_and_a_notebook_need_no_token_to_submit_follow_and_look(hub: 
     (held,) = bo.ask("leases")["leases"]
     assert (held["size"], held["level"]) == ("1/2 GPU", "preload")
     kernel = bo.kernel()
-    assert "1/2 GPU of" in kernel.run("%load_ext jupyter_gpushare\n%gpu")
+    assert "1/2 GPU of" in kernel.run("%gpu")
     said = kernel.run("%%gpujob --gpus 0.5\nprint(7 * 11)")
     (job,) = [job for job in bo.ask("jobs")["jobs"] if job["name"] == "cell"]
     assert job["id"] in said
