@@ -9,6 +9,7 @@ description counts, only the form of a line, the unit of its rate, and how bars 
   one shows nothing until it goes on.
 * A bar that starts again, or that a different one follows, is no progress from then on.
 * The first bar counts at once; a later one once it has run `_LONGER` times as long as those before it.
+* A bar after or behind ``Epoch 1/9`` that has another total is one of many, and ignored.
 * A bar of steps inside numbered epochs (Keras, fastprogress) counts as a part of its epoch.
 
 Everything is bounded: the unfinished line, the bars that are remembered, and the work per byte.
@@ -39,7 +40,7 @@ _TQDM = re.compile(
 )
 _SCALE = {b"": 1.0, b"k": 1e3, b"M": 1e6, b"G": 1e9, b"T": 1e12}
 _RATE = re.compile(rb"(?:[0-9.]+|\?)(?:[kMGTPEZY]? ?([A-Za-z]+)/s|[kMGTPEZY]?s/ ?([A-Za-z]+))\s*")
-_UNITS = re.compile(rb"(?:it|iter|iteration|step|batch|update|epoch|round|episode|trial|fold)(?:s|es)?")
+_UNITS = re.compile(rb"(?:it|iter|iteration|step|batch|update|epoch|round|episode|trial|fold|cell)(?:s|es)?")
 # `` 22% (9 of 40) |####      | Elapsed Time``: progressbar2.
 _OF = re.compile(rb"\s*[0-9]{1,3}% \(([0-9]{1,15}) of ([0-9]{1,15})\) \|")
 # ``Epoch 1/3 : |####----| 10.00% [1/10 00:00<00:01]``: fastprogress.
@@ -47,6 +48,7 @@ _FAST = re.compile(rb"\|[^|]*\| [0-9.]{1,6}% \[([0-9]{1,12})/([0-9]{1,12}) " + _
 _FAST_EPOCH = re.compile(rb"Epoch ([0-9]{1,9})/([0-9]{1,9}) : " + _FAST.pattern)
 # ``Epoch 1/3``, then `` 7/20 ━━━━━━━ 4s 200ms/step``, ``7/20 [==>...] - ETA`` or ``20/20 - 4s``: Keras.
 _KERAS_EPOCH = re.compile(rb"Epoch ([0-9]{1,9})/([0-9]{1,9})")
+_EPOCH_OF = re.compile(rb"\s*Epoch:? ?\[?[0-9]{1,9}/([0-9]{1,9})")
 _KERAS = re.compile(rb"\s*([0-9]{1,12})/([0-9]{1,12}) (?:\xe2\x94\x81|\[[=>.]{10,60}\]|- [0-9]{1,9}m?s)")
 
 # What makes two bars the same one: unit and total.
@@ -77,6 +79,7 @@ class Bars:
         self._ran_s = 0.0  # for how long bars have run
         self._last: tuple[_Key, float] | None = None  # the last bar that was seen, and when
         self._unfinished: _Key | None = None  # the bar in the line of the cursor
+        self._epochs = 0  # by the last heading of an epoch
         self._epoch: tuple[int, int] | None = None  # number and total
         self._step = (0, 0)  # done and total, in the present epoch
         self._steps: int | None = None  # of each epoch; 0: not known
@@ -111,9 +114,14 @@ class Bars:
         self._rest = rest[-_LINE_BYTES:]
         # A bar waits for its next refresh with its line unfinished.  A new one may yet prove to be inside
         # the one above it.
+        self._note_heading(_clean(self._rest))
         found = _plain(_clean(self._rest))
         if found is not None and (self._bar is None or self._bar.key == found[0]):
             self._take(*found, at_s)
+
+    def _note_heading(self, line: bytes) -> None:
+        if heading := _EPOCH_OF.match(line):
+            self._epochs = int(heading[1])
 
     def _leave_upwards(self, lines: list[bytes]) -> None:
         for line in lines:
@@ -122,6 +130,7 @@ class Bars:
 
     def _line(self, line: bytes, at_s: float) -> None:
         under, self._unfinished = self._unfinished, None
+        self._note_heading(line)
         if (found := _plain(line)) is not None:
             key, done = found
             self._unfinished = key if done < key[1] else None
@@ -150,7 +159,7 @@ class Bars:
             self._steps = None
         elif epoch <= before[0]:
             self._drop(key)
-        elif self._bar is not None and self._bar.key == key:
+        elif self._epoch is not None and self._bar is not None and self._bar.key == key:
             self._take(key, epoch - 1.0, at_s)
 
     def _take_step(self, step: int, steps: int, at_s: float) -> None:
@@ -177,6 +186,9 @@ class Bars:
         if key in self._spent:
             return
         bar = self._bar
+        if bar is None and self._epochs > 1 and key[1] != self._epochs:
+            self._drop(key)
+            return
         if bar is None or bar.key != key:
             if bar is not None and bar.is_open and bar.done < bar.key[1]:
                 bar.is_covered = True

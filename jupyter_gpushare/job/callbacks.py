@@ -56,7 +56,8 @@ def KerasProgress() -> Any:
     Raises:
         ImportError: the program has imported neither.
     """
-    base = _base("keras.callbacks", "Callback") or _base("tf_keras.callbacks", "Callback")
+    found = (getattr(sys.modules.get(name), "callbacks", None) for name in ("keras", "tf_keras"))
+    base = next(filter(None, (getattr(each, "Callback", None) for each in found)), None)
     return _class(_Keras, (base or _missing("keras"),), KerasProgress)()
 
 

@@ -16,6 +16,7 @@ import secrets
 import ssl
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -25,7 +26,7 @@ from tornado import web
 from tornado.escape import xhtml_escape
 
 from jupyter_gpushare.listener import Gate, Listener, connections_allowed
-from jupyter_gpushare.protocol.jobfiles import AttemptRecord, BoundedLog, Piece
+from jupyter_gpushare.protocol.jobfiles import RECENT_BYTES, AttemptRecord, BoundedLog, log_end, read_log
 
 CHUNK_BYTES = 1 << 20
 # Few enough that the limit of open files, which the command inherits, stays as it is.
@@ -49,7 +50,7 @@ pre {{ border: 1px solid gray; border-radius: .3rem; padding: .8rem; white-space
 """
 
 Now = Callable[[], tuple[AttemptRecord, Mapping[str, float | None]]]
-# None: nothing was printed yet.
+# None: this runner starts nothing, as the attempt had a result before.
 Log = Callable[[], BoundedLog | None]
 
 
@@ -108,7 +109,11 @@ class _LogPage(_Private):
     def get(self) -> None:
         record, _ = self._now()
         log = self._printed()
-        piece = log.recent() if log is not None else Piece(0, b"")
+        if log is not None:
+            piece = log.recent()
+        else:
+            path = Path(record.log)
+            piece = read_log(path, max(0, log_end(path) - RECENT_BYTES), RECENT_BYTES)
         running = record.state != "ended"
         heading = "Log" if piece.offset == 0 else f"The end of the log (from byte {piece.offset})"
         if log is not None and log.left_out_bytes:
@@ -133,7 +138,10 @@ class _RawLog(_Private):
     @web.authenticated
     def get(self) -> None:
         log, offset = self._printed(), self.offset()
-        piece = log.read(offset, CHUNK_BYTES) if log is not None else Piece(offset, b"")
+        if log is not None:
+            piece = log.read(offset, CHUNK_BYTES)
+        else:
+            piece = read_log(Path(self._now()[0].log), offset, CHUNK_BYTES)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.set_header("X-Gpushare-Offset", str(piece.offset))
         self.set_header("X-Gpushare-Next", str(piece.next_offset))

@@ -253,18 +253,20 @@ class Runner:
         await asyncio.to_thread(pump.join, LEFTOVER_GRACE_S)
         if self._progress == _NO_PROGRESS:
             await self._tell_progress(reports)  # the final report withdraws nothing
+        if self._log is not None:
+            await asyncio.to_thread(self._log.sync)
         self._tell_what_it_printed()
 
     def _tell_what_it_printed(self) -> None:
         """Add to the reason what the log lacks; then, or of a command that failed, also the last lines."""
         record, printed = self._record, self._log
-        if printed is None or record.stopped:
+        if printed is None:
             return
         reason = record.reason
         if printed.left_out_bytes:
             ended = reason or "It ran to its end."
             reason = f"{ended} {printed.left_out_bytes:,} bytes of its log were not written: {printed.why}."
-        if reason and (lines := last_lines(printed.recent().data)):
+        if reason and not record.stopped and (lines := last_lines(printed.recent().data)):
             reason = "\n".join([f"{reason} It last printed:", *lines])
         self._record = replace(record, reason=reason)
 
@@ -385,7 +387,8 @@ class Runner:
         self._print(data)
         if self._reported is not None:
             return
-        self._bars.feed(data, time.monotonic())
+        with contextlib.suppress(Exception):  # whatever it prints, the job goes on
+            self._bars.feed(data, time.monotonic())
         found = self._bars.progress
         if found is None or found[1] > MAX_PROGRESS:
             self._shown = _NO_PROGRESS

@@ -6,7 +6,7 @@
 
 Rules:
 
-* A long log keeps its head and the newest `TAIL_PARTS` parts of `PART_BYTES`.
+* A long log keeps its head and as many of its newest bytes as `TAIL_PARTS` of `PART_BYTES` hold.
   Offsets count every byte that the job printed, so that readers detect gaps.
 * Writing never raises and never ends a job: bytes that the disk rejects are counted
   as left out.  Once it takes bytes again, a line in the log says how many, and why.
@@ -39,6 +39,8 @@ HEAD_BYTES = 32 << 20
 PART_BYTES = 8 << 20
 TAIL_PARTS = 4
 RECENT_BYTES = 64 << 10
+# Of one log: a part ends at each refusal of the disk.
+MOST_PARTS = 64
 KEEP_JOBS = 200
 KEEP_ATTEMPTS = 3
 # Seconds without output after which an unfinished job counts as abandoned.
@@ -223,8 +225,9 @@ class BoundedLog:
         self._tail_parts = tail_parts
         self._guard = threading.Lock()
         self._file: int | None = None
+        self._unsynced_bytes = 0  # written to the open file: the disk may yet refuse them
         self._left_bytes = head_bytes
-        self._tail: list[Path] = []
+        self._tail: dict[Path, int] = {}  # the parts, oldest first, with their bytes
         self._part: Path | None = None  # the open part, as long as it is empty
         self._end = 0
         for _, old in _parts(path):
@@ -239,8 +242,8 @@ class BoundedLog:
 
     def read(self, offset: int, at_most_bytes: int) -> Piece:
         """Return what `read_log` does, and of what was not written the newest `RECENT_BYTES`."""
+        recent = self.recent()  # before the file, which then holds no less
         piece = read_log(self.path, offset, at_most_bytes)
-        recent = self.recent()
         skipped = max(0, offset - recent.offset)
         held = Piece(recent.offset + skipped, recent.data[skipped:][:at_most_bytes])
         if not piece.data or held.offset < piece.offset:
@@ -266,13 +269,36 @@ class BoundedLog:
 
     def close(self) -> None:
         """Write nothing more; flushed to the disk."""
+        self.sync()
+        with self._guard:
+            self._close_file()
+            self._drop_empty()
+
+    def sync(self) -> None:
+        """Flush to the disk; a network's may refuse only now what it took before."""
         with self._guard:
             if self._file is not None:
-                with contextlib.suppress(OSError):
+                try:
                     os.fsync(self._file)
+                except OSError as error:
+                    if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                        self._lose(error)
+            self._unsynced_bytes = 0
+
+    def _close_file(self) -> None:
+        if self._file is not None:
+            try:
                 os.close(self._file)
-                self._file = None
-            self._drop_empty()
+            except OSError as error:
+                self._lose(error)
+            self._file, self._unsynced_bytes = None, 0
+
+    def _lose(self, error: OSError) -> None:
+        """Count what was not flushed as left out: at most so much is missing."""
+        self.why = _words(error)
+        self.left_out_bytes += self._unsynced_bytes
+        self._untold_bytes += self._unsynced_bytes
+        self._unsynced_bytes = 0
 
     def _printed(self, data: bytes) -> None:
         self._end += len(data)
@@ -311,10 +337,13 @@ class BoundedLog:
         except OSError as error:
             self.why, written = _words(error), 0
         else:
+            self._unsynced_bytes += written
             if written < len(data):
                 self.why = os.strerror(errno.ENOSPC)
         if written and self._part is not None:
             self._keep_part(self._part)
+        if written and self._tail:
+            self._tail[next(reversed(self._tail))] += written
         return written
 
     def _tell(self) -> None:
@@ -325,8 +354,7 @@ class BoundedLog:
             self._untold_bytes = 0
 
     def _next_part(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
+        self._close_file()
         self._drop_empty()
         self._part = self.path.with_name(f"{self.path.name}.{self._end:015d}")
         self._open(self._part)
@@ -340,10 +368,14 @@ class BoundedLog:
         if not self._tail:
             with contextlib.suppress(OSError):
                 self.path.touch(0o600)  # by the head an attempt is found
-        self._tail.append(part)
-        while len(self._tail) > self._tail_parts:
+        room = (self._tail_parts - 1) * self._part_bytes
+        sizes = [min(size, self._part_bytes) for size in self._tail.values()]
+        while sizes and (len(sizes) >= MOST_PARTS or sum(sizes) > room):
+            oldest = next(iter(self._tail))
+            del self._tail[oldest], sizes[0]
             with contextlib.suppress(OSError):
-                self._tail.pop(0).unlink()
+                oldest.unlink()
+        self._tail[part] = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -187,3 +187,22 @@ def test_a_program_with_a_thousand_bars_is_remembered_in_part() -> None:
     bars.feed(printed.encode(), 0.0)
     assert bars.progress == (2, 5000)
     assert len(bars._spent) <= 64
+
+
+@pytest.mark.parametrize(
+    ("printed", "read"),
+    [
+        (b"\rEpoch 1/10:  80%|####  | 80/100 [00:10<00:02, 9.00it/s]", None),
+        (b"Epoch 1/10\n\r  80%|####  | 80/100 [00:10<00:02, 9.00it/s]", None),
+        (b"Epoch 0/9\n----------\n\r  80%|####  | 80/100 [00:10<00:02, 9.00it/s]\n", None),
+        (b"Epoch [1/10]\n\r  80%|####  | 80/100 [00:10<00:02, 9.00it/s]\n", None),
+        (b"\rEpoch 2/10:  20%|####  | 2/10 [00:10<00:02, 9.00s/it]", (2.0, 10.0)),
+        (b"Epoch 1/1\n\r  80%|####  | 80/100 [00:10<00:02, 9.00it/s]", (80.0, 100.0)),
+        (b"Epoch 1/3\n 1/20 \xe2\x94\x81 4s 200ms/step\nEpoch 9/3\n", (0.05, 3.0)),
+        (b"\rExecuting:  50%|####  | 5/10 [00:10<00:02, 9.00s/cell]", (5.0, 10.0)),
+    ],
+)
+def test_a_bar_of_one_of_many_epochs_is_no_progress(printed: bytes, read: tuple[float, float] | None) -> None:
+    bars = Bars()
+    bars.feed(printed, 0.0)
+    assert bars.progress == read

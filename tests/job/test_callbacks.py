@@ -43,6 +43,10 @@ def library(monkeypatch: pytest.MonkeyPatch, module: str, name: str = "Callback"
     made = ModuleType(module)
     base = type(name, (), {})
     setattr(made, name, base)
+    package, _, part = module.partition(".")
+    if part == "callbacks":  # an attribute of the package, whatever module it comes from
+        vars(made)["callbacks"] = made
+        module = package
     monkeypatch.setitem(sys.modules, module, made)
     return base
 

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import itertools
 import os
 import time
@@ -198,6 +199,42 @@ def test_a_full_disk_costs_nothing_that_was_kept(tmp_path: Path, monkeypatch: py
     said = b"[gpushare] 9 bytes were not written: No space left on device\n"
     assert read_all(tmp_path / "log") == [kept[0], kept[2], (27, said + b"back")]
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_disk_that_is_full_now_and_then_costs_only_what_it_did_not_take(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = BoundedLog(tmp_path / "log", part_bytes=1000, tail_parts=2)
+    for period in range(9):
+        log.write(b"%d" % period * 10)
+        with full_disk(monkeypatch):
+            log.write(b"-")
+    log.close()
+    kept = b"".join(data for _, data in read_all(tmp_path / "log"))
+    assert all(b"%d" % period * 10 in kept for period in range(9))
+
+
+@pytest.mark.parametrize("call", ["fsync", "close"])
+def test_what_a_network_s_disk_refuses_late_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """NFS takes bytes over a quota into memory, and says so when they are flushed or the file is closed."""
+    log = BoundedLog(tmp_path / "log", head_bytes=10)
+    log.write(b"0123456789")
+    real = getattr(os, call)
+
+    def refused(fd: int) -> None:
+        real(fd)
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refused)
+        if call == "fsync":
+            log.sync()
+        else:
+            log.write(b"next")
+    assert (log.left_out_bytes, log.why) == (10, "Disk quota exceeded")
+    log.close()
 
 
 def test_a_log_of_an_earlier_life_of_the_same_attempt_is_replaced(tmp_path: Path) -> None:

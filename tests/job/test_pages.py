@@ -38,7 +38,9 @@ async def test_a_user_is_counted_as_one_once_it_may_read_the_pages(
     monkeypatch.setattr(HubOAuth, "user_for_token", known)
     # Without JupyterHub's thread for this: its event loop is never closed.
     monkeypatch.setattr(HubOAuth, "_synchronize", lambda _, __, handler: handler._cached_hub_user)
-    record = AttemptRecord(id="j1", attempt=1, name="x", command=[], state="running", log="")
+    (tmp_path / "log").write_bytes(b"printed before")
+    log = str(tmp_path / "log")
+    record = AttemptRecord(id="j1", attempt=1, name="x", command=[], state="running", log=log)
     server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=lambda: None, seen=lambda: None)
     (listening,) = bind_sockets(0, "127.0.0.1")
     server.add_socket(listening)
@@ -46,6 +48,9 @@ async def test_a_user_is_counted_as_one_once_it_may_read_the_pages(
     try:
         async with httpx.AsyncClient(trust_env=False) as client:
             assert (await client.get(url, headers={"Authorization": "token x"})).status_code == status
+            for page in ("", "log"):  # of a runner that found a result, and starts nothing
+                shown = await client.get(url.replace("status", page), headers={"Authorization": "token x"})
+                assert ("printed before" in shown.text) is (status == 200)
             proven = [server.gate.connections.count(each, is_proven=True) for each in (f"user {HUB}", HUB)]
             assert proven == [int(status == 200), 0]
     finally:

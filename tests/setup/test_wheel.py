@@ -95,7 +95,7 @@ def test_jupyter_server_finds_the_extension(installed):
 
 
 def test_kernels_of_its_environment_have_the_magics(installed):
-    config = json.loads((installed / "etc/ipython/ipython_kernel_config.json").read_text())
+    config = json.loads((installed / "etc/ipython/ipython_config.json").read_text())
     assert config == {"InteractiveShellApp": {"extra_extensions": ["jupyter_gpushare"]}}
 
 
