@@ -9,7 +9,7 @@ import shlex
 import sys
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import closing
 from math import floor
 from pathlib import Path
@@ -317,10 +317,18 @@ def logs(args: argparse.Namespace) -> int:
             if follows:
                 source.job = _patiently(client, job_id)
     printer.finish()
-    # Also where the log lacks something: its reason says what was printed last.
-    if source.job is not None and (args.follow or not printer.attempts or "its log" in source.job.reason):
-        note(*lines(source.job))
+    job = source.job
+    if job is not None and (args.follow or not printer.attempts or lacks_log(job.reason_texts)):
+        note(*lines(job))
     return EXIT_OK
+
+
+def lacks_log(texts: Iterable[str | wire.Text]) -> bool:
+    """Return whether a reason says that the disk did not take the whole log: it has what was printed last."""
+    return any(
+        isinstance(each, wire.Text) and (each.key == "reason.log_lacks" or lacks_log(each.args))
+        for each in texts
+    )
 
 
 def _hub_url(address: Address) -> str:

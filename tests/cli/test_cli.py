@@ -11,9 +11,9 @@ import httpx
 import msgspec
 import pytest
 
-from jupyter_gpushare import cli
+from jupyter_gpushare import cli, messages
 from jupyter_gpushare.channel import api_url
-from jupyter_gpushare.cli import job_logs
+from jupyter_gpushare.cli import job_logs, verbs
 from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol import wire
 
@@ -420,3 +420,19 @@ def test_a_closed_output_pipe_is_no_error(broker, golden, tmp_path, monkeypatch)
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait(60) == 0
+
+
+@pytest.mark.parametrize(
+    ("reason", "lacks"),
+    [
+        ("It ran to its end. 5 bytes of its log were not written: No space left on device.", True),
+        (
+            "It ran to its end. 5 bytes of its log were not written: Input/output error. It last printed:\nx",
+            True,
+        ),
+        ("The command ended with exit code 3. It last printed:\nits log of 5 bytes", False),
+    ],
+)
+def test_a_reason_says_whether_its_log_lacks_something(reason: str, lacks: bool) -> None:
+    """A program's words do not."""
+    assert verbs.lacks_log(messages.reason_texts(reason)) is lacks

@@ -7,10 +7,12 @@ import errno
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
@@ -391,6 +393,20 @@ if point := sys.argv.pop(1):
 sys.exit(helper.main(sys.argv[1:]))
 """
 )
+
+
+def open_machine(**options: str) -> Iterator[Machine]:
+    """A machine of which every user finds the simulated driver's state."""
+    folder = Path(tempfile.mkdtemp(prefix="gpushare-open-"))
+    folder.chmod(0o777)
+    try:
+        for machine in machine_in(folder, **options):
+            machine.sim.ledger()
+            for path in folder.glob("gpu-state*"):
+                path.chmod(0o666)
+            yield machine
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def machine_in(folder: Path, **options: str) -> Iterator[Machine]:

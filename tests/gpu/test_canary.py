@@ -5,9 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import shutil
 import signal
-import tempfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +19,7 @@ from jupyter_gpushare.gpu.driver import ladder, probe
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.devices import UNTESTED, DeviceStates, Verdict
 from jupyter_gpushare.protocol.helper import Level, Rung
-from tests.gpu.machine import Machine, machine_in, until
+from tests.gpu.machine import Machine, open_machine, until
 from tests.simulator import Fault
 
 GPU = DriverGpu("GPU-1", 0, "H100", 80 << 30, mig=False, island="")
@@ -85,16 +83,7 @@ def test_a_child_whose_bytes_are_not_all_shown_is_no_evidence(bare: Machine) -> 
 @pytest.fixture
 def reachable() -> Iterator[Machine]:
     """A machine on which every user finds the simulated driver's state; no helper yet."""
-    folder = Path(tempfile.mkdtemp(prefix="gpushare-canary-"))
-    folder.chmod(0o777)
-    try:
-        for machine in machine_in(folder):
-            machine.sim.ledger()
-            for path in folder.glob("gpu-state*"):
-                path.chmod(0o666)
-            yield machine
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    yield from open_machine()
 
 
 def test_the_child_is_like_a_kernel_no_descendant_another_user_and_uses_what_frameworks_use(

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.gpu.machine import GIB, PATIENCE_S, WORKER, Machine, Worker, machine_in, until
+from tests.gpu.machine import GIB, PATIENCE_S, WORKER, Machine, Worker, open_machine, until
 
 PAGE = Path(__file__).parents[2] / "docs/isolation.md"
 ANOTHER = 41_001 if os.geteuid() == 0 else os.geteuid()
@@ -35,16 +33,7 @@ NOT_LOADED = "a process in it does not load the library that limits memory"
 @pytest.fixture
 def site() -> Iterator[Machine]:
     """Two GPUs, whose simulated state every user may open; ada has 20 GiB of the second."""
-    folder = Path(tempfile.mkdtemp(prefix="gpushare-variables-"))
-    folder.chmod(0o777)
-    try:
-        for machine in machine_in(folder, spec="2xH100-80GB,host=512GiB"):
-            machine.sim.ledger()
-            for path in folder.glob("gpu-state*"):
-                path.chmod(0o666)
-            yield machine
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    yield from open_machine(spec="2xH100-80GB,host=512GiB")
 
 
 def begin(site: Machine, *arguments: str) -> Worker:
