@@ -47,6 +47,14 @@ class ServerKey:
 
 
 @dataclass(frozen=True, slots=True)
+class HubServer:
+    """A server as the Hub has it now; times are ISO 8601 in UTC, empty: the Hub does not say."""
+
+    last_activity: str = ""
+    started: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class HubUser:
     """A user as the Hub has it now."""
 
@@ -217,11 +225,19 @@ class Hub(abc.ABC):
         """
 
     @abc.abstractmethod
-    async def servers(self) -> frozenset[ServerKey]:
+    async def servers(self) -> Mapping[ServerKey, HubServer]:
         """Return all servers that start, run or stop.
 
         Raises:
             HubError: the list is incomplete, or no answer.
+        """
+
+    @abc.abstractmethod
+    async def services(self) -> Mapping[str, Sequence[str]]:
+        """Return the commands of the services that the Hub runs, by name.
+
+        Raises:
+            HubError: refused, or no answer.
         """
 
     @abc.abstractmethod

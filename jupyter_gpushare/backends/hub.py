@@ -1,13 +1,13 @@
 """The few calls to JupyterHub's REST API that the broker makes.
 
 Scopes needed: ``list:users read:users read:groups read:servers servers
-delete:servers``.
+delete:servers``; and ``list:services read:services`` to know of idle cullers.
 """
 
 from __future__ import annotations
 
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping, Sequence
 from datetime import datetime
 from typing import TypeVar
 from urllib.parse import quote
@@ -15,7 +15,7 @@ from urllib.parse import quote
 import httpx
 import msgspec
 
-from jupyter_gpushare.backends.base import Hub, HubError, HubUser, ServerKey
+from jupyter_gpushare.backends.base import Hub, HubError, HubServer, HubUser, ServerKey
 from jupyter_gpushare.protocol.wire import TICKET_OPTION
 from jupyter_gpushare.wall_clock import exact
 
@@ -41,8 +41,18 @@ class _Server(msgspec.Struct):
     ready: bool = False
     pending: str | None = None
     stopped: bool = False
+    last_activity: datetime | None = None
+    started: datetime | None = None
     url: str = ""
     full_url: str | None = None  # with a host: always set when each user has a subdomain
+
+    @property
+    def seen(self) -> HubServer:
+        return HubServer(exact(self.last_activity), exact(self.started))
+
+
+class _Service(msgspec.Struct):
+    command: list[str] | str | None = None
 
 
 class _Next(msgspec.Struct):
@@ -172,16 +182,26 @@ class HubClient(Hub):
         if response.status_code not in (202, 204, 404):
             raise self._refusal(f"the Hub did not stop {key.server}", response)
 
-    async def servers(self) -> frozenset[ServerKey]:
+    async def servers(self) -> Mapping[ServerKey, HubServer]:
         """Return all servers that are not stopped.
 
         Raises:
             HubError: the list could not be read completely.
         """
         users = [user async for user in self._list("active")]
-        return frozenset(
-            ServerKey(u.name, s.name) for u in users for s in u.servers.values() if not s.stopped
-        )
+        return {ServerKey(u.name, s.name): s.seen for u in users for s in u.servers.values() if not s.stopped}
+
+    async def services(self) -> Mapping[str, Sequence[str]]:
+        """Return the commands of the services that the Hub runs, by name.
+
+        Raises:
+            HubError: the list could not be read.
+        """
+        response = await self._ask("GET", "services")
+        if response.status_code != 200:
+            raise self._refusal("the Hub did not list its services", response)
+        found = _decoded(response, dict[str, _Service])
+        return {name: each.command for name, each in found.items() if isinstance(each.command, list)}
 
     async def users(self) -> list[HubUser]:
         """Return all users.

@@ -137,6 +137,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
     _environment: dict[str, str] = {}
     # Whether the broker may hold a lease for this server; unknown after a restart of the Hub.
     _lease_possible = True
+    _stopped_by_hub = False  # else its server ended by itself
     _events: tuple[dict[str, Any], ...] = ()
     _asking = False
 
@@ -272,6 +273,7 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         self._grant = None
         self._events = ()
         self._asking = True
+        self._stopped_by_hub = False
         try:
             self._refuse_shared_resource()
             request = self._requested()
@@ -393,6 +395,11 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
 
     # ---- afterwards --------------------------------------------------------------
 
+    async def stop(self, *args: Any, **options: Any) -> Any:
+        """Stop the server, as the Hub asks; it asks for none that has ended by itself."""
+        self._stopped_by_hub = True
+        return await super().stop(*args, **options)
+
     async def run_post_stop_hook(self) -> None:
         """Release the lease, then run the site's hook."""
         await self._release()
@@ -408,7 +415,11 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         try:
             async with asyncio.timeout(_RELEASE_TIMEOUT_S):
                 stop = SpawnStop(
-                    user=user, server=server, created=self.user.created, not_nodes=self.excluded_nodes()
+                    user=user,
+                    server=server,
+                    created=self.user.created,
+                    not_nodes=self.excluded_nodes(),
+                    by_hub=self._stopped_by_hub,
                 )
                 client = self._broker_client()
                 await self._answer(

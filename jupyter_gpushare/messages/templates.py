@@ -136,6 +136,12 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "recovery.other": "take recovery action %1",
         "reason.runner_ended": "its runner ended before it reported",
         "reason.server_gone": "its server is gone",
+        "reason.released": "an administrator released it",
+        "reason.server_ended": "its server ended",
+        "reason.server_ended_itself": "its server ended by itself",
+        "reason.server_stopped": "the Hub stopped its server on request",
+        "reason.server_aged": "the Hub's service %1 stopped its server for its age",
+        "reason.server_culled": "the Hub's service %1 stopped its server, which was idle",
         "reason.node_lost": "the cluster lost its node",
         "reason.server_replaced": "a new server of this name starts",
         "reason.not_started": "its server did not start",
@@ -227,9 +233,21 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.not_used": "Your GPU is unused just now.",
         "session.how_to_wake": "Run any GPU cell to wake it; your variables are safe.",
         "session.how_to_wake_empty": "It comes back with your first GPU cell.",
-        "session.how_to_wake_damaged": "Run any GPU cell to wake it.",
+        "session.how_to_wake_only": "Run any GPU cell to wake it.",
         "session.how_to_wake_usually": "Run any GPU cell to wake it, %1.",
         "session.how_to_wake_in": "Run any GPU cell to wake it, which takes %1; your variables are safe.",
+        "session.how_to_wake_only_in": "Run any GPU cell to wake it, which takes %1.",
+        "session.kernel_ends": (
+            "Unless it is used, %1 (a setting of this server) ends its kernel after %2, "
+            "and its variables are lost."
+        ),
+        "session.server_ends": (
+            "Unless it is used, %1 (a service of the Hub) stops this server after %2, "
+            "and its variables are lost."
+        ),
+        "session.server_ages": (
+            "Used or not, %1 (a service of the Hub) stops this server after %2, and its variables are lost."
+        ),
         "session.waits_for_own": ("Waits for the GPU that it was on; it cannot move to another because %1."),
         "session.back_in": "The GPU is back in %1.",
         "session.waits_for_capacity": (
@@ -374,6 +392,16 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "start.freeing_within": "Your GPU is found; what uses it ends or goes to sleep first, within %1.",
         "start.reserving": "Your GPU is found; the cluster reserves it, which takes up to 40 s.",
         "start.connecting": "Your GPU is found; its node prepares it, the first time with an image.",
+        # ---- what ended a process that slept ---------------------------------
+        "ended.kernel_idle": "its kernel %1 was idle, and its server's setting %2 ended it",
+        "ended.kernel_shut_down": "its kernel %1 was shut down on request",
+        "ended.kernel_restarted": "its kernel %1 was restarted",
+        "ended.kernel_killed": "its kernel %1 was killed, as the system does where memory runs out",
+        "ended.kernel_signal": "its kernel %1 was ended by %2",
+        "ended.kernel_exit": "its kernel %1 ended with exit code %2",
+        "ended.kernel_died": "its kernel %1 died",
+        "ended.process": "its process %1 (%2) ended",
+        "ended.unknown": "a process of it ended",
         # ---- because ---------------------------------------------------------
         "because.lender_returned": "the session that lent the GPU needs it",
         "because.over_quota": "another project took back its guaranteed GPU",
@@ -414,6 +442,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "job.numbers": "%1, project %2, priority %3",
         "job.numbers_limit": "%1, project %2, priority %3, at most %4",
         "notice.lost": "%1 lost its GPU memory: %2 (%3).",
+        "notice.saved_lost": "%1 lost %2 of saved GPU memory at %3: %4.",
         "notice.node_lost": "%1 has ended: the cluster lost its node.",
         "notice.unleased_process": "process %1 (%2) of %3 on GPU %4: %5",
         "notice.unleased_of_user": "%1 belongs to the user of %2.",

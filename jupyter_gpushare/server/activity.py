@@ -18,14 +18,15 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from jupyter_core.utils import ensure_async
 
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
-from jupyter_gpushare.protocol.wire import ActivityReport, KernelActivity
+from jupyter_gpushare.protocol.wire import ActivityReport, KernelActivity, KernelEnd
+from jupyter_gpushare.server.ends import Ended, Ends
 from jupyter_gpushare.server.kernels import MAX_KERNELS, Kernels, KernelState
 
 SAMPLE_S = 1.0
@@ -41,6 +42,8 @@ class Seen:
 
     kernels: tuple[KernelState, ...]
     terminals: int
+    ended: tuple[Ended, ...] = ()
+    ends_in_s: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def states(self) -> frozenset[tuple[str, int, bool]]:
         """Return each kernel's id, its cell (-1: it runs none), and whether it handles a request."""
@@ -51,14 +54,15 @@ class Seen:
         return any(kernel.runs_cell for kernel in self.kernels)
 
 
-def look(kernel_manager: Any, terminal_manager: Any, kernels: Kernels) -> Seen:
-    """Return what the kernels do, for all clients, and how many terminals there are.
+def look(kernel_manager: Any, terminal_manager: Any, kernels: Kernels, ends: Ends) -> Seen:
+    """Return what the kernels do, for all clients, how they ended, and how many terminals there are.
 
     Of more than `MAX_KERNELS` kernels those that run a cell come first.
     """
     states = sorted(kernels.look(kernel_manager), key=lambda each: (not each.runs_cell, each.id))
     terminals = 0 if terminal_manager is None else len(terminal_manager.list())
-    return Seen(tuple(states[:MAX_KERNELS]), terminals)
+    ended = ends.look(kernel_manager)
+    return Seen(tuple(states[:MAX_KERNELS]), terminals, ended, ends.ends_in_s())
 
 
 async def notebooks_of(session_manager: Any) -> dict[str, str]:
@@ -71,11 +75,15 @@ async def notebooks_of(session_manager: Any) -> dict[str, str]:
     }
 
 
-def report_of(seen: Seen, names: Mapping[str, str], now: float) -> ActivityReport:
+def report_of(
+    seen: Seen, names: Mapping[str, str], now: float, reported: Seen | None = None
+) -> ActivityReport:
     """Return the message for the broker.
 
-    ``names``: kernel id to the path of its notebook; ``now``: on the clock of ``seen``.
+    ``names``: kernel id to the path of its notebook; ``now``: on the clock of ``seen``;
+    ``reported``: what the broker was told last.
     """
+    told = () if reported is None else reported.ended
     return ActivityReport(
         kernels=[
             KernelActivity(
@@ -85,10 +93,22 @@ def report_of(seen: Seen, names: Mapping[str, str], now: float) -> ActivityRepor
                 idle_s=0.0 if each.runs_cell else max(0.0, now - each.last_cell_at),
                 name=(names.get(each.id) or each.name)[:MAX_NAME],
                 runs=each.cells,
+                ends_in_s=seen.ends_in_s.get(each.id),
             )
             for each in seen.kernels
         ],
         terminals=seen.terminals,
+        ended=[
+            KernelEnd(
+                id=each.id,
+                how=each.how,
+                ago_s=max(0.0, now - each.at),
+                name=names.get(each.id, "")[:MAX_NAME],
+                code=each.code,
+            )
+            for each in seen.ended
+            if each not in told
+        ],
     )
 
 
@@ -96,7 +116,7 @@ def is_due(seen: Seen, reported: Seen | None, since_s: float) -> bool:
     """Return whether to report, ``since_s`` after ``reported`` went out (see the module's text)."""
     if reported is None or since_s >= HEARTBEAT_S:
         return True
-    if seen.states() != reported.states():
+    if seen.states() != reported.states() or set(seen.ended) - set(reported.ended):
         return True
     return since_s >= REPORT_S and (seen != reported or seen.any_busy())
 
@@ -116,6 +136,7 @@ class Reporter:
         self._names = names
         self._log = log
         self._complained = False
+        self._named: Mapping[str, str] = {}  # notebooks, also of kernels that have just ended
 
     async def run(self) -> None:
         """Report activity until cancelled: each change, and again at intervals."""
@@ -126,7 +147,10 @@ class Reporter:
             seen = self._look()
             now = time.monotonic()
             if now - reported_at >= pause_s and is_due(seen, reported, now - reported_at):
-                if await self._send(report_of(seen, await self._names(), now)):
+                known = {each.id for each in seen.kernels} | {each.id for each in seen.ended}
+                named = {**self._named, **await self._names()}
+                self._named = {id_: name for id_, name in named.items() if id_ in known}
+                if await self._send(report_of(seen, self._named, now, reported)):
                     reported, pause_s = seen, 0.0
                 else:
                     reported, pause_s = None, min(max(2 * pause_s, REPORT_S), HEARTBEAT_S)

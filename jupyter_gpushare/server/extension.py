@@ -18,6 +18,7 @@ from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.client import BrokerClient
 from jupyter_gpushare.server.activity import Reporter, Seen, look, notebooks_of
 from jupyter_gpushare.server.base import Broker
+from jupyter_gpushare.server.ends import Ends
 from jupyter_gpushare.server.handlers import routes
 from jupyter_gpushare.server.kernels import Kernels
 from jupyter_gpushare.server.watch import EVENTS_DIR, Watch
@@ -38,7 +39,7 @@ class GpuShareExtension(ExtensionApp):
         """Register events and routes, and connect to the broker that the environment names."""
         self._tasks: list[asyncio.Task[None]] = []
         self._broker: Broker | None = None
-        self._kernels = Kernels()
+        self._kernels, self._ends = Kernels(), Ends()
         for path in sorted(EVENTS_DIR.glob("*.yaml")):
             self.serverapp.event_logger.register_event_schema(path)
         url, token = os.environ.get("GPUSHARE_API_URL", ""), os.environ.get("JUPYTERHUB_API_TOKEN", "")
@@ -87,7 +88,7 @@ class GpuShareExtension(ExtensionApp):
 
     def _look(self) -> Seen:
         terminals = self.serverapp.web_app.settings.get("terminal_manager")
-        return look(self.serverapp.kernel_manager, terminals, self._kernels)
+        return look(self.serverapp.kernel_manager, terminals, self._kernels, self._ends)
 
     async def _notebooks(self) -> Mapping[str, str]:
         return await notebooks_of(self.serverapp.session_manager)

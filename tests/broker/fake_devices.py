@@ -128,7 +128,8 @@ class SiteDevices(DeviceBackend):
                             pid=pid, started_at=0, name="python3", used_bytes=count, calls=-1, keeps=True
                         )
                         for pid, count in h.left.items()
-                    ),
+                    )
+                    + h.processes,
                 )
                 for h in site.held.values()
             ),

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from jupyter_gpushare.backends.base import Hub, HubError, HubUser, ServerKey
+from jupyter_gpushare.backends.base import Hub, HubError, HubServer, HubUser, ServerKey
 
 if TYPE_CHECKING:
     from tests.broker.brokers import Broker
@@ -56,10 +57,13 @@ class SiteHub(Hub):
                 run.told_to_stop = True
         await self.broker.step()
 
-    async def servers(self) -> frozenset[ServerKey]:
+    async def servers(self) -> Mapping[ServerKey, HubServer]:
         if self.broker.dead.is_set():
             await asyncio.Event().wait()
-        return frozenset(self.site.servers)
+        return {key: self.site.active.get(key, HubServer()) for key in self.site.servers}
+
+    async def services(self) -> Mapping[str, Sequence[str]]:
+        return self.site.services
 
     async def has_server(self, key: ServerKey) -> bool:
         return key in await self.servers()

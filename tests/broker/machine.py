@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.helper import Overuse, Phase
+from jupyter_gpushare.protocol.helper import Overuse, Phase, ProcessSample
 
 GB = 10**9
 DEVICE_BYTES = 80 * GB
@@ -39,6 +39,7 @@ class Held:
     unattended: bool = False
     over: tuple[Overuse, ...] = ()
     left: dict[int, int] = field(default_factory=dict)  # bytes of dead processes, by the pid that keeps them
+    processes: tuple[ProcessSample, ...] = ()
     stops: bool = False
     unconfirmed: bool = False
 

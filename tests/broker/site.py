@@ -21,7 +21,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from jupyter_gpushare.backends.base import ServerKey
+from jupyter_gpushare.backends.base import HubServer, ServerKey
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.state.store import Store
@@ -63,6 +63,8 @@ class Site:
         self.deleted: set[str] = set()  # users of `groups` that the Hub does not have
         self.held: dict[str, Held] = {}
         self.servers: dict[ServerKey, str] = {}
+        self.active: dict[ServerKey, HubServer] = {}  # what the Hub knows of the use of servers
+        self.services: dict[str, Sequence[str]] = {}  # commands of the Hub's services
         self.shown: dict[ServerKey, str] = {}  # what the Hub's pages call them
         self.programs: dict[str, Program] = {}
         self.runs: list[Run] = []
@@ -186,12 +188,13 @@ class Site:
             await until(lambda: held.phase is Phase.RUNNING)
         held.active_at = self.now
 
-    async def end_session(self, user: str, server: str = "") -> None:
+    async def end_session(self, user: str, server: str = "", *, by_hub: bool | None = None) -> None:
         """A server ends: its processes go, the Hub forgets it, the spawner says so."""
         for held in [h for h in self.held.values() if self.owner(h.handle) == (user, server)]:
             held.alive, held.used, held.saved = False, {}, {}
         self.servers.pop(ServerKey(user, server), None)
-        await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=user, server=server)))
+        stop = wire.SpawnStop(user=user, server=server, by_hub=by_hub)
+        await self.ask(lambda b: b.admission.stop(stop))
 
     def owner(self, handle: str) -> tuple[str, str] | None:
         record = self.broker.registry.by_handle(handle) if self.broker else None

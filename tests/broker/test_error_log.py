@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import Mapping
 
 import pytest
 
-from jupyter_gpushare.backends.base import HubError, ServerKey
+from jupyter_gpushare.backends.base import HubError, HubServer, ServerKey
 from jupyter_gpushare.error_log import ErrorLog
 from jupyter_gpushare.protocol.helper import EventKind
 from tests.broker.virtual_time import until
@@ -45,7 +46,7 @@ async def test_an_hour_without_a_helper_or_a_hub_is_two_lines_for_each_part_of_t
     broker = await site.start_broker()
     looks = []
 
-    async def refuse() -> frozenset[ServerKey]:
+    async def refuse() -> Mapping[ServerKey, HubServer]:
         looks.append(site.now)
         raise HubError("the Hub did not list its servers: Missing or invalid credentials.")
 
@@ -98,7 +99,7 @@ async def test_a_session_whose_processes_are_gone_makes_the_broker_look_at_the_h
     looks = []
     ask = broker.hub.servers
 
-    async def look() -> frozenset[ServerKey]:
+    async def look() -> Mapping[ServerKey, HubServer]:
         looks.append(site.now)
         return await ask()
 

@@ -47,7 +47,7 @@ _OF_VIEW = {
     **dict.fromkeys(("obstacle", "stays_because", "taken_back_by"), ""),
     **dict.fromkeys(("damaged", "borrowed", "unclaimed", "is_timed_out"), False),
     **dict.fromkeys(("asks_again_at", "kept_until", "stays_until", "usually_wakes")),
-    **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position")),
+    **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position", "site_end")),
     **dict.fromkeys(("progress", "over", "unleased"), ()),
 }
 

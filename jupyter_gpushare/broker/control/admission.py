@@ -14,7 +14,7 @@ from dataclasses import replace
 from math import inf
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control import losses, snapshot
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.job_starts import JobStarts
 from jupyter_gpushare.broker.control.loop import is_job_server
@@ -384,7 +384,8 @@ class ServerAdmission:
             await self.registry.journal.durable()
             return
         if not record.is_job:
-            await self.registry.advance(record, Stopping())
+            reason = losses.why_stopped(self.registry, record, request.by_hub)
+            await self.registry.advance(record, Stopping(reason=reason))
         elif record.state is State.GRANTED:
             self.job_starts.avoid(record, request.not_nodes)
             await self.effects.start_failed(record, "the Hub could not start its server")

@@ -18,7 +18,7 @@ from typing import Any
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, ServerKey
-from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.control import losses, snapshot
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.ending import LOOK_S, Ending, outcome_of, with_end
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
@@ -422,6 +422,8 @@ class Effects:
         if self.registry.devices.have_left(record.lease.devices):
             reason = "the cluster lost its node"
             await self.registry.record_notice(record, "lost", "notice.node_lost")
+        else:
+            await losses.server_ended(self.registry, record)
         await self.registry.advance(record, Released(reason=reason))
 
     async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:

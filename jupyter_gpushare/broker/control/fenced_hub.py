@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import hmac
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import TypeVar
 
-from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, HubUser, ServerKey
+from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, HubServer, HubUser, ServerKey
 from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol.helper import ErrorKind
@@ -115,8 +115,11 @@ class FencedHub(Hub):
         await self.fence()
         await self._noted("hub-stop", self._hub.stop_server(key, forget=forget))
 
-    async def servers(self) -> frozenset[ServerKey]:
+    async def servers(self) -> Mapping[ServerKey, HubServer]:
         return await self._noted("hub-read", self._hub.servers())
+
+    async def services(self) -> Mapping[str, Sequence[str]]:
+        return await self._hub.services()  # a refusal is no fault: sentences name fewer times
 
     async def has_server(self, key: ServerKey) -> bool:
         return await self._noted("hub-user", self._hub.has_server(key))

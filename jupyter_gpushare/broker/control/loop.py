@@ -14,6 +14,7 @@ import contextlib
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
+from itertools import starmap
 
 from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, ServerKey
 from jupyter_gpushare.broker.control import snapshot
@@ -25,6 +26,7 @@ from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.observer import Metering, Observer
 from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.state.culling import culler_of
 from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
@@ -121,6 +123,7 @@ class Unstored:
 
 SAMPLE_S = 1.0
 SERVERS_S = 15.0  # between two comparisons with the Hub's list of servers
+SERVICES_S = 60.0  # between two looks at the Hub's services
 # A measurement is late after this time: it waits for a commit, a move or self-tests.
 LATE_S = 1.5
 
@@ -150,6 +153,7 @@ class Loop:
         self._metering = Metering(registry, engine)
         self._errors = ErrorLog(log)
         self._next_at: float | None = None
+        self._services_due_at = float("-inf")
 
     async def run(self) -> None:
         """Measure, decide and act until cancelled.
@@ -348,6 +352,12 @@ class Loop:
         registry = self.registry
         servers = await self.hub.servers()
         now = registry.clock()
+        registry.culling.servers = servers
+        if now >= self._services_due_at:
+            self._services_due_at = now + SERVICES_S
+            with contextlib.suppress(HubError):  # its role may lack the scope
+                cullers = starmap(culler_of, (await self.hub.services()).items())
+                registry.culling.cullers = tuple(filter(None, cullers))
         for record in list(registry.index.placed.values()):
             if record.is_job or record.state is State.STOPPING:
                 continue

@@ -327,6 +327,10 @@ class RequestService:
         elif idle is not None:
             observation.kernel_active_at = max(observation.kernel_active_at, min(now, now - idle))
         observation.kernels = {k.id[:64]: k.name[:255] for k in report.kernels[:64]}
+        observation.kernel_ends_at = {
+            k.id[:64]: now + k.ends_in_s for k in report.kernels[:64] if k.ends_in_s is not None
+        }
+        observation.report_ends(report.ended, now)
         if changed:
             await self.registry.notify()
 

@@ -288,7 +288,7 @@ async def act(handler: Base, record: LeaseRecord, action: str, identity: Identit
         case "stop" if job is not None:
             await requests.cancel(job)
         case "stop" if record.lease.user in registry.owners.absent:  # the Hub would stop that of another user
-            await registry.advance(record, Stopping())
+            await registry.advance(record, Stopping(reason="an administrator released it"))
         case "stop":
             await handler.service.access.stop_server(ServerKey(record.lease.user, record.server))
         case _:

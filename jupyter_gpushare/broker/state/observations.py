@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
 
@@ -13,8 +13,15 @@ from jupyter_gpushare.broker.state.records import Drains
 from jupyter_gpushare.core.idle import PauseHistory
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, WHOLE_GPU, State
 from jupyter_gpushare.core.model import Device as PlannerDevice
-from jupyter_gpushare.protocol.helper import Device, DeviceSample, Inventory, LeaseSample, Sample
-from jupyter_gpushare.protocol.wire import JobReport
+from jupyter_gpushare.protocol.helper import (
+    Device,
+    DeviceSample,
+    Inventory,
+    LeaseSample,
+    ProcessSample,
+    Sample,
+)
+from jupyter_gpushare.protocol.wire import JobReport, KernelEnd
 
 log = logging.getLogger("gpushare.broker")
 
@@ -101,6 +108,30 @@ _KEEPS_REQUEST = _AWAY - {State.SUSPENDING}
 STALLED_BUSY_S = 5.0
 
 
+@dataclass(frozen=True, slots=True)
+class KernelEnded:
+    """How the process of a kernel ended, as its server reported it: a hint."""
+
+    name: str
+    how: str
+    code: int | None
+    at: float  # on the broker's clock
+
+
+# Ends of kernels that are remembered of one server.
+_MOST_ENDS = 64
+
+
+@dataclass(slots=True)
+class Loss:
+    """Saved GPU memory that is gone, of which it may still be reported what ended its processes."""
+
+    since: float
+    at: str  # the same moment, ISO 8601
+    saved_bytes: int  # what is left
+    gone: tuple[ProcessSample, ...] = ()
+
+
 @dataclass(slots=True)
 class Observation:
     """Measurements and hints about one lease; not stored."""
@@ -130,6 +161,11 @@ class Observation:
     effect_retry_at: float = 0.0  # a failed effect is not tried again before
     not_suspendable: str = ""  # the driver refused, until retry_at
     progress_stored_at: float = float("-inf")
+    # Of its kernels, by their server's reports: when a setting may end each, and how those ended that did.
+    kernel_ends_at: Mapping[str, float] = field(default_factory=dict)
+    kernels_ended: dict[str, KernelEnded] = field(default_factory=dict)
+    sleepers: tuple[ProcessSample, ...] = ()  # its processes in the last sample that it slept in
+    loss: Loss | None = None  # not told yet
 
     @property
     def gpu_active_at(self) -> float:
@@ -163,6 +199,16 @@ class Observation:
         if requests is not (self.requested_at is not None):
             self.requested_at, self.woken_by_stall = now if requests else None, False
         return changed
+
+    def report_ends(self, reports: Iterable[KernelEnd], now: float) -> None:
+        """Note how kernels ended."""
+        for each in reports:
+            self.kernels_ended.pop(each.id[:64], None)
+            self.kernels_ended[each.id[:64]] = KernelEnded(
+                each.name[:255], each.how, each.code, now - each.ago_s
+            )
+        while len(self.kernels_ended) > _MOST_ENDS:
+            del self.kernels_ended[next(iter(self.kernels_ended))]
 
     def wake_by_stall(self, now: float) -> bool:
         """Return whether a stalled process wakes the lease: once in requests that last `STALLED_BUSY_S`."""

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.broker.state.culling import Culling
 from jupyter_gpushare.broker.state.observations import DeviceObservations, Observation, WakeTimes
 from jupyter_gpushare.broker.state.policy import Policy
 from jupyter_gpushare.broker.state.records import (
@@ -290,7 +291,7 @@ class Registry:
         self.lending_switch = LendingSwitch(policy.lending)
         self.suspensions, self._sums_kept_at = SuspensionCounts(), clock()
         self.wake_times, self.meter = WakeTimes(), Meter(clock())
-        self.tally, self.devices = Tally(), DeviceObservations()
+        self.tally, self.devices, self.culling = Tally(), DeviceObservations(), Culling()
         self.session_queue = SessionQueue()
         self.usage = UsageSums(self.devices.model_name, clock())
         self.hub_backoff_until = float("-inf")  # no job is started before

@@ -136,12 +136,23 @@ def _asleep_sentence(seen: LeaseView) -> Texts:
             return (text("session.lent_empty", seen.lent_to),)
         return text("session.not_used"), text("session.how_to_wake_empty")
     lent = text("session.lent_to", seen.lent_to) if seen.lent_to else text("session.not_used")
-    wake = text("session.how_to_wake_damaged" if seen.damaged else "session.how_to_wake")
+    is_safe = not seen.damaged and seen.site_end is None
+    wake = text("session.how_to_wake" if is_safe else "session.how_to_wake_only")
     if seen.usually_wakes:
         wake = text("session.how_to_wake_usually", seen.usually_wakes)
     elif seen.back and not seen.damaged:
-        wake = text("session.how_to_wake_in", range_text(seen.back.low_s, seen.back.high_s))
-    return text("session.asleep", time_text(seen.record.since_at)), lent, wake
+        key = "session.how_to_wake_in" if is_safe else "session.how_to_wake_only_in"
+        wake = text(key, range_text(seen.back.low_s, seen.back.high_s))
+    return text("session.asleep", time_text(seen.record.since_at)), lent, wake, *_site_end(seen)
+
+
+def _site_end(seen: LeaseView) -> Texts:
+    """Return from when on a setting of the site may end what sleeps."""
+    end = seen.site_end
+    if end is None:
+        return ()
+    kind = "server_ages" if end.is_age else "server_ends" if end.is_server else "kernel_ends"
+    return (text(f"session.{kind}", printable(end.by), time_text(end.at)),)
 
 
 def _waking_sentence(seen: LeaseView) -> Text:

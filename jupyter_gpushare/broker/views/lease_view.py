@@ -6,7 +6,9 @@ from functools import cached_property
 from typing import NamedTuple
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control import ending, snapshot
+from jupyter_gpushare.broker.state.culling import KERNEL_SETTING, SiteEnd
 from jupyter_gpushare.broker.state.records import Drain, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.usage import lent_milli
@@ -20,6 +22,7 @@ from jupyter_gpushare.wall_clock import before
 
 # Times less than this ahead are shown with seconds.
 _CLOSE_S = 120.0
+_WITH_A_SERVER = frozenset({State.RUNNING, State.SUSPENDING, State.SUSPENDED, State.RESUMING})
 # Until the broker acts, and the server's processes go on.
 _ROUND_S = 2.0
 
@@ -136,6 +139,23 @@ class LeaseView:
         """How long a wake-up usually takes on this machine."""
         usual = self._registry.wake_times.usual()
         return messages.usually(*usual) if usual else None
+
+    @cached_property
+    def site_end(self) -> SiteEnd | None:
+        """When a setting of the site may end it, or a kernel of it, if it stays idle; None: none does."""
+        if self.record.is_job or self.record.state not in _WITH_A_SERVER:
+            return None
+        registry, observation = self._registry, self._registry.observations[self.record.id]
+        ends = [registry.culling.end(ServerKey(self.lease.user, self.record.server))]
+        kernels = dict(observation.kernel_ends_at)
+        if self.record.state is State.SUSPENDED and observation.sample is not None:
+            holders = {each.kernel[:64] for each in observation.sample.processes}
+            kernels = {id_: at for id_, at in kernels.items() if id_ in holders}
+        if kernels:
+            in_s = min(kernels.values()) - registry.clock()
+            at = before(registry.iso_now(), seconds=-in_s)
+            ends.append(SiteEnd(at, KERNEL_SETTING, is_server=False))
+        return min((end for end in ends if end is not None), default=None)
 
     @cached_property
     def drain(self) -> Drain | None:

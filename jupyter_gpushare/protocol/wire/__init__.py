@@ -82,6 +82,7 @@ from jupyter_gpushare.protocol.wire.status import (
     History,
     KeepRequest,
     KernelActivity,
+    KernelEnd,
     Leases,
     LeaseStatus,
     Lending,

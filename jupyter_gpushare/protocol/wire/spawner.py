@@ -77,6 +77,8 @@ class SpawnStop(Message, frozen=True):
     server: str
     created: datetime | None = None  # as in `SpawnRequest`
     not_nodes: list[str] = []  # as in `SpawnRequest`: for the next try of a job
+    # Whether the Hub stopped it, or it ended by itself; None: not known.
+    by_hub: bool | None = None
 
 
 class SpawnProgress(Answer, frozen=True):

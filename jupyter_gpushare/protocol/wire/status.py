@@ -22,6 +22,18 @@ class KernelActivity(Message, frozen=True):
     name: str = ""  # notebook path or kernel name, for people
     runs: Annotated[int, msgspec.Meta(ge=0)] = 0  # cells that it began, as far as its server counts
     handles_request: bool = False  # for a second or longer, a cell or another one: it may wait for the GPU
+    # Seconds until its server's settings may end it if it stays idle; None: they do not.
+    ends_in_s: Annotated[float, msgspec.Meta(ge=-1e9, le=1e9)] | None = None
+
+
+class KernelEnd(Message, frozen=True):
+    """How the process of a kernel ended."""
+
+    id: str
+    how: Literal["idle", "died", "shut_down", "restarted"]  # idle: by a setting of its server
+    ago_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # when the report was sent
+    name: str = ""  # as in `KernelActivity`
+    code: int | None = None  # exit code of a process that died, or the negative number of a signal
 
 
 class ActivityReport(Message, frozen=True):
@@ -29,6 +41,7 @@ class ActivityReport(Message, frozen=True):
 
     kernels: Annotated[list[KernelActivity], msgspec.Meta(max_length=1_000)]
     terminals: Annotated[int, msgspec.Meta(ge=0, le=1_000_000)] = 0
+    ended: Annotated[list[KernelEnd], msgspec.Meta(max_length=100)] = []  # since the last report
 
 
 class KeepRequest(Message, frozen=True):
@@ -178,6 +191,9 @@ class LeaseStatus(Answer, frozen=True):
     keep_left_minutes: float | None = None  # of today's budget for "Keep it" there; None: a job
     resizable: bool = False  # it may become larger or smaller on its device while it runs
     warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is told now
+    # When a setting of the site may end a session, or kernels of it, that stays idle; None: none does.
+    ends_at: str | None = None
+    ends_by: str = ""  # that setting, or the service of the Hub that has it
     size: str = ""  # "1/2 GPU"
     size_texts: list[Text] = []  # ``size`` for translation
     badge: str = ""

@@ -1,0 +1,110 @@
+"""What of a site ends sessions that stay idle, asleep or not: cullers of the Hub, and settings of servers.
+
+A culler is a service of the Hub that runs jupyterhub-idle-culler.  Its limits are read from its command,
+as the Hub has it; one that a site starts elsewhere is not known.  It goes by the activity that the Hub
+has of a server.  Settings of a server are told by the server itself (`wire.KernelActivity.ends_in_s`).
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jupyter_gpushare.backends.base import HubServer, ServerKey
+from jupyter_gpushare.wall_clock import before
+
+# The setting of Jupyter Server that ends kernels.
+KERNEL_SETTING = "cull_idle_timeout"
+_MODULES = ("jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers")
+_TIMEOUT_S = 600.0  # of a culler whose command has none (jupyterhub-idle-culler 2.0)
+
+
+class SiteEnd(NamedTuple):
+    """The earliest moment at which something of a site may end a session or a kernel of it."""
+
+    at: str  # ISO 8601, UTC
+    by: str  # a setting, or the service of the Hub
+    is_server: bool = True  # else kernels of it
+    is_age: bool = False  # used or not
+
+
+@dataclass(frozen=True, slots=True)
+class Culler:
+    """A service of the Hub that stops idle servers."""
+
+    service: str
+    timeout_s: float | None  # None: a file says it
+    max_age_s: float = 0.0  # 0: none
+    default_servers: bool = True
+    named_servers: bool = True
+
+    def ends(self, key: ServerKey, server: HubServer) -> Iterator[SiteEnd]:
+        """Yield when it may stop a server of which the Hub knows no later activity."""
+        if not (self.named_servers if key.server else self.default_servers):
+            return
+        active_at = server.last_activity or server.started
+        if self.timeout_s is not None and active_at:
+            yield SiteEnd(before(active_at, seconds=-self.timeout_s), self.service)
+        if self.max_age_s and server.started:
+            yield SiteEnd(before(server.started, seconds=-self.max_age_s), self.service, is_age=True)
+
+
+def culler_of(service: str, command: Sequence[str]) -> Culler | None:
+    """Return the culler that a service of the Hub with this command is; None: it is none."""
+    words = [word for each in command for word in _words(each)]
+    if not any(module in word for word in words for module in _MODULES):
+        return None
+    given = dict(_options(words))
+    in_file = None if "config" in given or "IdleCuller.config_file" in given else _TIMEOUT_S
+    return Culler(
+        service,
+        _number(given, "timeout", in_file),
+        _number(given, "max-age", 0.0) or 0.0,
+        _is_on(given, "cull-default-servers"),
+        _is_on(given, "cull-named-servers"),
+    )
+
+
+def _words(text: str) -> list[str]:
+    try:
+        return shlex.split(text) if " " in text else [text]
+    except ValueError:
+        return [text]
+
+
+def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield options of a command: ``--timeout=60``, ``--timeout 60``, ``--IdleCuller.timeout=60``."""
+    for word, following in zip(words, (*words[1:], ""), strict=True):
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            yield (
+                name.removeprefix("IdleCuller.").replace("_", "-"),
+                value if equals else following,
+            )
+
+
+def _number(given: Mapping[str, str], name: str, otherwise: float | None) -> float | None:
+    try:
+        return max(0.0, float(given[name]))
+    except (KeyError, ValueError):
+        return otherwise
+
+
+def _is_on(given: Mapping[str, str], name: str) -> bool:
+    return given.get(name, "true").lower() not in ("false", "0")
+
+
+@dataclass(slots=True)
+class Culling:
+    """The cullers of the Hub, and what they go by; not stored."""
+
+    cullers: tuple[Culler, ...] = ()
+    servers: Mapping[ServerKey, HubServer] = field(default_factory=dict)
+
+    def end(self, key: ServerKey) -> SiteEnd | None:
+        """Return when a culler of the Hub may stop a server; None: none does, or it is not known."""
+        if (server := self.servers.get(key)) is None:
+            return None
+        return min((end for culler in self.cullers for end in culler.ends(key, server)), default=None)

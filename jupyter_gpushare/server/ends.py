@@ -1,0 +1,131 @@
+"""When settings of a server will end its kernels, and how kernels ended.
+
+A kernel that sleeps loses its variables with its process.  Its server alone sees who ended it:
+its restarter says so of a process that died, and a kernel that has gone after its time by
+``cull_idle_timeout`` was ended by that setting.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any, Literal
+
+# Ends that are kept until they are reported.
+MOST = 100
+KEPT_S = 120.0
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """The end of one process of a kernel."""
+
+    id: str
+    how: Literal["idle", "died", "shut_down", "restarted"]
+    code: int | None  # of a process that died
+    at: float  # on the watching clock
+
+
+@dataclass(slots=True)
+class _Life:
+    """One process of a kernel, from when it is first seen."""
+
+    kernel: Any
+    process: Any  # a `subprocess.Popen`, or what a provisioner has in its place
+    ends_in_s: float | None = None  # when it was last looked at
+    died: bool = False
+    code: int | None = None  # it was seen dead, and nobody shuts it down
+
+
+class Ends:
+    """Follows the processes of all kernels of a server, from look to look."""
+
+    def __init__(
+        self,
+        clock: Callable[[], float] = time.monotonic,
+        wall: Callable[[], datetime] = lambda: datetime.now(UTC),
+    ) -> None:
+        self._clock, self._wall = clock, wall
+        self._lives: dict[str, _Life] = {}
+        self._heard: dict[str, Any] = {}  # kernels whose restarters tell of deaths
+        self._ended: deque[Ended] = deque(maxlen=MOST)
+
+    def look(self, manager: Any) -> tuple[Ended, ...]:
+        """Look at the kernels of a kernel manager; return how those of the last `KEPT_S` ended."""
+        kernels = {str(id_): manager.get_kernel(id_) for id_ in manager.list_kernel_ids()}
+        now = self._clock()
+        for id_, life in list(self._lives.items()):
+            if how := _how(life, kernels.get(id_)):
+                code = life.code if how == "died" else None
+                self._ended.append(Ended(id_, how, code, now))
+                del self._lives[id_]
+        self._heard = {id_: kernel for id_, kernel in self._heard.items() if kernels.get(id_) is kernel}
+        for id_, kernel in kernels.items():
+            if id_ not in self._heard:
+                self._heard[id_] = kernel
+                self._hear_of_deaths(id_, kernel)
+            process = _process(kernel)
+            if id_ not in self._lives and process is not None and _code(process) is None:
+                self._lives[id_] = _Life(kernel, process)
+            if (known := self._lives.get(id_)) is not None:
+                known.ends_in_s = self._ends_in_s(manager, id_, kernel)
+                if not getattr(kernel, "shutting_down", False):
+                    known.code = _code(known.process)
+        while self._ended and now - self._ended[0].at > KEPT_S:
+            self._ended.popleft()
+        return tuple(self._ended)
+
+    def ends_in_s(self) -> dict[str, float]:
+        """Return in how many seconds a setting may end each kernel that stays idle, at the last look."""
+        return {id_: life.ends_in_s for id_, life in self._lives.items() if life.ends_in_s is not None}
+
+    def _hear_of_deaths(self, id_: str, kernel: Any) -> None:
+        """Let a kernel's restarter say that it found the process dead, before it starts another."""
+
+        def died() -> None:
+            if (life := self._lives.get(id_)) is not None and life.kernel is kernel:
+                life.died, life.code = True, _code(life.process)
+
+        if callable(add := getattr(kernel, "add_restart_callback", None)):
+            for event in ("restart", "dead"):
+                add(died, event)
+
+    def _ends_in_s(self, manager: Any, id_: str, kernel: Any) -> float | None:
+        """By the rule of `MappingKernelManager.cull_kernel_if_idle` (jupyter_server 2)."""
+        site_s = getattr(manager, "cull_idle_timeout", 0)
+        last_activity = getattr(kernel, "last_activity", None)
+        if not site_s or site_s <= 0 or last_activity is None:
+            return None
+        state = getattr(kernel, "execution_state", None)
+        if state == "busy" and not getattr(manager, "cull_busy", False):
+            return None
+        if not getattr(manager, "cull_connected", False) and manager.kernel_model(id_)["connections"]:
+            return None
+        metadata = getattr(getattr(kernel, "kernel_spec", None), "metadata", None) or {}
+        timeout_s = float(metadata.get("cull_idle_timeout", site_s))
+        return timeout_s - float((self._wall() - last_activity).total_seconds())
+
+
+def _how(life: _Life, kernel: Any) -> Literal["idle", "died", "shut_down", "restarted", ""]:
+    """Return how a process ended, with the kernel that has its id now; empty: it has not."""
+    if life.died:
+        return "died"
+    if kernel is not life.kernel and life.code is not None:
+        return "died"
+    if kernel is not life.kernel:
+        return "idle" if life.ends_in_s is not None and life.ends_in_s <= 0 else "shut_down"
+    process = _process(kernel)
+    return "restarted" if process is not None and process is not life.process else ""
+
+
+def _process(kernel: Any) -> Any:
+    return getattr(getattr(kernel, "provisioner", None), "process", None)
+
+
+def _code(process: Any) -> int | None:
+    poll = getattr(process, "poll", None)
+    code = poll() if callable(poll) else None
+    return code if isinstance(code, int) else None
