@@ -179,6 +179,8 @@ c.JupyterHub.load_roles = [
             "read:servers",
             "servers",
             "delete:servers",
+            "list:services",  # which of them stop idle servers
+            "read:services",
         ],
     },
 ]

@@ -18,6 +18,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.broker.state.culling import KERNEL_SETTING
 from jupyter_gpushare.cli.checks import Check, Found, fail, named, ok, warn
 from jupyter_gpushare.cli.output import lending_text
 from jupyter_gpushare.core.model import WHOLE_GPU
@@ -35,6 +36,7 @@ from jupyter_gpushare.gpu.leases.host import limit_bytes
 from jupyter_gpushare.messages import LEVELS, gibibytes
 from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.wall_clock import clock_time
 
 # ---- rights ------------------------------------------------------------------
 # Checks of ``gpushare doctor`` about rights: the token, the user's projects and what they are guaranteed.
@@ -115,6 +117,7 @@ def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]
         page = Path(environment.get("GPUSHARE_LEASE_DIR", "/nonexistent"), "limit")
         found["limit"] = check_limit_page(page, lease)
         if lease is not None:
+            found["culling"] = check_culling(lease)
             found["level"] = check_level(lease, devices.watchdog if devices is not None else "warn")
     return named(found)
 
@@ -446,6 +449,17 @@ def check_level(lease: wire.LeaseStatus, watchdog: str) -> Check:
     if lease.level == "hints":
         return warn(f"hints: {said}.", "an administrator can offer MIG instances or the preload library")
     return ok(f"{lease.level}: {said}.")
+
+
+def check_culling(lease: wire.LeaseStatus) -> Found:
+    """What may end this session if it stays idle, asleep or not; nothing where it is not known."""
+    if lease.ends_at is None:
+        return ()
+    what = "kernels of it" if lease.ends_by == KERNEL_SETTING else "this server"
+    return warn(
+        f"{lease.ends_by} may end {what} after {clock_time(lease.ends_at)}, and their variables with them.",
+        "use it before, or save what you need; the site sets the time (docs/beside.md)",
+    )
 
 
 def _sentence(text: str) -> str:

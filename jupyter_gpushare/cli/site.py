@@ -16,26 +16,30 @@ import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
+
+import jupyter_core.paths
 
 from jupyter_gpushare import channel, native, procfs
 from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.broker.app import GPUShareBroker, hub_base_url
+from jupyter_gpushare.broker.state.culling import KERNEL_SETTING, culler_of
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig, beyond_machine, parse_project
 from jupyter_gpushare.broker.state.store import database_trouble, stored_overrides
 from jupyter_gpushare.channel import api_url
 from jupyter_gpushare.cli import checks
-from jupyter_gpushare.cli.checks import Check, Probe, fail, warn
+from jupyter_gpushare.cli.checks import Check, Probe, fail, ok, warn
 from jupyter_gpushare.client import BlockingClient
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest, NotSetUp
 from jupyter_gpushare.hub import broker_access, compat, contract
 from jupyter_gpushare.hub.spawner import JOBS_SCOPE, GPUShareMixin
 from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
-from jupyter_gpushare.messages import gibibytes
+from jupyter_gpushare.messages import duration, gibibytes
 from jupyter_gpushare.protocol import wire
 
 # ---- what ``gpushare doctor --site`` looks at: both configurations, files, and this machine
@@ -434,11 +438,13 @@ def _broker_role(site: SiteFacts) -> Found:
         if SERVICE in role.get("services", ())
         for scope in role.get("scopes", ())
     }
-    if lost := [scope for scope in compat.BROKER_SCOPES if scope not in given]:
-        yield fail(
-            f"The broker's role lacks {', '.join(lost)}.",
-            f'add them to the role of c.JupyterHub.load_roles with "services": ["{SERVICE}"]',
-        )
+    remedy = f'add them to the role of c.JupyterHub.load_roles with "services": ["{SERVICE}"]'
+    lost = [scope for scope in compat.BROKER_SCOPES if scope not in given]
+    said = f"The broker's role lacks {', '.join(lost)}"
+    if set(lost) - set(compat.SERVICE_SCOPES):
+        yield fail(f"{said}.", remedy)
+    elif lost:
+        yield warn(f"{said}: no sleeping session is told when an idle culler may stop it.", remedy)
 
 
 def _spawner_token(site: SiteFacts) -> Found:
@@ -534,6 +540,52 @@ def _quotas(site: SiteFacts) -> Found:
         )
 
 
+# Settings of Jupyter Server, and how a configuration or an argument gives them seconds.
+_SERVER_SETTING = re.compile(
+    r"(cull_idle_timeout|shutdown_no_activity_timeout|cull_inactive_timeout)[\"']?\s*[=:]\s*[\"']?"
+    r"(\d+(?:\s*\*\s*\d+)*)"
+)
+_ENDS = {
+    KERNEL_SETTING: "ends kernels",
+    "shutdown_no_activity_timeout": "ends servers without kernels and terminals",
+    "cull_inactive_timeout": "ends terminals, and the programs in them,",
+}
+_READ_BYTES = 1 << 20
+
+
+def _culling(site: SiteFacts) -> list[Check]:
+    """What ends idle sessions here, asleep or not: the site decides, and users are told."""
+    found, sleeps_s = [], float(site.broker.idle_timeout)
+    for service in site.hub.services:
+        culler = culler_of(str(service.get("name")), [str(each) for each in service.get("command") or ()])
+        if culler is None:
+            continue
+        said = f"The service {culler.service} stops idle servers, asleep or not"
+        if culler.timeout_s is None:
+            found.append(ok(f"{said}, after the time that a file of its own says."))
+        elif culler.timeout_s <= sleeps_s:
+            found.append(
+                warn(
+                    f"{said}, after {culler.timeout_s:g} s: before they are put to sleep, "
+                    f"after {sleeps_s:g} s (c.GPUShareBroker.idle_timeout).",
+                    "give it a longer --timeout (docs/beside.md)",
+                )
+            )
+        else:
+            found.append(ok(f"{said}, after {duration(culler.timeout_s)}. Users read when."))
+    arguments = [str(each) for name in ("args", "cmd") for each in site.hub.config.Spawner.get(name, ())]
+    texts = {"c.Spawner": " ".join(arguments)}
+    for folder in (*jupyter_core.paths.ENV_CONFIG_PATH, *jupyter_core.paths.SYSTEM_CONFIG_PATH):
+        for path in sorted([*Path(folder).glob("jupyter*config.*"), *Path(folder).glob("*config.d/*.json")]):
+            with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+                texts[str(path)] = file.read(_READ_BYTES)
+    for where, text in texts.items():
+        for name, product in _SERVER_SETTING.findall(text):
+            if seconds := prod(map(int, product.split("*"))):
+                found.append(ok(f"{name} in {where} {_ENDS[name]} after {duration(seconds)} idle."))
+    return found or [ok("Nothing is known here that ends sleeping sessions.")]
+
+
 def _library(site: SiteFacts) -> Found:
     try:
         library = native.preload_path()
@@ -605,6 +657,7 @@ CHECKS: dict[str, Probe[SiteFacts]] = {
     "state-dir": _state_dir,
     "database": _database,
     "quotas": _quotas,
+    "culling": _culling,
     "library": _library,
     "driver": _driver,
     "host-memory": _host_memory,

@@ -42,10 +42,26 @@ else:
 if TYPE_CHECKING:
     from jupyterhub.spawner import Spawner
 
-__all__ = ["BROKER_SCOPES", "REFUSALS_COUNT", "SpawnException", "grant_to_users", "keep_failure_count"]
+__all__ = [
+    "BROKER_SCOPES",
+    "REFUSALS_COUNT",
+    "SERVICE_SCOPES",
+    "SpawnException",
+    "grant_to_users",
+    "keep_failure_count",
+]
 
-# What the broker's service may do in the Hub.
-BROKER_SCOPES = ("list:users", "read:users", "read:groups", "read:servers", "servers", "delete:servers")
+# What the broker's service may do in the Hub; by the last two it learns of idle cullers.
+SERVICE_SCOPES = ("list:services", "read:services")
+BROKER_SCOPES = (
+    "list:users",
+    "read:users",
+    "read:groups",
+    "read:servers",
+    "servers",
+    "delete:servers",
+    *SERVICE_SCOPES,
+)
 
 
 def keep_failure_count(spawner: Spawner) -> None:

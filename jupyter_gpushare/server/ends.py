@@ -102,7 +102,8 @@ class Ends:
         state = getattr(kernel, "execution_state", None)
         if state == "busy" and not getattr(manager, "cull_busy", False):
             return None
-        if not getattr(manager, "cull_connected", False) and manager.kernel_model(id_)["connections"]:
+        pages = getattr(manager, "_kernel_connections", {}).get(id_, 0)  # `kernel_model` may be a coroutine
+        if pages and not getattr(manager, "cull_connected", False):
             return None
         metadata = getattr(getattr(kernel, "kernel_spec", None), "metadata", None) or {}
         timeout_s = float(metadata.get("cull_idle_timeout", site_s))

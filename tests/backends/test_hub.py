@@ -10,7 +10,7 @@ import pytest
 from tornado import httpserver, web
 from tornado.testing import bind_unused_port
 
-from jupyter_gpushare.backends.base import HubError, HubUser, ServerKey
+from jupyter_gpushare.backends.base import HubError, HubServer, HubUser, ServerKey
 from jupyter_gpushare.backends.hub import HubClient, _remedy
 
 JOB = ServerKey("bo", "jabcdefghij-1")
@@ -160,14 +160,19 @@ async def test_servers_are_read_page_by_page_without_the_stopped_ones(hub):
     def server(name: str, **more: Any) -> dict[str, Any]:
         return {"name": name, "ready": True, "pending": None, "stopped": False} | more
 
+    used = {"last_activity": "2031-05-06T07:08:09.100000Z", "started": "2031-05-06T01:00:00Z"}
     hub.users = [{"name": f"u{n}", "groups": [], "servers": {"": server("")}} for n in range(401)]
+    hub.users[7]["servers"][""] |= used
     hub.users[400]["servers"] = {
         "": server("", stopped=True),
         "starting": server("starting", ready=False, pending="spawn"),
     }
     found = await hub.client.servers()
     assert len(hub.asked) == 3
-    assert found == {ServerKey(f"u{n}", "") for n in range(400)} | {ServerKey("u400", "starting")}
+    assert found.keys() == {ServerKey(f"u{n}", "") for n in range(400)} | {ServerKey("u400", "starting")}
+    seven = found[ServerKey("u7", "")]
+    assert seven == HubServer("2031-05-06T07:08:09.100000Z", "2031-05-06T01:00:00.000000Z")
+    assert found[ServerKey("u400", "starting")] == HubServer()
 
 
 async def test_a_list_that_did_not_change_is_answered_304_and_is_the_same(hub):
@@ -176,7 +181,7 @@ async def test_a_list_that_did_not_change_is_answered_304_and_is_the_same(hub):
     assert await hub.client.servers() == before
     assert hub.statuses == [200, 304]  # which the Hub logs for debugging only
     hub.users = []
-    assert await hub.client.servers() == frozenset()
+    assert await hub.client.servers() == {}
     assert hub.statuses == [200, 304, 200]
 
 
@@ -261,3 +266,20 @@ def test_only_a_refused_token_of_the_broker_is_told_to_be_exchanged():
     assert "JUPYTERHUB_API_TOKEN" in _remedy(403, "Missing or invalid credentials.")
     assert "JUPYTERHUB_API_TOKEN" in _remedy(401, "Unauthorized")
     assert _remedy(403, "only the Hub's spawner may ask this") == ""
+
+
+async def test_services_are_named_with_the_commands_that_the_hub_runs(hub):
+    hub.status = 200
+    # As `service_model` of jupyterhub/apihandlers/base.py: an external service has an empty list.
+    hub.body = {
+        "cull": {"kind": "service", "name": "cull", "command": ["python3", "-m", "jupyterhub_idle_culler"]},
+        "gpushare": {"kind": "service", "name": "gpushare", "command": [], "pid": 0},
+        "named": {"kind": "service", "name": "named"},
+    }
+    found = await hub.client.services()
+    assert found["cull"] == ["python3", "-m", "jupyterhub_idle_culler"]
+    assert not found["gpushare"]
+    assert "named" not in found
+    hub.status, hub.body = 403, {"message": "Action is not authorized with current scopes"}
+    with pytest.raises(HubError):
+        await hub.client.services()

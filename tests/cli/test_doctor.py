@@ -222,6 +222,16 @@ def test_trouble_with_devices_is_named(known, devices, result, said):
     assert (check.result, said in check.message, bool(check.advice)) == (result, True, result != "ok")
 
 
+def test_a_setting_that_ends_the_session_is_named_with_its_time():
+    lease = STATUS.leases[0]
+    assert doctor.check_culling(changed(lease, ends_at=None)) == ()
+    check = doctor.check_culling(changed(lease, ends_at="2031-05-06T18:20:00.000Z", ends_by="idle-culler"))
+    assert check.result == "warn"
+    assert check.message.startswith("idle-culler may end this server after ")
+    of_kernel = doctor.check_culling(changed(lease, ends_at="2031-05-06T18:20Z", ends_by="cull_idle_timeout"))
+    assert of_kernel.message.startswith("cull_idle_timeout may end kernels of it after ")
+
+
 OF_A_HOLDER = [
     ({}, "ok", ""),
     ({"GPUSHARE_LEASE_DIR": ""}, "fail", "GPUSHARE_LEASE_DIR"),

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import jupyter_core.paths
 import jupyterhub
 import pytest
 from certipy import Certipy
@@ -35,7 +36,7 @@ c.JupyterHub.load_roles = [
     {{
         "name": "gpushare-broker",
         "services": ["gpushare"],
-        "scopes": ["list:users", "read:users", "read:groups", "read:servers", "servers", "delete:servers"],
+        "scopes": ["list:users", "read:users", "read:groups", "read:servers", "servers", "delete:servers", "list:services", "read:services"],
     }},
 ]
 c.JupyterHub.services = [
@@ -112,6 +113,37 @@ def test_a_site_in_order_passes_every_check(setup):
     found.pop("library")
     assert {name: said for name, (result, said) in found.items() if result is not Result.OK} == {}
     assert set(found) == set(CHECKS) - {"library"}
+
+
+def test_what_ends_sleeping_sessions_is_named_with_its_time(setup, monkeypatch, tmp_path):
+    monkeypatch.setattr(jupyter_core.paths, "SYSTEM_CONFIG_PATH", [str(tmp_path / "etc")])
+    monkeypatch.setattr(jupyter_core.paths, "ENV_CONFIG_PATH", [])
+    hub(
+        "c.JupyterHub.services = [\n",
+        """c.Spawner.args = ["--MappingKernelManager.cull_idle_timeout=3600"]
+c.JupyterHub.services = [
+    {"name": "cull", "command": ["python3", "-m", "jupyterhub_idle_culler", "--timeout=28800"]},
+    {"name": "mine", "command": ["jupyterhub-idle-culler", "--config=/etc/culler.py"]},""",
+    )(setup)
+    folder = tmp_path / "etc/jupyter_server_config.d"
+    folder.mkdir(parents=True)
+    settings = {"ServerApp": {"shutdown_no_activity_timeout": 7200, "x": {"cull_idle_timeout": 0}}}
+    (folder / "idle.json").write_text(json.dumps(settings))
+    (tmp_path / "etc/jupyter_server_config.py").write_text(
+        "c.TerminalManager.cull_inactive_timeout = 86400*2\n"
+    )
+    checks = examine(setup.hub_config, setup.broker_config, setup.machine)
+    said = {each.message: each.result for each in checks if each.name == "culling"}
+    assert list(said) == [
+        "The service cull stops idle servers, asleep or not, after 8 h. Users read when.",
+        "The service mine stops idle servers, asleep or not, after the time that a file of its own says.",
+        "cull_idle_timeout in c.Spawner ends kernels after 60 min idle.",
+        f"shutdown_no_activity_timeout in {folder}/idle.json ends servers without kernels and terminals after "
+        "2 h idle.",
+        f"cull_inactive_timeout in {tmp_path}/etc/jupyter_server_config.py ends terminals, and the programs in "
+        "them, after 48 h idle.",
+    ]
+    assert set(said.values()) == {Result.OK}
 
 
 def test_a_site_with_internal_tls_in_order_passes(setup):
@@ -266,6 +298,12 @@ BROKEN = {
     "a service without token": (
         hub(', "api_token": "0123456789abcdef"', ""), "service", "neither an API token nor a command"),
     "a role without servers": (hub('"servers", "delete', '"delete'), "broker-role", "lacks servers."),
+    "a role that does not see services": (
+        hub('"list:services", ', ""), "broker-role", "lacks list:services: no sleeping session is told"),
+    "a culler that comes before sleep": (
+        hub("c.JupyterHub.services = [\n", '''c.JupyterHub.services = [
+    {"name": "cull", "command": ["python3", "-m", "jupyterhub_idle_culler", "--timeout=600"]},'''),
+        "culling", "after 600 s: before they are put to sleep, after 900 s"),
     "a token that others can read": (
         lambda s: (s.folder / "spawner-token").chmod(0o644), "spawner-token", "chmod 600"),
     "no token": (lambda s: (s.folder / "spawner-token").unlink(), "spawner-token", "cannot be read"),
@@ -298,7 +336,8 @@ BROKEN = {
     "less memory than GPU memory": (machine(ram_bytes=128 * GIB), "host-memory", "cannot be put to sleep"),
     "cgroup v1": (machine(cgroup_v2=False), "cgroups", "unified_cgroup_hierarchy"),
 }  # fmt: skip
-WARNINGS = {"an old driver", "less memory than GPU memory", "cgroup v1"}
+WARNINGS = {"an old driver", "less memory than GPU memory", "cgroup v1", "a role that does not see services",
+            "a culler that comes before sleep"}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", BROKEN)

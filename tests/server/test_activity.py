@@ -4,11 +4,15 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 from jupyter_gpushare.server.activity import Seen, is_due, look, report_of
+from jupyter_gpushare.server.ends import Ended, Ends
 from jupyter_gpushare.server.kernels import MAX_KERNELS, Kernels, KernelState
 
 NOW = 1_000.0
 IDLE = KernelState("a", "python3", last_cell_at=NOW - 60)
 BUSY = replace(IDLE, runs_cell=True, handles_request=True, cells=1)
+
+
+NO_KERNELS = SimpleNamespace(list_kernel_ids=list)
 
 
 def watched(*states: KernelState) -> SimpleNamespace:
@@ -22,7 +26,7 @@ def seen(*states: KernelState, terminals: int = 0) -> Seen:
 
 def test_report_says_what_each_kernel_does_and_how_long_ago_its_last_cell_ended():
     asks = replace(IDLE, id="c", handles_request=True)
-    found = look(None, None, watched(IDLE, replace(BUSY, id="b"), asks))
+    found = look(NO_KERNELS, None, watched(IDLE, replace(BUSY, id="b"), asks), Ends())
     report = report_of(found, {"a": "deep/train.ipynb"}, NOW)
     assert {
         each.id: (each.busy, each.handles_request, each.idle_s, each.name) for each in report.kernels
@@ -35,14 +39,14 @@ def test_report_says_what_each_kernel_does_and_how_long_ago_its_last_cell_ended(
 
 def test_of_too_many_kernels_those_that_run_a_cell_are_reported():
     many = [replace(IDLE, id=f"k{n:04}") for n in range(999)]
-    found = look(None, None, watched(*many, replace(BUSY, id="z")))
+    found = look(NO_KERNELS, None, watched(*many, replace(BUSY, id="z")), Ends())
     assert len(found.kernels) == MAX_KERNELS
     assert found.any_busy()
 
 
 def test_terminals_are_counted():
     terminals = SimpleNamespace(list=lambda: [{"name": "1"}, {"name": "2"}])
-    assert look(SimpleNamespace(list_kernel_ids=list), terminals, Kernels()).terminals == 2
+    assert look(NO_KERNELS, terminals, Kernels(), Ends()).terminals == 2
 
 
 def test_first_look_and_every_minute_are_reported():
@@ -75,3 +79,21 @@ def test_cell_between_two_looks_a_terminal_and_a_busy_kernel_wait_five_seconds()
 
 def test_idle_kernel_alone_is_no_reason_to_report():
     assert not is_due(seen(IDLE), seen(IDLE), 30)
+
+
+def test_the_end_of_a_kernel_is_reported_at_once_and_only_once():
+    killed = Ended("a", "died", -9, NOW - 4)
+    told = Seen((), 0, (killed,))
+    assert is_due(told, seen(), 0.1)
+    assert not is_due(told, told, 30)
+    (end,) = report_of(told, {"a": "train.ipynb"}, NOW, seen()).ended
+    assert (end.id, end.how, end.code, end.ago_s, end.name) == ("a", "died", -9, 4.0, "train.ipynb")
+    assert report_of(told, {}, NOW, told).ended == []
+    assert report_of(told, {}, NOW).ended  # the last report was not accepted
+
+
+def test_a_report_says_when_a_setting_may_end_a_kernel():
+    found = Seen((IDLE, replace(IDLE, id="b")), 0, ends_in_s={"b": 90.5})
+    assert [each.ends_in_s for each in report_of(found, {}, NOW).kernels] == [None, 90.5]
+    later = replace(found, ends_in_s={"b": 80.5})
+    assert not is_due(later, found, 30)  # time goes on for the broker too
