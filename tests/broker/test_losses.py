@@ -85,6 +85,21 @@ async def test_a_kernel_that_slept_and_ended_is_told_with_what_ended_it_and_when
     assert broker.registry.by_handle(ada.handle).lease.saved_bytes == 10 * GB
 
 
+async def test_a_kernel_that_ends_as_soon_as_it_sleeps_is_told_too(site: Site, broker: Broker) -> None:
+    kernel = process(1, KERNEL)
+    ada = await site.session("ada", "1/2")
+    ada.processes = (kernel, process(2))
+    ada.used = dict.fromkeys(ada.limits, 20 * GB)
+    site.move_s = 0.01  # no sample in between
+    await site.submit("bo", "2")
+    await until(lambda: ada.phase is Phase.SUSPENDED, 200)
+    gone(ada, kernel)
+    await ends(broker, "died", -signal.SIGKILL)
+    await asyncio.sleep(5)
+    (told,) = losses(site)
+    assert "its kernel train.ipynb was killed" in told
+
+
 async def test_a_process_that_nobody_explains_is_told_by_its_number(site: Site, broker: Broker) -> None:
     script = process(7)
     ada = await asleep(site, process(1, KERNEL), script)

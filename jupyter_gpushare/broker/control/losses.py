@@ -45,9 +45,8 @@ async def look(registry: Registry, record: LeaseRecord, sample: LeaseSample | No
         StoreError: the database failed.
     """
     observation = registry.observations[record.id]
-    if record.state is State.SUSPENDING:
-        observation.sleepers = sample.processes if sample is not None else ()
     if record.state is not State.SUSPENDED:
+        observation.sleepers = sample.processes if sample is not None else ()
         if record.state is not State.STOPPING and observation.loss is not None:  # it wakes with the rest
             await _tell(registry, record, observation, observation.loss)
         return

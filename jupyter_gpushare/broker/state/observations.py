@@ -164,7 +164,7 @@ class Observation:
     # Of its kernels, by their server's reports: when a setting may end each, and how those ended that did.
     kernel_ends_at: Mapping[str, float] = field(default_factory=dict)
     kernels_ended: dict[str, KernelEnded] = field(default_factory=dict)
-    sleepers: tuple[ProcessSample, ...] = ()  # its processes in the last sample that it slept in
+    sleepers: tuple[ProcessSample, ...] = ()  # its processes in the last sample before a loss
     loss: Loss | None = None  # not told yet
 
     @property
