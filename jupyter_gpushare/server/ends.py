@@ -94,7 +94,7 @@ class Ends:
                 add(died, event)
 
     def _ends_in_s(self, manager: Any, id_: str, kernel: Any) -> float | None:
-        """By the rule of `MappingKernelManager.cull_kernel_if_idle` (jupyter_server 2)."""
+        """By the rule of ``MappingKernelManager.cull_kernel_if_idle`` (jupyter_server 2)."""
         site_s = getattr(manager, "cull_idle_timeout", 0)
         last_activity = getattr(kernel, "last_activity", None)
         if not site_s or site_s <= 0 or last_activity is None:
