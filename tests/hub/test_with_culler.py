@@ -63,4 +63,6 @@ def test_an_idle_session_is_stopped_and_gives_its_lease_back_while_a_job_runs_on
         wait_for(lambda: not hub.server("cy"), "the idle session is stopped", log=log)
         longer = "the job runs for longer than the session"
         wait_for(lambda: active_s(hub) > 2 * TIMEOUT_S, longer, log=log)
-    assert [each.body["user"] for each in hub.broker.of("spawner/stop")] == ["cy"]
+    assert [(each.body["user"], each.body["by_hub"]) for each in hub.broker.of("spawner/stop")] == [
+        ("cy", True)
+    ]

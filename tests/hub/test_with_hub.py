@@ -163,13 +163,14 @@ def test_the_lease_is_given_back_when_the_server_is_stopped(hub: Hub) -> None:
     hub.stop_server("ada")
     wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")
     stop = {"user": "ada", "server": "", "created": hub.made_at("ada"), "not_nodes": []}
-    assert hub.broker.of("spawner/stop")[0].body == stop
+    assert hub.broker.of("spawner/stop")[0].body == {**stop, "by_hub": True}
 
 
 def test_the_lease_is_given_back_when_the_server_dies(hub: Hub) -> None:
     hub.start_server("ada", {"fraction": "1/2"})
     os.kill(hub.state("ada")["pid"], signal.SIGKILL)
     wait_for(lambda: hub.broker.of("spawner/stop"), "the Hub has noticed, the lease is given back")
+    assert hub.broker.of("spawner/stop")[0].body["by_hub"] is False
 
 
 def test_the_lease_is_given_back_when_the_start_fails(hub: Hub) -> None:
