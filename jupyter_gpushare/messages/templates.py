@@ -33,6 +33,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "range.up_to": "at most %1",
         "memory": "%1 GiB",
         "part.list": "%1, %2",
+        "part.and_then": "%1; %2",
         # ---- reasons, read by the first template that matches (`texts`) -------
         "reason.uses": "it uses %1",
         "taint.managed": "managed memory",

@@ -159,6 +159,7 @@ async def test_a_gpu_and_the_machine_are_emptied_from_the_page(http):
 
     page = await send(drain=uuid, hours="2")
     assert "Takes nothing new (owners are asked to finish by <time" in page
+    assert re.search(r"empties .* until <time [^>]*>[^<]*</time>: it takes nothing new", page)
     assert f'name="undrain" value="{uuid}"' in page
     assert "Takes nothing new" not in await send(undrain=uuid)
     page = await send(drain="machine", hours="")

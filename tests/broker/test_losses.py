@@ -85,6 +85,17 @@ async def test_a_kernel_that_slept_and_ended_is_told_with_what_ended_it_and_when
     assert broker.registry.by_handle(ada.handle).lease.saved_bytes == 10 * GB
 
 
+async def test_several_processes_that_end_at_once_are_one_event(site: Site, broker: Broker) -> None:
+    kernel, script = process(1, KERNEL), process(7)
+    ada = await asleep(site, kernel, script)
+    gone(ada, kernel, script)
+    await ends(broker, "restarted")
+    await asyncio.sleep(15)
+    (told,) = losses(site)
+    assert told.endswith("its kernel train.ipynb was restarted; its process 7 (python3) ended.")
+    assert "lost 19 GiB" in told
+
+
 async def test_a_kernel_that_ends_as_soon_as_it_sleeps_is_told_too(site: Site, broker: Broker) -> None:
     kernel = process(1, KERNEL)
     ada = await site.session("ada", "1/2")

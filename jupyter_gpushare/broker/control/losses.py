@@ -103,7 +103,7 @@ async def _tell(registry: Registry, record: LeaseRecord, observation: Observatio
         if (why := _why(observation, loss, each)) not in reasons:
             reasons.append(why)
     first, *more = reasons[:_REASONS] or [messages.text("ended.unknown")]
-    why = reduce(lambda one, other: messages.text("part.list", one, other), more, first)
+    why = reduce(lambda one, other: messages.text("part.and_then", one, other), more, first)
     await _store(registry, record, loss.saved_bytes, loss.at, why)
     observation.loss = None
 
