@@ -78,7 +78,8 @@ class Command:
             stderr=output,
             start_new_session=True,
             # The command dies with its runner: without it no process would collect the result.
-            preexec_fn=functools.partial(bind, os.getpid()),  # no other thread runs yet: the hook is safe
+            # The hook is one call of prctl(2), which waits for no lock of another thread.
+            preexec_fn=functools.partial(bind, os.getpid()),
         )
         self.pid = self._process.pid
         self.exit_code: int | None = None

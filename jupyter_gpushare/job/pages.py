@@ -26,7 +26,15 @@ from tornado import web
 from tornado.escape import xhtml_escape
 
 from jupyter_gpushare.listener import Gate, Listener, connections_allowed
-from jupyter_gpushare.protocol.jobfiles import RECENT_BYTES, AttemptRecord, BoundedLog, log_end, read_log
+from jupyter_gpushare.protocol.jobfiles import (
+    RECENT_BYTES,
+    AttemptRecord,
+    BoundedLog,
+    Disk,
+    Piece,
+    log_end,
+    read_log,
+)
 
 CHUNK_BYTES = 1 << 20
 # Few enough that the limit of open files, which the command inherits, stays as it is.
@@ -78,10 +86,11 @@ class _Callback(HubOAuthCallbackHandler):
 
 
 class _Private(HubOAuthenticated, web.RequestHandler):
-    def initialize(self, gate: Gate, now: Now, log: Log, auth: HubOAuth) -> None:
+    def initialize(self, gate: Gate, now: Now, log: Log, disk: Disk, auth: HubOAuth) -> None:
         self._gate = gate
         self._now = now
         self._printed = log
+        self._disk = disk
         self.hub_auth = auth
 
     def set_default_headers(self) -> None:
@@ -97,6 +106,19 @@ class _Private(HubOAuthenticated, web.RequestHandler):
             stream = self.request.connection.stream  # type: ignore[union-attr]
             self._gate.prove(stream, f"{user.get('kind', 'user')} {user['name']}")
 
+    async def read(self, offset: int) -> Piece:
+        """Return a piece of the log; where the disk does not answer, what memory holds of it.
+
+        A negative ``offset`` counts from the end.
+        """
+        log = self._printed()
+        try:
+            if log is not None:
+                return await self._disk.ask(log.read, offset, CHUNK_BYTES)
+            return await self._disk.ask(_stored, Path(self._now()[0].log), offset)
+        except TimeoutError:
+            return Piece(max(0, offset), b"") if log is None else log.held(offset, CHUNK_BYTES)
+
     def offset(self) -> int:
         given = self.get_query_argument("offset", "0")
         if not (given.isascii() and given.isdigit() and len(given) <= 18):
@@ -106,14 +128,10 @@ class _Private(HubOAuthenticated, web.RequestHandler):
 
 class _LogPage(_Private):
     @web.authenticated
-    def get(self) -> None:
+    async def get(self) -> None:
         record, _ = self._now()
         log = self._printed()
-        if log is not None:
-            piece = log.recent()
-        else:
-            path = Path(record.log)
-            piece = read_log(path, max(0, log_end(path) - RECENT_BYTES), RECENT_BYTES)
+        piece = await self.read(-RECENT_BYTES) if log is None else log.recent()
         running = record.state != "ended"
         heading = "Log" if piece.offset == 0 else f"The end of the log (from byte {piece.offset})"
         if log is not None and log.left_out_bytes:
@@ -136,12 +154,8 @@ class _LogPage(_Private):
 
 class _RawLog(_Private):
     @web.authenticated
-    def get(self) -> None:
-        log, offset = self._printed(), self.offset()
-        if log is not None:
-            piece = log.read(offset, CHUNK_BYTES)
-        else:
-            piece = read_log(Path(self._now()[0].log), offset, CHUNK_BYTES)
+    async def get(self) -> None:
+        piece = await self.read(self.offset())
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.set_header("X-Gpushare-Offset", str(piece.offset))
         self.set_header("X-Gpushare-Next", str(piece.next_offset))
@@ -153,6 +167,10 @@ class _StatusPage(_Private):
     def get(self) -> None:
         record, progress = self._now()
         self.finish({**asdict(record), **progress})
+
+
+def _stored(path: Path, offset: int) -> Piece:
+    return read_log(path, max(0, log_end(path) + offset) if offset < 0 else offset, CHUNK_BYTES)
 
 
 def sentence(record: AttemptRecord) -> str:
@@ -169,7 +187,7 @@ def sentence(record: AttemptRecord) -> str:
 
 
 def server(
-    prefix: str, tls: ssl.SSLContext | None, *, now: Now, log: Log, seen: Callable[[], None]
+    prefix: str, tls: ssl.SSLContext | None, *, now: Now, log: Log, disk: Disk, seen: Callable[[], None]
 ) -> Listener:
     """Return what serves the runner's pages below ``prefix``; ``seen`` is called after each probe of the Hub.
 
@@ -180,7 +198,7 @@ def server(
     auth = HubOAuth()
     if not auth.access_scopes:
         raise ValueError("JUPYTERHUB_OAUTH_ACCESS_SCOPES is empty: any user would be let in")
-    private: dict[str, Any] = {"gate": gate, "now": now, "log": log, "auth": auth}
+    private: dict[str, Any] = {"gate": gate, "now": now, "log": log, "disk": disk, "auth": auth}
     callback = urlsplit(auth.oauth_redirect_uri).path
     pages = web.Application(
         [

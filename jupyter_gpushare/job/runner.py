@@ -14,7 +14,10 @@
 4. Write the record, report ``ended`` until the broker accepts it, stay until the
    Hub has seen the server ready, exit.
 
-The record is on disk before the report is sent.
+The record is on disk before the report is sent, unless the disk does not answer in time.
+
+Files of the user are touched in threads of `Disk` alone: a dead network disk delays the end
+of a job by `DISK_PATIENCE_S` at most, and neither its pages, its reports nor its stop.
 """
 
 from __future__ import annotations
@@ -34,8 +37,10 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from tornado.netutil import bind_sockets
@@ -60,8 +65,10 @@ from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
 from jupyter_gpushare.job.webhook import Webhook
 from jupyter_gpushare.listener import Listener
 from jupyter_gpushare.protocol.jobfiles import (
+    SILENT,
     AttemptRecord,
     BoundedLog,
+    Disk,
     forget_old_attempts,
     forget_old_jobs,
     jobs_dir,
@@ -108,6 +115,8 @@ class Runner:
             state="starting",
             log=str(self._log_path),
         )
+        self._disk = Disk()  # for records and the log
+        self._starts = Disk()  # for the start of the command: it starts although no record is taken
         self._log: BoundedLog | None = None  # none: nothing was started
         self._bars = Bars()
         self._shown = _NO_PROGRESS  # by the bars that the program prints
@@ -137,15 +146,18 @@ class Runner:
         reports = Reports(broker, self._spec, self._stop)
         activity = asyncio.create_task(keep_active(self._env))
         try:
-            before = unseen_outcome(self._log_path.parent, self._spec.settled, self._spec.attempt)
+            earlier = self._disk.call(
+                unseen_outcome, self._log_path.parent, self._spec.settled, self._spec.attempt
+            )
+            before = earlier.result() if await self._answered(earlier, self._disk.patience_s) else None
             if before is None and lease_has_ended(self._env):
                 # Neither file nor report: the broker has stopped this attempt and knows how it ended.
                 self._record = replace(self._record, reported=True)
                 log.warning("job=%s: not started: the lease of its attempt has ended", self._spec.id)
             else:
-                await self._run_once(reports) if before is None else self._observe(before)
+                await (self._run_once(reports) if before is None else self._observe(before))
                 if (outcome := await reports.ended(self._final_report())) is not None:
-                    self._keep(replace(self._record, reported=True))
+                    await self._keep(replace(self._record, reported=True))
                     self._webhook.send("ended", outcome, self._record.exit_code)
             await asyncio.gather(self._stay_until_seen(began_at), self._webhook.close())
         finally:
@@ -154,26 +166,26 @@ class Runner:
         return self._record
 
     async def _run_once(self, reports: Reports) -> None:
-        forget_old_jobs(jobs_dir(Path(self._home)))
-        self._log = BoundedLog(self._log_path)
-        forget_old_attempts(self._log_path.parent)
-        self._keep(self._record)
-        with _ProgressSocket(self._on_progress) as progress_socket:
+        self._disk.call(forget_old_jobs, jobs_dir(Path(self._home)))
+        self._log = BoundedLog(self._log_path, self._disk)
+        self._disk.call(forget_old_attempts, self._log_path.parent)
+        await self._keep(self._record)
+        async with _ProgressSocket(self._starts, self._on_progress) as progress_socket:
             await self._run_command(reports, progress_socket)
-        self._log.close()
-        self._keep(self._record)
+        await asyncio.to_thread(self._log.close)
+        await self._keep(self._record)
 
-    def _observe(self, before: AttemptRecord) -> None:
+    async def _observe(self, before: AttemptRecord) -> None:
         """Take over the outcome of an earlier start of this job; its command does not run again."""
         if before.state != "ended":
             # The command dies with its runner (`children`).
             reason = "Its runner was killed, and the command with it."
             before = replace(before, state="ended", exit_code=-signal.SIGKILL, reason=reason)
         if before.attempt != self._spec.attempt:
-            with contextlib.closing(BoundedLog(self._log_path)) as self._log:
-                self._say(f"attempt {before.attempt} had ended before: see its log; nothing was started")
-        self._record = replace(before, attempt=self._spec.attempt)
-        self._keep(self._record)
+            self._log = BoundedLog(self._log_path, self._disk)
+            self._say(f"attempt {before.attempt} had ended before: see its log; nothing was started")
+            await asyncio.to_thread(self._log.close)
+        await self._keep(replace(before, attempt=self._spec.attempt))
 
     # ---- HTTP ------------------------------------------------------------------
 
@@ -183,7 +195,9 @@ class Runner:
         if not url.port:
             raise GpuShareError("JUPYTERHUB_SERVICE_URL names no port: the Hub's spawner starts this program")
         tls = internal_tls(self._env, ssl.Purpose.CLIENT_AUTH)
-        server = pages.server(prefix, tls, now=self._now, log=lambda: self._log, seen=self._on_seen)
+        server = pages.server(
+            prefix, tls, now=self._now, log=lambda: self._log, disk=self._disk, seen=self._on_seen
+        )
         until = time.monotonic() + _BIND_PATIENCE_S
         while True:
             try:
@@ -233,15 +247,21 @@ class Runner:
         if self._stop.is_set():
             self._ended(-signal.SIGTERM, "Stopped before it was started.", stopped=True)
             return
+        # The command dies with the thread that starts it (`Command`): this one lives as long as the runner.
+        starting = self._starts.call(self._start, progress_socket)
+        if not await self._answered(starting, self._spec.grace_s):
+            starting.add_done_callback(_end_late)
+            self._ended(-signal.SIGTERM, f"Stopped before it was started: {SILENT}.", stopped=True)
+            return
         try:
-            command, pump = self._start(progress_socket)
+            command, pump = starting.result()
         except CannotStart as refusal:
             self._say(str(refusal))
             self._ended(refusal.exit_code, str(refusal))
             return
         reports.started()
         self._webhook.send("started", JobOutcome(state="running", reason=""))
-        self._keep(replace(self._record, state="running"))
+        await self._keep(replace(self._record, state="running"))
         both = (self._report_progress(reports), self._tell_stop(reports))
         beside = [asyncio.create_task(each) for each in both]
         try:
@@ -254,7 +274,7 @@ class Runner:
         if self._progress == _NO_PROGRESS:
             await self._tell_progress(reports)  # the final report withdraws nothing
         if self._log is not None:
-            await asyncio.to_thread(self._log.sync)
+            await asyncio.to_thread(self._log.flush)
         self._tell_what_it_printed()
 
     def _tell_what_it_printed(self) -> None:
@@ -319,6 +339,17 @@ class Runner:
         code = command.exit_code if command.exit_code is not None else -signal.SIGKILL
         self._ended(code, self._reason(code, stopped), stopped=stopped)
 
+    async def _answered(self, call: Future[Any], grace_s: float) -> bool:
+        """Wait for a call of the disk, after a request to stop for ``grace_s`` at most.
+
+        Return whether it has returned.
+        """
+        loop = asyncio.get_running_loop()
+        call.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(self._wake.set))
+        await self._until(lambda: call.done() or self._stop.is_set())
+        await self._until(call.done, time.monotonic() + grace_s)
+        return call.done()
+
     async def _until(self, done: Callable[[], bool], until: float = math.inf) -> None:
         """Return once ``done`` or at ``until``; looks at every SIGCHLD and `_LOOK_EVERY_S`."""
         while not done() and time.monotonic() < until:
@@ -356,12 +387,15 @@ class Runner:
             **self._progress,
         )
 
-    def _keep(self, record: AttemptRecord) -> None:
+    async def _keep(self, record: AttemptRecord) -> None:
         self._record = record
         if self._log is not None:
             end, left_out = self._log.end, self._log.left_out_bytes
             self._record = replace(record, log_bytes=end, log_left_out_bytes=left_out)
-        if not write_record(self._log_path.with_suffix(".json"), self._record):
+        path, is_kept = self._log_path.with_suffix(".json"), False
+        with contextlib.suppress(TimeoutError):
+            is_kept = await self._disk.ask(write_record, path, self._record)
+        if not is_kept:
             log.warning("job=%s attempt=%d: the disk does not take its record", record.id, record.attempt)
         log.info(
             "job=%s attempt=%d state=%s exit_code=%s",
@@ -373,18 +407,16 @@ class Runner:
 
     def _say(self, text: str) -> None:
         """Write a line of the runner into the log of the job."""
-        self._print(f"[gpushare] {text}\n".encode(errors="replace"))
-
-    def _print(self, data: bytes) -> None:
         if self._log is not None:
-            self._log.write(data)
+            self._log.write(f"[gpushare] {text}\n".encode(errors="replace"), waits=False)
 
     def _on_progress(self, done: float, total: float | None) -> None:
         self._reported = {"done": done, "total": total}
 
     def _on_print(self, data: bytes) -> None:
         """Write the command's output to the log and read progress bars in it (in the pump's thread)."""
-        self._print(data)
+        if self._log is not None:
+            self._log.write(data)
         if self._reported is not None:
             return
         with contextlib.suppress(Exception):  # whatever it prints, the job goes on
@@ -408,6 +440,12 @@ class Runner:
                 self._told = now
 
 
+def _end_late(starting: Future[tuple[Command, threading.Thread]]) -> None:
+    """End a command whose start returned after the attempt had ended."""
+    if starting.exception() is None:
+        starting.result()[0].end_all()
+
+
 def _pump(reading: int, write: Callable[[bytes], None]) -> None:
     """Copy the command's output to the log in a thread, so that a slow disk blocks nothing else."""
     with open(reading, "rb", buffering=0) as pipe:
@@ -418,32 +456,38 @@ def _pump(reading: int, write: Callable[[bytes], None]) -> None:
 class _ProgressSocket:
     """Datagram socket for progress reports, in a private folder; malformed messages are dropped."""
 
-    def __init__(self, on_progress: Callable[[float, float | None], None]) -> None:
+    def __init__(self, disk: Disk, on_progress: Callable[[float, float | None], None]) -> None:
+        self._disk = disk
         self._on_progress = on_progress
-
-    def __enter__(self) -> str:
-        """Return the address; empty where none can be made: then progress is not reported."""
         kind = socket.SOCK_DGRAM | socket.SOCK_CLOEXEC | socket.SOCK_NONBLOCK
         self._socket = socket.socket(socket.AF_UNIX, kind)
         self._folder = ""
+
+    async def __aenter__(self) -> str:
+        """Return the address; empty where none can be made: then progress is not reported."""
         try:
-            # Not in the home directory: the path of a socket has at most 107 bytes.
-            self._folder = tempfile.mkdtemp(prefix="gpushare-")
-            address = os.path.join(self._folder, "progress")
-            self._socket.bind(address)
-        except OSError as error:
-            log.warning("the job cannot report its progress: %s", error.strerror)
+            address = await self._disk.ask(self._bind)
+        except OSError as error:  # also TimeoutError
+            log.warning("the job cannot report its progress: %s", error.strerror or SILENT)
             return ""
         asyncio.get_running_loop().add_reader(self._socket, self._read)
         return address
 
-    def __exit__(self, *_: object) -> None:
+    async def __aexit__(self, *_: object) -> None:
         asyncio.get_running_loop().remove_reader(self._socket)
         with contextlib.suppress(OSError):
             self._read()
         self._socket.close()
         if self._folder:
-            shutil.rmtree(self._folder, ignore_errors=True)
+            with contextlib.suppress(TimeoutError):
+                await self._disk.ask(shutil.rmtree, self._folder, True)
+
+    def _bind(self) -> str:
+        # Not in the home directory: the path of a socket has at most 107 bytes.
+        self._folder = tempfile.mkdtemp(prefix="gpushare-")
+        address = os.path.join(self._folder, "progress")
+        self._socket.bind(address)
+        return address
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):

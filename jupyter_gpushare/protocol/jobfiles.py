@@ -8,9 +8,9 @@ Rules:
 
 * A long log keeps its head and as many of its newest bytes as `TAIL_PARTS` of `PART_BYTES` hold.
   Offsets count every byte that the job printed, so that readers detect gaps.
-* Writing never raises and never ends a job: bytes that the disk rejects are counted
-  as left out.  Once it takes bytes again, a line in the log says how many, and why.
-* The runner holds the newest `RECENT_BYTES` in memory, written or not.
+* Writing never raises and never ends a job: bytes that the disk rejects, or does not take in
+  time, are counted as left out.  Once it takes bytes again, a line in the log says how many, and why.
+* The runner holds the newest `HELD_BYTES` in memory, written or not, and shows the last `RECENT_BYTES`.
 * The files are readable with a pager and by `read_log`, with or without a runner.
 * Retention: all jobs that have not ended, the newest `KEEP_JOBS` ended ones, and in
   each the logs of the newest `KEEP_ATTEMPTS` attempts.
@@ -18,27 +18,40 @@ Rules:
 
 from __future__ import annotations
 
+import asyncio
 import codecs
 import contextlib
 import errno
+import functools
 import json
+import math
 import os
+import queue
 import re
 import shutil
 import stat
 import threading
 import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Any, BinaryIO, Literal, TypeVar
 
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
+
+T = TypeVar("T")
 
 HEAD_BYTES = 32 << 20
 PART_BYTES = 8 << 20
 TAIL_PARTS = 4
 RECENT_BYTES = 64 << 10
+# In memory, for a disk that is slow or silent.
+HELD_BYTES = 256 << 10
+# The longest that a silent disk delays the output of a job, or its end.
+DISK_PATIENCE_S = 5.0
+SILENT = "the disk does not answer"
 # Of one log: a part ends at each refusal of the disk.
 MOST_PARTS = 64
 KEEP_JOBS = 200
@@ -205,106 +218,254 @@ def _words(error: OSError) -> str:
     return error.strerror or type(error).__name__
 
 
+class Disk:
+    """Makes calls that a dead disk holds up, one at a time and in order, in a thread of its own.
+
+    The thread is a daemon: a call that never returns delays neither its caller nor the end of the process.
+    """
+
+    def __init__(self, patience_s: float = DISK_PATIENCE_S) -> None:
+        self.patience_s = patience_s
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._since = math.inf  # the present call began
+        threading.Thread(target=self._run, name="disk", daemon=True).start()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether a call has not returned for `patience_s`."""
+        return time.monotonic() - self._since > self.patience_s
+
+    def call(self, function: Callable[..., T], *args: Any, **named: Any) -> Future[T]:
+        """Make a call after all earlier ones; the caller bounds how many wait."""
+        future: Future[T] = Future()
+        self._calls.put((future, functools.partial(function, *args, **named)))
+        return future
+
+    async def ask(self, function: Callable[..., T], *args: Any) -> T:
+        """Make a call and return its result.
+
+        Raises:
+            TimeoutError: the disk did not answer within `patience_s`, or is silent.
+        """
+        if self.is_silent:
+            raise TimeoutError
+        return await asyncio.wait_for(asyncio.wrap_future(self.call(function, *args)), self.patience_s)
+
+    def _run(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            if not future.set_running_or_notify_cancel():
+                continue
+            self._since = time.monotonic()
+            try:
+                future.set_result(call())
+            except Exception as error:
+                future.set_exception(error)
+            self._since = math.inf
+
+
 class BoundedLog:
-    """The writing end of a log; safe to use from several threads."""
+    """The writing end of a log; safe to use from several threads.
+
+    What is printed goes to memory at once.  Only the thread of `Disk` touches files: it writes what memory
+    holds, and leaves out what memory no longer holds when a silent disk answers again.
+    """
 
     def __init__(
         self,
         path: Path,
+        disk: Disk,
         *,
         head_bytes: int = HEAD_BYTES,
         part_bytes: int = PART_BYTES,
         tail_parts: int = TAIL_PARTS,
     ) -> None:
         self.path = path
-        self.left_out_bytes = 0  # that the disk did not take
-        self.why = ""  # it did not take the newest of them
+        self._disk = disk
+        self._changed = threading.Condition()  # guards what follows; never held during a call of the disk
+        self._held = bytearray()  # the newest bytes, `HELD_BYTES` to twice that once so many were printed
+        self._end = 0
+        self._done = 0  # up to here the disk has taken or refused all
+        self._left_out_bytes = 0
+        self._why = ""
         self._untold_bytes = 0  # left out, and not yet said in the log
-        self._recent = bytearray()  # between `RECENT_BYTES` and twice that, once so much was printed
+        self._is_late = False  # the disk did not answer in time
+        self._is_storing = False  # a call of `_store` waits or runs
+        # What follows belongs to the disk's thread.
         self._part_bytes = part_bytes
         self._tail_parts = tail_parts
-        self._guard = threading.Lock()
         self._file: int | None = None
         self._unsynced_bytes = 0  # written to the open file: the disk may yet refuse them
         self._left_bytes = head_bytes
         self._tail: dict[Path, int] = {}  # the parts, oldest first, with their bytes
         self._part: Path | None = None  # the open part, as long as it is empty
-        self._end = 0
-        for _, old in _parts(path):
-            with contextlib.suppress(OSError):
-                old.unlink()
-        self._open(path)
+        disk.call(self._begin)
 
     @property
     def end(self) -> int:
         """How many bytes were printed, kept or not."""
         return self._end
 
+    @property
+    def left_out_bytes(self) -> int:
+        """How many bytes the disk did not take; of a silent one, also those that wait for it."""
+        with self._changed:
+            waiting = self._end - self._done + self._unsynced_bytes if self._is_late else 0
+            return self._left_out_bytes + waiting
+
+    @property
+    def why(self) -> str:
+        """Why the disk did not take the newest of them."""
+        return SILENT if self._is_late else self._why
+
     def read(self, offset: int, at_most_bytes: int) -> Piece:
-        """Return what `read_log` does, and of what was not written the newest `RECENT_BYTES`."""
-        recent = self.recent()  # before the file, which then holds no less
+        """Return what `read_log` does, and of what is not in the files what memory holds."""
+        held = self.held(offset, at_most_bytes)  # before the file, which then holds no less
         piece = read_log(self.path, offset, at_most_bytes)
-        skipped = max(0, offset - recent.offset)
-        held = Piece(recent.offset + skipped, recent.data[skipped:][:at_most_bytes])
         if not piece.data or held.offset < piece.offset:
             return held if held.data else piece
         return piece
 
-    def recent(self) -> Piece:
-        """Return the newest `RECENT_BYTES` that were printed, kept or not."""
-        with self._guard:
-            data = bytes(self._recent[-RECENT_BYTES:])
-            return Piece(self._end - len(data), data)
+    def held(self, offset: int, at_most_bytes: int) -> Piece:
+        """Return what memory holds from ``offset`` on; it touches no file."""
+        with self._changed:
+            begin = max(offset, self._end - len(self._held))
+            return Piece(begin, self._from(begin, at_most_bytes))
 
-    def write(self, data: bytes) -> None:
-        """Append; returns also when the disk is full or the folder is gone."""
-        with self._guard:
-            while data:
-                if self._left_bytes == 0:
-                    self._next_part()
-                now, data = data[: self._left_bytes], data[self._left_bytes :]
-                self._put(now)
-                self._printed(now)
-                self._left_bytes -= len(now)
+    def recent(self) -> Piece:
+        """Return the newest `RECENT_BYTES` that were printed, kept or not; it touches no file."""
+        return self.held(self._end - RECENT_BYTES, 2 * RECENT_BYTES)
+
+    def write(self, data: bytes, *, waits: bool = True) -> None:
+        """Append; returns also when the disk is full, gone or silent.
+
+        It waits while memory is full of what a slow disk has yet to take, unless ``waits`` is False,
+        and for a silent one `Disk.patience_s` at most.
+        """
+        for at in range(0, len(data), RECENT_BYTES):
+            with self._changed:
+                if waits and not self._is_late:
+                    is_room = self._changed.wait_for(self._has_room, self._disk.patience_s)
+                    self._is_late |= not is_room
+                self._append(data[at : at + RECENT_BYTES])
+
+    def flush(self) -> None:
+        """Return when the disk has all, or does not answer for `Disk.patience_s`."""
+        until = time.monotonic() + self._disk.patience_s
+        with self._changed:
+            answers = self._changed.wait_for(lambda: self._done == self._end, self._disk.patience_s)
+        if answers:
+            answers = not wait([self._disk.call(self._sync)], max(0.0, until - time.monotonic())).not_done
+        with self._changed:
+            self._is_late |= not answers
 
     def close(self) -> None:
-        """Write nothing more; flushed to the disk."""
-        self.sync()
-        with self._guard:
-            self._close_file()
-            self._drop_empty()
+        """Write nothing more; flushed to the disk, unless it does not answer."""
+        if not self._is_late:
+            self.flush()
+        closed = self._disk.call(self._close)
+        if not self._is_late:
+            wait([closed], self._disk.patience_s)
 
-    def sync(self) -> None:
+    # ---- memory; the caller holds `_changed` ------------------------------------
+
+    def _has_room(self) -> bool:
+        return self._end - self._done <= HELD_BYTES - RECENT_BYTES
+
+    def _append(self, data: bytes) -> None:
+        self._end += len(data)
+        self._held += data
+        if len(self._held) > 2 * HELD_BYTES:
+            del self._held[:-HELD_BYTES]
+        if not self._is_storing:
+            self._is_storing = True
+            self._disk.call(self._store)
+
+    def _from(self, begin: int, at_most_bytes: int) -> bytes:
+        at = max(0, begin - self._end + len(self._held))
+        return bytes(self._held[at : at + at_most_bytes])
+
+    def _lose(self, count: int, why: str) -> None:
+        self._why = why
+        self._left_out_bytes += count
+        self._untold_bytes += count
+
+    def _tell(self) -> None:
+        """Say in the log what was left out before, now that the disk takes bytes again."""
+        at_begin = self._held.endswith(b"\n")
+        line = f"[gpushare] {self._untold_bytes:,} bytes were not written: {self._why}\n"
+        self._untold_bytes = 0
+        self._append(line.encode() if at_begin else b"\n" + line.encode())
+
+    # ---- in the thread of the disk ----------------------------------------------
+
+    def _begin(self) -> None:
+        for _, old in _parts(self.path):
+            with contextlib.suppress(OSError):
+                old.unlink()
+        self._open(self.path)
+
+    def _store(self) -> None:
+        """Write the next bytes that wait; other calls of the disk get their turn between two pieces."""
+        with self._changed:
+            begin = max(self._done, self._end - len(self._held))
+            data = self._from(begin, RECENT_BYTES)
+            if missing := begin - self._done:
+                self._lose(missing, SILENT)
+                self._left_bytes = 0
+        written = self._put(begin, data)
+        with self._changed:
+            self._done = begin + len(data)
+            self._is_late = False
+            if written == len(data) and self._untold_bytes:
+                self._tell()
+            self._is_storing = self._done < self._end
+            if self._is_storing:
+                self._disk.call(self._store)
+            self._changed.notify_all()
+
+    def _put(self, begin: int, data: bytes) -> int:
+        """Write what was printed from ``begin`` on; return how many of these bytes the disk took."""
+        taken = 0
+        while data:
+            if self._left_bytes == 0:
+                self._next_part(begin)
+            now, data = data[: self._left_bytes], data[self._left_bytes :]
+            written = self._write(now)
+            taken += written
+            begin += len(now)
+            # After a refusal, the next part is named by its offset: no byte moves to another one's place.
+            self._left_bytes = self._left_bytes - written if written == len(now) else 0
+        return taken
+
+    def _close(self) -> None:
+        self._close_file()
+        self._drop_empty()
+
+    def _sync(self) -> None:
         """Flush to the disk; a network's may refuse only now what it took before."""
-        with self._guard:
-            if self._file is not None:
-                try:
-                    os.fsync(self._file)
-                except OSError as error:
-                    if error.errno not in (errno.EINVAL, errno.ENOTSUP):
-                        self._lose(error)
-            self._unsynced_bytes = 0
+        if self._file is not None:
+            try:
+                os.fsync(self._file)
+            except OSError as error:
+                if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                    self._lose_unsynced(error)
+        with self._changed:
+            self._unsynced_bytes, self._is_late = 0, False
 
     def _close_file(self) -> None:
         if self._file is not None:
             try:
                 os.close(self._file)
             except OSError as error:
-                self._lose(error)
+                self._lose_unsynced(error)
             self._file, self._unsynced_bytes = None, 0
 
-    def _lose(self, error: OSError) -> None:
+    def _lose_unsynced(self, error: OSError) -> None:
         """Count what was not flushed as left out: at most so much is missing."""
-        self.why = _words(error)
-        self.left_out_bytes += self._unsynced_bytes
-        self._untold_bytes += self._unsynced_bytes
-        self._unsynced_bytes = 0
-
-    def _printed(self, data: bytes) -> None:
-        self._end += len(data)
-        self._recent += data
-        if len(self._recent) > 2 * RECENT_BYTES:
-            del self._recent[:-RECENT_BYTES]
+        with self._changed:
+            self._lose(self._unsynced_bytes, _words(error))
+            self._unsynced_bytes = 0
 
     def _drop_empty(self) -> None:
         if self._part is not None:
@@ -318,48 +479,32 @@ class BoundedLog:
             path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
             self._file = os.open(path, flags | os.O_NONBLOCK, 0o600)
         except OSError as error:
-            self._file, self.why = None, _words(error)
-
-    def _put(self, data: bytes) -> None:
-        written = self._write(data)
-        if written < len(data):
-            # The next part is named by its offset: no byte ever moves to another one's place.
-            self.left_out_bytes += len(data) - written
-            self._untold_bytes += len(data) - written
-            self._left_bytes = len(data)
+            self._file, self._why = None, _words(error)
 
     def _write(self, data: bytes) -> int:
-        """Return how many of these bytes the disk took."""
-        if self._file is None:
-            return 0
-        try:
-            written = os.write(self._file, data)
-        except OSError as error:
-            self.why, written = _words(error), 0
-        else:
+        """Return how many of these bytes the disk took; the others are left out."""
+        written, why = 0, self._why
+        if self._file is not None:
+            why = os.strerror(errno.ENOSPC)
+            try:
+                written = os.write(self._file, data)
+            except OSError as error:
+                why = _words(error)
+        with self._changed:
             self._unsynced_bytes += written
             if written < len(data):
-                self.why = os.strerror(errno.ENOSPC)
+                self._lose(len(data) - written, why)
         if written and self._part is not None:
             self._keep_part(self._part)
         if written and self._tail:
             self._tail[next(reversed(self._tail))] += written
         return written
 
-    def _tell(self) -> None:
-        """Say in a part that begins what was left out before it."""
-        line = f"[gpushare] {self._untold_bytes:,} bytes were not written: {self.why}\n".encode()
-        if written := self._write(line):
-            self._printed(line[:written])
-            self._untold_bytes = 0
-
-    def _next_part(self) -> None:
+    def _next_part(self, begin: int) -> None:
         self._close_file()
         self._drop_empty()
-        self._part = self.path.with_name(f"{self.path.name}.{self._end:015d}")
+        self._part = self.path.with_name(f"{self.path.name}.{begin:015d}")
         self._open(self._part)
-        if self._untold_bytes:
-            self._tell()
         self._left_bytes = self._part_bytes
 
     def _keep_part(self, part: Path) -> None:

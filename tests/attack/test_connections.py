@@ -27,7 +27,7 @@ from jupyter_gpushare.gpu.service.lines import Lines
 from jupyter_gpushare.gpu.service.server import Server
 from jupyter_gpushare.gpu.service.tcp import Endpoint, TcpServer
 from jupyter_gpushare.job import pages
-from jupyter_gpushare.protocol.jobfiles import AttemptRecord
+from jupyter_gpushare.protocol.jobfiles import AttemptRecord, Disk
 from tests.attack import crowd
 from tests.broker.http_site import PREFIX, SPAWNER, Http
 from tests.broker.site import Site
@@ -124,7 +124,9 @@ async def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     }.items():
         monkeypatch.setenv(name, value)
     record = AttemptRecord(id="j1", attempt=1, name="x", command=[], state="running", log="")
-    server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=lambda: None, seen=lambda: None)
+    server = pages.server(
+        "/user/ada/", None, now=lambda: (record, {}), log=lambda: None, disk=Disk(), seen=lambda: None
+    )
     (listening,) = bind_sockets(0, "127.0.0.1", backlog=BACKLOG)
     server.add_socket(listening)
     port = listening.getsockname()[1]

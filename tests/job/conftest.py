@@ -143,7 +143,7 @@ def runners() -> Iterator[Forks]:
 def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Start]:
     """Start a runner for a command; it is ended with the test.
 
-    It is a fork, or with ``program`` what the Hub starts.
+    It is a fork, which runs the code ``first`` before, or with ``program`` what the Hub starts.
     """
     jobs: list[Job] = []
 
@@ -151,6 +151,7 @@ def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Star
         *command: str,
         probe: bool = True,
         program: bool = False,
+        first: str = "",
         runner_env: dict[str, str] | None = None,
         **spec: Any,
     ) -> Job:
@@ -201,7 +202,7 @@ def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Star
             started_by_hub = GPUShareSimpleSpawner().job_cmd
             process = subprocess.Popen(started_by_hub, env=env, cwd=home, start_new_session=True)
         else:
-            process = runners.start(RUN, env=env, cwd=home)
+            process = runners.start(first + RUN, env=env, cwd=home)
         jobs.append(Job(home, port, others, process))
         if probe:
             jobs[-1].probe()

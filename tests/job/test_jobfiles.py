@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import itertools
 import os
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jupyter_gpushare.protocol.jobfiles import (
+    HELD_BYTES,
     LIVE_S,
     RECENT_BYTES,
+    SILENT,
     AttemptRecord,
     BoundedLog,
-    Piece,
+    Disk,
     attempts_of,
     forget_old_attempts,
     forget_old_jobs,
@@ -29,10 +33,13 @@ from jupyter_gpushare.protocol.jobfiles import (
     read_text,
     write_record,
 )
+from tests.waiting import PATIENCE_S
+
+DISK = Disk()
 
 
 def small(path: Path) -> BoundedLog:
-    return BoundedLog(path, head_bytes=10, part_bytes=4, tail_parts=2)
+    return BoundedLog(path, DISK, head_bytes=10, part_bytes=4, tail_parts=2)
 
 
 def written(path: Path, *chunks: bytes) -> BoundedLog:
@@ -62,7 +69,7 @@ def read_all(path: Path) -> list[tuple[int, bytes]]:
 
 
 def test_a_short_log_is_one_file_for_its_owner_only(tmp_path: Path) -> None:
-    log = BoundedLog(tmp_path / "job" / "attempt-1.log")
+    log = BoundedLog(tmp_path / "job" / "attempt-1.log", DISK)
     log.write(b"one\n")
     log.write(b"two\n")
     log.close()
@@ -96,8 +103,10 @@ def test_what_is_kept_is_what_was_printed_there(
 def test_a_reader_behind_what_was_left_out_goes_on_behind_it(tmp_path: Path) -> None:
     log = small(tmp_path / "log")
     log.write(b"0123456789")
+    log.flush()
     assert read_log(tmp_path / "log", 10, 100).data == b""
     log.write(b"a" * 20)
+    log.flush()
     piece = read_log(tmp_path / "log", 10, 100)
     assert piece.offset > 10
     assert piece.data == b"aaaa"
@@ -108,10 +117,11 @@ def test_pieces_of_text_are_whole_characters(
     tmp_path_factory: pytest.TempPathFactory, text: str, at_most: int, cuts: list[int]
 ) -> None:
     path = tmp_path_factory.mktemp("log") / "log"
-    log = BoundedLog(path, head_bytes=10, part_bytes=4, tail_parts=99)
+    log = BoundedLog(path, DISK, head_bytes=10, part_bytes=4, tail_parts=99)
     printed, read, offset = text.encode(), "", 0
     for begin, end in itertools.pairwise([0, *sorted(cuts), len(printed)]):
         log.write(printed[begin:end])
+        log.flush()
         while (piece := read_text(path, offset, at_most)).data:
             assert piece.offset == offset
             assert piece.data.decode() in text
@@ -124,6 +134,7 @@ def test_a_piece_of_text_behind_a_gap_or_anywhere_begins_with_a_character(tmp_pa
     log = small(tmp_path / "log")
     log.write("€€€€€€€€".encode())  # 3 bytes each; kept: 0-10 and 18-24
     log.write(b"\xe2")
+    log.flush()
     assert read_text(tmp_path / "log", 0, 100).data == b"\xe2\x82\xac" * 3 + b"\xe2"  # it was cut
     piece = read_text(tmp_path / "log", 10, 100)
     assert (piece.offset, piece.data.decode()) == (18, "€€")
@@ -155,60 +166,70 @@ def test_a_log_that_is_not_there_is_empty(tmp_path: Path) -> None:
 def test_a_disk_that_takes_nothing_is_survived_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = BoundedLog(tmp_path / "log")
+    log = BoundedLog(tmp_path / "log", DISK)
     log.write(b"good")
+    log.flush()
     with full_disk(monkeypatch):
         log.write(b"lost")
-    log.write(b"good again")
+        log.flush()
+    log.write(b"good again\n")
     log.close()
     assert log.left_out_bytes == 4
     assert read_all(tmp_path / "log")[0] == (0, b"good")
     said = b"[gpushare] 4 bytes were not written: No space left on device\n"
-    assert read_all(tmp_path / "log")[1:] == [(8, said + b"good again")]
-    assert log_end(tmp_path / "log") == log.end == 18 + len(said)
-    assert log.recent().data == b"goodlost" + said + b"good again"
+    assert read_all(tmp_path / "log")[1:] == [(8, b"good again\n" + said)]
+    assert log_end(tmp_path / "log") == log.end == 19 + len(said)
+    assert log.recent().data == b"goodlostgood again\n" + said
     assert log.read(4, 99).data.startswith(b"lost")
 
 
 def test_a_folder_that_cannot_be_made_yet_loses_no_later_line(tmp_path: Path) -> None:
     (tmp_path / "home").touch()
-    log = BoundedLog(tmp_path / "home" / "attempt-1.log")
-    log.write(b"x" * (RECENT_BYTES + 9))
+    log = BoundedLog(tmp_path / "home" / "attempt-1.log", DISK)
+    log.write(b"x" * (2 * HELD_BYTES + RECENT_BYTES))
+    log.flush()
     assert log.why == "Not a directory" or log.why == "File exists"
-    assert log.read(0, 4) == Piece(9, b"xxxx")
+    held = log.read(0, 2 * HELD_BYTES)
+    assert log.end - held.offset == len(held.data) >= HELD_BYTES
     assert log.read(log.end, 4).data == b""
     (tmp_path / "home").unlink()
-    log.write(b"good")
+    log.write(b"good\n")
     log.close()
     assert attempts_of(tmp_path / "home") == [1]
-    assert read_all(log.path)[-1][1].endswith(b"good")
+    assert read_all(log.path)[-1][1].startswith(b"good\n[gpushare] 589,824 bytes were not written: ")
 
 
 def test_a_full_disk_costs_nothing_that_was_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     log = small(tmp_path / "log")
     log.write(b"0123456789abcdefgh")
+    log.flush()
     kept = [(0, b"0123456789"), (10, b"abcd"), (14, b"efgh")]
     with full_disk(monkeypatch):
         for _ in range(9):
             log.write(b"x")
+        log.flush()
     assert log.left_out_bytes == 9
     assert [piece for piece in read_all(tmp_path / "log") if piece[1]] == kept
     assert len(list(tmp_path.iterdir())) <= 4
     log.write(b"back")
     log.close()
-    said = b"[gpushare] 9 bytes were not written: No space left on device\n"
-    assert read_all(tmp_path / "log") == [kept[0], kept[2], (27, said + b"back")]
+    said = b"back\n[gpushare] 9 bytes were not written: No space left on device\n"
+    pieces = read_all(tmp_path / "log")
+    assert pieces[0] == kept[0]
+    assert b"".join(data for _, data in pieces[1:]) == said[-6:]
     assert len(list(tmp_path.iterdir())) == 3
 
 
 def test_a_disk_that_is_full_now_and_then_costs_only_what_it_did_not_take(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    log = BoundedLog(tmp_path / "log", part_bytes=1000, tail_parts=2)
+    log = BoundedLog(tmp_path / "log", DISK, part_bytes=1000, tail_parts=2)
     for period in range(9):
         log.write(b"%d" % period * 10)
+        log.flush()
         with full_disk(monkeypatch):
             log.write(b"-")
+            log.flush()
     log.close()
     kept = b"".join(data for _, data in read_all(tmp_path / "log"))
     assert all(b"%d" % period * 10 in kept for period in range(9))
@@ -219,7 +240,7 @@ def test_what_a_network_s_disk_refuses_late_is_left_out(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     """NFS takes bytes over a quota into memory, and says so when they are flushed or the file is closed."""
-    log = BoundedLog(tmp_path / "log", head_bytes=10)
+    log = BoundedLog(tmp_path / "log", DISK, head_bytes=10)
     log.write(b"0123456789")
     real = getattr(os, call)
 
@@ -229,12 +250,97 @@ def test_what_a_network_s_disk_refuses_late_is_left_out(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, call, refused)
-        if call == "fsync":
-            log.sync()
-        else:
+        if call == "close":
             log.write(b"next")
+        log.flush()
     assert (log.left_out_bytes, log.why) == (10, "Disk quota exceeded")
     log.close()
+
+
+class SilentDisk:
+    """A call of the operating system that does not return until it is told to."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+        real = getattr(os, call)
+        self.called, self.answers = threading.Event(), threading.Event()
+
+        def silent(*given: Any) -> Any:
+            self.called.set()
+            self.answers.wait(PATIENCE_S)
+            return real(*given)
+
+        monkeypatch.setattr(os, call, silent)
+
+
+@pytest.fixture
+def silent(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], SilentDisk]]:
+    made: list[SilentDisk] = []
+
+    def make(call: str) -> SilentDisk:
+        made.append(SilentDisk(monkeypatch, call))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.answers.set()
+
+
+@pytest.mark.parametrize("call", ["open", "write", "fsync"])
+def test_a_silent_disk_delays_a_log_once_and_takes_the_newest_when_it_answers(
+    tmp_path: Path, silent: Callable[[str], SilentDisk], call: str
+) -> None:
+    dead = silent(call)
+    log = BoundedLog(tmp_path / "log", Disk(patience_s=0.1))
+    printed = b"first\n" + b"x" * 3 * HELD_BYTES + b"\nlast\n"
+    began_at = time.monotonic()
+    log.write(printed)
+    log.flush()
+    assert dead.called.is_set()
+    assert time.monotonic() - began_at < 5
+    assert (log.left_out_bytes, log.why) == (len(printed), SILENT)
+    assert log.recent().data.endswith(b"x\nlast\n")
+    assert log.held(0, 9).offset >= log.end - 2 * HELD_BYTES
+    dead.answers.set()
+    log.flush()
+    log.close()
+    assert read_all(log.path)[0][1].startswith(b"first\n" if call != "open" else b"x")
+    kept = b"".join(data for _, data in read_all(log.path))
+    assert kept[-200:] == log.recent().data[-200:]
+    if call == "fsync":
+        assert (log.left_out_bytes, kept) == (0, printed)
+    else:
+        said = f"[gpushare] {log.left_out_bytes:,} bytes were not written: {SILENT}\n"
+        assert kept.endswith(b"\nlast\n" + said.encode())
+        assert len(kept) + log.left_out_bytes == log.end
+
+
+def test_the_runner_s_own_lines_wait_for_no_disk(tmp_path: Path, silent: Callable[[str], SilentDisk]) -> None:
+    silent("open")
+    log = BoundedLog(tmp_path / "log", Disk())
+    log.write(b"x" * (HELD_BYTES - RECENT_BYTES + 1))
+    began_at = time.monotonic()
+    log.write(b"asked to stop\n", waits=False)
+    assert time.monotonic() - began_at < 1
+    assert log.recent().data.endswith(b"asked to stop\n")
+
+
+async def test_a_silent_disk_is_asked_once(silent: Callable[[str], SilentDisk], tmp_path: Path) -> None:
+    disk = Disk(patience_s=0.05)
+    (tmp_path / "log").touch()
+    dead = silent("fstat")
+    with pytest.raises(TimeoutError):
+        await disk.ask(read_log, tmp_path / "log", 0, 9)
+    assert dead.called.is_set()
+    time.sleep(disk.patience_s)
+    assert disk.is_silent
+    began_at = time.monotonic()
+    for _ in range(100):
+        with pytest.raises(TimeoutError):
+            await disk.ask(read_log, tmp_path / "log", 0, 9)
+    assert time.monotonic() - began_at < 100 * disk.patience_s
+    dead.answers.set()
+    await asyncio.wrap_future(disk.call(len, ""))
+    assert (await disk.ask(read_log, tmp_path / "log", 0, 9)).data == b""
 
 
 def test_a_log_of_an_earlier_life_of_the_same_attempt_is_replaced(tmp_path: Path) -> None:

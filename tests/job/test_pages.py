@@ -13,7 +13,7 @@ from tornado.netutil import bind_sockets
 from jupyter_gpushare import listener
 from jupyter_gpushare.job import pages
 from jupyter_gpushare.listener import HUB
-from jupyter_gpushare.protocol.jobfiles import AttemptRecord
+from jupyter_gpushare.protocol.jobfiles import AttemptRecord, Disk
 
 SCOPE = "access:servers!server=ada/j1-1"
 
@@ -41,7 +41,9 @@ async def test_a_user_is_counted_as_one_once_it_may_read_the_pages(
     (tmp_path / "log").write_bytes(b"printed before")
     log = str(tmp_path / "log")
     record = AttemptRecord(id="j1", attempt=1, name="x", command=[], state="running", log=log)
-    server = pages.server("/user/ada/", None, now=lambda: (record, {}), log=lambda: None, seen=lambda: None)
+    server = pages.server(
+        "/user/ada/", None, now=lambda: (record, {}), log=lambda: None, disk=Disk(), seen=lambda: None
+    )
     (listening,) = bind_sockets(0, "127.0.0.1")
     server.add_socket(listening)
     url = f"http://127.0.0.1:{listening.getsockname()[1]}/user/ada/status"

@@ -333,6 +333,48 @@ def test_the_end_says_what_was_printed_where_the_disk_took_nothing(
     assert told == [f"{ended} {lacks} It last printed:", "hello"]
 
 
+# Each call of it does not return, as on a network's disk whose server is away.
+SILENT_DISK = """
+import os, stat, tempfile, time
+from jupyter_gpushare.protocol import jobfiles
+tempfile.gettempdir()  # is on another disk
+real = os.{call}
+def silent(file, *given):
+    if isinstance(file, str) or stat.S_ISREG(os.fstat(file).st_mode):
+        time.sleep(9999)
+    return real(file, *given)
+os.{call} = silent
+jobfiles.Disk.__init__.__defaults__ = (1.0,)
+"""
+
+
+@pytest.mark.parametrize("call", ["fsync", "write"])
+def test_a_silent_disk_delays_neither_pages_nor_the_stop(start: Start, call: str) -> None:
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready'); time.sleep(600)"
+    )
+    job = start(*python(code), first=SILENT_DISK.format(call=call), grace_s=0.5)
+    wait_for(lambda: "ready" in job.get("log", OWNER_TOKEN).text, "the log from memory")
+    job.process.terminate()
+    wait_for(lambda: "asked to stop" in job.get("", OWNER_TOKEN).text, "the page from memory")
+    job.probe()
+    report = job.ended()
+    assert (report["exit_code"], report["stopped"]) == (-signal.SIGKILL, True)
+    assert report["reason"].endswith("bytes of its log were not written: the disk does not answer.")
+    assert job.exited() == 0
+
+
+def test_a_command_whose_start_waits_for_a_silent_disk_is_stopped(start: Start, tmp_path: Path) -> None:
+    job = start("touch", str(tmp_path / "ran"), first=SILENT_DISK.format(call="access"), grace_s=0.2)
+    wait_for(lambda: job.folder.exists() and list(job.folder.glob("*.json")), "it is about to start")
+    job.process.terminate()
+    report = job.ended()
+    assert (report["exit_code"], report["stopped"]) == (-signal.SIGTERM, True)
+    assert report["reason"].startswith("Stopped before it was started: the disk does not answer.")
+    assert job.exited() == 0
+    assert not (tmp_path / "ran").exists()
+
+
 # ---- pages -------------------------------------------------------------------
 
 

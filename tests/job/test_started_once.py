@@ -24,7 +24,8 @@ def ended_unseen(start: Start, others: HubAndBroker, *command: str, **spec: obje
     """Run a command to its end while the broker is away, and stop its runner."""
     others.broker_down = True
     job = start(*command, **spec)
-    wait_for(lambda: job.folder.exists() and job.record["state"] == "ended", "the result is on disk")
+    kept = job.folder / "attempt-1.json"
+    wait_for(lambda: kept.exists() and job.record["state"] == "ended", "the result is on disk")
     job.process.terminate()
     job.exited()
     others.broker_down = False
