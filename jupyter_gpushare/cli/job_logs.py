@@ -2,8 +2,9 @@
 
 The runner keeps one log file per attempt (`jupyter_gpushare.protocol.jobfiles`).
 On the user's machine and account these files are read directly, also after the
-job has ended.  Elsewhere the log comes from the running job's server, through
-the Hub's proxy (``log?offset=N``); after the job has ended only the files
+job has ended; what the disk did not take of a running attempt comes from the memory
+of its runner (`jupyter_gpushare.protocol.heldlog`).  Elsewhere the log comes from
+the running job's server, through the Hub's proxy (``log?offset=N``); after the job has ended only the files
 remain, and the error names their folder.  A gap in a long log is marked with
 the number of missing bytes.
 """
@@ -17,9 +18,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from urllib.parse import quote
 
+from jupyter_gpushare.cli.output import note
 from jupyter_gpushare.errors import BrokerUnavailable, Conflict, NotAllowed
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.jobfiles import attempts_of, jobs_dir, read_log
+from jupyter_gpushare.protocol.heldlog import Held, held_of, read_kept
+from jupyter_gpushare.protocol.jobfiles import attempts_of, jobs_dir
 
 # Read at once: bounds memory, whatever the size of the log.
 CHUNK_BYTES = 1 << 20
@@ -67,21 +70,27 @@ class LocalLog:
         self._folder = folder
         self._only = only
         self._offset_bytes: dict[int, int] = {}
+        self._why = ""
 
     def read_on(self) -> Iterator[tuple[int, bytes]]:
-        """Yield what was written since the last call, as (attempt, bytes)."""
-        for attempt, path in self._files():
+        """Yield what was printed since the last call, as (attempt, bytes)."""
+        held = held_of(self._folder.name)
+        for attempt in self._attempts(held):
+            path, memory = self._folder / f"attempt-{attempt}.log", None
+            if held is not None and held.attempt == attempt:
+                memory = held
+                self._why = _note_lack(held.left_out_bytes, held.why, self._why)
             while True:
                 at = self._offset_bytes.get(attempt, 0)
-                piece = read_log(path, at, CHUNK_BYTES)
+                piece = read_kept(path, memory, at, CHUNK_BYTES)
                 if not piece.data:
                     break
                 self._offset_bytes[attempt] = piece.next_offset
                 yield attempt, _left_out(at, piece.offset) + piece.data
 
-    def _files(self) -> list[tuple[int, Path]]:
-        attempts = [n for n in attempts_of(self._folder) if self._only in (None, n)]
-        return [(n, self._folder / f"attempt-{n}.log") for n in attempts]
+    def _attempts(self, held: Held | None) -> list[int]:
+        found = {*attempts_of(self._folder)} | ({held.attempt} if held is not None else set())
+        return sorted(n for n in found if self._only in (None, n))
 
 
 class ProxyLog:
@@ -92,6 +101,7 @@ class ProxyLog:
         self._hub_url = hub_url
         self._token = token
         self._offset_bytes: dict[str, int] = {}
+        self._why = ""
 
     def read_on(self) -> Iterator[tuple[int, bytes]]:
         """Yield what the running attempt printed; nothing while there is none.
@@ -130,6 +140,8 @@ class ProxyLog:
                 raise NotAllowed("the token may not open the job's server: it needs the scope access:servers")
             if answer.status_code != 200:
                 return  # starting, or just ended
+            if left_out := _number(answer.headers.get("X-Gpushare-Left-Out"), 0):
+                self._why = _note_lack(left_out, answer.headers.get("X-Gpushare-Why", ""), self._why)
             if not answer.content:
                 return
             begin = _number(answer.headers.get("X-Gpushare-Offset"), at)
@@ -139,6 +151,13 @@ class ProxyLog:
 
 def _left_out(asked: int, begin: int) -> bytes:
     return f"\n[{begin - asked} bytes of this log were not kept]\n".encode() if begin > asked else b""
+
+
+def _note_lack(left_out_bytes: int, why: str, noted: str) -> str:
+    """Say what the disk did not take, once for each reason; return the reason."""
+    if why != noted:
+        note(f"{left_out_bytes:,} bytes of this log were not written: {why}; its job holds the last 64 KiB")
+    return why
 
 
 def _number(text: str | None, default: int) -> int:

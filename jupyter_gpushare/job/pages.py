@@ -3,7 +3,8 @@
 * ``.../``            the end of the log, for people
 * ``.../log?offset=N`` raw bytes from N on, at most `CHUNK_BYTES`; the header
   ``X-Gpushare-Next`` says where to read on, ``X-Gpushare-Offset`` where the
-  answer begins (behind N when the middle of a long log was left out)
+  answer begins (behind N when the middle of a long log was left out),
+  ``X-Gpushare-Left-Out`` how many bytes the disk did not take, and ``X-Gpushare-Why``
 * ``.../status``      `AttemptRecord` as JSON, with progress
 * ``.../api``         open: the Hub's readiness probe
 
@@ -155,7 +156,10 @@ class _LogPage(_Private):
 class _RawLog(_Private):
     @web.authenticated
     async def get(self) -> None:
-        piece = await self.read(self.offset())
+        log, piece = self._printed(), await self.read(self.offset())
+        if log is not None and (left_out := log.left_out_bytes):
+            self.set_header("X-Gpushare-Left-Out", str(left_out))
+            self.set_header("X-Gpushare-Why", log.why)
         self.set_header("Content-Type", "text/plain; charset=utf-8")
         self.set_header("X-Gpushare-Offset", str(piece.offset))
         self.set_header("X-Gpushare-Next", str(piece.next_offset))

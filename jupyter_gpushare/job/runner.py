@@ -64,6 +64,7 @@ from jupyter_gpushare.job.command import (
 from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
 from jupyter_gpushare.job.webhook import Webhook
 from jupyter_gpushare.listener import Listener
+from jupyter_gpushare.protocol.heldlog import HeldLog
 from jupyter_gpushare.protocol.jobfiles import (
     SILENT,
     AttemptRecord,
@@ -170,7 +171,8 @@ class Runner:
         self._log = BoundedLog(self._log_path, self._disk)
         self._disk.call(forget_old_attempts, self._log_path.parent)
         await self._keep(self._record)
-        async with _ProgressSocket(self._starts, self._on_progress) as progress_socket:
+        held = HeldLog(self._spec.id, self._spec.attempt, self._log)
+        async with held, _ProgressSocket(self._starts, self._on_progress) as progress_socket:
             await self._run_command(reports, progress_socket)
         await asyncio.to_thread(self._log.close)
         await self._keep(self._record)

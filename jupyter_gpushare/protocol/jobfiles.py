@@ -162,20 +162,22 @@ def read_log(path: Path, offset: int, at_most_bytes: int) -> Piece:
     return Piece(offset, b"")
 
 
-def read_text(path: Path, offset: int, at_most_bytes: int, *, anywhere: bool = False) -> Piece:
-    """Return what `read_log` does, in whole characters of UTF-8 (so a few bytes more or less).
+def read_text(
+    read: Callable[[int, int], Piece], offset: int, at_most_bytes: int, *, anywhere: bool = False
+) -> Piece:
+    """Return what ``read`` does, in whole characters of UTF-8 (so a few bytes more or less).
 
     ``offset`` is where a piece ended, or ``anywhere``: then, as behind a gap, the rest of a character
     that began earlier is skipped.  One that is not printed to its end waits for the next reading.
     """
-    piece = read_log(path, offset, at_most_bytes)
+    piece = read(offset, at_most_bytes)
     if anywhere or piece.offset > offset:
         rest = piece.data.lstrip(_CONTINUED)
         piece = Piece(piece.next_offset - len(rest), rest)
     for _ in range(_LONGEST_CHARACTER - 1):
         if not (begun := _begun_bytes(piece.data)):
             return piece
-        more = read_log(path, piece.next_offset, 1)
+        more = read(piece.next_offset, 1)
         if more.offset > piece.next_offset:
             return piece  # the rest of the character was left out
         if not more.data:

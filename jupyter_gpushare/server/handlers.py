@@ -18,9 +18,10 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from types import MappingProxyType
@@ -30,7 +31,8 @@ from jupyter_core.utils import ensure_async
 
 from jupyter_gpushare.errors import BrokerUnavailable, RequestError
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.jobfiles import attempts_of, jobs_dir, log_end, log_path, read_log, read_text
+from jupyter_gpushare.protocol.heldlog import held_of, read_kept
+from jupyter_gpushare.protocol.jobfiles import Piece, attempts_of, jobs_dir, log_end, log_path, read_text
 from jupyter_gpushare.server import gain, launch
 from jupyter_gpushare.server.activity import notebooks_of
 from jupyter_gpushare.server.base import Broker, Handler, Refused, for_user
@@ -160,37 +162,50 @@ class SessionStatusHandler(PolledHandler):
 class LogHandler(PolledHandler):
     """Log of a job from the user's own files: about `LOG_BYTES` from ``offset`` on, as UTF-8.
 
+    What the disk did not take comes from the memory of a runner on this machine.
+
     A negative ``offset`` counts from the end; ``attempt`` defaults to the newest;
     ``download`` returns the whole stored log as a file.  Headers: X-Gpushare-Attempts
     (newest attempt with a stored log) and -First (oldest; both 0: none), -Offset (start
-    of the answer), -Next (offset of the next piece).
+    of the answer), -Next (offset of the next piece); -Left-Out and -Why: how many bytes
+    the disk did not take, and why, while the attempt runs.
     """
 
     @for_user
     async def get(self, job: str) -> None:
-        attempts = attempts_of(jobs_dir(Path.home()) / job)
+        held = await asyncio.to_thread(held_of, job)
+        attempts = await asyncio.to_thread(attempts_of, jobs_dir(Path.home()) / job)
+        if held is not None:
+            attempts = sorted({*attempts, held.attempt})
         attempt = self._number("attempt", attempts[-1] if attempts else 1)
         path = log_path(Path.home(), job, max(1, attempt))
         self.set_header("X-Content-Type-Options", "nosniff")
         self.set_header("Cache-Control", "no-store")
         self.set_header("X-Gpushare-Attempts", str(attempts[-1] if attempts else 0))
         self.set_header("X-Gpushare-First", str(attempts[0] if attempts else 0))
+        if held is not None and held.attempt != attempt:
+            held = None
+        if held is not None:
+            self.set_header("X-Gpushare-Left-Out", str(held.left_out_bytes))
+            self.set_header("X-Gpushare-Why", held.why)
+        read = partial(read_kept, path, held)
         if self.get_query_argument("download", ""):
             self.set_header("Content-Type", _TEXT)
             self.set_header("Content-Disposition", f'attachment; filename="{job}-{attempt}.log"')
-            await self._send_all(path)
+            await self._send_all(read)
             return
         offset = self._number("offset", 0)
         if from_end := offset < 0:
-            offset = max(0, await asyncio.to_thread(log_end, path) + offset)
-        piece = await asyncio.to_thread(read_text, path, offset, LOG_BYTES, anywhere=from_end)
+            end = await asyncio.to_thread(log_end, path)
+            offset = max(0, max(end, held.piece.next_offset if held else 0) + offset)
+        piece = await asyncio.to_thread(read_text, read, offset, LOG_BYTES, anywhere=from_end)
         self.set_header("X-Gpushare-Offset", str(piece.offset))
         self.set_header("X-Gpushare-Next", str(piece.next_offset))
         self.finish(piece.data, set_content_type=_TEXT)
 
-    async def _send_all(self, path: Path) -> None:
+    async def _send_all(self, read: Callable[[int, int], Piece]) -> None:
         offset = 0
-        while (piece := await asyncio.to_thread(read_log, path, offset, LOG_BYTES)).data:
+        while (piece := await asyncio.to_thread(read, offset, LOG_BYTES)).data:
             if piece.offset > offset:
                 self.write(f"\n[{piece.offset - offset} bytes of this log were not kept]\n")
             self.write(piece.data)

@@ -16,6 +16,8 @@ from jupyter_gpushare.channel import api_url
 from jupyter_gpushare.cli import job_logs, verbs
 from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.heldlog import Held
+from jupyter_gpushare.protocol.jobfiles import Piece
 
 LOG_PLACE = ".local/share/gpushare/jobs"
 
@@ -384,6 +386,18 @@ def test_logs_from_elsewhere_come_from_the_running_jobs_server(gpushare, broker,
     ran = gpushare("logs", "k3v9m2x7qa")
     assert (ran.code, ran.out) == (0, "from afar\n")
     assert seen_offsets[:2] == [0, 10]
+
+
+def test_what_the_disk_did_not_take_of_a_log_is_said_once(gpushare, broker, golden, monkeypatch):
+    broker.answer("GET jobs/k3v9m2x7qa", golden("job"))
+    held = Held(1, 1234, "Read-only file system", Piece(0, b"line\n"))
+    monkeypatch.setattr(job_logs, "held_of", lambda job: held if job == "k3v9m2x7qa" else None)
+    monkeypatch.setenv("JUPYTERHUB_USER", "ada")
+    ran = gpushare("logs", "k3v9m2x7qa")
+    assert ran.out == "line\n"
+    assert (
+        ran.err.count("1,234 bytes of this log were not written: Read-only file system; its job holds") == 1
+    )
 
 
 def test_logs_of_a_hub_with_subdomains_are_not_a_lack_of_rights(golden, monkeypatch):

@@ -79,10 +79,11 @@ class Job:
     port: int
     others: HubAndBroker
     process: subprocess.Popen[bytes] | Forked
+    id: str = "0123456789"
 
     @property
     def folder(self) -> Path:
-        return self.home / ".local/share/gpushare/jobs/0123456789"
+        return self.home / ".local/share/gpushare/jobs" / self.id
 
     @property
     def log(self) -> str:
@@ -92,6 +93,11 @@ class Job:
     @property
     def record(self) -> dict[str, Any]:
         return dict(json.loads((self.folder / "attempt-1.json").read_text()))
+
+    @property
+    def state(self) -> str:
+        """Of its record; empty: there is none yet."""
+        return str(self.record["state"]) if (self.folder / "attempt-1.json").exists() else ""
 
     def get(self, path: str = "", token: str | None = None) -> httpx.Response:
         headers = {} if token is None else {"Authorization": f"token {token}"}
@@ -125,6 +131,16 @@ class Job:
 Start = Callable[..., Job]
 
 
+def mounted(mount: str, home: Path) -> list[str]:
+    """What runs a command after it with a disk at ``home``; skips where no disk may be mounted."""
+    script = f'mount --make-rprivate / && {mount} && cd "$0" && exec "$@"'
+    command = ["unshare", "--mount", "sh", "-c", script, str(home)]
+    tried = subprocess.run([*command, "true"], capture_output=True, text=True)
+    if tried.returncode:
+        pytest.skip(f"a private mount namespace needs root (CAP_SYS_ADMIN): {tried.stderr[-300:]}")
+    return command
+
+
 @pytest.fixture
 def others() -> Iterator[HubAndBroker]:
     both = HubAndBroker()
@@ -143,7 +159,8 @@ def runners() -> Iterator[Forks]:
 def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Start]:
     """Start a runner for a command; it is ended with the test.
 
-    It is a fork, which runs the code ``first`` before, or with ``program`` what the Hub starts.
+    It is a fork, which runs the code ``first`` before, or with ``program`` what the Hub starts; with
+    ``mount``, a script that mounts a disk at the home "$0", in a mount namespace of its own.
     """
     jobs: list[Job] = []
 
@@ -152,6 +169,7 @@ def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Star
         probe: bool = True,
         program: bool = False,
         first: str = "",
+        mount: str = "",
         runner_env: dict[str, str] | None = None,
         **spec: Any,
     ) -> Job:
@@ -198,12 +216,14 @@ def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Star
             **(runner_env or {}),
         }
         process: subprocess.Popen[bytes] | Forked
-        if program:
+        if program or mount:
             started_by_hub = GPUShareSimpleSpawner().job_cmd
+            if mount:
+                started_by_hub = [*mounted(mount, home), *started_by_hub]
             process = subprocess.Popen(started_by_hub, env=env, cwd=home, start_new_session=True)
         else:
             process = runners.start(first + RUN, env=env, cwd=home)
-        jobs.append(Job(home, port, others, process))
+        jobs.append(Job(home, port, others, process, str(job["id"])))
         if probe:
             jobs[-1].probe()
         return jobs[-1]

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def test_pieces_of_text_are_whole_characters(
     for begin, end in itertools.pairwise([0, *sorted(cuts), len(printed)]):
         log.write(printed[begin:end])
         log.flush()
-        while (piece := read_text(path, offset, at_most)).data:
+        while (piece := read_text(partial(read_log, path), offset, at_most)).data:
             assert piece.offset == offset
             assert piece.data.decode() in text
             read, offset = read + piece.data.decode(), piece.next_offset
@@ -135,12 +136,14 @@ def test_a_piece_of_text_behind_a_gap_or_anywhere_begins_with_a_character(tmp_pa
     log.write("€€€€€€€€".encode())  # 3 bytes each; kept: 0-10 and 18-24
     log.write(b"\xe2")
     log.flush()
-    assert read_text(tmp_path / "log", 0, 100).data == b"\xe2\x82\xac" * 3 + b"\xe2"  # it was cut
-    piece = read_text(tmp_path / "log", 10, 100)
+    assert (
+        read_text(partial(read_log, tmp_path / "log"), 0, 100).data == b"\xe2\x82\xac" * 3 + b"\xe2"
+    )  # it was cut
+    piece = read_text(partial(read_log, tmp_path / "log"), 10, 100)
     assert (piece.offset, piece.data.decode()) == (18, "€€")
-    assert read_text(tmp_path / "log", 24, 100).data == b""
+    assert read_text(partial(read_log, tmp_path / "log"), 24, 100).data == b""
     for offset in (19, 20, 21):
-        piece = read_text(tmp_path / "log", offset, 100, anywhere=True)
+        piece = read_text(partial(read_log, tmp_path / "log"), offset, 100, anywhere=True)
         assert (piece.offset, piece.data.decode()) == (21, "€")
 
 
@@ -151,7 +154,7 @@ def test_what_is_no_text_is_read_to_its_end(
     path = tmp_path_factory.mktemp("log") / "log"
     path.write_bytes(printed)
     read = b""
-    while (piece := read_text(path, len(read), at_most)).data:
+    while (piece := read_text(partial(read_log, path), len(read), at_most)).data:
         read += piece.data
     assert printed.startswith(read)
     assert len(printed) - len(read) < 4

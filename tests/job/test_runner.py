@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import signal
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from jupyter_gpushare.cli.job_logs import LocalLog
+from jupyter_gpushare.protocol.heldlog import held_of
 from tests.job.conftest import (
     OWNER_TOKEN,
     SERVER_TOKEN,
@@ -331,6 +334,36 @@ def test_the_end_says_what_was_printed_where_the_disk_took_nothing(
     ended = f"Ended with exit code {code}." if code else "It ran to its end."
     lacks = "6 bytes of its log were not written: Not a directory."
     assert told == [f"{ended} {lacks} It last printed:", "hello"]
+
+
+FULL = """{
+mount -t tmpfs -o size=3m tmpfs "$0"
+head -c 4M /dev/zero > "$0/ballast" 2> /dev/null
+test -s "$0/ballast"
+}"""
+READ_ONLY = 'mount --bind "$0" "$0" && mount -o remount,bind,ro "$0"'
+
+
+@pytest.mark.parametrize(
+    ("mount", "why"), [(FULL, "No space left on device"), (READ_ONLY, "Read-only file system")]
+)
+def test_a_log_is_shown_that_the_home_takes_nothing_of(
+    start: Start, tmp_path: Path, capsys: pytest.CaptureFixture[str], mount: str, why: str
+) -> None:
+    code = f"echo line; while [ ! -e {tmp_path}/go ]; do sleep .05; done; exit 3"
+    # Its own name: other tests run jobs on this machine.
+    job = start("sh", "-c", code, mount=mount, id=secrets.token_hex(5))
+    held = wait_for(lambda: held_of(job.id), "the runner holds a line")
+    assert (held.attempt, held.left_out_bytes, held.why) == (1, 5, why)
+    # As `gpushare logs` while it runs, and the runner's own page.
+    assert list(LocalLog(job.folder, None).read_on()) == [(1, b"line\n")]
+    assert f"5 bytes of this log were not written: {why}; its job holds" in capsys.readouterr().err
+    assert f"5 bytes could not be written to the log: {why}" in job.get("", OWNER_TOKEN).text
+    (tmp_path / "go").touch()
+    lacks = f"Ended with exit code 3. 5 bytes of its log were not written: {why}. It last printed:\nline"
+    assert job.ended()["reason"] == lacks
+    assert job.exited() == 0
+    assert held_of(job.id) is None
 
 
 # Each call of it does not return, as on a network's disk whose server is away.

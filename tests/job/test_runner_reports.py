@@ -126,7 +126,7 @@ def test_while_the_broker_is_away_the_result_is_kept_and_told_later(
 ) -> None:
     others.broker_down = True
     job = start("sh", "-c", "exit 5")
-    wait_for(lambda: job.folder.exists() and job.record["state"] == "ended", "the result is on disk")
+    wait_for(lambda: job.state == "ended", "the result is on disk")
     assert not job.record["reported"]
     assert job.process.poll() is None
     others.broker_down = False
@@ -158,7 +158,7 @@ def test_a_runner_that_waits_for_the_broker_leaves_when_it_is_stopped(
 ) -> None:
     others.broker_down = True
     job = start("sh", "-c", "exit 5")
-    wait_for(lambda: job.folder.exists() and job.record["state"] == "ended", "the result is on disk")
+    wait_for(lambda: job.state == "ended", "the result is on disk")
     job.process.terminate()
     assert job.exited() == 1
     assert (job.record["exit_code"], job.record["stopped"], job.record["reported"]) == (5, False, False)

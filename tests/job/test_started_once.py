@@ -24,8 +24,7 @@ def ended_unseen(start: Start, others: HubAndBroker, *command: str, **spec: obje
     """Run a command to its end while the broker is away, and stop its runner."""
     others.broker_down = True
     job = start(*command, **spec)
-    kept = job.folder / "attempt-1.json"
-    wait_for(lambda: kept.exists() and job.record["state"] == "ended", "the result is on disk")
+    wait_for(lambda: job.state == "ended", "the result is on disk")
     job.process.terminate()
     job.exited()
     others.broker_down = False

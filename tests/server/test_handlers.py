@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+import secrets
 import time
 
 import httpx
 import pytest
 
-from jupyter_gpushare.protocol.jobfiles import log_path
+from jupyter_gpushare.protocol.heldlog import HeldLog
+from jupyter_gpushare.protocol.jobfiles import BoundedLog, Disk, log_path
 from jupyter_gpushare.server.handlers import FORWARDS
 from tests.waiting import PATIENCE_S
 
@@ -244,6 +247,32 @@ def test_a_log_is_read_on_from_the_users_own_files(server, folder):
     assert (none.status_code, none.text, none.headers["x-gpushare-attempts"]) == (200, "", "0")
     assert none.headers["x-gpushare-first"] == "0"
     assert server.request("GET", "gpushare/jobs/k3v9m2x7qa/log?offset=x").status_code == 400
+
+
+def test_what_the_disk_did_not_take_of_a_log_comes_from_its_runner(server, folder):
+    """A job whose home takes nothing: its folder is not even there."""
+    job = secrets.token_hex(5)
+    (folder / "file").touch()
+    log = BoundedLog(folder / "file" / "attempt-3.log", Disk())
+    log.write("x€".encode())
+    log.flush()
+    path = f"gpushare/jobs/{job}/log"
+
+    async def read() -> None:
+        async with HeldLog(job, 3, log):
+            answer = await asyncio.to_thread(server.request, "GET", f"{path}?offset=-1000")
+            assert (answer.text, answer.headers["x-gpushare-next"]) == ("x€", "4")
+            for name, value in {"Attempts": "3", "First": "3", "Left-Out": "4", "Why": log.why}.items():
+                assert answer.headers[f"X-Gpushare-{name}"] == value
+            assert (await asyncio.to_thread(server.request, "GET", f"{path}?offset=1")).text == "€"
+            assert (await asyncio.to_thread(server.request, "GET", f"{path}?download=1")).text == "x€"
+            earlier = await asyncio.to_thread(server.request, "GET", f"{path}?attempt=2")
+            assert earlier.text == ""
+            assert "x-gpushare-left-out" not in earlier.headers
+
+    asyncio.run(read())
+    after = server.request("GET", path)
+    assert (after.text, after.headers["x-gpushare-attempts"]) == ("", "0")
 
 
 def test_release_restarts_the_kernel_and_only_one_of_this_server(server):

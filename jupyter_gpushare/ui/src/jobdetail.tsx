@@ -158,6 +158,7 @@ function LogView(props: IDetailProps): JSX.Element {
         )}
       </div>
       {refusal !== '' && <p role="alert">{refusal}</p>}
+      {log.lack !== '' && <p role="status">{log.lack}</p>}
       <pre
         ref={box}
         className="gpushare-log"

@@ -1,6 +1,6 @@
 /** Log of a job, read in pieces and bounded in size.  No widgets here. */
 
-import { gapText } from './messages';
+import { gapText, leftOutText } from './messages';
 
 /** A piece of a job's log. */
 export interface ILogPiece {
@@ -13,6 +13,10 @@ export interface ILogPiece {
   readonly attempts: number;
   /** Oldest attempt with a stored log; 0: none. */
   readonly first: number;
+  /** Bytes that the disk did not take while the job runs; 0: none, or not known any more. */
+  readonly leftOut: number;
+  /** Why. */
+  readonly why: string;
 }
 
 /** Largest piece of a log (`LOG_BYTES` of the server); up to 3 bytes less, for whole characters. */
@@ -78,6 +82,11 @@ export class Log {
     return this._isCut;
   }
 
+  /** What the disk did not take, as a sentence; '' if nothing is known. */
+  get lack(): string {
+    return this._lack;
+  }
+
   /** Whether more can be read at once: the last piece was full. */
   get isBehind(): boolean {
     return this._isBehind;
@@ -94,6 +103,7 @@ export class Log {
   private async _readOn(): Promise<boolean> {
     const piece = await this._fetch(this.attempt, this._next ?? -FIRST_BYTES);
     const { attempts, first } = piece;
+    this._lack = piece.leftOut > 0 ? leftOutText(piece.leftOut, piece.why) : '';
     this._kept = attempts === 0 ? [] : Array.from({ length: attempts - first + 1 }, (_, n) => first + n);
     if (piece.attempts !== this._attempts && this.attempt === 0 && this._attempts > 0) {
       // A new attempt has begun: its log begins anew.
@@ -139,6 +149,7 @@ export class Log {
 
   private _lines: readonly string[] = [];
   private _rest = '';
+  private _lack = '';
   private _reading: Promise<boolean> | null = null;
   private _next: number | null = null;
   private _attempts = 0;

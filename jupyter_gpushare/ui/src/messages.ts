@@ -403,6 +403,11 @@ export function gapText(bytes: number): string {
   return trans.__('[%1 bytes of this log were not kept]', bytes);
 }
 
+/** Returns what the disk did not take of a log while its job runs. */
+export function leftOutText(bytes: number, why: string): string {
+  return trans.__('%1 bytes of this log were not written: %2. While the job runs it holds the last 64 KiB.', bytes, why);
+}
+
 /** Returns the word for one event in a job's timeline. */
 export function momentText(what: string): string {
   const words: { readonly [what: string]: string } = {

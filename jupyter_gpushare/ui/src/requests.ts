@@ -120,7 +120,9 @@ export class Requests {
       offset: number('Offset'),
       next: number('Next'),
       attempts: number('Attempts'),
-      first: number('First')
+      first: number('First'),
+      leftOut: number('Left-Out'),
+      why: response.headers.get('X-Gpushare-Why') ?? ''
     };
   }
 

@@ -14,6 +14,8 @@ class File {
   /** Where what is kept begins. */
   lost = 0;
 
+  leftOut = 0;
+
   fails = false;
 
   readonly read = async (attempt: number, offset: number) => {
@@ -23,7 +25,8 @@ class File {
     }
     const from = Math.max(this.lost, offset < 0 ? this.text.length + offset : offset);
     const text = this.text.slice(from, from + this.most);
-    return { text, offset: from, next: from + text.length, attempts: this.attempts, first: this.first };
+    const { attempts, first, leftOut } = this;
+    return { text, offset: from, next: from + text.length, attempts, first, leftOut, why: leftOut > 0 ? 'No space left' : '' };
   };
 }
 
@@ -48,6 +51,19 @@ describe('Log', () => {
       [0, 6]
     ]);
     expect(log.isCut).toBe(false);
+  });
+
+  it('says what the disk did not take, as long as that is so', async () => {
+    const file = new File();
+    const log = logOf(file);
+    file.leftOut = 6;
+    await log.readOn();
+    expect(log.lack).toBe(
+      '6 bytes of this log were not written: No space left. While the job runs it holds the last 64 KiB.'
+    );
+    file.leftOut = 0;
+    await log.readOn();
+    expect(log.lack).toBe('');
   });
 
   it('reads every piece once, also when asked twice at the same time', async () => {
