@@ -3,6 +3,7 @@
 The runner holds the newest bytes of a log in memory (`jobfiles.BoundedLog`).  `HeldLog` hands them out
 at an abstract Unix socket, which needs no file; `held_of` asks there.  Each end lets the kernel tell
 the uid of the other (SO_PEERCRED, unix(7)): another user may take the name, but is not believed.
+Nor is a process of another container, whose uid says nothing: its pid is 0 here (pid_namespaces(7)).
 
 One answer to a connection: a line of JSON (`attempt`, `offset`, `left_out_bytes`, `why`), then the
 bytes from ``offset`` on.  There are none while the files have all.
@@ -68,7 +69,8 @@ def _address(job: str) -> str:
 
 def _is_own(connection: socket.socket) -> bool:
     given = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return bool(_CREDENTIALS.unpack(given)[1] == os.getuid())
+    pid, uid, _gid = _CREDENTIALS.unpack(given)
+    return bool(pid and uid == os.getuid())
 
 
 class HeldLog:

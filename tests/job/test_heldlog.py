@@ -7,7 +7,9 @@ import json
 import os
 import secrets
 import socket
+import sys
 import threading
+from asyncio.subprocess import PIPE
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -79,6 +81,20 @@ async def test_neither_end_trusts_another_user(
             reader, writer = await asyncio.open_unix_connection(f"\0gpushare-log-{job}")
             assert await reader.read() == b""
             writer.close()
+
+
+async def test_a_process_of_another_container_gets_nothing(job: str, lacking: BoundedLog) -> None:
+    """It has the same uid and network, and the pids of its own."""
+    lacking.write(b"secret\n")
+    lacking.flush()
+    code = f"from jupyter_gpushare.protocol.heldlog import held_of; print(held_of({job!r}))"
+    own_pids = ["unshare", "--pid", "--fork", sys.executable, "-c", code]
+    async with HeldLog(job, 2, lacking):
+        process = await asyncio.create_subprocess_exec(*own_pids, stdout=PIPE, stderr=PIPE)
+        printed, failed = await process.communicate()
+    if process.returncode:
+        pytest.skip(f"a pid namespace needs root (CAP_SYS_ADMIN): {failed.decode()[-300:]}")
+    assert printed == b"None\n"
 
 
 async def test_readers_that_do_not_read_are_bounded(
