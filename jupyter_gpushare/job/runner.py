@@ -263,9 +263,10 @@ class Runner:
             return
         reports.started()
         self._webhook.send("started", JobOutcome(state="running", reason=""))
-        await self._keep(replace(self._record, state="running"))
-        both = (self._report_progress(reports), self._tell_stop(reports))
-        beside = [asyncio.create_task(each) for each in both]
+        self._record = replace(self._record, state="running")
+        # The command is seen to, whether the disk answers or not.
+        tasks = (self._keep(self._record), self._report_progress(reports), self._tell_stop(reports))
+        beside = [asyncio.create_task(each) for each in tasks]
         try:
             await self._see_through(command)
         finally:
