@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import sys
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import pytest
 from playwright.async_api import expect
 
-from jupyter_gpushare.protocol.jobfiles import log_path
+from jupyter_gpushare.protocol.heldlog import HeldLog
+from jupyter_gpushare.protocol.jobfiles import BoundedLog, Disk, log_path
 from tests.ui.pages import (
     BUNDLE,
     THEMES,
@@ -243,6 +245,25 @@ async def test_a_job_shows_its_log_as_it_grows_its_timeline_and_what_can_be_done
 
 
 @pytest.mark.long
+async def test_a_log_that_the_disk_does_not_take_is_shown_from_memory_with_the_reason(
+    page, lab, golden, tmp_path
+):
+    running = golden("job") | {"id": secrets.token_hex(5), "state": "running"}
+    lab.has_jobs([running])
+    (tmp_path / "file").touch()
+    log = BoundedLog(tmp_path / "file" / "attempt-1.log", Disk())
+    log.write(b"epoch 1\n")
+    async with HeldLog(running["id"], 1, log):
+        await run_command(page, "gpushare:jobs", {"job": running["id"]})
+        detail = page.get_by_role("region", name="Job night")
+        await expect(detail.locator(".gpushare-log")).to_contain_text("epoch 1")
+        log.write(b"epoch 2\n")
+        await expect(detail.locator(".gpushare-log")).to_contain_text("epoch 2")
+        await expect(detail).to_contain_text(f"16 bytes of this log were not written: {log.why}.")
+    # The last words stay in sight when the runner has gone.
+    await expect(detail.locator(".gpushare-log")).to_contain_text("epoch 2")
+
+
 async def test_a_log_is_followed_on_when_its_height_changes_before_a_scroll_event(page, lab, broker, golden):
     running = golden("job") | {"state": "running"}
     lab.has_jobs([running])
