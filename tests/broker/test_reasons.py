@@ -15,6 +15,7 @@ from jupyter_gpushare.gpu.checks.health import RECOVERY_WORDS, XID_WORDS
 from jupyter_gpushare.gpu.leases.files import TAINT_WORDS, Taint, words_of
 from jupyter_gpushare.messages import TEMPLATES, english, reason_text
 from jupyter_gpushare.messages.texts import FAMILIES
+from jupyter_gpushare.protocol.jobfiles import SILENT
 
 PACKAGE = Path(jupyter_gpushare.__file__).parent
 # The argument that is a reason, of calls in these folders.
@@ -95,6 +96,8 @@ FOUND = sorted({reason for path in SOURCES for reason in reasons_in(path)})
         "the Hub did not start j1-1: status 503",
         "Ended by SIGKILL. It last printed:\nstep 7",
         "It ran to its end. 1,234 bytes of its log were not written: Read-only file system.",
+        "Stopped before it was started.",
+        f"Stopped before it was started: {SILENT}.",
     ],
 )
 def test_a_known_reason_has_a_key_and_its_own_english(reason):

@@ -293,16 +293,19 @@ def test_a_silent_disk_delays_a_log_once_and_takes_the_newest_when_it_answers(
     tmp_path: Path, silent: Callable[[str], SilentDisk], call: str
 ) -> None:
     dead = silent(call)
-    log = BoundedLog(tmp_path / "log", Disk(patience_s=0.1))
+    disk = Disk(PATIENCE_S if call == "fsync" else 0.1)
+    log = BoundedLog(tmp_path / "log", disk)
     printed = b"first\n" + b"x" * 3 * HELD_BYTES + b"\nlast\n"
     began_at = time.monotonic()
     log.write(printed)
+    disk.patience_s = 0.5
     log.flush()
     assert dead.called.is_set()
     assert time.monotonic() - began_at < 5
     assert (log.left_out_bytes, log.why) == (len(printed), SILENT)
     assert log.recent().data.endswith(b"x\nlast\n")
     assert log.held(0, 9).offset >= log.end - 2 * HELD_BYTES
+    disk.patience_s = PATIENCE_S
     dead.answers.set()
     log.flush()
     log.close()
