@@ -167,7 +167,6 @@ class Runner:
         return self._record
 
     async def _run_once(self, reports: Reports) -> None:
-        self._disk.call(forget_old_jobs, jobs_dir(Path(self._home)))
         self._log = BoundedLog(self._log_path, self._disk)
         self._disk.call(forget_old_attempts, self._log_path.parent)
         await self._keep(self._record)
@@ -251,6 +250,7 @@ class Runner:
             return
         # The command dies with the thread that starts it (`Command`): this one lives as long as the runner.
         starting = self._starts.call(self._start, progress_socket)
+        self._starts.call(forget_old_jobs, jobs_dir(Path(self._home)))  # may take long: it delays no log
         if not await self._answered(starting, self._spec.grace_s):
             starting.add_done_callback(_end_late)
             self._ended(-signal.SIGTERM, f"Stopped before it was started: {SILENT}.", stopped=True)

@@ -260,10 +260,13 @@ class Disk:
                 continue
             self._since = time.monotonic()
             try:
-                future.set_result(call())
+                result = call()
             except Exception as error:
+                self._since = math.inf
                 future.set_exception(error)
-            self._since = math.inf
+            else:
+                self._since = math.inf
+                future.set_result(result)
 
 
 class BoundedLog:
