@@ -24,6 +24,8 @@ MODULE = ["/opt/tljh/hub/bin/python3", "-m", "jupyterhub_idle_culler"]
         (["python3", "cull_idle_servers.py", "--timeout=900"], Culler("cull", 900.0)),
         (MODULE, Culler("cull", 600.0)),  # its default
         ([*MODULE, "--timeout=soon"], Culler("cull", 600.0)),
+        ([*MODULE, "--timeout=1e30"], Culler("cull", 1e9)),
+        ([*MODULE, "--timeout=nan", "--max-age=inf"], Culler("cull", 0.0, 1e9)),
         ([*MODULE, "--config=/etc/culler.py"], Culler("cull", None)),
         (
             [*MODULE, "--cull-named-servers=False"],

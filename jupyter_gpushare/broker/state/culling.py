@@ -18,6 +18,7 @@ from jupyter_gpushare.wall_clock import before
 # The setting of Jupyter Server that ends kernels.
 KERNEL_SETTING = "cull_idle_timeout"
 _MODULES = ("jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers")
+_LONGEST_S = 1e9  # more is never
 _TIMEOUT_S = 600.0  # of a culler whose command has none (jupyterhub-idle-culler 2.0)
 
 
@@ -87,7 +88,7 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _number(given: Mapping[str, str], name: str, otherwise: float | None) -> float | None:
     try:
-        return max(0.0, float(given[name]))
+        return min(max(0.0, float(given[name])), _LONGEST_S)
     except (KeyError, ValueError):
         return otherwise
 
