@@ -269,7 +269,7 @@ _STYLE = """
 
 def layers_of(pyproject: Path) -> dict[str, list[list[str]]]:
     """The layer contracts of import-linter: by package, from top to bottom, the modules of each layer."""
-    contracts = tomllib.loads(pyproject.read_text())["tool"]["importlinter"]["contracts"]
+    contracts = tomllib.loads(pyproject.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     return {
         container: [[name.strip("() ") for name in layer.split("|")] for layer in each["layers"]]
         for each in contracts

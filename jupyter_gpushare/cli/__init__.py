@@ -41,6 +41,8 @@ SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one verb and return its exit code (see the module's text)."""
+    if argv is None:
+        _in_utf8()
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in SERVICES:
         module = importlib.import_module(SERVICES[words[0]][0])
@@ -64,3 +66,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) closed the pipe; nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+
+
+def _in_utf8() -> None:
+    """Start this program again in UTF-8 mode, if the locale has another encoding.
+
+    Words, names of files and what is printed are UTF-8 then, as they are for the broker.
+    """
+    if not sys.flags.utf8_mode and sys.getfilesystemencoding() != "utf-8":
+        os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])  # noqa: S606

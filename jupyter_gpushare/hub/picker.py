@@ -33,7 +33,7 @@ NOT_SET_UP = (
     "Tell the administrator; the Hub's log says what to change. You can start without GPU."
 )
 # Keeps the page current, and waits for a size; the page works without it.
-_SCRIPT = Path(__file__).with_name("picker.js").read_text()
+_SCRIPT = Path(__file__).with_name("picker.js").read_text(encoding="utf-8")
 _NO_GPU: Mapping[str, Any] = {"gpus": 0}
 _STARTS = {"now": "starts now", "soon": "starts soon", "no": "cannot start now"}
 

@@ -78,7 +78,9 @@ def machine() -> str:
     """Architecture that the C compiler compiles for; this machine's where the compiler does not say."""
     try:
         command = [*compiler(), "-dumpmachine"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stdout
+        said = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=False
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return own_machine()
     return said.strip().partition("-")[0] or own_machine()
@@ -109,7 +111,9 @@ def compile_library(library: Library, folder: Path, extra_flags: Sequence[str] =
         flags = [*STRICT, *extra_flags, *SHARED, f"-I{NATIVE}"]
         command = [*compiler(), *flags, *sources, "-o", str(made), "-ldl", *library.linker]
         try:
-            result = subprocess.run(command, capture_output=True, text=True, check=False)
+            result = subprocess.run(
+                command, capture_output=True, encoding="utf-8", errors="replace", check=False
+            )
         except OSError as error:
             raise GpuShareError(
                 f"no C compiler: {command[0]!r} cannot be run ({error.strerror}). "

@@ -111,7 +111,9 @@ def glibc_versions(library: Path) -> set[tuple[int, int]]:
 
     command = ["readelf", "--version-info", "--wide", str(library)]
     try:
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout
+        said = subprocess.run(
+            command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=True
+        ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise GpuShareError(f"readelf (package binutils) cannot read {library}: {error}") from error
     return {(int(major), int(minor)) for major, minor in _VERSION.findall(said)}

@@ -76,7 +76,9 @@ async def _has_driver(pid: int) -> bool:
     """Return whether a process has loaded the driver; one that cannot be looked at may have."""
     try:
         async with asyncio.timeout(_LOOK_S):
-            maps = await asyncio.to_thread(Path(procfs.path(pid, "maps")).read_text, errors="replace")
+            maps = await asyncio.to_thread(
+                Path(procfs.path(pid, "maps")).read_text, encoding="utf-8", errors="replace"
+            )
     except (OSError, TimeoutError):
         return True
     return _DRIVER in maps

@@ -1,6 +1,6 @@
 """Translate the launch dialog into a job: the command for a notebook, script or program.
 
-    name.ipynb     python -P -m jupyter_gpushare.job.notebook name.ipynb name-DATE.ipynb --kernel K -p A B
+    name.ipynb     PYTHON -m jupyter_gpushare.job.notebook name.ipynb name-DATE.ipynb --kernel K -p A B
     name.py        PYTHON name.py ARGUMENTS      (the Python of the chosen environment, with its variables)
     name.sh        bash name.sh ARGUMENTS
     other          ./name ARGUMENTS              (if it may be executed)
@@ -257,7 +257,9 @@ def _output_of(file: Path, now: datetime) -> Path:
 
 
 def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> list[str]:
-    command = [sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook", str(file), str(output)]
+    # As UTF-8 the program reads its words and names of files, whatever the locale is.
+    python = [sys.executable, "-X", "utf8", "-P"]
+    command = [*python, "-m", "jupyter_gpushare.job.notebook", str(file), str(output)]
     if asked.kernel:
         command += ["--kernel", asked.kernel]
     notebook = _notebook(file)

@@ -80,7 +80,7 @@ def is_current() -> bool:
     """
     generate.main()
     try:
-        recorded = (LABEXTENSION / DIGESTS).read_text()
+        recorded = (LABEXTENSION / DIGESTS).read_text(encoding="utf-8")
     except OSError:
         return False
     return recorded == digests()
@@ -110,7 +110,7 @@ def _is_new_enough(node: Path) -> bool:
         return False
     try:
         command = [str(node), "-p", "process.versions.node.split('.')[0]"]
-        said = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+        said = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
     return said.returncode == 0 and said.stdout.strip().isdigit() and int(said.stdout) >= NODE_MIN_MAJOR
@@ -152,7 +152,7 @@ def build() -> bool:
         _run([sys.executable, "-c", _JLPM, *step], environment)
     if not _has_entry_point():
         raise BuildFailed(f"jlpm build:prod ended well, but {LABEXTENSION} is incomplete")
-    (LABEXTENSION / DIGESTS).write_text(digests())
+    (LABEXTENSION / DIGESTS).write_text(digests(), encoding="utf-8")
     return True
 
 
@@ -166,7 +166,7 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            text=True,
+            encoding="utf-8",
             timeout=_TIMEOUT_S,
             check=False,
         )

@@ -150,7 +150,7 @@ def refusals() -> list[str]:
     """Return the English templates of the errors that reach a page, from the calls that make them."""
     found = {errors.DISK_FULL: None}
     for path in _sources_of_errors():
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             template = template_of(node)
             if isinstance(template, ast.Constant) and isinstance(template.value, str):
                 found[template.value] = None
@@ -213,8 +213,8 @@ def main() -> int:
     """Write every file that differs and print its path; exit code 0."""
     for name, text_of in FILES.items():
         path, text = SOURCES / name, text_of()
-        if not path.is_file() or path.read_text() != text:
-            path.write_text(text)
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
             print(path)
     return 0
 

@@ -436,6 +436,25 @@ def test_a_closed_output_pipe_is_no_error(broker, golden, tmp_path, monkeypatch)
         assert process.wait(60) == 0
 
 
+def test_words_and_answers_are_utf_8_in_any_locale(broker, golden, tmp_path, monkeypatch):
+    folder = tmp_path / "projé"
+    folder.mkdir()
+    broker.answer(
+        "POST jobs", golden("job") | {"name": "Modèle", "reason": "Wartet auf 1/2 GPU für „nlp“."}, 201
+    )
+    for name, value in {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}.items():
+        monkeypatch.setenv(name, value)
+    program = [sys.executable, "-P", "-m", "jupyter_gpushare.cli"]
+    for told in ([], ["--json"]):
+        command = [*program, "submit", *told, "--name", "Modèle", "--", "sh", "-c", "echo héllo"]
+        done = subprocess.run(command, cwd=folder, capture_output=True, encoding="utf-8", timeout=60)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert "Wartet auf 1/2 GPU für „nlp“." in done.stdout
+    for asked in broker.asked("POST jobs"):
+        assert (asked.json["name"], asked.json["cwd"]) == ("Modèle", str(folder))
+        assert asked.json["command"] == ["sh", "-c", "echo héllo"]
+
+
 @pytest.mark.parametrize(
     ("reason", "lacks"),
     [

@@ -152,9 +152,10 @@ def test_a_notebook_is_submitted_as_the_dialog_submits_it(gpushare, broker, gold
     assert ran.code == 0, ran.err
     (request,) = broker.asked("POST jobs")
     command = request.json["command"]
-    assert command[:5] == [sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook", str(notebook)]
-    assert command[5].startswith(str(notebook.with_name(f"train it-{time.strftime('%Y')}")))
-    assert command[6:] == ["-p", "steps", "5"]
+    assert command[:4] == [sys.executable, "-X", "utf8", "-P"]
+    assert command[4:7] == ["-m", "jupyter_gpushare.job.notebook", str(notebook)]
+    assert command[7].startswith(str(notebook.with_name(f"train it-{time.strftime('%Y')}")))
+    assert command[8:] == ["-p", "steps", "5"]
     assert (request.json["gpus"], request.json["cwd"]) == ("1/2", str(notebook.parent))
     assert request.json["name"] == "train it.ipynb"
     assert request.json["source"]["path"] == "work/train it.ipynb"

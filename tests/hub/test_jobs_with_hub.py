@@ -6,17 +6,24 @@ import os
 import shutil
 import signal
 import sys
+from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 import httpx
+import nbformat
 
-from tests.hub.conftest import Hub, wait_for
+from jupyter_gpushare.protocol.wire import LaunchRequest
+from jupyter_gpushare.server.launch import job_of
+from tests.hub.conftest import SIMPLE, Hub, running_hub, wait_for
 from tests.hub.fake_broker import GRANT
 from tests.hub.fake_broker import JOB_NAME as NAME
 from tests.waiting import is_alive
 
+SECOND = "j0123456789-2"
 
-def expect_job(hub: Hub, *command: str, attempt: int = 1) -> None:
+
+def expect_job(hub: Hub, *command: str, attempt: int = 1, **job: Any) -> None:
     """Let the broker expect this job."""
     # Without a preload library: there is none at that path, and the linker would say so in the log.
     env = {key: value for key, value in GRANT["env"].items() if key != "LD_PRELOAD"}
@@ -26,7 +33,7 @@ def expect_job(hub: Hub, *command: str, attempt: int = 1) -> None:
     (lease / "limit").touch()
     env["GPUSHARE_LEASE_DIR"] = str(lease)
     hub.broker.grant = {**GRANT, "env": env}
-    hub.broker.grant_job(name="train", command=list(command), attempt=attempt, grace_s=20.0)
+    hub.broker.grant_job(name="train", command=list(command), attempt=attempt, grace_s=20.0, **job)
     shutil.rmtree(hub.folder / "home/ada/.local", ignore_errors=True)
 
 
@@ -173,11 +180,10 @@ def test_a_late_stop_of_an_attempt_does_not_reach_the_next_one(hub: Hub) -> None
     hub.start_server("ada", name=NAME)
     hub.wait_ready("ada", NAME)
     expect_job(hub, "sh", "-c", "echo second; exec sleep 600", attempt=2)
-    second = "j0123456789-2"
-    hub.start_server("ada", name=second)
-    hub.wait_ready("ada", second)
+    hub.start_server("ada", name=SECOND)
+    hub.wait_ready("ada", SECOND)
     hub.stop_server("ada", NAME, remove=True)
-    assert is_alive(hub.state("ada", second)["pid"])
+    assert is_alive(hub.state("ada", SECOND)["pid"])
     assert [each.body["server"] for each in hub.broker.of("spawner/stop")] == [NAME]
 
 
@@ -190,3 +196,25 @@ def test_after_a_job_the_same_name_without_a_job_is_a_notebook_server_again(hub:
     assert hub.start_server("ada", name="other").status_code == 201
     assert hub.wait_ready("ada", "other")
     hub.stop_server("ada", "other", remove=True)
+
+
+def test_a_hub_whose_locale_is_not_utf_8_runs_jobs_of_any_text(tmp_path: Path) -> None:
+    locale = ["LC_ALL=POSIX", "PYTHONUTF8=0", "PYTHONCOERCECLOCALE=0"]
+    with running_hub(SIMPLE, tmp_path, interpreter=("env", *locale, sys.executable)) as hub:
+        work = tmp_path / "home/ada/müsli"
+        work.mkdir(parents=True)
+        expect_job(hub, "sh", "-c", 'echo héllo "$name"; pwd', cwd=str(work), env={"name": "wörld"})
+        assert hub.start_server("ada", name=NAME).status_code in (201, 202)
+        assert ended(hub)["exit_code"] == 0
+        assert log(hub) == f"héllo wörld\n{work}\n"
+
+        cell = nbformat.v4.new_code_cell("raise ValueError('naïve')")
+        nbformat.write(nbformat.v4.new_notebook(cells=[cell]), work / "Übung.ipynb")
+        asked = LaunchRequest(path="Übung.ipynb")
+        command = job_of(asked, work, [], {}, datetime(2026, 11, 29)).command
+        expect_job(hub, *command, attempt=2, cwd=str(work))
+        assert hub.start_server("ada", name=SECOND).status_code in (201, 202)
+        assert "ValueError: naïve" in ended(hub, attempt=2)["reason"]
+        assert f"[gpushare] the output notebook is {work}/Übung-20261129-000000.ipynb\n" in log(
+            hub, attempt=2
+        )

@@ -52,7 +52,16 @@ def test_a_notebook_writes_another_one_beside_itself(root):
     job = asked(root, path="vision/train.ipynb", kernel="torch", parameters=parameters, gpus="2")
     source, output = root / "vision" / "train.ipynb", root / "vision" / "train-20310506-140203.ipynb"
     assert job.command == [
-        *[sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook", str(source), str(output)],
+        *[
+            sys.executable,
+            "-X",
+            "utf8",
+            "-P",
+            "-m",
+            "jupyter_gpushare.job.notebook",
+            str(source),
+            str(output),
+        ],
         *["--kernel", "torch", "-p", "lr", "0.1", "-p", "name", "a b"],
     ]
     assert (job.cwd, job.name, job.gpus) == (str(root / "vision"), "train.ipynb", "2")
@@ -67,7 +76,7 @@ def test_a_notebook_writes_another_one_beside_itself(root):
 def test_the_longest_name_of_a_notebook_leaves_space_for_that_of_its_output(root):
     source = root / ("学" * 80 + ".ipynb")
     source.write_text((root / "vision" / "train.ipynb").read_text())
-    written = Path(asked(root, path=source.name).command[5])
+    written = Path(asked(root, path=source.name).command[7])
     assert written.name == "学" * 60 + "-20310506-140203.ipynb"
     own_output(written, "0123456789").write_text("{}")
 
@@ -210,7 +219,7 @@ def test_a_broken_notebook_has_no_parameters(root, text):
     (root / "broken.ipynb").write_text(text)
     told = form(root, "broken.ipynb", SPECS)
     assert (told.kernel, told.parameters) == ("python3", {})
-    assert asked(root, path="broken.ipynb").command[4] == str(root / "broken.ipynb")
+    assert asked(root, path="broken.ipynb").command[6] == str(root / "broken.ipynb")
 
 
 def test_only_values_that_mean_the_same_anywhere_are_defaults():
@@ -240,7 +249,7 @@ def test_a_notebook_in_another_language_has_no_parameters(root, metadata):
 def test_values_that_the_notebook_has_anyway_are_not_set_again(root):
     parameters = {"lr": "0.001", "epochs": "20", "name": "'x'"}
     job = asked(root, path="vision/train.ipynb", parameters=parameters)
-    assert job.command[6:] == ["-p", "epochs", "20"]
+    assert job.command[8:] == ["-p", "epochs", "20"]
     assert job.source is not None
     assert job.source.parameters == parameters
 

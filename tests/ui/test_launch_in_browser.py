@@ -60,9 +60,10 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     assert sent[0].headers["Idempotency-Key"] == sent[1].headers["Idempotency-Key"]
     assert sent[0].json == sent[1].json
     asked = sent[1].json
-    assert asked["command"][:4] == [sys.executable, "-P", "-m", "jupyter_gpushare.job.notebook"]
-    assert asked["command"][4] == str(lab.work / "train.ipynb")
-    assert asked["command"][6:] == ["--kernel", "python3", "-p", "lr", "0.1"]
+    expected = [sys.executable, "-X", "utf8", "-P", "-m", "jupyter_gpushare.job.notebook"]
+    assert asked["command"][:6] == expected
+    assert asked["command"][6] == str(lab.work / "train.ipynb")
+    assert asked["command"][8:] == ["--kernel", "python3", "-p", "lr", "0.1"]
     assert (asked["gpus"], asked["source"]["parameters"]) == ("2", {"lr": "0.1"})
     assert (asked["borrow"], asked["move"], asked["notify"]) == (False, False, False)
     await page.get_by_role("button", name="Show job").click()

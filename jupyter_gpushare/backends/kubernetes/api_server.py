@@ -107,7 +107,7 @@ class ApiServer:
             context = ssl.create_default_context(cafile=self.ca_file, cadata=self.ca_pem or None)
             if self.client_pem:
                 # The library takes a certificate from a file only.
-                with tempfile.NamedTemporaryFile("w", suffix=".pem") as pair:
+                with tempfile.NamedTemporaryFile("w", encoding="utf-8", suffix=".pem") as pair:
                     pair.write(self.client_pem)
                     pair.flush()
                     context.load_cert_chain(pair.name)
@@ -122,7 +122,7 @@ def _read(file: Path) -> Mapping[str, Any]:
     except ImportError:
         raise KubeError("a kubeconfig file needs PyYAML: pip install 'jupyter-gpushare[kube]'") from None
     try:
-        found = yaml.safe_load(file.read_text())
+        found = yaml.safe_load(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise KubeError(f"{file} cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError):
@@ -146,7 +146,7 @@ def _pem(entry: Mapping[str, Any], key: str, folder: Path) -> str:
     try:
         if data := entry.get(f"{key}-data"):
             return base64.b64decode(data, validate=True).decode()
-        return (folder / entry[key]).read_text() if entry.get(key) else ""
+        return (folder / entry[key]).read_text(encoding="utf-8") if entry.get(key) else ""
     except OSError as error:
         raise KubeError(f"{key} {entry[key]} cannot be read: {error.strerror}") from None
     except (binascii.Error, UnicodeDecodeError, TypeError):

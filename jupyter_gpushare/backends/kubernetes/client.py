@@ -259,7 +259,7 @@ class ApiClient:
             return {"Authorization": f"Bearer {self._server.token}"} if self._server.token else {}
         if self._clock() - self._token_at >= _TOKEN_S:
             try:
-                self._token = self._server.token_file.read_text().strip()
+                self._token = self._server.token_file.read_text(encoding="utf-8").strip()
             except OSError as error:
                 raise KubeError(
                     f"the token of the service account cannot be read: {error.strerror}"

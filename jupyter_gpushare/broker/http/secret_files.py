@@ -75,7 +75,7 @@ def secret_file(path: Path) -> str:
             _write_new(path, secrets.token_hex(32).encode(), 0o600)
         if path.stat().st_mode & 0o077:
             raise StoreError(f"{path} can be read by others: chmod 600 it")
-        return path.read_text().strip()
+        return path.read_text(encoding="utf-8").strip()
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}") from None
 

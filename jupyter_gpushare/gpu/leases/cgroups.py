@@ -45,7 +45,7 @@ class Cgroups:
             self.unavailable = ""
             # On kernels from 6.14 on the driver counts through this controller; without it by itself.
             with suppress(OSError):
-                (root / "cgroup.subtree_control").write_text("+dmem")
+                (root / "cgroup.subtree_control").write_text("+dmem", encoding="ascii")
 
     def path(self, name: str) -> Path:
         """The cgroup of a lease."""
