@@ -189,11 +189,12 @@ def _first_choice(offers: Sequence[Offer]) -> Mapping[str, Any]:
 def _card(offer: Offer, wanted: Mapping[str, str]) -> Card:
     disabled = offer.starts == "no"
     of = f" of {offer.device}" if offer.device else ""
+    memory = " to ".join(messages.gibibytes(n) for n in (offer.memory_bytes, offer.memory_most_bytes) if n)
     promise = "guaranteed" if offer.guaranteed else "may be taken back"
     return Card(
         value=json.dumps({key: value for key, value in offer.options.items() if key != "project"}),
         label=offer.label,
-        detail=f"{messages.gibibytes(offer.memory_bytes)}{of}",
+        detail=f"{memory}{of}",
         starts=_STARTS[offer.starts],
         promise="" if disabled else promise,
         reason=_sentence(offer.reason),

@@ -17,7 +17,7 @@ from jupyter_gpushare.backends.base import DeviceBackend, Prepared
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
-from tests.broker.machine import DEVICE_BYTES, GB, Held
+from tests.broker.machine import GB, Held
 
 if TYPE_CHECKING:
     from tests.broker.brokers import Broker
@@ -68,8 +68,8 @@ class SiteDevices(DeviceBackend):
                 helper.Device(
                     uuid=uuid,
                     index=n,
-                    name="H100-80GB",
-                    memory_bytes=DEVICE_BYTES,
+                    name=self.site.models[uuid][0],
+                    memory_bytes=self.site.models[uuid][1],
                     reserve_bytes=self.site.reserve_bytes,
                     suspendable=not self.site.profile,
                     movable=self.site.movable,
@@ -241,7 +241,7 @@ class SiteDevices(DeviceBackend):
     def _no_memory(self, held: Held) -> str:
         for uuid, count in held.saved.items():
             used = sum(h.used.get(uuid, 0) for h in self.site.held.values())
-            if used + count > DEVICE_BYTES - self.site.reserve_bytes:
+            if used + count > self.site.grantable_bytes(uuid):
                 return "the driver shows too little free memory"
         return self.site.conflict(held.handle, held.limits)
 

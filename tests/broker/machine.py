@@ -10,7 +10,7 @@ from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import Overuse, Phase, ProcessSample
 
 GB = 10**9
-DEVICE_BYTES = 80 * GB
+MODELS = {"H100-80GB": 80 * GB}  # with their memory in bytes
 RESERVE_BYTES = 2 * GB
 GROUPS = {"ada": ("vision",), "bo": ("nlp",), "cy": ("vision", "nlp"), "eve": (), "root": ()}
 

@@ -29,7 +29,7 @@ from jupyter_gpushare.errors import DiskFull, RequestError, StoreError
 from jupyter_gpushare.protocol import helper, wire
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, UnleasedProcess
 from tests.broker.brokers import Broker
-from tests.broker.machine import DEVICE_BYTES, GROUPS, RESERVE_BYTES, Held, Program, Run
+from tests.broker.machine import GROUPS, MODELS, RESERVE_BYTES, Held, Program, Run
 from tests.broker.virtual_time import until
 
 
@@ -45,7 +45,13 @@ class Site:
     """Machine, Hub and people; outlives brokers."""
 
     def __init__(
-        self, folder: Path, *, gpus: int = 2, profile: str = "", policy: Policy | None = None
+        self,
+        folder: Path,
+        *,
+        gpus: int = 2,
+        profile: str = "",
+        policy: Policy | None = None,
+        models: Mapping[str, int] = MODELS,
     ) -> None:
         (folder / "broker.sqlite").write_bytes(_empty_database())
         self.url = f"sqlite:///{folder / 'broker.sqlite'}"
@@ -58,6 +64,8 @@ class Site:
         self.movable = True  # what is suspended on one of its GPUs can resume on another
         self.profile = profile  # of MIG instances; "": its GPUs are not divided
         self.uuids = tuple(f"GPU-{n}" for n in range(gpus))
+        # Model and memory in bytes of each GPU, in turn.
+        self.models = dict(zip(self.uuids, itertools.cycle(models.items()), strict=False))
         self.groups: dict[str, tuple[str, ...]] = dict(GROUPS)
         self.made: dict[str, str] = {}  # when the Hub made users, where it is another time than at first
         self.deleted: set[str] = set()  # users of `groups` that the Hub does not have
@@ -237,11 +245,14 @@ class Site:
 
     # ---- device memory
 
+    def grantable_bytes(self, uuid: str) -> int:
+        return self.models[uuid][1] - self.reserve_bytes
+
     def use(self, held: Held, used: dict[str, int]) -> None:
         held.used = used
         for uuid in self.uuids:
             total = sum(h.used.get(uuid, 0) for h in self.held.values())
-            if total > DEVICE_BYTES - self.reserve_bytes:
+            if total > self.grantable_bytes(uuid):
                 self.wrong.append(f"{uuid} is double-booked at {self.now}: {total}")
 
     def emit(self, kind: helper.EventKind, lease: str = "", reason: str = "", **fields: str) -> None:
@@ -264,8 +275,7 @@ class Site:
         here = [h for h in beside if h.limits.keys() & held.limits.keys()]
         borrows = any(h.guaranteed.get(u, x) < x for h in here for u, x in h.limits.items())
         taken = {u: sum(h.limits.get(u, 0) for h in here) for u in held.limits}
-        grantable = DEVICE_BYTES - self.reserve_bytes
-        return not borrows and all(taken[u] + x <= grantable for u, x in held.limits.items())
+        return not borrows and all(taken[u] + x <= self.grantable_bytes(u) for u, x in held.limits.items())
 
     def resume_unattended(self, held: Held) -> None:
         """Resume a lease as the helper does while no broker answers."""
@@ -280,7 +290,7 @@ class Site:
         """Why a lease may not be on its devices now, as `LeaseRegistry.conflict` says it."""
         beside = [h for h in self.held.values() if h.handle != handle and h.phase is not Phase.SUSPENDED]
         taken = {uuid: sum(h.limits.get(uuid, 0) for h in beside) for uuid in limits}
-        fits = all(taken[uuid] + count <= DEVICE_BYTES - self.reserve_bytes for uuid, count in limits.items())
+        fits = all(taken[uuid] + count <= self.grantable_bytes(uuid) for uuid, count in limits.items())
         is_unknown = any(h.unconfirmed and h.limits.keys() & limits.keys() for h in beside)
         return "a lease was resumed on its device" if is_unknown and not fits else ""
 

@@ -9,8 +9,10 @@ import pytest
 
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.request_policy import overrides_text
+from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.registry import keep_left
 from jupyter_gpushare.core.model import State
+from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import (
     Conflict,
     HelperError,
@@ -25,6 +27,8 @@ from jupyter_gpushare.wall_clock import seconds_between
 from tests.broker.machine import GB, Program
 from tests.broker.site import spawn
 from tests.broker.virtual_time import until
+
+TWO_MODELS = {"H100-80GB": 80 * GB, "A100-40GB": 40 * GB}
 
 
 async def test_a_project_of_others_looks_like_one_that_is_not_there(broker):
@@ -54,6 +58,49 @@ async def test_a_session_gets_its_part_and_says_which(site, broker):
     assert grant.message.endswith(" of H100-80GB) is ready.")
     site.held[grant.lease].alive = True
     await until(lambda: broker.state(grant.lease) == "running", 5)
+
+
+@pytest.mark.site(models=TWO_MODELS)
+async def test_an_offer_names_the_gpu_that_a_session_gets(site, broker):
+    named = set()
+    for holder in ("", "bo", "cy"):
+        if holder:  # the offers after it are of other GPUs
+            await broker.admission.start(spawn(holder, "1/2", project="nlp"))
+        offers = broker.views.offers(["vision"], "vision").offers
+        for offer in (each for each in offers if each.starts == "now"):
+            request = wire.replace(spawn("ada", None), options=wire.GpuRequest(**offer.options))
+            grant = await broker.admission.start(request)
+            assert (offer.memory_bytes, offer.memory_most_bytes) == (grant.memory_limit_bytes, None)
+            assert f" of {offer.device}) is ready" in grant.message
+            named.add(offer.device)
+            await site.end_session("ada")
+            await until(lambda: not any(x.lease.user == "ada" for x in broker.registry.leases.values()), 30)
+    assert named == set(TWO_MODELS)
+
+
+@pytest.mark.site(models=TWO_MODELS)
+async def test_an_offer_that_several_models_can_serve_later_names_them_and_both_amounts(broker):
+    for user in ("ada", "bo"):
+        await broker.admission.start(spawn(user, "1"))
+    offers = {offer.label: offer for offer in broker.views.offers(["vision"], "vision").offers}
+    half = offers["1/2 GPU"]
+    assert (half.starts, half.device) == ("no", "A100-40GB or H100-80GB")
+    assert (half.memory_bytes, half.memory_most_bytes) == (19 * GB, 39 * GB)
+
+
+@pytest.mark.site(
+    models=TWO_MODELS,
+    policy=Policy(
+        projects=(ProjectConfig(name="vision", groups=("vision",)),), sizes=(Size(1000, 2), Size(1000, 3))
+    ),
+)
+async def test_several_gpus_are_all_named(broker):
+    both, three = broker.views.offers(["vision"], "vision").offers
+    assert (both.device, both.memory_bytes) == ("H100-80GB and A100-40GB", (38 + 78) * GB)
+    assert (three.starts, three.device) == ("no", "A100-40GB or H100-80GB")
+    request = wire.replace(spawn("ada", None), options=wire.GpuRequest(gpus=2))
+    grant = await broker.admission.start(request)
+    assert f"of {both.device}) is ready" in grant.message
 
 
 @pytest.mark.site(gpus=1)

@@ -65,6 +65,13 @@ def test_cards_say_memory_device_time_and_promise() -> None:
     assert "1/2 GPU 40 GiB of H100-80GB starts now guaranteed" in text
 
 
+def test_a_card_of_a_size_that_several_models_may_serve_says_both_amounts() -> None:
+    later = {"device": "A100-40GB or H100-80GB", "memory_bytes": 20 << 30, "memory_most_bytes": 40 << 30}
+    both = offers("vision", ["vision"])["offers"]
+    text = " ".join(page(offered(offers=[both[0], {**both[1], **later}])).text.split())
+    assert "2 GPUs 20 GiB to 40 GiB of A100-40GB or H100-80GB" in text
+
+
 def test_the_last_choice_is_preselected_however_it_was_written() -> None:
     for fraction in ("1/2", "0.5", 0.5):
         assert checked(page(offered(), last={"fraction": fraction, "project": "vision"})) == [

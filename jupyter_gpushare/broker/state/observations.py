@@ -353,8 +353,8 @@ class DeviceObservations:
             )
 
     def model_name(self, uuids: Collection[str]) -> str:
-        """Return the model of the first of these devices, for people; empty when none is known."""
-        return next((d.name for d in self.listed if d.uuid in uuids), "")
+        """Return the models of these devices, for people; empty when none is known."""
+        return " and ".join(dict.fromkeys(d.name for d in self.listed if d.uuid in uuids))
 
     def nodes_of(self, uuids: Collection[str]) -> frozenset[str]:
         """Return the nodes of these devices."""

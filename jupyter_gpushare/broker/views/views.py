@@ -330,8 +330,7 @@ class Views:
 
     def _offer(self, offer: Offer, project: str) -> wire.Offer:
         size = offer.size
-        devices = [d for d in self.registry.devices.for_planner() if d.profile == size.profile]
-        device = max(devices, key=lambda d: d.grantable_bytes)
+        least, most, device = self._memory_of(offer)
         options: dict[str, str | int] = {"fraction": f"{size.fraction_milli / WHOLE_GPU:g}"}
         if size.profile:
             options = {"profile": size.profile}
@@ -350,13 +349,31 @@ class Views:
         return wire.Offer(
             label=size.text,
             options=options,
-            memory_bytes=device.grantable_bytes * size.fraction_milli // WHOLE_GPU * size.device_count,
+            memory_bytes=least,
+            memory_most_bytes=most if most > least else None,
             starts=starts,
             guaranteed=not offer.borrowed,
             reason=reason,
-            device=device.name,
+            device=device,
             waits=offer.waits,
         )
+
+    def _memory_of(self, offer: Offer) -> tuple[int, int, str]:
+        """Return the least and the most memory of an offer in bytes, and of which models it is."""
+        size, devices = offer.size, self.registry.devices
+        able = [d for d in devices.for_planner() if d.profile == size.profile]
+        if chosen := [d for d in able if d.uuid in offer.devices]:
+            name = devices.model_name(offer.devices)
+        else:
+            # Any of these, once one is free.
+            chosen = [d for d in able if d.usable and d.demand_milli(size) <= WHOLE_GPU] or able
+            chosen.sort(key=lambda d: d.grantable_bytes)
+            name = " or ".join(dict.fromkeys(d.name for d in chosen))
+        count = size.device_count
+        parts = sorted(d.grantable_bytes * size.fraction_milli // WHOLE_GPU for d in chosen)
+        if len(parts) < count:  # more GPUs than there are
+            return parts[0] * count, parts[-1] * count, name
+        return sum(parts[:count]), sum(parts[-count:]), name
 
     def devices(self, *, admin: bool = False) -> wire.Devices:
         """Return the devices, measured, with what is held and claimed of each."""

@@ -140,11 +140,12 @@ class Offer(Answer, frozen=True):
 
     label: str  # "1/2 GPU"
     options: dict[str, str | int]  # value of user_options["gpushare"]
-    memory_bytes: int  # all devices together
+    memory_bytes: int  # all devices together; the least of what it may be
     starts: Literal["now", "soon", "no"]
     guaranteed: bool
     reason: str = ""  # why it cannot start or is not guaranteed: a sentence
-    device: str = ""  # "H100-80GB"
+    device: str = ""  # "H100-80GB"; "A100-40GB or H100-80GB" while either may be it
+    memory_most_bytes: int | None = None  # the most of what it may be; None: it is `memory_bytes`
     waits: bool = False  # a session can wait for it
 
 
