@@ -8,8 +8,8 @@
   job (a retry, one submitted in the same second) writes `own_output` beside it.
 * Cells done of all cells is the job's progress.
 
-Ends with 0, 1 (a cell failed), 2 (wrong usage, no such notebook or environment) or
-143 (SIGTERM: the output notebook holds what was done).
+Ends with 0, 1 (a cell failed), 2 (wrong usage, no such notebook, an environment that is
+missing or does not start) or 143 (SIGTERM: the output notebook holds what was done).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import asyncio
+import atexit
 import io
 import json
 import os
@@ -120,13 +121,18 @@ class _Run(NotebookClient):
 
     def __init__(self, notebook: Any, output: Path, **options: Any) -> None:
         super().__init__(
-            notebook, on_cell_execute=self._on_cell, on_cell_executed=self._on_cell_done, **options
+            notebook,
+            on_cell_execute=self._on_cell,
+            on_cell_executed=self._on_cell_done,
+            on_cell_error=self._on_cell_error,
+            **options,
         )
         self._output = output
         self._saved_at = 0.0
         self._saving_s = 0.0
         self.total = sum(map(self._is_run, notebook.cells))
         self.done = 0
+        self.error = ""  # of the newest cell that failed: its traceback
 
     def _is_run(self, cell: Any) -> bool:
         skipped = self.skip_cells_with_tag in cell.metadata.get("tags", [])
@@ -174,7 +180,20 @@ class _Run(NotebookClient):
     async def async_start_new_kernel(self, **options: Any) -> None:
         # nbclient has just put a handler of its own there, which waits for the kernel.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_sigterm)
-        await super().async_start_new_kernel(**options)
+        try:
+            await super().async_start_new_kernel(**options)
+        except OSError as error:
+            raise self._no_kernel(f"{error.filename}: {error.strerror}") from None
+
+    async def async_start_new_kernel_client(self) -> Any:
+        try:
+            return await super().async_start_new_kernel_client()
+        except RuntimeError as error:
+            atexit.unregister(self._cleanup_kernel)  # it is done, and fails a second time
+            raise self._no_kernel(str(error)) from None
+
+    def _no_kernel(self, why: str) -> Unusable:
+        return Unusable(f"the environment {self.kernel_name!r} does not start: {why}")
 
     def _on_cell(self, cell: Any, cell_index: int) -> None:
         print(f"[gpushare] cell {self.done + 1} of {self.total}", flush=True)
@@ -185,6 +204,11 @@ class _Run(NotebookClient):
             self.done += 1
             progress(self.done, self.total)
         self.save()
+
+    def _on_cell_error(self, cell: Any, cell_index: int, execute_reply: dict[str, Any]) -> None:
+        """Keep what says the error; what the cell printed is in the log already."""
+        said = execute_reply["content"]
+        self.error = "\n".join(said.get("traceback") or [f"{said.get('ename')}: {said.get('evalue')}"])
 
     def _on_sigterm(self) -> None:
         """End at once, with what was done on the disk; the kernel follows its parent."""
@@ -225,8 +249,8 @@ def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str], 
         client.execute()
     except NoSuchKernel as error:
         raise Unusable(f"there is no environment {error.name!r} here") from None
-    except CellExecutionError as error:
-        print(f"[gpushare] cell {client.done + 1} failed\n{error}", file=sys.stderr, flush=True)
+    except CellExecutionError:
+        print(f"[gpushare] cell {client.done + 1} failed\n{client.error}", file=sys.stderr, flush=True)
         return 1
     except DeadKernelError:
         print("[gpushare] the kernel died", file=sys.stderr, flush=True)

@@ -21,6 +21,7 @@ import pytest
 from jupyter_gpushare.job import notebook as module
 from jupyter_gpushare.job.notebook import Unusable, main, parameter_cell, place, with_parameters
 from jupyter_gpushare.job.progress import SOCKET_VARIABLE
+from jupyter_gpushare.protocol.jobfiles import last_lines
 from tests.waiting import until
 
 
@@ -194,6 +195,57 @@ def test_a_cell_that_fails_ends_the_run_and_is_in_the_output(tmp_path: Path) -> 
     assert [c.execution_count for c in cells] == [1, 2, None]
     assert cells[1].outputs[0].ename == "ZeroDivisionError"
     assert ran.progress[-1] == (1, 3)
+
+
+@pytest.mark.parametrize(
+    ("cell", "quoted"),
+    [
+        (
+            "import warnings\nwarnings.warn('of a library')\nraise SystemExit(3)",
+            [
+                "[gpushare] cell 1 failed",
+                "An exception has occurred, use %tb to see the full traceback.",
+                "SystemExit: 3",
+            ],
+        ),
+        ("import os\nos._exit(3)", ["[gpushare] cell 1 of 1", "[gpushare] the kernel died"]),
+    ],
+)
+def test_the_last_lines_are_the_error_and_no_warning_of_a_library(
+    tmp_path: Path, cell: str, quoted: list[str]
+) -> None:
+    code, log = Ran(tmp_path, notebook(cell)).end()
+    assert code == 1
+    assert last_lines(log.encode()) == quoted
+
+
+@pytest.mark.parametrize(
+    ("words", "quoted"),
+    [
+        (
+            ["/none/python"],
+            ["[gpushare] the environment 'x' does not start: /none/python: No such file or directory"],
+        ),
+        (
+            [sys.executable, "-m", "no_kernel"],
+            [
+                f"{sys.executable}: No module named no_kernel",
+                "[gpushare] the environment 'x' does not start: Kernel died before replying to kernel_info",
+            ],
+        ),
+    ],
+)
+def test_an_environment_that_does_not_start_is_named_with_what_its_kernel_printed(
+    tmp_path: Path, words: list[str], quoted: list[str]
+) -> None:
+    spec = tmp_path / "share/kernels/x/kernel.json"
+    spec.parent.mkdir(parents=True)
+    spec.write_text(
+        json.dumps({"argv": [*words, "{connection_file}"], "display_name": "x", "language": "python"})
+    )
+    code, log = Ran(tmp_path, notebook("1"), "--kernel", "x", JUPYTER_PATH=str(tmp_path / "share")).end()
+    assert code == 2
+    assert last_lines(log.encode()) == quoted
 
 
 def test_cells_that_may_fail_are_done_and_those_that_are_skipped_are_none(tmp_path: Path) -> None:
