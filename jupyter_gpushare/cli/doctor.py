@@ -300,6 +300,8 @@ def check_driver(found: str, simulated: bool, options: str = "") -> Check:
     advice = "start a server with a GPU, or install the NVIDIA driver on this machine"
     if simulated:
         advice = "the simulated driver is found by servers with a GPU only; start one"
+    if "GPUSHARE_SIMULATE is wrong" in found:
+        advice = "correct GPUSHARE_SIMULATE, and restart what makes the simulated devices"
     return warn(f"No driver is found by this process: {found[1:]}.", advice)
 
 

@@ -269,6 +269,21 @@ def test_driver_is_told_with_persistence_mode_and_what_is_left_out(tmp_path):
     assert f": Simulated H100-80GB (persistence mode off), {gb10}: " in found
 
 
+def test_a_wrong_setting_of_the_simulated_driver_is_named(tmp_path):
+    env = Simulator(tmp_path).env() | {
+        "GPUSHARE_SIM_STATE": str(tmp_path / "another"),
+        "GPUSHARE_SIMULATE": "2xH100-80GB+host=512GiB",
+    }
+    code = "from jupyter_gpushare.cli import doctor; print(doctor._driver())"
+    found = subprocess.run(
+        [sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60, check=True
+    ).stdout.strip()
+    check = doctor.check_driver(found, False)
+    assert check.result == "warn"
+    assert 'GPUSHARE_SIMULATE is wrong at "host=512GiB": it must read like 2xH100-80GB,host' in check.message
+    assert check.advice.startswith("correct GPUSHARE_SIMULATE")
+
+
 def test_on_a_real_driver_doctor_names_the_programs_that_are_not_limited_or_suspended():
     checks = {check.name: check.message for check in named(doctor.check_real_driver("599.10"))}
     assert checks.keys() == {"permission", "programs", "maintenance"}

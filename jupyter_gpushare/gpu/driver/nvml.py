@@ -274,8 +274,16 @@ def _find() -> _Found:
         for index in range(pynvml.nvmlDeviceGetCount()):
             _look_at(index, found, left_out)
     except pynvml.NVMLError as error:
-        raise device_error("nvmlInit", error) from None
+        raise DeviceError("nvmlInit", int(error.value), _words(error)) from None
     return driver, found, tuple(left_out)
+
+
+def _words(error: pynvml.NVMLError) -> str:
+    """Return the driver's own words: the simulated one says what is wrong with its setting."""
+    try:
+        return text_of(pynvml.nvmlErrorString(error.value))
+    except (pynvml.NVMLError, UnicodeDecodeError):
+        return str(error)  # there is no library
 
 
 def _look_at(index: int, found: list[tuple[DriverGpu, Any]], left_out: list[str]) -> None:

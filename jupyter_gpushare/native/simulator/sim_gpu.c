@@ -93,8 +93,16 @@ static int open_shared(const char *path, int flags)
     return fd;
 }
 
+static char failure[512]; /* why there is no state; "": none was tried, or there is one */
+
+const char *sim_failure(void)
+{
+    return failure;
+}
+
 static int fail(const char *path, const char *why)
 {
+    snprintf(failure, sizeof failure, "%.200s: %.300s", path, why);
     fprintf(stderr, "gpushare: simulated driver: %s: %s\n", path, why);
     return -1;
 }

@@ -217,7 +217,8 @@ struct sim_state {
 extern struct sim_state *sim;
 
 /* Map the state of $GPUSHARE_SIM_STATE (or of `path`), making it when it is not there.
- * 0, or -1 with one line on stderr. */
+ * 0, or -1 with one line on stderr, which sim_failure returns afterwards ("" before). */
+const char *sim_failure(void);
 int sim_open(void);
 int sim_attach(const char *path);
 bool sim_parse_spec(struct sim_state *state, const char **at);
