@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[2] / "jupyter_gpushare"
-OPENS = {"open", "fdopen", "NamedTemporaryFile", "TemporaryFile"}
+TEMPORARY = {"NamedTemporaryFile", "TemporaryFile"}  # binary by default
 TEXTS = {"read_text", "write_text"}
 # Their `open` opens a GPU, and a driver.
 NO_FILES = {"demo_gpu.py", "probe.py"}
@@ -25,11 +26,13 @@ def of_the_locale(source: str) -> Iterator[int]:
         values = {
             each.arg: each.value.value for each in node.keywords if isinstance(each.value, ast.Constant)
         }
-        words = [each.value for each in node.args if isinstance(each, ast.Constant)]
-        mode = next((each for each in (values.get("mode"), *words[-1:]) if isinstance(each, str)), None)
+        words = [str(each.value) for each in node.args if isinstance(each, ast.Constant)]
+        mode = values.get("mode") or next(
+            (each for each in words if re.fullmatch("[rwxabt+]{1,3}", each)), None
+        )
         # A method `open` with arguments of which none is a mode is one of our own.
         is_own = isinstance(node.func, ast.Attribute) and name == "open" and bool(node.args) and mode is None
-        is_open = (name in OPENS and owner != "os") or name == "fdopen"
+        is_open = (name == "open" and owner != "os") or name == "fdopen" or (name in TEMPORARY and mode)
         # A method of a path may also be handed to a thread.
         methods = {each.attr for each in (node.func, *node.args) if isinstance(each, ast.Attribute)}
         if (
@@ -56,6 +59,9 @@ def _name(node: ast.AST | None) -> str:
         ("path.open('rb')", False),
         ("os.open(path, flags)", False),
         ("os.fdopen(fd)", True),
+        ("open('lib.so')", True),
+        ("NamedTemporaryFile()", False),
+        ("NamedTemporaryFile('w')", True),
         ("os.fdopen(fd, 'wb')", False),
         ("usage.open(records, now)", False),
         ("path.read_text(errors='replace')", True),
