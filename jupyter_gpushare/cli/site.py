@@ -153,7 +153,10 @@ def listeners(port: int) -> frozenset[int]:
     rows: list[list[str]] = []
     for table in ("net/tcp", "net/tcp6"):
         with contextlib.suppress(OSError):
-            rows += [line.split() for line in Path(procfs.path(0, table)).read_text().splitlines()[1:]]
+            rows += [
+                line.split()
+                for line in Path(procfs.path(0, table)).read_text(encoding="ascii").splitlines()[1:]
+            ]
     ours = [row for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port]
     return frozenset(int(row[7]) for row in ours)
 
@@ -187,7 +190,7 @@ def api_token(site: SiteFacts) -> Found:
     if service.get("command") or not service.get("api_token"):
         return  # the Hub starts the broker and gives it a token; or the check of the service has said it
     try:
-        about, text = path.stat(), path.read_text(errors="replace")
+        about, text = path.stat(), path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
         yield fail(
             f"{path} cannot be read: {error.strerror}.",
@@ -277,13 +280,13 @@ def _broker_environment(site: SiteFacts) -> dict[str, str]:
         for setting in re.findall(r"^Environment=(.*)$", unit, re.MULTILINE):
             lines += shlex.split(setting)
     with contextlib.suppress(OSError):  # the check of the API token says so
-        lines += site.broker_environment.read_text(errors="replace").splitlines()
+        lines += site.broker_environment.read_text(encoding="utf-8", errors="replace").splitlines()
     return {name: value.strip() for name, is_set, value in (each.partition("=") for each in lines) if is_set}
 
 
 def _unit_text(path: Path) -> str:
     drop_ins = sorted(path.with_name(f"{path.name}.d").glob("*.conf"))
-    return "\n".join(each.read_text(errors="replace") for each in (path, *drop_ins))
+    return "\n".join(each.read_text(encoding="utf-8", errors="replace") for each in (path, *drop_ins))
 
 
 def port(site: SiteFacts) -> Found:
@@ -313,8 +316,14 @@ def units(site: SiteFacts) -> Found:
         for line, why in _UNIT_LINES[name].items():
             if not re.search(rf"^{re.escape(line)}", text, re.MULTILINE):
                 yield fail(f"{path} lacks {line}: {why}.", f"compare it with docs/units/{name}")
-    uid = re.search(r"^Environment=GPUSHARE_BROKER_UID=(\d+)", units[_HELPER_UNIT].read_text(), re.MULTILINE)
-    user = re.search(r"^User=(\S+)", units[_BROKER_UNIT].read_text(), re.MULTILINE)
+    uid = re.search(
+        r"^Environment=GPUSHARE_BROKER_UID=(\d+)",
+        units[_HELPER_UNIT].read_text(encoding="utf-8", errors="replace"),
+        re.MULTILINE,
+    )
+    user = re.search(
+        r"^User=(\S+)", units[_BROKER_UNIT].read_text(encoding="utf-8", errors="replace"), re.MULTILINE
+    )
     if user is None:
         return
     try:
@@ -461,7 +470,7 @@ def _spawner_token(site: SiteFacts) -> Found:
     if not other.is_file():
         return  # the broker's unit makes it when it starts
     try:
-        tokens = other.read_text(errors="replace").split()
+        tokens = other.read_text(encoding="utf-8", errors="replace").split()
     except OSError as error:
         yield fail(f"{other} cannot be read: {error.strerror}.", "run doctor as root or as the broker's user")
         return

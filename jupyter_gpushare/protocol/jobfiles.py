@@ -552,7 +552,7 @@ def write_record(path: Path, record: AttemptRecord) -> bool:
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(os.open(fresh, flags, 0o600), "w") as file:
+        with open(os.open(fresh, flags, 0o600), "w", encoding="utf-8") as file:
             json.dump(asdict(record), file, indent=1)
             file.flush()
             os.fsync(file.fileno())

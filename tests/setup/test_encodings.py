@@ -14,7 +14,6 @@ TEMPORARY = {"NamedTemporaryFile", "TemporaryFile"}  # binary by default
 TEXTS = {"read_text", "write_text"}
 # Their `open` opens a GPU, and a driver.
 NO_FILES = {"demo_gpu.py", "probe.py"}
-NOT_YET = {"site.py", "jobfiles.py"}
 
 
 def of_the_locale(source: str) -> Iterator[int]:
@@ -80,7 +79,7 @@ def test_no_text_of_the_product_has_the_encoding_of_the_locale() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line}"
         for path in files
-        if path.name not in NO_FILES | NOT_YET
+        if path.name not in NO_FILES
         for line in of_the_locale(path.read_text(encoding="utf-8"))
     ]
     assert not found
