@@ -52,6 +52,7 @@ class HubServer:
 
     last_activity: str = ""
     started: str = ""
+    stops: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,7 +48,7 @@ class _Server(msgspec.Struct):
 
     @property
     def seen(self) -> HubServer:
-        return HubServer(exact(self.last_activity), exact(self.started))
+        return HubServer(exact(self.last_activity), exact(self.started), self.pending == "stop")
 
 
 class _Service(msgspec.Struct):

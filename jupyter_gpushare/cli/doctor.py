@@ -18,7 +18,6 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.broker.state.culling import KERNEL_SETTING
 from jupyter_gpushare.cli.checks import Check, Found, fail, named, ok, warn
 from jupyter_gpushare.cli.output import lending_text
 from jupyter_gpushare.core.model import WHOLE_GPU
@@ -455,12 +454,12 @@ def check_level(lease: wire.LeaseStatus, watchdog: str) -> Check:
 
 def check_culling(lease: wire.LeaseStatus) -> Found:
     """What may end this session if it stays idle, asleep or not; nothing where it is not known."""
-    if lease.ends_at is None:
+    if not lease.ends_by:
         return ()
-    what = "kernels of it" if lease.ends_by == KERNEL_SETTING else "this server"
+    when = f"after {clock_time(lease.ends_at)}" if lease.ends_at else "some time"
     return warn(
-        f"{lease.ends_by} may end {what} after {clock_time(lease.ends_at)}, and their variables with them.",
-        "use it before, or save what you need; the site sets the time (docs/beside.md)",
+        f"{lease.ends_by} may end this session or a kernel of it {when}; its variables are lost then.",
+        "save what you need before; the site sets the time (docs/beside.md)",
     )
 
 

@@ -16,7 +16,6 @@ import shlex
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -36,7 +35,7 @@ from jupyter_gpushare.cli.checks import Check, Probe, fail, ok, warn
 from jupyter_gpushare.client import BlockingClient
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest, NotSetUp
-from jupyter_gpushare.hub import broker_access, compat, contract
+from jupyter_gpushare.hub import broker_access, compat, contract, distinct
 from jupyter_gpushare.hub.spawner import JOBS_SCOPE, GPUShareMixin
 from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
 from jupyter_gpushare.messages import duration, gibibytes
@@ -549,29 +548,27 @@ def _quotas(site: SiteFacts) -> Found:
         )
 
 
-# Settings of Jupyter Server, and how a configuration or an argument gives them seconds.
-_SERVER_SETTING = re.compile(
-    r"(cull_idle_timeout|shutdown_no_activity_timeout|cull_inactive_timeout)[\"']?\s*[=:]\s*[\"']?"
-    r"(\d+(?:\s*\*\s*\d+)*)"
-)
-_ENDS = {
-    KERNEL_SETTING: "ends kernels",
-    "shutdown_no_activity_timeout": "ends servers without kernels and terminals",
-    "cull_inactive_timeout": "ends terminals, and the programs in them,",
+# Settings of Jupyter Server that end what sleeps.
+_SERVER_SETTINGS = {
+    KERNEL_SETTING: "ends idle kernels",
+    "cull_inactive_timeout": "ends idle terminals, and the programs in them",
 }
 _READ_BYTES = 1 << 20
+_SHOWN_CHARS = 120
 
 
 def _culling(site: SiteFacts) -> list[Check]:
     """What ends idle sessions here, asleep or not: the site decides, and users are told."""
     found, sleeps_s = [], float(site.broker.idle_timeout)
     for service in site.hub.services:
-        culler = culler_of(str(service.get("name")), [str(each) for each in service.get("command") or ()])
+        culler = culler_of(str(service.get("name")), service.get("command") or ())
         if culler is None:
             continue
         said = f"The service {culler.service} stops idle servers, asleep or not"
+        if culler.max_age_s:
+            said += f", and all servers {duration(culler.max_age_s)} after their start"
         if culler.timeout_s is None:
-            found.append(ok(f"{said}, after the time that a file of its own says."))
+            found.append(ok(f"{said}, after a time that is not in its command: users are not told when."))
         elif culler.timeout_s <= sleeps_s:
             found.append(
                 warn(
@@ -581,18 +578,28 @@ def _culling(site: SiteFacts) -> list[Check]:
                 )
             )
         else:
-            found.append(ok(f"{said}, after {duration(culler.timeout_s)}. Users read when."))
-    arguments = [str(each) for name in ("args", "cmd") for each in site.hub.config.Spawner.get(name, ())]
-    texts = {"c.Spawner": " ".join(arguments)}
+            found.append(ok(f"{said}, after {duration(culler.timeout_s)}: users are told when."))
+    for where, text in _server_settings(site).items():
+        for line in text.splitlines():
+            setting = next((name for name in _SERVER_SETTINGS if name in line), "")
+            if setting and not line.lstrip().startswith("#"):
+                at = max(0, line.index(setting) - _SHOWN_CHARS // 2)
+                shown = line[at : at + _SHOWN_CHARS].strip()
+                found.append(ok(f"{where}: `{shown}` {_SERVER_SETTINGS[setting]}, if it is above 0."))
+    return found or [ok("Nothing is known here that ends sleeping sessions.")]
+
+
+def _server_settings(site: SiteFacts) -> dict[str, str]:
+    """Return texts that may have settings of servers: arguments of the spawner, and files of this machine."""
+    texts = {}
+    with contextlib.suppress(Exception):  # the check of the spawner says what is wrong
+        spawner = distinct.sample(site.hub.spawner_class, site.hub.config, "")
+        texts["c.Spawner"] = "\n".join(map(str, [*spawner.cmd, *spawner.args]))
     for folder in (*jupyter_core.paths.ENV_CONFIG_PATH, *jupyter_core.paths.SYSTEM_CONFIG_PATH):
         for path in sorted([*Path(folder).glob("jupyter*config.*"), *Path(folder).glob("*config.d/*.json")]):
             with contextlib.suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
                 texts[str(path)] = file.read(_READ_BYTES)
-    for where, text in texts.items():
-        for name, product in _SERVER_SETTING.findall(text):
-            if seconds := prod(map(int, product.split("*"))):
-                found.append(ok(f"{name} in {where} {_ENDS[name]} after {duration(seconds)} idle."))
-    return found or [ok("Nothing is known here that ends sleeping sessions.")]
+    return texts
 
 
 def _library(site: SiteFacts) -> Found:

@@ -44,7 +44,7 @@ def breaches(spawner_class: type, config: Any) -> Iterator[str]:
     except GpuShareError as error:
         yield f"The broker cannot be verified: {error}."
         return
-    for name in ("start", "get_env", "get_args", "stop", "run_post_stop_hook", "poll"):
+    for name in ("start", "get_env", "get_args", "run_post_stop_hook", "poll"):
         if not _reaches_mixin(spawner_class, name):
             yield (
                 f"{spawner_class.__name__}.{name} does not reach GPUShareMixin: put the mixin before the "

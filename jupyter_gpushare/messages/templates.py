@@ -34,6 +34,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "memory": "%1 GiB",
         "part.list": "%1, %2",
         "part.and_then": "%1; %2",
+        "part.or_earlier": "%1 or earlier",
         # ---- reasons, read by the first template that matches (`texts`) -------
         "reason.uses": "it uses %1",
         "taint.managed": "managed memory",
@@ -139,9 +140,9 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.server_gone": "its server is gone",
         "reason.released": "an administrator released it",
         "reason.server_ended": "its server ended",
-        "reason.server_ended_itself": "its server ended by itself",
-        "reason.server_stopped": "the Hub stopped its server on request",
-        "reason.server_aged": "the Hub's service %1 stopped its server for its age",
+        "reason.server_ended_itself": "its server ended, and not by the Hub",
+        "reason.server_stopped": "the Hub stopped its server",
+        "reason.server_aged": "the Hub's service %1 stopped its server because it had run too long",
         "reason.server_culled": "the Hub's service %1 stopped its server, which was idle",
         "reason.node_lost": "the cluster lost its node",
         "reason.server_replaced": "a new server of this name starts",
@@ -242,15 +243,19 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.how_to_wake_in": "Run any GPU cell to wake it, which takes %1; your variables are safe.",
         "session.how_to_wake_only_in": "Run any GPU cell to wake it, which takes %1.",
         "session.kernel_ends": (
-            "Unless it is used, %1 (a setting of this server) ends its kernel after %2, "
-            "and its variables are lost."
+            "If it stays idle, its server shuts its kernel down after %2 (%1), and the variables are lost."
         ),
         "session.server_ends": (
-            "Unless it is used, %1 (a service of the Hub) stops this server after %2, "
-            "and its variables are lost."
+            "If it stays idle, %1 (a service of the Hub) stops its server after %2, "
+            "and the variables are lost."
+        ),
+        "session.server_ends_some_time": (
+            "If it stays idle, %1 (a service of the Hub) stops its server some time, "
+            "and the variables are lost."
         ),
         "session.server_ages": (
-            "Used or not, %1 (a service of the Hub) stops this server after %2, and its variables are lost."
+            "Even if it is used, %1 (a service of the Hub) stops its server after %2, "
+            "and the variables are lost."
         ),
         "session.waits_for_own": ("Waits for the GPU that it was on; it cannot move to another because %1."),
         "session.back_in": "The GPU is back in %1.",
@@ -397,15 +402,15 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "start.reserving": "Your GPU is found; the cluster reserves it, which takes up to 40 s.",
         "start.connecting": "Your GPU is found; its node prepares it, the first time with an image.",
         # ---- what ended a process that slept ---------------------------------
-        "ended.kernel_idle": "its kernel %1 was idle, and its server's setting %2 ended it",
+        "ended.kernel_idle": "its kernel %1 was idle, and the server shut it down (%2)",
         "ended.kernel_shut_down": "its kernel %1 was shut down on request",
         "ended.kernel_restarted": "its kernel %1 was restarted",
-        "ended.kernel_killed": "its kernel %1 was killed, as the system does where memory runs out",
+        "ended.kernel_killed": "its kernel %1 was killed (SIGKILL), which is usual where memory runs out",
         "ended.kernel_signal": "its kernel %1 was ended by %2",
         "ended.kernel_exit": "its kernel %1 ended with exit code %2",
         "ended.kernel_died": "its kernel %1 died",
         "ended.process": "its process %1 (%2) ended",
-        "ended.unknown": "a process of it ended",
+        "ended.unknown": "one of its processes ended",
         # ---- because ---------------------------------------------------------
         "because.lender_returned": "the session that lent the GPU needs it",
         "because.over_quota": "another project took back its guaranteed GPU",

@@ -118,6 +118,8 @@ def is_due(seen: Seen, reported: Seen | None, since_s: float) -> bool:
         return True
     if seen.states() != reported.states() or set(seen.ended) - set(reported.ended):
         return True
+    if seen.ends_in_s.keys() != reported.ends_in_s.keys():
+        return True
     return since_s >= REPORT_S and (seen != reported or seen.any_busy())
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from typing import Any, Literal
 # Ends that are kept until they are reported.
 MOST = 100
 KEPT_S = 120.0
+_LONGEST_S = 1e9  # more is never
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class _Life:
     kernel: Any
     process: Any  # a `subprocess.Popen`, or what a provisioner has in its place
     ends_in_s: float | None = None  # when it was last looked at
-    died: bool = False
+    died: bool = False  # its restarter says so
     code: int | None = None  # it was seen dead, and nobody shuts it down
 
 
@@ -64,7 +65,7 @@ class Ends:
                 del self._lives[id_]
         self._heard = {id_: kernel for id_, kernel in self._heard.items() if kernels.get(id_) is kernel}
         for id_, kernel in kernels.items():
-            if id_ not in self._heard:
+            if id_ not in self._heard and getattr(kernel, "_restarter", True) is not None:
                 self._heard[id_] = kernel
                 self._hear_of_deaths(id_, kernel)
             process = _process(kernel)
@@ -72,7 +73,7 @@ class Ends:
                 self._lives[id_] = _Life(kernel, process)
             if (known := self._lives.get(id_)) is not None:
                 known.ends_in_s = self._ends_in_s(manager, id_, kernel)
-                if not getattr(kernel, "shutting_down", False):
+                if process is known.process and not getattr(kernel, "shutting_down", False):
                     known.code = _code(known.process)
         while self._ended and now - self._ended[0].at > KEPT_S:
             self._ended.popleft()
@@ -90,10 +91,17 @@ class Ends:
                 life.died, life.code = True, _code(life.process)
 
         if callable(add := getattr(kernel, "add_restart_callback", None)):
-            for event in ("restart", "dead"):
-                add(died, event)
+            add(died, "restart")
 
     def _ends_in_s(self, manager: Any, id_: str, kernel: Any) -> float | None:
+        """Return `_rule_s`, or None where a kernel of another kind has no such times."""
+        try:
+            seconds = self._rule_s(manager, id_, kernel)
+        except (TypeError, ValueError, OverflowError):
+            return None
+        return None if seconds is None or not abs(seconds) < _LONGEST_S else seconds
+
+    def _rule_s(self, manager: Any, id_: str, kernel: Any) -> float | None:
         """By the rule of ``MappingKernelManager.cull_kernel_if_idle`` (jupyter_server 2)."""
         site_s = getattr(manager, "cull_idle_timeout", 0)
         last_activity = getattr(kernel, "last_activity", None)
@@ -112,9 +120,7 @@ class Ends:
 
 def _how(life: _Life, kernel: Any) -> Literal["idle", "died", "shut_down", "restarted", ""]:
     """Return how a process ended, with the kernel that has its id now; empty: it has not."""
-    if life.died:
-        return "died"
-    if kernel is not life.kernel and life.code is not None:
+    if life.died or life.code is not None:
         return "died"
     if kernel is not life.kernel:
         return "idle" if life.ends_in_s is not None and life.ends_in_s <= 0 else "shut_down"
@@ -129,4 +135,6 @@ def _process(kernel: Any) -> Any:
 def _code(process: Any) -> int | None:
     poll = getattr(process, "poll", None)
     code = poll() if callable(poll) else None
+    if isinstance(code, Coroutine):  # of a provisioner of another kind
+        code.close()
     return code if isinstance(code, int) else None

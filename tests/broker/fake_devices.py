@@ -236,7 +236,7 @@ class SiteDevices(DeviceBackend):
         back, held.saved = held.saved, {}
         held.phase, held.wanted = Phase.RUNNING, False
         self.site.use(held, back)
-        return MoveResult(done=True)
+        return MoveResult(done=True, bytes=sum(back.values()))
 
     def _no_memory(self, held: Held) -> str:
         for uuid, count in held.saved.items():

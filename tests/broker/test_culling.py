@@ -23,9 +23,12 @@ MODULE = ["/opt/tljh/hub/bin/python3", "-m", "jupyterhub_idle_culler"]
         # as JupyterHub's own example was, before it was a package
         (["python3", "cull_idle_servers.py", "--timeout=900"], Culler("cull", 900.0)),
         (MODULE, Culler("cull", 600.0)),  # its default
-        ([*MODULE, "--timeout=soon"], Culler("cull", 600.0)),
+        ([*MODULE, "--timeout=$TIMEOUT"], Culler("cull", None)),
+        ([*MODULE, "--IdleCuller.config_file=/etc/culler.py"], Culler("cull", None)),
+        ("jupyterhub-idle-culler --timeout=60", Culler("cull", 60.0)),
+        (["python3", "/opt/jupyterhub_idle_culler_notes/backup.py", "--timeout=5"], None),
         ([*MODULE, "--timeout=1e30"], Culler("cull", 1e9)),
-        ([*MODULE, "--timeout=nan", "--max-age=inf"], Culler("cull", 0.0, 1e9)),
+        ([*MODULE, "--timeout=nan", "--max-age=inf"], Culler("cull", None, 1e9)),
         ([*MODULE, "--config=/etc/culler.py"], Culler("cull", None)),
         (
             [*MODULE, "--cull-named-servers=False"],
@@ -40,7 +43,7 @@ def test_a_command_says_when_servers_are_stopped(command: list[str], culler: Cul
     assert culler_of("cull", command) == culler
 
 
-NAMED, DEFAULT = ServerKey("ada", "lab"), ServerKey("ada", "")
+NAMED, DEFAULT, OTHER = ServerKey("ada", "lab"), ServerKey("ada", ""), ServerKey("bo", "")
 TWO = "2031-05-06T02:00:00.000000Z"
 
 
@@ -49,17 +52,36 @@ def test_the_earliest_of_several_cullers_counts() -> None:
     slow, fast = Culler("slow", 36_000.0), Culler("fast", 3_600.0)
     culling = Culling((slow, fast), {NAMED: server})
     assert culling.end(NAMED) == SiteEnd("2031-05-06T06:00:00.000Z", "fast")
-    assert culling.end(DEFAULT) is None  # the Hub has no such server
+    assert culling.end(DEFAULT) == SiteEnd("", "slow")  # the Hub has not said when it was used
     old = Culler("old", None, 7_200.0)
     culling = Culling((slow, old), {NAMED: server})
     assert culling.end(NAMED) == SiteEnd("2031-05-06T04:00:00.000Z", "old", is_age=True)
+    assert Culling((), {NAMED: server}).end(NAMED) is None
 
 
-def test_servers_that_a_culler_leaves_alone_have_no_end() -> None:
-    culling = Culling(
-        (Culler("cull", 600.0, 600.0, named_servers=False),),
-        {NAMED: HubServer(started=TWO), DEFAULT: HubServer(started=TWO), ServerKey("bo", ""): HubServer()},
-    )
+def test_a_culler_leaves_servers_alone_but_not_those_of_its_age() -> None:
+    servers = {NAMED: HubServer(started=TWO), DEFAULT: HubServer(started=TWO)}
+    culling = Culling((Culler("cull", 600.0, named_servers=False),), servers)
     assert culling.end(NAMED) is None
     assert culling.end(DEFAULT) is not None  # never used: from its start
-    assert culling.end(ServerKey("bo", "")) is None  # the Hub says nothing of it
+    culling = Culling((Culler("cull", 600.0, 3_600.0, named_servers=False),), servers)
+    assert culling.end(NAMED) == SiteEnd("2031-05-06T03:00:00.000Z", "cull", is_age=True)
+
+
+def test_what_the_hub_said_before_a_server_stops_counts() -> None:
+    used = HubServer(last_activity=TWO)
+    culling = Culling()
+    culling.saw({NAMED: used, OTHER: used}, [NAMED, DEFAULT])
+    assert culling.servers == {NAMED: used}
+    # `User.stop` of JupyterHub takes the end of a server for its activity.
+    culling.saw({NAMED: HubServer(last_activity="2031-05-06T09:00:00.000000Z", stops=True)}, [NAMED])
+    assert culling.servers == {NAMED: used}
+    culling.saw({}, [NAMED])
+    assert culling.servers == {NAMED: used}
+    culling.saw({}, [])
+    assert culling.servers == {}
+
+
+def test_a_time_beyond_all_calendars_is_not_known() -> None:
+    never = HubServer(started="9999-12-31T00:00:00.000000Z")
+    assert Culling((Culler("cull", 1e9, 1e9),), {NAMED: never}).end(NAMED) == SiteEnd("", "cull")

@@ -14,7 +14,8 @@ from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import Phase, ProcessSample
 from jupyter_gpushare.wall_clock import before
 from tests.broker.brokers import Broker
-from tests.broker.machine import GB, Held
+from tests.broker.disks import SmallDisk
+from tests.broker.machine import GB, Held, Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import until
 
@@ -47,7 +48,7 @@ def losses(site: Site) -> list[str]:
     """What the owner of the session reads of losses."""
     assert site.broker is not None
     events = site.broker.views.status("ada", ("vision",), admin=False).events
-    return [english(each.sentence_texts) for each in events if each.action == "lost"]
+    return [english(each.sentence_texts) for each in events if each.action == "saved-lost"]
 
 
 async def ends(broker: Broker, how: str, code: int | None = None, kernel: str = KERNEL) -> None:
@@ -58,10 +59,10 @@ async def ends(broker: Broker, how: str, code: int | None = None, kernel: str = 
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
-        ("idle", None, "train.ipynb was idle, and its server's setting cull_idle_timeout ended it."),
+        ("idle", None, "train.ipynb was idle, and the server shut it down (cull_idle_timeout)."),
         ("shut_down", None, "its kernel train.ipynb was shut down on request."),
         ("restarted", None, "its kernel train.ipynb was restarted."),
-        ("died", -signal.SIGKILL, "its kernel train.ipynb was killed, as the system does where memory runs"),
+        ("died", -signal.SIGKILL, "its kernel train.ipynb was killed (SIGKILL), which is usual where memory"),
         ("died", -signal.SIGSEGV, "its kernel train.ipynb was ended by SIGSEGV."),
         ("died", 3, "its kernel train.ipynb ended with exit code 3."),
         ("died", None, "its kernel train.ipynb died."),
@@ -141,7 +142,7 @@ async def test_a_broker_that_restarts_finds_a_loss_that_was_not_told(site: Site,
     await asyncio.sleep(15)
     (told,) = losses(site)
     assert "lost 9.3 GiB of saved GPU memory" in told
-    assert told.endswith("a process of it ended.")
+    assert told.endswith(" or earlier: one of its processes ended.")
 
 
 async def test_a_session_that_wakes_says_what_it_lost_before(site: Site, broker: Broker) -> None:
@@ -150,17 +151,76 @@ async def test_a_session_that_wakes_says_what_it_lost_before(site: Site, broker:
     gone(ada, kernel)
     await asyncio.sleep(2)
     await site.gpu_cell(ada)
-    await asyncio.sleep(2)
+    await asyncio.sleep(15)
     (told,) = losses(site)
     assert "lost 9.3 GiB" in told
+    assert session(broker).saved_lost
+    await site.end_session("ada", by_hub=True)
+    await asyncio.sleep(5)
+    assert len(losses(site)) == 1
+
+
+async def test_a_loss_that_no_measurement_saw_is_told_when_the_session_wakes(
+    site: Site, broker: Broker
+) -> None:
+    kernel = process(1, KERNEL)
+    ada = await asleep(site, kernel, process(2))
+    site.move_s = 0.01
+    gone(ada, kernel)
+    await ends(broker, "died", -signal.SIGKILL)
+    await site.gpu_cell(ada)
+    await asyncio.sleep(15)
+    (told,) = losses(site)
+    assert "lost 9.3 GiB" in told
+    assert "train.ipynb was killed" in told
+
+
+@pytest.mark.parametrize("is_broker_away", [True, False])
+async def test_a_session_that_woke_while_nobody_could_record_it_has_lost_nothing(
+    site: Site, broker: Broker, is_broker_away: bool
+) -> None:
+    ada = await site.session("ada", "1/2")
+    job = await site.submit("bo", "2", program=Program(work_s=5))
+    await until(lambda: broker.state(ada.handle) == "suspended", 120)
+    await until(lambda: broker.job(job).result, 120)
+    if is_broker_away:
+        await broker.end()
+    else:
+        site.helper_silent = True
+        await asyncio.sleep(10)
+    site.resume_unattended(ada)
+    if is_broker_away:
+        await site.start_broker()
+    site.helper_silent = False
+    await asyncio.sleep(30)
+    assert site.broker is not None
+    assert site.broker.state(ada.handle) == "running"
+    assert not losses(site)
+
+
+async def test_a_loss_on_a_full_disk_is_told_when_there_is_room(
+    site: Site, broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    kernel = process(1, KERNEL)
+    ada = await asleep(site, kernel, process(2))
+    gone(ada, kernel)
+    await asyncio.sleep(2)
+    disk = SmallDisk(broker.store)
+    disk.fill_all()
+    await asyncio.sleep(60)
+    assert not losses(site)
+    assert "measuring" not in caplog.text  # other leases are looked at all the same
+    disk.clear()
+    await asyncio.sleep(60)
+    assert len(losses(site)) == 1
 
 
 @pytest.mark.parametrize(
     ("by_hub", "idle_s", "said"),
     [
-        (True, 60, "the Hub stopped its server on request."),
+        (True, 60, "the Hub stopped its server."),
         (True, 3700, "the Hub's service cull stopped its server, which was idle."),
-        (False, 3700, "its server ended by itself."),
+        (False, 3700, "its server ended, and not by the Hub."),
         (None, 60, "its server ended."),
     ],
 )
@@ -188,7 +248,7 @@ async def test_a_server_that_takes_its_kernels_with_it_is_one_loss(site: Site, b
     await site.end_session("ada", by_hub=False)
     await asyncio.sleep(5)
     (told,) = losses(site)
-    assert told.endswith("its server ended by itself.")
+    assert told.endswith("its server ended, and not by the Hub.")
 
 
 async def test_a_session_that_ends_awake_has_lost_nothing(site: Site, broker: Broker) -> None:
@@ -222,8 +282,8 @@ async def test_a_sleeper_reads_when_a_setting_of_its_server_may_end_its_kernel(
     at = datetime.fromisoformat(before(site.wall(), hours=-2)).astimezone()
     said = sentence(broker)
     assert "safe" not in said
-    assert "Unless it is used, cull_idle_timeout (a setting of this server) ends its kernel after " in said
-    assert f"{at:%H:%M}, and its variables are lost." in said
+    assert "If it stays idle, its server shuts its kernel down after " in said
+    assert f"{at:%H:%M} (cull_idle_timeout), and the variables are lost." in said
 
 
 async def test_a_sleeper_reads_when_a_culler_of_the_hub_may_stop_its_server(site: Site) -> None:
@@ -235,8 +295,8 @@ async def test_a_sleeper_reads_when_a_culler_of_the_hub_may_stop_its_server(site
     await asyncio.sleep(61)
     at = datetime.fromisoformat(before(used_at, hours=-1)).astimezone()
     said = sentence(broker)
-    assert "Unless it is used, cull (a service of the Hub) stops this server after " in said
-    assert f"{at:%H:%M}, and its variables are lost." in said
+    assert "If it stays idle, cull (a service of the Hub) stops its server after " in said
+    assert f"{at:%H:%M}, and the variables are lost." in said
     assert "safe" not in said
     assert (session(broker).ends_at, session(broker).ends_by) == (before(used_at, hours=-1), "cull")
 

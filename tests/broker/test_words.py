@@ -45,7 +45,7 @@ _OF_VIEW = {
     "lent_to": messages.text("part.job_of_project", "nlp"),
     "waits": (messages.text("waiting.owner_gone"),),
     **dict.fromkeys(("obstacle", "stays_because", "taken_back_by"), ""),
-    **dict.fromkeys(("damaged", "borrowed", "unclaimed", "is_timed_out"), False),
+    **dict.fromkeys(("damaged", "has_lost", "borrowed", "unclaimed", "is_timed_out"), False),
     **dict.fromkeys(("asks_again_at", "kept_until", "stays_until", "usually_wakes")),
     **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position", "site_end")),
     **dict.fromkeys(("progress", "over", "unleased"), ()),

@@ -224,12 +224,15 @@ def test_trouble_with_devices_is_named(known, devices, result, said):
 
 def test_a_setting_that_ends_the_session_is_named_with_its_time():
     lease = STATUS.leases[0]
-    assert doctor.check_culling(changed(lease, ends_at=None)) == ()
+    assert doctor.check_culling(changed(lease, ends_at=None, ends_by="")) == ()
     check = doctor.check_culling(changed(lease, ends_at="2031-05-06T18:20:00.000Z", ends_by="idle-culler"))
     assert check.result == "warn"
-    assert check.message.startswith("idle-culler may end this server after ")
-    of_kernel = doctor.check_culling(changed(lease, ends_at="2031-05-06T18:20Z", ends_by="cull_idle_timeout"))
-    assert of_kernel.message.startswith("cull_idle_timeout may end kernels of it after ")
+    assert check.message.startswith("idle-culler may end this session or a kernel of it after ")
+    unknown = doctor.check_culling(changed(lease, ends_at=None, ends_by="mine"))
+    assert (
+        unknown.message
+        == "mine may end this session or a kernel of it some time; its variables are lost then."
+    )
 
 
 OF_A_HOLDER = [

@@ -120,28 +120,29 @@ def test_what_ends_sleeping_sessions_is_named_with_its_time(setup, monkeypatch, 
     monkeypatch.setattr(jupyter_core.paths, "ENV_CONFIG_PATH", [])
     hub(
         "c.JupyterHub.services = [\n",
-        """c.Spawner.args = ["--MappingKernelManager.cull_idle_timeout=3600"]
+        """c.Spawner.args.append("--MappingKernelManager.cull_idle_timeout=3600")
 c.JupyterHub.services = [
     {"name": "cull", "command": ["python3", "-m", "jupyterhub_idle_culler", "--timeout=28800"]},
-    {"name": "mine", "command": ["jupyterhub-idle-culler", "--config=/etc/culler.py"]},""",
+    {"name": "mine", "command": "jupyterhub-idle-culler --config=/etc/culler.py --max-age=172800"},""",
     )(setup)
     folder = tmp_path / "etc/jupyter_server_config.d"
     folder.mkdir(parents=True)
-    settings = {"ServerApp": {"shutdown_no_activity_timeout": 7200, "x": {"cull_idle_timeout": 0}}}
-    (folder / "idle.json").write_text(json.dumps(settings))
+    (folder / "idle.json").write_text(
+        json.dumps({"MappingKernelManager": {"cull_idle_timeout": 7200}}, indent=2)
+    )
     (tmp_path / "etc/jupyter_server_config.py").write_text(
         "c.TerminalManager.cull_inactive_timeout = 86400*2\n"
     )
     checks = examine(setup.hub_config, setup.broker_config, setup.machine)
     said = {each.message: each.result for each in checks if each.name == "culling"}
     assert list(said) == [
-        "The service cull stops idle servers, asleep or not, after 8 h. Users read when.",
-        "The service mine stops idle servers, asleep or not, after the time that a file of its own says.",
-        "cull_idle_timeout in c.Spawner ends kernels after 60 min idle.",
-        f"shutdown_no_activity_timeout in {folder}/idle.json ends servers without kernels and terminals after "
-        "2 h idle.",
-        f"cull_inactive_timeout in {tmp_path}/etc/jupyter_server_config.py ends terminals, and the programs in "
-        "them, after 48 h idle.",
+        "The service cull stops idle servers, asleep or not, after 8 h: users are told when.",
+        "The service mine stops idle servers, asleep or not, and all servers 48 h after their start, after a time "
+        "that is not in its command: users are not told when.",
+        "c.Spawner: `--MappingKernelManager.cull_idle_timeout=3600` ends idle kernels, if it is above 0.",
+        f'{folder}/idle.json: `"cull_idle_timeout": 7200` ends idle kernels, if it is above 0.',
+        f"{tmp_path}/etc/jupyter_server_config.py: `c.TerminalManager.cull_inactive_timeout = 86400*2` ends idle "
+        "terminals, and the programs in them, if it is above 0.",
     ]
     assert set(said.values()) == {Result.OK}
 

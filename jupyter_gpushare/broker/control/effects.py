@@ -242,6 +242,7 @@ class Effects:
             if observation.wanted_at is not None:
                 self.registry.wake_times.took_s.append(now - observation.wanted_at)
             observation.active_at, observation.resumes_refused = now, 0
+            losses.woke(self.registry, record, moved.bytes, now)
             with contextlib.suppress(HelperError):
                 # The notification that follows must not show the sample of the suspended lease.
                 found = {sample.lease: sample for sample in (await self.devices.sample()).leases}

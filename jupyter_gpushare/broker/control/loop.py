@@ -352,12 +352,8 @@ class Loop:
         registry = self.registry
         servers = await self.hub.servers()
         now = registry.clock()
-        registry.culling.servers = servers
-        if now >= self._services_due_at:
-            self._services_due_at = now + SERVICES_S
-            with contextlib.suppress(HubError):  # its role may lack the scope
-                cullers = starmap(culler_of, (await self.hub.services()).items())
-                registry.culling.cullers = tuple(filter(None, cullers))
+        sessions = (each for each in registry.index.placed.values() if not each.is_job)
+        registry.culling.saw(servers, [ServerKey(each.lease.user, each.server) for each in sessions])
         for record in list(registry.index.placed.values()):
             if record.is_job or record.state is State.STOPPING:
                 continue
@@ -371,6 +367,11 @@ class Loop:
         for key in servers:
             if is_job_server(key.server) and not self._expected(key) and await self._is_ours(key):
                 await self.hub.stop_server(key)
+        if now >= self._services_due_at:
+            self._services_due_at = now + SERVICES_S
+            with contextlib.suppress(HubError):  # its role may lack the scope
+                cullers = starmap(culler_of, (await self.hub.services()).items())
+                registry.culling.cullers = tuple(filter(None, cullers))
 
     async def _removing_servers(self) -> AsyncIterator[None]:
         """Remove the servers of ended attempts, so that the Hub's pages list no job that has ended."""

@@ -8,6 +8,7 @@ a broker that restarts finds the same loss again.
 
 from __future__ import annotations
 
+import contextlib
 import signal
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,17 +18,18 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.state.culling import KERNEL_SETTING
-from jupyter_gpushare.broker.state.observations import Loss, Observation
+from jupyter_gpushare.broker.state.observations import KernelEnded, Loss, Observation
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.core.model import State
-from jupyter_gpushare.protocol.helper import LeaseSample, ProcessSample
+from jupyter_gpushare.errors import DiskFull
+from jupyter_gpushare.protocol.helper import LeaseSample, Phase, ProcessSample
 from jupyter_gpushare.protocol.wire import Text
 
 # A server looks at its kernels every second, and finds a dead one within 3 s.
 EXPLAIN_S = 10.0
-# A report of an end is about a loss that was seen at most so long before or after it.
-_APART_S = 30.0
+# A server and the device helper look at different moments.
+_APART_S = 2.0
 # Reasons that one sentence names.
 _REASONS = 3
 
@@ -45,42 +47,53 @@ async def look(registry: Registry, record: LeaseRecord, sample: LeaseSample | No
         StoreError: the database failed.
     """
     observation = registry.observations[record.id]
+    if registry.journal.is_disk_full or sample is None:
+        return
     if record.state is not State.SUSPENDED:
-        observation.sleepers = sample.processes if sample is not None else ()
-        if record.state is not State.STOPPING and observation.loss is not None:  # it wakes with the rest
-            await _tell(registry, record, observation, observation.loss)
+        _saw(observation, sample, now)
+    elif sample.phase is not Phase.SUSPENDED or sample.unread_since:
         return
-    if registry.journal.is_disk_full or sample is None or sample.unread_since:
-        return
-    if not snapshot.sampled_since_entry(registry, record):
-        return
-    left_bytes = sum(sample.saved_bytes.values())
-    if left_bytes >= record.lease.saved_bytes:
-        observation.sleepers, observation.loss = sample.processes, None
-        return
-    present = {(each.pid, each.started_at) for each in sample.processes}
-    gone = tuple(each for each in observation.sleepers if (each.pid, each.started_at) not in present)
+    elif snapshot.sampled_since_entry(registry, record):
+        lost_bytes = record.lease.saved_bytes - sum(sample.saved_bytes.values())
+        if lost_bytes <= 0:
+            observation.loss = None
+            _saw(observation, sample, now)
+        else:
+            _note(registry, observation, sample, lost_bytes, now)
     loss = observation.loss
-    if loss is None:
-        loss = Loss(since=now, at=registry.iso_now(), saved_bytes=left_bytes)
-    observation.loss = loss
-    loss.saved_bytes, loss.gone = left_bytes, gone
     # Without a process its server is ending, or has: that is told when it is known how.
-    is_explained = gone and all(_report_of(observation, loss, each) is not None for each in gone)
-    if sample.alive and (is_explained or now - loss.since >= EXPLAIN_S):
-        await _tell(registry, record, observation, loss)
+    if loss is None or record.state is State.STOPPING or not sample.alive:
+        return
+    is_explained = loss.gone and all(_report_of(observation, each) is not None for each in loss.gone)
+    if is_explained or now - loss.since >= EXPLAIN_S:
+        with contextlib.suppress(DiskFull):  # told when there is room
+            await _tell(registry, record, observation, loss)
+
+
+def woke(registry: Registry, record: LeaseRecord, back_bytes: int, now: float) -> None:
+    """Note what a lease lost that no measurement saw: it wakes with fewer bytes than it slept with."""
+    observation, lost_bytes = registry.observations[record.id], record.lease.saved_bytes - back_bytes
+    # A lease that runs already is answered without bytes.
+    if observation.loss is None and back_bytes and lost_bytes > 0 and observation.sample is not None:
+        _note(registry, observation, observation.sample, lost_bytes, now)
 
 
 async def server_ended(registry: Registry, record: LeaseRecord) -> None:
     """Tell what a session lost whose server ended while it slept; its record says what ended it.
 
     Raises:
+        DiskFull: it could not be stored.
         StoreError: the database failed.
     """
-    if not record.is_job and record.lease.saved_bytes:
-        observation = registry.observations[record.id]
+    observation = registry.observations[record.id]
+    if record.is_job:
+        return
+    if record.lease.saved_bytes:
         at = observation.loss.at if observation.loss is not None else record.since_at
-        await _store(registry, record, 0, at, messages.reason_text(record.note or "its server is gone"))
+        why = messages.reason_text(record.note or "its server is gone")
+        await _store(registry, record, record.lease.saved_bytes, messages.time_text(at), why)
+    elif observation.loss is not None:
+        await _tell(registry, record, observation, observation.loss)
 
 
 def why_stopped(registry: Registry, record: LeaseRecord, by_hub: bool | None) -> str:
@@ -88,56 +101,85 @@ def why_stopped(registry: Registry, record: LeaseRecord, by_hub: bool | None) ->
     if by_hub is None:
         return "its server ended"
     if not by_hub:
-        return "its server ended by itself"
+        return "its server ended, and not by the Hub"
     end = registry.culling.end(ServerKey(record.lease.user, record.server))
-    if end is None or end.at > registry.iso_now():
-        return "the Hub stopped its server on request"
+    if end is None or not end.at or end.at > registry.iso_now():
+        return "the Hub stopped its server"
     if end.is_age:
-        return f"the Hub's service {end.by} stopped its server for its age"
+        return f"the Hub's service {end.by} stopped its server because it had run too long"
     return f"the Hub's service {end.by} stopped its server, which was idle"
+
+
+def _saw(observation: Observation, sample: LeaseSample, now: float) -> None:
+    if observation.loss is None:
+        observation.sleepers, observation.sleepers_at = sample.processes, now
+
+
+def _note(
+    registry: Registry, observation: Observation, sample: LeaseSample, lost_bytes: int, now: float
+) -> None:
+    present = {(each.pid, each.started_at) for each in sample.processes}
+    gone = tuple(each for each in observation.sleepers if (each.pid, each.started_at) not in present)
+    if observation.loss is None:
+        observation.loss = Loss(since=now, at=registry.iso_now(), lost_bytes=lost_bytes)
+        observation.has_lost = True
+    observation.loss.lost_bytes, observation.loss.gone = lost_bytes, gone
 
 
 async def _tell(registry: Registry, record: LeaseRecord, observation: Observation, loss: Loss) -> None:
     reasons: list[Text] = []
-    for each in loss.gone:
-        if (why := _why(observation, loss, each)) not in reasons:
-            reasons.append(why)
+    known = [_why(observation, each) for each in loss.gone]
+    if not known:
+        known = [_ended(each) for each in observation.kernels_ended.values() if _fits(observation, each)]
+    for each in known:
+        if each not in reasons:
+            reasons.append(each)
     first, *more = reasons[:_REASONS] or [messages.text("ended.unknown")]
     why = reduce(lambda one, other: messages.text("part.and_then", one, other), more, first)
-    await _store(registry, record, loss.saved_bytes, loss.at, why)
+    at = messages.time_text(loss.at)
+    if observation.sleepers_at is None:  # this broker never saw it whole
+        at = messages.text("part.or_earlier", at)
+    await _store(registry, record, loss.lost_bytes, at, why)
     observation.loss = None
 
 
-async def _store(registry: Registry, record: LeaseRecord, left_bytes: int, at: str, why: Text) -> None:
+async def _store(registry: Registry, record: LeaseRecord, lost_bytes: int, at: Text, why: Text) -> None:
     """Store the event with the bytes that are left, in one commit."""
-    lost = messages.memory(max(0, record.lease.saved_bytes - left_bytes))
-    subject = registry.subject_of(record)
-    notice = messages.text("notice.saved_lost", subject, lost, messages.time_text(at), why)
-    event = registry.decisions.add(record, "lost", notice)
+    registry.journal.check()
+    subject, lost = registry.subject_of(record), messages.memory(lost_bytes)
+    notice = messages.text("notice.saved_lost", subject, lost, at, why)
+    event = registry.decisions.add(record, "saved-lost", notice)
 
     def left(current: LeaseRecord) -> LeaseRecord:
+        left_bytes = max(0, current.lease.saved_bytes - lost_bytes)
         return replace(current, lease=replace(current.lease, saved_bytes=left_bytes))
 
     await registry.edit(record, left, event)
 
 
-def _report_of(observation: Observation, loss: Loss, process: ProcessSample) -> Text | None:
+def _fits(observation: Observation, ended: KernelEnded) -> bool:
+    """Return whether the end of a kernel may be that of a process that is gone: it is not an older one."""
+    return observation.sleepers_at is None or ended.at >= observation.sleepers_at - _APART_S
+
+
+def _report_of(observation: Observation, process: ProcessSample) -> Text | None:
     """Return how its server says that a kernel ended; None: it does not say, or it is no kernel."""
     ended = observation.kernels_ended.get(process.kernel[:64]) if process.kernel else None
-    if ended is None or abs(ended.at - loss.since) > _APART_S:
+    if ended is None or not _fits(observation, ended):
         return None
-    name = messages.printable(ended.name or process.name)
+    return _ended(replace(ended, name=ended.name or process.name))
+
+
+def _ended(ended: KernelEnded) -> Text:
+    name, code = messages.printable(ended.name or "?"), ended.code
     if ended.how != "died":
         return messages.text(_HOW.get(ended.how, "ended.kernel_shut_down"), name, KERNEL_SETTING)
-    if ended.code == -signal.SIGKILL:
+    if code is None:
+        return messages.text("ended.kernel_died", name)
+    if code == -signal.SIGKILL:
         return messages.text("ended.kernel_killed", name)
-    code = ended.code
-    if code is not None and code < 0:
+    if code < 0:
         return messages.text("ended.kernel_signal", name, _signal_name(-code))
-    return messages.text("ended.kernel_died", name) if code is None else _exit(name, code)
-
-
-def _exit(name: str, code: int) -> Text:
     return messages.text("ended.kernel_exit", name, str(code))
 
 
@@ -148,7 +190,7 @@ def _signal_name(number: int) -> str:
         return str(number)
 
 
-def _why(observation: Observation, loss: Loss, process: ProcessSample) -> Text:
-    if (reported := _report_of(observation, loss, process)) is not None:
+def _why(observation: Observation, process: ProcessSample) -> Text:
+    if (reported := _report_of(observation, process)) is not None:
         return reported
     return messages.text("ended.process", str(process.pid), messages.printable(process.name))

@@ -7,9 +7,11 @@ has of a server.  Settings of a server are told by the server itself (`wire.Kern
 
 from __future__ import annotations
 
+import math
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import NamedTuple
 
 from jupyter_gpushare.backends.base import HubServer, ServerKey
@@ -17,7 +19,7 @@ from jupyter_gpushare.wall_clock import before
 
 # The setting of Jupyter Server that ends kernels.
 KERNEL_SETTING = "cull_idle_timeout"
-_MODULES = ("jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers")
+_PROGRAMS = frozenset({"jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers.py"})
 _LONGEST_S = 1e9  # more is never
 _TIMEOUT_S = 600.0  # of a culler whose command has none (jupyterhub-idle-culler 2.0)
 
@@ -25,7 +27,7 @@ _TIMEOUT_S = 600.0  # of a culler whose command has none (jupyterhub-idle-culler
 class SiteEnd(NamedTuple):
     """The earliest moment at which something of a site may end a session or a kernel of it."""
 
-    at: str  # ISO 8601, UTC
+    at: str  # ISO 8601, UTC; empty: it is not known
     by: str  # a setting, or the service of the Hub
     is_server: bool = True  # else kernels of it
     is_age: bool = False  # used or not
@@ -43,22 +45,27 @@ class Culler:
 
     def ends(self, key: ServerKey, server: HubServer) -> Iterator[SiteEnd]:
         """Yield when it may stop a server of which the Hub knows no later activity."""
-        if not (self.named_servers if key.server else self.default_servers):
-            return
-        active_at = server.last_activity or server.started
-        if self.timeout_s is not None and active_at:
-            yield SiteEnd(before(active_at, seconds=-self.timeout_s), self.service)
-        if self.max_age_s and server.started:
-            yield SiteEnd(before(server.started, seconds=-self.max_age_s), self.service, is_age=True)
+        if self.named_servers if key.server else self.default_servers:
+            yield SiteEnd(_after(server.last_activity or server.started, self.timeout_s), self.service)
+        if self.max_age_s:  # of all servers
+            yield SiteEnd(_after(server.started, self.max_age_s), self.service, is_age=True)
 
 
-def culler_of(service: str, command: Sequence[str]) -> Culler | None:
+def _after(at: str, seconds: float | None) -> str:
+    try:
+        return before(at, seconds=-seconds) if at and seconds is not None else ""
+    except OverflowError:
+        return ""
+
+
+def culler_of(service: str, command: str | Sequence[str]) -> Culler | None:
     """Return the culler that a service of the Hub with this command is; None: it is none."""
-    words = [word for each in command for word in _words(each)]
-    if not any(module in word for word in words for module in _MODULES):
+    command = [command] if isinstance(command, str) else command
+    words = [word for each in command for word in _words(str(each))]
+    if not any(PurePath(word).name in _PROGRAMS for word in words):
         return None
     given = dict(_options(words))
-    in_file = None if "config" in given or "IdleCuller.config_file" in given else _TIMEOUT_S
+    in_file = None if {"config", "config-file"} & given.keys() else _TIMEOUT_S
     return Culler(
         service,
         _number(given, "timeout", in_file),
@@ -87,10 +94,14 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _number(given: Mapping[str, str], name: str, otherwise: float | None) -> float | None:
-    try:
-        return min(max(0.0, float(given[name])), _LONGEST_S)
-    except (KeyError, ValueError):
+    """Return seconds; None: what is given is no number, such as a variable of a shell."""
+    if name not in given:
         return otherwise
+    try:
+        seconds = float(given[name])
+    except ValueError:
+        return None
+    return min(max(0.0, seconds), _LONGEST_S) if not math.isnan(seconds) else None
 
 
 def _is_on(given: Mapping[str, str], name: str) -> bool:
@@ -99,13 +110,22 @@ def _is_on(given: Mapping[str, str], name: str) -> bool:
 
 @dataclass(slots=True)
 class Culling:
-    """The cullers of the Hub, and what they go by; not stored."""
+    """The cullers of the Hub, and what they go by of the servers with a lease; not stored."""
 
     cullers: tuple[Culler, ...] = ()
     servers: Mapping[ServerKey, HubServer] = field(default_factory=dict)
 
+    def saw(self, servers: Mapping[ServerKey, HubServer], leased: Iterable[ServerKey]) -> None:
+        """Take in the Hub's servers; of one that stops or has gone, what the Hub said before counts."""
+        known = dict[ServerKey, HubServer]()
+        for key in leased:
+            now, earlier = servers.get(key), self.servers.get(key)
+            if (server := earlier if now is None or (now.stops and earlier) else now) is not None:
+                known[key] = server
+        self.servers = known
+
     def end(self, key: ServerKey) -> SiteEnd | None:
-        """Return when a culler of the Hub may stop a server; None: none does, or it is not known."""
-        if (server := self.servers.get(key)) is None:
-            return None
-        return min((end for culler in self.cullers for end in culler.ends(key, server)), default=None)
+        """Return when a culler of the Hub may stop a server; None: none does."""
+        server = self.servers.get(key, HubServer())
+        ends = [end for culler in self.cullers for end in culler.ends(key, server)]
+        return min(ends, key=lambda end: end.at or "~", default=None)

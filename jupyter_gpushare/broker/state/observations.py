@@ -128,7 +128,7 @@ class Loss:
 
     since: float
     at: str  # the same moment, ISO 8601
-    saved_bytes: int  # what is left
+    lost_bytes: int
     gone: tuple[ProcessSample, ...] = ()
 
 
@@ -164,8 +164,11 @@ class Observation:
     # Of its kernels, by their server's reports: when a setting may end each, and how those ended that did.
     kernel_ends_at: Mapping[str, float] = field(default_factory=dict)
     kernels_ended: dict[str, KernelEnded] = field(default_factory=dict)
-    sleepers: tuple[ProcessSample, ...] = ()  # its processes in the last sample before a loss
+    # Its processes in the last sample before a loss, and when that was; None: there is none.
+    sleepers: tuple[ProcessSample, ...] = ()
+    sleepers_at: float | None = None
     loss: Loss | None = None  # not told yet
+    has_lost: bool = False  # since it fell asleep last
 
     @property
     def gpu_active_at(self) -> float:
@@ -244,6 +247,8 @@ class Observation:
             self.seen_alive, self.gone_since_at, self.sample, self.end = False, None, None, None
             self.measured_at = float("-inf")
         self.low_use.reset()
+        if state is State.SUSPENDING:
+            self.has_lost = False
         if for_lease or state in HOLDS_CAPACITY - LEAVING:
             self.made_way_for = for_lease
         if state not in _KEEPS_REQUEST:

@@ -136,7 +136,7 @@ def _asleep_sentence(seen: LeaseView) -> Texts:
             return (text("session.lent_empty", seen.lent_to),)
         return text("session.not_used"), text("session.how_to_wake_empty")
     lent = text("session.lent_to", seen.lent_to) if seen.lent_to else text("session.not_used")
-    is_safe = not seen.damaged and seen.site_end is None
+    is_safe = not (seen.damaged or seen.has_lost) and seen.site_end is None
     wake = text("session.how_to_wake" if is_safe else "session.how_to_wake_only")
     if seen.usually_wakes:
         wake = text("session.how_to_wake_usually", seen.usually_wakes)
@@ -151,6 +151,8 @@ def _site_end(seen: LeaseView) -> Texts:
     end = seen.site_end
     if end is None:
         return ()
+    if not end.at:
+        return (text("session.server_ends_some_time", printable(end.by)),)
     kind = "server_ages" if end.is_age else "server_ends" if end.is_server else "kernel_ends"
     return (text(f"session.{kind}", printable(end.by), time_text(end.at)),)
 
@@ -188,7 +190,9 @@ def _running_sentence(seen: LeaseView) -> Texts:
         active = text("session.active", size_text(seen.lease.size))
         return active, *_processor_only(seen), *borrowed, *kept, *moved
     idle = _idle_sentence(seen, duration_text(seen.idle_s))
-    return *_processor_only(seen), idle, *moved
+    # The sentence that its variables stay is true of its sleep alone.
+    end = _site_end(seen) if seen.cluster.waiting or seen.lease.lend_now else ()
+    return *_processor_only(seen), idle, *moved, *end
 
 
 def _processor_only(seen: LeaseView) -> Texts:

@@ -22,6 +22,8 @@ from jupyter_gpushare.wall_clock import before
 
 # Times less than this ahead are shown with seconds.
 _CLOSE_S = 120.0
+# What is so far ahead is not said.
+_FAR_DAYS = 300
 _WITH_A_SERVER = frozenset({State.RUNNING, State.SUSPENDING, State.SUSPENDED, State.RESUMING})
 # Until the broker acts, and the server's processes go on.
 _ROUND_S = 2.0
@@ -78,6 +80,11 @@ class LeaseView:
         """Whether a failed checkpoint may have damaged one of its processes."""
         sample = self._registry.observations[self.record.id].sample
         return sample is not None and sample.damaged
+
+    @cached_property
+    def has_lost(self) -> bool:
+        """Whether saved GPU memory of it was lost since it fell asleep last."""
+        return self._registry.observations[self.record.id].has_lost
 
     @cached_property
     def over(self) -> tuple[Overuse, ...]:
@@ -152,10 +159,12 @@ class LeaseView:
             holders = {each.kernel[:64] for each in observation.sample.processes}
             kernels = {id_: at for id_, at in kernels.items() if id_ in holders}
         if kernels:
-            in_s = min(kernels.values()) - registry.clock()
+            in_s = max(0.0, min(kernels.values()) - self._registry.clock())
             at = before(registry.iso_now(), seconds=-in_s)
             ends.append(SiteEnd(at, KERNEL_SETTING, is_server=False))
-        return min((end for end in ends if end is not None), default=None)
+        far = before(registry.iso_now(), days=-_FAR_DAYS)
+        near = [end for end in ends if end is not None and end.at < far]
+        return min(near, key=lambda end: end.at or "~", default=None)
 
     @cached_property
     def drain(self) -> Drain | None:

@@ -189,7 +189,8 @@ class Views:
             keep_until=self._kept_until(lease),
             keep_left_minutes=None if record.is_job else keep_left(registry, lease.user, lease.project),
             since_at=record.since_at,
-            ends_at=seen.site_end.at if seen.site_end else None,
+            saved_lost=seen.has_lost,
+            ends_at=(seen.site_end.at or None) if seen.site_end else None,
             ends_by=seen.site_end.by if seen.site_end else "",
             job=record.id[1:] if record.is_job else None,
             processes=[

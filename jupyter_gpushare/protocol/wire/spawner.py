@@ -70,7 +70,7 @@ class SpawnRequest(Message, frozen=True):
     patience_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
 
 
-class SpawnStop(Message, frozen=True):
+class SpawnStop(Message, frozen=True, omit_defaults=True):
     """From the spawner: this server has ended."""
 
     user: str

@@ -13,7 +13,7 @@ from jupyter_gpushare.protocol.wire.codec import Answer, Message, Text
 from jupyter_gpushare.protocol.wire.jobs import Estimate, Job
 
 
-class KernelActivity(Message, frozen=True):
+class KernelActivity(Message, frozen=True, omit_defaults=True):
     """One kernel of a server, as its messages show it."""
 
     id: str
@@ -33,10 +33,12 @@ class KernelEnd(Message, frozen=True):
     how: Literal["idle", "died", "shut_down", "restarted"]  # idle: by a setting of its server
     ago_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)]  # when the report was sent
     name: str = ""  # as in `KernelActivity`
-    code: int | None = None  # exit code of a process that died, or the negative number of a signal
+    code: Annotated[int, msgspec.Meta(ge=-255, le=1 << 32)] | None = (
+        None  # exit code of a process that died, or the negative number of a signal
+    )
 
 
-class ActivityReport(Message, frozen=True):
+class ActivityReport(Message, frozen=True, omit_defaults=True):
     """Kernel and terminal activity, from the server extension; users can forge it."""
 
     kernels: Annotated[list[KernelActivity], msgspec.Meta(max_length=1_000)]
@@ -191,7 +193,8 @@ class LeaseStatus(Answer, frozen=True):
     keep_left_minutes: float | None = None  # of today's budget for "Keep it" there; None: a job
     resizable: bool = False  # it may become larger or smaller on its device while it runs
     warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is told now
-    # When a setting of the site may end a session, or kernels of it, that stays idle; None: none does.
+    saved_lost: bool = False  # saved memory of it was lost since it fell asleep last
+    # When a setting of the site may end a session, or a kernel of it; None: none does, or it is not known.
     ends_at: str | None = None
     ends_by: str = ""  # that setting, or the service of the Hub that has it
     size: str = ""  # "1/2 GPU"

@@ -234,12 +234,7 @@ export function noticeText(notice: Exclude<Notice, { kind: 'cleared' }>): string
         'Your GPU memory could not be brought back: the kernels that used it have to restart. Your files are safe.'
       );
     case 'back':
-      return notice.seconds === null
-        ? trans.__('Your GPU is back. Nothing was lost.')
-        : trans.__(
-            'Your GPU is back after %1. Nothing was lost.',
-            duration(Math.max(1, notice.seconds))
-          );
+      return backText(notice.seconds, notice.lease.saved_lost);
     case 'job-paused':
       return pausedText(notice.job, notice.again);
     case 'job-ended':
@@ -247,6 +242,15 @@ export function noticeText(notice: Exclude<Notice, { kind: 'cleared' }>): string
     case 'jobs':
       return jobsText(notice.ended, notice.paused);
   }
+}
+
+function backText(seconds: number | null, hasLost: boolean): string {
+  if (hasLost) {
+    return trans.__('Your GPU is back. Some of its memory was lost meanwhile: see What happened.');
+  }
+  return seconds === null
+    ? trans.__('Your GPU is back. Nothing was lost.')
+    : trans.__('Your GPU is back after %1. Nothing was lost.', duration(Math.max(1, seconds)));
 }
 
 /** Returns the warning, short: JupyterLab cuts a notification at 140 characters. */

@@ -166,6 +166,10 @@ describe('sentences', () => {
     expect(noticeText({ kind: 'back', lease, seconds: null })).toBe(
       'Your GPU is back. Nothing was lost.'
     );
+    const poorer = { ...lease, saved_lost: true };
+    expect(noticeText({ kind: 'back', lease: poorer, seconds: 7.2 })).toBe(
+      'Your GPU is back. Some of its memory was lost meanwhile: see What happened.'
+    );
   });
 
   it('say what a meter shows', () => {
