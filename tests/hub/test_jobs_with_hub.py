@@ -65,7 +65,7 @@ def test_a_command_that_ends_at_once_is_a_result_not_a_failed_start(hub: Hub) ->
     assert hub.start_server("ada", name=NAME).status_code in (201, 202)
     assert ended(hub)["exit_code"] == 3
     wait_for(lambda: hub.broker.of("spawner/stop"), "the Hub has noticed the end, the lease is given back")
-    stop = {"user": "ada", "server": NAME, "created": hub.made_at("ada"), "not_nodes": []}
+    stop = {"user": "ada", "server": NAME, "created": hub.made_at("ada")}
     assert hub.broker.of("spawner/stop")[0].body == {**stop, "by_hub": False}
     assert log(hub) == "abc-1\n"
     assert "failed to start" not in hub.log()

@@ -162,7 +162,7 @@ def test_the_lease_is_given_back_when_the_server_is_stopped(hub: Hub) -> None:
     hub.start_server("ada", {"fraction": "1/2"})
     hub.stop_server("ada")
     wait_for(lambda: hub.broker.of("spawner/stop"), "the lease is given back")
-    stop = {"user": "ada", "server": "", "created": hub.made_at("ada"), "not_nodes": []}
+    stop = {"user": "ada", "server": "", "created": hub.made_at("ada")}
     assert hub.broker.of("spawner/stop")[0].body == {**stop, "by_hub": True}
 
 

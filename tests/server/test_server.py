@@ -23,7 +23,7 @@ async def test_busy_and_idle_kernels_are_reported_by_their_notebooks_name(
     server, broker, eventually, execute_request, message, tmp_path
 ):
     eventually(lambda: broker.asked("POST servers/activity"))
-    assert broker.asked("POST servers/activity")[0].json == {"kernels": [], "terminals": 0, "ended": []}
+    assert broker.asked("POST servers/activity")[0].json == {"kernels": []}
 
     asked = {"kernel": {"name": "python3"}, "name": "", "path": "train.ipynb", "type": "notebook"}
     session = server.request("POST", "api/sessions", json=asked).json()
@@ -39,7 +39,7 @@ async def test_busy_and_idle_kernels_are_reported_by_their_notebooks_name(
         await channels.write_message(execute_request(waits))
         await asyncio.to_thread(eventually, lambda: last().get("busy"))
         found = last()
-        cell = {"busy": True, "handles_request": True, "idle_s": 0.0, "runs": 1, "ends_in_s": None}
+        cell = {"busy": True, "handles_request": True, "idle_s": 0.0, "runs": 1}
         assert found == {"id": kernel, "name": "train.ipynb"} | cell
         gate.touch()
         await asyncio.to_thread(eventually, lambda: not last()["busy"])
@@ -54,13 +54,13 @@ async def test_busy_and_idle_kernels_are_reported_by_their_notebooks_name(
         await asyncio.to_thread(eventually, lambda: broker.asked("POST servers/activity")[reports:])
         for each in broker.asked("POST servers/activity")[reports:]:
             (state,) = each.json["kernels"]
-            assert (state["busy"], state["handles_request"], state["runs"]) == (False, False, 1)
+            assert (state["busy"], state.get("handles_request"), state["runs"]) == (False, None, 1)
         assert last()["idle_s"] >= 3
 
     server.request("DELETE", f"api/sessions/{session['id']}")
 
     def ends() -> list[dict]:
-        return [end for each in broker.asked("POST servers/activity") for end in each.json["ended"]]
+        return [end for each in broker.asked("POST servers/activity") for end in each.json.get("ended", [])]
 
     await asyncio.to_thread(eventually, ends)
     assert [(end["id"], end["name"], end["how"]) for end in ends()] == [(kernel, "train.ipynb", "shut_down")]
