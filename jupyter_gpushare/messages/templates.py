@@ -35,6 +35,9 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "part.list": "%1, %2",
         "part.and_then": "%1; %2",
         "part.or_earlier": "%1 or earlier",
+        "part.after": "after %1",
+        "part.any_moment": "at any moment",
+        "part.some_time": "at some point",
         # ---- reasons, read by the first template that matches (`texts`) -------
         "reason.uses": "it uses %1",
         "taint.managed": "managed memory",
@@ -140,10 +143,10 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.server_gone": "its server is gone",
         "reason.released": "an administrator released it",
         "reason.server_ended": "its server ended",
-        "reason.server_ended_itself": "its server ended, and not by the Hub",
+        "reason.server_ended_itself": "its server ended without a request of the Hub",
         "reason.server_stopped": "the Hub stopped its server",
-        "reason.server_aged": "the Hub's service %1 stopped its server because it had run too long",
-        "reason.server_culled": "the Hub's service %1 stopped its server, which was idle",
+        "reason.server_aged": "the Hub stopped its server, which had run longer than its service %1 allows",
+        "reason.server_culled": "the Hub stopped its server, idle longer than its service %1 allows",
         "reason.node_lost": "the cluster lost its node",
         "reason.server_replaced": "a new server of this name starts",
         "reason.not_started": "its server did not start",
@@ -243,19 +246,13 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "session.how_to_wake_in": "Run any GPU cell to wake it, which takes %1; your variables are safe.",
         "session.how_to_wake_only_in": "Run any GPU cell to wake it, which takes %1.",
         "session.kernel_ends": (
-            "If it stays idle, its server shuts its kernel down after %2 (%1), and the variables are lost."
+            "If it stays idle, its server shuts its kernel down %2 (%1), and the variables are lost."
         ),
         "session.server_ends": (
-            "If it stays idle, %1 (a service of the Hub) stops its server after %2, "
-            "and the variables are lost."
-        ),
-        "session.server_ends_some_time": (
-            "If it stays idle, %1 (a service of the Hub) stops its server some time, "
-            "and the variables are lost."
+            "If it stays idle, %1 (a service of the Hub) stops its server %2, and the variables are lost."
         ),
         "session.server_ages": (
-            "Even if it is used, %1 (a service of the Hub) stops its server after %2, "
-            "and the variables are lost."
+            "Even if it is used, %1 (a service of the Hub) stops its server %2, and the variables are lost."
         ),
         "session.waits_for_own": ("Waits for the GPU that it was on; it cannot move to another because %1."),
         "session.back_in": "The GPU is back in %1.",
@@ -402,10 +399,10 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "start.reserving": "Your GPU is found; the cluster reserves it, which takes up to 40 s.",
         "start.connecting": "Your GPU is found; its node prepares it, the first time with an image.",
         # ---- what ended a process that slept ---------------------------------
-        "ended.kernel_idle": "its kernel %1 was idle, and the server shut it down (%2)",
+        "ended.kernel_idle": "its kernel %1 was shut down after it had been idle for longer than %2 allows",
         "ended.kernel_shut_down": "its kernel %1 was shut down on request",
         "ended.kernel_restarted": "its kernel %1 was restarted",
-        "ended.kernel_killed": "its kernel %1 was killed (SIGKILL), which is usual where memory runs out",
+        "ended.kernel_killed": "its kernel %1 was killed (SIGKILL), as happens when memory runs out",
         "ended.kernel_signal": "its kernel %1 was ended by %2",
         "ended.kernel_exit": "its kernel %1 ended with exit code %2",
         "ended.kernel_died": "its kernel %1 died",

@@ -26,6 +26,8 @@ MODULE = ["/opt/tljh/hub/bin/python3", "-m", "jupyterhub_idle_culler"]
         ([*MODULE, "--timeout=$TIMEOUT"], Culler("cull", None)),
         ([*MODULE, "--IdleCuller.config_file=/etc/culler.py"], Culler("cull", None)),
         ("jupyterhub-idle-culler --timeout=60", Culler("cull", 60.0)),
+        (["python3", "-mjupyterhub_idle_culler", "--timeout=60"], Culler("cull", 60.0)),
+        (["sh", "-c", "jupyterhub-idle-culler\t--timeout=60  # don't"], Culler("cull", 60.0)),
         (["python3", "/opt/jupyterhub_idle_culler_notes/backup.py", "--timeout=5"], None),
         ([*MODULE, "--timeout=1e30"], Culler("cull", 1e9)),
         ([*MODULE, "--timeout=nan", "--max-age=inf"], Culler("cull", None, 1e9)),

@@ -59,10 +59,14 @@ async def ends(broker: Broker, how: str, code: int | None = None, kernel: str = 
 @pytest.mark.parametrize(
     ("how", "code", "said"),
     [
-        ("idle", None, "train.ipynb was idle, and the server shut it down (cull_idle_timeout)."),
+        (
+            "idle",
+            None,
+            "train.ipynb was shut down after it had been idle for longer than cull_idle_timeout allows.",
+        ),
         ("shut_down", None, "its kernel train.ipynb was shut down on request."),
         ("restarted", None, "its kernel train.ipynb was restarted."),
-        ("died", -signal.SIGKILL, "its kernel train.ipynb was killed (SIGKILL), which is usual where memory"),
+        ("died", -signal.SIGKILL, "its kernel train.ipynb was killed (SIGKILL), as happens when memory runs"),
         ("died", -signal.SIGSEGV, "its kernel train.ipynb was ended by SIGSEGV."),
         ("died", 3, "its kernel train.ipynb ended with exit code 3."),
         ("died", None, "its kernel train.ipynb died."),
@@ -219,8 +223,12 @@ async def test_a_loss_on_a_full_disk_is_told_when_there_is_room(
     ("by_hub", "idle_s", "said"),
     [
         (True, 60, "the Hub stopped its server."),
-        (True, 3700, "the Hub's service cull stopped its server, which was idle."),
-        (False, 3700, "its server ended, and not by the Hub."),
+        (
+            True,
+            3700,
+            "the Hub stopped its server, idle longer than its service cull allows.",
+        ),
+        (False, 3700, "its server ended without a request of the Hub."),
         (None, 60, "its server ended."),
     ],
 )
@@ -248,7 +256,7 @@ async def test_a_server_that_takes_its_kernels_with_it_is_one_loss(site: Site, b
     await site.end_session("ada", by_hub=False)
     await asyncio.sleep(5)
     (told,) = losses(site)
-    assert told.endswith("its server ended, and not by the Hub.")
+    assert told.endswith("its server ended without a request of the Hub.")
 
 
 async def test_a_session_that_ends_awake_has_lost_nothing(site: Site, broker: Broker) -> None:
@@ -284,6 +292,25 @@ async def test_a_sleeper_reads_when_a_setting_of_its_server_may_end_its_kernel(
     assert "safe" not in said
     assert "If it stays idle, its server shuts its kernel down after " in said
     assert f"{at:%H:%M} (cull_idle_timeout), and the variables are lost." in said
+
+
+async def test_a_time_that_has_passed_and_one_that_is_not_known_are_not_named(site: Site) -> None:
+    site.services = {"cull": ["sh", "-c", "exec jupyterhub-idle-culler --timeout=$T"]}
+    broker = await site.start_broker()
+    await asleep(site, process(1, KERNEL))
+    await asyncio.sleep(61)
+    assert "(a service of the Hub) stops its server at some point, and" in sentence(broker)
+    assert (session(broker).ends_at, session(broker).ends_by) == (None, "cull")
+    await site.reports("ada", wire.KernelActivity(id=KERNEL, busy=False, idle_s=5, ends_in_s=-3.0))
+    assert "its server shuts its kernel down at any moment (cull_idle_timeout), and" in sentence(broker)
+
+
+async def test_a_worker_without_a_kernel_in_its_command_line_may_be_of_any(
+    site: Site, broker: Broker
+) -> None:
+    await asleep(site, process(1))
+    await site.reports("ada", wire.KernelActivity(id=KERNEL, busy=False, idle_s=5, ends_in_s=60.0))
+    assert "safe" not in sentence(broker)
 
 
 async def test_a_sleeper_reads_when_a_culler_of_the_hub_may_stop_its_server(site: Site) -> None:

@@ -40,6 +40,7 @@ _OF_RECORD = {
 _OF_LENDING = {"lend_in_s": 300.0, "warned": True}
 _OF_VIEW = {
     "memory_limit_bytes": 40 * 1000**3,
+    "wall": "2031-05-06T14:20:00.000Z",
     "device_name": "H100-80GB",
     "idle_s": 600.0,
     "lent_to": messages.text("part.job_of_project", "nlp"),

@@ -76,14 +76,14 @@ def test_a_sleeper_reads_when_the_site_ends_it_and_afterwards_what_did(hub: Demo
     os.kill(killed, signal.SIGKILL)
     until("a killed kernel is told", lambda: len(losses(ada)) == 1)
     assert "lost 2.5 GiB of saved GPU memory at" in losses(ada)[0]
-    assert "was killed (SIGKILL), which is usual where memory runs out." in losses(ada)[0]
+    assert "was killed (SIGKILL), as happens when memory runs out." in losses(ada)[0]
 
     ada.http.delete(f"/user/ada/api/kernels/{shut_down.id}")
     until("a kernel that was shut down is told", lambda: len(losses(ada)) == 2)
     assert "was shut down on request." in losses(ada)[0]
 
     until("the setting ended the third", lambda: len(losses(ada)) == 3)
-    assert "was idle, and the server shut it down (cull_idle_timeout)." in losses(ada)[0]
+    assert "was shut down after it had been idle for longer than cull_idle_timeout allows." in losses(ada)[0]
     assert not ada.lease()["memory_saved_bytes"]
 
 

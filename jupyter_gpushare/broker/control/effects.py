@@ -242,11 +242,11 @@ class Effects:
             if observation.wanted_at is not None:
                 self.registry.wake_times.took_s.append(now - observation.wanted_at)
             observation.active_at, observation.resumes_refused = now, 0
-            losses.woke(self.registry, record, moved.bytes, now)
             with contextlib.suppress(HelperError):
                 # The notification that follows must not show the sample of the suspended lease.
                 found = {sample.lease: sample for sample in (await self.devices.sample()).leases}
                 observation.sample = found.get(record.handle, observation.sample)
+            losses.woke(self.registry, record, moved.bytes, now)
             await self.registry.advance(record, ResumeDone(devices=devices))
         elif moved.refused is Refusal.LOST:
             counts = self.registry.suspensions.after_loss(moved.reason, self.registry.iso_now())

@@ -369,8 +369,10 @@ class Loop:
                 await self.hub.stop_server(key)
         if now >= self._services_due_at:
             self._services_due_at = now + SERVICES_S
-            with contextlib.suppress(HubError):  # its role may lack the scope
-                cullers = starmap(culler_of, (await self.hub.services()).items())
+            with contextlib.suppress(HubError, TimeoutError):  # its role may lack the scope
+                async with asyncio.timeout(POLL_S * 5):
+                    services = await self.hub.services()
+                cullers = starmap(culler_of, services.items())
                 registry.culling.cullers = tuple(filter(None, cullers))
 
     async def _removing_servers(self) -> AsyncIterator[None]:

@@ -72,6 +72,7 @@ async def look(registry: Registry, record: LeaseRecord, sample: LeaseSample | No
 
 def woke(registry: Registry, record: LeaseRecord, back_bytes: int, now: float) -> None:
     """Note what a lease lost that no measurement saw: it wakes with fewer bytes than it slept with."""
+    record = registry.leases.get(record.id, record)
     observation, lost_bytes = registry.observations[record.id], record.lease.saved_bytes - back_bytes
     # A lease that runs already is answered without bytes.
     if observation.loss is None and back_bytes and lost_bytes > 0 and observation.sample is not None:
@@ -101,13 +102,13 @@ def why_stopped(registry: Registry, record: LeaseRecord, by_hub: bool | None) ->
     if by_hub is None:
         return "its server ended"
     if not by_hub:
-        return "its server ended, and not by the Hub"
+        return "its server ended without a request of the Hub"
     end = registry.culling.end(ServerKey(record.lease.user, record.server))
     if end is None or not end.at or end.at > registry.iso_now():
         return "the Hub stopped its server"
     if end.is_age:
-        return f"the Hub's service {end.by} stopped its server because it had run too long"
-    return f"the Hub's service {end.by} stopped its server, which was idle"
+        return f"the Hub stopped its server, which had run longer than its service {end.by} allows"
+    return f"the Hub stopped its server, idle longer than its service {end.by} allows"
 
 
 def _saw(observation: Observation, sample: LeaseSample, now: float) -> None:
@@ -122,25 +123,21 @@ def _note(
     gone = tuple(each for each in observation.sleepers if (each.pid, each.started_at) not in present)
     if observation.loss is None:
         observation.loss = Loss(since=now, at=registry.iso_now(), lost_bytes=lost_bytes)
-        observation.has_lost = True
     observation.loss.lost_bytes, observation.loss.gone = lost_bytes, gone
 
 
 async def _tell(registry: Registry, record: LeaseRecord, observation: Observation, loss: Loss) -> None:
     reasons: list[Text] = []
-    known = [_why(observation, each) for each in loss.gone]
-    if not known:
-        known = [_ended(each) for each in observation.kernels_ended.values() if _fits(observation, each)]
-    for each in known:
-        if each not in reasons:
-            reasons.append(each)
+    for each in loss.gone:
+        if (why := _why(observation, each)) not in reasons:
+            reasons.append(why)
     first, *more = reasons[:_REASONS] or [messages.text("ended.unknown")]
     why = reduce(lambda one, other: messages.text("part.and_then", one, other), more, first)
     at = messages.time_text(loss.at)
     if observation.sleepers_at is None:  # this broker never saw it whole
         at = messages.text("part.or_earlier", at)
     await _store(registry, record, loss.lost_bytes, at, why)
-    observation.loss = None
+    observation.loss, observation.has_lost = None, True
 
 
 async def _store(registry: Registry, record: LeaseRecord, lost_bytes: int, at: Text, why: Text) -> None:

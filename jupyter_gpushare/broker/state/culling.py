@@ -62,7 +62,7 @@ def culler_of(service: str, command: str | Sequence[str]) -> Culler | None:
     """Return the culler that a service of the Hub with this command is; None: it is none."""
     command = [command] if isinstance(command, str) else command
     words = [word for each in command for word in _words(str(each))]
-    if not any(PurePath(word).name in _PROGRAMS for word in words):
+    if not any(PurePath(word.removeprefix("-m")).name in _PROGRAMS for word in words):
         return None
     given = dict(_options(words))
     in_file = None if {"config", "config-file"} & given.keys() else _TIMEOUT_S
@@ -77,9 +77,9 @@ def culler_of(service: str, command: str | Sequence[str]) -> Culler | None:
 
 def _words(text: str) -> list[str]:
     try:
-        return shlex.split(text) if " " in text else [text]
+        return shlex.split(text) if len(text.split()) > 1 else [text]
     except ValueError:
-        return [text]
+        return text.split()
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:

@@ -151,10 +151,11 @@ def _site_end(seen: LeaseView) -> Texts:
     end = seen.site_end
     if end is None:
         return ()
-    if not end.at:
-        return (text("session.server_ends_some_time", printable(end.by)),)
     kind = "server_ages" if end.is_age else "server_ends" if end.is_server else "kernel_ends"
-    return (text(f"session.{kind}", printable(end.by), time_text(end.at)),)
+    when = text("part.some_time")
+    if end.at:
+        when = text("part.after", time_text(end.at)) if end.at > seen.wall else text("part.any_moment")
+    return (text(f"session.{kind}", printable(end.by), when),)
 
 
 def _waking_sentence(seen: LeaseView) -> Text:

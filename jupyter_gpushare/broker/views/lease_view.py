@@ -84,7 +84,8 @@ class LeaseView:
     @cached_property
     def has_lost(self) -> bool:
         """Whether saved GPU memory of it was lost since it fell asleep last."""
-        return self._registry.observations[self.record.id].has_lost
+        observation = self._registry.observations[self.record.id]
+        return observation.has_lost or observation.loss is not None
 
     @cached_property
     def over(self) -> tuple[Overuse, ...]:
@@ -148,6 +149,11 @@ class LeaseView:
         return messages.usually(*usual) if usual else None
 
     @cached_property
+    def wall(self) -> str:
+        """The present time, ISO 8601 in UTC."""
+        return self._registry.iso_now()
+
+    @cached_property
     def site_end(self) -> SiteEnd | None:
         """When a setting of the site may end it, or a kernel of it, if it stays idle; None: none does."""
         if self.record.is_job or self.record.state not in _WITH_A_SERVER:
@@ -157,12 +163,13 @@ class LeaseView:
         kernels = dict(observation.kernel_ends_at)
         if self.record.state is State.SUSPENDED and observation.sample is not None:
             holders = {each.kernel[:64] for each in observation.sample.processes}
-            kernels = {id_: at for id_, at in kernels.items() if id_ in holders}
+            if "" not in holders:  # else a worker of any kernel may hold it
+                kernels = {id_: at for id_, at in kernels.items() if id_ in holders}
         if kernels:
-            in_s = max(0.0, min(kernels.values()) - self._registry.clock())
-            at = before(registry.iso_now(), seconds=-in_s)
+            in_s = min(kernels.values()) - registry.clock()
+            at = before(self.wall, seconds=-in_s)
             ends.append(SiteEnd(at, KERNEL_SETTING, is_server=False))
-        far = before(registry.iso_now(), days=-_FAR_DAYS)
+        far = before(self.wall, days=-_FAR_DAYS)
         near = [end for end in ends if end is not None and end.at < far]
         return min(near, key=lambda end: end.at or "~", default=None)
 
