@@ -118,7 +118,9 @@ class _Private(HubOAuthenticated, web.RequestHandler):
                 return await self._disk.ask(log.read, offset, CHUNK_BYTES)
             return await self._disk.ask(_stored, Path(self._now()[0].log), offset)
         except TimeoutError:
-            return Piece(max(0, offset), b"") if log is None else log.held(offset, CHUNK_BYTES)
+            held = Piece(max(0, offset), b"") if log is None else log.held(offset, CHUNK_BYTES)
+            # What is before it may be in the file: the reader asks again.
+            return held if held.offset <= max(0, offset) else Piece(max(0, offset), b"")
 
     def offset(self) -> int:
         given = self.get_query_argument("offset", "0")

@@ -14,10 +14,11 @@
 4. Write the record, report ``ended`` until the broker accepts it, stay until the
    Hub has seen the server ready, exit.
 
-The record is on disk before the report is sent, unless the disk does not answer in time.
+The record is on disk before the report is sent, unless the disk does not answer in time; then
+it is written as soon as the disk does.
 
-Files of the user are touched in threads of `Disk` alone: a dead network disk delays the end
-of a job by `DISK_PATIENCE_S` at most, and neither its pages, its reports nor its stop.
+Files of the user are touched in threads of `Disk` alone, for which nothing waits without a bound:
+`DISK_PATIENCE_S` for each thing, and `_AT_STOP_S` after a request to stop.
 """
 
 from __future__ import annotations
@@ -87,6 +88,8 @@ LINGER_S = 2.0
 # Grace period for descendants of a command that ended by itself.
 LEFTOVER_GRACE_S = 5.0
 _BIND_PATIENCE_S = 5.0
+# For each thing that the disk is to do once the job was asked to stop.
+_AT_STOP_S = 0.5
 _READ_BYTES = 64 << 10
 _PROGRESS_BYTES = 4096
 # SIGCHLD wakes the runner; polling covers coalesced signals and grandchildren.
@@ -116,8 +119,10 @@ class Runner:
             state="starting",
             log=str(self._log_path),
         )
-        self._disk = Disk()  # for records and the log
+        self._disk = Disk()  # for records, and what pages read
+        self._log_disk = Disk()  # for the log: a record that is flushed slowly delays no line of it
         self._starts = Disk()  # for the start of the command: it starts although no record is taken
+        self._may_start, self._is_given_up = threading.Lock(), False
         self._log: BoundedLog | None = None  # none: nothing was started
         self._bars = Bars()
         self._shown = _NO_PROGRESS  # by the bars that the program prints
@@ -150,8 +155,13 @@ class Runner:
             earlier = self._disk.call(
                 unseen_outcome, self._log_path.parent, self._spec.settled, self._spec.attempt
             )
-            before = earlier.result() if await self._answered(earlier, self._disk.patience_s) else None
-            if before is None and lease_has_ended(self._env):
+            is_known = await self._answered(earlier, _AT_STOP_S)
+            before = earlier.result() if is_known else None
+            if not is_known:  # and nothing is touched that an earlier start may have left
+                self._ended(-signal.SIGTERM, f"Stopped before it was started: {SILENT}.", stopped=True)
+                is_told = await reports.ended(self._final_report()) is not None
+                self._record = replace(self._record, reported=is_told)
+            elif before is None and lease_has_ended(self._env):
                 # Neither file nor report: the broker has stopped this attempt and knows how it ended.
                 self._record = replace(self._record, reported=True)
                 log.warning("job=%s: not started: the lease of its attempt has ended", self._spec.id)
@@ -167,13 +177,13 @@ class Runner:
         return self._record
 
     async def _run_once(self, reports: Reports) -> None:
-        self._log = BoundedLog(self._log_path, self._disk)
+        self._log = BoundedLog(self._log_path, self._log_disk)
         self._disk.call(forget_old_attempts, self._log_path.parent)
         await self._keep(self._record)
         held = HeldLog(self._spec.id, self._spec.attempt, self._log)
         async with held, _ProgressSocket(self._starts, self._on_progress) as progress_socket:
             await self._run_command(reports, progress_socket)
-        await asyncio.to_thread(self._log.close)
+        await asyncio.to_thread(self._log.close, self._patience_s)
         await self._keep(self._record)
 
     async def _observe(self, before: AttemptRecord) -> None:
@@ -183,7 +193,7 @@ class Runner:
             reason = "Its runner was killed, and the command with it."
             before = replace(before, state="ended", exit_code=-signal.SIGKILL, reason=reason)
         if before.attempt != self._spec.attempt:
-            self._log = BoundedLog(self._log_path, self._disk)
+            self._log = BoundedLog(self._log_path, self._log_disk)
             self._say(f"attempt {before.attempt} had ended before: see its log; nothing was started")
             await asyncio.to_thread(self._log.close)
         await self._keep(replace(before, attempt=self._spec.attempt))
@@ -210,6 +220,11 @@ class Runner:
                 await asyncio.sleep(_LOOK_EVERY_S)
             else:
                 return server
+
+    @property
+    def _patience_s(self) -> float:
+        """How long the disk is waited for: after a request to stop the broker does not wait long."""
+        return _AT_STOP_S if self._stop.is_set() else self._disk.patience_s
 
     @property
     def _progress(self) -> dict[str, float | None]:
@@ -250,8 +265,12 @@ class Runner:
             return
         # The command dies with the thread that starts it (`Command`): this one lives as long as the runner.
         starting = self._starts.call(self._start, progress_socket)
-        self._starts.call(forget_old_jobs, jobs_dir(Path(self._home)))  # may take long: it delays no log
+        # It may take long, and delays nothing.
+        old = (jobs_dir(Path(self._home)),)
+        threading.Thread(target=forget_old_jobs, args=old, daemon=True).start()
         if not await self._answered(starting, self._spec.grace_s):
+            with self._may_start:
+                self._is_given_up = True
             starting.add_done_callback(_end_late)
             self._ended(-signal.SIGTERM, f"Stopped before it was started: {SILENT}.", stopped=True)
             return
@@ -277,7 +296,7 @@ class Runner:
         if self._progress == _NO_PROGRESS:
             await self._tell_progress(reports)  # the final report withdraws nothing
         if self._log is not None:
-            await asyncio.to_thread(self._log.flush)
+            await asyncio.to_thread(self._log.flush, self._patience_s)
         self._tell_what_it_printed()
 
     def _tell_what_it_printed(self) -> None:
@@ -309,7 +328,10 @@ class Runner:
         argv[0] = shutil.which(argv[0], path=env.get("PATH")) or argv[0]
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            command = Command(argv, cwd=folder, env=env, output=writing)
+            with self._may_start:
+                if self._is_given_up:
+                    raise CannotStart("Stopped before it was started.", -signal.SIGTERM)
+                command = Command(argv, cwd=folder, env=env, output=writing)
         except (OSError, ValueError) as error:
             os.close(reading)
             raise why_not(error, self._spec.command) from None
@@ -395,10 +417,10 @@ class Runner:
         if self._log is not None:
             end, left_out = self._log.end, self._log.left_out_bytes
             self._record = replace(record, log_bytes=end, log_left_out_bytes=left_out)
-        path, is_kept = self._log_path.with_suffix(".json"), False
-        with contextlib.suppress(TimeoutError):
-            is_kept = await self._disk.ask(write_record, path, self._record)
-        if not is_kept:
+        path, kept = self._log_path.with_suffix(".json"), list[bool]()
+        # However late the disk takes it: the next start of this attempt reads it.
+        await self._disk.do(self._patience_s, lambda now: kept.append(write_record(path, now)), self._record)
+        if kept != [True]:
             log.warning("job=%s attempt=%d: the disk does not take its record", record.id, record.attempt)
         log.info(
             "job=%s attempt=%d state=%s exit_code=%s",
@@ -482,8 +504,7 @@ class _ProgressSocket:
             self._read()
         self._socket.close()
         if self._folder:
-            with contextlib.suppress(TimeoutError):
-                await self._disk.ask(shutil.rmtree, self._folder, True)
+            await self._disk.do(_AT_STOP_S, shutil.rmtree, self._folder, True)
 
     def _bind(self) -> str:
         # Not in the home directory: the path of a socket has at most 107 bytes.

@@ -3,7 +3,7 @@
 The runner holds the newest bytes of a log in memory (`jobfiles.BoundedLog`).  `HeldLog` hands them out
 at an abstract Unix socket, which needs no file; `held_of` asks there.  Each end lets the kernel tell
 the uid of the other (SO_PEERCRED, unix(7)): another user may take the name, but is not believed.
-Nor is a process of another container, whose uid says nothing: its pid is 0 here (pid_namespaces(7)).
+Nor is a process whose pid is 0 here, as of another container (pid_namespaces(7)).
 
 One answer to a connection: a line of JSON (`attempt`, `offset`, `left_out_bytes`, `why`), then the
 bytes from ``offset`` on.  There are none while the files have all.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.jobfiles import RECENT_BYTES, BoundedLog, Piece, read_log
+from jupyter_gpushare.protocol.jobfiles import RECENT_BYTES, SILENT, BoundedLog, Piece, read_log
 
 # Both ends give up after so long.
 ANSWER_S = 2.0
@@ -46,7 +46,8 @@ class Held:
 
 def read_kept(path: Path, held: Held | None, offset: int, at_most_bytes: int) -> Piece:
     """Return what `read_log` does, and of what the files lack what the runner ``held``."""
-    piece = read_log(path, offset, at_most_bytes)
+    is_silent = held is not None and held.why == SILENT  # its files may answer nobody
+    piece = Piece(offset, b"") if is_silent else read_log(path, offset, at_most_bytes)
     if held is None:
         return piece
     skipped = max(0, offset - held.piece.offset)

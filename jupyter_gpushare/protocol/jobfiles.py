@@ -253,6 +253,20 @@ class Disk:
             raise TimeoutError
         return await asyncio.wait_for(asyncio.wrap_future(self.call(function, *args)), self.patience_s)
 
+    async def do(self, within_s: float, function: Callable[..., object], *args: Any) -> bool:
+        """Make a call, however long it takes; return whether it was done ``within_s``, 0 if silent.
+
+        Raises:
+            Exception: what the call raised in that time.
+        """
+        called = self.call(function, *args)
+        if self.is_silent:
+            return False
+        done, _ = await asyncio.wait({asyncio.wrap_future(called)}, timeout=within_s)
+        for future in done:
+            future.result()
+        return bool(done)
+
     def _run(self) -> None:
         while True:
             future, call = self._calls.get()
@@ -315,8 +329,7 @@ class BoundedLog:
     def left_out_bytes(self) -> int:
         """How many bytes the disk did not take; of a silent one, also those that wait for it."""
         with self._changed:
-            waiting = self._end - self._done + self._unsynced_bytes if self._is_late else 0
-            return self._left_out_bytes + waiting
+            return self._left_out_bytes + (self._end - self._done if self._is_late else 0)
 
     @property
     def why(self) -> str:
@@ -354,23 +367,23 @@ class BoundedLog:
                     self._is_late |= not is_room
                 self._append(data[at : at + RECENT_BYTES])
 
-    def flush(self) -> None:
-        """Return when the disk has all, or does not answer for `Disk.patience_s`."""
-        until = time.monotonic() + self._disk.patience_s
+    def flush(self, within_s: float = math.inf) -> None:
+        """Return when the disk has all, or does not answer for `Disk.patience_s` or ``within_s``."""
+        within_s = 0.0 if self._disk.is_silent else min(within_s, self._disk.patience_s)
+        until = time.monotonic() + within_s
         with self._changed:
-            answers = self._changed.wait_for(lambda: self._done == self._end, self._disk.patience_s)
+            answers = self._changed.wait_for(lambda: self._done == self._end, within_s)
         if answers:
             answers = not wait([self._disk.call(self._sync)], max(0.0, until - time.monotonic())).not_done
         with self._changed:
-            self._is_late |= not answers
+            self._is_late |= not answers and self._done < self._end
 
-    def close(self) -> None:
-        """Write nothing more; flushed to the disk, unless it does not answer."""
-        if not self._is_late:
-            self.flush()
+    def close(self, within_s: float = math.inf) -> None:
+        """Write nothing more; flushed to the disk, unless it does not answer ``within_s``."""
+        self.flush(within_s)
         closed = self._disk.call(self._close)
-        if not self._is_late:
-            wait([closed], self._disk.patience_s)
+        if not self._disk.is_silent:
+            wait([closed], min(within_s, self._disk.patience_s))
 
     # ---- memory; the caller holds `_changed` ------------------------------------
 
@@ -381,7 +394,7 @@ class BoundedLog:
         self._end += len(data)
         self._held += data
         if len(self._held) > 2 * HELD_BYTES:
-            del self._held[:-HELD_BYTES]
+            del self._held[: -max(HELD_BYTES, min(self._end - self._done, 2 * HELD_BYTES))]
         if not self._is_storing:
             self._is_storing = True
             self._disk.call(self._store)
@@ -421,7 +434,7 @@ class BoundedLog:
         written = self._put(begin, data)
         with self._changed:
             self._done = begin + len(data)
-            self._is_late = False
+            self._is_late = self._is_late and self._done < self._end
             if written == len(data) and self._untold_bytes:
                 self._tell()
             self._is_storing = self._done < self._end
@@ -444,6 +457,12 @@ class BoundedLog:
         return taken
 
     def _close(self) -> None:
+        with self._changed:
+            if self._is_storing:  # it writes the rest first
+                self._disk.call(self._close)
+                return
+        if self._unsynced_bytes:
+            self._sync()
         self._close_file()
         self._drop_empty()
 
@@ -455,8 +474,7 @@ class BoundedLog:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.ENOTSUP):
                     self._lose_unsynced(error)
-        with self._changed:
-            self._unsynced_bytes, self._is_late = 0, False
+        self._unsynced_bytes = 0
 
     def _close_file(self) -> None:
         if self._file is not None:

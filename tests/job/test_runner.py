@@ -393,8 +393,45 @@ def test_a_silent_disk_delays_neither_pages_nor_the_stop(start: Start, call: str
     job.probe()
     report = job.ended()
     assert (report["exit_code"], report["stopped"]) == (-signal.SIGKILL, True)
-    assert report["reason"].endswith("bytes of its log were not written: the disk does not answer.")
+    lacks = "bytes of its log were not written: the disk does not answer."
+    assert report["reason"].endswith(lacks) == (call == "write")
     assert job.exited() == 0
+
+
+SLOW_FSYNC = """
+import os, time
+from jupyter_gpushare.protocol import jobfiles
+real = os.fsync
+os.fsync = lambda file: (time.sleep(1.2), real(file))
+jobfiles.Disk.__init__.__defaults__ = (0.5,)
+"""
+
+
+def test_a_job_on_a_slow_disk_succeeds_with_its_whole_log_and_its_record(start: Start) -> None:
+    job = start("echo", "hello", first=SLOW_FSYNC, probe=False)
+    report = job.ended()
+    assert (report["exit_code"], report["reason"]) == (0, "")
+    wait_for(lambda: job.state == "ended", "the record is on the disk in the end")
+    assert (job.record["exit_code"], job.record["log_left_out_bytes"]) == (0, 0)
+
+
+SLOW_RECORDS = """
+import time
+from jupyter_gpushare.job import runner
+real = runner.unseen_outcome
+runner.unseen_outcome = lambda *given: (time.sleep(4), real(*given))[1]
+"""
+
+
+def test_a_stop_before_the_earlier_records_are_read_touches_nothing(start: Start, tmp_path: Path) -> None:
+    job = start("touch", str(tmp_path / "ran"), first=SLOW_RECORDS)
+    job.probe()
+    job.process.terminate()
+    report = job.ended()
+    assert (report["exit_code"], report["stopped"]) == (-signal.SIGTERM, True)
+    assert job.exited() == 0
+    assert not job.folder.exists() or not list(job.folder.iterdir())
+    assert not (tmp_path / "ran").exists()
 
 
 def test_a_command_whose_start_waits_for_a_silent_disk_is_stopped(start: Start, tmp_path: Path) -> None:
