@@ -156,7 +156,7 @@ def _left_out(asked: int, begin: int) -> bytes:
 def _note_lack(left_out_bytes: int, why: str, noted: str) -> str:
     """Say what the disk did not take, once for each reason; return the reason."""
     if why != noted:
-        note(f"{left_out_bytes:,} bytes of this log were not written: {why}; its job holds the last 64 KiB")
+        note(f"{left_out_bytes:,} bytes of this log were not written: {why}; the job keeps the last 64 KiB")
     return why
 
 

@@ -396,7 +396,7 @@ def test_what_the_disk_did_not_take_of_a_log_is_said_once(gpushare, broker, gold
     ran = gpushare("logs", "k3v9m2x7qa")
     assert ran.out == "line\n"
     assert (
-        ran.err.count("1,234 bytes of this log were not written: Read-only file system; its job holds") == 1
+        ran.err.count("1,234 bytes of this log were not written: Read-only file system; the job keeps") == 1
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import contextlib
 import signal
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import reduce
 
@@ -32,12 +31,6 @@ EXPLAIN_S = 10.0
 _APART_S = 2.0
 # Reasons that one sentence names.
 _REASONS = 3
-
-_HOW: Mapping[str, str] = {
-    "idle": "ended.kernel_idle",
-    "shut_down": "ended.kernel_shut_down",
-    "restarted": "ended.kernel_restarted",
-}
 
 
 async def look(registry: Registry, record: LeaseRecord, sample: LeaseSample | None, now: float) -> None:
@@ -168,9 +161,11 @@ def _report_of(observation: Observation, process: ProcessSample) -> Text | None:
 
 
 def _ended(ended: KernelEnded) -> Text:
-    name, code = messages.printable(ended.name or "?"), ended.code
+    name, code = messages.printable(ended.name), ended.code
+    if ended.how == "idle":
+        return messages.text("ended.kernel_idle", name, KERNEL_SETTING)
     if ended.how != "died":
-        return messages.text(_HOW.get(ended.how, "ended.kernel_shut_down"), name, KERNEL_SETTING)
+        return messages.text(f"ended.kernel_{ended.how}", name)
     if code is None:
         return messages.text("ended.kernel_died", name)
     if code == -signal.SIGKILL:

@@ -38,7 +38,7 @@ class Culler:
     """A service of the Hub that stops idle servers."""
 
     service: str
-    timeout_s: float | None  # None: a file says it
+    timeout_s: float | None  # None: its command does not say it
     max_age_s: float = 0.0  # 0: none
     default_servers: bool = True
     named_servers: bool = True

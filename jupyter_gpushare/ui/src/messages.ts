@@ -409,7 +409,7 @@ export function gapText(bytes: number): string {
 
 /** Returns what the disk did not take of a log while its job runs. */
 export function leftOutText(bytes: number, why: string): string {
-  return trans.__('%1 bytes of this log were not written: %2. While the job runs it holds the last 64 KiB.', bytes, why);
+  return trans.__('%1 bytes of this log were not written: %2. The job keeps the last 64 KiB while it runs.', bytes, why);
 }
 
 /** Returns the word for one event in a job's timeline. */

@@ -59,7 +59,7 @@ describe('Log', () => {
     file.leftOut = 6;
     await log.readOn();
     expect(log.lack).toBe(
-      '6 bytes of this log were not written: No space left. While the job runs it holds the last 64 KiB.'
+      '6 bytes of this log were not written: No space left. The job keeps the last 64 KiB while it runs.'
     );
     file.leftOut = 0;
     await log.readOn();
