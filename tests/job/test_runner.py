@@ -357,7 +357,10 @@ def test_a_log_is_shown_that_the_home_takes_nothing_of(
     assert (held.attempt, held.left_out_bytes, held.why) == (1, 5, why)
     # As `gpushare logs` while it runs, and the runner's own page.
     assert list(LocalLog(job.folder, None).read_on()) == [(1, b"line\n")]
-    assert f"5 bytes of this log were not written: {why}; its job holds" in capsys.readouterr().err
+    assert (
+        f"5 bytes of this log were not written: {why}; the job keeps the last 64 KiB"
+        in capsys.readouterr().err
+    )
     assert f"5 bytes could not be written to the log: {why}" in job.get("", OWNER_TOKEN).text
     (tmp_path / "go").touch()
     lacks = f"Ended with exit code 3. 5 bytes of its log were not written: {why}. It last printed:\nline"
