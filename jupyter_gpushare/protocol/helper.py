@@ -100,6 +100,14 @@ class WatchdogAction(enum.StrEnum):
     OFF = "off"
 
 
+class ComputeShare(enum.StrEnum):
+    """How leases on one device share its time (docs/concepts.md)."""
+
+    OFF = "off"  # as the driver divides it: equally between processes
+    FAIR = "fair"  # by turns, by weight; what one leaves the others get
+    STRICT = "strict"  # by turns, and a share is a cap
+
+
 class Level(enum.StrEnum):
     """What enforces a memory limit, strongest first (docs/isolation.md)."""
 
@@ -269,6 +277,11 @@ class LeaseSample:
     unread_since: float = 0.0
     # It was resumed while no broker could record that; the next `resume` that is recorded confirms it.
     unconfirmed: bool = False
+    compute_share: ComputeShare = ComputeShare.OFF  # in force now
+    share_reason: str = ""  # why what `SetLimit` asks for is not in force
+    # The part of its devices' time that it got, of the last minute's time in which another lease computed
+    # beside it (strict: in which it computed); -1: there was none.
+    measured_share: float = -1.0
 
     @property
     def is_gone(self) -> bool:
@@ -325,6 +338,8 @@ class SetLimit:
     guaranteed: dict[str, int] = field(default_factory=dict)
     unattended: bool = False  # the helper may resume it when it is wanted and no broker answers
     stops: bool = False  # a job that is stopped and starts again: it is not suspended when its seat leaves
+    compute_share: ComputeShare = ComputeShare.OFF
+    share: float = 1.0  # of the time of each device: above 0, at most 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
