@@ -27,16 +27,16 @@ GIB = 1 << 30
 MIB = 1 << 20
 
 #: `sizeof` of the structures in native/gpushare_lease.h, held to it by tests/native/test_layout.py
-PAGE_HEADER = struct.Struct("<IIHHI")
+PAGE_HEADER = struct.Struct("<IIHHIII")
 PAGE_DEVICE = struct.Struct("<16sQQ16s")
 DEVICES = 16
 SLOTS = 256
 PAGE_BYTES = PAGE_HEADER.size + DEVICES * PAGE_DEVICE.size
 ACCOUNT_HEADER = struct.Struct("<IIQ64x")
-SLOT = struct.Struct("<iIQQQQ16Q")
+SLOT = struct.Struct("<iIQQQQQII16Q")
 ACCOUNT_BYTES = ACCOUNT_HEADER.size + SLOTS * SLOT.size
 PAGE_MAGIC = 0x4C535047
-VERSION = 3
+VERSION = 4
 
 
 class Fault(IntEnum):
@@ -215,14 +215,21 @@ class Lease:
         self.limits = list(limits)
         self.names = [uuid for uuid, _ in self.limits]
         self.context_bytes = context_bytes
+        self.turn = self.ahead_us = 0
         self.write(Phase.RUNNING)
         (folder / "account").write_bytes(bytes(ACCOUNT_BYTES))
+
+    def set_turn(self, turn: int, ahead_us: int = 20_000) -> None:
+        """Give it a turn (0: none; odd: held); who waits sees it within 20 ms."""
+        self.turn, self.ahead_us = turn, ahead_us
+        self.write(Phase.RUNNING)
 
     def write(self, phase: Phase) -> None:
         """Write the whole limit page in place, as one pwrite."""
         page = bytearray(PAGE_BYTES)
         mig = sum(1 << index for index, (uuid, _) in enumerate(self.limits) if uuid.startswith("MIG-"))
-        PAGE_HEADER.pack_into(page, 0, PAGE_MAGIC, VERSION, len(self.limits), mig, phase)
+        values = PAGE_MAGIC, VERSION, len(self.limits), mig, self.ahead_us, phase, self.turn
+        PAGE_HEADER.pack_into(page, 0, *values)
         for index, ((uuid, limit_bytes), name) in enumerate(zip(self.limits, self.names, strict=True)):
             raw, first = (bytes.fromhex(each[4:].replace("-", "")) for each in (uuid, name))
             at = PAGE_HEADER.size + index * PAGE_DEVICE.size
@@ -252,11 +259,13 @@ class Lease:
         data = (self.folder / "account").read_bytes()
         found = {}
         for index in range(SLOTS):
-            pid, taints, ticks, work, calls, queries, *used = SLOT.unpack_from(
+            pid, taints, ticks, work, calls, queries, settled, waiting, looking, *used = SLOT.unpack_from(
                 data, ACCOUNT_HEADER.size + index * SLOT.size
             )
             if pid:
-                found[pid] = Slot(pid, taints, ticks, work, work + calls, queries, tuple(used))
+                found[pid] = Slot(
+                    pid, taints, ticks, work, work + calls, queries, tuple(used), settled, waiting, looking
+                )
         return found
 
     def denied(self) -> int:
@@ -275,3 +284,6 @@ class Slot:
     calls: int  # every call that may wait, work included
     queries: int  # what programs poll
     used_bytes: tuple[int, ...]
+    settled: int  # value of `work` with which nothing was left to run
+    waiting: int  # threads that wait for a turn
+    looking: int

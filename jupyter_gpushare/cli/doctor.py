@@ -423,7 +423,7 @@ def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
         return fail(f"The limit page {path} cannot be read ({error.strerror}).", advice)
     if len(page) < LIMIT_BYTES or LIMIT_HEAD.unpack_from(page)[:2] != (LIMIT_MAGIC, VERSION):
         return fail(f"The limit page {path} is not one of this version.", advice)
-    _, _, count, _, phase = LIMIT_HEAD.unpack_from(page)
+    _, _, count, _, _, phase, _ = LIMIT_HEAD.unpack_from(page)
     if phase == PagePhase.REVOKED:
         return fail("The lease has ended: every allocation is denied.", advice)
     limits = [

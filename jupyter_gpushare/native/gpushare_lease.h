@@ -22,7 +22,7 @@
 
 #define GPUSHARE_LIMIT_MAGIC 0x4c535047u   /* "GPSL", little endian */
 #define GPUSHARE_ACCOUNT_MAGIC 0x41535047u /* "GPSA" */
-#define GPUSHARE_VERSION 3u
+#define GPUSHARE_VERSION 4u
 #define GPUSHARE_DEVICES 16
 #define GPUSHARE_SLOTS 256
 
@@ -34,6 +34,10 @@ enum gpushare_phase {
     GPUSHARE_PAUSED = 3,     /* new contexts and allocations wait, other calls go on: a restore beside it */
     GPUSHARE_REVOKED = 4,    /* everything is denied: the lease has ended */
 };
+
+/* Whether the processes of a lease launch now (gpu/turns/ring.py).  0: the lease has no turns.  Else the
+ * lowest bit says whether launches are held, and the others count the changes: a new turn is a new word. */
+enum { GPUSHARE_NO_TURNS = 0, GPUSHARE_HELD = 1 };
 
 /* Things that make a process not suspendable. */
 enum gpushare_taint {
@@ -57,10 +61,12 @@ struct gpushare_limit_page {
     uint32_t version;
     uint16_t device_count;
     uint16_t mig; /* bit i: device i is a MIG instance, whose UUID is written MIG-..., not GPU-... */
-    _Atomic uint32_t phase;
+    _Atomic uint32_t ahead_us; /* work that a process may have in flight in a turn; 0: leases share no time here */
+    _Alignas(8) _Atomic uint32_t phase; /* one load reads this and the next */
+    _Atomic uint32_t turn; /* processes wait on it (futex) */
     struct gpushare_limit_device device[GPUSHARE_DEVICES];
 };
-_Static_assert(sizeof(struct gpushare_limit_page) == 16 + 48 * GPUSHARE_DEVICES, "layout");
+_Static_assert(sizeof(struct gpushare_limit_page) == 24 + 48 * GPUSHARE_DEVICES, "layout");
 
 struct gpushare_slot {
     _Atomic int32_t pid;      /* 0: free; written last */
@@ -70,9 +76,12 @@ struct gpushare_slot {
     _Atomic uint64_t work;    /* launches, copies, allocations, synchronisation: the process works */
     _Atomic uint64_t calls;   /* every other one that may wait while the process is suspended */
     _Atomic uint64_t queries; /* those that programs poll: streams, events, pointers, contexts, captures */
+    _Atomic uint64_t settled; /* value of `work` with which nothing of this process was left on a device */
+    _Atomic uint32_t waiting; /* threads that wait for a turn */
+    _Atomic uint32_t looking; /* its own thread is in the driver, to find that out */
     uint64_t used_bytes[GPUSHARE_DEVICES]; /* by index in the limit page */
 };
-_Static_assert(sizeof(struct gpushare_slot) == 40 + 8 * GPUSHARE_DEVICES, "layout");
+_Static_assert(sizeof(struct gpushare_slot) == 56 + 8 * GPUSHARE_DEVICES, "layout");
 
 struct gpushare_account {
     uint32_t magic;
@@ -87,6 +96,6 @@ struct gpushare_account {
     } lock;
     struct gpushare_slot slot[GPUSHARE_SLOTS];
 };
-_Static_assert(sizeof(struct gpushare_account) == 80 + GPUSHARE_SLOTS * (40 + 8 * GPUSHARE_DEVICES), "layout");
+_Static_assert(sizeof(struct gpushare_account) == 80 + GPUSHARE_SLOTS * (56 + 8 * GPUSHARE_DEVICES), "layout");
 
 #endif

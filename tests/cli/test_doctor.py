@@ -78,9 +78,9 @@ def broker(broker):
 def page(tmp_path):
     """A limit page of 40 GiB on one device, as native/gpushare_lease.h says."""
     path = tmp_path / "limit"
-    head = struct.pack("<IIII", 0x4C535047, VERSION, 1, 0)
+    head = struct.pack("<IIIIII", 0x4C535047, VERSION, 1, 0, 0, 0)
     uuid = bytes.fromhex(UUID[4:].replace("-", ""))
-    path.write_bytes((head + struct.pack("<16sQQ16s", uuid, 40 << 30, 0, uuid)).ljust(16 + 16 * 48, b"\0"))
+    path.write_bytes((head + struct.pack("<16sQQ16s", uuid, 40 << 30, 0, uuid)).ljust(24 + 16 * 48, b"\0"))
     return path
 
 
@@ -326,7 +326,7 @@ def test_limit_page_must_be_there_whole_valid_and_agree_with_the_lease(page, tmp
     for bad in (good[:100], b"\0" * len(good), good[:4] + b"\x09" + good[5:]):
         page.write_bytes(bad)
         assert doctor.check_limit_page(page, lease).result is Result.FAIL
-    page.write_bytes(good[:12] + struct.pack("<I", 4) + good[16:])
+    page.write_bytes(good[:16] + struct.pack("<I", 4) + good[20:])
     assert "has ended" in doctor.check_limit_page(page, lease).message
     page.write_bytes(good)
     assert doctor.check_limit_page(page, changed(lease, memory_limit_bytes=1 << 30)).result is Result.WARN

@@ -43,7 +43,9 @@ int main(void) {
   P("LIMIT_MAGIC", GPUSHARE_LIMIT_MAGIC); P("ACCOUNT_MAGIC", GPUSHARE_ACCOUNT_MAGIC);
   P("LIMIT_BYTES", sizeof(struct gpushare_limit_page)); P("ACCOUNT_BYTES", sizeof(struct gpushare_account));
   P("COUNT_AT", offsetof(struct gpushare_limit_page, device_count));
-  P("PHASE_AT", offsetof(struct gpushare_limit_page, phase));
+  P("PHASE_AT", offsetof(struct gpushare_limit_page, phase)); P("TURN_AT", offsetof(struct gpushare_limit_page, turn));
+  P("AHEAD_AT", offsetof(struct gpushare_limit_page, ahead_us)); P("HELD", GPUSHARE_HELD);
+  P("NO_TURNS", GPUSHARE_NO_TURNS);
   P("LIMIT_HEAD", offsetof(struct gpushare_limit_page, device));
   P("LIMIT_DEVICE", sizeof(struct gpushare_limit_device));
   P("LIMIT_IN_DEVICE", offsetof(struct gpushare_limit_device, limit_bytes));
@@ -59,6 +61,7 @@ int main(void) {
   struct gpushare_account a = {.magic = GPUSHARE_ACCOUNT_MAGIC, .version = GPUSHARE_VERSION, .denied = 3};
   a.slot[7] = (struct gpushare_slot){.pid = 42, .taints = 2, .start_ticks = 99};
   a.slot[7].work = 2; a.slot[7].calls = 5; a.slot[7].queries = 6;
+  a.slot[7].settled = 2; a.slot[7].waiting = 3; a.slot[7].looking = 1;
   a.slot[7].used_bytes[15] = 77;
   FILE *f = fopen("account", "wb");
   return f && fwrite(&a, sizeof a, 1, f) == 1 && !fclose(f) ? 0 : 1;
@@ -86,6 +89,7 @@ def test_the_layout_is_that_of_the_c_header(tmp_path: Path) -> None:
     ((key, slot),) = account.slots.items()
     assert (key, slot.taints) == ((42, 99), Taint.IPC)
     assert (slot.work, slot.calls, slot.queries) == (2, 7, 6)
+    assert (slot.settled, slot.waiting, slot.looking) == (True, 3, True)
     assert slot.used_bytes == (0,) * 15 + (77,)
 
 
@@ -160,8 +164,13 @@ def test_fields_of_the_page_change_one_by_one(tmp_path: Path) -> None:
     files.set_context(0, 7)
     files.set_devices([OTHER])
     raw = (files.path / "limit").read_bytes()
-    assert lease_files.LIMIT_HEAD.unpack_from(raw)[2:] == (1, 0, PagePhase.SUSPENDED)
-    assert lease_files.LIMIT_DEVICE.unpack_from(raw, 16) == (uuid_bytes(OTHER), 5, 7, uuid_bytes(UUID))
+    assert lease_files.LIMIT_HEAD.unpack_from(raw)[2:] == (1, 0, 0, PagePhase.SUSPENDED, 0)
+    assert lease_files.LIMIT_DEVICE.unpack_from(raw, lease_files.LIMIT_HEAD.size) == (
+        uuid_bytes(OTHER),
+        5,
+        7,
+        uuid_bytes(UUID),
+    )
     assert files.phase() is PagePhase.SUSPENDED
 
 
@@ -265,7 +274,7 @@ def test_counters_that_change_under_the_reader_are_never_torn_into_an_error(tmp_
                 account.write(
                     lease_files.ACCOUNT_HEAD.pack(lease_files.ACCOUNT_MAGIC, lease_files.VERSION, count)
                 )
-                account.write(lease_files.SLOT.pack(1, 0, 2, count, count, count) * 256)
+                account.write(lease_files.SLOT.pack(1, 0, 2, count, count, count, 0, 0, 0) * 256)
 
     thread = threading.Thread(target=scribble)
     thread.start()

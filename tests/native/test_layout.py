@@ -11,10 +11,21 @@ from tests import simulator
 from tests.native.programs import compiled, run
 
 _FIELDS = {
-    "gpushare_limit_page": ["magic", "version", "device_count", "mig", "phase", "device"],
+    "gpushare_limit_page": ["magic", "version", "device_count", "mig", "ahead_us", "phase", "turn", "device"],
     "gpushare_limit_device": ["uuid", "limit_bytes", "context_bytes", "name"],
     "gpushare_account": ["magic", "version", "denied", "lock", "slot"],
-    "gpushare_slot": ["pid", "taints", "start_ticks", "work", "calls", "queries", "used_bytes"],
+    "gpushare_slot": [
+        "pid",
+        "taints",
+        "start_ticks",
+        "work",
+        "calls",
+        "queries",
+        "settled",
+        "waiting",
+        "looking",
+        "used_bytes",
+    ],
 }
 _NUMBERS = [
     "GPUSHARE_LIMIT_MAGIC",
@@ -58,7 +69,9 @@ def test_c_and_python_agree_on_every_offset(tmp_path: Path) -> None:
     assert c["gpushare_limit_page"] == files.LIMIT_BYTES == simulator.PAGE_BYTES
     assert c["gpushare_limit_page.device"] == files.LIMIT_HEAD.size == simulator.PAGE_HEADER.size
     assert c["gpushare_limit_page.device_count"] == files.COUNT_AT == 8
-    assert c["gpushare_limit_page.phase"] == files.PHASE_AT == 12
+    assert c["gpushare_limit_page.phase"] == files.PHASE_AT == 16
+    assert c["gpushare_limit_page.turn"] == files.TURN_AT == files.PHASE_AT + 4
+    assert c["gpushare_limit_page.ahead_us"] == files.AHEAD_AT
     assert c["gpushare_limit_device"] == files.LIMIT_DEVICE.size == simulator.PAGE_DEVICE.size
     assert c["gpushare_limit_device.limit_bytes"] == files.LIMIT_IN_DEVICE
     assert c["gpushare_limit_device.context_bytes"] == files.CONTEXT_IN_DEVICE
@@ -68,8 +81,8 @@ def test_c_and_python_agree_on_every_offset(tmp_path: Path) -> None:
     assert c["gpushare_account.denied"] == 8
     assert c["gpushare_slot"] == files.SLOT.size == simulator.SLOT.size
     assert c["gpushare_slot.used_bytes"] == files.USED_IN_SLOT
-    fields = ("pid", "taints", "start_ticks", "work", "calls", "queries")
-    assert [c[f"gpushare_slot.{field}"] for field in fields] == [0, 4, 8, 16, 24, 32]
+    fields = ("pid", "taints", "start_ticks", "work", "calls", "queries", "settled", "waiting", "looking")
+    assert [c[f"gpushare_slot.{field}"] for field in fields] == [0, 4, 8, 16, 24, 32, 40, 48, 52]
 
 
 def test_c_and_python_agree_on_every_number(tmp_path: Path) -> None:

@@ -18,9 +18,12 @@ The layout is that of native/gpushare_lease.h; tests hold the two together.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import enum
 import errno
+import mmap
 import os
+import platform
 import re
 import shutil
 import stat
@@ -38,28 +41,41 @@ from jupyter_gpushare.protocol import LIMIT_NAME
 
 DEVICES = 16
 SLOTS = 256
-VERSION = 3
+VERSION = 4
 LIMIT_MAGIC = 0x4C535047
 ACCOUNT_MAGIC = 0x41535047
 
 ACCOUNT_NAME = "account"
 
+# What a turn is in the limit page: none, or a number of the change, twice, and HELD where launches wait.
+NO_TURNS = 0
+HELD = 1
+
 # struct gpushare_limit_page
-LIMIT_HEAD = struct.Struct("<IIHHI")  # magic, version, device_count, mig, phase
+LIMIT_HEAD = struct.Struct("<IIHHIII")  # magic, version, device_count, mig, ahead_us, phase, turn
 LIMIT_DEVICE = struct.Struct("<16sQQ16s")  # uuid, limit_bytes, context_bytes, name
 LIMIT_BYTES = LIMIT_HEAD.size + DEVICES * LIMIT_DEVICE.size
 COUNT_AT = 8
-PHASE_AT = 12
+AHEAD_AT = 12
+PHASE_AT = 16
+TURN_AT = 20
 LIMIT_IN_DEVICE = 16
 CONTEXT_IN_DEVICE = 24
 NAME_IN_DEVICE = 32
 
 # struct gpushare_account
 ACCOUNT_HEAD = struct.Struct("<IIQ64x")  # magic, version, denied, lock
-SLOT = struct.Struct(f"<iIQQQQ{8 * DEVICES}x")  # pid, taints, start_ticks, work, calls, queries
+# pid, taints, start_ticks, work, calls, queries, settled, waiting, looking
+SLOT = struct.Struct(f"<iIQQQQQII{8 * DEVICES}x")
 SLOT_USED = struct.Struct(f"<{DEVICES}Q")
-USED_IN_SLOT = 40
+USED_IN_SLOT = 56
 ACCOUNT_BYTES = ACCOUNT_HEAD.size + SLOTS * SLOT.size
+
+# futex(2): who waits for a turn is woken.  Elsewhere it looks again every 20 ms.
+_SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
+_FUTEX_WAKE = 1
+_ALL = (1 << 31) - 1
+_syscall = ctypes.CDLL(None).syscall
 
 _LEASE = re.compile(r"[a-z0-9-]{1,64}")
 
@@ -109,6 +125,9 @@ class Slot:
     queries: int  # calls that programs poll: streams, events, pointers, contexts, captures
     used_bytes: tuple[int, ...]  # by index in the limit page
     writer: Key  # as the process wrote itself: never changes
+    settled: bool  # nothing of it is left on a device
+    waiting: int  # threads that wait for a turn
+    looking: bool  # the library's own thread is in the driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,12 +237,16 @@ def parse_account(raw: bytes) -> AccountFile | None:
         return None
     slots: dict[Key, Slot] = {}
     at = ACCOUNT_HEAD.size
-    for pid, taints, start_ticks, work, calls, queries in SLOT.iter_unpack(memoryview(raw)[at:]):
+    for pid, taints, start_ticks, work, calls, queries, settled, waiting, looking in SLOT.iter_unpack(
+        memoryview(raw)[at:]
+    ):
         if pid > 0:
             used = SLOT_USED.unpack_from(raw, at + USED_IN_SLOT)
             known = Taint(taints & _ALL_TAINTS)
             key = (pid, start_ticks)
-            slots[key] = Slot(known, work, work + calls, queries, used, key)
+            slots[key] = Slot(
+                known, work, work + calls, queries, used, key, settled == work, waiting, bool(looking)
+            )
         at += SLOT.size
     return AccountFile(denied, slots)
 
@@ -236,6 +259,7 @@ class LeaseDirectory:
         self._limit = self.path / LIMIT_NAME
         self._account = self.path / ACCOUNT_NAME
         self._account_fd = -1
+        self._page: mmap.mmap | None = None  # the limit page, for the address of the turn alone
         # Keys of the account of processes that know themselves by another pid than this process does.
         self._host_keys: dict[Key, Key] = {}
         # The sampling and the waking thread share the descriptor.
@@ -264,12 +288,13 @@ class LeaseDirectory:
         self.path.chmod(0o755)
         page = bytearray(LIMIT_BYTES)
         mig = sum(1 << index for index, uuid in enumerate(limits) if uuid.startswith("MIG-"))
-        LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), mig, phase)
+        LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), mig, 0, phase, NO_TURNS)
         for index, (uuid, name) in enumerate(zip(limits, tuple(names) or limits, strict=True)):
             at = LIMIT_HEAD.size + index * LIMIT_DEVICE.size
             values = uuid_bytes(uuid), limits[uuid], contexts.get(uuid, 0), uuid_bytes(name)
             LIMIT_DEVICE.pack_into(page, at, *values)
         write_whole(self._limit, bytes(page), 0o644)
+        self._page = None
         if not os.path.lexists(self._account):
             head = ACCOUNT_HEAD.pack(0, 0, 0)
             write_whole(self._account, head.ljust(ACCOUNT_BYTES, b"\0"), uid=uid)
@@ -283,12 +308,27 @@ class LeaseDirectory:
         return os.lstat(self._account).st_uid
 
     def set_phase(self, phase: PagePhase) -> None:
-        """Write what the processes of the lease may do.
+        """Write what the processes of the lease may do; where their calls wait, they have no turns.
 
         Raises:
             OSError: the page is missing.
         """
-        self._pwrite(struct.pack("<I", phase), PHASE_AT)
+        runs = phase in (PagePhase.RUNNING, PagePhase.PAUSED)
+        self._pwrite(
+            struct.pack("<I" if runs else "<II", *((phase,) if runs else (phase, NO_TURNS))), PHASE_AT
+        )
+        if not runs:
+            self._wake()
+
+    def set_turn(self, turn: int, ahead_us: int) -> None:
+        """Write the turn of the lease, and how many microseconds of work may be in flight in it; wake who waits.
+
+        Raises:
+            OSError: the page is missing.
+        """
+        self._pwrite(struct.pack("<I", ahead_us), AHEAD_AT)
+        self._pwrite(struct.pack("<I", turn), TURN_AT)
+        self._wake()
 
     def set_limit(self, index: int, limit_bytes: int) -> None:
         """Change the limit on the device at ``index`` of the page.
@@ -325,7 +365,7 @@ class LeaseDirectory:
             os.close(fd)
         if len(head) != LIMIT_HEAD.size or LIMIT_HEAD.unpack(head)[:2] != (LIMIT_MAGIC, VERSION):
             return None
-        value = LIMIT_HEAD.unpack(head)[-1]
+        value = LIMIT_HEAD.unpack(head)[-2]
         return PagePhase(value) if value in iter(PagePhase) else None
 
     def raw_account(self) -> bytes:
@@ -370,7 +410,8 @@ class LeaseDirectory:
         self._host_keys = {k: v for n, (k, v) in enumerate(both.items()) if n >= surplus or k in keys}
 
     def close(self) -> None:
-        """Close the account."""
+        """Close the account and the limit page."""
+        self._page = None
         with self._guard:
             old, self._account_fd = self._account_fd, -1
         if old >= 0:
@@ -382,6 +423,22 @@ class LeaseDirectory:
             self.set_phase(PagePhase.REVOKED)
         self.close()
         shutil.rmtree(self.path, ignore_errors=True)
+
+    def _wake(self) -> None:
+        """Wake all that wait for a turn.  The page is not read through its mapping: it may be shorter."""
+        if _SYS_FUTEX is None:
+            return
+        if (page := self._page) is None:
+            if (fd := _open_regular(self._limit, os.O_RDWR)) < 0:
+                return
+            try:
+                page = self._page = mmap.mmap(fd, LIMIT_BYTES)
+            except (OSError, ValueError):
+                return
+            finally:
+                os.close(fd)
+        turn = ctypes.c_uint32.from_buffer(page, TURN_AT)
+        _syscall(_SYS_FUTEX, ctypes.c_void_p(ctypes.addressof(turn)), _FUTEX_WAKE, _ALL, None, None, 0)
 
     def _pwrite(self, value: bytes, at: int) -> None:
         if (fd := _open_regular(self._limit, os.O_WRONLY)) < 0:

@@ -281,6 +281,20 @@ class HelperLease:
             if not self.dropped:
                 self._write_page()
 
+    def take_turn(self, turn: int, ahead_us: int) -> bool:
+        """Write its turn, and how many microseconds of work may be in flight in it, if its processes run.
+
+        False: they do not, or the limit page is missing.
+        """
+        with self._page_guard:
+            if self.phase is not Phase.RUNNING or self.dropped:
+                return False
+            try:
+                self.files.set_turn(turn, ahead_us)
+            except OSError:
+                return False
+            return True
+
     def _write_page(self) -> None:
         paused = self._pauses and self.phase is Phase.RUNNING
         try:

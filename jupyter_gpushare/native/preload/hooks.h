@@ -2,7 +2,8 @@
  *
  *   HOOK(TYPED, name, version)   written out in preload*.c: accounting, sizes, taints, routing; with the
  *                       version that cuGetProcAddress has it by, where there is one (cudaTypedefs.h of 13.5)
- *   HOOK(WORK, name)    counted as work (launch, copy, allocation, synchronisation), then a jump
+ *   HOOK(WORK, name)    counted as work (a launch, a copy), waits while another lease has its turn, then a jump
+ *   HOOK(HOST, name)    counted as work (host memory), then a jump
  *   HOOK(CALL, name)    counted as a call that may wait, then a jump
  *   HOOK(QUERY, name)   counted as a query, then a jump: what programs poll
  *   HOOK(GATE, name)    counted as a call, waits as allocations do, then a jump
@@ -67,6 +68,13 @@ HOOK(TYPED, cuEGLStreamConsumerConnect, 7000) HOOK(TYPED, cuEGLStreamConsumerCon
 HOOK(TYPED, cuEGLStreamProducerConnect, 7000) HOOK(TYPED, cuEventCreateFromEGLSync, 9000)
 HOOK(TYPED, cuGLCtxCreate, 2000) HOOK(TYPED, cuGLCtxCreate_v2, 3020) HOOK(TYPED, cuVDPAUCtxCreate, 3010)
 HOOK(TYPED, cuVDPAUCtxCreate_v2, 3020)
+HOOK(TYPED, cuStreamBeginCapture, 10000) HOOK(TYPED, cuStreamBeginCapture_ptsz, 10000)
+HOOK(TYPED, cuStreamBeginCapture_v2, 10010) HOOK(TYPED, cuStreamBeginCapture_v2_ptsz, 10010)
+HOOK(TYPED, cuStreamBeginCaptureToCig, 13010) HOOK(TYPED, cuStreamBeginCaptureToCig_ptsz, 13010)
+HOOK(TYPED, cuStreamBeginCaptureToGraph, 12030) HOOK(TYPED, cuStreamBeginCaptureToGraph_ptsz, 12030)
+HOOK(TYPED, cuStreamBeginRecaptureToGraph, 13030) HOOK(TYPED, cuStreamBeginRecaptureToGraph_ptsz, 13030)
+HOOK(TYPED, cuStreamEndCapture, 10000) HOOK(TYPED, cuStreamEndCapture_ptsz, 10000)
+HOOK(TYPED, cuStreamEndCaptureToCig, 13010) HOOK(TYPED, cuStreamEndCaptureToCig_ptsz, 13010)
 HOOK(GATE, cuGreenCtxCreate)
 HOOK(REFUSE, cuArray3DCreate) HOOK(REFUSE, cuArrayCreate) HOOK(REFUSE, cuMemAlloc) HOOK(REFUSE, cuMemAllocPitch)
 HOOK(WORK, cuFabricCpyBatchAsync) HOOK(WORK, cuFabricCpyBatchAsync_ptsz) HOOK(WORK, cuLaunch)
@@ -74,10 +82,10 @@ HOOK(WORK, cuLaunchCooperativeKernel) HOOK(WORK, cuLaunchCooperativeKernelMultiD
 HOOK(WORK, cuLaunchCooperativeKernel_ptsz) HOOK(WORK, cuLaunchGrid) HOOK(WORK, cuLaunchGridAsync)
 HOOK(WORK, cuLaunchHostFunc) HOOK(WORK, cuLaunchHostFunc_ptsz) HOOK(WORK, cuLaunchHostFunc_v2)
 HOOK(WORK, cuLaunchHostFunc_v2_ptsz) HOOK(WORK, cuLaunchKernel) HOOK(WORK, cuLaunchKernelEx)
-HOOK(WORK, cuLaunchKernelEx_ptsz) HOOK(WORK, cuLaunchKernel_ptsz) HOOK(WORK, cuMemAllocHost)
-HOOK(WORK, cuMemAllocHost_v2) HOOK(WORK, cuMemBatchDecompressAsync) HOOK(WORK, cuMemBatchDecompressAsync_ptsz)
+HOOK(WORK, cuLaunchKernelEx_ptsz) HOOK(WORK, cuLaunchKernel_ptsz) HOOK(HOST, cuMemAllocHost)
+HOOK(HOST, cuMemAllocHost_v2) HOOK(WORK, cuMemBatchDecompressAsync) HOOK(WORK, cuMemBatchDecompressAsync_ptsz)
 HOOK(WORK, cuMemDiscardAndPrefetchBatchAsync) HOOK(WORK, cuMemDiscardAndPrefetchBatchAsync_ptsz)
-HOOK(WORK, cuMemHostAlloc) HOOK(WORK, cuMemPrefetchAsync) HOOK(WORK, cuMemPrefetchAsync_ptsz)
+HOOK(HOST, cuMemHostAlloc) HOOK(WORK, cuMemPrefetchAsync) HOOK(WORK, cuMemPrefetchAsync_ptsz)
 HOOK(WORK, cuMemPrefetchAsync_v2) HOOK(WORK, cuMemPrefetchAsync_v2_ptsz) HOOK(WORK, cuMemPrefetchBatchAsync)
 HOOK(WORK, cuMemPrefetchBatchAsync_ptsz) HOOK(WORK, cuMemcpy) HOOK(WORK, cuMemcpy2D) HOOK(WORK, cuMemcpy2DAsync)
 HOOK(WORK, cuMemcpy2DAsync_v2) HOOK(WORK, cuMemcpy2DAsync_v2_ptsz) HOOK(WORK, cuMemcpy2DUnaligned)
@@ -251,14 +259,13 @@ HOOK(CALL, cuModuleUnload) HOOK(CALL, cuMulticastAddDevice) HOOK(CALL, cuMultica
 HOOK(CALL, cuMulticastBindAddr_v2) HOOK(CALL, cuMulticastBindMem) HOOK(CALL, cuMulticastBindMem_v2)
 HOOK(CALL, cuMulticastUnbind) HOOK(CALL, cuParamSetSize) HOOK(CALL, cuParamSetTexRef) HOOK(CALL, cuParamSetf)
 HOOK(CALL, cuParamSeti) HOOK(CALL, cuParamSetv) HOOK(CALL, cuPointerSetAttribute) HOOK(CALL, cuStreamAttachMemAsync)
-HOOK(CALL, cuStreamAttachMemAsync_ptsz) HOOK(CALL, cuStreamBeginCapture) HOOK(CALL, cuStreamBeginCaptureToCig)
-HOOK(CALL, cuStreamBeginCaptureToCig_ptsz) HOOK(CALL, cuStreamBeginCaptureToGraph)
-HOOK(CALL, cuStreamBeginCaptureToGraph_ptsz) HOOK(CALL, cuStreamBeginCapture_ptsz) HOOK(CALL, cuStreamBeginCapture_v2)
-HOOK(CALL, cuStreamBeginCapture_v2_ptsz) HOOK(CALL, cuStreamBeginRecaptureToGraph)
-HOOK(CALL, cuStreamBeginRecaptureToGraph_ptsz) HOOK(CALL, cuStreamCopyAttributes)
+HOOK(CALL, cuStreamAttachMemAsync_ptsz)
+
+
+
+ HOOK(CALL, cuStreamCopyAttributes)
 HOOK(CALL, cuStreamCopyAttributes_ptsz) HOOK(CALL, cuStreamCreate) HOOK(CALL, cuStreamCreateWithPriority)
-HOOK(CALL, cuStreamDestroy) HOOK(CALL, cuStreamDestroy_v2) HOOK(CALL, cuStreamEndCapture)
-HOOK(CALL, cuStreamEndCaptureToCig) HOOK(CALL, cuStreamEndCaptureToCig_ptsz) HOOK(CALL, cuStreamEndCapture_ptsz)
+HOOK(CALL, cuStreamDestroy) HOOK(CALL, cuStreamDestroy_v2)
 HOOK(CALL, cuStreamSetAttribute) HOOK(CALL, cuStreamSetAttribute_ptsz) HOOK(CALL, cuStreamUpdateCaptureDependencies)
 HOOK(CALL, cuStreamUpdateCaptureDependencies_ptsz) HOOK(CALL, cuStreamUpdateCaptureDependencies_v2)
 HOOK(CALL, cuStreamUpdateCaptureDependencies_v2_ptsz) HOOK(CALL, cuStreamWaitEvent) HOOK(CALL, cuStreamWaitEvent_ptsz)

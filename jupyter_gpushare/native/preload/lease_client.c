@@ -16,10 +16,11 @@
 
 enum { POLL_NS = 2000000, SWEEP_NS = 50000000, RECOUNT_POLLS = 25 };
 
-static const _Atomic uint32_t unknown_phase = GPUSHARE_SUSPENDED, unleased_phase = GPUSHARE_RUNNING;
+static const _Alignas(8) _Atomic uint32_t unknown_phase[2] = {GPUSHARE_SUSPENDED, GPUSHARE_NO_TURNS};
+static const _Alignas(8) _Atomic uint32_t unleased_phase[2] = {GPUSHARE_RUNNING, GPUSHARE_NO_TURNS};
 
 _Atomic uint64_t *_Atomic gpushare_counters;
-const _Atomic uint32_t *_Atomic gpushare_phase = &unknown_phase;
+const _Atomic uint32_t *_Atomic gpushare_phase = unknown_phase;
 
 /* The counters of a process without a lease. */
 static _Atomic uint64_t unleased[LEASE_COUNTERS];
@@ -53,7 +54,7 @@ static enum membership find_membership(void)
                                                      : WITHOUT_LEASE;
     if (found == WITHOUT_LEASE) {
         atomic_store(&gpushare_counters, unleased);
-        atomic_store(&gpushare_phase, &unleased_phase);
+        atomic_store(&gpushare_phase, unleased_phase);
     }
     atomic_store(&membership, found);
     return found;
@@ -101,7 +102,7 @@ static void reopen_replaced_files(void)
     HOLD(&opening);
     if (atomic_load(&page) &&
         (now.st_dev != page_file.st_dev || now.st_ino != page_file.st_ino)) {
-        atomic_store(&gpushare_phase, &unknown_phase);
+        atomic_store(&gpushare_phase, unknown_phase);
         atomic_store(&gpushare_counters, NULL);
         atomic_store(&mine, NULL);
         atomic_store(&account, NULL);
@@ -209,6 +210,8 @@ static struct gpushare_slot *claim(struct gpushare_account *at)
         struct gpushare_slot *slot = &at->slot[i];
         if (slot->pid == pid && slot->start_ticks == ticks) {
             clear(slot);
+            atomic_store(&slot->waiting, 0);
+            atomic_store(&slot->looking, 0);
             return slot;
         }
         if (!slot->pid && !free_slot)
@@ -220,6 +223,9 @@ static struct gpushare_slot *claim(struct gpushare_account *at)
     atomic_store(&free_slot->work, 0);
     atomic_store(&free_slot->calls, 0);
     atomic_store(&free_slot->queries, 0);
+    atomic_store(&free_slot->settled, 0);
+    atomic_store(&free_slot->waiting, 0);
+    atomic_store(&free_slot->looking, 0);
     free_slot->start_ticks = ticks;
     free_slot->pid = pid;
     uint32_t number = (uint32_t)(free_slot - at->slot);
@@ -253,6 +259,17 @@ static struct gpushare_slot *get_slot(struct gpushare_account *at)
     if (is_new && slot)
         keep_slot(at, slot);
     return slot;
+}
+
+const struct gpushare_limit_page *lease_page(void)
+{
+    return get_page();
+}
+
+struct gpushare_slot *lease_slot(void)
+{
+    struct gpushare_account *at = get_account();
+    return at ? get_slot(at) : NULL;
 }
 
 void lease_load(void)
@@ -304,7 +321,7 @@ void lease_taint(enum gpushare_taint taint)
 
 /* False where the lease allows nothing.  Counts again now and then: a reader that took the counters
  * only after this call had counted still sees that a call waits. */
-static bool wait_for_turn(enum lease_counter counter, bool allocates)
+static bool wait_for_phase(enum lease_counter counter, bool allocates)
 {
     const struct timespec poll = {0, POLL_NS};
     for (unsigned polls = 1;; polls++) {
@@ -324,19 +341,29 @@ static bool wait_for_turn(enum lease_counter counter, bool allocates)
     }
 }
 
+static void wait_to_run(enum lease_counter counter)
+{
+    if (atomic_load_explicit(atomic_load(&gpushare_phase), memory_order_acquire) != GPUSHARE_RUNNING && lease_is_set())
+        wait_for_phase(counter, false);
+}
+
 /* First counts, then reads the phase: the helper, which writes the phase and then reads the counters,
  * sees the call, or the call sees the phase. */
 void lease_enter(enum lease_counter counter)
 {
     count(counter);
     atomic_thread_fence(memory_order_seq_cst);
-    if (atomic_load_explicit(atomic_load(&gpushare_phase), memory_order_acquire) != GPUSHARE_RUNNING && lease_is_set())
-        wait_for_turn(counter, false);
+    wait_to_run(counter);
 }
 
-bool lease_wait_for_turn(void)
+void lease_wait_to_run(void)
 {
-    return !lease_is_set() || wait_for_turn(LEASE_CALLS, true);
+    wait_to_run(LEASE_WORK);
+}
+
+bool lease_wait_to_allocate(void)
+{
+    return !lease_is_set() || wait_for_phase(LEASE_CALLS, true);
 }
 
 /* ---- the account ---- */

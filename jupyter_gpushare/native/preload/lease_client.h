@@ -25,8 +25,8 @@ enum lease_counter { LEASE_WORK, LEASE_CALLS, LEASE_QUERIES, LEASE_COUNTERS };
 
 /* This process's counters, LEASE_COUNTERS in a row; NULL until the first call.  The stubs add to them. */
 extern _Atomic uint64_t *_Atomic gpushare_counters;
-/* The phase in the limit page, or one that is not RUNNING while the page is not mapped.  The stubs read
- * it after they have counted. */
+/* The phase in the limit page, or one that is not RUNNING while the page is not mapped, and the turn behind
+ * it.  The stubs read them after they have counted. */
 extern const _Atomic uint32_t *_Atomic gpushare_phase;
 
 /* Whether the process belongs to a lease.  Read once, at load or at the first question before. */
@@ -41,10 +41,23 @@ void lease_in_child(void);
  * it with SIGSEGV: cuCtxSynchronize, cuStreamSynchronize, cuEventSynchronize, cuStreamQuery,
  * cuEventQuery and cuEventElapsedTime (measured on an H100 with driver 580.159.04, docs/benchmarks.md). */
 void lease_enter(enum lease_counter counter);
+
+/* Waits while the lease is suspended, without counting a call anew at once. */
+void lease_wait_to_run(void);
+/* The turn of the lease, or none while the page is not mapped. */
+static inline const _Atomic uint32_t *gpushare_turn(void)
+{
+    return atomic_load_explicit(&gpushare_phase, memory_order_acquire) + 1;
+}
+
+/* The limit page, and this process's slot in the account; NULL while there is none. */
+const struct gpushare_limit_page *lease_page(void);
+struct gpushare_slot *lease_slot(void);
+
 void lease_taint(enum gpushare_taint taint);
 
 /* Wait until new contexts and allocations are allowed; false when they never will be. */
-bool lease_wait_for_turn(void);
+bool lease_wait_to_allocate(void);
 
 /* Whether this process began in a server without a GPU, which may get one while it runs: it has the
  * name or the folder of a lease, and no limit.  Read once, as above. */

@@ -10,7 +10,8 @@
  *   - Allocation: wait for the lease's turn, take from the account, then call the driver, and
  *     give back when it refuses.  A record is forgotten *before* the driver frees and put back
  *     when that fails, for the address may belong to another thread the moment it is free.
- *   - No lock of this library is held across a call of the driver.  No exit, no abort.
+ *   - No lock of this library is held across a call of the driver, but by its own thread (preload_turns.c).
+ *     No exit, no abort.
  *   - Without GPUSHARE_LEASE every function passes straight through.
  *   - Not charged here, only seen by the watchdog through NVML: what the driver takes for itself
  *     (contexts, code, printf buffers).
@@ -21,8 +22,8 @@
  *
  * Here: start-up, and which function a caller gets.  The functions themselves are in
  * preload_memory.c, preload_arrays.c, preload_pooled.c, preload_virtual.c (physical memory),
- * preload_visible.c, preload_taints.c, preload_sizes.c and preload_nvml.c; those that only count and
- * jump are made by preload_stubs.S.  Below them: preload_account.c takes and gives bytes,
+ * preload_visible.c, preload_taints.c, preload_sizes.c, preload_nvml.c and preload_turns.c (captures);
+ * those that only count and jump are made by preload_stubs.S.  Below them: preload_account.c takes and gives bytes,
  * preload_records.c knows what this process holds, preload_pools.c what its pools reserve,
  * preload_devices.c its devices, and preload_driver.c finds the driver's functions.
  */
@@ -36,10 +37,11 @@
 #include "lease_client.h"
 #include "preload_pools.h"
 #include "preload_records.h"
+#include "preload_turns.h"
 #include "preload_virtual.h"
 #include "preload_visible.h"
 
-enum hook_kind { TYPED, WORK, CALL, QUERY, GATE, REFUSE };
+enum hook_kind { TYPED, WORK, HOST, CALL, QUERY, GATE, REFUSE };
 
 #define HOOK(kind, name, ...) CUresult name();
 #include "hooks.h"
@@ -69,6 +71,7 @@ static void in_child(void)
     records_in_child();
     mappings_in_child();
     pools_in_child();
+    turns_in_child();
     lease_in_child();
     visible_in_child();
 }
@@ -108,8 +111,11 @@ void *gpushare_enter(unsigned index);
 void *gpushare_enter(unsigned index)
 {
     enum hook_kind kind = index < HOOKS ? hooks[index].kind : spare_kind[index - HOOKS];
-    lease_enter(kind == WORK ? LEASE_WORK : kind == QUERY ? LEASE_QUERIES : LEASE_CALLS);
-    if ((kind == GATE && !lease_wait_for_turn()) || (kind == REFUSE && lease_is_set()))
+    if (kind == WORK)
+        enter_launch();
+    else
+        lease_enter(kind == HOST ? LEASE_WORK : kind == QUERY ? LEASE_QUERIES : LEASE_CALLS);
+    if ((kind == GATE && !lease_wait_to_allocate()) || (kind == REFUSE && lease_is_set()))
         return (void *)allocation_is_denied;
     void *function = real_of(index);
     return function ? function : (void *)function_is_missing;

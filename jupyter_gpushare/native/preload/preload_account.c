@@ -27,7 +27,7 @@ struct taken begin_allocation(CUdevice ordinal, uint64_t bytes)
     struct taken taken = {0, -1, -1, true};
     if (!lease_is_set())
         return taken;
-    if (!lease_wait_for_turn()) {
+    if (!lease_wait_to_allocate()) {
         taken.granted = false;
         return taken;
     }

@@ -4,6 +4,7 @@
 #include "preload_account.h"
 #include "preload_devices.h"
 #include "preload_pools.h"
+#include "preload_turns.h"
 
 /* ---- memory ---- */
 
@@ -36,7 +37,7 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
 {
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuDevicePrimaryCtxRetain);
-    if (!lease_wait_for_turn() || !may_use(ordinal))
+    if (!lease_wait_to_allocate() || !may_use(ordinal))
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUresult result = real(out, ordinal);
     if (!result)
@@ -50,8 +51,10 @@ API CUresult cuCtxSetCurrent(CUcontext context)
     lease_enter(LEASE_CALLS);
     FIND_REAL(cuCtxSetCurrent);
     CUresult result = real(context);
-    if (!result && context && lease_is_set())
+    if (!result && context && lease_is_set()) {
         current_ordinal();
+        turns_note(context);
+    }
     return result;
 }
 
@@ -60,12 +63,13 @@ API CUresult cuCtxSetCurrent(CUcontext context)
     {                                                        \
         lease_enter(LEASE_CALLS);                            \
         FIND_REAL(name);                                     \
-        if (!lease_wait_for_turn() || !may_use(ordinal)) \
+        if (!lease_wait_to_allocate() || !may_use(ordinal)) \
             return CUDA_ERROR_OUT_OF_MEMORY;                 \
         CUresult result = real arguments;                    \
         if (!result) {                                       \
             note_use(ordinal);                                  \
             remember_own_context(*out);                      \
+            turns_note(*out);                                \
         }                                                    \
         return tainted_by(result, taint);                    \
     }
@@ -111,6 +115,7 @@ static CUresult after_primary(CUresult result, CUdevice ordinal, uint64_t last)
         lease_enter(LEASE_CALLS);                           \
         FIND_REAL(name);                                    \
         uint64_t last = last_record();                      \
+        turns_forget_contexts();                            \
         return after_primary(real(ordinal), ordinal, last); \
     }
 ENDS_PRIMARY(cuDevicePrimaryCtxRelease)
@@ -125,6 +130,7 @@ ENDS_PRIMARY(cuDevicePrimaryCtxReset_v2)
         FIND_REAL(name);                            \
         uint64_t last = last_record();              \
         bool is_own = forget_own_context(context);  \
+        turns_forget_contexts();                    \
         CUresult result = real(context);            \
         if (!result && context) {                   \
             forget_context(context, last);          \

@@ -2,6 +2,7 @@
 #include "preload_account.h"
 #include "preload_devices.h"
 #include "preload_pools.h"
+#include "preload_turns.h"
 
 typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphNode_st *CUgraphNode;
@@ -51,7 +52,7 @@ static struct pooled begin_pooled(CUmemoryPool handle, size_t bytes, CUstream st
     CUdevice ordinal = lease_is_set() ? ordinal_of_stream(stream) : -1;
     if (ordinal < 0)
         return pooled; /* no lease, or the driver's own answer */
-    taken->granted = lease_wait_for_turn();
+    taken->granted = lease_wait_to_allocate();
     if (!taken->granted)
         return pooled;
     bool captures = is_capturing(stream, per_thread);
@@ -294,10 +295,10 @@ API CUresult cuGraphAddNode(CUgraphNode *out, CUgraph graph, const CUgraphNode *
 ADDS_NODE(cuGraphAddNode_v2)
 ADDS_NODE(cuGraphAddNode_v3)
 
-#define LAUNCHES_GRAPH(name, counter)                                       \
+#define LAUNCHES_GRAPH(name, enter)                                         \
     API CUresult name(CUgraphExec graph, CUstream stream)                   \
     {                                                                       \
-        lease_enter(counter);                                               \
+        enter;                                                              \
         FIND_REAL(name);                                                    \
         struct pool *memory = lease_is_set() ? graph_memory() : NULL;       \
         if (memory && exceeds_limit(memory->device)) {                      \
@@ -310,7 +311,7 @@ ADDS_NODE(cuGraphAddNode_v3)
             ask_pool(memory);                                               \
         return result;                                                      \
     }
-LAUNCHES_GRAPH(cuGraphLaunch, LEASE_WORK)
-LAUNCHES_GRAPH(cuGraphLaunch_ptsz, LEASE_WORK)
-LAUNCHES_GRAPH(cuGraphUpload, LEASE_CALLS)
-LAUNCHES_GRAPH(cuGraphUpload_ptsz, LEASE_CALLS)
+LAUNCHES_GRAPH(cuGraphLaunch, enter_launch())
+LAUNCHES_GRAPH(cuGraphLaunch_ptsz, enter_launch())
+LAUNCHES_GRAPH(cuGraphUpload, lease_enter(LEASE_CALLS))
+LAUNCHES_GRAPH(cuGraphUpload_ptsz, lease_enter(LEASE_CALLS))

@@ -6,7 +6,7 @@
  *
  *   gpushare_counters         this process's counters of work, calls and queries in a row
  *                             (lease_client.h), 0 before its first call
- *   gpushare_phase            where the phase of its lease stands; read after counting
+ *   gpushare_phase            where the phase of its lease stands, and its turn; read after counting
  *   gpushare_real[i]          the driver's function behind hook i, 0 when not looked up yet
  *   gpushare_enter(i)         counts, waits while the lease is suspended, and answers where to jump to
  *   gpushare_dlsym(h, name)   what to answer instead of glibc's dlsym, or 0
@@ -47,13 +47,17 @@
 
 #if defined __x86_64__
 
+/* How the phase is read, alone or with the turn behind it. */
+#define PHASE cmpl
+#define PHASE_AND_TURN cmpq
+
 .macro slow_entry
     endbr64
     movl $index, %eax
     jmp slow
 .endm
 
-.macro fast_entry offset
+.macro fast_entry offset compare
     endbr64
     movq gpushare_counters(%rip), %r11
     movq gpushare_real + 8 * index(%rip), %r10
@@ -63,7 +67,7 @@
     je 1f
     lock incq \offset(%r11)
     movq gpushare_phase(%rip), %r11
-    cmpl $0, (%r11)
+    \compare $0, (%r11)
     jne 1f
     jmp *%r10
 1:  movl $index, %eax
@@ -131,13 +135,16 @@ slow:
 
 #elif defined __aarch64__
 
+#define PHASE w16
+#define PHASE_AND_TURN x16
+
 .macro slow_entry
     bti c
     mov w16, #index
     b slow
 .endm
 
-.macro fast_entry offset
+.macro fast_entry offset state
     bti c
     adrp x16, gpushare_counters
     ldr x16, [x16, :lo12:gpushare_counters]
@@ -153,8 +160,8 @@ slow:
     dmb ish
     adrp x16, gpushare_phase
     ldr x16, [x16, :lo12:gpushare_phase]
-    ldr w16, [x16]
-    cbnz w16, 1f
+    ldr \state, [x16]
+    cbnz \state, 1f
     br x17
 1:  mov w16, #index
     b slow
@@ -228,9 +235,9 @@ slow:
     .set index, index + 1
 .endm
 
-.macro hook_fast name offset
+.macro hook_fast name offset state
     function \name
-    fast_entry \offset
+    fast_entry \offset \state
     end \name
     .set index, index + 1
 .endm
@@ -244,9 +251,10 @@ slow:
 
 #define HOOK(kind, name, ...) HOOK_##kind(name) ;
 #define HOOK_TYPED(name) hook_TYPED name
-#define HOOK_WORK(name) hook_fast name, 0
-#define HOOK_CALL(name) hook_fast name, 8
-#define HOOK_QUERY(name) hook_fast name, 16
+#define HOOK_WORK(name) hook_fast name, 0, PHASE_AND_TURN
+#define HOOK_HOST(name) hook_fast name, 0, PHASE
+#define HOOK_CALL(name) hook_fast name, 8, PHASE
+#define HOOK_QUERY(name) hook_fast name, 16, PHASE
 #define HOOK_GATE(name) hook_slow name
 #define HOOK_REFUSE(name) hook_slow name
 #include "hooks.h"

@@ -1,0 +1,1 @@
+"""Shares of compute time: which lease of a device launches when."""

@@ -1,0 +1,295 @@
+"""Decide whose turn it is: leases that compute on one device at the same time share its time by weight.
+
+The decision alone, without clocks, threads or files.  `TurnRing.step` gets what the leases do now
+(`Contender`) and answers the turn of each.  While one lease alone computes on its devices it has no
+turns (`Turn.NONE`) and is never held.
+
+* **Order.**  A lease has a virtual time: the device time that it got, divided by its share (stride
+  scheduling, Waldspurger and Weihl 1995).  The lowest goes first.  A lease that has not computed for
+  a while comes back at the virtual time of the device (the lowest of those that compute there), less
+  at most `CREDIT_S` of what it left: then it gets the next turn, and the one that runs ends early.
+* **Length.**  Of a round of at most `ROUND_S` each lease gets its part by weight, from `SHORTEST_S` to
+  `LONGEST_S`.  A light lease whose part is shorter than that skips rounds, by its virtual time.
+* **End.**  A turn closes early enough for what the lease has in flight (`ahead_s`).  The next one
+  begins once the library has proved that nothing of it is left on the device, after `DRAIN_S` at most.
+* **Debt.**  A lease is charged until that proof, also beyond its turn: what runs over delays its next
+  turns (the deficit of Shreedhar and Varghese 1996).  Where several have work on a device, the driver
+  divides it equally between their *processes*, and so are they charged.
+* **fair** gives up a turn as soon as it has nothing to compute.  **strict** gets its share of the time
+  and no more, also alone: a token bucket of `LONGEST_S`.
+* A lease of several devices has its turn on all of them at once.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+LONGEST_S = 0.2
+SHORTEST_S = 0.01
+ROUND_S = 0.4
+DRAIN_S = 0.1
+# How much work a lease may have in flight, of the length of its turn, and its bounds.
+AHEAD_OF_TURN = 0.1
+LEAST_AHEAD_S = 0.002
+# What a lease left of its share before it computes again, and what it owes, count up to this much.
+CREDIT_S = 0.1
+DEBT_S = 10.0
+# What a lease had in flight while it was alone is not charged, for so long at most.
+FORGIVEN_S = 2.0
+# The time over which a measured share is a mean.
+MEASURED_S = 60
+# For so long after the last competition a lease that is alone keeps its turn, ready for the next.
+LINGER_S = 1.0
+_EPSILON = 1e-9
+
+
+class Turn(enum.Enum):
+    """What a lease may do on its devices."""
+
+    NONE = "none"  # go on: it is alone
+    OPEN = "open"
+    HELD = "held"
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """What a lease does now, and what it is entitled to."""
+
+    devices: tuple[str, ...]
+    share: float  # of the time of each device: above 0, at most 1
+    strict: bool = False
+    busy: int = 0  # processes with work that is not proved to be done
+    waits: bool = False  # a call of it is held
+
+    @property
+    def computes(self) -> bool:
+        """Whether it uses, or wants to use, its devices."""
+        return self.busy > 0 or self.waits
+
+
+@dataclass(slots=True)
+class _Member:
+    now: Contender
+    active: bool = False
+    virtual_s: float = 0.0
+    arrived: int = 0  # a number that grows with each arrival
+    cuts: bool = False  # it has just begun to compute, and is owed time
+    is_open: bool = False
+    opened_at: float = 0.0
+    ends_at: float = 0.0
+    length_s: float = LONGEST_S
+    drains_since: float | None = None  # closed, and not proved to be done
+    forgiven_until: float | None = None  # what it had in flight when it got a rival is not charged
+    tokens_s: float = 0.0  # strict: device time that it may use
+    history: deque[_Second] = field(default_factory=lambda: deque(maxlen=MEASURED_S))
+
+    @property
+    def holds(self) -> bool:
+        """Whether nobody else's turn may begin on its devices."""
+        return self.is_open or self.drains_since is not None
+
+
+@dataclass(slots=True)
+class _Second:
+    """A second in which a lease competed: for how long, and what it got."""
+
+    number: int
+    competed_s: float = 0.0
+    got_s: float = 0.0
+
+
+class TurnRing:
+    """The turns of all leases of a machine.  Moments are seconds of one monotonic clock."""
+
+    def __init__(self) -> None:
+        self._members: dict[str, _Member] = {}
+        self._virtual_s: dict[
+            str, float
+        ] = {}  # by device: the lowest virtual time of those that compute there
+        self._contested_at: dict[str, float] = {}  # by device: when last a lease had a rival there
+        self._at: float | None = None
+        self._arrivals = 0
+
+    def step(self, at: float, contenders: Mapping[str, Contender]) -> dict[str, Turn]:
+        """Return the turn of each lease from ``at`` on; one that is missing has left.
+
+        What happened since the step before is charged as that one left it.
+        """
+        if self._at is not None:
+            self._charge(at, max(0.0, at - self._at))
+        self._at = at
+        self._members = {name: m for name, m in self._members.items() if name in contenders}
+        for name, now in contenders.items():
+            self._see(self._members.setdefault(name, _Member(now, tokens_s=_bucket(now))), now, at)
+        self._advance_virtual_time()
+        members = self._members.values()
+        contested = [m for m in members if m.active and (m.now.strict or self._rivals(m))]
+        for member in contested:
+            if self._is_quiet(member, at):
+                member.forgiven_until = at + FORGIVEN_S
+        for member in contested:
+            self._contested_at |= dict.fromkeys(member.now.devices, at)
+        for member in members:
+            self._end(member, at)
+        self._begin(at)
+        return {name: self._turn(member, at) for name, member in self._members.items()}
+
+    def ahead_s(self, name: str) -> float:
+        """Return how much work, in seconds, a lease may have in flight."""
+        return _ahead_s(self._members[name].length_s)
+
+    def measured_share(self, name: str, at: float) -> float | None:
+        """Return the part of its devices' time that a lease got while it competed within the last minute.
+
+        None: it did not compete.
+        """
+        member = self._members.get(name)
+        seconds = [s for s in member.history if s.number > int(at) - MEASURED_S] if member else []
+        competed_s = sum(each.competed_s for each in seconds)
+        return min(1.0, sum(each.got_s for each in seconds) / competed_s) if competed_s > 0 else None
+
+    def _turn(self, member: _Member, at: float) -> Turn:
+        if self._is_quiet(member, at) and not member.now.strict:
+            return Turn.NONE
+        return Turn.OPEN if member.is_open else Turn.HELD
+
+    def _is_quiet(self, member: _Member, at: float) -> bool:
+        """Whether nobody competed on its devices within `LINGER_S`."""
+        return all(
+            at - self._contested_at.get(device, -LINGER_S) >= LINGER_S for device in member.now.devices
+        )
+
+    # What happened since the last step
+
+    def _charge(self, at: float, elapsed_s: float) -> None:
+        got = dict.fromkeys(self._members, 0.0)
+        for device in self._devices():
+            users = {
+                name: max(1, member.now.busy)
+                for name, member in self._members.items()
+                if device in member.now.devices and (member.is_open or member.now.busy)
+            }
+            for name, processes in users.items():
+                got[name] += elapsed_s * processes / sum(users.values())
+        for name, member in self._members.items():
+            got_s = got[name] / len(member.now.devices)
+            if member.forgiven_until is None:
+                member.virtual_s += got_s / member.now.share
+            if member.now.strict:
+                member.tokens_s += elapsed_s * member.now.share - got_s
+                member.tokens_s = min(_bucket(member.now), max(-DEBT_S, member.tokens_s))
+            if member.active and (member.now.strict or self._rivals(member)):
+                if not member.history or member.history[-1].number != int(at):
+                    member.history.append(_Second(int(at)))
+                member.history[-1].competed_s += elapsed_s
+                member.history[-1].got_s += got_s
+
+    def _see(self, member: _Member, now: Contender, at: float) -> None:
+        begins = now.computes and not member.active
+        member.now, member.active = now, now.computes
+        if member.forgiven_until is not None and (not now.busy or at >= member.forgiven_until):
+            member.forgiven_until = None
+        if not begins:
+            return
+        self._arrivals += 1
+        member.arrived = self._arrivals
+        clock = max(self._virtual_s.get(device, 0.0) for device in now.devices)
+        member.cuts = member.virtual_s < clock - SHORTEST_S / now.share
+        member.virtual_s = max(member.virtual_s, clock - CREDIT_S / now.share)
+
+    def _advance_virtual_time(self) -> None:
+        for device in self._devices():
+            times = [m.virtual_s for m in self._members.values() if m.active and device in m.now.devices]
+            if times:
+                self._virtual_s[device] = max(self._virtual_s.get(device, 0.0), min(times))
+        for member in self._members.values():
+            now_s = max(self._virtual_s.get(device, 0.0) for device in member.now.devices)
+            member.virtual_s = min(member.virtual_s, now_s + DEBT_S / member.now.share)
+
+    # Turns end
+
+    def _end(self, member: _Member, at: float) -> None:
+        if member.drains_since is not None:
+            if not member.now.busy or at - member.drains_since >= DRAIN_S - _EPSILON:
+                member.drains_since = None
+        if not member.is_open:
+            return
+        rivals = [rival for rival in self._rivals(member) if not rival.is_open]
+        if not member.active or (member.now.strict and member.tokens_s <= 0):
+            self._close(member, at)
+        elif at >= self._last_moment(member, rivals):
+            if rivals and min(map(_order, rivals)) < _order(member):
+                self._close(member, at)
+            else:
+                self._open(member, at, self._length_s(member))
+
+    def _last_moment(self, member: _Member, rivals: Iterable[_Member]) -> float:
+        if any(rival.cuts for rival in rivals):
+            return min(member.ends_at, member.opened_at + SHORTEST_S)
+        return member.ends_at - _ahead_s(member.length_s) + _EPSILON
+
+    def _close(self, member: _Member, at: float) -> None:
+        member.is_open = False
+        member.drains_since = at if member.now.busy else None
+
+    # Turns begin
+
+    def _begin(self, at: float) -> None:
+        taken = {d: m for m in self._members.values() if m.holds for d in m.now.devices}
+        kept: dict[str, float] = {}  # devices that a lease of several waits for, and until when they are free
+        for member in sorted((m for m in self._members.values() if m.active and not m.holds), key=_order):
+            if not self._may_run(member):
+                continue
+            devices = member.now.devices
+            length_s = self._length_s(member)
+            blockers = [taken[device] for device in devices if device in taken]
+            if blockers:
+                free_at = max(max(b.ends_at, at + SHORTEST_S) for b in blockers)
+                kept |= {d: max(free_at, kept.get(d, at)) for d in devices if d not in taken}
+                continue
+            length_s = min([length_s, *(kept[d] - at for d in devices if d in kept)])
+            if length_s < SHORTEST_S - _EPSILON:
+                continue
+            self._open(member, at, length_s)
+            taken |= dict.fromkeys(devices, member)
+
+    def _open(self, member: _Member, at: float, length_s: float) -> None:
+        if not member.is_open:
+            member.opened_at = at
+        member.is_open, member.cuts = True, False
+        member.length_s, member.ends_at = length_s, at + length_s
+
+    def _may_run(self, member: _Member) -> bool:
+        return not member.now.strict or member.tokens_s >= _bucket(member.now) / 2 - _EPSILON
+
+    def _length_s(self, member: _Member) -> float:
+        shares = [member.now.share, *(rival.now.share for rival in self._rivals(member))]
+        round_s = min(ROUND_S, LONGEST_S * sum(shares) / max(shares))
+        length_s = round_s * member.now.share / sum(shares)
+        return max(SHORTEST_S, min(LONGEST_S, length_s))
+
+    # Who is beside it
+
+    def _rivals(self, member: _Member) -> list[_Member]:
+        """The other leases that compute on a device of its own, as far as they may run."""
+        devices = set(member.now.devices)
+        others = (m for m in self._members.values() if m is not member and m.active)
+        return [m for m in others if devices & set(m.now.devices) and (m.holds or self._may_run(m))]
+
+    def _devices(self) -> set[str]:
+        return {device for member in self._members.values() for device in member.now.devices}
+
+
+def _bucket(now: Contender) -> float:
+    return max(SHORTEST_S, LONGEST_S * now.share)
+
+
+def _ahead_s(length_s: float) -> float:
+    return max(LEAST_AHEAD_S, AHEAD_OF_TURN * length_s)
+
+
+def _order(member: _Member) -> tuple[bool, float, int]:
+    return not member.cuts, member.virtual_s, -member.arrived

@@ -1,0 +1,393 @@
+/* Turns: launches wait while another lease has its turn, and a thread proves when nothing is left to run.
+ *
+ * The helper writes the turn into the limit page (gpushare_lease.h); gpu/turns/ring.py decides it.
+ *
+ *   - A launch waits while the turn is held, as an allocation waits while a lease moves, but wakes at once
+ *     (futex).  Where the helper writes nothing for GONE_NS, it is gone: launches go on.
+ *   - In a turn a process runs ahead of the device by `ahead_us` at most, so that the device is free soon
+ *     after the turn: a launch waits while more is in flight.  How long a launch takes is measured.
+ *   - While there are turns, one thread of this library waits again and again for all that has been
+ *     submitted: an event of the whole context (cuCtxRecordEvent, CUDA 12.5), which touches no stream, and a
+ *     wait that does not spin (CU_EVENT_BLOCKING_SYNC).  A call is counted before it reaches the driver, so
+ *     the process is settled when two looks in a row have found the same count.
+ *   - Never during a stream capture: an event of a context with one is an error, and ends the capture (CUDA
+ *     Driver API reference 13.0, cuCtxRecordEvent).  Launches of a capture run nothing, and are not held.
+ *   - cuEventSynchronize ends a process that is checkpointed (lease_client.h): the thread says in the account
+ *     that it looks, and the helper waits for it before a checkpoint.
+ *   - The looking lock alone is held across calls of the driver.  Only a thread that ends a context or
+ *     begins a capture waits for it.
+ */
+#define _GNU_SOURCE
+#include "preload_turns.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <signal.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "../hold.h"
+#include "preload_devices.h"
+#include "preload_driver.h"
+
+enum {
+    CONTEXTS = 16,
+    HELD_WAIT_NS = 20000000,     /* a wake-up may get lost */
+    REST_NS = 2000000000,
+    IDLE_NS = 10000000,          /* what only synchronises or allocates does not wake the thread */
+    BLIND_NS = 5000000,
+    AGAIN_NS = 1000000,          /* between two looks that find the same */
+    AGAIN_WHEN_HELD_NS = 200000, /* nothing begins then, but what had passed the page */
+    FULL_WAIT_NS = 5000000,
+    FULL_WAITS = 20,
+    MOST_LAUNCHES = 1024,        /* in flight: what the driver itself takes, about */
+    PAIR_NS = 10000000,          /* of launches that are shorter at least two are in flight */
+};
+#define GONE_NS ((int64_t)3000000000)
+#define CAPTURE_NS ((int64_t)10000000000) /* a longer one is forgotten by its program */
+
+typedef struct CUgraph_st *CUgraph;
+
+struct looked_at {
+    CUcontext _Atomic context;
+    CUevent event; /* NULL: not made yet */
+};
+
+static pthread_mutex_t looking = PTHREAD_MUTEX_INITIALIZER;   /* guards `contexts` while the thread looks */
+static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER; /* guards that no capture begins in a record */
+static struct looked_at contexts[CONTEXTS];
+static _Atomic uint32_t context_count;
+
+static _Atomic bool has_thread;
+static bool relaxed; /* the thread's own: its calls do not disturb captures of others */
+static _Atomic uint32_t launches, done;  /* in turns: entered, and proved to be done */
+static _Atomic uint32_t most_in_flight = 2;
+static _Atomic uint32_t looks;           /* a futex: counts looks that ended */
+static _Atomic uint32_t sleeps;          /* a futex: 1 while the thread has nothing to prove */
+static _Atomic bool is_blind;            /* the last look was not possible */
+
+static _Atomic uint32_t captures;
+static _Atomic int64_t capture_ns; /* when the last one began */
+
+/* ---- waiting ---- */
+
+static int64_t now_ns(void)
+{
+    struct timespec now;
+    clock_gettime(CLOCK_MONOTONIC, &now);
+    return (int64_t)now.tv_sec * 1000000000 + now.tv_nsec;
+}
+
+static void wait_on(const _Atomic uint32_t *word, uint32_t seen, int64_t ns, bool shared)
+{
+    struct timespec most = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+    syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, seen, &most, NULL, 0);
+}
+
+static void wake(_Atomic uint32_t *word)
+{
+    syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 0x7fffffff, NULL, NULL, 0);
+}
+
+static void sleep_ns(long ns)
+{
+    nanosleep(&(struct timespec){0, ns}, NULL);
+}
+
+/* ---- the thread ---- */
+
+static bool captures_now(void)
+{
+    return atomic_load(&captures) && now_ns() - atomic_load(&capture_ns) < CAPTURE_NS;
+}
+
+typedef CUresult set_current(CUcontext);
+typedef CUresult create_event(CUevent *, unsigned);
+typedef CUresult record_event(CUcontext, CUevent);
+typedef CUresult synchronize_event(CUevent);
+typedef CUresult exchange_mode(int *);
+
+/* Called with the two locks.  Makes an event of what is submitted to a context. */
+static bool record(struct looked_at *at, set_current *enter, create_event *create, record_event *record_in)
+{
+    enum { BLOCKING_SYNC = 1, DISABLE_TIMING = 2 };
+    if (atomic_load(&captures) || enter(at->context))
+        return false;
+    if (!at->event && create(&at->event, BLOCKING_SYNC | DISABLE_TIMING))
+        at->event = NULL;
+    return at->event && !record_in(at->context, at->event);
+}
+
+/* Waits for all that is submitted; false where that cannot be found out. */
+static bool look(void)
+{
+    static void *_Atomic kept_record, *_Atomic kept_mode;
+    record_event *record_in = (record_event *)plain_function(&kept_record, "cuCtxRecordEvent");
+    exchange_mode *exchange = (exchange_mode *)plain_function(&kept_mode, "cuThreadExchangeStreamCaptureMode");
+    set_current *enter = (set_current *)real_of(HOOK_cuCtxSetCurrent);
+    create_event *create = (create_event *)real_of(HOOK_cuEventCreate);
+    synchronize_event *synchronize = (synchronize_event *)real_of(HOOK_cuEventSynchronize);
+    int mode = 2; /* relaxed */
+    if (!record_in || !enter || !create || !synchronize || !exchange)
+        return false;
+    if (!relaxed)
+        relaxed = !exchange(&mode);
+    HOLD(&looking);
+    uint32_t count = atomic_load(&context_count);
+    bool all = relaxed && count;
+    pthread_mutex_lock(&recording);
+    for (uint32_t i = 0; all && i < count; i++)
+        all = record(&contexts[i], enter, create, record_in);
+    pthread_mutex_unlock(&recording);
+    for (uint32_t i = 0; all && i < count; i++)
+        all = !enter(contexts[i].context) && !synchronize(contexts[i].event);
+    enter(NULL);
+    return all;
+}
+
+/* One look, if the lease runs; the helper checkpoints nothing meanwhile. */
+static bool look_safely(struct gpushare_slot *slot, const struct gpushare_limit_page *page)
+{
+    atomic_store(&slot->looking, 1);
+    uint32_t phase = atomic_load(&page->phase);
+    bool all = (phase == GPUSHARE_RUNNING || phase == GPUSHARE_PAUSED) && atomic_load(&page->turn) && look();
+    atomic_store(&slot->looking, 0);
+    return all;
+}
+
+/* What a launch takes, by those that a look has covered: how many fit into `ahead_us`. */
+static void pace(const struct gpushare_limit_page *page, uint32_t count, int64_t took_ns)
+{
+    static int64_t launch_ns; /* the thread's own */
+    if (!count)
+        return;
+    int64_t found_ns = took_ns / count + 1;
+    launch_ns = launch_ns ? (launch_ns + found_ns) / 2 : found_ns;
+    int64_t fit = (int64_t)atomic_load(&page->ahead_us) * 1000 / launch_ns, least = launch_ns < PAIR_NS ? 2 : 1;
+    fit = fit < least ? least : fit;
+    atomic_store(&most_in_flight, (uint32_t)(fit > MOST_LAUNCHES ? MOST_LAUNCHES : fit));
+}
+
+static void *keep_looking(void *unused)
+{
+    int64_t looked_ns = 0; /* when the last look ended, with more to run behind it */
+    uint64_t found = 0;    /* the count that it was for */
+    (void)unused;
+    for (;;) {
+        const struct gpushare_limit_page *page = lease_page();
+        struct gpushare_slot *slot = page ? lease_slot() : NULL;
+        uint32_t turn = page ? atomic_load(&page->turn) : GPUSHARE_NO_TURNS;
+        if (!slot || !turn) {
+            if (page)
+                wait_on(&page->turn, turn, REST_NS, true);
+            else
+                nanosleep(&(struct timespec){REST_NS / 1000000000, 0}, NULL);
+            continue;
+        }
+        uint64_t work = atomic_load(&slot->work);
+        if (work == atomic_load(&slot->settled)) {
+            atomic_store(&sleeps, 1);
+            if (work == atomic_load(&slot->work))
+                wait_on(&sleeps, 1, IDLE_NS, false);
+            atomic_store(&sleeps, 0);
+            looked_ns = 0;
+            if (work == atomic_load(&slot->work))
+                continue;
+        }
+        work = atomic_load(&slot->work);
+        uint32_t entered = atomic_load(&launches);
+        int64_t began_ns = looked_ns ? looked_ns : now_ns();
+        bool all = look_safely(slot, page);
+        atomic_store(&is_blind, !all);
+        looked_ns = now_ns();
+        if (all) {
+            pace(page, entered - atomic_load(&done), looked_ns - began_ns);
+            atomic_store(&done, entered);
+        }
+        atomic_fetch_add(&looks, 1);
+        wake(&looks);
+        if (all && work == found && work == atomic_load(&slot->work))
+            atomic_store(&slot->settled, work);
+        else if (!all || work == atomic_load(&slot->work))
+            sleep_ns(!all ? BLIND_NS : turn & GPUSHARE_HELD ? AGAIN_WHEN_HELD_NS : AGAIN_NS);
+        found = all ? work : 0;
+    }
+    return NULL;
+}
+
+static void start_thread(void)
+{
+    sigset_t every, before;
+    pthread_t thread;
+    if (atomic_exchange(&has_thread, true))
+        return;
+    sigfillset(&every);
+    pthread_sigmask(SIG_BLOCK, &every, &before); /* a signal is for the program's own threads */
+    if (pthread_create(&thread, NULL, keep_looking, NULL))
+        atomic_store(&has_thread, false);
+    else
+        pthread_detach(thread);
+    pthread_sigmask(SIG_SETMASK, &before, NULL);
+}
+
+/* ---- launches ---- */
+
+/* Waits while more is in flight than fits; not for long where that cannot be found out. */
+static void wait_for_device(void)
+{
+    for (int waits = 0; waits < FULL_WAITS && !atomic_load(&is_blind); waits++) {
+        uint32_t seen = atomic_load(&looks);
+        if (atomic_load(&launches) - atomic_load(&done) < atomic_load(&most_in_flight))
+            return;
+        wait_on(&looks, seen, FULL_WAIT_NS, false);
+    }
+}
+
+static void wait_for_turn(void)
+{
+    uint32_t held = GPUSHARE_NO_TURNS;
+    int64_t since_ns = 0;
+    bool has_room = false;
+    start_thread();
+    turns_note(current_context());
+    for (;;) {
+        const struct gpushare_limit_page *page = lease_page();
+        uint32_t turn = page ? atomic_load(&page->turn) : GPUSHARE_NO_TURNS;
+        if (!turn || captures_now())
+            break;
+        if (turn & GPUSHARE_HELD) {
+            struct gpushare_slot *slot = lease_slot();
+            if (turn != held) {
+                held = turn;
+                since_ns = now_ns();
+            } else if (now_ns() - since_ns > GONE_NS) {
+                break;
+            }
+            if (slot)
+                atomic_fetch_add(&slot->waiting, 1);
+            wait_on(&page->turn, turn, HELD_WAIT_NS, true);
+            if (slot)
+                atomic_fetch_sub(&slot->waiting, 1);
+        } else if (has_room) {
+            break;
+        } else {
+            wait_for_device();
+            has_room = true; /* if it is its turn still */
+        }
+        lease_wait_to_run();
+    }
+    atomic_fetch_add(&launches, 1);
+    if (atomic_exchange(&sleeps, 0))
+        wake(&sleeps);
+}
+
+void enter_launch(void)
+{
+    lease_enter(LEASE_WORK);
+    if (atomic_load(gpushare_turn()) != GPUSHARE_NO_TURNS)
+        wait_for_turn();
+}
+
+/* ---- contexts ---- */
+
+void turns_note(CUcontext context)
+{
+    const struct gpushare_limit_page *page = lease_is_set() && context ? lease_page() : NULL;
+    if (!page || !atomic_load_explicit(&page->ahead_us, memory_order_relaxed))
+        return;
+    uint32_t count = atomic_load(&context_count);
+    for (uint32_t i = 0; i < count; i++)
+        if (contexts[i].context == context)
+            return;
+    start_thread();
+    HOLD(&looking);
+    count = atomic_load(&context_count);
+    for (uint32_t i = 0; i < count; i++)
+        if (contexts[i].context == context)
+            return;
+    if (count == CONTEXTS)
+        return;
+    atomic_store(&contexts[count].context, context);
+    contexts[count].event = NULL;
+    atomic_store(&context_count, count + 1);
+}
+
+void turns_forget_contexts(void)
+{
+    if (!atomic_load(&context_count))
+        return;
+    typedef CUresult destroy_event(CUevent);
+    destroy_event *destroy = (destroy_event *)real_of(HOOK_cuEventDestroy_v2);
+    HOLD(&looking);
+    uint32_t count = atomic_exchange(&context_count, 0);
+    for (uint32_t i = 0; i < count; i++)
+        if (contexts[i].event && destroy)
+            destroy(contexts[i].event);
+}
+
+void turns_in_child(void)
+{
+    pthread_mutex_init(&looking, NULL);
+    pthread_mutex_init(&recording, NULL);
+    atomic_store(&context_count, 0);
+    atomic_store(&has_thread, false);
+    relaxed = false;
+    atomic_store(&captures, 0);
+    atomic_store(&launches, 0);
+    atomic_store(&done, 0);
+    atomic_store(&sleeps, 0);
+}
+
+/* ---- captures ---- */
+
+static void begin_capture(void)
+{
+    if (!lease_is_set())
+        return;
+    HOLD(&recording);
+    atomic_store(&capture_ns, now_ns());
+    atomic_fetch_add(&captures, 1);
+}
+
+static CUresult end_capture(CUresult result, bool ends)
+{
+    uint32_t left = atomic_load(&captures);
+    while (ends && left && !atomic_compare_exchange_weak(&captures, &left, left - 1))
+        ;
+    return result;
+}
+
+#define BEGINS_CAPTURE(name, parameters, arguments)   \
+    API CUresult name parameters                      \
+    {                                                 \
+        lease_enter(LEASE_CALLS);                     \
+        FIND_REAL(name);                              \
+        begin_capture();                              \
+        CUresult result = real arguments;             \
+        return end_capture(result, result != 0);      \
+    }
+/* An invalidated capture is over too; its stream had one, so the error is one of captures (900 to 908). */
+#define ENDS_CAPTURE(name, parameters, arguments)                                 \
+    API CUresult name parameters                                                  \
+    {                                                                             \
+        lease_enter(LEASE_CALLS);                                                 \
+        FIND_REAL(name);                                                          \
+        CUresult result = real arguments;                                         \
+        return end_capture(result, !result || (result >= 900 && result <= 908));  \
+    }
+#define FOR_BOTH_STREAMS(macro, name, parameters, arguments) \
+    macro(name, parameters, arguments)                       \
+    macro(name##_ptsz, parameters, arguments)
+
+FOR_BOTH_STREAMS(BEGINS_CAPTURE, cuStreamBeginCapture, (CUstream stream), (stream))
+FOR_BOTH_STREAMS(BEGINS_CAPTURE, cuStreamBeginCapture_v2, (CUstream stream, int mode), (stream, mode))
+FOR_BOTH_STREAMS(BEGINS_CAPTURE, cuStreamBeginCaptureToCig, (CUstream stream, void *parameters), (stream, parameters))
+FOR_BOTH_STREAMS(BEGINS_CAPTURE, cuStreamBeginCaptureToGraph,
+                 (CUstream stream, CUgraph graph, const void *dependencies, const void *edges, size_t count, int mode),
+                 (stream, graph, dependencies, edges, count, mode))
+FOR_BOTH_STREAMS(BEGINS_CAPTURE, cuStreamBeginRecaptureToGraph,
+                 (CUstream stream, int mode, CUgraph graph, void *callback, void *data),
+                 (stream, mode, graph, callback, data))
+FOR_BOTH_STREAMS(ENDS_CAPTURE, cuStreamEndCapture, (CUstream stream, CUgraph *graph), (stream, graph))
+FOR_BOTH_STREAMS(ENDS_CAPTURE, cuStreamEndCaptureToCig, (CUstream stream), (stream))

@@ -1,0 +1,157 @@
+"""A machine in virtual time for tests of turns: devices, programs that launch kernels, and the library.
+
+Devices divide their time equally between the processes with work, as the driver does.  The library
+holds launches out of turn, bounds what is in flight, and proves that a process is done `PROOF_S` after
+its last kernel.  Nothing here sleeps.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from jupyter_gpushare.gpu.turns.ring import Contender, Turn, TurnRing
+
+PROOF_S = 0.001
+QUEUE_S = 1.0  # what the driver takes without turns: some thousand launches
+
+
+@dataclass
+class Program:
+    """One process: launches kernels of a length, by a pattern of its own."""
+
+    kernel_s: float
+    wants: Callable[[float], bool] = lambda at: True  # whether it launches at a moment
+    proves: bool = True  # the library's thread answers
+    queue: deque[float] = field(default_factory=deque)
+    done: int = 0
+    served_s: float = 0.0
+    free_at: float = 0.0  # since when it has nothing on the device
+    waits: bool = False
+
+    @property
+    def in_flight_s(self) -> float:
+        return sum(self.queue)
+
+    def launch(self, at: float, turn: Turn, ahead_s: float) -> None:
+        wants = self.wants(at)
+        self.waits = wants and turn is Turn.HELD
+        if not wants or turn is Turn.HELD:
+            return
+        most_s = QUEUE_S if turn is Turn.NONE else ahead_s
+        while self.in_flight_s < most_s and (not self.queue or self.in_flight_s + self.kernel_s <= most_s):
+            self.queue.append(self.kernel_s)
+
+    def run(self, at: float, served_s: float) -> float:
+        """Compute for so long at most; returns how long."""
+        left = served_s
+        while self.queue and left > 0:
+            part = min(left, self.queue[0])
+            self.queue[0] -= part
+            left -= part
+            if self.queue[0] <= 1e-12:
+                self.queue.popleft()
+                self.done += 1
+        self.served_s += served_s - left
+        if not self.queue:
+            self.free_at = at
+        return served_s - left
+
+    def is_busy(self, at: float) -> bool:
+        return not self.proves or bool(self.queue) or (self.done > 0 and at - self.free_at < PROOF_S)
+
+
+@dataclass
+class Lease:
+    """A lease with its programs, on some devices."""
+
+    share: float
+    programs: list[Program]
+    devices: tuple[str, ...] = ("GPU-0",)
+    strict: bool = False
+    asleep: bool = False
+    turns: int = 0
+    waited_s: float = 0.0  # the longest wait for a turn
+    waits_since: float | None = None
+
+    @property
+    def served_s(self) -> float:
+        return sum(program.served_s for program in self.programs)
+
+
+class TurnMachine:
+    """Runs leases on devices, in steps of ``tick_s``."""
+
+    def __init__(self, leases: dict[str, Lease], tick_s: float = 0.001, seed: int = 1) -> None:
+        self.leases = leases
+        self.ring = TurnRing()
+        self.at = 0.0
+        self.tick_s = tick_s
+        self.busy_s = 0.0  # of all devices together
+        self.turn: dict[str, Turn] = {}
+        self._random = random.Random(seed)
+        self._look_at = 0.0
+
+    def run(self, until: Callable[[], bool] | float) -> None:
+        end = until if isinstance(until, float) else None
+        while not (self.at >= end if end is not None else until()):
+            self.tick()
+
+    def tick(self) -> None:
+        if self.at >= self._look_at:
+            self._look()
+            # The helper's thread wakes late now and then.
+            late = self._random.random()
+            self._look_at = self.at + (0.005 if late > 0.99 else 0.001)
+        for name, lease in self.leases.items():
+            for program in lease.programs:
+                ahead_s = self.ring.ahead_s(name) if name in self.turn else 0.0
+                if not lease.asleep:
+                    program.launch(self.at, self.turn.get(name, Turn.NONE), ahead_s)
+            self._measure_wait(lease)
+        self._serve()
+        self.at += self.tick_s
+
+    def _serve(self) -> None:
+        devices = {device for lease in self.leases.values() for device in lease.devices}
+        for device in devices:
+            left_s = self.tick_s
+            # What one leaves of the tick the others get.
+            for _ in range(3):
+                users = [
+                    p
+                    for lease in self.leases.values()
+                    if device in lease.devices
+                    for p in lease.programs
+                    if p.queue
+                ]
+                if not users or left_s < 1e-9:
+                    break
+                used_s = sum(p.run(self.at + self.tick_s, left_s / len(users)) for p in users)
+                left_s -= used_s
+            self.busy_s += self.tick_s - left_s
+
+    def _look(self) -> None:
+        seen = {
+            name: Contender(
+                devices=lease.devices,
+                share=lease.share,
+                strict=lease.strict,
+                busy=sum(program.is_busy(self.at) for program in lease.programs),
+                waits=any(program.waits for program in lease.programs),
+            )
+            for name, lease in self.leases.items()
+            if not lease.asleep
+        }
+        before, self.turn = self.turn, self.ring.step(self.at, seen)
+        for name, turn in self.turn.items():
+            self.leases[name].turns += turn is Turn.OPEN and before.get(name) is not Turn.OPEN
+
+    def _measure_wait(self, lease: Lease) -> None:
+        if not any(program.waits for program in lease.programs):
+            lease.waits_since = None
+            return
+        lease.waits_since = self.at if lease.waits_since is None else lease.waits_since
+        lease.waited_s = max(lease.waited_s, self.at - lease.waits_since)
