@@ -43,7 +43,8 @@ int main(void) {
   P("LIMIT_MAGIC", GPUSHARE_LIMIT_MAGIC); P("ACCOUNT_MAGIC", GPUSHARE_ACCOUNT_MAGIC);
   P("LIMIT_BYTES", sizeof(struct gpushare_limit_page)); P("ACCOUNT_BYTES", sizeof(struct gpushare_account));
   P("COUNT_AT", offsetof(struct gpushare_limit_page, device_count));
-  P("PHASE_AT", offsetof(struct gpushare_limit_page, phase)); P("TURN_AT", offsetof(struct gpushare_limit_page, turn));
+  P("PHASE_AT", offsetof(struct gpushare_limit_page, phase));
+  P("TURN_AT", offsetof(struct gpushare_limit_page, turn));
   P("AHEAD_AT", offsetof(struct gpushare_limit_page, ahead_us)); P("HELD", GPUSHARE_HELD);
   P("NO_TURNS", GPUSHARE_NO_TURNS);
   P("LIMIT_HEAD", offsetof(struct gpushare_limit_page, device));

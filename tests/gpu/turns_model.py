@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.gpu.turns.ring import Contender, Turn, TurnRing
+from jupyter_gpushare.gpu.turns.turns import REST_S
 
 PROOF_S = 0.001
 QUEUE_S = 1.0  # what the driver takes without turns: some thousand launches
@@ -29,6 +30,7 @@ class Program:
     done: int = 0
     served_s: float = 0.0
     free_at: float = 0.0  # since when it has nothing on the device
+    launched_at: float = 0.0
     waits: bool = False
 
     @property
@@ -43,6 +45,7 @@ class Program:
         most_s = QUEUE_S if turn is Turn.NONE else ahead_s
         while self.in_flight_s < most_s and (not self.queue or self.in_flight_s + self.kernel_s <= most_s):
             self.queue.append(self.kernel_s)
+            self.launched_at = at
 
     def run(self, at: float, served_s: float) -> float:
         """Compute for so long at most; returns how long."""
@@ -60,7 +63,9 @@ class Program:
         return served_s - left
 
     def is_busy(self, at: float) -> bool:
-        return not self.proves or bool(self.queue) or (self.done > 0 and at - self.free_at < PROOF_S)
+        if not self.proves:
+            return self.launched_at > 0 and at - self.launched_at < REST_S
+        return bool(self.queue) or (self.done > 0 and at - self.free_at < PROOF_S)
 
 
 @dataclass
@@ -79,6 +84,10 @@ class Lease:
     @property
     def served_s(self) -> float:
         return sum(program.served_s for program in self.programs)
+
+    @property
+    def done(self) -> int:
+        return sum(program.done for program in self.programs)
 
 
 class TurnMachine:
@@ -146,11 +155,14 @@ class TurnMachine:
             if not lease.asleep
         }
         before, self.turn = self.turn, self.ring.step(self.at, seen)
+        for device in {device for lease in self.leases.values() for device in lease.devices}:
+            open_ = [n for n, t in self.turn.items() if t is Turn.OPEN and device in self.leases[n].devices]
+            assert len(open_) <= 1, f"turns of {open_} at once on {device}"
         for name, turn in self.turn.items():
             self.leases[name].turns += turn is Turn.OPEN and before.get(name) is not Turn.OPEN
 
     def _measure_wait(self, lease: Lease) -> None:
-        if not any(program.waits for program in lease.programs):
+        if not any(p.waits and not p.queue for p in lease.programs) or any(p.queue for p in lease.programs):
             lease.waits_since = None
             return
         lease.waits_since = self.at if lease.waits_since is None else lease.waits_since

@@ -34,6 +34,7 @@ from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from types import MappingProxyType
+from typing import NamedTuple
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import InvalidRequest
@@ -128,6 +129,16 @@ class Slot:
     settled: bool  # nothing of it is left on a device
     waiting: int  # threads that wait for a turn
     looking: bool  # the library's own thread is in the driver
+
+
+class TurnSlot(NamedTuple):
+    """What decides about turns in the entry of one process."""
+
+    key: Key  # as this process names it
+    work: int
+    settled: int
+    waiting: int
+    looking: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,6 +270,7 @@ class LeaseDirectory:
         self._limit = self.path / LIMIT_NAME
         self._account = self.path / ACCOUNT_NAME
         self._account_fd = -1
+        self._turn_bytes = SLOT.size * SLOTS  # of the account that `turn_slots` reads
         self._page: mmap.mmap | None = None  # the limit page, for the address of the turn alone
         # Keys of the account of processes that know themselves by another pid than this process does.
         self._host_keys: dict[Key, Key] = {}
@@ -272,9 +284,11 @@ class LeaseDirectory:
         phase: PagePhase,
         contexts: Mapping[str, int] = MappingProxyType({}),
         names: Iterable[str] = (),
+        ahead_us: int = 0,
     ) -> None:
         """Create the directory with a limit page and an account owned by ``uid``.
 
+        ``ahead_us`` is above 0 where its processes may get turns.
         ``contexts`` are bytes by device that are charged from the start; ``names`` the UUIDs by which
         processes of the lease know its devices, in their order (default: their own).
 
@@ -288,7 +302,7 @@ class LeaseDirectory:
         self.path.chmod(0o755)
         page = bytearray(LIMIT_BYTES)
         mig = sum(1 << index for index, uuid in enumerate(limits) if uuid.startswith("MIG-"))
-        LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), mig, 0, phase, NO_TURNS)
+        LIMIT_HEAD.pack_into(page, 0, LIMIT_MAGIC, VERSION, len(limits), mig, ahead_us, phase, NO_TURNS)
         for index, (uuid, name) in enumerate(zip(limits, tuple(names) or limits, strict=True)):
             at = LIMIT_HEAD.size + index * LIMIT_DEVICE.size
             values = uuid_bytes(uuid), limits[uuid], contexts.get(uuid, 0), uuid_bytes(name)
@@ -321,7 +335,7 @@ class LeaseDirectory:
             self._wake()
 
     def set_turn(self, turn: int, ahead_us: int) -> None:
-        """Write the turn of the lease, and how many microseconds of work may be in flight in it; wake who waits.
+        """Write the turn of the lease, and the microseconds of work that may be in flight; wake who waits.
 
         Raises:
             OSError: the page is missing.
@@ -377,6 +391,27 @@ class LeaseDirectory:
                 return os.pread(self._account_fd, ACCOUNT_BYTES, 0)
             except OSError:
                 return b""
+
+    def turn_slots(self) -> list[TurnSlot]:
+        """Return the entries of the account as last looked up, also of processes that have ended.
+
+        It is read a thousand times a second: as many entries as were in use, and some more.
+        """
+        with self._guard:
+            if self._account_fd < 0:
+                return []
+            try:
+                raw = os.pread(self._account_fd, self._turn_bytes, ACCOUNT_HEAD.size)
+            except OSError:
+                return []
+        found, used, names = [], 0, self._host_keys
+        whole = raw[: len(raw) - len(raw) % SLOT.size]
+        for index, (pid, _, ticks, work, _, _, *turns) in enumerate(SLOT.iter_unpack(whole)):
+            if pid > 0:
+                used = index + 1
+                found.append(TurnSlot(names.get((pid, ticks), (pid, ticks)), work, *turns))
+        self._turn_bytes = SLOT.size * min(SLOTS, 2 * used + 8)
+        return found
 
     def reopen(self) -> None:
         """Open the account again: its user may have replaced it."""

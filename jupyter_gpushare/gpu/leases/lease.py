@@ -21,7 +21,7 @@ from types import MappingProxyType
 from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, AccountFile, Counters, LeaseDirectory, PagePhase
 from jupyter_gpushare.gpu.leases.journal import JournalRecord, Leftover, Parked
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
-from jupyter_gpushare.protocol.helper import Phase
+from jupyter_gpushare.protocol.helper import ComputeShare, Phase
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +45,9 @@ PAGE = MappingProxyType(
         Phase.LOST: PagePhase.RUNNING,
     }
 )
+
+# What a process may have in flight in its first turn; the turns say it from then on.
+AHEAD_US = 20_000
 
 BACKOFF_S = 60.0
 MAX_BACKOFF_S = 3600.0
@@ -125,6 +128,11 @@ class HelperLease:
     def limits(self) -> dict[str, int]:
         """Bytes by device that it may hold."""
         return self.asked.limits
+
+    @property
+    def ahead_us(self) -> int:
+        """Microseconds of work that a process may have in flight before its first turn; 0: it gets none."""
+        return 0 if self.asked.compute_share is ComputeShare.OFF else AHEAD_US
 
     @property
     def saved_bytes(self) -> dict[str, int]:
@@ -256,7 +264,8 @@ class HelperLease:
             OSError: it cannot be written.
         """
         self.contexts = dict(contexts)
-        self.files.create(self.asked.uid, self.limits, PAGE[self.phase], contexts, self.names)
+        phase = PAGE[self.phase]
+        self.files.create(self.asked.uid, self.limits, phase, contexts, self.names, self.ahead_us)
 
     def block(self, key: Key, reason: str) -> None:
         """Keep a process from being suspended for a while, twice as long each time it fails again."""
@@ -282,7 +291,7 @@ class HelperLease:
                 self._write_page()
 
     def take_turn(self, turn: int, ahead_us: int) -> bool:
-        """Write its turn, and how many microseconds of work may be in flight in it, if its processes run.
+        """Write its turn, and the microseconds of work that may be in flight in it, if its processes run.
 
         False: they do not, or the limit page is missing.
         """

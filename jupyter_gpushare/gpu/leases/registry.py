@@ -93,6 +93,8 @@ def check_limits(request: SetLimit, gpus: Iterable[DriverGpu]) -> None:
         uuid_bytes(uuid)
         if not 0 < limit_bytes <= memory[uuid]:
             raise InvalidRequest(f"a limit on {uuid} is 1 to {memory[uuid]} bytes, not {limit_bytes}")
+    if not 0 < request.share <= 1:
+        raise InvalidRequest(f"a share of compute time is above 0 and at most 1, not {request.share}")
     for uuid, soft_bytes in request.guaranteed.items():
         if not 0 <= soft_bytes <= request.limits.get(uuid, -1):
             raise InvalidRequest(f"guaranteed on {uuid[:80]!r} is 0 to its limit, not {soft_bytes}")

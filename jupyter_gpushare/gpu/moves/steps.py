@@ -29,7 +29,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 
@@ -57,6 +57,7 @@ NOT_MOVED = "the driver did not move it to the other device"
 COPY_FLOOR_S = 30.0
 COPY_BYTES_PER_S = 500_000_000
 RETRIES = 3
+LOOK_POLL_S = 0.001
 # Bytes used on a device that no process explains may vary by this much while others allocate.
 UNEXPLAINED_BYTES = 256 << 20
 
@@ -160,6 +161,20 @@ class ProcessMoves:
                     reason = f"the driver does not say how much memory process {key[0]} holds"
                     lease.block(key, reason)
                     raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
+
+    def wait_for_looks(self, lease: HelperLease, keys: Collection[Key], timeout_s: float) -> bool:
+        """Return whether the library's thread in these processes leaves the driver in time.
+
+        It waits there for work to complete while leases take turns, and the driver would end a process that
+        does so when it is checkpointed (`native/preload/preload_turns.c`).  Once the phase is written it does
+        not begin again.
+        """
+        deadline = time.monotonic() + timeout_s
+        while any(slot.looking and slot.key in keys for slot in lease.files.turn_slots()):
+            if time.monotonic() >= deadline:
+                return False
+            time.sleep(LOOK_POLL_S)
+        return True
 
     def lock_all(self, lease: HelperLease, keys: Iterable[Key], deadline: float) -> None:
         """RUNNING -> LOCKED for every process, as `lock`; after a refusal the rest leaves the move.

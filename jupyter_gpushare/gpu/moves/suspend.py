@@ -35,7 +35,7 @@ from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
 from jupyter_gpushare.gpu.driver.known import note_of
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import AccountFile, counters_of, words_of
+from jupyter_gpushare.gpu.leases.files import NO_TURNS, AccountFile, counters_of, words_of
 from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key, added, parked_of
 from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader, shares_memory_of_nccl
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
@@ -119,6 +119,10 @@ class SuspendBlockers:
 ROUNDS = 3
 # How long a suspension waits for what lies in the memory of its processes.
 SHARING_WAIT_S = 1.0
+# How long the library's own thread is waited for (`ProcessMoves.wait_for_looks`): it may wait for a kernel,
+# which Lock does too, and is done soon after that.
+LOOK_BEFORE_S = 0.2
+LOOK_S = 1.0
 IN_HOST_MEMORY = (Phase.SUSPENDED, Phase.RESUMING)
 LOST = "its GPU memory could not be brought back: restart the kernel or job"
 UNFINISHED = "the driver has not finished an earlier move of this lease"
@@ -205,6 +209,7 @@ class Mover:
             lease.unconfirmed = True
             self.save_again(lease)
         lease.files.set_phase(PAGE[lease.phase])
+        lease.take_turn(NO_TURNS, lease.ahead_us)
         log.info("lease=%s adopted phase=%s processes=%d", lease.name, lease.phase, len(lease.processes))
 
     def settle(self, lease: HelperLease) -> None:
@@ -331,7 +336,10 @@ class Mover:
                 # Forced: taken before Lock.  Better one wake-up too many than a call that is missed.
                 lease.baseline = counters_of(account)
             self._processes.save(lease)
+            self._processes.wait_for_looks(lease, found, LOOK_BEFORE_S)
             self._processes.lock_all(lease, found, deadline)
+            if not self._processes.wait_for_looks(lease, found, LOOK_S):
+                raise MoveRefused(Refusal.BUSY, "locking the processes of the lease took too long")
             # Locked processes allocate no more: these are the bytes to be restored.
             held = self._processes.on_devices(lease)
             account = lease.files.account()

@@ -51,6 +51,7 @@ from jupyter_gpushare.gpu.service.requests import Requests
 from jupyter_gpushare.gpu.service.sampler import Sampler
 from jupyter_gpushare.gpu.service.server import Server
 from jupyter_gpushare.gpu.service.tcp import TcpServer
+from jupyter_gpushare.gpu.turns.turns import Turns
 from jupyter_gpushare.native import install_preload
 from jupyter_gpushare.procfs import boot_id
 
@@ -112,8 +113,16 @@ class Helper:
             options.unleased, machine.processes, machine.events, state.holders, own_pids
         )
         watchdog = Watchdog(options.watchdog, machine.processes, machine.events, unleased)
+        self._turns = Turns(self._registry, self._devices)
         self._sampler = Sampler(
-            machine, self._registry, self._devices, self._mover, self._health, watchdog, options.sample_s
+            machine,
+            self._registry,
+            self._devices,
+            self._mover,
+            self._health,
+            watchdog,
+            self._turns,
+            options.sample_s,
         )
         self._self_tests.load()
         self._registry.adopt()
@@ -148,6 +157,7 @@ class Helper:
             self._health.run,
             self._wake_detector.run,
             self._unattended_resumes.run,
+            self._turns.run,
             self._server.run,
             self._self_tests.run,
             *([self._tcp.run] if self._tcp else ()),

@@ -139,7 +139,8 @@ class TurnRing:
 
     def ahead_s(self, name: str) -> float:
         """Return how much work, in seconds, a lease may have in flight."""
-        return _ahead_s(self._members[name].length_s)
+        member = self._members.get(name)
+        return _ahead_s(member.length_s if member else LONGEST_S)
 
     def measured_share(self, name: str, at: float) -> float | None:
         """Return the part of its devices' time that a lease got while it competed within the last minute.
@@ -212,19 +213,21 @@ class TurnRing:
     # Turns end
 
     def _end(self, member: _Member, at: float) -> None:
-        if member.drains_since is not None:
-            if not member.now.busy or at - member.drains_since >= DRAIN_S - _EPSILON:
-                member.drains_since = None
+        drains_s = 0.0 if member.drains_since is None else at - member.drains_since
+        if not member.now.busy or drains_s >= DRAIN_S - _EPSILON:
+            member.drains_since = None
         if not member.is_open:
             return
         rivals = [rival for rival in self._rivals(member) if not rival.is_open]
         if not member.active or (member.now.strict and member.tokens_s <= 0):
             self._close(member, at)
         elif at >= self._last_moment(member, rivals):
-            if rivals and min(map(_order, rivals)) < _order(member):
+            length_s = self._length_s(member)
+            is_longest = at + length_s - member.opened_at > LONGEST_S + _EPSILON
+            if rivals and (is_longest or min(map(_order, rivals)) < _order(member)):
                 self._close(member, at)
             else:
-                self._open(member, at, self._length_s(member))
+                self._open(member, at, length_s)
 
     def _last_moment(self, member: _Member, rivals: Iterable[_Member]) -> float:
         if any(rival.cuts for rival in rivals):

@@ -67,6 +67,8 @@ static _Atomic uint32_t looks;           /* a futex: counts looks that ended */
 static _Atomic uint32_t sleeps;          /* a futex: 1 while the thread has nothing to prove */
 static _Atomic bool is_blind;            /* the last look was not possible */
 
+static _Atomic uint32_t abandoned; /* a turn that was held for so long that its helper is gone */
+
 static _Atomic uint32_t captures;
 static _Atomic int64_t capture_ns; /* when the last one began */
 
@@ -262,8 +264,10 @@ static void wait_for_turn(void)
                 held = turn;
                 since_ns = now_ns();
             } else if (now_ns() - since_ns > GONE_NS) {
-                break;
+                atomic_store(&abandoned, turn);
             }
+            if (turn == atomic_load(&abandoned))
+                break;
             if (slot)
                 atomic_fetch_add(&slot->waiting, 1);
             wait_on(&page->turn, turn, HELD_WAIT_NS, true);

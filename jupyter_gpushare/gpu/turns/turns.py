@@ -1,0 +1,183 @@
+"""Open and close the turns of leases, in one thread.
+
+The thread reads from each account what the processes of a lease do, lets `TurnRing` decide, and
+writes each lease's turn into its limit page (`gpushare_lease.h`).  It looks every `CONTESTED_POLL_S` while
+leases take turns, and rarely otherwise.  It asks the driver nothing, and waits for nobody.
+
+An account is written by its lease's owner.  What it says decides about time that the lease is charged
+for, and a lease that lies is as one whose program goes around the library.
+
+* A process computes while it is not settled: its last look found something left to run, or a call was
+  counted since.  The library proves that only while there are turns.  So a process that is not looking, and
+  has counted nothing for `REST_S`, does not compute.
+* A lease that is suspended, moved or dropped has no turns from the moment of that change
+  (`HelperLease.enter`).
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.files import HELD, NO_TURNS, Key
+from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.turns.ring import Contender, Turn, TurnRing
+from jupyter_gpushare.protocol.helper import ComputeShare, Level, Phase
+
+log = logging.getLogger(__name__)
+
+CONTESTED_POLL_S = 0.001
+POLL_S = 0.02  # while several leases on a device may compute
+IDLE_POLL_S = 0.2
+REST_S = 0.2
+# A held lease gets a new word so often: the library goes on after 3 s without one.
+RENEW_S = 1.0
+# A process of which the sampler has not heard yet counts for so long.
+NEW_S = 2.0
+_NUMBERS = 1 << 30
+
+NO_LIBRARY = "its device has no library that could hold calls"
+OUTSIDE = "a process of it runs without the library that holds calls"
+
+
+@dataclass(slots=True)
+class _Seen:
+    """A process of a lease, as its account showed it."""
+
+    since: float
+    work: int = -1
+    worked_at: float = 0.0
+    lived: bool = False  # the sampler has seen it
+
+
+@dataclass(slots=True)
+class _Lease:
+    """What is kept about a lease while it may have turns."""
+
+    lease: HelperLease
+    seen: dict[Key, _Seen] = field(default_factory=dict)
+    turn: Turn | None = None
+    number: int = field(
+        default_factory=lambda: int(1000 * time.monotonic())
+    )  # none that a helper before wrote
+    written_at: float = 0.0
+
+
+class Turns:
+    """The turns of all leases of this machine."""
+
+    def __init__(self, registry: LeaseRegistry, devices: DeviceStates) -> None:
+        self._registry = registry
+        self._devices = devices
+        self._ring = TurnRing()
+        self._guard = threading.Lock()  # the ring, for `measured_share`
+        self._leases: dict[str, _Lease] = {}
+
+    # For other threads
+
+    def in_force(self, lease: HelperLease) -> tuple[ComputeShare, str]:
+        """Return how a lease shares time now, and why not as it was asked for ("": it does)."""
+        asked = lease.asked.compute_share
+        if asked is ComputeShare.OFF:
+            return asked, ""
+        if not all(self._devices.offers(uuid, Level.PRELOAD) for uuid in lease.limits):
+            return ComputeShare.OFF, NO_LIBRARY
+        slots = lease.account.slots if lease.account else {}
+        if any(key not in slots for key in lease.held):
+            return ComputeShare.OFF, OUTSIDE
+        return asked, ""
+
+    def measured_share(self, lease: HelperLease) -> float:
+        """Return `LeaseSample.measured_share` of a lease."""
+        with self._guard:
+            measured = self._ring.measured_share(lease.name, time.monotonic())
+        return -1.0 if measured is None else round(measured, 4)
+
+    # The thread
+
+    def run(self) -> None:
+        """Keep the turns for ever."""
+        while True:
+            pause_s = IDLE_POLL_S
+            try:
+                pause_s = self.look(time.monotonic())
+            except Exception:  # the outermost loop: a held lease goes on after 3 s, but unfairly
+                log.exception("the turns of leases cannot be kept")
+            time.sleep(pause_s)
+
+    def look(self, at: float) -> float:
+        """Decide once what each lease may do, and write it; returns the time until the next look, s."""
+        leases = self._sharing()
+        for name in self._leases.keys() - {lease.name for lease in leases}:
+            self._leave(self._leases.pop(name))
+        for lease in leases:
+            known = self._leases.get(lease.name)
+            if known is None or known.lease is not lease:
+                self._leases[lease.name] = _Lease(lease)
+        # Nobody competes where only one lease is on a device.
+        beside = Counter(uuid for lease in leases for uuid in lease.limits)
+        contenders = {
+            lease.name: self._contender(self._leases[lease.name], at)
+            for lease in leases
+            if lease.asked.compute_share is ComputeShare.STRICT
+            or any(beside[uuid] > 1 for uuid in lease.limits)
+        }
+        with self._guard:
+            turns = self._ring.step(at, contenders)
+        for lease in leases:
+            self._write(self._leases[lease.name], turns.get(lease.name, Turn.NONE), at)
+        if any(turn is not Turn.NONE for turn in turns.values()):
+            return CONTESTED_POLL_S
+        return POLL_S if contenders else IDLE_POLL_S
+
+    def _sharing(self) -> list[HelperLease]:
+        return [
+            lease
+            for lease in self._registry.all()
+            if lease.phase is Phase.RUNNING
+            and not lease.dropped
+            and self.in_force(lease)[0] is not ComputeShare.OFF
+        ]
+
+    def _contender(self, known: _Lease, at: float) -> Contender:
+        lease = known.lease
+        living = {process.key for process in lease.processes}
+        busy, waits = 0, False
+        before, known.seen = known.seen, {}
+        for slot in lease.files.turn_slots():
+            seen = known.seen[slot.key] = before.get(slot.key) or _Seen(at)
+            lives = slot.key in living
+            if not lives and (seen.lived or at - seen.since > NEW_S):
+                continue  # it has ended, and its slot is not swept yet
+            seen.lived |= lives
+            if slot.work != seen.work:
+                seen.work, seen.worked_at = slot.work, at
+            waits |= slot.waiting > 0
+            busy += slot.work != slot.settled and (slot.looking or at - seen.worked_at < REST_S)
+        return Contender(
+            devices=tuple(lease.limits),
+            share=lease.asked.share,
+            strict=lease.asked.compute_share is ComputeShare.STRICT,
+            busy=busy,
+            waits=waits,
+        )
+
+    def _write(self, known: _Lease, turn: Turn, at: float) -> None:
+        is_old = turn is Turn.HELD and at - known.written_at > RENEW_S
+        if turn is known.turn and not is_old:
+            return
+        known.number = known.number % _NUMBERS + 1
+        word = NO_TURNS if turn is Turn.NONE else 2 * known.number + (HELD if turn is Turn.HELD else 0)
+        ahead_us = int(1e6 * self._ring.ahead_s(known.lease.name))
+        if known.lease.take_turn(word, ahead_us):
+            known.turn, known.written_at = turn, at
+
+    def _leave(self, known: _Lease) -> None:
+        """Let a lease that shares no time any more go on."""
+        if known.turn not in (None, Turn.NONE):
+            known.lease.take_turn(NO_TURNS, known.lease.ahead_us)
