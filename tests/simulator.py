@@ -198,6 +198,13 @@ class Simulator:
         """A process's checkpoint state (CUprocessState), -1 when it does not use CUDA."""
         return int(self._attached().gpushare_sim_process_state(pid))
 
+    def served_s(self, pid: int, device: int = 0) -> float:
+        """Seconds of a device's time that a living process has received."""
+        ns = ctypes.c_uint64()
+        if self._attached().gpushare_sim_served(pid, device, ctypes.byref(ns)):
+            raise ValueError(f"no process {pid} or no device {device}")
+        return ns.value / 1e9
+
     def ledger(self) -> list[Event]:
         """Everything that happened, in order; ends of processes are noticed by asking."""
         self.device_used(0)

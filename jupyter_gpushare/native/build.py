@@ -40,8 +40,8 @@ def _sources(*patterns: str) -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(NATIVE)) for each in patterns for path in NATIVE.glob(each)))
 
 
-# Both simulated libraries have the devices, their processes and the cgroups.
-_SHARED_BY_BOTH = _sources(*(f"simulator/sim_{part}.c" for part in ("gpu", "moves", "spec", "group")))
+# Both simulated libraries have the devices, their time, their processes and the cgroups.
+_SHARED_BY_BOTH = _sources(*(f"simulator/sim_{part}.c" for part in ("gpu", "time", "moves", "spec", "group")))
 _NVML = _sources("simulator/sim_nvml*.c")
 
 LIBRARIES = (

@@ -179,7 +179,7 @@ API CUresult cuCheckpointProcessLock(int pid, CUcheckpointLockArgs *args)
     for (;;) {
         bool quiet = !atomic_load(&target.process->inside);
         sim_lock();
-        quiet = quiet && sim_busy_until(target.process) <= sim_now_ns();
+        quiet = quiet && !sim_has_work(target.process);
         if (!still_there(&target))
             return gone();
         if (in_time && quiet)

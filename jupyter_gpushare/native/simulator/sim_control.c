@@ -183,3 +183,17 @@ API int gpushare_sim_process_state(int pid)
     struct sim_process *process = sim_find(pid);
     return process ? (int)process->state : -1;
 }
+
+/* The time that a process has received of a device, in nanoseconds of that device. */
+API int gpushare_sim_served(int pid, int device, uint64_t *ns)
+{
+    if (sim_open() || device < 0 || device >= (int)sim->device_count)
+        return -1;
+    HOLD_STATE;
+    struct sim_process *process = sim_find(pid);
+    if (!process)
+        return -1;
+    sim_divide_time((uint32_t)device);
+    *ns = sim_work_on(process, (uint32_t)device)->served_ns;
+    return 0;
+}

@@ -36,14 +36,14 @@ static CUresult copy(uint64_t to, bool to_device, uint64_t from, bool from_devic
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    sim_sleep_until(sim_stream_done_ns(NULL));
+    sim_wait_for(sim_stream_mark(NULL));
     return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
 }
 
 API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    sim_sleep_until(sim_stream_done_ns(NULL));
+    sim_wait_for(sim_stream_mark(NULL));
     return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
 }
 
@@ -56,7 +56,7 @@ API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes)
 API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    sim_sleep_until(sim_stream_done_ns(NULL));
+    sim_wait_for(sim_stream_mark(NULL));
     return copy(to, false, from, false, bytes);
 }
 

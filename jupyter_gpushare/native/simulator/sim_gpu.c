@@ -33,11 +33,7 @@ uint64_t sim_now_ns(void)
 
 void sim_sleep_ns(uint64_t ns)
 {
-    sim_sleep_until(sim_now_ns() + ns);
-}
-
-void sim_sleep_until(uint64_t ns)
-{
+    ns += sim_now_ns();
     struct timespec at = {.tv_sec = (time_t)(ns / 1000000000u), .tv_nsec = (long)(ns % 1000000000u)};
     while (clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &at, NULL) == EINTR) {
     }
@@ -128,7 +124,7 @@ static struct sim_state *map_state(int fd, const char *path)
         return NULL;
     }
     const char *spec = getenv("GPUSHARE_SIMULATE");
-    memset(state, 0, sizeof *state);
+    memset(state, 0, offsetof(struct sim_state, process));
     if (spec && sim_parse_spec(state, &spec)) {
         init_mutex(&state->mutex);
         atomic_store(&state->magic, SIM_MAGIC);
@@ -258,6 +254,7 @@ struct sim_process *sim_add(int32_t pid, uint64_t start_ticks)
         if (!sim->process[i].pid) {
             struct sim_process *process = &sim->process[i];
             memset(process, 0, sizeof *process);
+            sim_forget_time(process);
             process->start_ticks = start_ticks;
             process->pid = pid;
             return process;
@@ -311,14 +308,6 @@ uint32_t sim_busy_percent(const struct sim_busy *busy, uint64_t since_ns, uint64
             total += busy->busy_ns[b % SIM_BUCKETS];
     uint64_t percent = (total * 100 + window_ns / 2) / window_ns;
     return percent > 100 ? 100 : (uint32_t)percent;
-}
-
-uint64_t sim_busy_until(const struct sim_process *process)
-{
-    uint64_t until = 0;
-    for (int d = 0; d < SIM_DEVICES; d++)
-        until = process->busy[d].until_ns > until ? process->busy[d].until_ns : until;
-    return until;
 }
 
 /* ---- the ledger ---- */

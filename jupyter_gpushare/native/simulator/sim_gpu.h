@@ -21,6 +21,7 @@
  *     unusable=SIZE             part of the free memory that no process can take
  *     reserved=SIZE             what the driver keeps for itself of each device, and shows as used
  *     free-delay=MS             how long the memory of a dead process stays taken
+ *     slice=MS switch=US        a process's slice of a device's time, and what a change of process costs
  *     dead=listed|unlisted      whether NVML lists a dead process whose memory a forked one keeps
  *     entry-points=symbols|apart     where cuGetProcAddress points
  *     queries=answer|wait       whether pointer, context and capture queries wait while locked
@@ -60,6 +61,8 @@ enum {
     SIM_BUCKET_NS = 20000000,   /* ... 20 ms each ... */
     SIM_WINDOW_BUCKETS = 50,    /* ... of which the last second is reported */
     SIM_UUID_TEXT = 41,         /* "GPU-" + 36 characters + 0 */
+    SIM_STRETCHES = 256,
+    SIM_LOOK_NS = 1000000000,   /* the longest wait before the next look */
 };
 #define SIM_MAGIC (0x31555047u ^ (uint32_t)sizeof(struct sim_state)) /* "GPU1", and this very layout */
 #define SIM_PAGE_BYTES ((uint64_t)2 << 20)
@@ -97,6 +100,8 @@ enum {
     SIM_LISTS_DEAD = 1,
     SIM_RESTARTS_UNUSED_ONLY = 1,
     SIM_FREE_DELAY_NS = 200000000,
+    SIM_SLICE_NS = 2000000,
+    SIM_SWITCH_NS = 50000,
     SIM_UNUSABLE_BYTES = 64 << 20,
     SIM_GROWTH_BYTES = 16 << 20,
     SIM_NVML_CLIENTS = 64,
@@ -185,7 +190,32 @@ struct sim_process {
     uint64_t context_bytes[SIM_DEVICES];
     uint64_t parked_used_bytes[SIM_DEVICES]; /* in host memory */
     uint64_t parked_context_bytes[SIM_DEVICES];
-    struct sim_busy busy[SIM_DEVICES];
+};
+
+/* How much of a device's time a process has received, and how much it will have with all its work done. */
+struct sim_work {
+    uint64_t served_ns, until_ns;
+};
+
+/* When a process had received so much: it had the device without a pause for some time before `until_ns`. */
+struct sim_stretch {
+    uint64_t served_ns, until_ns;
+};
+
+struct sim_history {
+    uint32_t count;
+    struct sim_stretch stretch[SIM_STRETCHES]; /* the latest; more and more are missing with age */
+};
+
+/* Who has a device, and who had it (sim_time.c).  Processes by their number in the table. */
+struct sim_schedule {
+    uint64_t now_ns; /* the time up to here is divided */
+    uint64_t slice_starts_ns, slice_ends_ns;
+    uint32_t holder;
+    struct sim_busy busy_all;
+    struct sim_work work[SIM_PROCESSES];
+    struct sim_busy busy[SIM_PROCESSES];
+    struct sim_history history[SIM_PROCESSES];
 };
 
 struct sim_state {
@@ -196,7 +226,7 @@ struct sim_state {
     uint64_t context_bytes;  /* one context costs this much on its device */
     uint64_t copy_bytes_per_s; /* 0: checkpoint and restore take no time */
     uint64_t ledger_bytes;
-    uint64_t growth_bytes, unusable_bytes, reserved_bytes, free_delay_ns;
+    uint64_t growth_bytes, unusable_bytes, reserved_bytes, free_delay_ns, slice_ns, switch_ns;
     uint32_t checkpoint_by, lost_state, shown_bytes, lists_initialized, lists_dead, entry_points_apart, queries_wait;
     uint32_t restarts_unused_only, abandoned, lacks_persistence, pairs_used_only, shows_old_uuid;
     char driver[40];
@@ -210,8 +240,9 @@ struct sim_state {
     _Atomic uint32_t faults_cleared; /* how often; ends what hangs */
     struct sim_fault fault[SIM_FAULTS];
     struct sim_device device[SIM_DEVICES];
-    struct sim_process process[SIM_PROCESSES];
     struct sim_group group[SIM_GROUPS];
+    struct sim_process process[SIM_PROCESSES]; /* from here on untouched until the state is whole */
+    struct sim_schedule schedule[SIM_DEVICES];
 };
 
 extern struct sim_state *sim;
@@ -225,7 +256,6 @@ bool sim_parse_spec(struct sim_state *state, const char **at);
 
 uint64_t sim_now_ns(void);
 void sim_sleep_ns(uint64_t ns);
-void sim_sleep_until(uint64_t ns); /* of `sim_now_ns`; may have passed */
 void sim_lock(void);
 void sim_unlock(void);
 #define HOLD_STATE HELD *held_state_ = (sim_lock(), &sim->mutex)
@@ -245,7 +275,6 @@ void sim_note(const struct sim_process *process, const char *event, int device, 
 void sim_note_move(const struct sim_process *process, int from, int to, uint64_t bytes);
 void sim_busy_add(struct sim_busy *busy, uint64_t from_ns, uint64_t until_ns);
 uint32_t sim_busy_percent(const struct sim_busy *busy, uint64_t since_ns, uint64_t now_ns);
-uint64_t sim_busy_until(const struct sim_process *process);
 bool sim_device_lost(uint32_t device);
 bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes);
 bool sim_in_group(const char *path, int32_t pid);
@@ -254,6 +283,16 @@ bool sim_is_below(int32_t pid, const int32_t *ancestors, int count);
 /* A number of /proc/PID/status, or 0. */
 unsigned long long sim_status_of(int32_t pid, const char *field, int base);
 bool sim_group_set(const char *path, uint32_t device, uint64_t soft_bytes, uint64_t hard_bytes);
+
+/* sim_time.c: how a device divides its time.  Marks are on the count of what a process has received. */
+void sim_divide_time(uint32_t device); /* up to now */
+struct sim_work *sim_work_on(const struct sim_process *process, uint32_t device);
+uint64_t sim_time_left(const struct sim_process *process, uint32_t device, uint64_t mark_ns); /* at least; 0: done */
+uint64_t sim_time_of(const struct sim_process *process, uint32_t device, uint64_t mark_ns); /* 0: not known */
+bool sim_has_work(const struct sim_process *process);
+void sim_drop_work(const struct sim_process *process);
+void sim_forget_time(const struct sim_process *process);
+void sim_move_time(const struct sim_process *process, const uint8_t from[SIM_DEVICES]); /* visible before */
 
 /* sim_moves.c: moves of a process's memory, and what ended: processes, and callers half-way in a move. */
 void sim_sweep(void);

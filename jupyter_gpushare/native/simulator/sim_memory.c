@@ -149,7 +149,7 @@ API CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPoo
 API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
-    struct sim_free how = {ordered_by(stream), sim_stream_done_ns(stream)};
+    struct sim_free how = {ordered_by(stream), sim_stream_mark(stream)};
     return address ? release(address, &how) : CUDA_ERROR_INVALID_VALUE;
 }
 

@@ -22,22 +22,23 @@ static uint64_t *words_of(void **arguments, uint64_t *count, uint64_t *number)
 }
 
 /* gpu/driver/probe.py: the number is the first 4 bytes */
-static CUresult run_probe(void **arguments, uint64_t *busy_ns)
+static CUresult run_probe(void **arguments, CUstream stream)
 {
     uint64_t count, number, *words = words_of(arguments, &count, &number);
     if (!words || !count)
         return CUDA_ERROR_INVALID_VALUE;
+    sim_occupy(stream, 0);
     memcpy(words, &number, 4);
-    *busy_ns = 0;
     return CUDA_SUCCESS;
 }
 
 /* demo_gpu.ptx: one step, which takes that many nanoseconds; a lost or repeated one shows */
-static CUresult run_step(void **arguments, uint64_t *busy_ns)
+static CUresult run_step(void **arguments, CUstream stream)
 {
-    uint64_t count, *words = words_of(arguments, &count, busy_ns);
+    uint64_t count, busy_ns, *words = words_of(arguments, &count, &busy_ns);
     if (!words)
         return CUDA_ERROR_INVALID_VALUE;
+    sim_occupy(stream, busy_ns);
     for (uint64_t i = 0; i < count; i++)
         words[i] += 1ull << 32;
     return CUDA_SUCCESS;

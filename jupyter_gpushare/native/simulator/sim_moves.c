@@ -101,13 +101,16 @@ void sim_end_restore(struct sim_process *process)
     const int32_t *to = process->move_to;
     uint64_t bytes[SIM_DEVICES] = {0};
     uint32_t contexts = 0;
+    uint8_t before[SIM_DEVICES];
     for (int d = 0; d < SIM_DEVICES; d++)
         if (to[d] >= 0) {
             bytes[to[d]] += process->parked_used_bytes[d] + process->parked_context_bytes[d];
             contexts |= (process->contexts >> d & 1u) << to[d];
         }
+    memcpy(before, process->visible, sizeof before);
     for (uint32_t i = 0; i < process->visible_count; i++)
         process->visible[i] = device_after(to, process->visible[i]);
+    sim_move_time(process, before);
     memset(process->parked_used_bytes, 0, sizeof process->parked_used_bytes);
     memset(process->parked_context_bytes, 0, sizeof process->parked_context_bytes);
     process->move = SIM_MOVE_NONE;
@@ -148,7 +151,7 @@ static void undo(struct sim_process *process)
 void sim_abandon(struct sim_process *process)
 {
     uint64_t now = sim_now_ns();
-    bool quiet = !atomic_load(&process->inside) && sim_busy_until(process) <= now;
+    bool quiet = !atomic_load(&process->inside) && !sim_has_work(process);
     if (sim->abandoned == SIM_UNDONE)
         undo(process);
     else if (sim->abandoned != SIM_DONE)
@@ -193,6 +196,8 @@ static void end_process(struct sim_process *process)
     process->kept = sim_are_device_files_open(process);
     if (process->kept)
         process->ends_ns = now + sim->free_delay_ns;
+    else
+        sim_drop_work(process);
     if (process->kept || now < process->ends_ns)
         return;
     struct sim_process gone = *process;

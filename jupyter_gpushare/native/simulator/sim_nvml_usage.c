@@ -92,14 +92,10 @@ API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t
 API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilization_t *rates)
 {
     ENTER(device);
-    uint64_t now = sim_now_ns();
-    unsigned percent = 0;
     HOLD_STATE;
     sweep();
-    for (int i = 0; i < SIM_PROCESSES; i++)
-        if (sim->process[i].pid > 0)
-            percent += sim_busy_percent(&sim->process[i].busy[device->index], 0, now);
-    rates->gpu = percent > 100 ? 100 : percent;
+    sim_divide_time(device->index);
+    rates->gpu = sim_busy_percent(&sim->schedule[device->index].busy_all, 0, sim_now_ns());
     rates->memory = rates->gpu / 2;
     return NVML_SUCCESS;
 }
@@ -183,9 +179,11 @@ API nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProces
     unsigned capacity = samples ? *count : 0, found = 0;
     HOLD_STATE;
     sweep();
+    sim_divide_time(device->index);
     for (int i = 0; ago_us && i < SIM_PROCESSES; i++) {
         const struct sim_process *process = &sim->process[i];
-        unsigned percent = process->pid > 0 ? sim_busy_percent(&process->busy[device->index], since, now) : 0;
+        const struct sim_schedule *schedule = &sim->schedule[device->index];
+        unsigned percent = process->pid > 0 ? sim_busy_percent(&schedule->busy[i], since, now) : 0;
         if (percent && found < capacity)
             samples[found] = (nvmlProcessUtilizationSample_t){(unsigned)process->pid, wall_us, percent, 0, 0, 0};
         found += percent > 0;

@@ -33,7 +33,7 @@ enum { REUSE_FINISHED = 2, REUSE_BY_WAITING, THRESHOLD, RESERVED_CURRENT, RESERV
 enum { ALLOCATION_TYPE = 9, LOCATION_TYPE = 12 };
 enum { FIRST_WITH_MANAGED_POOLS = 580 };
 
-/* Frees of a stream that the host has not seen complete; the last one is done at `how.done_ns`. */
+/* Frees of a stream that the host has not seen complete; `how.mark` is of the last one. */
 struct freed {
     struct freed *next;
     struct sim_free how;
@@ -132,9 +132,9 @@ static uint64_t outstanding(const struct CUmemPoolHandle_st *pool)
 /* The part of that which a stream cannot use without waiting. */
 static uint64_t awaited(const struct CUmemPoolHandle_st *pool, CUstream stream)
 {
-    uint64_t bytes = 0, now = sim_now_ns();
+    uint64_t bytes = 0;
     for (const struct freed *at = pool->freed; at; at = at->next)
-        if (at->how.stream != stream && !(pool->policy[REUSE_FINISHED] && at->how.done_ns <= now))
+        if (at->how.stream != stream && !(pool->policy[REUSE_FINISHED] && sim_is_done(at->how.mark)))
             bytes += at->bytes;
     return bytes;
 }

@@ -2,17 +2,17 @@
 #ifndef GPUSHARE_SIM_POOL_H
 #define GPUSHARE_SIM_POOL_H
 
-#include "sim_gate.h"
+#include "sim_stream.h"
 
 /* The current pool of an ordinal (takes sim_local); the ordinal of a pool, -1 where it has none. */
 CUmemoryPool sim_pool_of(CUdevice ordinal);
 CUdevice sim_pool_device(CUmemoryPool pool);
 bool sim_pool_is_managed(CUmemoryPool pool);
 
-/* A free in the order of a stream: the work before it is done at `done_ns`. */
+/* A free in the order of a stream: and the mark of the work before it. */
 struct sim_free {
     CUstream stream;
-    uint64_t done_ns;
+    struct sim_mark mark;
 };
 
 /* With sim_local held: bytes of a pool; a free is outstanding until its stream is synchronized (NULL: it

@@ -96,15 +96,16 @@ static bool parse_choice(const char **at, const struct choice *choices, uint32_t
     return false;
 }
 
-static bool parse_milliseconds(const char **at, uint64_t *ns)
+/* Fewer than 60,000 of a unit. */
+static bool parse_time(const char **at, uint64_t unit_ns, uint64_t *ns)
 {
     char *end;
     if (!isdigit((unsigned char)**at))
         return false;
-    unsigned long ms = strtoul(*at, &end, 10);
-    *ns = ms * 1000000u;
+    unsigned long units = strtoul(*at, &end, 10);
+    *ns = units * unit_ns;
     *at = end;
-    return ms < 60000;
+    return units < 60000;
 }
 
 static bool parse_option(struct sim_state *state, const char *key, size_t length, const char **at)
@@ -160,7 +161,11 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
             return true;
         }
     if (length == 10 && !strncmp("free-delay", key, length))
-        return parse_milliseconds(at, &state->free_delay_ns);
+        return parse_time(at, 1000000u, &state->free_delay_ns);
+    if (length == 5 && !strncmp("slice", key, length))
+        return parse_time(at, 1000000u, &state->slice_ns) && state->slice_ns;
+    if (length == 6 && !strncmp("switch", key, length))
+        return parse_time(at, 1000u, &state->switch_ns);
     if (length == 6 && !strncmp("driver", key, length)) {
         size_t digits = strspn(*at, "0123456789.");
         snprintf(state->driver, sizeof state->driver, "%.*s-simulated", (int)(digits < 16 ? digits : 16), *at);
@@ -178,6 +183,8 @@ bool sim_parse_spec(struct sim_state *state, const char **at)
     state->growth_bytes = UINT64_MAX;
     state->unusable_bytes = UINT64_MAX;
     state->free_delay_ns = SIM_FREE_DELAY_NS;
+    state->slice_ns = SIM_SLICE_NS;
+    state->switch_ns = SIM_SWITCH_NS;
     state->checkpoint_by = SIM_BY_DEFAULT;
     state->lost_state = SIM_LOST_DEFAULT;
     state->lists_initialized = SIM_LISTS_INITIALIZED;

@@ -1,7 +1,8 @@
 /* The simulated libcuda.so.1: streams, events, kernel launches.
  *
- * A launch changes the memory at once and makes its stream (and the device, for utilization)
- * busy for as long as the kernel says; a thread that synchronizes sleeps until then.
+ * A launch changes the memory at once and gives its stream work for as long as the kernel says; the
+ * device divides its time between processes (sim_time.c).  A thread that synchronizes sleeps for the
+ * least time that this can take, and looks again.
  *
  * Host functions (CUDA Driver API reference 13.0, cuLaunchHostFunc) run in a thread of the driver,
  * after the work enqueued before them; synchronizing waits for them, and so does Lock (README of
@@ -17,12 +18,12 @@ enum { HOST_CALL_POLL_NS = 100000 };
 
 struct CUstream_st {
     struct CUstream_st *next;
-    CUcontext context;
-    uint64_t done_ns;
+    struct sim_mark mark;
 };
 
 struct CUevent_st {
-    uint64_t done_ns; /* 0: never recorded, which counts as done */
+    uint64_t recorded_ns; /* 0: never, which counts as done */
+    struct sim_mark mark;
     CUstream stream;
 };
 
@@ -33,7 +34,8 @@ static _Atomic uint64_t host_calls_begun, host_calls_ended; /* one after the oth
 struct host_call {
     CUhostFn function;
     void *data;
-    uint64_t number, from_ns;
+    uint64_t number;
+    struct sim_mark mark;
 };
 
 /* ---- streams ---- */
@@ -41,25 +43,61 @@ struct host_call {
 /* 0, CU_STREAM_LEGACY (1) and CU_STREAM_PER_THREAD (2): the current device's default one. */
 static struct CUstream_st *stream_of(CUstream stream)
 {
-    return (uintptr_t)stream > 2 ? stream : &default_stream[sim_context->device];
+    if ((uintptr_t)stream > 2)
+        return stream;
+    default_stream[sim_context->device].mark.ordinal = sim_context->device;
+    return &default_stream[sim_context->device];
+}
+
+static struct sim_work *work_on(CUdevice ordinal)
+{
+    sim_divide_time(sim_me->visible[ordinal]);
+    return sim_work_on(sim_me, sim_me->visible[ordinal]);
 }
 
 /* The default stream waits for all others of its device. */
-uint64_t sim_stream_done_ns(CUstream stream)
+struct sim_mark sim_stream_mark(CUstream stream)
 {
     HOLD(&sim_local);
-    struct CUstream_st *asked = stream_of(stream);
-    uint64_t done = asked->done_ns;
-    for (struct CUstream_st *at = streams; asked != stream && at; at = at->next)
-        if (at->context && sim_context && at->context->device == sim_context->device && at->done_ns > done)
-            done = at->done_ns;
-    return done;
+    struct sim_mark mark = stream_of(stream)->mark;
+    HOLD_STATE;
+    if ((uintptr_t)stream <= 2)
+        mark.ns = work_on(mark.ordinal)->until_ns;
+    return mark;
+}
+
+static uint64_t time_left(struct sim_mark mark)
+{
+    HOLD_STATE;
+    return sim_time_left(sim_me, sim_me->visible[mark.ordinal], mark.ns);
+}
+
+bool sim_is_done(struct sim_mark mark)
+{
+    return !time_left(mark);
+}
+
+void sim_wait_for(struct sim_mark mark)
+{
+    for (uint64_t left; (left = time_left(mark));)
+        sim_sleep_ns(left);
+}
+
+void sim_occupy(CUstream stream, uint64_t ns)
+{
+    HOLD(&sim_local);
+    struct sim_mark *mark = &stream_of(stream)->mark;
+    HOLD_STATE;
+    struct sim_work *work = work_on(mark->ordinal);
+    uint64_t from = mark->ns > work->served_ns ? mark->ns : work->served_ns;
+    mark->ns = ns < UINT64_MAX - from ? from + ns : UINT64_MAX;
+    work->until_ns = mark->ns > work->until_ns ? mark->ns : work->until_ns;
 }
 
 static void *run_host_call(void *given)
 {
     struct host_call *call = given;
-    sim_sleep_until(call->from_ns);
+    sim_wait_for(call->mark);
     while (atomic_load(&host_calls_ended) != call->number)
         sim_sleep_ns(HOST_CALL_POLL_NS);
     call->function(call->data);
@@ -92,7 +130,7 @@ API CUresult cuStreamCreate(CUstream *out, unsigned flags)
     struct CUstream_st *made = out ? calloc(1, sizeof *made) : NULL;
     if (!made)
         return out ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
-    made->context = sim_context;
+    made->mark.ordinal = sim_context->device;
     HOLD(&sim_local);
     made->next = streams;
     streams = made;
@@ -117,7 +155,7 @@ API CUresult cuStreamDestroy_v2(CUstream stream)
 API CUresult cuStreamSynchronize(CUstream stream)
 {
     POLL;
-    sim_sleep_until(sim_stream_done_ns(stream));
+    sim_wait_for(sim_stream_mark(stream));
     wait_for_host_calls();
     release_pools(&sim_call_, stream);
     return CUDA_SUCCESS;
@@ -127,7 +165,7 @@ API CUresult cuStreamQuery(CUstream stream)
 {
     POLL;
     bool calls_host = atomic_load(&host_calls_ended) < atomic_load(&host_calls_begun);
-    return calls_host || sim_stream_done_ns(stream) > sim_now_ns() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+    return calls_host || !sim_is_done(sim_stream_mark(stream)) ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
 }
 
 API CUresult cuStreamIsCapturing(CUstream stream, int *status)
@@ -141,7 +179,7 @@ API CUresult cuStreamIsCapturing(CUstream stream, int *status)
 API CUresult cuCtxSynchronize(void)
 {
     POLL;
-    sim_sleep_until(sim_stream_done_ns(NULL));
+    sim_wait_for(sim_stream_mark(NULL));
     wait_for_host_calls();
     release_pools(&sim_call_, NULL);
     return CUDA_SUCCESS;
@@ -174,9 +212,7 @@ API CUresult cuEventRecord(CUevent event, CUstream stream)
     ENTER(SIM_NEED_CONTEXT);
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
-    uint64_t done = sim_stream_done_ns(stream), now = sim_now_ns();
-    event->done_ns = done > now ? done : now;
-    event->stream = stream;
+    *event = (struct CUevent_st){sim_now_ns(), sim_stream_mark(stream), stream};
     return CUDA_SUCCESS;
 }
 
@@ -185,7 +221,7 @@ API CUresult cuEventQuery(CUevent event)
     POLL;
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
-    return event->done_ns > sim_now_ns() ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
+    return sim_is_done(event->mark) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
 API CUresult cuEventSynchronize(CUevent event)
@@ -193,18 +229,28 @@ API CUresult cuEventSynchronize(CUevent event)
     POLL;
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
-    sim_sleep_until(event->done_ns);
-    if (event->done_ns)
+    sim_wait_for(event->mark);
+    if (event->recorded_ns)
         release_pools(&sim_call_, event->stream);
     return CUDA_SUCCESS;
+}
+
+/* When an event that is done was reached. */
+static uint64_t reached_ns(CUevent event)
+{
+    HOLD_STATE;
+    uint64_t served = sim_time_of(sim_me, sim_me->visible[event->mark.ordinal], event->mark.ns);
+    return served > event->recorded_ns ? served : event->recorded_ns;
 }
 
 API CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
 {
     POLL;
-    if (!ms || !start || !end || !start->done_ns || !end->done_ns)
+    if (!ms || !start || !end || !start->recorded_ns || !end->recorded_ns)
         return CUDA_ERROR_INVALID_HANDLE;
-    *ms = (float)((double)(int64_t)(end->done_ns - start->done_ns) / 1e6);
+    if (!sim_is_done(start->mark) || !sim_is_done(end->mark))
+        return CUDA_ERROR_NOT_READY;
+    *ms = (float)((double)(int64_t)(reached_ns(end) - reached_ns(start)) / 1e6);
     return CUDA_SUCCESS;
 }
 
@@ -212,20 +258,7 @@ API CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
 
 CUresult sim_launch(CUfunction function, CUstream stream, void **arguments)
 {
-    uint64_t busy_ns = 0;
-    if (!function || !arguments)
-        return CUDA_ERROR_INVALID_VALUE;
-    uint64_t started = sim_now_ns();
-    CUresult result = function->run(arguments, &busy_ns);
-    if (result)
-        return result;
-    HOLD(&sim_local);
-    struct CUstream_st *on = stream_of(stream);
-    uint64_t from = on->done_ns > started ? on->done_ns : started, until = from + busy_ns, now = sim_now_ns();
-    on->done_ns = until > now ? until : now; /* the work done above took time too */
-    HOLD_STATE;
-    sim_busy_add(&sim_me->busy[sim_current_device()], from, on->done_ns);
-    return CUDA_SUCCESS;
+    return function && arguments ? function->run(arguments, stream) : CUDA_ERROR_INVALID_VALUE;
 }
 
 API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -245,9 +278,9 @@ API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data)
     struct host_call *call = function ? malloc(sizeof *call) : NULL;
     if (!call)
         return function ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
-    uint64_t from_ns = sim_stream_done_ns(stream);
+    struct sim_mark mark = sim_stream_mark(stream);
     HOLD(&sim_local);
-    *call = (struct host_call){function, data, atomic_load(&host_calls_begun), from_ns};
+    *call = (struct host_call){function, data, atomic_load(&host_calls_begun), mark};
     atomic_fetch_add(&sim_me->inside, 1); /* until it has run */
     pthread_t thread;
     if (pthread_create(&thread, NULL, run_host_call, call)) {
@@ -267,8 +300,12 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
     pthread_mutex_lock(&sim_local);
-    struct CUstream_st *waits = stream_of(stream);
-    waits->done_ns = event->done_ns > waits->done_ns ? event->done_ns : waits->done_ns;
+    struct sim_mark *waits = &stream_of(stream)->mark;
+    bool is_same = waits->ordinal == event->mark.ordinal;
+    if (is_same && event->mark.ns > waits->ns)
+        waits->ns = event->mark.ns;
     pthread_mutex_unlock(&sim_local);
+    if (!is_same && event->recorded_ns)
+        sim_wait_for(event->mark); /* two devices count apart: the caller waits in the stream's place */
     return CUDA_SUCCESS;
 }

@@ -3,14 +3,25 @@
 
 #include "sim_gate.h"
 
-/* A kernel: what it does to memory, and how long it keeps its stream busy. */
+/* A kernel: keeps its stream busy (`sim_occupy`), and changes the memory. */
 struct CUfunc_st {
     const char *name;
-    CUresult (*run)(void **arguments, uint64_t *busy_ns);
+    CUresult (*run)(void **arguments, CUstream stream);
 };
 
-/* When everything submitted to a stream (or to all of this process's) is done. */
-uint64_t sim_stream_done_ns(CUstream stream);
+/* Work is done when this process has received so much of a device's time. */
+struct sim_mark {
+    CUdevice ordinal;
+    uint64_t ns;
+};
+
+/* Of everything submitted to a stream, or by NULL to the current device. */
+struct sim_mark sim_stream_mark(CUstream stream);
+bool sim_is_done(struct sim_mark mark);
+void sim_wait_for(struct sim_mark mark);
+
+/* Work that takes so much of the device's time, after what the stream has. */
+void sim_occupy(CUstream stream, uint64_t ns);
 
 /* Work of a call that is past the gate: what a launch and a set do. */
 enum { SIM_KERNEL_ARGUMENTS = 3 }; /* every known kernel has so many, of 8 bytes each */
