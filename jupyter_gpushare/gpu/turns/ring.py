@@ -74,6 +74,7 @@ class Contender:
 class _Member:
     now: Contender
     active: bool = False
+    competes: bool = False
     virtual_s: float = 0.0
     arrived: int = 0  # a number that grows with each arrival
     cuts: bool = False  # it has just begun to compute, and is owed time
@@ -110,6 +111,7 @@ class TurnRing:
             str, float
         ] = {}  # by device: the lowest virtual time of those that compute there
         self._contested_at: dict[str, float] = {}  # by device: when last a lease had a rival there
+        self._active: dict[str, list[_Member]] = {}  # by device, those that compute there
         self._at: float | None = None
         self._arrivals = 0
 
@@ -124,9 +126,15 @@ class TurnRing:
         self._members = {name: m for name, m in self._members.items() if name in contenders}
         for name, now in contenders.items():
             self._see(self._members.setdefault(name, _Member(now, tokens_s=_bucket(now))), now, at)
+        self._active = {device: [] for member in self._members.values() for device in member.now.devices}
+        for member in self._members.values():
+            for device in member.now.devices if member.active else ():
+                self._active[device].append(member)
         self._advance_virtual_time()
         members = self._members.values()
-        contested = [m for m in members if m.active and (m.now.strict or self._rivals(m))]
+        for member in members:
+            member.competes = member.active and (member.now.strict or bool(self._rivals(member)))
+        contested = [member for member in members if member.competes]
         for member in contested:
             if self._is_quiet(member, at):
                 member.forgiven_until = at + FORGIVEN_S
@@ -166,15 +174,15 @@ class TurnRing:
     # What happened since the last step
 
     def _charge(self, at: float, elapsed_s: float) -> None:
+        users: dict[str, dict[str, int]] = {}  # processes by device and lease
+        for name, member in self._members.items():
+            if member.is_open or member.now.busy:
+                for device in member.now.devices:
+                    users.setdefault(device, {})[name] = max(1, member.now.busy)
         got = dict.fromkeys(self._members, 0.0)
-        for device in self._devices():
-            users = {
-                name: max(1, member.now.busy)
-                for name, member in self._members.items()
-                if device in member.now.devices and (member.is_open or member.now.busy)
-            }
-            for name, processes in users.items():
-                got[name] += elapsed_s * processes / sum(users.values())
+        for by_lease in users.values():
+            for name, processes in by_lease.items():
+                got[name] += elapsed_s * processes / sum(by_lease.values())
         for name, member in self._members.items():
             got_s = got[name] / len(member.now.devices)
             if member.forgiven_until is None:
@@ -182,7 +190,7 @@ class TurnRing:
             if member.now.strict:
                 member.tokens_s += elapsed_s * member.now.share - got_s
                 member.tokens_s = min(_bucket(member.now), max(-DEBT_S, member.tokens_s))
-            if member.active and (member.now.strict or self._rivals(member)):
+            if member.competes:
                 if not member.history or member.history[-1].number != int(at):
                     member.history.append(_Second(int(at)))
                 member.history[-1].competed_s += elapsed_s
@@ -202,10 +210,10 @@ class TurnRing:
         member.virtual_s = max(member.virtual_s, clock - CREDIT_S / now.share)
 
     def _advance_virtual_time(self) -> None:
-        for device in self._devices():
-            times = [m.virtual_s for m in self._members.values() if m.active and device in m.now.devices]
-            if times:
-                self._virtual_s[device] = max(self._virtual_s.get(device, 0.0), min(times))
+        for device, active in self._active.items():
+            if active:
+                lowest_s = min(member.virtual_s for member in active)
+                self._virtual_s[device] = max(self._virtual_s.get(device, 0.0), lowest_s)
         for member in self._members.values():
             now_s = max(self._virtual_s.get(device, 0.0) for device in member.now.devices)
             member.virtual_s = min(member.virtual_s, now_s + DEBT_S / member.now.share)
@@ -278,12 +286,8 @@ class TurnRing:
 
     def _rivals(self, member: _Member) -> list[_Member]:
         """The other leases that compute on a device of its own, as far as they may run."""
-        devices = set(member.now.devices)
-        others = (m for m in self._members.values() if m is not member and m.active)
-        return [m for m in others if devices & set(m.now.devices) and (m.holds or self._may_run(m))]
-
-    def _devices(self) -> set[str]:
-        return {device for member in self._members.values() for device in member.now.devices}
+        others = {id(m): m for device in member.now.devices for m in self._active[device] if m is not member}
+        return [m for m in others.values() if m.holds or self._may_run(m)]
 
 
 def _bucket(now: Contender) -> float:
