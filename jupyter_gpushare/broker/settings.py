@@ -16,6 +16,7 @@ from jupyter_gpushare.broker.state.records import LendingMode
 from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, WHOLE_GPU, Order
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.protocol.helper import ComputeShare
 
 # Defaults that `core` does not read; the others are `DEFAULT_POLICY`.
 _SITE = Policy(projects=())
@@ -72,6 +73,15 @@ class BrokerTraits(Application):
         "to sleep for which job and for how long, and touches no process; ``off`` puts no session to sleep "
         "and wakes those that sleep. An administrator changes it at any time with `gpushare admin lending` "
         "or on the service's page, which then counts until it is set back to ``default``.",
+    ).tag(config=True)
+    compute_share = Enum(
+        [mode.value for mode in ComputeShare],
+        _SITE.compute_share.value,
+        help="How leases that compute on one GPU at the same time share its time. ``off``: as the driver "
+        "divides it, equally between processes; ``fair``: by turns, each lease in proportion to the part of "
+        "the GPU that it holds, and what one leaves the others get; ``strict``: by turns, and no lease gets "
+        "more than its part, alone or not. A share is kept between kernels: a kernel of 300 ms is never cut "
+        "(docs/concepts.md). Off until ``make test-gpu`` has measured what turns cost on this driver.",
     ).tag(config=True)
     idle_timeout = Float(
         DEFAULT_POLICY.idle_timeout_s,
@@ -347,4 +357,5 @@ class BrokerTraits(Application):
             fake_busy_after_s=self.fake_busy_after,
             max_hold_s=self.max_hold,
             lending=LendingMode(self.lending),
+            compute_share=ComputeShare(self.compute_share),
         )

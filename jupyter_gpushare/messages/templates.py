@@ -73,6 +73,8 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.moves_not": "the driver %1 restores a process on its own device alone (r580 or later moves)",
         "reason.no_uuid": "%1 is not the UUID of a GPU",
         "reason.mps": "it runs under MPS",
+        "reason.holds_no_calls": "its device has no library that could hold calls",
+        "reason.call_not_held": "a process of it runs without the library that holds calls",
         "reason.not_measured": "not measured",
         "reason.no_lease": "no lease %1 on this machine",
         "reason.no_driver": "the CUDA driver library cannot be loaded: %1",
@@ -307,6 +309,17 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
             "It uses %1 of GPU memory, more than the %2 that it was given: free some, or processes of it may "
             "be stopped."
         ),
+        "share.fair": "Share of the GPU's time: %1 % granted.",
+        "share.fair_measured": (
+            "Share of the GPU's time: %1 % granted, %2 % measured while others computed beside it in the "
+            "last minute."
+        ),
+        "share.strict": "Share of the GPU's time: at most %1 %.",
+        "share.strict_measured": (
+            "Share of the GPU's time: at most %1 %, %2 % measured while it computed in the last minute."
+        ),
+        "share.level": "The share is kept between kernels: a kernel of 300 ms is never cut.",
+        "share.not_in_force": "Its share of the GPU's time is not in force: %1.",
         # ---- parts of sentences ----------------------------------------------
         "part.jobs_waiting": ("%1 job is waiting", "%1 jobs are waiting"),
         "part.usually": "usually %1 s",

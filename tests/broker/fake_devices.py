@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from jupyter_gpushare.backends.base import DeviceBackend, Prepared
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import helper
-from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
+from jupyter_gpushare.protocol.helper import ComputeShare, MoveResult, Phase, Refusal, SetLimit
 from tests.broker.machine import GB, Held
 
 if TYPE_CHECKING:
@@ -123,6 +123,9 @@ class SiteDevices(DeviceBackend):
                     unread_since=h.unread_since,
                     stalled=h.stalled,
                     unconfirmed=h.unconfirmed,
+                    compute_share=ComputeShare.OFF if h.share_reason else h.asked.compute_share,
+                    share_reason=h.share_reason,
+                    measured_share=h.measured_share,
                     processes=tuple(
                         helper.ProcessSample(
                             pid=pid, started_at=0, name="python3", used_bytes=count, calls=-1, keeps=True
@@ -156,7 +159,7 @@ class SiteDevices(DeviceBackend):
         if not request.suspended and (reason := self.site.conflict(handle, limits)):
             raise HelperError("conflict", reason)
         held = self.site.held.setdefault(handle, Held(handle, request.uid, limits))
-        held.unattended, held.stops = request.unattended, request.stops
+        held.unattended, held.stops, held.asked = request.unattended, request.stops, request
         if not held.alive or list(limits) == list(held.limits):
             held.limits, held.guaranteed = limits, guaranteed
         if not held.alive:

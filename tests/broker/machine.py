@@ -7,12 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.helper import Overuse, Phase, ProcessSample
+from jupyter_gpushare.protocol.helper import Overuse, Phase, ProcessSample, SetLimit
 
 GB = 10**9
 MODELS = {"H100-80GB": 80 * GB}  # with their memory in bytes
 RESERVE_BYTES = 2 * GB
 GROUPS = {"ada": ("vision",), "bo": ("nlp",), "cy": ("vision", "nlp"), "eve": (), "root": ()}
+
+_NOTHING = SetLimit(lease="", uid=-1, limits={})
 
 
 @dataclass
@@ -42,6 +44,9 @@ class Held:
     processes: tuple[ProcessSample, ...] = ()
     stops: bool = False
     unconfirmed: bool = False
+    asked: SetLimit = _NOTHING  # last
+    share_reason: str = ""
+    measured_share: float = -1.0
 
     def place_on(self, devices: Sequence[str]) -> None:
         """Have the suspended lease on these devices: each takes what the one at its place has."""

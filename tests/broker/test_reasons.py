@@ -94,6 +94,8 @@ FOUND = sorted({reason for path in SOURCES for reason in reasons_in(path)})
         f"self-test of a move failed: {DRIVER}",
         "cuInit failed with code 3",
         "the Hub did not start j1-1: status 503",
+        "its device has no library that could hold calls",
+        "a process of it runs without the library that holds calls",
         "Ended by SIGKILL. It last printed:\nstep 7",
         "It ran to its end. 1,234 bytes of its log were not written: Read-only file system.",
         "Stopped before it was started.",

@@ -11,11 +11,11 @@ import pytest
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state.records import LeaseRecord
-from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
-from jupyter_gpushare.broker.views.lease_view import LeaseView, LendingOutlook
+from jupyter_gpushare.broker.views.lease_sentences import badge, sentence, share
+from jupyter_gpushare.broker.views.lease_view import LeaseView, LendingOutlook, TimeShare
 from jupyter_gpushare.core.model import Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
-from jupyter_gpushare.protocol.helper import Overuse
+from jupyter_gpushare.protocol.helper import ComputeShare, Overuse
 from jupyter_gpushare.protocol.wire import Estimate, Text
 from jupyter_gpushare.wall_clock import clock_time
 
@@ -50,6 +50,7 @@ _OF_VIEW = {
     **dict.fromkeys(("asks_again_at", "kept_until", "stays_until", "usually_wakes")),
     **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position", "site_end")),
     **dict.fromkeys(("progress", "over", "unleased"), ()),
+    "time_share": TimeShare(),
 }
 
 
@@ -420,3 +421,37 @@ def test_a_lease_that_uses_more_than_its_limit_says_so(kind, limit_bytes, pid, s
     for idle_s, over in itertools.product((None, 600.0), ((), (more,))):
         case = seen(State.RUNNING, kind, idle_s=idle_s, over=over)
         assert (says in said(sentence, case)) is bool(over)
+
+
+# ---- shares of compute time
+
+_FAIR, _STRICT = ComputeShare.FAIR, ComputeShare.STRICT
+_LEVEL = "The share is kept between kernels: a kernel of 300 ms is never cut."
+
+
+@pytest.mark.parametrize(
+    ("found", "expected"),
+    [
+        (TimeShare(), ""),
+        (TimeShare(_FAIR, 25.0), f"Share of the GPU's time: 25 % granted. {_LEVEL}"),
+        (
+            TimeShare(_FAIR, 25.0, 31.2),
+            "Share of the GPU's time: 25 % granted, 31 % measured while others computed beside it in the "
+            f"last minute. {_LEVEL}",
+        ),
+        (TimeShare(_STRICT, 33.3), f"Share of the GPU's time: at most 33.3 %. {_LEVEL}"),
+        (
+            TimeShare(_STRICT, 33.3, 0.0),
+            "Share of the GPU's time: at most 33.3 %, 0 % measured while it computed in the last minute. "
+            f"{_LEVEL}",
+        ),
+        (
+            TimeShare(reason="its device has no library that could hold calls"),
+            "Its share of the GPU's time is not in force: its device has no library that could hold calls.",
+        ),
+    ],
+)
+def test_a_share_of_time_is_said_as_granted_and_as_measured(found, expected):
+    text = said(share, seen(State.RUNNING, time_share=found))
+    assert text == expected
+    assert not AWAY.search(text)

@@ -348,7 +348,7 @@ class ServerAdmission:
     async def _prepare(self, record: LeaseRecord) -> wire.SpawnGrant:
         asleep = record.state in _ASLEEP
         try:
-            prepared = await self.devices.prepare(snapshot.limit_request(record, asleep=asleep))
+            prepared = await self.effects.prepare(record, asleep=asleep)
         except (HelperError, DeviceError) as error:
             log.warning("lease=%s prepare: %s", record.handle, error)
             if record.state is State.GRANTED and not record.is_job:

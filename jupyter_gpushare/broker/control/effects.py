@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, ServerKey
+from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, Prepared, ServerKey
 from jupyter_gpushare.broker.control import losses, snapshot
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.ending import LOOK_S, Ending, outcome_of, with_end
@@ -150,7 +150,7 @@ class Effects:
             return self._confirm_awake
         if record.state is State.RUNNING and phase is Phase.SUSPENDED:
             return self._reconcile_suspended
-        return None
+        return self.set_limits if phase and snapshot.share_differs(self.registry, record) else None
 
     def _begin(self, effect: Effect, record: LeaseRecord) -> None:
         name = f"{effect.__name__} {record.handle}"
@@ -274,9 +274,20 @@ class Effects:
 
     async def set_limits(self, record: LeaseRecord) -> LeaseRecord:
         """Set the recorded limits of a session at the device helper, which may have others."""
-        asleep = record.state is State.SUSPENDED
-        await self.devices.prepare(snapshot.limit_request(record, asleep=asleep))
-        return await self.registry.edit(record, limits_set(record.limits))
+        await self.prepare(record, asleep=record.state is State.SUSPENDED)
+        return await self.registry.edit(record, limits_set(record))
+
+    async def prepare(self, record: LeaseRecord, *, asleep: bool) -> Prepared:
+        """Ask the device helper for what the record and the policy say about a lease.
+
+        Raises:
+            HelperError: as `DeviceBackend.prepare`.
+            DeviceError: the driver refused.
+        """
+        observation = self.registry.observations[record.id]
+        prepared = await self.devices.prepare(snapshot.limit_request(self.registry, record, asleep=asleep))
+        observation.prepared = True
+        return prepared
 
     async def _start_anew(self, record: LeaseRecord) -> None:
         """Requeue a job after the loss of its device memory; it does not count as a failed attempt."""

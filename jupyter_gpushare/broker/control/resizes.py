@@ -116,7 +116,7 @@ class Resizes:
             held_milli=answer.held_milli,
             limits=limits,
             borrowed=answer.borrowed,
-            prepared=limits == record.limits and answer.borrowed == record.lease.borrowed,
+            prepared=(limits, answer.held_milli, answer.borrowed) == record.held,
         )
 
     async def _grow(self, record: LeaseRecord, resized: Resized) -> LeaseRecord:
@@ -136,10 +136,9 @@ class Resizes:
         observation = self.registry.observations[record.id]
         _check_fits(observation.sample.used_bytes if observation.sample else None, resized)
         record = await self.registry.edit(record, limits_unset)
-        lower = replace(record, limits=dict(resized.limits))
-        lower = replace(lower, lease=replace(record.lease, borrowed=resized.borrowed))
+        lower = resized.apply(record, self.registry.clock())
         try:
-            await self.devices.prepare(snapshot.limit_request(lower, asleep=False))
+            await self.effects.prepare(lower, asleep=False)
             _check_fits(await self._measured_since(record, self.registry.clock() + _IN_FLIGHT_S), resized)
             return await self.registry.advance(record, replace(resized, prepared=True))
         except (HelperError, DeviceError) as error:

@@ -269,7 +269,19 @@ def limits_of(registry: Registry, size: Size, devices: Iterable[str], held_milli
     return {uuid: size.memory_bytes or grantable[uuid] * held_milli // WHOLE_GPU for uuid in devices}
 
 
-def limit_request(record: LeaseRecord, *, asleep: bool) -> SetLimit:
+def share_differs(registry: Registry, record: LeaseRecord) -> bool:
+    """Return whether the helper has a lease's share of time from a broker with another configuration.
+
+    What this broker has asked for counts as set: the helper says why it is not in force.
+    """
+    observation = registry.observations[record.id]
+    if observation.prepared or observation.sample is None:
+        return False
+    sample = observation.sample
+    return bool(sample.share_reason) or sample.compute_share is not registry.policy.compute_share
+
+
+def limit_request(registry: Registry, record: LeaseRecord, *, asleep: bool) -> SetLimit:
     """Return what the device helper is told about a lease."""
     return SetLimit(
         lease=record.handle,
@@ -279,4 +291,6 @@ def limit_request(record: LeaseRecord, *, asleep: bool) -> SetLimit:
         suspended=asleep,
         unattended=not record.is_job and not record.lease.borrowed,
         stops=record.is_job and not record.lease.survival.suspends,
+        compute_share=registry.policy.compute_share,
+        share=record.lease.held_milli / WHOLE_GPU,
     )

@@ -139,6 +139,7 @@ class Observation:
     sample: LeaseSample | None = None  # None: not measured, or unknown to the helper
     measured_at: float = float("-inf")
     seen_alive: bool = False
+    prepared: bool = False  # this broker has asked the helper for its limits and its share of time
     gone_since_at: float | None = None  # the first measurement in a row that missed its processes
     pauses: PauseTracker = field(default_factory=PauseTracker)
     active_at: float = 0.0  # last sign of work on the GPU

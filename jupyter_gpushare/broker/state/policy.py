@@ -13,6 +13,7 @@ from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, WHOLE_GPU
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import ComputeShare
 
 # ---- where the administrator lets the broker announce what happens to jobs ---
 
@@ -135,6 +136,7 @@ class Policy:
     fake_busy_after_s: float = 4 * 3600.0  # 0: never told
     max_hold_s: float | None = None  # without GPU work the processor alone keeps a session busy for so long
     lending: LendingMode = LendingMode.ON
+    compute_share: ComputeShare = ComputeShare.OFF
     _by_name: Mapping[str, ProjectConfig] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

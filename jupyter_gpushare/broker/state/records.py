@@ -51,6 +51,11 @@ class LeaseRecord:
     unprepared: bool = False  # the device helper may have other limits: they are set again
 
     @property
+    def held(self) -> tuple[dict[str, int], int, bool]:
+        """What the device helper keeps for it: limits, thousandths of each device, whether it borrows."""
+        return self.limits, self.lease.held_milli, self.lease.borrowed
+
+    @property
     def moved(self) -> bool:
         """Whether it has other devices than when it was last suspended."""
         return self.slept_on not in ((), self.lease.devices)

@@ -78,9 +78,9 @@ def limits_unset(record: LeaseRecord) -> LeaseRecord:
     return replace(record, unprepared=True)
 
 
-def limits_set(limits: Mapping[str, int]) -> Edit:
-    """Return the edit of a lease whose limits (bytes per device UUID) the device helper has set."""
-    return lambda record: replace(record, unprepared=record.limits != limits)
+def limits_set(prepared: LeaseRecord) -> Edit:
+    """Return the edit of a lease of which the device helper has what the record ``prepared`` says."""
+    return lambda record: replace(record, unprepared=record.held != prepared.held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

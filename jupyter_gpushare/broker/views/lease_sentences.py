@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from jupyter_gpushare.broker.views.lease_view import LeaseView
-from jupyter_gpushare.core.model import State
+from jupyter_gpushare.core.model import WHOLE_GPU, State
 from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.messages import (
     Texts,
@@ -97,6 +97,19 @@ def _not_granted(seen: LeaseView) -> Texts:
     end = text("part.with_environment")
     named = (text(key, str(pid), printable(name), memory(used), end) for pid, name, used, key in found)
     return *said, *named
+
+
+def share(seen: LeaseView) -> Texts:
+    """Return a lease's share of its devices' time, granted and measured; nothing where it has them alone."""
+    mode, granted, measured, reason = seen.time_share
+    if seen.lease.held_milli == WHOLE_GPU and measured is None:
+        return ()
+    if granted is None:
+        return (text("share.not_in_force", reason_text(reason)),) if reason else ()
+    key, percent = f"share.{mode}", [f"{granted:g}"]
+    if measured is not None:
+        key, percent = f"{key}_measured", [*percent, f"{measured:.0f}"]
+    return text(key, *percent), text("share.level")
 
 
 def _session_sentence(seen: LeaseView) -> Texts:

@@ -17,7 +17,7 @@ from jupyter_gpushare.core import idle
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, State, Why
 from jupyter_gpushare.core.notice import OVERDUE_S
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.helper import Overuse, UnleasedProcess
+from jupyter_gpushare.protocol.helper import ComputeShare, Overuse, Phase, UnleasedProcess
 from jupyter_gpushare.wall_clock import before
 
 # Times less than this ahead are shown with seconds.
@@ -42,6 +42,15 @@ class ProcessorOnly(NamedTuple):
 
     since_s: float
     left_s: float  # of that time; not positive: it is over
+
+
+class TimeShare(NamedTuple):
+    """The part of each of its devices' time that a lease has, in percent."""
+
+    mode: ComputeShare = ComputeShare.OFF  # in force
+    granted: float | None = None  # None: off
+    measured: float | None = None  # None: there was no time to share in the last minute
+    reason: str = ""  # why what was asked for is not in force
 
 
 class LeaseView:
@@ -92,6 +101,17 @@ class LeaseView:
         """What its processes hold of GPUs beyond what it was granted."""
         sample = self._registry.observations[self.record.id].sample
         return sample.over if sample is not None else ()
+
+    @cached_property
+    def time_share(self) -> TimeShare:
+        """Its part of its devices' time while it is awake, as the helper keeps and measures it."""
+        sample = self._registry.observations[self.record.id].sample
+        if sample is None or self.record.state is not State.RUNNING or sample.phase is not Phase.RUNNING:
+            return TimeShare()
+        if sample.compute_share is ComputeShare.OFF:
+            return TimeShare(reason=sample.share_reason)
+        measured = None if sample.measured_share < 0 else 100 * sample.measured_share
+        return TimeShare(sample.compute_share, 100 * self.lease.held_milli / WHOLE_GPU, measured)
 
     @cached_property
     def unleased(self) -> tuple[UnleasedProcess, ...]:

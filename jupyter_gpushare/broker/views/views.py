@@ -16,7 +16,7 @@ from jupyter_gpushare.broker.state.registry import Registry, keep_left
 from jupyter_gpushare.broker.state.session_queue import QueuePlace
 from jupyter_gpushare.broker.views import cluster_view
 from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
-from jupyter_gpushare.broker.views.lease_sentences import badge, sentence
+from jupyter_gpushare.broker.views.lease_sentences import badge, sentence, share
 from jupyter_gpushare.broker.views.lease_view import LeaseView
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size
@@ -190,6 +190,10 @@ class Views:
             keep_left_minutes=None if record.is_job else keep_left(registry, lease.user, lease.project),
             since_at=record.since_at,
             saved_lost=seen.has_lost,
+            compute_share=seen.time_share.mode.value,
+            share_percent=seen.time_share.granted,
+            measured_share_percent=seen.time_share.measured,
+            share_texts=list(share(seen)),
             ends_at=(seen.site_end.at or None) if seen.site_end else None,
             ends_by=seen.site_end.by if seen.site_end else "",
             job=record.id[1:] if record.is_job else None,

@@ -194,6 +194,9 @@ class LeaseStatus(Answer, frozen=True):
     resizable: bool = False  # it may become larger or smaller on its device while it runs
     warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is told now
     saved_lost: bool = False  # saved memory of it was lost since it fell asleep last
+    compute_share: Literal["off", "fair", "strict"] = "off"  # how its devices' time is shared, in force now
+    share_percent: float | None = None  # of the time of each of its devices, as granted; None: off
+    measured_share_percent: float | None = None  # in the last minute while others computed too; None: never
     # When a setting of the site may end a session, or a kernel of it; None: none does, or it is not known.
     ends_at: str | None = None
     ends_by: str = ""  # that setting, or the service of the Hub that has it
@@ -203,6 +206,8 @@ class LeaseStatus(Answer, frozen=True):
     badge_texts: list[Text] = []  # ``badge`` for translation
     sentence: str = ""
     sentence_texts: list[Text] = []  # ``sentence`` for translation
+    share: str = ""  # its share of time in words, or why what was asked for is not in force
+    share_texts: list[Text] = []  # ``share`` for translation
 
 
 class SizedLease(LeaseStatus, frozen=True):
