@@ -131,6 +131,8 @@ def _print_status(status: wire.Status) -> None:
             )
         )
         say(local(lease.sentence, lease.sentence_texts), indent="  ")
+        if lease.share:
+            say(local(lease.share, lease.share_texts), indent="  ")
     if not status.devices_known:
         print("The device helper does not answer: memory figures may be old.")
     if status.projects:

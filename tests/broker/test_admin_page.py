@@ -6,11 +6,12 @@ import csv
 import io
 import re
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.protocol.helper import UnleasedProcess
+from jupyter_gpushare.protocol.helper import ComputeShare, UnleasedProcess
 from tests.broker import pages
 from tests.broker.http_site import PREFIX
 from tests.broker.pages import HUB_STATIC, WIDTHS
@@ -94,6 +95,28 @@ async def test_only_admins_change_anything_on_the_page(http):
     page = (await http.ask("GET", f"{http.url}{PREFIX}?edit=vision", "ada")).text
     assert 'method="post"' not in page
     assert "Needs a look" not in page
+
+
+async def test_the_table_of_sessions_has_shares_of_time_where_there_are_any(http):
+    record = await http.session()
+    held = http.site.held[record.handle]
+
+    async def cells(**found: Any) -> list[str]:
+        for name, value in found.items():
+            setattr(held, name, value)
+        await http.broker.loop.observer.measure()
+        page = (await http.ask("GET", f"{http.url}{PREFIX}", "root")).text
+        found = re.findall(r'<td data-label="Share of time">(.*?)</td>', page)
+        assert page.count("<th>Share of time</th>") == len(found)
+        return [" ".join(re.sub("<[^>]*>", " ", cell).split()) for cell in found]
+
+    assert await cells() == []
+    fair, strict = (replace(held.asked, compute_share=ComputeShare(mode)) for mode in ("fair", "strict"))
+    assert await cells(asked=fair) == ["50 % granted"]
+    assert await cells(measured_share=0.462) == ["50 % granted 46 % measured"]
+    assert await cells(asked=strict) == ["at most 50 % 46 % measured"]
+    (said,) = await cells(share_reason="its device has no library that could hold calls")
+    assert "not in force: its device has no library" in said
 
 
 async def test_an_administrator_acts_on_sessions_from_the_page_with_a_line_in_the_log(http):
@@ -226,7 +249,8 @@ async def test_times_are_in_utc_until_the_only_script_writes_them_in_the_readers
 @pytest.mark.parametrize("theme", ["light", "dark"])
 async def test_the_page_looks_like_the_hubs_and_fits_a_telephone(http, browser, theme, forced, judged):
     """The layout is looked at in every width, and axe-core judges the widths of ``judged``."""
-    await http.session()
+    held = http.site.held[(await http.session()).handle]
+    held.asked, held.measured_share = replace(held.asked, compute_share=ComputeShare.FAIR), 0.462
     await submit_many(http, [f"train-{n}-with-a-name-that-no-line-of-a-telephone-holds" for n in range(30)])
     answer = await http.ask("GET", f"{http.url}{PREFIX}?edit=vision", "root")
     other = "light" if theme == "dark" else "dark"

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import prometheus_client
@@ -12,6 +14,7 @@ import yaml
 
 from jupyter_gpushare.broker.http import metrics
 from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.protocol.helper import ComputeShare
 from tests.broker.machine import Program
 
 MONITORING = Path(__file__).parents[2] / "docs" / "monitoring"
@@ -49,6 +52,21 @@ async def test_a_lending_a_wait_and_a_wake_are_counted_with_their_seconds(site, 
     gpu_s = [value(text, f'gpushare_gpu_seconds_total{{state="{use}"}}') for use in ("lent", "free")]
     assert min(gpu_s) > 0
     assert "ada" not in text
+
+
+@pytest.mark.site(gpus=1)
+async def test_granted_and_measured_shares_are_those_of_the_leases_that_computed_together(site):
+    site.policy = replace(site.policy, compute_share=ComputeShare.FAIR)
+    broker = await site.start_broker()
+    for user, size, measured in [("ada", "1/4", 0.3), ("cy", "1/4", -1.0), ("bo", "1/2", 0.7)]:
+        held = await site.session(user, size)
+        held.measured_share = measured
+    await asyncio.sleep(2)
+    text = text_of(broker.registry)
+    for name, vision, nlp in [("granted", 0.25, 0.5), ("measured", 0.3, 0.7)]:
+        of = f'gpushare_compute_share_{name}_ratio{{device="GPU-0"'
+        assert value(text, f'{of},project="vision"}}') == vision
+        assert value(text, f'{of},project="nlp"}}') == nlp
 
 
 @pytest.mark.parametrize("name", ["dashboard.json", "alerts.yml"])

@@ -136,7 +136,7 @@ def test_status_shows_lease_project_and_jobs_in_the_brokers_words(gpushare, brok
     ran = gpushare("status")
     assert ran.code == 0
     assert "1/2 GPU  6.8 GiB of 40 GiB  Active  project vision, held by preload" in ran.out
-    assert "Your 1/2 GPU is in use." in ran.out
+    assert "Your 1/2 GPU is in use.\n  Share of the GPU's time: 50 % granted, 46 % measured" in ran.out
     assert "sweep" in ran.out
     assert "first try" not in ran.out  # it has ended
 

@@ -6,7 +6,7 @@ Gauges are read from the registry; counters and histograms count since the broke
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TypeVar
 
@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.usage import Durations
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU
+from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, State
 
 M = TypeVar("M", GaugeMetricFamily, CounterMetricFamily)
 
@@ -42,6 +42,12 @@ class Numbers:
         yield _gauge("gpushare_device_used_bytes", "Device memory in use", used, "device")
         busy = [((each.uuid,), each.utilization_percent / 100) for each in found]
         yield _gauge("gpushare_device_utilization_ratio", "Share of time it computed", busy, "device")
+        for name, shares in _shares(registry).items():
+            text = (
+                f"Part of a device's time, {name}, of leases that computed beside others in the last minute"
+            )
+            family = f"gpushare_compute_share_{name}_ratio"
+            yield _gauge(family, text, shares.items(), "device", "project")
         saved = [((), registry.devices.host_saved_bytes)]
         yield _gauge("gpushare_host_saved_bytes", "Suspended device state in host memory", saved)
         epoch = [((), registry.store.epoch)]
@@ -50,6 +56,21 @@ class Numbers:
         text = "0: the disk of the database is full, or it does not answer"
         yield _gauge("gpushare_database_writable", text, takes)
         yield from _since_start(registry)
+
+
+def _shares(registry: Registry) -> dict[str, dict[tuple[str, str], float]]:
+    """Return the shares of compute time, granted and measured, by device and project.
+
+    They are sums over leases that were measured: one that computed alone got more than its share.
+    """
+    granted, measured = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
+    for record in registry.leases.values():
+        sample = registry.observations[record.id].sample
+        if record.state is State.RUNNING and sample is not None and sample.measured_share >= 0:
+            for uuid in record.lease.devices:
+                granted[uuid, record.lease.project] += record.lease.held_milli / WHOLE_GPU
+                measured[uuid, record.lease.project] += sample.measured_share
+    return {"granted": granted, "measured": measured}
 
 
 def _since_start(registry: Registry) -> Iterator[Metric]:
