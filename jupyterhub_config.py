@@ -232,5 +232,7 @@ c.GPUShareBroker.projects = {
     "vision": {"quota": "50%", "groups": ["vision"]},
     "nlp": {"quota": "50%", "groups": ["nlp"]},
 }
+# On a real driver off until `make test-gpu` has measured there what turns cost.
+c.GPUShareBroker.compute_share = "fair" if simulated else "off"
 # Seconds without a busy kernel and without GPU activity, after which a GPU may be lent to waiting work.
 c.GPUShareBroker.idle_timeout = float(os.environ.get("GPUSHARE_DEMO_IDLE_TIMEOUT", "900"))

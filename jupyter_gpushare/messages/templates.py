@@ -318,7 +318,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "share.strict_measured": (
             "Share of the GPU's time: at most %1 %, %2 % measured while it computed in the last minute."
         ),
-        "share.level": "The share is kept between kernels: a kernel of 300 ms is never cut.",
+        "share.level": "It is kept between kernels: a kernel of 300 ms is never cut.",
         "share.not_in_force": "Its share of the GPU's time is not in force: %1.",
         # ---- parts of sentences ----------------------------------------------
         "part.jobs_waiting": ("%1 job is waiting", "%1 jobs are waiting"),

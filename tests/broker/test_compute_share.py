@@ -95,6 +95,17 @@ async def test_living_leases_follow_a_broker_that_is_configured_anew(site, befor
     assert (asleep.phase, asleep.asked.suspended) == ("suspended", True)
 
 
+async def test_living_leases_follow_a_reload(site):
+    broker = await started(site, OFF)
+    ada = await running(site)
+    ada.share_reason = NO_LIBRARY
+    for mode in (FAIR, STRICT, OFF):
+        before = prepared(site, ada)
+        broker.registry.policy = replace(broker.registry.policy, compute_share=mode)
+        await asyncio.sleep(60)
+        assert (ada.asked.compute_share, prepared(site, ada)) == (mode, before + 1)
+
+
 async def test_a_broker_that_is_configured_as_before_asks_for_nothing(site):
     await started(site, FAIR)
     ada = await running(site)

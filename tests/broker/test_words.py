@@ -426,7 +426,7 @@ def test_a_lease_that_uses_more_than_its_limit_says_so(kind, limit_bytes, pid, s
 # ---- shares of compute time
 
 _FAIR, _STRICT = ComputeShare.FAIR, ComputeShare.STRICT
-_LEVEL = "The share is kept between kernels: a kernel of 300 ms is never cut."
+_LEVEL = "It is kept between kernels: a kernel of 300 ms is never cut."
 
 
 @pytest.mark.parametrize(

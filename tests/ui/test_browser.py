@@ -52,6 +52,9 @@ async def test_story_of_a_suspension_is_seen_in_status_bar_panel_and_banner(page
     await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
     memory = panel.get_by_role("meter", name="GPU memory")
     await expect(memory).to_have_attribute("aria-valuetext", "6.8 of 40 GiB")
+    time = panel.get_by_role("meter", name="GPU time")
+    await expect(time).to_have_attribute("aria-valuetext", "46 %, 50 % granted")
+    await expect(panel).to_contain_text("a kernel of 300 ms is never cut")
     await expect(panel).to_contain_text("Queued, number 3")
     await picture(page, "panel-active")
 
@@ -69,6 +72,7 @@ async def test_story_of_a_suspension_is_seen_in_status_bar_panel_and_banner(page
     broker.say_status(golden("status_asleep") | {"seq": warned["seq"] + 2})
     await expect(banner).to_contain_text("Run any GPU cell to wake it")
     await expect(memory).to_have_attribute("aria-valuetext", "6.8 GiB in RAM")
+    await expect(time).to_be_hidden()
     await picture(page, "panel-asleep")
     broker.answer("POST leases/b7q2mzk4x9/resume", golden("error"), 409)
     await banner.get_by_role("button", name="Wake now").click()

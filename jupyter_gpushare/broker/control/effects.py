@@ -285,8 +285,9 @@ class Effects:
             DeviceError: the driver refused.
         """
         observation = self.registry.observations[record.id]
-        prepared = await self.devices.prepare(snapshot.limit_request(self.registry, record, asleep=asleep))
-        observation.prepared = True
+        request = snapshot.limit_request(self.registry, record, asleep=asleep)
+        prepared = await self.devices.prepare(request)
+        observation.share_asked = request.compute_share
         return prepared
 
     async def _start_anew(self, record: LeaseRecord) -> None:

@@ -270,15 +270,14 @@ def limits_of(registry: Registry, size: Size, devices: Iterable[str], held_milli
 
 
 def share_differs(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether the helper has a lease's share of time from a broker with another configuration.
+    """Return whether the helper was asked for another share of time than is configured now.
 
-    What this broker has asked for counts as set: the helper says why it is not in force.
+    What an earlier broker asked for is read from the sample, where it is in force.
     """
-    observation = registry.observations[record.id]
-    if observation.prepared or observation.sample is None:
-        return False
-    sample = observation.sample
-    return bool(sample.share_reason) or sample.compute_share is not registry.policy.compute_share
+    observation, configured = registry.observations[record.id], registry.policy.compute_share
+    if observation.share_asked is not None or observation.sample is None:
+        return observation.share_asked not in (None, configured)
+    return bool(observation.sample.share_reason) or observation.sample.compute_share is not configured
 
 
 def limit_request(registry: Registry, record: LeaseRecord, *, asleep: bool) -> SetLimit:

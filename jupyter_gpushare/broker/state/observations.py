@@ -14,6 +14,7 @@ from jupyter_gpushare.core.idle import PauseHistory
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, WHOLE_GPU, State
 from jupyter_gpushare.core.model import Device as PlannerDevice
 from jupyter_gpushare.protocol.helper import (
+    ComputeShare,
     Device,
     DeviceSample,
     Inventory,
@@ -139,7 +140,7 @@ class Observation:
     sample: LeaseSample | None = None  # None: not measured, or unknown to the helper
     measured_at: float = float("-inf")
     seen_alive: bool = False
-    prepared: bool = False  # this broker has asked the helper for its limits and its share of time
+    share_asked: ComputeShare | None = None  # of the helper, last; None: not by this broker
     gone_since_at: float | None = None  # the first measurement in a row that missed its processes
     pauses: PauseTracker = field(default_factory=PauseTracker)
     active_at: float = 0.0  # last sign of work on the GPU

@@ -150,6 +150,7 @@ export class GpuPanel extends ReactWidget {
               release={this._links().release}
             />
           )}
+          {lease !== null && <TimeShare lease={lease} />}
           {lease !== null && (
             <Button
               className="gpushare-link"
@@ -253,6 +254,34 @@ function Memory(props: {
       <p className="gpushare-muted">
         {trans.__('%1 on %2, project %3', lease.size, lease.device_name, lease.project)}
       </p>
+    </>
+  );
+}
+
+/** The part of the GPU's time that this server got, with a mark at the part that it was granted. */
+function TimeShare({ lease }: { lease: ILeaseStatus }): JSX.Element | null {
+  const { share, share_percent: granted, measured_share_percent: measured } = lease;
+  if (share === '') {
+    return null;
+  }
+  return (
+    <>
+      {granted !== null && measured !== null && (
+        <>
+          <div className="gpushare-row">
+            <span>{trans.__('GPU time')}</span>
+            <span>{trans.__('%1 %', Math.round(measured))}</span>
+          </div>
+          <Meter
+            label={trans.__('GPU time')}
+            text={trans.__('%1 %, %2 % granted', Math.round(measured), granted)}
+            max={100}
+            parts={[{ value: measured, kind: 'used' }]}
+            mark={granted}
+          />
+        </>
+      )}
+      <p className="gpushare-muted">{share}</p>
     </>
   );
 }
