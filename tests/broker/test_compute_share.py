@@ -6,7 +6,9 @@ import asyncio
 from dataclasses import replace
 
 import pytest
+from traitlets import TraitError
 
+from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import ComputeShare
@@ -41,6 +43,13 @@ def prepared(site: Site, held: Held) -> int:
 
 
 # ---- what the helper is asked for
+
+
+def test_the_trait_is_off_and_takes_no_other_word():
+    assert GPUShareBroker().policy().compute_share is OFF
+    assert GPUShareBroker(compute_share="strict").policy().compute_share is STRICT
+    with pytest.raises(TraitError, match="compute_share"):
+        GPUShareBroker(compute_share="half")
 
 
 async def test_no_share_is_asked_for_unless_the_site_says_so(site, broker):
