@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -31,6 +32,7 @@ CLI = [sys.executable, "-m", "jupyter_gpushare.cli"]
 PROJECTS = (Project(name="vision", quota_milli=1000), Project(name="nlp", quota_milli=0))
 CONFIG = """
 c.GPUShareBroker.engine = "kai"
+c.GPUShareBroker.compute_share = "fair"
 c.GPUShareBroker.projects = {{"vision": {{"quota": 1}}, "nlp": {{"quota": 0}}}}
 c.GPUShareBroker.state_dir = "{folder}/broker"
 c.GPUShareKube.kubeconfig = {kubeconfig!r}
@@ -197,6 +199,9 @@ def test_two_halves_get_seats_on_the_node_and_a_third_leaves_nothing(site: Site)
     assert all(site.folder / "host" in path.parents for path in paths)
     second = start(site, "bo")
     assert second["devices"] == [device]
+    for lease in (first["lease"], second["lease"]):
+        asked = json.loads((site.folder / "helper/private/journal" / lease).read_bytes())["asked"]
+        assert (asked["compute_share"], asked["share"]) == ("fair", 0.5)
     there = site.seats()
     assert len(there) == 2
     began = time.monotonic()
