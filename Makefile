@@ -140,7 +140,7 @@ docs: $(STAMPS)/docs  ## build the documentation into docs/_build; a warning or 
 	@$(BIN)/python -m sphinx --builder html --fail-on-warning --keep-going --nitpicky --quiet docs docs/_build
 	echo docs/_build/index.html
 
-test-gpu:  ## measure a real NVIDIA GPU, PART=1 to 4 of it, results in OUT; needs python3, gcc, pytest, psutil, nvidia-ml-py, no .venv
+test-gpu:  ## measure a real NVIDIA GPU, PART=1 to 5 of it, results in OUT; needs python3, gcc, pytest, psutil, nvidia-ml-py, no .venv
 	@python3 -m jupyter_gpushare.native.build
 	# Not with pyproject.toml: it names plugins that a bare GPU machine does not have.
 	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest -c /dev/null --rootdir=$(CURDIR) -p no:cacheprovider --import-mode=importlib -ra -s tests/gpu_real $(PYTEST_ARGS)

@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ import pytest
 
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
 from tests.gpu.machine import MIB, until
-from tests.gpu_real import callers, driver_facts, other_gpu, scenarios, survival, timing
+from tests.gpu_real import callers, driver_facts, other_gpu, scenarios, shares, survival, timing
 from tests.gpu_real.bench import Bench
 from tests.gpu_real.order import SCENARIOS, Scenario
 from tests.gpu_real.site import ROOT, Helper, Report, Site, Skip
@@ -81,13 +81,33 @@ OF_LIFE = {
         },
     ),
 }
+#: Rows of `shares` on this driver, by scenario; and why it may skip one.
+OF_TIME = {
+    shares.two_tenants_divide_the_time: {
+        "two processes, kernels of 10 and 10 ms": r"^\d+%, \d+%; together \d+%",
+        "four processes": r"^(\d+%, ){3}\d+%; together",
+    },
+    shares.what_is_queued_drains: {"drain of 10 kernels, 10 ms ahead": r"^p50 \d+\.\d+ ms, p99"},
+    shares.a_record_disturbs_nothing: {
+        "one cuCtxRecordEvent": r"us, \d+\.\d ms at",
+        "a short kernel in another stream": "not ordered by it",
+        "records and waits beside": "us a record",
+    },
+    shares.nvml_tells_who_computed: {"kernels of 10 ms, the second pauses 30 ms": r"%, \d+% and \d+%$"},
+    shares.turns_keep_the_throughput: {"two processes, kernels of 1 ms, turns of 100 ms": r"and \d+, .*%$"},
+    shares.a_record_meets_a_capture: {"record by a thread in mode relaxed": "^global .*relaxed"},
+    shares.turns_of_the_package_hold: {"turns of leases of 1/4 and 3/4, kernels of 10 ms": "of it, .*% and"},
+    shares.a_turn_adds_to_a_launch: {"a launch in a turn": "ns$"},
+    shares.the_slice_of_the_driver_can_be_set: {},
+}
+NOT_OF_TIME = ("this driver has no ", "no turns here: ", "no nvidia-smi")
 # Those of "the driver" are run by the commands below.
 HERE = [
     each
     for each in SCENARIOS
     if each.everywhere
     and each not in APART
-    and sys.modules[each.function.__module__] not in OF_LIFE
+    and sys.modules[each.function.__module__] not in (*OF_LIFE, shares)
     and not each.name.startswith("the_driver")
 ]
 #: On a bare GPU machine there is the standard library, nvidia-ml-py, psutil, pytest and maybe torch.
@@ -203,6 +223,25 @@ def test_what_lives_across_a_suspension_is_reported(tmp_path: Path, module: Modu
         assert re.search(pattern, figure), (what, figure)
 
 
+@pytest.mark.parametrize(
+    "functions",
+    [[*OF_TIME][:3], pytest.param([*OF_TIME][3:], marks=pytest.mark.long)],
+    ids=["facts", "turns"],
+)
+def test_how_time_is_divided_is_reported(tmp_path: Path, functions: list[Callable[..., None]]) -> None:
+    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB")
+    with closing(Bench(tmp_path, environment(machine), out=None, budget_s=600)) as bench:
+        shown = [(each.function, bench.run(each)) for each in SCENARIOS if each.function in functions]
+    for function, result in shown:
+        if result.outcome == "skipped":
+            assert result.reason.startswith(NOT_OF_TIME), result
+            continue
+        assert (result.outcome, result.reason) == ("passed", "")
+        for what, pattern in OF_TIME[function].items():
+            (figure,) = (figure for name, figure in result.rows if name.startswith(what))
+            assert re.search(pattern, figure), (what, figure)
+
+
 def test_a_move_is_reported_where_unused_gpus_are_not_named_and_the_old_uuid_is_seen(tmp_path: Path) -> None:
     machine = Simulator(tmp_path, "2xH100-80GB,host=512GiB,growth=0,pairs=used,moved-uuid=old")
     with closing(Bench(tmp_path, environment(machine), out=None, budget_s=600)) as bench:
@@ -271,7 +310,7 @@ def command(tmp_path: Path, part: str, chosen: str) -> subprocess.CompletedProce
 
 
 def test_the_command_shows_skips_and_keeps_what_it_is_told_to(tmp_path: Path) -> None:
-    done = command(tmp_path, "", "the_driver_is or itself-1 or the_self_test or loop")
+    done = command(tmp_path, "", "the_driver_is or itself-1 or the_self_test or adds_to_a_training")
     assert done.returncode == 0, done.stdout + done.stderr
     out = tmp_path / "new" / "out" / "all"
     kept = json.loads((out / "gpu.json").read_text())
@@ -296,9 +335,9 @@ def test_a_part_is_repeated_alone_and_overwrites_nothing(tmp_path: Path) -> None
     rows = [(run / "rows" / "entry_points_are_their_symbols.jsonl").read_text() for run in out.iterdir()]
     assert rows[0] == rows[1]
     assert "no symbol of hooks.h" in rows[0]
-    refused = command(tmp_path, "5", "symbols")
+    refused = command(tmp_path, "6", "symbols")
     assert refused.returncode
-    assert "PART is 1 to 4" in refused.stdout + refused.stderr
+    assert "PART is 1 to 5" in refused.stdout + refused.stderr
 
 
 @pytest.mark.parametrize(
@@ -315,7 +354,7 @@ def test_where_the_driver_hides_bytes_each_scenario_runs_or_says_why_not(
 ) -> None:
     shown = blind[listed].run(scenario)
     assert shown.outcome != "failed", shown.reason
-    if shown.outcome == "skipped":
+    if shown.outcome == "skipped" and not shown.reason.startswith(NOT_OF_TIME):
         assert "the driver does not say how much memory a process holds here" in shown.reason
     if scenario.function in (
         scenarios.a_limit_holds_for_all_processes_of_a_lease_together,

@@ -276,23 +276,6 @@ def _path(site: Site) -> str:
     return os.pathsep.join(filter(None, (str(ROOT), site.environment.get("PYTHONPATH"))))
 
 
-def two_tenants_divide_the_time(site: Site) -> None:
-    """Rounds of the same work alone and side by side: how the driver divides compute."""
-    size = max(MIB, site.scale_bytes // 4)
-    workers = [site.worker("facts", site.lease(f"tenant-{index}", 2 * GIB)) for index in range(2)]
-    for worker in workers:
-        assert do(worker, "open") == "0"
-    alone = int(do(workers[0], f"spin 3 {size}"))
-    for worker in workers:
-        worker.tell(f"spin 3 {size}")
-    together = [int(worker.answer(PATIENCE_S).split()[1]) for worker in workers]
-    site.report.add(
-        f"filling {size / MIB:.0f} MiB for 3 s: alone, two tenants at once",
-        f"{alone} rounds, {together[0]} and {together[1]} ({sum(together) / max(1, alone):.0%} of alone)",
-    )
-    site.end(*workers)
-
-
 def killing_a_resumed_process_does_no_harm(site: Site) -> None:
     """The last one: with driver 595.71 the whole machine hung 35 s later (cuda-checkpoint issue 53)."""
     if not site.simulated and os.environ.get("GPUSHARE_TEST_MAY_HANG") != "1":

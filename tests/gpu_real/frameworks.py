@@ -10,6 +10,8 @@ from tests.gpu.machine import GIB
 from tests.gpu_real.direct import bring_back, checkpoint_of, listed, move_of, park, says
 from tests.gpu_real.other_gpu import equal_devices, restore
 from tests.gpu_real.overhead import PAIRS, added, in_turn
+from tests.gpu_real.recorder import Recorded
+from tests.gpu_real.shares import AHEAD_MS, MISSING, activity, percentiles, recorded, recorder_library
 from tests.gpu_real.site import PATIENCE_S, Site, Skip, do, need, without_library
 from tests.gpu_real.survival import children_live_through, works_again
 
@@ -142,3 +144,58 @@ def what_torch_made_before_works_after_a_suspension(site: Site, make: str, use: 
         raise Skip(f"torch.{make} does not work here: {made}")
     assert made == "ok"
     works_again(site, make, worker, use)
+
+
+# ---- shares of time ----
+
+
+def a_training_step_drains(site: Site) -> None:
+    """From the close of a turn until the device has done the steps that PyTorch launched before."""
+    need("torch")
+    worker = site.worker("torch-time", site.lease("drain-torch", 8 * GIB, preload=False))
+    do(worker, f"recorder {recorder_library(site)}")
+    step_ms = float(do(worker, "step"))
+    for ahead_ms in AHEAD_MS:
+        steps = max(1, round(ahead_ms / step_ms))
+        found = [recorded(do(worker, f"drain {steps}")) for _ in range(100)]
+        site.report.add(f"drain of {steps} training steps of {step_ms:.1f} ms, 100 times", percentiles(found))
+    site.end(worker)
+
+
+def a_record_slows_no_training_loop(site: Site) -> None:
+    """A thread that records and waits every 2 ms, beside a loop of small kernels."""
+    need("torch")
+    worker = site.worker("torch-time", site.lease("watched-torch", 8 * GIB, preload=False))
+    do(worker, f"recorder {recorder_library(site)}")
+    do(worker, "time 200")
+    seen: list[Recorded] = []
+
+    def watched() -> float:
+        if do(worker, "watch 2000") == "missing":
+            raise Skip(MISSING)
+        took_s = float(do(worker, "time 500"))
+        seen.append(recorded(do(worker, "unwatch")))
+        return took_s
+
+    pairs = in_turn(lambda: float(do(worker, "time 500")), watched)
+    site.report.add("records and waits beside 500 training steps", activity(seen))
+    site.judge("what records and waits, 2 ms apart, add to a training loop", added(pairs))
+    site.end(worker)
+
+
+def two_jobs_with_input_pipelines_share_a_device(site: Site) -> None:
+    """Training with a DataLoader that leaves the device idle at times: alone, and two of them at once."""
+    need("torch")
+    workers = [site.worker("torch-time", site.lease(f"job-{index}", 8 * GIB)) for index in range(2)]
+    for worker in workers:
+        do(worker, "pipeline 3")
+    rate, busy = (float(word) for word in do(workers[0], "pipeline 10").split())
+    for worker in workers:
+        worker.tell("pipeline 10")
+    both = [float(worker.answer(PATIENCE_S).split()[1]) for worker in workers]
+    site.report.add(
+        "training with an input pipeline: alone, two at once",
+        f"{rate:.1f} batches a second with the device in use for {busy:.0%} of the time, "
+        f"{both[0]:.1f} and {both[1]:.1f} (together {sum(both) / rate:.0%} of alone)",
+    )
+    site.end(*workers)

@@ -1,10 +1,11 @@
 """Which scenarios there are, in the order in which they are worth a GPU's time.
 
-There are four parts, as a GPU may be lent for half an hour, ten minutes a command.  First
+There are five parts, as a GPU may be lent for half an hour, ten minutes a command.  First
 what nothing else can show (is state kept, PyTorch's too, and does a call wake?), then how
-the driver behaves and whether limits hold, then what it costs, last what else lives across
-a suspension, and what damages processes or may hang the machine.  Each scenario has a bound
-in seconds, far above what it should take: one that hangs must not cost the others their turn.
+the driver behaves and whether limits hold, then what it costs, then how time is divided, last
+what else lives across a suspension, and what damages processes or may hang the machine.  Each
+scenario has a bound in seconds, far above what it should take: one that hangs must not cost the
+others their turn.
 """
 
 from __future__ import annotations
@@ -13,7 +14,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from tests.gpu_real import callers, driver_facts, frameworks, other_gpu, scenarios, survival, timing
+from tests.gpu_real import (
+    callers,
+    driver_facts,
+    frameworks,
+    other_gpu,
+    scenarios,
+    shares,
+    survival,
+    timing,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,6 @@ PARTS = (
         Scenario(scenarios.what_the_library_adds_to_calls, 120),
         Scenario(frameworks.what_the_library_adds_to_a_training_loop, 120),
         Scenario(scenarios.a_context_has_its_price, 60),
-        Scenario(driver_facts.two_tenants_divide_the_time, 60),
         Scenario(scenarios.a_process_around_the_library_is_noticed, 60),
         Scenario(scenarios.a_kernel_of_jupyter_sleeps_and_is_woken_by_its_cell, 120),
         Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("cupy",)),
@@ -92,6 +101,20 @@ PARTS = (
         Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 90, ("jax",)),
         Scenario(frameworks.its_memory_comes_back_as_it_was, 90, ("numba",)),
         Scenario(frameworks.its_memory_is_limited_with_a_clean_error, 60, ("numba",)),
+    ),
+    (
+        Scenario(shares.two_tenants_divide_the_time, 90),
+        Scenario(shares.turns_keep_the_throughput, 60),
+        Scenario(shares.what_is_queued_drains, 60),
+        Scenario(frameworks.a_training_step_drains, 120),
+        Scenario(shares.a_record_disturbs_nothing, 60),
+        Scenario(frameworks.a_record_slows_no_training_loop, 120),
+        Scenario(shares.a_record_meets_a_capture, 30),
+        Scenario(shares.turns_of_the_package_hold, 120),
+        Scenario(shares.a_turn_adds_to_a_launch, 90),
+        Scenario(shares.nvml_tells_who_computed, 45),
+        Scenario(frameworks.two_jobs_with_input_pipelines_share_a_device, 120),
+        Scenario(shares.the_slice_of_the_driver_can_be_set, 60),
     ),
     (
         Scenario(timing.lists_and_free_memory_lag_behind, 45),

@@ -11,7 +11,9 @@ import json
 import os
 import re
 import time
+from collections.abc import Mapping
 from contextlib import closing
+from pathlib import Path
 from statistics import median
 from typing import Any
 
@@ -224,18 +226,25 @@ def a_process_around_the_library_is_noticed(site: Site) -> None:
     site.end(worker)
 
 
-def what_the_library_adds_to_calls(site: Site) -> None:
+def calls_program(site: Site) -> Path:
+    """tests/benchmarks/calls.c, compiled into the site's folder."""
     program = site.folder / "calls"
     source = ROOT / "tests/benchmarks/calls.c"
     run_program([*build.compiler(), "-O2", "-w", "-o", str(program), str(source), "-ldl"], os.environ)
+    return program
+
+
+def call_ns(program: Path, environment: Mapping[str, str], launches: int) -> list[float]:
+    """Nanoseconds of a launch, of cuMemGetInfo and of dlsym."""
+    return [float(word) for word in run_program([str(program), str(launches)], environment).split()]
+
+
+def what_the_library_adds_to_calls(site: Site) -> None:
+    program = calls_program(site)
     leased = site.lease("calls", 4 * GIB)
     plain = without_library(leased)
     launches = 1_000_000 * site.scale_bytes // GIB // PAIRS
-
-    def run(environment: dict[str, str]) -> list[float]:
-        return [float(word) for word in run_program([str(program), str(launches)], environment).split()]
-
-    pairs = in_turn(lambda: run(plain), lambda: run(leased))
+    pairs = in_turn(lambda: call_ns(program, plain, launches), lambda: call_ns(program, leased, launches))
     for index, name in enumerate((f"a kernel launch ({PAIRS} times {launches})", "cuMemGetInfo", "dlsym")):
         without, within = (median(run[index] for run in side) for side in zip(*pairs, strict=True))
         assert within > 0

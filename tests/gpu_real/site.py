@@ -31,9 +31,11 @@ WORKERS = {
     "driver": ROOT / "tests/gpu/worker.py",
     "calls": Path(__file__).with_name("calls_worker.py"),
     "facts": Path(__file__).with_name("facts_worker.py"),
+    "time": Path(__file__).with_name("time_worker.py"),
     "held": Path(__file__).with_name("held_worker.py"),
     "torch": Path(__file__).with_name("torch_worker.py"),
     "torch-life": Path(__file__).with_name("torch_life_worker.py"),
+    "torch-time": Path(__file__).with_name("torch_time_worker.py"),
     "cupy": Path(__file__).with_name("cupy_worker.py"),
     "jax": Path(__file__).with_name("jax_worker.py"),
     "numba": Path(__file__).with_name("numba_worker.py"),
@@ -222,9 +224,14 @@ class Site:
         """A request that may take long, on a connection of its own."""
         return asked(self.socket, verb, 600.0, **fields)
 
-    def lease(self, name: str, limit_bytes: int, *, preload: bool = True) -> dict[str, str]:
-        """The environment of a process of a new lease."""
-        made = self.client.ask("set_limit", lease=name, uid=os.geteuid(), limits={self.uuid: limit_bytes})
+    def lease(
+        self, name: str, limit_bytes: int, *, preload: bool = True, share: float | None = None
+    ) -> dict[str, str]:
+        """The environment of a process of a new lease, with this share of the device's time by turns."""
+        turns = {} if share is None else {"compute_share": "fair", "share": share}
+        made = self.client.ask(
+            "set_limit", lease=name, uid=os.geteuid(), limits={self.uuid: limit_bytes}, **turns
+        )
         environment = {
             **self.environment,
             "GPUSHARE_LEASE": name,

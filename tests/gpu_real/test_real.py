@@ -2,10 +2,10 @@
 
 It needs Python 3.11, a C compiler, pytest, psutil and nvidia-ml-py; torch, cupy, jax,
 numba and jupyter_client for what names them.  The largest device is used; no setting of a
-device is changed.  Each scenario has a process and a bound of its own, in the order
-of `order`; figures are printed as they come and not judged.
+device is changed without ``GPUSHARE_TEST_MAY_SET=1``.  Each scenario has a process and a bound
+of its own, in the order of `order`; figures are printed as they come and not judged.
 
-``PART`` is one of its four parts; without it all run.  ``OUT`` is a folder: each run makes a
+``PART`` is one of its five parts; without it all run.  ``OUT`` is a folder: each run makes a
 folder of its own in it and keeps there each row as it is measured.
 
 Where ``GPUSHARE_SIM_STATE`` is set the simulated driver is used, and the table says so.
