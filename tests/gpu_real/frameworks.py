@@ -195,7 +195,7 @@ def two_jobs_with_input_pipelines_share_a_device(site: Site) -> None:
     both = [float(worker.answer(PATIENCE_S).split()[1]) for worker in workers]
     site.report.add(
         "training with an input pipeline: alone, two at once",
-        f"{rate:.1f} batches a second with the device in use for {busy:.0%} of the time, "
+        f"{rate:.1f} batches a second with the device in use for at most {busy:.0%} of the time, "
         f"{both[0]:.1f} and {both[1]:.1f} (together {sum(both) / rate:.0%} of alone)",
     )
     site.end(*workers)

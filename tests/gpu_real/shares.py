@@ -162,11 +162,16 @@ def nvml_tells_who_computed(site: Site) -> None:
         end = time.monotonic() + seconds
         while time.monotonic() < end:
             time.sleep(min(0.25, seconds / 4))
-            with contextlib.suppress(pynvml.NVMLError_NotFound):
-                for sample in pynvml.nvmlDeviceGetProcessUtilization(handle, before):
-                    if sample.pid in seen:
-                        seen[sample.pid].append(int(sample.smUtil))
-                    before = max(before, int(sample.timeStamp))
+            try:
+                samples = pynvml.nvmlDeviceGetProcessUtilization(handle, before)
+            except (pynvml.NVMLError_NotFound, pynvml.NVMLError_InsufficientSize):
+                continue
+            except pynvml.NVMLError as error:
+                raise Skip(f"NVML does not say who computes: {error}") from None
+            for sample in samples:
+                if sample.pid in seen:
+                    seen[sample.pid].append(int(sample.smUtil))
+                before = max(before, int(sample.timeStamp))
         done = [int(worker.answer(PATIENCE_S).split()[1]) for worker in workers]
         worked = [f"{10 * count / (1e3 * seconds):.0%}" for count in done]
         shown = [
@@ -303,9 +308,9 @@ def turns_of_the_package_hold(site: Site) -> None:
     for ms in LENGTHS:
         done = _at_once(dict.fromkeys(workers, f"run {ms} {seconds} 0"))
         site.fresh()
-        measured = [f"{site.of(name)['measured_share']:.0%}" for name in shares]
+        measured = [f"{max(0.0, site.of(name)['measured_share']):.0%}" for name in shares]
         site.report.add(
-            f"turns of leases of 1/4 and 3/4, kernels of {ms} ms: got, as the helper measured, work",
+            f"turns of leases of 1/4 and 3/4, kernels of {ms} ms: got, measured by the helper, work",
             f"{done[0] / max(1, sum(done)):.0%} of it, {' and '.join(measured)}, "
             f"{sum(done) / max(1, free[ms]) - 1:+.1%} against the driver's slices",
         )
