@@ -11,7 +11,15 @@ from tests.gpu_real.direct import bring_back, checkpoint_of, listed, move_of, pa
 from tests.gpu_real.other_gpu import equal_devices, restore
 from tests.gpu_real.overhead import PAIRS, added, in_turn
 from tests.gpu_real.recorder import Recorded
-from tests.gpu_real.shares import AHEAD_MS, MISSING, activity, percentiles, recorded, recorder_library
+from tests.gpu_real.shares import (
+    AHEAD_MS,
+    MISSING,
+    WATCH_US,
+    activity,
+    percentiles,
+    recorded,
+    recorder_library,
+)
 from tests.gpu_real.site import PATIENCE_S, Site, Skip, do, need, without_library
 from tests.gpu_real.survival import children_live_through, works_again
 
@@ -163,7 +171,7 @@ def a_training_step_drains(site: Site) -> None:
 
 
 def a_record_slows_no_training_loop(site: Site) -> None:
-    """A thread that records and waits every 2 ms, beside a loop of small kernels."""
+    """A thread that records and waits, 1 ms apart, beside a loop of small kernels."""
     need("torch")
     worker = site.worker("torch-time", site.lease("watched-torch", 8 * GIB, preload=False))
     do(worker, f"recorder {recorder_library(site)}")
@@ -171,7 +179,7 @@ def a_record_slows_no_training_loop(site: Site) -> None:
     seen: list[Recorded] = []
 
     def watched() -> float:
-        if do(worker, "watch 2000") == "missing":
+        if do(worker, f"watch {WATCH_US}") == "missing":
             raise Skip(MISSING)
         took_s = float(do(worker, "time 500"))
         seen.append(recorded(do(worker, "unwatch")))
@@ -179,7 +187,7 @@ def a_record_slows_no_training_loop(site: Site) -> None:
 
     pairs = in_turn(lambda: float(do(worker, "time 500")), watched)
     site.report.add("records and waits beside 500 training steps", activity(seen))
-    site.judge("what records and waits, 2 ms apart, add to a training loop", added(pairs))
+    site.judge("what records and waits, 1 ms apart, add to a training loop", added(pairs))
     site.end(worker)
 
 

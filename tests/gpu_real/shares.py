@@ -29,6 +29,8 @@ LENGTHS = (1, 10, 100)
 TURNS_MS = (20, 50, 100, 200)
 #: How much is queued when a turn ends, in milliseconds.
 AHEAD_MS = (1, 10, 50)
+#: Between two rounds of a thread that records and waits, in microseconds.
+WATCH_US = 1000
 #: The part of a device's time that one of two leases is granted; the other has the rest.
 QUARTER = 0.25
 NAMES = ("global", "thread local", "relaxed")
@@ -262,7 +264,7 @@ def a_record_disturbs_nothing(site: Site) -> None:
 
     def run(*, watched: bool) -> float:
         """Seconds of one kernel of 0.1 ms, launched without pause."""
-        assert not watched or do(worker, "watch 2000") == "0"
+        assert not watched or do(worker, f"watch {WATCH_US}") == "0"
         count = int(do(worker, f"run 0.1 {seconds} 0"))
         if watched:
             seen.append(recorded(do(worker, "unwatch")))
@@ -270,7 +272,7 @@ def a_record_disturbs_nothing(site: Site) -> None:
 
     pairs = in_turn(lambda: run(watched=False), lambda: run(watched=True))
     site.report.add(f"records and waits beside kernels of 0.1 ms, in {seconds:.2f} s", activity(seen))
-    site.judge("what records and waits, 2 ms apart, add to kernels of 0.1 ms", added(pairs))
+    site.judge("what records and waits, 1 ms apart, add to kernels of 0.1 ms", added(pairs))
     site.end(worker)
 
 
