@@ -150,6 +150,11 @@ class TurnRing:
         member = self._members.get(name)
         return _ahead_s(member.length_s if member else LONGEST_S)
 
+    @property
+    def is_draining(self) -> bool:
+        """Whether a turn has ended, and what is left of it on the device is waited for."""
+        return any(member.drains_since is not None for member in self._members.values())
+
     def measured_share(self, name: str, at: float) -> float | None:
         """Return the part of its devices' time that a lease got while it competed within the last minute.
 

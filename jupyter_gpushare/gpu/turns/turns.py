@@ -31,7 +31,8 @@ from jupyter_gpushare.protocol.helper import ComputeShare, Level, Phase
 
 log = logging.getLogger(__name__)
 
-CONTESTED_POLL_S = 0.001
+CONTESTED_POLL_S = 0.002
+DRAINING_POLL_S = 0.0005  # while the end of a turn is waited for
 POLL_S = 0.02  # while several leases on a device may compute
 IDLE_POLL_S = 0.2
 REST_S = 0.2
@@ -131,6 +132,8 @@ class Turns:
             turns = self._ring.step(at, contenders)
         for lease in leases:
             self._write(self._leases[lease.name], turns.get(lease.name, Turn.NONE), at)
+        if self._ring.is_draining:
+            return DRAINING_POLL_S
         if any(turn is not Turn.NONE for turn in turns.values()):
             return CONTESTED_POLL_S
         return POLL_S if contenders else IDLE_POLL_S

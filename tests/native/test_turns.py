@@ -1,0 +1,281 @@
+"""The library holds launches out of turn, bounds what is in flight, and proves when a process is done.
+
+The turns themselves are decided by the helper (tests/gpu/test_turns.py); here a test writes them.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from jupyter_gpushare import native
+from tests.native.calls import in_lease
+from tests.native.conftest import Checkpoint
+from tests.native.worker import Worker
+from tests.simulator import Lease, Phase, Simulator, Slot
+from tests.waiting import until
+
+OPEN, HELD = 2, 3
+LATER_OPEN, LATER_HELD = 4, 5
+# A call that is not held comes back within this, a held one does not.
+HELD_S = 0.1
+
+
+@pytest.fixture
+def kernel(machine: Simulator, half: Lease) -> Iterator[Worker]:
+    """A process of a lease that shares time, with a buffer; it has no turns yet."""
+    half.set_turn(0)
+    with in_lease(machine, half) as process:
+        process.run("b = gpu.allocate('1MiB'); b.fill()")
+        process.run("def step(s): b.start_step(s)")
+        yield process
+
+
+def slot(lease: Lease, kernel: Worker) -> Slot:
+    return lease.slots()[kernel.pid]
+
+
+def is_settled(lease: Lease, kernel: Worker) -> bool:
+    found = slot(lease, kernel)
+    return found.settled == found.work
+
+
+LAUNCHES = [
+    "step(0)",
+    "b.fill()",
+    "b.checksum()",
+    "cuda.cuMemcpyDtoDAsync_v2(u64(b.address), u64(b.address), size(8), None)",
+    "cuda.cuMemsetD8_v2(u64(b.address), 0, size(8))",
+    "cuda.cuLaunchHostFunc(None, host_function, None)",
+    "cuda.cuGraphLaunch(graph, None)",
+]
+OTHERS = [
+    "gpu.allocate(8)",
+    "gpu.call('cuMemFree', other.address)",
+    "gpu.memory()",
+    "gpu.call('cuCtxSynchronize')",
+    "cuda.cuStreamSynchronize(None)",
+    "cuda.cuStreamQuery(None)",
+    "cuda.cuMemHostAlloc(ctypes.byref(ctypes.c_void_p()), size(8), 0)",
+    "demo_gpu.open()",
+]
+PREPARED = """
+other = gpu.allocate(8)
+host_function = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: None)
+empty, graph = ctypes.c_void_p(), ctypes.c_void_p()
+assert cuda.cuGraphCreate(ctypes.byref(empty), 0) == 0
+assert cuda.cuGraphInstantiateWithFlags(ctypes.byref(graph), empty, u64(0)) == 0
+"""
+
+
+@pytest.mark.parametrize("call", LAUNCHES)
+def test_what_computes_waits_for_its_turn(half: Lease, kernel: Worker, call: str) -> None:
+    kernel.run(PREPARED)
+    kernel.run(call)
+    half.set_turn(HELD)
+    work = slot(half, kernel).work
+    kernel.start(call)
+    until(lambda: slot(half, kernel).waiting == 1)
+    assert kernel.is_waiting(HELD_S)
+    assert slot(half, kernel).work == work + 1
+    half.set_turn(OPEN)
+    kernel.answer()
+    assert slot(half, kernel).waiting == 0
+
+
+@pytest.mark.parametrize("call", OTHERS)
+def test_what_does_not_compute_is_never_held(half: Lease, kernel: Worker, call: str) -> None:
+    kernel.run(PREPARED)
+    half.set_turn(HELD)
+    kernel.ask(f"{call} and None")
+    assert slot(half, kernel).waiting == 0
+
+
+def test_a_lease_alone_is_not_held_and_its_thread_rests(half: Lease, kernel: Worker) -> None:
+    kernel.run("for _ in range(100): step(0)")
+    found = slot(half, kernel)
+    assert (found.settled, found.waiting, found.looking) == (0, 0, 0)
+
+
+def test_a_process_is_settled_when_its_last_kernel_has_ended(half: Lease, kernel: Worker) -> None:
+    half.set_turn(OPEN)
+    kernel.run("step(0.4)")
+    until(lambda: slot(half, kernel).looking == 1)
+    assert not is_settled(half, kernel)
+    began = time.monotonic()
+    until(lambda: is_settled(half, kernel))
+    assert time.monotonic() - began > 0.1
+    kernel.run("gpu.call('cuCtxSynchronize')")
+    until(lambda: is_settled(half, kernel))
+
+
+def test_the_end_of_a_turn_is_proved_for_a_program_that_never_synchronizes(
+    half: Lease, kernel: Worker
+) -> None:
+    half.set_turn(OPEN)
+    kernel.run("import threading; go = True")
+    kernel.run(
+        "threading.Thread(target=lambda: [step(0.002) for _ in iter(lambda: go, False)], daemon=True).start()"
+    )
+    until(lambda: slot(half, kernel).work > 50)
+    half.set_turn(HELD)
+    until(lambda: is_settled(half, kernel) and slot(half, kernel).waiting == 1)
+    half.set_turn(LATER_OPEN)
+    until(lambda: not is_settled(half, kernel))
+    kernel.run("go = False")
+
+
+def test_a_program_that_launches_without_pause_runs_ahead_by_a_bound(
+    machine: Simulator, half: Lease, kernel: Worker
+) -> None:
+    half.set_turn(OPEN, ahead_us=20_000)
+    kernel.run("count = 0")
+    kernel.run(
+        "def flood(): global count\nwhile count < 400: step(0.005); count += 1".replace(
+            "\nw", "\n    w", 1
+        ).replace("global count", "\n    global count", 1)
+    )
+    kernel.run("threading.Thread(target=flood, daemon=True).start()")
+    until(lambda: kernel.ask("count") > 40)
+    for _ in range(20):
+        done, launched = machine.served_s(kernel.pid) / 0.005, kernel.ask("count")
+        assert launched - done < 12  # 4 fit, and the reading takes its time
+        time.sleep(0.01)
+
+
+def test_who_is_held_goes_on_when_its_helper_is_gone(half: Lease, kernel: Worker) -> None:
+    half.set_turn(HELD)
+    kernel.start("step(0)")
+    assert kernel.is_waiting(1.0)
+    kernel.answer(timeout_s=10)
+    began = time.monotonic()
+    kernel.run("for _ in range(20): step(0)")
+    assert time.monotonic() - began < 2.0  # not 3 s for each
+    half.set_turn(LATER_HELD)  # a helper is there again
+    kernel.start("step(0)")
+    assert kernel.is_waiting(HELD_S)
+    half.set_turn(0)
+    kernel.answer()
+
+
+def test_a_lease_that_is_suspended_while_it_is_held_wakes_it(
+    half: Lease, kernel: Worker, driver: Checkpoint
+) -> None:
+    half.set_turn(HELD)
+    kernel.start("step(0)")
+    until(lambda: slot(half, kernel).waiting == 1)
+    half.turn = 0
+    half.write(Phase.SUSPENDED)
+    until(lambda: slot(half, kernel).waiting == 0)
+    driver.suspend(kernel.pid)
+    calls = slot(half, kernel).calls
+    until(lambda: slot(half, kernel).calls > calls)  # it still waits, so it counts again
+    driver.resume(kernel.pid)
+    half.write(Phase.RUNNING)
+    kernel.answer()
+
+
+def test_the_thread_does_not_look_while_the_lease_is_suspended(half: Lease, kernel: Worker) -> None:
+    half.set_turn(OPEN)
+    kernel.run("step(0.3)")
+    until(lambda: slot(half, kernel).looking == 1)
+    half.turn = 0
+    half.write(Phase.SUSPENDING)
+    until(lambda: slot(half, kernel).looking == 0)
+    for _ in range(50):
+        assert slot(half, kernel).looking == 0
+        time.sleep(0.002)
+
+
+CAPTURE = """
+stream, graph, made = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
+assert cuda.cuStreamCreate(ctypes.byref(stream), 1) == 0
+values = [u64(b.address), u64(0), u64(1_000_000)]
+pointers = (ctypes.c_void_p * 3)(*(ctypes.addressof(each) for each in values))
+function = ctypes.c_void_p(int(gpu.kernel))
+def launch(): return cuda.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, stream, pointers, None)
+def begin(mode): return cuda.cuStreamBeginCapture_v2(stream, mode)
+def end(): return cuda.cuStreamEndCapture(stream, ctypes.byref(graph))
+"""
+
+
+@pytest.mark.parametrize("mode", [0, 1, 2], ids=["global", "thread_local", "relaxed"])
+def test_a_capture_goes_on_across_turns_and_nothing_disturbs_it(
+    half: Lease, kernel: Worker, mode: int
+) -> None:
+    kernel.run(CAPTURE)
+    half.set_turn(OPEN)
+    kernel.run("step(0.05)")  # the thread looks while the capture begins
+    assert kernel.ask(f"begin({mode})") == 0
+    half.set_turn(HELD)
+    time.sleep(0.05)
+    for _ in range(3):
+        assert kernel.ask("launch()") == 0  # it runs nothing, so it is not held
+        time.sleep(0.02)
+    assert kernel.ask("end()") == 0
+    assert kernel.ask("bool(graph.value)")
+    assert kernel.ask("cuda.cuGraphInstantiateWithFlags(ctypes.byref(made), graph, u64(0))") == 0
+    kernel.start("cuda.cuGraphLaunch(made, stream)")
+    assert kernel.is_waiting(HELD_S)
+    half.set_turn(LATER_OPEN)
+    assert kernel.answer() == 0
+    until(lambda: is_settled(half, kernel))
+
+
+def test_a_capture_that_fails_to_begin_is_none(half: Lease, kernel: Worker) -> None:
+    kernel.run(CAPTURE)
+    half.set_turn(HELD)
+    assert kernel.ask("cuda.cuStreamBeginCapture_v2(stream, 77)") != 0
+    kernel.start("launch()")
+    assert kernel.is_waiting(HELD_S)
+    half.set_turn(OPEN)
+    assert kernel.answer() == 0
+
+
+def test_a_child_that_is_forked_in_a_turn_lives_and_proves_nothing_of_its_parent(
+    half: Lease, kernel: Worker
+) -> None:
+    half.set_turn(OPEN)
+    kernel.run("step(0.2)")
+    child = kernel.ask("os.fork() or os._exit(7 if cuda.cuCtxSynchronize() == 3 else 8)")
+    assert kernel.ask(f"os.waitstatus_to_exitcode(os.waitpid({child}, 0)[1])") == 7
+    until(lambda: is_settled(half, kernel))
+    half.set_turn(HELD)
+    kernel.start("step(0)")
+    assert kernel.is_waiting(HELD_S)
+    half.set_turn(LATER_OPEN)
+    kernel.answer()
+
+
+def test_all_contexts_of_a_process_are_looked_into(half: Lease, kernel: Worker) -> None:
+    half.set_turn(OPEN)
+    kernel.run("own = ctypes.c_void_p(); assert cuda.cuCtxCreate_v2(ctypes.byref(own), 0, 0) == 0")
+    kernel.run("assert cuda.cuCtxSetCurrent(own) == 0; other = demo_gpu.Gpu(0)")
+    kernel.run("step(0.3)")
+    until(lambda: slot(half, kernel).looking == 1)
+    assert not is_settled(half, kernel)
+    kernel.run("assert cuda.cuCtxDestroy_v2(own) == 0")
+    kernel.run("step(0)")
+    until(lambda: is_settled(half, kernel))
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (binutils)")
+def test_a_launch_alone_costs_one_load_for_phase_and_turn() -> None:
+    """As many instructions as a call that has no turns."""
+    listing = subprocess.run(
+        ["objdump", "-d", "--no-show-raw-insn", native.preload_path()],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    bodies = {
+        name: re.search(rf"<{name}>:\n(.*?)\n\n", listing, re.S)
+        for name in ("cuLaunchKernel", "cuStreamQuery")
+    }
+    lengths = {name: len(body.group(1).splitlines()) for name, body in bodies.items() if body}
+    assert lengths["cuLaunchKernel"] == lengths["cuStreamQuery"] > 5
