@@ -25,8 +25,12 @@ API CUresult cuMemHostAlloc(void **out, size_t bytes, unsigned flags)
 
 /* ---- copies and sets ---- */
 
-static CUresult copy(uint64_t to, bool to_device, uint64_t from, bool from_device, size_t bytes)
+/* `waits`: for all work submitted before. */
+static CUresult copy(CUstream stream, uint64_t to, bool to_device, uint64_t from, bool from_device, size_t bytes, bool waits)
 {
+    REFUSE_IF(sim_conflict(stream));
+    if (waits)
+        sim_wait_for(sim_stream_mark(NULL));
     if ((to_device && !sim_is_device_memory(to, bytes)) || (from_device && !sim_is_device_memory(from, bytes)))
         return CUDA_ERROR_INVALID_VALUE;
     memmove((void *)(uintptr_t)to, (const void *)(uintptr_t)from, bytes);
@@ -36,32 +40,33 @@ static CUresult copy(uint64_t to, bool to_device, uint64_t from, bool from_devic
 API CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    sim_wait_for(sim_stream_mark(NULL));
-    return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
+    return copy(NULL, to, true, (uint64_t)(uintptr_t)from, false, bytes, true);
 }
 
 API CUresult cuMemcpyDtoH_v2(void *to, CUdeviceptr from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    sim_wait_for(sim_stream_mark(NULL));
-    return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
+    return copy(NULL, (uint64_t)(uintptr_t)to, false, from, true, bytes, true);
 }
 
 API CUresult cuMemcpyDtoD_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    return copy(to, true, from, true, bytes);
+    return copy(NULL, to, true, from, true, bytes, false);
 }
 
 API CUresult cuMemcpy(CUdeviceptr to, CUdeviceptr from, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
-    sim_wait_for(sim_stream_mark(NULL));
-    return copy(to, false, from, false, bytes);
+    return copy(NULL, to, false, from, false, bytes, true);
 }
 
-CUresult sim_set(CUdeviceptr to, unsigned value, unsigned element_bytes, size_t count)
+CUresult sim_set(CUstream stream, CUdeviceptr to, unsigned value, unsigned element_bytes, size_t count)
 {
+    CUgraph graph;
+    REFUSE_IF(sim_captured_by(stream, &graph));
+    if (graph)
+        return sim_add_set(graph, to, value, element_bytes, count);
     if (to % element_bytes || count > SIZE_MAX / element_bytes || !sim_is_device_memory(to, count * element_bytes))
         return CUDA_ERROR_INVALID_VALUE;
     unsigned char *at = (unsigned char *)(uintptr_t)to;
@@ -75,19 +80,19 @@ CUresult sim_set(CUdeviceptr to, unsigned value, unsigned element_bytes, size_t 
 API CUresult cuMemsetD8_v2(CUdeviceptr to, unsigned char value, size_t count)
 {
     ENTER(SIM_NEED_CONTEXT);
-    return sim_set(to, value, 1, count);
+    return sim_set(NULL, to, value, 1, count);
 }
 
 API CUresult cuMemsetD32_v2(CUdeviceptr to, unsigned value, size_t count)
 {
     ENTER(SIM_NEED_CONTEXT);
-    return sim_set(to, value, sizeof value, count);
+    return sim_set(NULL, to, value, sizeof value, count);
 }
 
 API CUresult cuMemsetD8Async(CUdeviceptr to, unsigned char value, size_t count, CUstream stream)
 {
-    (void)stream;
-    return cuMemsetD8_v2(to, value, count);
+    ENTER(SIM_NEED_CONTEXT);
+    return sim_set(stream, to, value, 1, count);
 }
 
 API CUresult cuMemAllocHost_v2(void **out, size_t bytes)
@@ -118,25 +123,23 @@ API CUresult cuMemHostUnregister(void *memory)
 API CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t bytes, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy(to, true, (uint64_t)(uintptr_t)from, false, bytes);
+    return copy(stream, to, true, (uint64_t)(uintptr_t)from, false, bytes, false);
 }
 
 API CUresult cuMemcpyDtoHAsync_v2(void *to, CUdeviceptr from, size_t bytes, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
-    (void)stream;
-    return copy((uint64_t)(uintptr_t)to, false, from, true, bytes);
+    return copy(stream, (uint64_t)(uintptr_t)to, false, from, true, bytes, false);
 }
 
 API CUresult cuMemcpyDtoDAsync_v2(CUdeviceptr to, CUdeviceptr from, size_t bytes, CUstream stream)
 {
-    (void)stream;
-    return cuMemcpyDtoD_v2(to, from, bytes);
+    ENTER(SIM_NEED_CONTEXT);
+    return copy(stream, to, true, from, true, bytes, false);
 }
 
 API CUresult cuMemsetD32Async(CUdeviceptr to, unsigned value, size_t count, CUstream stream)
 {
-    (void)stream;
-    return cuMemsetD32_v2(to, value, count);
+    ENTER(SIM_NEED_CONTEXT);
+    return sim_set(stream, to, value, sizeof value, count);
 }

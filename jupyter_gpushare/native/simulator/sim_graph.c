@@ -25,11 +25,11 @@ struct work {
     size_t count;
 };
 
-typedef struct CUgraph_st {
+struct CUgraph_st {
     uint64_t bytes;
     CUdevice device;
     struct work *first; /* in the order of adding */
-} *CUgraph;
+};
 
 typedef struct CUgraphExec_st {
     struct CUgraph_st graph;
@@ -68,7 +68,7 @@ API CUresult cuGraphCreate(CUgraph *out, unsigned flags)
     ENTER(SIM_NEED_INIT);
     if (!out || flags)
         return CUDA_ERROR_INVALID_VALUE;
-    *out = calloc(1, sizeof **out);
+    *out = sim_make_graph();
     return *out ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
 }
 
@@ -80,17 +80,45 @@ static void free_all(struct work *first)
     }
 }
 
-/* A copy of `work` at the end of the list, or NULL. */
-static struct work *append(struct work **list, struct work work)
+CUgraph sim_make_graph(void)
+{
+    return calloc(1, sizeof(struct CUgraph_st));
+}
+
+void sim_end_graph(CUgraph graph)
+{
+    free_all(graph->first);
+    free(graph);
+}
+
+/* A copy of `work` at the end of the list. */
+static CUresult append(struct work **list, struct work work)
 {
     struct work *made = malloc(sizeof *made);
     if (!made)
-        return NULL;
+        return CUDA_ERROR_OUT_OF_MEMORY;
     *made = work;
     made->next = NULL;
     while (*list)
         list = &(*list)->next;
-    return *list = made;
+    *list = made;
+    return CUDA_SUCCESS;
+}
+
+CUresult sim_add_kernel(CUgraph graph, CUfunction function, void **arguments)
+{
+    struct work work = {.function = function};
+    if (!function || (function->arguments && !arguments))
+        return CUDA_ERROR_INVALID_VALUE;
+    for (int i = 0; i < function->arguments; i++)
+        memcpy(&work.argument[i], arguments[i], sizeof work.argument[i]);
+    return append(&graph->first, work);
+}
+
+CUresult sim_add_set(CUgraph graph, CUdeviceptr to, unsigned value, unsigned element_bytes, size_t count)
+{
+    return append(&graph->first,
+                  (struct work){.to = to, .value = value, .element_bytes = element_bytes, .count = count});
 }
 
 API CUresult cuGraphDestroy(CUgraph graph)
@@ -98,8 +126,7 @@ API CUresult cuGraphDestroy(CUgraph graph)
     ENTER(SIM_NEED_INIT);
     if (!graph)
         return CUDA_ERROR_INVALID_VALUE;
-    free_all(graph->first);
-    free(graph);
+    sim_end_graph(graph);
     return CUDA_SUCCESS;
 }
 
@@ -108,14 +135,10 @@ API CUresult cuGraphAddKernelNode_v2(void **node, CUgraph graph, const void *dep
 {
     ENTER(SIM_NEED_INIT);
     (void)dependencies, (void)count;
-    struct work work = {0};
-    if (!node || !graph || !parameters || !parameters->function || !parameters->arguments || parameters->extra)
+    if (!node || !graph || !parameters || parameters->extra)
         return CUDA_ERROR_INVALID_VALUE;
-    work.function = parameters->function;
-    for (int i = 0; i < SIM_KERNEL_ARGUMENTS; i++)
-        memcpy(&work.argument[i], parameters->arguments[i], sizeof work.argument[i]);
-    *node = append(&graph->first, work);
-    return *node ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    *node = graph;
+    return sim_add_kernel(graph, parameters->function, parameters->arguments);
 }
 
 API CUresult cuGraphAddMemsetNode(void **node, CUgraph graph, const void *dependencies, size_t count,
@@ -126,11 +149,8 @@ API CUresult cuGraphAddMemsetNode(void **node, CUgraph graph, const void *depend
     if (!node || !graph || !parameters || !context || parameters->height != 1 || /* one row: others are not needed here */
         (parameters->element_bytes != 1 && parameters->element_bytes != 2 && parameters->element_bytes != 4))
         return CUDA_ERROR_INVALID_VALUE;
-    *node = append(&graph->first, (struct work){.to = parameters->to,
-                                                .value = parameters->value,
-                                                .element_bytes = parameters->element_bytes,
-                                                .count = parameters->width});
-    return *node ? CUDA_SUCCESS : CUDA_ERROR_OUT_OF_MEMORY;
+    *node = graph;
+    return sim_add_set(graph, parameters->to, parameters->value, parameters->element_bytes, parameters->width);
 }
 
 API CUresult cuGraphAddMemAllocNode(void **node, CUgraph graph, const void *dependencies, size_t count,
@@ -158,7 +178,7 @@ API CUresult cuGraphInstantiateWithFlags(CUgraphExec *out, CUgraph graph, unsign
     if (made)
         made->graph = (struct CUgraph_st){graph->bytes, graph->device, NULL};
     for (const struct work *work = graph->first; whole && work; work = work->next)
-        whole = append(&made->graph.first, *work) != NULL;
+        whole = !append(&made->graph.first, *work);
     if (!whole) {
         free_all(made ? made->graph.first : NULL);
         free(made);
@@ -172,7 +192,7 @@ static CUresult run(const struct work *work, CUstream stream)
 {
     void *arguments[SIM_KERNEL_ARGUMENTS];
     if (!work->function)
-        return sim_set(work->to, work->value, work->element_bytes, work->count);
+        return sim_set(stream, work->to, work->value, work->element_bytes, work->count);
     for (int i = 0; i < SIM_KERNEL_ARGUMENTS; i++)
         arguments[i] = (void *)(uintptr_t)&work->argument[i];
     return sim_launch(work->function, stream, arguments);

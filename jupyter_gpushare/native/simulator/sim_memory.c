@@ -93,12 +93,14 @@ void sim_drop_context_memory(CUcontext context)
 API CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
 {
     ENTER(SIM_NEED_CONTEXT);
+    REFUSE_IF(sim_unsafe());
     return sim_allocate(out, bytes, sim_context->device, BLOCK_PLAIN);
 }
 
 API CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
 {
     ENTER(SIM_NEED_CONTEXT);
+    REFUSE_IF(sim_unsafe());
     if (!pitch || (element != 4 && element != 8 && element != 16))
         return CUDA_ERROR_INVALID_VALUE;
     *pitch = (width + 511) / 512 * 512;
@@ -108,6 +110,7 @@ API CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, s
 API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 {
     ENTER(SIM_NEED_CONTEXT);
+    REFUSE_IF(sim_unsafe());
     if (flags != 1 && flags != 2)
         return CUDA_ERROR_INVALID_VALUE;
     CUresult result = sim_allocate(out, bytes, sim_context->device, BLOCK_MANAGED);
@@ -119,6 +122,7 @@ API CUresult cuMemAllocManaged(CUdeviceptr *out, size_t bytes, unsigned flags)
 API CUresult cuMemFree_v2(CUdeviceptr address)
 {
     ENTER(SIM_NEED_CONTEXT);
+    REFUSE_IF(sim_unsafe());
     return sim_release(address);
 }
 
@@ -133,6 +137,7 @@ static CUstream ordered_by(CUstream stream)
 API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
+    REFUSE_IF(sim_conflict(stream));
     CUmemoryPool pool = sim_pool_of(sim_context->device);
     return pool ? allocate(out, bytes, sim_context->device, BLOCK_PLAIN, pool, ordered_by(stream)) : CUDA_ERROR_OUT_OF_MEMORY;
 }
@@ -140,6 +145,7 @@ API CUresult cuMemAllocAsync(CUdeviceptr *out, size_t bytes, CUstream stream)
 API CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
+    REFUSE_IF(sim_conflict(stream));
     if (!pool)
         return CUDA_ERROR_INVALID_VALUE;
     CUdevice ordinal = sim_pool_device(pool) < 0 ? sim_context->device : sim_pool_device(pool);
@@ -149,6 +155,7 @@ API CUresult cuMemAllocFromPoolAsync(CUdeviceptr *out, size_t bytes, CUmemoryPoo
 API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
+    REFUSE_IF(sim_conflict(stream));
     struct sim_free how = {ordered_by(stream), sim_stream_mark(stream)};
     return address ? release(address, &how) : CUDA_ERROR_INVALID_VALUE;
 }

@@ -22,8 +22,9 @@ static uint64_t *words_of(void **arguments, uint64_t *count, uint64_t *number)
 }
 
 /* gpu/driver/probe.py: the number is the first 4 bytes */
-static CUresult run_probe(void **arguments, CUstream stream)
+static CUresult run_probe(CUfunction function, void **arguments, CUstream stream)
 {
+    (void)function;
     uint64_t count, number, *words = words_of(arguments, &count, &number);
     if (!words || !count)
         return CUDA_ERROR_INVALID_VALUE;
@@ -33,8 +34,9 @@ static CUresult run_probe(void **arguments, CUstream stream)
 }
 
 /* demo_gpu.ptx: one step, which takes that many nanoseconds; a lost or repeated one shows */
-static CUresult run_step(void **arguments, CUstream stream)
+static CUresult run_step(CUfunction function, void **arguments, CUstream stream)
 {
+    (void)function;
     uint64_t count, busy_ns, *words = words_of(arguments, &count, &busy_ns);
     if (!words)
         return CUDA_ERROR_INVALID_VALUE;
@@ -45,8 +47,8 @@ static CUresult run_step(void **arguments, CUstream stream)
 }
 
 static struct CUfunc_st kernels[] = {
-    {"gpushare_probe", run_probe},
-    {"gpushare_demo_step", run_step},
+    {"gpushare_probe", run_probe, SIM_KERNEL_ARGUMENTS, 0},
+    {"gpushare_demo_step", run_step, SIM_KERNEL_ARGUMENTS, 0},
 };
 
 struct CUmod_st {

@@ -16,18 +16,18 @@
 
 enum { HOST_CALL_POLL_NS = 100000 };
 
-struct CUstream_st {
-    struct CUstream_st *next;
-    struct sim_mark mark;
-};
+enum { STREAM_NON_BLOCKING = 1 };
+enum { EVENT_DISABLE_TIMING = 2, EVENT_INTERPROCESS = 4, EVENT_FLAGS = 7 }; /* 1: CU_EVENT_BLOCKING_SYNC */
 
 struct CUevent_st {
+    CUcontext context;
+    bool has_time;
     uint64_t recorded_ns; /* 0: never, which counts as done */
     struct sim_mark mark;
     CUstream stream;
 };
 
-static struct CUstream_st *streams;
+struct CUstream_st *sim_streams;
 static struct CUstream_st default_stream[SIM_DEVICES];
 static _Atomic uint64_t host_calls_begun, host_calls_ended; /* one after the other, in this order */
 
@@ -55,15 +55,19 @@ static struct sim_work *work_on(CUdevice ordinal)
     return sim_work_on(sim_me, sim_me->visible[ordinal]);
 }
 
+static struct sim_mark all_of(CUdevice ordinal)
+{
+    HOLD_STATE;
+    return (struct sim_mark){ordinal, work_on(ordinal)->until_ns};
+}
+
 /* The default stream waits for all others of its device. */
 struct sim_mark sim_stream_mark(CUstream stream)
 {
-    HOLD(&sim_local);
-    struct sim_mark mark = stream_of(stream)->mark;
-    HOLD_STATE;
     if ((uintptr_t)stream <= 2)
-        mark.ns = work_on(mark.ordinal)->until_ns;
-    return mark;
+        return all_of(sim_context->device);
+    HOLD(&sim_local);
+    return stream->mark;
 }
 
 static uint64_t time_left(struct sim_mark mark)
@@ -126,14 +130,15 @@ static void release_pools(const struct sim_call *call, CUstream stream)
 API CUresult cuStreamCreate(CUstream *out, unsigned flags)
 {
     ENTER(SIM_NEED_CONTEXT);
-    (void)flags;
     struct CUstream_st *made = out ? calloc(1, sizeof *made) : NULL;
     if (!made)
         return out ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+    made->context = sim_context;
+    made->is_independent = flags & STREAM_NON_BLOCKING;
     made->mark.ordinal = sim_context->device;
     HOLD(&sim_local);
-    made->next = streams;
-    streams = made;
+    made->next = sim_streams;
+    sim_streams = made;
     *out = made;
     return CUDA_SUCCESS;
 }
@@ -142,12 +147,14 @@ API CUresult cuStreamDestroy_v2(CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
     HOLD(&sim_local);
-    struct CUstream_st **at = &streams;
+    struct CUstream_st **at = &sim_streams;
     while (*at && *at != stream)
         at = &(*at)->next;
     if (!*at)
         return CUDA_ERROR_INVALID_HANDLE;
     *at = stream->next;
+    if (stream->capture.graph)
+        sim_end_graph(stream->capture.graph);
     free(stream);
     return CUDA_SUCCESS;
 }
@@ -155,6 +162,7 @@ API CUresult cuStreamDestroy_v2(CUstream stream)
 API CUresult cuStreamSynchronize(CUstream stream)
 {
     POLL;
+    REFUSE_IF(sim_conflict(stream));
     sim_wait_for(sim_stream_mark(stream));
     wait_for_host_calls();
     release_pools(&sim_call_, stream);
@@ -164,21 +172,15 @@ API CUresult cuStreamSynchronize(CUstream stream)
 API CUresult cuStreamQuery(CUstream stream)
 {
     POLL;
+    REFUSE_IF(sim_conflict(stream));
     bool calls_host = atomic_load(&host_calls_ended) < atomic_load(&host_calls_begun);
     return calls_host || !sim_is_done(sim_stream_mark(stream)) ? CUDA_ERROR_NOT_READY : CUDA_SUCCESS;
-}
-
-API CUresult cuStreamIsCapturing(CUstream stream, int *status)
-{
-    ASK;
-    (void)stream;
-    *status = 0;
-    return CUDA_SUCCESS;
 }
 
 API CUresult cuCtxSynchronize(void)
 {
     POLL;
+    REFUSE_IF(sim_conflict_with(sim_context, false));
     sim_wait_for(sim_stream_mark(NULL));
     wait_for_host_calls();
     release_pools(&sim_call_, NULL);
@@ -190,10 +192,14 @@ API CUresult cuCtxSynchronize(void)
 API CUresult cuEventCreate(CUevent *out, unsigned flags)
 {
     ENTER(SIM_NEED_CONTEXT);
-    (void)flags;
-    struct CUevent_st *made = out ? calloc(1, sizeof *made) : NULL;
+    bool has_time = !(flags & EVENT_DISABLE_TIMING);
+    if (!out || flags & ~(unsigned)EVENT_FLAGS || (flags & EVENT_INTERPROCESS && has_time))
+        return CUDA_ERROR_INVALID_VALUE;
+    struct CUevent_st *made = calloc(1, sizeof *made);
     if (!made)
-        return out ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
+        return CUDA_ERROR_OUT_OF_MEMORY;
+    made->context = sim_context;
+    made->has_time = has_time;
     *out = made;
     return CUDA_SUCCESS;
 }
@@ -207,12 +213,34 @@ API CUresult cuEventDestroy_v2(CUevent event)
     return CUDA_SUCCESS;
 }
 
+static void record(CUevent event, struct sim_mark mark, CUstream stream)
+{
+    event->recorded_ns = sim_now_ns();
+    event->mark = mark;
+    event->stream = stream;
+}
+
 API CUresult cuEventRecord(CUevent event, CUstream stream)
 {
     ENTER(SIM_NEED_CONTEXT);
-    if (!event)
+    if (!event || event->context != ((uintptr_t)stream > 2 ? stream->context : sim_context))
         return CUDA_ERROR_INVALID_HANDLE;
-    *event = (struct CUevent_st){sim_now_ns(), sim_stream_mark(stream), stream};
+    REFUSE_IF(sim_conflict(stream));
+    record(event, sim_stream_mark(stream), stream);
+    return CUDA_SUCCESS;
+}
+
+/* Of all that was submitted to the context so far; it waits for nothing.  Here contexts of one device in a
+ * process have their work in common. */
+API CUresult cuCtxRecordEvent(CUcontext context, CUevent event)
+{
+    ENTER(SIM_NEED_INIT);
+    if (!context || !context->alive)
+        return CUDA_ERROR_INVALID_CONTEXT;
+    if (!event || event->context != context)
+        return CUDA_ERROR_INVALID_HANDLE;
+    REFUSE_IF(sim_conflict_with(context, false));
+    record(event, all_of(context->device), NULL);
     return CUDA_SUCCESS;
 }
 
@@ -221,6 +249,7 @@ API CUresult cuEventQuery(CUevent event)
     POLL;
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
+    REFUSE_IF(sim_unsafe());
     return sim_is_done(event->mark) ? CUDA_SUCCESS : CUDA_ERROR_NOT_READY;
 }
 
@@ -229,6 +258,7 @@ API CUresult cuEventSynchronize(CUevent event)
     POLL;
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
+    REFUSE_IF(sim_unsafe());
     sim_wait_for(event->mark);
     if (event->recorded_ns)
         release_pools(&sim_call_, event->stream);
@@ -246,7 +276,8 @@ static uint64_t reached_ns(CUevent event)
 API CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
 {
     POLL;
-    if (!ms || !start || !end || !start->recorded_ns || !end->recorded_ns)
+    if (!ms || !start || !end || !start->recorded_ns || !end->recorded_ns || !start->has_time ||
+        !end->has_time)
         return CUDA_ERROR_INVALID_HANDLE;
     if (!sim_is_done(start->mark) || !sim_is_done(end->mark))
         return CUDA_ERROR_NOT_READY;
@@ -258,7 +289,11 @@ API CUresult cuEventElapsedTime_v2(float *ms, CUevent start, CUevent end)
 
 CUresult sim_launch(CUfunction function, CUstream stream, void **arguments)
 {
-    return function && arguments ? function->run(arguments, stream) : CUDA_ERROR_INVALID_VALUE;
+    CUgraph graph;
+    if (!function || (function->arguments && !arguments))
+        return CUDA_ERROR_INVALID_VALUE;
+    REFUSE_IF(sim_captured_by(stream, &graph));
+    return graph ? sim_add_kernel(graph, function, arguments) : function->run(function, arguments, stream);
 }
 
 API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,
@@ -275,6 +310,7 @@ API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_
 API CUresult cuLaunchHostFunc(CUstream stream, CUhostFn function, void *data)
 {
     ENTER(SIM_NEED_CONTEXT);
+    REFUSE_IF(sim_conflict(stream));
     struct host_call *call = function ? malloc(sizeof *call) : NULL;
     if (!call)
         return function ? CUDA_ERROR_OUT_OF_MEMORY : CUDA_ERROR_INVALID_VALUE;
@@ -299,6 +335,7 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
     (void)flags;
     if (!event)
         return CUDA_ERROR_INVALID_HANDLE;
+    REFUSE_IF(sim_conflict(stream));
     pthread_mutex_lock(&sim_local);
     struct sim_mark *waits = &stream_of(stream)->mark;
     bool is_same = waits->ordinal == event->mark.ordinal;
