@@ -22,6 +22,7 @@ from enum import IntEnum
 from pathlib import Path
 
 from jupyter_gpushare import native
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -227,9 +228,9 @@ class Lease:
         (folder / "account").write_bytes(bytes(ACCOUNT_BYTES))
 
     def set_turn(self, turn: int, ahead_us: int = 20_000) -> None:
-        """Give it a turn (0: none; odd: held); who waits sees it within 20 ms."""
+        """Give it a turn (0: none; odd: held), and wake who waits."""
         self.turn, self.ahead_us = turn, ahead_us
-        self.write(Phase.RUNNING)
+        LeaseDirectory(self.folder.parent, self.folder.name).set_turn(turn, ahead_us)
 
     def write(self, phase: Phase) -> None:
         """Write the whole limit page in place, as one pwrite."""

@@ -24,7 +24,9 @@ def lease(machine: Machine, name: str, share: float, devices: tuple[int, ...] = 
     machine.lease(name, int(share * 64) * GIB, devices, **asked)
 
 
-def launcher(machine: Machine, name: str, kernel_ms: float, every: int = 0, *more: object, **seen: Any) -> Worker:
+def launcher(
+    machine: Machine, name: str, kernel_ms: float, every: int = 0, *more: object, **seen: Any
+) -> Worker:
     """A process of a lease that launches kernels without end; see launcher.py."""
     words = (kernel_ms, every, *more)
     return machine.worker(name, command=(sys.executable, LAUNCHER, *map(str, words)), **seen)
@@ -43,7 +45,6 @@ def competes(machine: Machine, name: str) -> bool:
 
 
 def start_two(machine: Machine, shares: tuple[float, float] = (0.25, 0.75)) -> dict[str, Worker]:
-    machine.start()
     lease(machine, "a", shares[0])
     lease(machine, "b", shares[1])
     workers = {"a": launcher(machine, "a", 5), "b": launcher(machine, "b", 1, 20)}
@@ -69,7 +70,6 @@ def turn_word(machine: Machine, name: str) -> int:
 
 
 def test_without_turns_the_driver_divides_between_processes(machine: Machine) -> None:
-    machine.start()
     for name, share in (("a", 0.25), ("b", 0.75)):
         lease(machine, name, share, compute_share="off")
     workers = {"a": launcher(machine, "a", 5), "b": launcher(machine, "b", 5)}
@@ -121,9 +121,8 @@ def test_who_loses_its_helper_goes_on_and_the_next_helper_takes_over(machine: Ma
     assert got(machine, workers, 3.0)["a"] == pytest.approx(0.25, abs=GENEROUS)
 
 
-@pytest.mark.parametrize("machine", ["2xH100-80GB,host=512GiB"], indirect=True)
-def test_a_lease_of_two_devices_has_its_turns_on_both_together(machine: Machine) -> None:
-    machine.start()
+def test_a_lease_of_two_devices_has_its_turns_on_both_together(two: Machine) -> None:
+    machine = two
     lease(machine, "both", 0.5, (0, 1))
     lease(machine, "first", 0.5)
     lease(machine, "second", 0.5, (1,))
@@ -150,7 +149,6 @@ def test_a_lease_of_two_devices_has_its_turns_on_both_together(machine: Machine)
 
 
 def test_a_strict_share_is_a_cap(machine: Machine) -> None:
-    machine.start()
     lease(machine, "a", 0.25, compute_share="strict")
     worker = launcher(machine, "a", 4)
     time.sleep(1.0)
@@ -160,8 +158,9 @@ def test_a_strict_share_is_a_cap(machine: Machine) -> None:
 
 
 @pytest.mark.parametrize("share", [0, -0.5, 1.5, "half", None, True])
-def test_a_share_that_makes_no_sense_is_refused_and_the_lease_goes_on(machine: Machine, share: object) -> None:
-    machine.start()
+def test_a_share_that_makes_no_sense_is_refused_and_the_lease_goes_on(
+    machine: Machine, share: object
+) -> None:
     lease(machine, "a", 0.5)
     with pytest.raises(Refused, match="share") as refused:
         machine.lease("a", 8 * GIB, compute_share="fair", share=share)
@@ -173,7 +172,8 @@ def test_a_share_that_makes_no_sense_is_refused_and_the_lease_goes_on(machine: M
     assert machine.worker("a", mib=10 * 1024).do("check") == "check ok".split()[1]
 
 
-def test_a_device_without_the_library_has_no_turns_and_the_lease_goes_on(machine: Machine) -> None:
+def test_a_device_without_the_library_has_no_turns_and_the_lease_goes_on(bare: Machine) -> None:
+    machine = bare
     machine.offered = (Level.HINTS,)
     machine.start()
     lease(machine, "a", 0.5)
@@ -187,9 +187,10 @@ def test_a_device_without_the_library_has_no_turns_and_the_lease_goes_on(machine
 
 
 def test_a_process_around_the_library_ends_the_turns_of_its_lease(machine: Machine) -> None:
-    machine.start()
     lease(machine, "a", 0.5)
     machine.worker("a", mib=64, preload=False)
-    until(lambda: machine.of("a")["share_reason"] == "a process of it runs without the library that holds calls")
+    until(
+        lambda: machine.of("a")["share_reason"] == "a process of it runs without the library that holds calls"
+    )
     assert machine.of("a")["compute_share"] == "off"
     assert os.path.exists(machine.state_dir / "leases" / "a" / "limit")

@@ -82,7 +82,7 @@ def test_what_computes_waits_for_its_turn(half: Lease, kernel: Worker, call: str
     kernel.start(call)
     until(lambda: slot(half, kernel).waiting == 1)
     assert kernel.is_waiting(HELD_S)
-    assert slot(half, kernel).work == work + 1
+    assert slot(half, kernel).work > work
     half.set_turn(OPEN)
     kernel.answer()
     assert slot(half, kernel).waiting == 0

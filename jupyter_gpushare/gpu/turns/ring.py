@@ -38,7 +38,7 @@ LEAST_AHEAD_S = 0.002
 CREDIT_S = 0.1
 DEBT_S = 10.0
 # What a lease had in flight while it was alone is not charged, for so long at most.
-FORGIVEN_S = 2.0
+FORGIVEN_S = 10.0
 # The time over which a measured share is a mean.
 MEASURED_S = 60
 # For so long after the last competition a lease that is alone keeps its turn, ready for the next.
