@@ -11,6 +11,7 @@ import os
 import shutil
 import subprocess
 import time
+from itertools import zip_longest
 from pathlib import Path
 from statistics import median
 
@@ -38,12 +39,14 @@ NAMES = ("global", "thread local", "relaxed")
 DEFAULT, SHORT, LONG = 0, 1, 3
 
 
-def _tenants(site: Site, count: int, name: str, *, preload: bool = False) -> list[Worker]:
+def _tenants(
+    site: Site, count: int, name: str, *, preload: bool = False, shares: tuple[float, ...] = ()
+) -> list[Worker]:
     """Processes of one lease each, with the same kernel; the first measures how much of it takes 1 ms."""
     workers: list[Worker] = []
     amount = "0"
-    for index in range(count):
-        worker = site.worker("time", site.lease(f"{name}-{index}", 2 * GIB, preload=preload))
+    for index, share in zip_longest(range(count), shares):
+        worker = site.worker("time", site.lease(f"{name}-{index}", 2 * GIB, preload=preload, share=share))
         code, amount = do(worker, f"open {amount}").split()
         assert code == "0", code
         workers.append(worker)
@@ -70,7 +73,7 @@ def _seconds(site: Site, seconds: float) -> float:
 def two_tenants_divide_the_time(site: Site) -> None:
     """The same kernels side by side, long beside short ones, and one process against three."""
     workers = _tenants(site, 4, "tenant")
-    seconds = _seconds(site, 2.0)
+    seconds = _seconds(site, 3.0)
     alone = {ms: ms * _at_once({workers[0]: f"run {ms} {seconds} 0"})[0] for ms in LENGTHS}
 
     def share(*lengths: int) -> str:
@@ -298,25 +301,20 @@ def a_record_meets_a_capture(site: Site) -> None:
 
 def turns_of_the_package_hold(site: Site) -> None:
     """Two leases, 1/4 and 3/4 of the time, against the same two without turns."""
-    shares = {"quarter": QUARTER, "rest": 1 - QUARTER}
-    workers = []
-    for name, share in shares.items():
-        worker = site.worker("time", site.lease(name, 2 * GIB, share=share))
-        assert do(worker, "open 0").startswith("0 ")
-        workers.append(worker)
-    needs_turns(site, "quarter")
-    seconds = _seconds(site, 6.0)
-    plain = _tenants(site, 2, "plain", preload=True)
-    free = {ms: sum(_at_once(dict.fromkeys(plain, f"run {ms} {seconds} 0"))) for ms in LENGTHS}
+    workers = _tenants(site, 2, "turned", preload=True, shares=(QUARTER, 1 - QUARTER))
+    needs_turns(site, "turned-0")
+    plain, seconds = _tenants(site, 2, "plain", preload=True), _seconds(site, 3.0)
+    free = {ms: sum(_at_once(dict.fromkeys(plain, f"run {ms} {seconds} 0"))) / seconds for ms in LENGTHS}
     site.end(*plain)
+    seconds = _seconds(site, 10.0)
     for ms in LENGTHS:
         done = _at_once(dict.fromkeys(workers, f"run {ms} {seconds} 0"))
         site.fresh()
-        measured = [f"{max(0.0, site.of(name)['measured_share']):.0%}" for name in shares]
+        measured = [f"{max(0.0, site.of(f'turned-{index}')['measured_share']):.0%}" for index in range(2)]
         site.report.add(
             f"turns of leases of 1/4 and 3/4, kernels of {ms} ms: got, measured by the helper, work",
             f"{done[0] / max(1, sum(done)):.0%} of it, {' and '.join(measured)}, "
-            f"{sum(done) / max(1, free[ms]) - 1:+.1%} against the driver's slices",
+            f"{sum(done) / seconds / max(1, free[ms]) - 1:+.1%} against the driver's slices",
         )
     site.end(*workers)
 
@@ -325,8 +323,7 @@ def a_turn_adds_to_a_launch(site: Site) -> None:
     """A launch of a lease with turns, alone on the device; then in its turn, beside another that computes."""
     program, plain = calls_program(site), site.lease("unshared", 2 * GIB)
     shared = site.lease("shared", 2 * GIB, share=0.5)
-    (beside,) = _tenants(site, 1, "beside", preload=True)
-    site.lease("beside-0", 2 * GIB, share=0.5)
+    (beside,) = _tenants(site, 1, "beside", preload=True, shares=(0.5,))
     needs_turns(site, "beside-0")
     launches = 50_000 * site.scale_bytes // GIB  # the best of its repetitions lies within one turn
 

@@ -148,8 +148,8 @@ class Queue:
             self._wait()
 
     def count(self) -> int:
-        """How many are done now."""
-        return self.done + sum(not cuda.cuEventQuery(each) for each in self._waiting)
+        """How many are done now; from any thread."""
+        return self.done + sum(not cuda.cuEventQuery(each) for each in tuple(self._waiting))
 
     def close(self) -> None:
         self.drain()
@@ -158,15 +158,24 @@ class Queue:
 
 
 def run(ms: float, seconds: float, pause_ms: float) -> int:
-    queue, end = Queue(ms), time.monotonic() + seconds
-    while time.monotonic() < end:
+    queue = Queue(ms)
+    counts: list[int] = []
+
+    def look() -> None:
+        cuda.cuCtxSetCurrent(context)
+        counts.append(queue.count())
+
+    # Another thread looks when the time is over: a launch may wait then.
+    clock = threading.Timer(seconds, look)
+    clock.start()
+    while not counts:
         queue.add()
         if pause_ms:
             queue.drain()
             time.sleep(pause_ms / 1e3)
-    count = queue.count()
+    clock.join()
     queue.close()
-    return count
+    return counts[0]
 
 
 def turns(ms: float, seconds: float, turn_ms: float, mine: str, other: str) -> str:
