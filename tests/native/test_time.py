@@ -335,3 +335,50 @@ def test_a_slice_of_no_length_is_refused(tmp_path: Path, option: str) -> None:
     with pytest.raises(ValueError, match="not a machine"):
         Simulator(tmp_path, f"1xH100-80GB,{option}")
     assert os.listdir(tmp_path) == ["gpu-state"]
+
+
+#: Kernels that say how long they take, and one that does not.
+PTX = """.version 7.0
+.target sm_75
+.address_size 64
+.visible .entry short(.param .u64 one, .param .f32 two)
+{
+    { .reg .u32 %unused; }
+    .pragma "gpushare busy_ns 20000000";
+    ret;
+}
+.entry silent(.param .u64 one) { ret; }
+.visible .entry plain()
+{
+    .pragma "nounroll";
+    .pragma "gpushare busy_ns 30000000";
+    ret;
+}
+"""
+LOADED = """
+cuda = ctypes.CDLL("libcuda.so.1")
+def load(text):
+    module = ctypes.c_void_p()
+    return cuda.cuModuleLoadData(ctypes.byref(module), text.encode()), module
+def kernel(name):
+    out = ctypes.c_void_p()
+    return cuda.cuModuleGetFunction(ctypes.byref(out), module, name), out
+def launch(name, arguments):
+    code, function = kernel(name)
+    return code or cuda.cuLaunchKernel(function, 1, 1, 1, 32, 1, 1, 0, None, arguments, None)
+"""
+
+
+@source(".pragma strings have no impact on PTX semantics: PTX ISA 9.0, 11.4.7")
+def test_a_kernel_says_in_its_module_how_long_it_takes(machine: Simulator) -> None:
+    with Worker(machine.env()) as kernel:
+        kernel.run(LOADED)
+        kernel.run(f"text = {PTX!r}; code, module = load(text); assert code == 0")
+        before = machine.served_s(kernel.pid)
+        assert kernel.ask("[launch(b'plain', None), launch(b'short', (ctypes.c_void_p * 2)())]") == [0, 0]
+        assert kernel.ask("[cuda.cuCtxSynchronize(), launch(b'silent', None)]") == [0, 500]
+        assert machine.served_s(kernel.pid) - before == pytest.approx(0.05, abs=1e-6)
+        for wrong in ("-1", "many", "20 ms", ""):
+            assert kernel.ask(f"load(text.replace('30000000', {wrong!r}))[0]") == 200
+        kernel.run("assert cuda.cuModuleUnload(module) == 0; module = load(text)[1]")
+        assert kernel.ask("launch(b'short', None)") == 0

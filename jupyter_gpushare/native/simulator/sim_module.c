@@ -1,6 +1,9 @@
 /* The simulated libcuda.so.1: modules, and the kernels in them.
  *
- * Only two kernels are known, by name: see `kernels`.
+ * Two kernels are known by name: see `kernels`.  Any other kernel may say how long it takes and touches no
+ * memory: `.entry NAME(...) { ... .pragma "gpushare busy_ns 1000000"; ... }`.  Fact (PTX ISA 9.0, 11.4.7): the
+ * strings of .pragma are for the compiler alone and have no impact on what a program means, so that the same
+ * text is a kernel for a real GPU.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -51,8 +54,15 @@ static struct CUfunc_st kernels[] = {
     {"gpushare_demo_step", run_step, SIM_KERNEL_ARGUMENTS, 0},
 };
 
+struct timed {
+    struct timed *next;
+    struct CUfunc_st kernel;
+    char name[];
+};
+
 struct CUmod_st {
     unsigned entries; /* bit: kernel of that index is in the image */
+    struct timed *timed;
     char managed[64]; /* the name of a __managed__ variable of 4 bytes, or "" */
     CUdeviceptr managed_at;
 };
@@ -69,6 +79,61 @@ static CUresult allocate_managed(struct CUmod_st *module, const char *image)
     return sim_allocate(&module->managed_at, 4, sim_context->device, BLOCK_MANAGED);
 }
 
+static CUresult run_timed(CUfunction function, void **arguments, CUstream stream)
+{
+    (void)arguments;
+    sim_occupy(stream, function->busy_ns);
+    return CUDA_SUCCESS;
+}
+
+/* Where the next block in braces ends, or NULL. */
+static const char *end_of_block(const char *at)
+{
+    int depth = 0;
+    for (at += strcspn(at, "{"); *at; at++) {
+        depth += (*at == '{') - (*at == '}');
+        if (!depth)
+            return at;
+    }
+    return NULL;
+}
+
+/* The entries that say how long they take. */
+static CUresult read_timed(struct CUmod_st *module, const char *image)
+{
+    static const char entry[] = ".entry ", pragma[] = ".pragma \"gpushare busy_ns ";
+    for (const char *at = image; (at = strstr(at, entry));) {
+        const char *name = at + strlen(entry), *said = strstr(name, pragma), *end = end_of_block(name);
+        size_t length = strcspn(name, "( \t\r\n{");
+        at = name;
+        if (!said || !end || said > end)
+            continue;
+        char *behind;
+        const char *number = said + strlen(pragma);
+        uint64_t busy_ns = strtoull(number, &behind, 10);
+        if (*number < '0' || *number > '9' || strncmp(behind, "\";", 2))
+            return CUDA_ERROR_INVALID_IMAGE;
+        struct timed *made = malloc(sizeof *made + length + 1);
+        if (!made)
+            return CUDA_ERROR_OUT_OF_MEMORY;
+        memcpy(made->name, name, length);
+        made->name[length] = 0;
+        made->kernel = (struct CUfunc_st){made->name, run_timed, 0, busy_ns};
+        made->next = module->timed;
+        module->timed = made;
+    }
+    return CUDA_SUCCESS;
+}
+
+static void free_module(struct CUmod_st *module)
+{
+    for (struct timed *timed = module ? module->timed : NULL, *next; timed; timed = next) {
+        next = timed->next;
+        free(timed);
+    }
+    free(module);
+}
+
 API CUresult cuModuleLoadData(CUmodule *out, const void *image)
 {
     char entry[64];
@@ -82,9 +147,11 @@ API CUresult cuModuleLoadData(CUmodule *out, const void *image)
     CUresult result = made && sim->context_bytes ? sim_charge(sim_current_device(), SIM_PAGE_BYTES, true, "context")
                                                  : CUDA_SUCCESS;
     if (made && !result)
+        result = read_timed(made, image);
+    if (made && !result)
         result = allocate_managed(made, image);
     if (!made || result) {
-        free(made);
+        free_module(made);
         return made ? result : CUDA_ERROR_OUT_OF_MEMORY;
     }
     sim_me->modules++;
@@ -101,7 +168,7 @@ API CUresult cuModuleUnload(CUmodule module)
     ENTER(SIM_NEED_CONTEXT);
     if (!module)
         return CUDA_ERROR_INVALID_HANDLE;
-    free(module);
+    free_module(module);
     return CUDA_SUCCESS;
 }
 
@@ -127,6 +194,11 @@ API CUresult cuModuleGetFunction(CUfunction *out, CUmodule module, const char *n
     for (unsigned i = 0; i < sizeof kernels / sizeof *kernels; i++)
         if ((module->entries >> i & 1u) && !strcmp(kernels[i].name, name)) {
             *out = &kernels[i];
+            return CUDA_SUCCESS;
+        }
+    for (struct timed *timed = module->timed; timed; timed = timed->next)
+        if (!strcmp(timed->name, name)) {
+            *out = &timed->kernel;
             return CUDA_SUCCESS;
         }
     return CUDA_ERROR_NOT_FOUND;
