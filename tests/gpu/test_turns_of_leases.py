@@ -47,7 +47,7 @@ def competes(machine: Machine, name: str) -> bool:
 def start_two(machine: Machine, shares: tuple[float, float] = (0.25, 0.75)) -> dict[str, Worker]:
     lease(machine, "a", shares[0])
     lease(machine, "b", shares[1])
-    workers = {"a": launcher(machine, "a", 5), "b": launcher(machine, "b", 1, 20)}
+    workers = {"a": launcher(machine, "a", 5, 10), "b": launcher(machine, "b", 1, 20)}
     until(lambda: competes(machine, "a") and competes(machine, "b"))
     time.sleep(1.0)
     return workers
@@ -72,7 +72,7 @@ def turn_word(machine: Machine, name: str) -> int:
 def test_without_turns_the_driver_divides_between_processes(machine: Machine) -> None:
     for name, share in (("a", 0.25), ("b", 0.75)):
         lease(machine, name, share, compute_share="off")
-    workers = {"a": launcher(machine, "a", 5), "b": launcher(machine, "b", 5)}
+    workers = {"a": launcher(machine, "a", 5, 10), "b": launcher(machine, "b", 5, 10)}
     assert got(machine, workers, 2.0)["a"] == pytest.approx(0.5, abs=GENEROUS)
     assert machine.of("a")["compute_share"] == "off"
     assert machine.of("a")["measured_share"] == -1.0
@@ -128,8 +128,8 @@ def test_a_lease_of_two_devices_has_its_turns_on_both_together(two: Machine) -> 
     lease(machine, "second", 0.5, (1,))
     workers = {
         "both": launcher(machine, "both", 4, 1, 0, 2, devices=(0, 1)),
-        "first": launcher(machine, "first", 2),
-        "second": launcher(machine, "second", 2, device=1),
+        "first": launcher(machine, "first", 2, 10),
+        "second": launcher(machine, "second", 2, 10, device=1),
     }
     until(lambda: all(competes(machine, name) for name in workers))
     time.sleep(1.0)

@@ -18,7 +18,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from jupyter_gpushare.gpu.leases.files import NO_COUNTERS, AccountFile, Counters, LeaseDirectory, PagePhase
+from jupyter_gpushare.gpu.leases.files import (
+    HELD,
+    NO_COUNTERS,
+    AccountFile,
+    Counters,
+    LeaseDirectory,
+    PagePhase,
+)
 from jupyter_gpushare.gpu.leases.journal import JournalRecord, Leftover, Parked
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
 from jupyter_gpushare.protocol.helper import ComputeShare, Phase
@@ -266,6 +273,8 @@ class HelperLease:
         self.contexts = dict(contexts)
         phase = PAGE[self.phase]
         self.files.create(self.asked.uid, self.limits, phase, contexts, self.names, self.ahead_us)
+        if self.asked.compute_share is ComputeShare.STRICT:
+            self.take_turn(HELD, self.ahead_us)  # a cap holds from the first launch on
 
     def block(self, key: Key, reason: str) -> None:
         """Keep a process from being suspended for a while, twice as long each time it fails again."""

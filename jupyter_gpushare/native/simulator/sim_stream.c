@@ -4,6 +4,9 @@
  * device divides its time between processes (sim_time.c).  A thread that synchronizes sleeps for the
  * least time that this can take, and looks again.
  *
+ * A stream takes about 1000 launches that have not ended; the next one waits for the oldest
+ * (forums.developer.nvidia.com topic 68937).
+ *
  * Host functions (CUDA Driver API reference 13.0, cuLaunchHostFunc) run in a thread of the driver,
  * after the work enqueued before them; synchronizing waits for them, and so does Lock (README of
  * NVIDIA/cuda-checkpoint: "already-submitted CUDA work, including stream callbacks, are completed").
@@ -96,6 +99,23 @@ void sim_occupy(CUstream stream, uint64_t ns)
     uint64_t from = mark->ns > work->served_ns ? mark->ns : work->served_ns;
     mark->ns = ns < UINT64_MAX - from ? from + ns : UINT64_MAX;
     work->until_ns = mark->ns > work->until_ns ? mark->ns : work->until_ns;
+}
+
+static void wait_for_queue(CUstream stream)
+{
+    pthread_mutex_lock(&sim_local);
+    const struct CUstream_st *at = stream_of(stream);
+    struct sim_mark oldest = {at->mark.ordinal, at->queue[at->next_in_queue]};
+    pthread_mutex_unlock(&sim_local);
+    sim_wait_for(oldest);
+}
+
+static void note_in_queue(CUstream stream)
+{
+    HOLD(&sim_local);
+    struct CUstream_st *at = stream_of(stream);
+    at->queue[at->next_in_queue] = at->mark.ns;
+    at->next_in_queue = (at->next_in_queue + 1) % SIM_QUEUE;
 }
 
 static void *run_host_call(void *given)
@@ -293,7 +313,12 @@ CUresult sim_launch(CUfunction function, CUstream stream, void **arguments)
     if (!function || (function->arguments && !arguments))
         return CUDA_ERROR_INVALID_VALUE;
     REFUSE_IF(sim_captured_by(stream, &graph));
-    return graph ? sim_add_kernel(graph, function, arguments) : function->run(function, arguments, stream);
+    if (graph)
+        return sim_add_kernel(graph, function, arguments);
+    wait_for_queue(stream);
+    CUresult result = function->run(function, arguments, stream);
+    note_in_queue(stream);
+    return result;
 }
 
 API CUresult cuLaunchKernel(CUfunction function, unsigned grid_x, unsigned grid_y, unsigned grid_z, unsigned block_x,

@@ -23,11 +23,14 @@ struct sim_mark sim_stream_mark(CUstream stream);
 bool sim_is_done(struct sim_mark mark);
 void sim_wait_for(struct sim_mark mark);
 
+enum { SIM_QUEUE = 1000 };
 struct CUstream_st {
     struct CUstream_st *next;
     CUcontext context;   /* NULL: a default one */
     bool is_independent; /* made with CU_STREAM_NON_BLOCKING */
     struct sim_mark mark;
+    uint64_t queue[SIM_QUEUE]; /* marks of the last launches, round and round */
+    uint32_t next_in_queue;
     struct capture capture;
 };
 extern struct CUstream_st *sim_streams; /* guarded by sim_local */
