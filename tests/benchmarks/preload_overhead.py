@@ -86,7 +86,7 @@ def main(rounds: int) -> None:
     print_table(
         "tests.benchmarks.preload_overhead",
         ["one kernel launch", "driver alone", "with the preload library", "added"],
-        [[f"{threads} thread{'s' * (threads > 1)}", *in_ns(*times)] for threads, *times in launches],
+        [[name, *in_ns(*times)] for name, *times in launches],
     )
 
 
@@ -95,15 +95,18 @@ def in_ns(alone: float, held_ns: float) -> list[str]:
     return [f"{alone:.1f} ns", f"{held_ns:.1f} ns", f"{held_ns - alone:.1f} ns"]
 
 
-def empty_driver(home: Path) -> dict[str, str]:
-    """Environment of a lease on a driver whose functions return at once."""
+def empty_driver(home: Path, ahead_us: int = 0) -> dict[str, str]:
+    """Environment of a lease on a driver whose functions return at once.
+
+    ``ahead_us`` above 0: it shares time, and is alone.
+    """
     driver = home / "empty" / "libcuda.so.1"
-    driver.parent.mkdir()
+    driver.parent.mkdir(parents=True)
     (home / "empty.c").write_text(EMPTY_DRIVER)
     soname = ["-shared", "-fPIC", "-Wl,-soname,libcuda.so.1"]
     subprocess.run(["cc", "-O2", *soname, "-o", driver, home / "empty.c"], check=True, timeout=60)
     lease = LeaseDirectory(home, "bench")
-    lease.create(os.getuid(), {f"GPU-{'11' * 16}": 40 << 30}, PagePhase.RUNNING)
+    lease.create(os.getuid(), {f"GPU-{'11' * 16}": 40 << 30}, PagePhase.RUNNING, ahead_us=ahead_us)
     return {
         **os.environ,
         "LD_LIBRARY_PATH": str(driver.parent),
@@ -135,11 +138,16 @@ def time_allocations(home: Path, environment: dict[str, str], rounds: int) -> li
     ]
 
 
-def time_launches(home: Path, environment: dict[str, str], rounds: int) -> list[tuple[int, float, float]]:
-    """(threads, ns alone, ns with the library) of one launch."""
+def time_launches(home: Path, environment: dict[str, str], rounds: int) -> list[tuple[str, float, float]]:
+    """(case, ns alone, ns with the library) of one launch."""
     program = home / "launches"
     subprocess.run(["cc", "-O2", "-o", program, LAUNCHES, "-ldl", "-pthread"], check=True, timeout=60)
-    return [(threads, *fastest(program, [threads, LOOPS], environment, rounds)) for threads in (1, 2)]
+    shares = empty_driver(home / "shares", ahead_us=20_000)
+    return [
+        ("1 thread", *fastest(program, [1, LOOPS], environment, rounds)),
+        ("2 threads", *fastest(program, [2, LOOPS], environment, rounds)),
+        ("1 thread, shares time and is alone", *fastest(program, [1, LOOPS], shares, rounds)),
+    ]
 
 
 if __name__ == "__main__":
