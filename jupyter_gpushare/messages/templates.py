@@ -74,6 +74,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.no_uuid": "%1 is not the UUID of a GPU",
         "reason.mps": "it runs under MPS",
         "reason.holds_no_calls": "its device has no library that could hold calls",
+        "reason.no_proof": "its driver cannot tell when a process has nothing left to run (before CUDA 12.5)",
         "reason.call_not_held": "a process of it runs without the library that holds calls",
         "reason.not_measured": "not measured",
         "reason.no_lease": "no lease %1 on this machine",

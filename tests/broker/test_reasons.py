@@ -96,6 +96,7 @@ FOUND = sorted({reason for path in SOURCES for reason in reasons_in(path)})
         "the Hub did not start j1-1: status 503",
         "its device has no library that could hold calls",
         "a process of it runs without the library that holds calls",
+        "its driver cannot tell when a process has nothing left to run (before CUDA 12.5)",
         "Ended by SIGKILL. It last printed:\nstep 7",
         "It ran to its end. 1,234 bytes of its log were not written: Read-only file system.",
         "Stopped before it was started.",

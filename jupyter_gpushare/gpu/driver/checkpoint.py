@@ -101,11 +101,13 @@ class _RestoreArgs(ctypes.Structure):
 class Checkpoint:
     """The checkpoint calls, each bounded in time.
 
-    ``unavailable`` says why nothing can be suspended on this machine, or is empty.
+    ``unavailable`` says why nothing can be suspended on this machine, or is empty.  ``proves_end``: the
+    driver has what the preload library needs to prove that nothing of a process is left to run (CUDA 12.5).
     """
 
     def __init__(self) -> None:
         self._cuda: Any = None
+        self.proves_end = False
         self._guard = threading.Lock()
         self._free: list[BoundedWorker] = []
         self._workers = 0
@@ -186,6 +188,7 @@ class Checkpoint:
         if code:
             return f"cuInit failed with code {code}"
         self._cuda = cuda
+        self.proves_end = hasattr(cuda, "cuCtxRecordEvent")
         missing = [name for name in _CALLS if not hasattr(cuda, name)]
         if missing:
             return f"the driver has no {missing[0]}: suspending needs driver r570 or later"

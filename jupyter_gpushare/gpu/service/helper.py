@@ -113,7 +113,7 @@ class Helper:
             options.unleased, machine.processes, machine.events, state.holders, own_pids
         )
         watchdog = Watchdog(options.watchdog, machine.processes, machine.events, unleased)
-        self._turns = Turns(self._registry, self._devices)
+        self._turns = Turns(self._registry, self._devices, proves_end=checkpoint.proves_end)
         self._sampler = Sampler(
             machine,
             self._registry,

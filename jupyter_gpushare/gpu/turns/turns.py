@@ -43,6 +43,7 @@ NEW_S = 2.0
 _NUMBERS = 1 << 30
 
 NO_LIBRARY = "its device has no library that could hold calls"
+NO_PROOF = "its driver cannot tell when a process has nothing left to run (before CUDA 12.5)"
 OUTSIDE = "a process of it runs without the library that holds calls"
 
 
@@ -72,9 +73,11 @@ class _Lease:
 class Turns:
     """The turns of all leases of this machine."""
 
-    def __init__(self, registry: LeaseRegistry, devices: DeviceStates) -> None:
+    def __init__(self, registry: LeaseRegistry, devices: DeviceStates, *, proves_end: bool) -> None:
+        """``proves_end``: as in `Checkpoint`."""
         self._registry = registry
         self._devices = devices
+        self._proves_end = proves_end
         self._ring = TurnRing()
         self._guard = threading.Lock()  # the ring, for `measured_share`
         self._leases: dict[str, _Lease] = {}
@@ -86,6 +89,8 @@ class Turns:
         asked = lease.asked.compute_share
         if asked is ComputeShare.OFF:
             return asked, ""
+        if not self._proves_end:
+            return ComputeShare.OFF, NO_PROOF
         if not all(self._devices.offers(uuid, Level.PRELOAD) for uuid in lease.limits):
             return ComputeShare.OFF, NO_LIBRARY
         slots = lease.account.slots if lease.account else {}
