@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import random
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -246,6 +247,35 @@ def test_times_of_old_marks_stay_known_as_well_as_needed(device: Device) -> None
     assert times[-1] - times[-2] == pytest.approx(per_step, abs=SLICE + SWITCH)
     for step, at in enumerate(times, 1):
         assert at == pytest.approx(per_step * step, abs=per_step * (100 - step) // 20 + SLICE + SWITCH)
+
+
+@EQUAL
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_submitted_time_is_divided_equally_and_none_is_lost(device: Device, seed: int) -> None:
+    """Of processes with work none gets more than a slice before another; only changes cost time."""
+    chance = random.Random(seed)
+    numbers = range(chance.randint(2, 6))
+    device.start(*numbers)
+    submitted = dict.fromkeys(numbers, 0)
+    for _ in range(200):
+        for number in numbers:
+            if chance.random() < 0.3:
+                submitted[number] = device.submit(number, int(MS * 10 ** chance.uniform(-2, 1.5)))
+        before = {number: device.served(number) for number in numbers}
+        busy, began = device.busy(), device.now()
+        device.wait(int(MS * 10 ** chance.uniform(-1, 1.5)))
+        got = {number: device.served(number) - before[number] for number in numbers}
+        hungry = [number for number in numbers if before[number] + got[number] < submitted[number]]
+        assert all(device.served(number) <= submitted[number] for number in numbers)
+        assert device.busy() - busy == sum(got.values()) <= device.now() - began
+        if hungry:  # without a pause: the device was never idle, and each got its part
+            least = min(got[number] for number in hungry)
+            assert max(got.values()) <= least + 2 * SLICE
+            rounds = (device.now() - began) // (SLICE + SWITCH) + 2
+            short = sum(submitted[number] - before[number] < SLICE for number in numbers)
+            assert device.now() - began - sum(got.values()) <= (rounds + 2 * short) * SWITCH
+    device.wait(sum(submitted.values()) * 2)
+    assert {number: device.served(number) for number in numbers} == submitted
 
 
 # ---- processes on the simulated driver ----
