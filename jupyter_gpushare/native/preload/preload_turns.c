@@ -40,7 +40,7 @@ enum {
     AGAIN_NS = 1000000,          /* between two looks that find the same */
     AGAIN_WHEN_HELD_NS = 200000, /* nothing begins then, but what had passed the page */
     FULL_WAIT_NS = 5000000,
-    FULL_WAITS = 20,
+    FULL_WAITS = 40, /* as long as the longest turn: a kernel may wait for what another launch does */
     MOST_LAUNCHES = 1024,        /* in flight: what the driver itself takes, about */
     PAIR_NS = 10000000,          /* of launches that are shorter at least two are in flight */
 };
@@ -167,6 +167,8 @@ static void pace(const struct gpushare_limit_page *page, uint32_t count, int64_t
     int64_t found_ns = took_ns / count + 1;
     launch_ns = launch_ns ? (launch_ns + found_ns) / 2 : found_ns;
     int64_t fit = (int64_t)atomic_load(&page->ahead_us) * 1000 / launch_ns, least = launch_ns < PAIR_NS ? 2 : 1;
+    uint32_t devices = atomic_load(&context_count);
+    least = devices > 1 ? 2 * devices : least; /* kernels of several devices wait for each other */
     fit = fit < least ? least : fit;
     atomic_store(&most_in_flight, (uint32_t)(fit > MOST_LAUNCHES ? MOST_LAUNCHES : fit));
 }
