@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.gpu.turns.ring import Contender, Turn, TurnRing
-from jupyter_gpushare.gpu.turns.turns import REST_S
+from jupyter_gpushare.gpu.turns.turns import CONTESTED_POLL_S, DRAINING_POLL_S, REST_S
 
 PROOF_S = 0.001
 QUEUE_S = 1.0  # what the driver takes without turns: some thousand launches
@@ -112,8 +112,8 @@ class TurnMachine:
         if self.at >= self._look_at:
             self._look()
             # The helper's thread wakes late now and then.
-            late = self._random.random()
-            self._look_at = self.at + (0.005 if late > 0.99 else 0.001)
+            pause_s = DRAINING_POLL_S if self.ring.is_draining else CONTESTED_POLL_S
+            self._look_at = self.at + (0.005 if self._random.random() > 0.99 else pause_s)
         for name, lease in self.leases.items():
             for program in lease.programs:
                 ahead_s = self.ring.ahead_s(name) if name in self.turn else 0.0
