@@ -335,7 +335,8 @@ def test_contexts_are_charged_to_the_limit(machine: Machine) -> None:
     limit = machine.state_dir / "leases" / "ada" / "limit"
 
     def charged() -> bool:
-        return int.from_bytes(limit.read_bytes()[40:48], "little") == contexts
+        at = files.LIMIT_HEAD.size + files.CONTEXT_IN_DEVICE
+        return int.from_bytes(limit.read_bytes()[at : at + 8], "little") == contexts
 
     until(charged, "contexts are charged")
     assert first.do(f"alloc {2048 - 512 - contexts // MIB + 1}") == "2"

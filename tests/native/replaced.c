@@ -29,7 +29,7 @@ enum { CALLS = 5 };
     } while (0)
 
 static void *call(void *nothing) { lease_enter(LEASE_CALLS); return nothing; }
-static void *wait_for_turn(void *nothing) { lease_wait_for_turn(); return nothing; }
+static void *wait_to_allocate(void *nothing) { lease_wait_to_allocate(); return nothing; }
 
 static struct gpushare_account *map(const char *path)
 {
@@ -73,7 +73,7 @@ int main(int count, char **path)
     int fd = open(PROC_FOLDER "/stat", O_WRONLY | O_CREAT, 0600);
     MUST(write(fd, stat_line, sizeof stat_line - 1) > 0 && !close(fd) && !rename(PROC_FOLDER "/stat", own));
     MUST(!replace(path[1]) && !replace(path[2]));
-    pthread_create(&second, NULL, wait_for_turn, NULL);
+    pthread_create(&second, NULL, wait_to_allocate, NULL);
     pthread_join(second, NULL);
     struct gpushare_account *account = map(path[2]);
     MUST(calls_in(old) == 0 && calls_in(account) > 0);
