@@ -130,6 +130,18 @@ def test_the_end_of_a_turn_is_proved_for_a_program_that_never_synchronizes(
     kernel.run("go = False")
 
 
+def test_a_launch_that_was_held_is_not_taken_for_done(half: Lease, kernel: Worker) -> None:
+    half.set_turn(HELD)
+    kernel.start("step(0.4)")
+    until(lambda: slot(half, kernel).waiting == 1 and is_settled(half, kernel))
+    half.set_turn(LATER_OPEN)
+    kernel.answer()
+    for _ in range(10):
+        assert not is_settled(half, kernel)
+        time.sleep(0.02)
+    until(lambda: is_settled(half, kernel))
+
+
 def test_a_program_that_launches_without_pause_runs_ahead_by_a_bound(
     machine: Simulator, half: Lease, kernel: Worker
 ) -> None:

@@ -237,48 +237,55 @@ static void start_thread(void)
 
 /* ---- launches ---- */
 
-/* Waits while more is in flight than fits; not for long where that cannot be found out. */
-static void wait_for_device(void)
+/* Waits while more is in flight than fits; not for long where that cannot be found out.  Whether it did. */
+static bool wait_for_device(void)
 {
-    for (int waits = 0; waits < FULL_WAITS && !atomic_load(&is_blind); waits++) {
+    int waits = 0;
+    for (; waits < FULL_WAITS && !atomic_load(&is_blind); waits++) {
         uint32_t seen = atomic_load(&looks);
         if (atomic_load(&launches) - atomic_load(&done) < atomic_load(&most_in_flight))
-            return;
+            break;
         wait_on(&looks, seen, FULL_WAIT_NS, false);
     }
+    return waits > 0;
 }
 
+/* A launch that has waited is counted again: looks may have settled its first count meanwhile, and the
+ * helper may have begun to suspend the lease (lease_enter). */
 static void wait_for_turn(void)
 {
     uint32_t held = GPUSHARE_NO_TURNS;
     int64_t since_ns = 0;
-    bool has_room = false;
+    bool has_room = false, waited = false;
     start_thread();
     turns_note(current_context());
     for (;;) {
         const struct gpushare_limit_page *page = lease_page();
         uint32_t turn = page ? atomic_load(&page->turn) : GPUSHARE_NO_TURNS;
-        if (!turn || captures_now())
-            break;
-        if (turn & GPUSHARE_HELD) {
-            struct gpushare_slot *slot = lease_slot();
-            if (turn != held) {
-                held = turn;
-                since_ns = now_ns();
-            } else if (now_ns() - since_ns > GONE_NS) {
-                atomic_store(&abandoned, turn);
-            }
-            if (turn == atomic_load(&abandoned))
+        bool is_held = turn & GPUSHARE_HELD;
+        if (is_held && turn != held) {
+            held = turn;
+            since_ns = now_ns();
+        } else if (is_held && now_ns() - since_ns > GONE_NS) {
+            atomic_store(&abandoned, turn);
+        }
+        if (!turn || captures_now() || turn == atomic_load(&abandoned) || (!is_held && has_room)) {
+            if (!waited)
                 break;
+            waited = false;
+            lease_enter(LEASE_WORK);
+            continue;
+        }
+        if (is_held) {
+            struct gpushare_slot *slot = lease_slot();
             if (slot)
                 atomic_fetch_add(&slot->waiting, 1);
             wait_on(&page->turn, turn, HELD_WAIT_NS, true);
             if (slot)
                 atomic_fetch_sub(&slot->waiting, 1);
-        } else if (has_room) {
-            break;
+            waited = true;
         } else {
-            wait_for_device();
+            waited |= wait_for_device();
             has_room = true; /* if it is its turn still */
         }
         lease_wait_to_run();
