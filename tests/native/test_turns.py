@@ -249,6 +249,21 @@ def test_a_capture_that_fails_to_begin_is_none(half: Lease, kernel: Worker) -> N
     assert kernel.answer() == 0
 
 
+def test_a_capture_whose_end_is_refused_goes_on(half: Lease, kernel: Worker) -> None:
+    kernel.run(CAPTURE)
+    half.set_turn(OPEN)
+    kernel.run("step(0.05)")
+    assert kernel.ask("begin(0)") == 0
+    kernel.run("context, answers = ctypes.c_void_p(), []")
+    kernel.run("assert cuda.cuCtxGetCurrent(ctypes.byref(context)) == 0")
+    kernel.run("def elsewhere(): cuda.cuCtxSetCurrent(context); answers.append(end())")
+    kernel.run("thread = threading.Thread(target=elsewhere); thread.start(); thread.join()")
+    assert kernel.ask("answers") == [908]
+    time.sleep(0.1)  # the thread would look by now
+    assert kernel.ask("launch()") == 0
+    assert kernel.ask("end()") == 0
+
+
 def test_a_child_that_is_forked_in_a_turn_lives_and_proves_nothing_of_its_parent(
     half: Lease, kernel: Worker
 ) -> None:

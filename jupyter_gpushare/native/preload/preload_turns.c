@@ -380,14 +380,20 @@ static CUresult end_capture(CUresult result, bool ends)
         CUresult result = real arguments;             \
         return end_capture(result, result != 0);      \
     }
-/* An invalidated capture is over too; its stream had one, so the error is one of captures (900 to 908). */
+/* Errors of captures are 900 to 908.  An invalidated capture is over too; one that was begun in another stream
+ * or another thread (UNMATCHED, WRONG_THREAD) goes on. */
+static bool ends_capture(CUresult result)
+{
+    return !result || (result >= 900 && result <= 907 && result != 903);
+}
+
 #define ENDS_CAPTURE(name, parameters, arguments)                                 \
     API CUresult name parameters                                                  \
     {                                                                             \
         lease_enter(LEASE_CALLS);                                                 \
         FIND_REAL(name);                                                          \
         CUresult result = real arguments;                                         \
-        return end_capture(result, !result || (result >= 900 && result <= 908));  \
+        return end_capture(result, ends_capture(result));                         \
     }
 #define FOR_BOTH_STREAMS(macro, name, parameters, arguments) \
     macro(name, parameters, arguments)                       \
