@@ -160,6 +160,21 @@ def test_a_program_that_launches_without_pause_runs_ahead_by_a_bound(
         time.sleep(0.01)
 
 
+def test_a_process_that_can_have_no_more_threads_launches_all_the_same(
+    machine: Simulator, half: Lease
+) -> None:
+    half.set_turn(0, ahead_us=0)
+    with in_lease(machine, half) as kernel:
+        kernel.run("b = gpu.allocate('1MiB'); b.fill()")
+        kernel.run("import resource; pages = int(open('/proc/self/statm').read().split()[0])")
+        kernel.run("resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (2 << 20),) * 2)")
+        half.set_turn(OPEN)
+        began = time.monotonic()
+        kernel.run("for _ in range(20): b.start_step(0)")
+        assert time.monotonic() - began < 1.0
+        assert kernel.ask("len(os.listdir('/proc/self/task'))") == 1
+
+
 def test_who_is_held_goes_on_when_its_helper_is_gone(half: Lease, kernel: Worker) -> None:
     half.set_turn(HELD)
     kernel.start("step(0)")

@@ -228,10 +228,12 @@ static void start_thread(void)
         return;
     sigfillset(&every);
     pthread_sigmask(SIG_BLOCK, &every, &before); /* a signal is for the program's own threads */
-    if (pthread_create(&thread, NULL, keep_looking, NULL))
+    if (pthread_create(&thread, NULL, keep_looking, NULL)) {
+        atomic_store(&is_blind, true); /* until there is a thread that looks */
         atomic_store(&has_thread, false);
-    else
+    } else {
         pthread_detach(thread);
+    }
     pthread_sigmask(SIG_SETMASK, &before, NULL);
 }
 
