@@ -160,6 +160,14 @@ def test_a_program_that_launches_without_pause_runs_ahead_by_a_bound(
         time.sleep(0.01)
 
 
+def test_long_kernels_are_not_launched_far_ahead_either(half: Lease, kernel: Worker) -> None:
+    half.set_turn(OPEN, ahead_us=20_000)
+    kernel.run("for _ in range(10): step(0.3)")
+    launched_at = time.monotonic()
+    until(lambda: is_settled(half, kernel))
+    assert time.monotonic() - launched_at < 1.0  # one runs and one waits
+
+
 def test_a_process_that_can_have_no_more_threads_launches_all_the_same(
     machine: Simulator, half: Lease
 ) -> None:

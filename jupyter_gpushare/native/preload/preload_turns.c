@@ -39,8 +39,10 @@ enum {
     BLIND_NS = 5000000,
     AGAIN_NS = 1000000,          /* between two looks that find the same */
     AGAIN_WHEN_HELD_NS = 200000, /* nothing begins then, but what had passed the page */
+    SUBMIT_NS = 100000,          /* from the count of a launch until the driver has it */
     FULL_WAIT_NS = 5000000,
-    FULL_WAITS = 40, /* as long as the longest turn: a kernel may wait for what another launch does */
+    FULL_WAITS = 200,
+    MOST_KNOTTED = 16,
     MOST_LAUNCHES = 1024,        /* in flight: what the driver itself takes, about */
     PAIR_NS = 10000000,          /* of launches that are shorter at least two are in flight */
 };
@@ -63,6 +65,7 @@ static _Atomic bool has_thread;
 static bool relaxed; /* the thread's own: its calls do not disturb captures of others */
 static _Atomic uint32_t launches, done;  /* in turns: entered, and proved to be done */
 static _Atomic uint32_t most_in_flight = 2;
+static _Atomic uint32_t least_in_flight = 1; /* fewer may wait for one that is not launched yet */
 static _Atomic uint32_t looks;           /* a futex: counts looks that ended */
 static _Atomic uint32_t sleeps;          /* a futex: 1 while the thread has nothing to prove */
 static _Atomic bool is_blind;            /* the last look was not possible */
@@ -187,6 +190,7 @@ static void *keep_looking(void *unused)
                 wait_on(&page->turn, turn, REST_NS, true);
             else
                 nanosleep(&(struct timespec){REST_NS / 1000000000, 0}, NULL);
+            looked_ns = 0;
             continue;
         }
         uint64_t work = atomic_load(&slot->work);
@@ -201,6 +205,8 @@ static void *keep_looking(void *unused)
         }
         work = atomic_load(&slot->work);
         uint32_t entered = atomic_load(&launches);
+        if (!looked_ns)
+            sleep_ns(SUBMIT_NS); /* a launch that is not there yet would seem to take no time */
         int64_t began_ns = looked_ns ? looked_ns : now_ns();
         bool all = look_safely(slot, page);
         atomic_store(&is_blind, !all);
@@ -239,16 +245,25 @@ static void start_thread(void)
 
 /* ---- launches ---- */
 
-/* Waits while more is in flight than fits; not for long where that cannot be found out.  Whether it did. */
+static bool has_room_for_launch(void)
+{
+    uint32_t in_flight = atomic_load(&launches) - atomic_load(&done);
+    return in_flight < atomic_load(&most_in_flight) || in_flight < atomic_load(&least_in_flight);
+}
+
+/* Waits while more is in flight than fits; not for ever, for what is in flight may wait for this very launch
+ * (a collective of several devices): more is let through from then on.  Whether it waited. */
 static bool wait_for_device(void)
 {
+    uint32_t seen = atomic_load(&looks), least = atomic_load(&least_in_flight);
     int waits = 0;
-    for (; waits < FULL_WAITS && !atomic_load(&is_blind); waits++) {
-        uint32_t seen = atomic_load(&looks);
-        if (atomic_load(&launches) - atomic_load(&done) < atomic_load(&most_in_flight))
-            break;
+    while (waits < FULL_WAITS && !has_room_for_launch() && !atomic_load(&is_blind)) {
         wait_on(&looks, seen, FULL_WAIT_NS, false);
+        seen = atomic_load(&looks);
+        waits++;
     }
+    if (waits == FULL_WAITS && least < MOST_KNOTTED)
+        atomic_compare_exchange_strong(&least_in_flight, &least, 2 * least);
     return waits > 0;
 }
 
