@@ -314,6 +314,30 @@ def test_all_contexts_of_a_process_are_looked_into(half: Lease, kernel: Worker) 
     until(lambda: is_settled(half, kernel))
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "cuda.cuDevicePrimaryCtxRelease_v2(0)",
+        "cuda.cuCtxCreate_v2(ctypes.byref(ctypes.c_void_p()), 0, 0)",
+        "cuda.cuCtxDestroy_v2(own)",
+    ],
+)
+def test_nobody_waits_for_the_device_because_the_thread_does(half: Lease, kernel: Worker, call: str) -> None:
+    """What runs there may wait for the very thread that calls."""
+    kernel.run("own = ctypes.c_void_p(); assert cuda.cuCtxCreate_v2(ctypes.byref(own), 0, 0) == 0")
+    kernel.run("cuda.cuDevicePrimaryCtxRetain(ctypes.byref(ctypes.c_void_p()), 0)")
+    kernel.run("assert cuda.cuCtxSetCurrent(None) == 0; gpu = demo_gpu.Gpu(0)")
+    half.set_turn(OPEN)
+    kernel.run("step(2.0)")
+    until(lambda: slot(half, kernel).looking == 1)
+    began = time.monotonic()
+    kernel.ask(call)
+    assert time.monotonic() - began < 1.0
+    kernel.run("step(0)")
+    until(lambda: is_settled(half, kernel))
+    assert time.monotonic() - began > 1.0
+
+
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump (binutils)")
 def test_a_launch_alone_costs_one_load_for_phase_and_turn() -> None:
     """As many instructions as a call that has no turns."""

@@ -7,15 +7,16 @@
  *   - In a turn a process runs ahead of the device by `ahead_us` at most, so that the device is free soon
  *     after the turn: a launch waits while more is in flight.  How long a launch takes is measured.
  *   - While there are turns, one thread of this library waits again and again for all that has been
- *     submitted: an event of the whole context (cuCtxRecordEvent, CUDA 12.5), which touches no stream, and a
- *     wait that does not spin (CU_EVENT_BLOCKING_SYNC).  A call is counted before it reaches the driver, so
- *     the process is settled when two looks in a row have found the same count.
+ *     submitted: an event of the whole context (cuCtxRecordEvent, CUDA 12.5), which touches no stream, and
+ *     questions about it with pauses between.  A call is counted before it reaches the driver, so the
+ *     process is settled when two looks in a row have found the same count.
  *   - Never during a stream capture: an event of a context with one is an error, and ends the capture (CUDA
  *     Driver API reference 13.0, cuCtxRecordEvent).  Launches of a capture run nothing, and are not held.
- *   - cuEventSynchronize ends a process that is checkpointed (lease_client.h): the thread says in the account
- *     that it looks, and the helper waits for it before a checkpoint.
- *   - The looking lock alone is held across calls of the driver.  Only a thread that ends a context or
- *     begins a capture waits for it.
+ *   - cuEventQuery ends a process that is checkpointed (lease_client.h): the thread says in the account that it
+ *     looks, and the helper waits for it before a checkpoint.
+ *   - The looking lock alone is held across calls of the driver, and none of them waits for the device.  Only
+ *     a thread that ends a context or begins a capture waits for it: what runs on the device may wait for
+ *     that very thread.
  */
 #define _GNU_SOURCE
 #include "preload_turns.h"
@@ -39,6 +40,9 @@ enum {
     BLIND_NS = 5000000,
     AGAIN_NS = 1000000,          /* between two looks that find the same */
     AGAIN_WHEN_HELD_NS = 200000, /* nothing begins then, but what had passed the page */
+    LEAST_PAUSE_NS = 50000,      /* between two questions about an event ... */
+    MOST_PAUSE_NS = 1000000,
+    PAUSE_PART = 16,             /* ... a part of the time that it has been waited for */
     SUBMIT_NS = 100000,          /* from the count of a launch until the driver has it */
     FULL_WAIT_NS = 5000000,
     FULL_WAITS = 200,
@@ -56,10 +60,12 @@ struct looked_at {
     CUevent event; /* NULL: not made yet */
 };
 
-static pthread_mutex_t looking = PTHREAD_MUTEX_INITIALIZER;   /* guards `contexts` while the thread looks */
+static pthread_mutex_t looking = PTHREAD_MUTEX_INITIALIZER;   /* guards that no context ends in a call of the thread */
+static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;    /* guards that `contexts` grows by one at a time */
 static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER; /* guards that no capture begins in a record */
 static struct looked_at contexts[CONTEXTS];
 static _Atomic uint32_t context_count;
+static uint32_t forgotten; /* how often; guarded by `looking` */
 
 static _Atomic bool has_thread;
 static bool relaxed; /* the thread's own: its calls do not disturb captures of others */
@@ -110,31 +116,60 @@ static bool captures_now(void)
 typedef CUresult set_current(CUcontext);
 typedef CUresult create_event(CUevent *, unsigned);
 typedef CUresult record_event(CUcontext, CUevent);
-typedef CUresult synchronize_event(CUevent);
+typedef CUresult query_event(CUevent);
 typedef CUresult exchange_mode(int *);
 
 /* Called with the two locks.  Makes an event of what is submitted to a context. */
 static bool record(struct looked_at *at, set_current *enter, create_event *create, record_event *record_in)
 {
-    enum { BLOCKING_SYNC = 1, DISABLE_TIMING = 2 };
+    enum { DISABLE_TIMING = 2 };
     if (atomic_load(&captures) || enter(at->context))
         return false;
-    if (!at->event && create(&at->event, BLOCKING_SYNC | DISABLE_TIMING))
+    if (!at->event && create(&at->event, DISABLE_TIMING))
         at->event = NULL;
     return at->event && !record_in(at->context, at->event);
 }
 
+static bool may_look(const struct gpushare_limit_page *page)
+{
+    uint32_t phase = atomic_load(&page->phase);
+    return phase == GPUSHARE_RUNNING || phase == GPUSHARE_PAUSED;
+}
+
+/* Called with the looking lock, which it leaves between two questions.  False where the event does not come. */
+static bool wait_for_event(const struct looked_at *at, set_current *enter, query_event *query,
+                           const struct gpushare_limit_page *page)
+{
+    uint32_t before = forgotten;
+    int64_t began_ns = now_ns();
+    for (;;) {
+        CUresult result = enter(at->context);
+        if (!result)
+            result = query(at->event);
+        enter(NULL);
+        if (result != CUDA_ERROR_NOT_READY)
+            return !result;
+        int64_t pause_ns = (now_ns() - began_ns) / PAUSE_PART;
+        pause_ns = pause_ns < LEAST_PAUSE_NS ? LEAST_PAUSE_NS : pause_ns;
+        pthread_mutex_unlock(&looking);
+        sleep_ns(pause_ns < MOST_PAUSE_NS ? pause_ns : MOST_PAUSE_NS);
+        pthread_mutex_lock(&looking);
+        if (forgotten != before || !may_look(page))
+            return false;
+    }
+}
+
 /* Waits for all that is submitted; false where that cannot be found out. */
-static bool look(void)
+static bool look(const struct gpushare_limit_page *page)
 {
     static void *_Atomic kept_record, *_Atomic kept_mode;
     record_event *record_in = (record_event *)plain_function(&kept_record, "cuCtxRecordEvent");
     exchange_mode *exchange = (exchange_mode *)plain_function(&kept_mode, "cuThreadExchangeStreamCaptureMode");
     set_current *enter = (set_current *)real_of(HOOK_cuCtxSetCurrent);
     create_event *create = (create_event *)real_of(HOOK_cuEventCreate);
-    synchronize_event *synchronize = (synchronize_event *)real_of(HOOK_cuEventSynchronize);
+    query_event *query = (query_event *)real_of(HOOK_cuEventQuery);
     int mode = 2; /* relaxed */
-    if (!record_in || !enter || !create || !synchronize || !exchange)
+    if (!record_in || !enter || !create || !query || !exchange)
         return false;
     if (!relaxed)
         relaxed = !exchange(&mode);
@@ -145,9 +180,9 @@ static bool look(void)
     for (uint32_t i = 0; all && i < count; i++)
         all = record(&contexts[i], enter, create, record_in);
     pthread_mutex_unlock(&recording);
-    for (uint32_t i = 0; all && i < count; i++)
-        all = !enter(contexts[i].context) && !synchronize(contexts[i].event);
     enter(NULL);
+    for (uint32_t i = 0; all && i < count; i++)
+        all = wait_for_event(&contexts[i], enter, query, page);
     return all;
 }
 
@@ -155,8 +190,7 @@ static bool look(void)
 static bool look_safely(struct gpushare_slot *slot, const struct gpushare_limit_page *page)
 {
     atomic_store(&slot->looking, 1);
-    uint32_t phase = atomic_load(&page->phase);
-    bool all = (phase == GPUSHARE_RUNNING || phase == GPUSHARE_PAUSED) && atomic_load(&page->turn) && look();
+    bool all = may_look(page) && atomic_load(&page->turn) && look(page);
     atomic_store(&slot->looking, 0);
     return all;
 }
@@ -331,7 +365,7 @@ void turns_note(CUcontext context)
         if (contexts[i].context == context)
             return;
     start_thread();
-    HOLD(&looking);
+    HOLD(&noting);
     count = atomic_load(&context_count);
     for (uint32_t i = 0; i < count; i++)
         if (contexts[i].context == context)
@@ -349,16 +383,23 @@ void turns_forget_contexts(void)
         return;
     typedef CUresult destroy_event(CUevent);
     destroy_event *destroy = (destroy_event *)real_of(HOOK_cuEventDestroy_v2);
+    CUevent events[CONTEXTS];
     HOLD(&looking);
+    forgotten++;
+    pthread_mutex_lock(&noting);
     uint32_t count = atomic_exchange(&context_count, 0);
     for (uint32_t i = 0; i < count; i++)
-        if (contexts[i].event && destroy)
-            destroy(contexts[i].event);
+        events[i] = contexts[i].event;
+    pthread_mutex_unlock(&noting);
+    for (uint32_t i = 0; i < count; i++)
+        if (events[i] && destroy)
+            destroy(events[i]);
 }
 
 void turns_in_child(void)
 {
     pthread_mutex_init(&looking, NULL);
+    pthread_mutex_init(&noting, NULL);
     pthread_mutex_init(&recording, NULL);
     atomic_store(&context_count, 0);
     atomic_store(&has_thread, false);
