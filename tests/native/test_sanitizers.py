@@ -135,6 +135,22 @@ def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
     assert {event.event for event in machine.ledger()} >= {"alloc", "free", "checkpoint", "restore", "unlock"}
 
 
+@pytest.mark.parametrize("kind", SANITIZERS)
+def test_turns_beside_contexts_captures_and_children_are_clean(tmp_path: Path, kind: str) -> None:
+    flags = flags_of(kind, tmp_path)
+    machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
+    lease = Lease(tmp_path / "lease", [(machine.uuid(0), GIB)])
+    lease.set_turn(0)
+    driver = next(library for library in build.LIBRARIES if library.output == "sim/libcuda.so.1")
+    build.compile_library(driver, tmp_path, flags)
+    program = compile_preload_into(tmp_path / "turns_race", "turns_race.c", flags)
+    env = machine.env(**lease.env())
+    del env["LD_PRELOAD"]  # it is in the program
+    env |= {"LD_LIBRARY_PATH": str(tmp_path / "sim"), **OPTIONS}
+    done = run(*without_aslr(), program, "2", lease.folder / "limit", env=env)
+    assert done.returncode == 0, done.stderr[-6000:]
+
+
 @pytest.mark.parametrize("planted", PLANTED)
 def test_what_is_planted_is_caught(tmp_path: Path, planted: str) -> None:
     kind, body = PLANTED[planted]

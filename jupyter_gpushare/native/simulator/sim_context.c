@@ -51,9 +51,10 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
     CUresult result = hold_context(ordinal);
     if (result)
         return result;
-    context->device = ordinal;
-    context->primary = context->alive = true;
-    context->holders++;
+    if (!context->holders++) {
+        context->device = ordinal;
+        context->primary = context->alive = true;
+    }
     *out = context;
     return CUDA_SUCCESS;
 }
