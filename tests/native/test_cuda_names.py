@@ -119,6 +119,8 @@ def test_written_out_hooks_know_every_version_of_their_function() -> None:
         "cuInit",
         "cuCtxDestroy",
         "cuArrayDestroy",
+        "cuCtxDetach",
+        "cuStreamDestroy",
         "cuStreamSynchronize",
         "cuCtxSynchronize",
         "cuEventSynchronize",

@@ -5,19 +5,22 @@ The turns themselves are decided by the helper (tests/gpu/test_turns.py); here a
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from jupyter_gpushare import native
 from tests.native.calls import in_lease
 from tests.native.conftest import Checkpoint
+from tests.native.test_hooks import compile_shared
 from tests.native.worker import Worker
-from tests.simulator import Lease, Phase, Simulator, Slot
+from tests.simulator import GIB, Lease, Phase, Simulator, Slot
 from tests.waiting import until
 
 OPEN, HELD = 2, 3
@@ -162,6 +165,8 @@ def test_a_program_that_launches_without_pause_runs_ahead_by_a_bound(
 
 def test_long_kernels_are_not_launched_far_ahead_either(half: Lease, kernel: Worker) -> None:
     half.set_turn(OPEN, ahead_us=20_000)
+    kernel.run("step(0.3)")
+    until(lambda: is_settled(half, kernel))  # that is how long one takes
     kernel.run("for _ in range(10): step(0.3)")
     launched_at = time.monotonic()
     until(lambda: is_settled(half, kernel))
@@ -285,6 +290,66 @@ def test_a_capture_whose_end_is_refused_goes_on(half: Lease, kernel: Worker) -> 
     time.sleep(0.1)  # the thread would look by now
     assert kernel.ask("launch()") == 0
     assert kernel.ask("end()") == 0
+
+
+def test_a_capture_is_over_when_its_stream_is(half: Lease, kernel: Worker) -> None:
+    kernel.run(CAPTURE)
+    half.set_turn(OPEN)
+    assert kernel.ask("begin(0)") == 0
+    kernel.run("step(0)")
+    time.sleep(0.05)
+    assert not is_settled(half, kernel)
+    assert kernel.ask("cuda.cuStreamDestroy_v2(stream)") == 0
+    until(lambda: is_settled(half, kernel))
+
+
+GREEN_DRIVER = """
+#include <string.h>
+#define API __attribute__((visibility("default"))) int
+typedef void *context, *event;
+static int both[2];
+__attribute__((visibility("default"))) _Atomic int ended, used_after_end, records;
+static _Thread_local context current = &both[0];
+static int use(context at) { return used_after_end |= ended && at == &both[1], 0; }
+API cuInit(unsigned flags) { return (int)flags; }
+API cuDeviceGetCount(int *count) { return *count = 1, 0; }
+API cuDeviceGetUuid_v2(char uuid[16], int device) { return memset(uuid, 0x11, 16), device; }
+API cuCtxGetDevice(int *device) { return *device = 0; }
+API cuCtxGetCurrent(context *out) { return *out = current, 0; }
+API cuCtxSetCurrent(context at) { return current = at, use(at); }
+API cuCtxFromGreenCtx(context *out, void *green) { return *out = &both[1], !green; }
+API cuGreenCtxDestroy(void *green) { return ended = 1, !green; }
+API cuCtxDetach(context at) { return ended |= at == &both[1], 0; }
+API cuEventCreate(event *out, unsigned flags) { return *out = both, (void)flags, 0; }
+API cuEventQuery(event at) { return !at; }
+API cuEventSynchronize(event at) { return !at; }
+API cuEventDestroy_v2(event at) { return !at; }
+API cuCtxRecordEvent(context at, event e) { return records++, (void)e, use(at); }
+API cuThreadExchangeStreamCaptureMode(int *mode) { return *mode = 0; }
+API cuLaunchKernel(void) { return 0; }
+"""
+
+
+@pytest.mark.parametrize(
+    "end", ["cuda.cuGreenCtxDestroy(ctypes.c_void_p(1))", "cuda.cuCtxDetach(green)"], ids=["green", "detached"]
+)
+def test_no_context_is_looked_into_that_has_ended(tmp_path: Path, end: str) -> None:
+    compile_shared(GREEN_DRIVER, tmp_path / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")
+    lease = Lease(tmp_path / "lease", [("GPU-" + "11" * 16, GIB)])
+    lease.set_turn(OPEN)
+    env = {**os.environ, **lease.env(), "LD_LIBRARY_PATH": str(tmp_path)}
+    with Worker(env, open_gpu=False) as kernel:
+        kernel.run("cuda, green = ctypes.CDLL('libcuda.so.1'), ctypes.c_void_p()")
+        kernel.run("def told(name): return ctypes.c_int.in_dll(cuda, name).value")
+        kernel.run("assert cuda.cuInit(0) == 0 == cuda.cuCtxFromGreenCtx(ctypes.byref(green), 1)")
+        kernel.run("cuda.cuLaunchKernel(); cuda.cuCtxSetCurrent(green); cuda.cuLaunchKernel()")
+        until(lambda: kernel.ask("told('records')") > 3)
+        kernel.run("cuda.cuCtxGetCurrent(ctypes.byref(green))")
+        kernel.run(f"cuda.cuCtxSetCurrent(None); assert {end} == 0")
+        kernel.run("threading.Thread(target=cuda.cuLaunchKernel).start()")
+        before = kernel.ask("told('records')")
+        until(lambda: kernel.ask("told('records')") > before)
+        assert kernel.ask("told('ended'), told('used_after_end')") == [1, 0]
 
 
 def test_a_child_that_is_forked_in_a_turn_lives_and_proves_nothing_of_its_parent(

@@ -142,3 +142,15 @@ ENDS_PRIMARY(cuDevicePrimaryCtxReset_v2)
     }
 ENDS_CONTEXT(cuCtxDestroy)
 ENDS_CONTEXT(cuCtxDestroy_v2)
+
+/* One that is left alone of a context, or a green one: its memory is that of its device's primary context. */
+#define MAY_END_CONTEXT(name, type)     \
+    API CUresult name(type context)     \
+    {                                   \
+        lease_enter(LEASE_CALLS);       \
+        FIND_REAL(name);                \
+        turns_forget_contexts();        \
+        return real(context);           \
+    }
+MAY_END_CONTEXT(cuCtxDetach, CUcontext)
+MAY_END_CONTEXT(cuGreenCtxDestroy, void *)

@@ -34,6 +34,7 @@
 
 enum {
     CONTEXTS = 16,
+    ORIGINS = 64,
     HELD_WAIT_NS = 20000000,     /* a wake-up may get lost */
     REST_NS = 2000000000,
     IDLE_NS = 10000000,          /* what only synchronises or allocates does not wake the thread */
@@ -80,6 +81,7 @@ static _Atomic uint32_t abandoned; /* a turn that was held for so long that its 
 
 static _Atomic uint32_t captures;
 static _Atomic int64_t capture_ns; /* when the last one began */
+static CUstream origins[ORIGINS];  /* streams that captures began in; NULL: free; guarded by `recording` */
 
 /* ---- waiting ---- */
 
@@ -239,9 +241,9 @@ static void *keep_looking(void *unused)
         }
         work = atomic_load(&slot->work);
         uint32_t entered = atomic_load(&launches);
-        if (!looked_ns)
-            sleep_ns(SUBMIT_NS); /* a launch that is not there yet would seem to take no time */
         int64_t began_ns = looked_ns ? looked_ns : now_ns();
+        if (entered != atomic_load(&done))
+            sleep_ns(SUBMIT_NS); /* a launch that is not there yet would seem to take no time */
         bool all = look_safely(slot, page);
         atomic_store(&is_blind, !all);
         looked_ns = now_ns();
@@ -405,12 +407,25 @@ void turns_in_child(void)
     atomic_store(&has_thread, false);
     relaxed = false;
     atomic_store(&captures, 0);
+    memset(origins, 0, sizeof origins);
     atomic_store(&launches, 0);
     atomic_store(&done, 0);
     atomic_store(&sleeps, 0);
 }
 
 /* ---- captures ---- */
+
+/* The first entry of `origins` with one stream becomes another: false where there is none. */
+static bool change_origin(CUstream before, CUstream after)
+{
+    HOLD(&recording);
+    for (int i = 0; i < ORIGINS; i++)
+        if (origins[i] == before) {
+            origins[i] = after;
+            return true;
+        }
+    return false;
+}
 
 static void begin_capture(void)
 {
@@ -421,37 +436,62 @@ static void begin_capture(void)
     atomic_fetch_add(&captures, 1);
 }
 
-static CUresult end_capture(CUresult result, bool ends)
+static void forget_capture(void)
 {
     uint32_t left = atomic_load(&captures);
-    while (ends && left && !atomic_compare_exchange_weak(&captures, &left, left - 1))
+    while (left && !atomic_compare_exchange_weak(&captures, &left, left - 1))
         ;
+}
+
+static CUresult has_begun(CUresult result, CUstream stream)
+{
+    if (result)
+        forget_capture();
+    else if (stream && lease_is_set())
+        change_origin(NULL, stream);
     return result;
 }
 
-#define BEGINS_CAPTURE(name, parameters, arguments)   \
-    API CUresult name parameters                      \
-    {                                                 \
-        lease_enter(LEASE_CALLS);                     \
-        FIND_REAL(name);                              \
-        begin_capture();                              \
-        CUresult result = real arguments;             \
-        return end_capture(result, result != 0);      \
-    }
 /* Errors of captures are 900 to 908.  An invalidated capture is over too; one that was begun in another stream
  * or another thread (UNMATCHED, WRONG_THREAD) goes on. */
-static bool ends_capture(CUresult result)
+static CUresult has_ended(CUresult result, CUstream stream)
 {
-    return !result || (result >= 900 && result <= 907 && result != 903);
+    if (!result || (result >= 900 && result <= 907 && result != 903)) {
+        if (stream)
+            change_origin(stream, NULL);
+        forget_capture();
+    }
+    return result;
 }
 
-#define ENDS_CAPTURE(name, parameters, arguments)                                 \
-    API CUresult name parameters                                                  \
-    {                                                                             \
-        lease_enter(LEASE_CALLS);                                                 \
-        FIND_REAL(name);                                                          \
-        CUresult result = real arguments;                                         \
-        return end_capture(result, ends_capture(result));                         \
+#define BEGINS_CAPTURE(name, parameters, arguments) \
+    API CUresult name parameters                    \
+    {                                               \
+        lease_enter(LEASE_CALLS);                   \
+        FIND_REAL(name);                            \
+        begin_capture();                            \
+        return has_begun(real arguments, stream);   \
+    }
+#define ENDS_CAPTURE(name, parameters, arguments) \
+    API CUresult name parameters                  \
+    {                                             \
+        lease_enter(LEASE_CALLS);                 \
+        FIND_REAL(name);                          \
+        return has_ended(real arguments, stream); \
+    }
+/* A capture ends with its stream too. */
+#define ENDS_STREAM(name)                                                                            \
+    API CUresult name(CUstream stream)                                                               \
+    {                                                                                                \
+        lease_enter(LEASE_CALLS);                                                                    \
+        FIND_REAL(name);                                                                             \
+        bool captured = stream && atomic_load(&captures) && change_origin(stream, NULL);             \
+        CUresult result = real(stream);                                                              \
+        if (captured && result)                                                                      \
+            change_origin(NULL, stream);                                                             \
+        else if (captured)                                                                           \
+            forget_capture();                                                                        \
+        return result;                                                                               \
     }
 #define FOR_BOTH_STREAMS(macro, name, parameters, arguments) \
     macro(name, parameters, arguments)                       \
@@ -468,3 +508,5 @@ FOR_BOTH_STREAMS(BEGINS_CAPTURE, cuStreamBeginRecaptureToGraph,
                  (stream, mode, graph, callback, data))
 FOR_BOTH_STREAMS(ENDS_CAPTURE, cuStreamEndCapture, (CUstream stream, CUgraph *graph), (stream, graph))
 FOR_BOTH_STREAMS(ENDS_CAPTURE, cuStreamEndCaptureToCig, (CUstream stream), (stream))
+ENDS_STREAM(cuStreamDestroy)
+ENDS_STREAM(cuStreamDestroy_v2)
