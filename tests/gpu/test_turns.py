@@ -288,3 +288,22 @@ def test_no_turn_is_longer_than_the_longest_while_another_waits() -> None:
             else:
                 longest_s = max(longest_s, machine.at - opened_at)
     assert 0.1 < longest_s <= LONGEST_S
+
+
+@pytest.mark.parametrize("first", ["alone", "both"])
+def test_a_lease_of_two_devices_gets_its_share_whatever_they_did_before(first: str) -> None:
+    """One device has computed for a minute, the other has not: their virtual times are far apart."""
+    begins = {"alone": 60.0, "both": 60.0} | {first: 59.0}
+    leases = {
+        "always": Lease(0.5, [Program(0.005)], ("GPU-0",)),
+        "alone": Lease(0.5, [Program(0.005, wants=lambda at: at > begins["alone"])], ("GPU-1",)),
+        "both": Lease(0.5, [Program(0.005, wants=lambda at: at > begins["both"])], ("GPU-0", "GPU-1")),
+    }
+    machine = TurnMachine(leases, tick_s=0.002)
+    machine.run(61.0)
+    before = {name: lease.served_s for name, lease in leases.items()}
+    machine.run(71.0)
+    got = {name: (lease.served_s - before[name]) / 10.0 for name, lease in leases.items()}
+    assert got["always"] == pytest.approx(0.5, abs=0.1)
+    assert got["alone"] == pytest.approx(0.5, abs=0.1)
+    assert got["both"] / 2 == pytest.approx(0.5, abs=0.1)

@@ -4,10 +4,11 @@ The decision alone, without clocks, threads or files.  `TurnRing.step` gets what
 (`Contender`) and answers the turn of each.  While one lease alone computes on its devices it has no
 turns (`Turn.NONE`) and is never held.
 
-* **Order.**  A lease has a virtual time: the device time that it got, divided by its share (stride
-  scheduling, Waldspurger and Weihl 1995).  The lowest goes first.  A lease that has not computed for
-  a while comes back at the virtual time of the device (the lowest of those that compute there), less
-  at most `CREDIT_S` of what it left: then it gets the next turn, and the one that runs ends early.
+* **Order.**  A lease has a virtual time on each of its devices: the time of it that it got, divided by
+  its share (stride scheduling, Waldspurger and Weihl 1995).  The lowest goes first, as compared with
+  the virtual time of the device (the lowest of those that compute there).  A lease that has not computed
+  for a while comes back at the latter, less at most `CREDIT_S` of what it left: then it gets the next
+  turn, and the one that runs ends early.
 * **Length.**  Of a round of at most `ROUND_S` each lease gets its part by weight, from `SHORTEST_S` to
   `LONGEST_S`.  A light lease whose part is shorter than that skips rounds, by its virtual time.
 * **End.**  A turn closes early enough for what the lease has in flight (`ahead_s`).  The next one
@@ -17,13 +18,14 @@ turns (`Turn.NONE`) and is never held.
   divides it equally between their *processes*, and so are they charged.
 * **fair** gives up a turn as soon as it has nothing to compute.  **strict** gets its share of the time
   and no more, also alone: a token bucket of `LONGEST_S`.
-* A lease of several devices has its turn on all of them at once.
+* A lease of several devices has its turn on all of them at once, and its place in the order is that on
+  the device where it got most: virtual times of two devices say nothing about each other.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -75,7 +77,8 @@ class _Member:
     now: Contender
     active: bool = False
     competes: bool = False
-    virtual_s: float = 0.0
+    virtual_s: dict[str, float] = field(default_factory=dict)  # by device
+    lead_s: float = 0.0  # of them over those of the devices, the most
     arrived: int = 0  # a number that grows with each arrival
     cuts: bool = False  # it has just begun to compute, and is owed time
     is_open: bool = False
@@ -86,6 +89,11 @@ class _Member:
     forgiven_until: float | None = None  # what it had in flight when it got a rival is not charged
     tokens_s: float = 0.0  # strict: device time that it may use
     history: deque[_Second] = field(default_factory=lambda: deque(maxlen=MEASURED_S))
+
+    @property
+    def uses(self) -> int:
+        """Between how many processes of it a device divides its time."""
+        return max(1, self.now.busy) if self.is_open else self.now.busy
 
     @property
     def holds(self) -> bool:
@@ -179,19 +187,18 @@ class TurnRing:
     # What happened since the last step
 
     def _charge(self, at: float, elapsed_s: float) -> None:
-        users: dict[str, dict[str, int]] = {}  # processes by device and lease
-        for name, member in self._members.items():
-            if member.is_open or member.now.busy:
-                for device in member.now.devices:
-                    users.setdefault(device, {})[name] = max(1, member.now.busy)
-        got = dict.fromkeys(self._members, 0.0)
-        for by_lease in users.values():
-            for name, processes in by_lease.items():
-                got[name] += elapsed_s * processes / sum(by_lease.values())
-        for name, member in self._members.items():
-            got_s = got[name] / len(member.now.devices)
+        processes = Counter[str]()  # by device
+        for member in self._members.values():
+            for device in member.now.devices:
+                processes[device] += member.uses
+        for member in self._members.values():
+            got = {
+                device: elapsed_s * member.uses / max(1, processes[device]) for device in member.now.devices
+            }
+            got_s = sum(got.values()) / len(got)
             if member.forgiven_until is None:
-                member.virtual_s += got_s / member.now.share
+                for device, each_s in got.items():
+                    member.virtual_s[device] += each_s / member.now.share
             if member.now.strict:
                 member.tokens_s += elapsed_s * member.now.share - got_s
                 member.tokens_s = min(_bucket(member.now), max(-DEBT_S, member.tokens_s))
@@ -206,22 +213,30 @@ class TurnRing:
         member.now, member.active = now, now.computes
         if member.forgiven_until is not None and (not now.busy or at >= member.forgiven_until):
             member.forgiven_until = None
-        if not begins:
-            return
-        self._arrivals += 1
-        member.arrived = self._arrivals
-        clock = max(self._virtual_s.get(device, 0.0) for device in now.devices)
-        member.cuts = member.virtual_s < clock - SHORTEST_S / now.share
-        member.virtual_s = max(member.virtual_s, clock - CREDIT_S / now.share)
+        clocks = {device: self._virtual_s.get(device, 0.0) for device in now.devices}
+        if begins:
+            self._arrivals += 1
+            member.arrived = self._arrivals
+            lead_s = max(member.virtual_s.get(device, 0.0) - clock for device, clock in clocks.items())
+            member.cuts = lead_s < -SHORTEST_S / now.share
+            clocks = {device: clock - CREDIT_S / now.share for device, clock in clocks.items()}
+            clocks = {
+                device: max(member.virtual_s.get(device, 0.0), clock) for device, clock in clocks.items()
+            }
+        member.virtual_s = (
+            clocks if begins else {d: member.virtual_s.get(d, clock) for d, clock in clocks.items()}
+        )
 
     def _advance_virtual_time(self) -> None:
         for device, active in self._active.items():
             if active:
-                lowest_s = min(member.virtual_s for member in active)
+                lowest_s = min(member.virtual_s[device] for member in active)
                 self._virtual_s[device] = max(self._virtual_s.get(device, 0.0), lowest_s)
         for member in self._members.values():
-            now_s = max(self._virtual_s.get(device, 0.0) for device in member.now.devices)
-            member.virtual_s = min(member.virtual_s, now_s + DEBT_S / member.now.share)
+            leads = {d: each_s - self._virtual_s.get(d, 0.0) for d, each_s in member.virtual_s.items()}
+            leads = {d: min(lead_s, DEBT_S / member.now.share) for d, lead_s in leads.items()}
+            member.virtual_s = {d: self._virtual_s.get(d, 0.0) + lead_s for d, lead_s in leads.items()}
+            member.lead_s = max(leads.values())
 
     # Turns end
 
@@ -304,4 +319,4 @@ def _ahead_s(length_s: float) -> float:
 
 
 def _order(member: _Member) -> tuple[bool, float, int]:
-    return not member.cuts, member.virtual_s, -member.arrived
+    return not member.cuts, member.lead_s, -member.arrived
