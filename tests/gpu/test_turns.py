@@ -307,3 +307,17 @@ def test_a_lease_of_two_devices_gets_its_share_whatever_they_did_before(first: s
     assert got["always"] == pytest.approx(0.5, abs=0.1)
     assert got["alone"] == pytest.approx(0.5, abs=0.1)
     assert got["both"] / 2 == pytest.approx(0.5, abs=0.1)
+
+
+@pytest.mark.parametrize(("begins", "least"), [("long", 0.42), ("short", 0.33)])
+def test_who_competes_anew_is_charged_for_what_it_launches(begins: str, least: float) -> None:
+    """Three processes with long kernels always have something in flight, also out of their turns."""
+    at = {"long": 0.0, "short": 0.0} | {begins: 3.0}
+    leases = {
+        "long": Lease(0.5, [Program(k, wants=lambda now: now >= at["long"]) for k in (0.3, 0.34, 0.38)]),
+        "short": Lease(0.5, [Program(0.001, wants=lambda now: now >= at["short"])]),
+    }
+    machine = TurnMachine(leases)
+    machine.run(3.0)
+    assert shares(machine, 10.0)["short"] > least  # a second of each process was in flight before
+    assert leases["short"].waited_s < 1.0

@@ -39,7 +39,7 @@ LEAST_AHEAD_S = 0.002
 # What a lease left of its share before it computes again, and what it owes, count up to this much.
 CREDIT_S = 0.1
 DEBT_S = 10.0
-# What a lease had in flight while it was alone is not charged, for so long at most.
+# What a lease had in flight while it was alone is not charged out of its turns, for so long at most.
 FORGIVEN_S = 10.0
 # The time over which a measured share is a mean.
 MEASURED_S = 60
@@ -79,6 +79,7 @@ class _Member:
     competes: bool = False
     virtual_s: dict[str, float] = field(default_factory=dict)  # by device
     lead_s: float = 0.0  # of them over those of the devices, the most
+    since: float = 0.0  # when it began to compute
     arrived: int = 0  # a number that grows with each arrival
     cuts: bool = False  # it has just begun to compute, and is owed time
     is_open: bool = False
@@ -86,7 +87,9 @@ class _Member:
     ends_at: float = 0.0
     length_s: float = LONGEST_S
     drains_since: float | None = None  # closed, and not proved to be done
-    forgiven_until: float | None = None  # what it had in flight when it got a rival is not charged
+    # Processes with work from before it got a rival: out of its turns that is not charged, for a while.
+    forgiven: int = 0
+    forgiven_until: float = 0.0
     tokens_s: float = 0.0  # strict: device time that it may use
     history: deque[_Second] = field(default_factory=lambda: deque(maxlen=MEASURED_S))
 
@@ -144,8 +147,8 @@ class TurnRing:
             member.competes = member.active and (member.now.strict or bool(self._rivals(member)))
         contested = [member for member in members if member.competes]
         for member in contested:
-            if self._is_quiet(member, at):
-                member.forgiven_until = at + FORGIVEN_S
+            if self._is_quiet(member, at) and member.since < at:
+                member.forgiven, member.forgiven_until = member.now.busy, at + FORGIVEN_S
         for member in contested:
             self._contested_at |= dict.fromkeys(member.now.devices, at)
         for member in members:
@@ -196,9 +199,9 @@ class TurnRing:
                 device: elapsed_s * member.uses / max(1, processes[device]) for device in member.now.devices
             }
             got_s = sum(got.values()) / len(got)
-            if member.forgiven_until is None:
-                for device, each_s in got.items():
-                    member.virtual_s[device] += each_s / member.now.share
+            charged = 1.0 if member.is_open or not got_s else 1 - member.forgiven / member.uses
+            for device, each_s in got.items():
+                member.virtual_s[device] += each_s * charged / member.now.share
             if member.now.strict:
                 member.tokens_s += elapsed_s * member.now.share - got_s
                 member.tokens_s = min(_bucket(member.now), max(-DEBT_S, member.tokens_s))
@@ -211,10 +214,10 @@ class TurnRing:
     def _see(self, member: _Member, now: Contender, at: float) -> None:
         begins = now.computes and not member.active
         member.now, member.active = now, now.computes
-        if member.forgiven_until is not None and (not now.busy or at >= member.forgiven_until):
-            member.forgiven_until = None
+        member.forgiven = min(member.forgiven, now.busy) if at < member.forgiven_until else 0
         clocks = {device: self._virtual_s.get(device, 0.0) for device in now.devices}
         if begins:
+            member.since = at
             self._arrivals += 1
             member.arrived = self._arrivals
             lead_s = max(member.virtual_s.get(device, 0.0) - clock for device, clock in clocks.items())
