@@ -321,3 +321,49 @@ def test_who_competes_anew_is_charged_for_what_it_launches(begins: str, least: f
     machine.run(3.0)
     assert shares(machine, 10.0)["short"] > least  # a second of each process was in flight before
     assert leases["short"].waited_s < 1.0
+
+
+@pytest.mark.parametrize("kernels_s", [(0.005, 0.005), (0.05, 0.08), (0.3, 0.2), (0.02, 0.15)], ids=str)
+def test_a_lease_of_two_devices_soon_finds_both_free(kernels_s: tuple[float, float]) -> None:
+    """Turns of the others that fill the time until one device is free do not keep the other from it."""
+    leases = {
+        "both": Lease(0.5, [Program(0.005)], ("GPU-0", "GPU-1")),
+        "first": Lease(0.5, [Program(kernels_s[0])], ("GPU-0",)),
+        "second": Lease(0.5, [Program(kernels_s[1])], ("GPU-1",)),
+    }
+    machine = TurnMachine(leases, tick_s=0.002)
+    machine.run(SETTLED_S)
+    for lease in leases.values():
+        lease.waited_s = 0.0
+    machine.run(30.0)
+    for name, lease in leases.items():
+        assert lease.waited_s < LONGEST_S + DRAIN_S + max(kernels_s), name
+        assert machine.ring.measured_share(name, machine.at) > 0.35, name
+
+
+def test_a_lease_of_all_devices_gets_its_turns() -> None:
+    devices = tuple(f"GPU-{number}" for number in range(8))
+    leases = {"all": Lease(0.5, [Program(0.05) for _ in devices], devices)}
+    for number, device in enumerate(devices):
+        leases[device] = Lease(0.5, [Program(0.004 + 0.0007 * number)], (device,))
+    machine = TurnMachine(leases, tick_s=0.002)
+    machine.run(12.0)
+    for name, lease in leases.items():
+        assert machine.ring.measured_share(name, machine.at) == pytest.approx(0.5, abs=POINTS), name
+        assert lease.waited_s < 1.5, name
+
+
+def test_who_used_what_a_lease_of_two_devices_could_not_use_waits_no_time_for_it() -> None:
+    """That lease gets a quarter of the first device, as of the second; another one comes to the first."""
+    leases = {
+        "both": Lease(0.25, [Program(0.005)], ("GPU-0", "GPU-1")),
+        "first": Lease(0.25, [Program(0.005)], ("GPU-0",)),
+        "comes": Lease(0.25, [Program(0.005, wants=lambda at: at > 40)], ("GPU-0",)),
+        "half": Lease(0.5, [Program(0.005)], ("GPU-1",)),
+        "quarter": Lease(0.25, [Program(0.005)], ("GPU-1",)),
+    }
+    machine = TurnMachine(leases, tick_s=0.002)
+    machine.run(40.0)
+    leases["first"].waited_s = 0.0
+    machine.run(50.0)
+    assert leases["first"].waited_s < 2.5

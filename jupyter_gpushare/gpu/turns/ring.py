@@ -19,7 +19,8 @@ turns (`Turn.NONE`) and is never held.
 * **fair** gives up a turn as soon as it has nothing to compute.  **strict** gets its share of the time
   and no more, also alone: a token bucket of `LONGEST_S`.
 * A lease of several devices has its turn on all of them at once, and its place in the order is that on
-  the device where it got most: virtual times of two devices say nothing about each other.
+  the device where it got most: virtual times of two devices say nothing about each other.  Until
+  all of them are free no other turn begins on one that would not be over by then.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ LEAST_AHEAD_S = 0.002
 # What a lease left of its share before it computes again, and what it owes, count up to this much.
 CREDIT_S = 0.1
 DEBT_S = 10.0
+# A lease of several devices, which gets less of one where it waits for another, is owed this much there.
+WAITED_S = 1.0
 # What a lease had in flight while it was alone is not charged out of its turns, for so long at most.
 FORGIVEN_S = 10.0
 # The time over which a measured share is a mean.
@@ -233,6 +236,10 @@ class TurnRing:
     def _advance_virtual_time(self) -> None:
         for device, active in self._active.items():
             if active:
+                only_here = [m.virtual_s[device] for m in active if len(m.now.devices) == 1]
+                for member in active if only_here else ():
+                    least_s = min(only_here) - WAITED_S / member.now.share
+                    member.virtual_s[device] = max(member.virtual_s[device], least_s)
                 lowest_s = min(member.virtual_s[device] for member in active)
                 self._virtual_s[device] = max(self._virtual_s.get(device, 0.0), lowest_s)
         for member in self._members.values():
@@ -281,7 +288,8 @@ class TurnRing:
             length_s = self._length_s(member)
             blockers = [taken[device] for device in devices if device in taken]
             if blockers:
-                free_at = max(max(b.ends_at, at + SHORTEST_S) for b in blockers)
+                # One that drains is done soon: a short turn beside it would block the other device next.
+                free_at = max(b.ends_at if b.is_open else at for b in blockers)
                 kept |= {d: max(free_at, kept.get(d, at)) for d in devices if d not in taken}
                 continue
             length_s = min([length_s, *(kept[d] - at for d in devices if d in kept)])
