@@ -172,11 +172,15 @@ def test_a_share_that_makes_no_sense_is_refused_and_the_lease_goes_on(
     assert machine.worker("a", mib=10 * 1024).do("check") == "ok"
 
 
-def test_a_device_without_the_library_has_no_turns_and_the_lease_goes_on(bare: Machine) -> None:
+@pytest.mark.parametrize("compute_share", ["fair", "strict"])
+def test_a_device_without_the_library_has_no_turns_and_the_lease_goes_on(
+    bare: Machine, compute_share: str
+) -> None:
     machine = bare
     machine.offered = (Level.HINTS,)
     machine.start()
-    lease(machine, "a", 0.5)
+    lease(machine, "a", 0.5, compute_share=compute_share)
+    until(lambda: turn_word(machine, "a") == 0)
     machine.worker("a", mib=64)
     until(lambda: bool(machine.of("a")["processes"]))
     found = machine.of("a")

@@ -118,13 +118,14 @@ class Turns:
 
     def look(self, at: float) -> float:
         """Decide once what each lease may do, and write it; returns the time until the next look, s."""
-        leases = self._sharing()
-        for name in self._leases.keys() - {lease.name for lease in leases}:
+        asking = self._asking()
+        for name in self._leases.keys() - {lease.name for lease in asking}:
             self._leave(self._leases.pop(name))
-        for lease in leases:
+        for lease in asking:
             known = self._leases.get(lease.name)
             if known is None or known.lease is not lease:
                 self._leases[lease.name] = _Lease(lease)
+        leases = [lease for lease in asking if self.in_force(lease)[0] is not ComputeShare.OFF]
         # Nobody competes where only one lease is on a device.
         beside = Counter(uuid for lease in leases for uuid in lease.limits)
         contenders = {
@@ -135,7 +136,8 @@ class Turns:
         }
         with self._guard:
             turns = self._ring.step(at, contenders)
-        for lease in leases:
+        # Also where shares are not in force: the page of a new strict lease says that it is held.
+        for lease in asking:
             self._write(self._leases[lease.name], turns.get(lease.name, Turn.NONE), at)
         if self._ring.is_draining:
             return DRAINING_POLL_S
@@ -143,13 +145,13 @@ class Turns:
             return CONTESTED_POLL_S
         return POLL_S if contenders else IDLE_POLL_S
 
-    def _sharing(self) -> list[HelperLease]:
+    def _asking(self) -> list[HelperLease]:
         return [
             lease
             for lease in self._registry.all()
             if lease.phase is Phase.RUNNING
             and not lease.dropped
-            and self.in_force(lease)[0] is not ComputeShare.OFF
+            and lease.asked.compute_share is not ComputeShare.OFF
         ]
 
     def _contender(self, known: _Lease, at: float) -> Contender:
