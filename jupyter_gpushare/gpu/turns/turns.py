@@ -2,7 +2,7 @@
 
 The thread reads from each account what the processes of a lease do, lets `TurnRing` decide, and
 writes each lease's turn into its limit page (`gpushare_lease.h`).  It looks every `CONTESTED_POLL_S` while
-leases take turns, and rarely otherwise.  It asks the driver nothing, and waits for nobody.
+leases compute in turns, and rarely otherwise.  It asks the driver nothing, and waits for nobody.
 
 An account is written by its lease's owner.  What it says decides about time that the lease is charged
 for, and a lease that lies is as one whose program goes around the library.
@@ -26,7 +26,7 @@ from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import HELD, NO_TURNS, Key
 from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
-from jupyter_gpushare.gpu.turns.ring import Contender, Turn, TurnRing
+from jupyter_gpushare.gpu.turns.ring import LINGER_S, Contender, Turn, TurnRing
 from jupyter_gpushare.protocol.helper import ComputeShare, Level, Phase
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class Turns:
         self._ring = TurnRing()
         self._guard = threading.Lock()  # the ring, for `measured_share`
         self._leases: dict[str, _Lease] = {}
+        self._computed_at = float("-inf")  # any lease
 
     # For other threads
 
@@ -134,6 +135,8 @@ class Turns:
             if lease.asked.compute_share is ComputeShare.STRICT
             or any(beside[uuid] > 1 for uuid in lease.limits)
         }
+        if any(contender.computes for contender in contenders.values()):
+            self._computed_at = at
         with self._guard:
             turns = self._ring.step(at, contenders)
         # Also where shares are not in force: the page of a new strict lease says that it is held.
@@ -141,7 +144,8 @@ class Turns:
             self._write(self._leases[lease.name], turns.get(lease.name, Turn.NONE), at)
         if self._ring.is_draining:
             return DRAINING_POLL_S
-        if any(turn is not Turn.NONE for turn in turns.values()):
+        # A strict lease has turns also while it computes nothing.
+        if at - self._computed_at < LINGER_S and any(turn is not Turn.NONE for turn in turns.values()):
             return CONTESTED_POLL_S
         return POLL_S if contenders else IDLE_POLL_S
 
