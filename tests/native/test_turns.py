@@ -331,7 +331,9 @@ API cuLaunchKernel(void) { return 0; }
 
 
 @pytest.mark.parametrize(
-    "end", ["cuda.cuGreenCtxDestroy(ctypes.c_void_p(1))", "cuda.cuCtxDetach(green)"], ids=["green", "detached"]
+    "end",
+    ["cuda.cuGreenCtxDestroy(ctypes.c_void_p(1))", "cuda.cuCtxDetach(green)"],
+    ids=["green", "detached"],
 )
 def test_no_context_is_looked_into_that_has_ended(tmp_path: Path, end: str) -> None:
     compile_shared(GREEN_DRIVER, tmp_path / "libcuda.so.1", "-Wl,-soname,libcuda.so.1")

@@ -392,16 +392,18 @@ class LeaseDirectory:
             except OSError:
                 return b""
 
-    def turn_slots(self) -> list[TurnSlot]:
+    def turn_slots(self, *, everyone: bool = False) -> list[TurnSlot]:
         """Return the entries of the account as last looked up, also of processes that have ended.
 
-        It is read a thousand times a second: as many entries as were in use, and some more.
+        It is read hundreds of times a second: without ``everyone`` as many entries as were in use, and some
+        more, so that a new process may be missed once.
         """
         with self._guard:
             if self._account_fd < 0:
                 return []
             try:
-                raw = os.pread(self._account_fd, self._turn_bytes, ACCOUNT_HEAD.size)
+                size = SLOT.size * SLOTS if everyone else self._turn_bytes
+                raw = os.pread(self._account_fd, size, ACCOUNT_HEAD.size)
             except OSError:
                 return []
         found, used, names = [], 0, self._host_keys

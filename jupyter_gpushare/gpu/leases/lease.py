@@ -71,6 +71,15 @@ class Failure:
     wait_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class TimeShare:
+    """How a lease shares the time of its devices now (`gpu.turns`); the fields are those of `LeaseSample`."""
+
+    compute_share: ComputeShare = ComputeShare.OFF
+    reason: str = ""
+    measured: float = -1.0
+
+
 class HelperLease:
     """The state of one lease; hold `moving` to move or change it."""
 
@@ -130,6 +139,7 @@ class HelperLease:
         self.in_cgroup = False  # whether the driver itself limits it
         self.placed: frozenset[Key] = frozenset()  # its processes in that cgroup
         self.failures: dict[Key, Failure] = {}
+        self.time_share = TimeShare()
 
     @property
     def limits(self) -> dict[str, int]:

@@ -52,6 +52,7 @@ GONE_WAIT_S = 10.0
 OTHERS_WAIT_S = 0.2
 # How long the driver may take to list a process on the device that it was restored on.
 SHOWN_WAIT_S = 2.0
+LOCK_TOOK_LONG = "locking the processes of the lease took too long"
 NOT_MOVED = "the driver did not move it to the other device"
 # Copies run at 3-10 GB/s; a bound far above that only catches a driver that hangs.
 COPY_FLOOR_S = 30.0
@@ -170,7 +171,7 @@ class ProcessMoves:
         not begin again.
         """
         deadline = time.monotonic() + timeout_s
-        while any(slot.looking and slot.key in keys for slot in lease.files.turn_slots()):
+        while any(slot.looking and slot.key in keys for slot in lease.files.turn_slots(everyone=True)):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(LOOK_POLL_S)
@@ -203,7 +204,7 @@ class ProcessMoves:
         checkpoint = self._machine.checkpoint
         left_s = deadline - time.monotonic()
         if left_s <= 0:
-            raise MoveRefused(Refusal.BUSY, "locking the processes of the lease took too long")
+            raise MoveRefused(Refusal.BUSY, LOCK_TOOK_LONG)
         try:
             checkpoint.lock(key[0], left_s)
         except DeviceError as error:

@@ -41,7 +41,7 @@ from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader, shares_memor
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.moves.places import Places
 from jupyter_gpushare.gpu.moves.reservations import FREE_WAIT_S, MemoryReservations, MoveRefused
-from jupyter_gpushare.gpu.moves.steps import ProcessMoves
+from jupyter_gpushare.gpu.moves.steps import LOCK_TOOK_LONG, ProcessMoves
 from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Phase, Refusal
 
 log = logging.getLogger(__name__)
@@ -119,8 +119,8 @@ class SuspendBlockers:
 ROUNDS = 3
 # How long a suspension waits for what lies in the memory of its processes.
 SHARING_WAIT_S = 1.0
-# How long the library's own thread is waited for (`ProcessMoves.wait_for_looks`): it may wait for a kernel,
-# which Lock does too, and is done soon after that.
+# How long the library's own thread is waited for (`ProcessMoves.wait_for_looks`): it sees the phase within a
+# millisecond, and may be in a call then that Lock holds.
 LOOK_BEFORE_S = 0.2
 LOOK_S = 1.0
 IN_HOST_MEMORY = (Phase.SUSPENDED, Phase.RESUMING)
@@ -339,7 +339,7 @@ class Mover:
             self._processes.wait_for_looks(lease, found, LOOK_BEFORE_S)
             self._processes.lock_all(lease, found, deadline)
             if not self._processes.wait_for_looks(lease, found, LOOK_S):
-                raise MoveRefused(Refusal.BUSY, "locking the processes of the lease took too long")
+                raise MoveRefused(Refusal.BUSY, LOCK_TOOK_LONG)
             # Locked processes allocate no more: these are the bytes to be restored.
             held = self._processes.on_devices(lease)
             account = lease.files.account()
@@ -470,7 +470,10 @@ class Mover:
             MoveRefused: one does not come to rest, or the driver fails.
             DeviceError: the driver does not answer.
         """
-        for key, state in self._processes.states(lease).items():
+        states = self._processes.states(lease)
+        if not self._processes.wait_for_looks(lease, states, LOOK_S):
+            raise MoveRefused(Refusal.BUSY, LOCK_TOOK_LONG)
+        for key, state in states.items():
             if state is ProcessState.RUNNING:
                 self._processes.lock(lease, key, time.monotonic() + FREE_WAIT_S)
             if state in (ProcessState.RUNNING, ProcessState.LOCKED):

@@ -115,14 +115,7 @@ class Helper:
         watchdog = Watchdog(options.watchdog, machine.processes, machine.events, unleased)
         self._turns = Turns(self._registry, self._devices, proves_end=checkpoint.proves_end)
         self._sampler = Sampler(
-            machine,
-            self._registry,
-            self._devices,
-            self._mover,
-            self._health,
-            watchdog,
-            self._turns,
-            options.sample_s,
+            machine, self._registry, self._devices, self._mover, self._health, watchdog, options.sample_s
         )
         self._self_tests.load()
         self._registry.adopt()

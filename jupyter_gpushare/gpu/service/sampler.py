@@ -28,7 +28,6 @@ from jupyter_gpushare.gpu.leases.leftovers import Leftovers
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.moves.suspend import Mover
-from jupyter_gpushare.gpu.turns.turns import Turns
 from jupyter_gpushare.protocol.helper import (
     DeviceSample,
     EventKind,
@@ -61,7 +60,6 @@ class Sampler:
         mover: Mover,
         health: HealthChecks,
         watchdog: Watchdog,
-        turns: Turns,
         period_s: float,
     ) -> None:
         self._machine = machine
@@ -70,7 +68,6 @@ class Sampler:
         self._mover = mover
         self._health = health
         self._watchdog = watchdog
-        self._turns = turns
         self._leftovers = Leftovers(machine.processes, machine.files, devices)
         self._period_s = period_s
         self._pass = threading.Condition()
@@ -312,7 +309,6 @@ class Sampler:
         shown = [process for process in shown if process not in keepers]
         keys = [process.key for process in shown if process.pid in by_process]
         reason = self._mover.blockers.reason(lease, account, keys, forced=False)
-        compute_share, share_reason = self._turns.in_force(lease)
         return LeaseSample(
             lease=lease.name,
             phase=phase,
@@ -348,9 +344,9 @@ class Sampler:
             stalled=lease.stalled,
             level=self._states.level_of(lease),
             unconfirmed=lease.unconfirmed,
-            compute_share=compute_share,
-            share_reason=share_reason,
-            measured_share=self._turns.measured_share(lease),
+            compute_share=lease.time_share.compute_share,
+            share_reason=lease.time_share.reason,
+            measured_share=lease.time_share.measured,
         )
 
 

@@ -17,14 +17,13 @@ for, and a lease that lies is as one whose program goes around the library.
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import HELD, NO_TURNS, Key
-from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.leases.lease import HelperLease, TimeShare
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.turns.ring import LINGER_S, Contender, Turn, TurnRing
 from jupyter_gpushare.protocol.helper import ComputeShare, Level, Phase
@@ -36,8 +35,11 @@ DRAINING_POLL_S = 0.0005  # while the end of a turn is waited for
 POLL_S = 0.02  # while several leases on a device may compute
 IDLE_POLL_S = 0.2
 REST_S = 0.2
+# A thread that waits is believed for so long: it may have been ended within the wait.
+WAIT_S = 60.0
 # A held lease gets a new word so often: the library goes on after 3 s without one.
 RENEW_S = 1.0
+SHOW_S = 0.5
 # A process of which the sampler has not heard yet counts for so long.
 NEW_S = 2.0
 _NUMBERS = 1 << 30
@@ -64,9 +66,8 @@ class _Lease:
     lease: HelperLease
     seen: dict[Key, _Seen] = field(default_factory=dict)
     turn: Turn | None = None
-    number: int = field(
-        default_factory=lambda: int(1000 * time.monotonic())
-    )  # none that a helper before wrote
+    # Begins at one that no helper before has written.
+    number: int = field(default_factory=lambda: int(1000 * time.monotonic()))
     written_at: float = 0.0
 
 
@@ -79,13 +80,11 @@ class Turns:
         self._devices = devices
         self._proves_end = proves_end
         self._ring = TurnRing()
-        self._guard = threading.Lock()  # the ring, for `measured_share`
         self._leases: dict[str, _Lease] = {}
         self._computed_at = float("-inf")  # any lease
+        self._shown_at = float("-inf")
 
-    # For other threads
-
-    def in_force(self, lease: HelperLease) -> tuple[ComputeShare, str]:
+    def _in_force(self, lease: HelperLease) -> tuple[ComputeShare, str]:
         """Return how a lease shares time now, and why not as it was asked for ("": it does)."""
         asked = lease.asked.compute_share
         if asked is ComputeShare.OFF:
@@ -98,14 +97,6 @@ class Turns:
         if any(key not in slots for key in lease.held):
             return ComputeShare.OFF, OUTSIDE
         return asked, ""
-
-    def measured_share(self, lease: HelperLease) -> float:
-        """Return `LeaseSample.measured_share` of a lease."""
-        with self._guard:
-            measured = self._ring.measured_share(lease.name, time.monotonic())
-        return -1.0 if measured is None else round(measured, 4)
-
-    # The thread
 
     def run(self) -> None:
         """Keep the turns for ever."""
@@ -126,7 +117,8 @@ class Turns:
             known = self._leases.get(lease.name)
             if known is None or known.lease is not lease:
                 self._leases[lease.name] = _Lease(lease)
-        leases = [lease for lease in asking if self.in_force(lease)[0] is not ComputeShare.OFF]
+        self._show(at)
+        leases = [lease for lease in asking if lease.time_share.compute_share is not ComputeShare.OFF]
         # Nobody competes where only one lease is on a device.
         beside = Counter(uuid for lease in leases for uuid in lease.limits)
         contenders = {
@@ -137,8 +129,7 @@ class Turns:
         }
         if any(contender.computes for contender in contenders.values()):
             self._computed_at = at
-        with self._guard:
-            turns = self._ring.step(at, contenders)
+        turns = self._ring.step(at, contenders)
         # Also where shares are not in force: the page of a new strict lease says that it is held.
         for lease in asking:
             self._write(self._leases[lease.name], turns.get(lease.name, Turn.NONE), at)
@@ -148,6 +139,20 @@ class Turns:
         if at - self._computed_at < LINGER_S and any(turn is not Turn.NONE for turn in turns.values()):
             return CONTESTED_POLL_S
         return POLL_S if contenders else IDLE_POLL_S
+
+    def _show(self, at: float) -> None:
+        """Note with each lease how it shares time: at once where that changes, what it got now and then."""
+        is_due = at - self._shown_at >= SHOW_S
+        self._shown_at = at if is_due else self._shown_at
+        for lease in self._registry.all():
+            compute_share, reason = self._in_force(lease)
+            measured = lease.time_share.measured
+            if is_due:
+                share = self._ring.measured_share(lease.name, at)
+                measured = -1.0 if share is None else round(share, 4)
+            shown = TimeShare(compute_share, reason, measured)
+            if shown != lease.time_share:
+                lease.time_share = shown
 
     def _asking(self) -> list[HelperLease]:
         return [
@@ -171,7 +176,7 @@ class Turns:
             seen.lived |= lives
             if slot.work != seen.work:
                 seen.work, seen.worked_at = slot.work, at
-            waits |= slot.waiting > 0
+            waits |= slot.waiting > 0 and at - seen.worked_at < WAIT_S
             busy += slot.work != slot.settled and (slot.looking or at - seen.worked_at < REST_S)
         return Contender(
             devices=tuple(lease.limits),

@@ -177,7 +177,7 @@ static bool look(const struct gpushare_limit_page *page)
         relaxed = !exchange(&mode);
     HOLD(&looking);
     uint32_t count = atomic_load(&context_count);
-    bool all = relaxed && count;
+    bool all = relaxed && count && count < CONTEXTS; /* a full table may lack one */
     pthread_mutex_lock(&recording);
     for (uint32_t i = 0; all && i < count; i++)
         all = record(&contexts[i], enter, create, record_in);
@@ -226,6 +226,7 @@ static void *keep_looking(void *unused)
                 wait_on(&page->turn, turn, REST_NS, true);
             else
                 nanosleep(&(struct timespec){REST_NS / 1000000000, 0}, NULL);
+            atomic_store(&is_blind, page && !slot); /* all slots of the account are taken */
             looked_ns = 0;
             continue;
         }
@@ -269,6 +270,8 @@ static void start_thread(void)
     if (atomic_exchange(&has_thread, true))
         return;
     sigfillset(&every);
+    sigdelset(&every, SIGSEGV); /* a fault of its own is told as any other */
+    sigdelset(&every, SIGBUS);
     pthread_sigmask(SIG_BLOCK, &every, &before); /* a signal is for the program's own threads */
     if (pthread_create(&thread, NULL, keep_looking, NULL)) {
         atomic_store(&is_blind, true); /* until there is a thread that looks */
