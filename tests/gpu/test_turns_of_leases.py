@@ -157,22 +157,18 @@ def test_a_strict_share_is_a_cap(machine: Machine) -> None:
     assert (machine.sim.served_s(worker.pid) - before) / 4.0 == pytest.approx(0.25, abs=0.1)
 
 
-@pytest.mark.parametrize("share", [0, -0.5, 1.5, "half", None, True])
-def test_a_share_that_makes_no_sense_is_refused_and_the_lease_goes_on(
-    machine: Machine, share: object
-) -> None:
+def test_a_share_that_makes_no_sense_is_refused_and_the_lease_goes_on(machine: Machine) -> None:
     lease(machine, "a", 0.5)
-    with pytest.raises(Refused, match="share") as refused:
-        machine.lease("a", 8 * GIB, compute_share="fair", share=share)
-    assert refused.value.kind == "bad_request"
+    for share in (0, -0.5, 1.5, "half", None, True):
+        with pytest.raises(Refused, match="share") as refused:
+            machine.lease("a", 8 * GIB, compute_share="fair", share=share)
+        assert refused.value.kind == "bad_request"
     with pytest.raises(Refused, match="off, fair, strict"):
         machine.lease("a", 8 * GIB, compute_share="half")
-    found = machine.of("a")
-    assert found["compute_share"] == "fair"
-    assert machine.worker("a", mib=10 * 1024).do("check") == "ok"
+    until(lambda: machine.of("a")["compute_share"] == "fair")
+    assert machine.worker("a", mib=10 * 1024).do("check") == "ok"  # within the limit that it has
 
 
-@pytest.mark.parametrize("compute_share", ["fair", "strict"])
 def test_a_device_without_the_library_has_no_turns_and_the_lease_goes_on(
     bare: Machine, compute_share: str
 ) -> None:
