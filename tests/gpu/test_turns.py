@@ -367,3 +367,24 @@ def test_who_used_what_a_lease_of_two_devices_could_not_use_waits_no_time_for_it
     leases["first"].waited_s = 0.0
     machine.run(50.0)
     assert leases["first"].waited_s < 2.5
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_lease_is_not_charged_for_all_the_time_in_which_the_helper_was_stopped(strict: bool) -> None:
+    ring, at = TurnRing(), 0.0
+    shares_ = {"a": 0.25} if strict else {"a": 0.25, "b": 0.75}
+    turn = dict.fromkeys(shares_, Turn.HELD)
+    opened_at: list[float] = []
+    for _ in range(3000):
+        turn = ring.step(
+            at,
+            {
+                name: Contender(("GPU-0",), share, strict, turn[name] is Turn.OPEN, True)
+                for name, share in shares_.items()
+            },
+        )
+        if turn["a"] is Turn.OPEN:
+            opened_at.append(at)
+        at += 5.0 if len(opened_at) == 1 and at == opened_at[0] else 0.002
+    stopped_until = opened_at[0] + 5.0
+    assert any(stopped_until + 0.3 < each < stopped_until + 4.0 for each in opened_at)

@@ -44,6 +44,8 @@ DEBT_S = 10.0
 WAITED_S = 1.0
 # What a lease had in flight while it was alone is not charged out of its turns, for so long at most.
 FORGIVEN_S = 10.0
+# A step that comes later than this does not tell who computed since: the helper was stopped.
+LATE_S = 1.0
 # The time over which a measured share is a mean.
 MEASURED_S = 60
 # For so long after the last competition a lease that is alone keeps its turn, ready for the next.
@@ -135,7 +137,7 @@ class TurnRing:
         What happened since the step before is charged as that one left it.
         """
         if self._at is not None:
-            self._charge(at, max(0.0, at - self._at))
+            self._charge(at, min(LATE_S, max(0.0, at - self._at)))
         self._at = at
         self._members = {name: m for name, m in self._members.items() if name in contenders}
         for name, now in contenders.items():
