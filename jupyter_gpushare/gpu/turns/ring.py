@@ -42,7 +42,7 @@ CREDIT_S = 0.1
 DEBT_S = 10.0
 # A lease of several devices, which gets less of one where it waits for another, is owed this much there.
 WAITED_S = 1.0
-# What a lease had in flight while it was alone is not charged out of its turns, for so long at most.
+# What a lease had in flight before it had turns is not charged out of its turns, for so long at most.
 FORGIVEN_S = 10.0
 # A step that comes later than this does not tell who computed since: the helper was stopped.
 LATE_S = 1.0
@@ -84,7 +84,6 @@ class _Member:
     competes: bool = False
     virtual_s: dict[str, float] = field(default_factory=dict)  # by device
     lead_s: float = 0.0  # of them over those of the devices, the most
-    since: float = 0.0  # when it began to compute
     arrived: int = 0  # a number that grows with each arrival
     cuts: bool = False  # it has just begun to compute, and is owed time
     is_open: bool = False
@@ -152,7 +151,7 @@ class TurnRing:
             member.competes = member.active and (member.now.strict or bool(self._rivals(member)))
         contested = [member for member in members if member.competes]
         for member in contested:
-            if self._is_quiet(member, at) and member.since < at:
+            if self._is_quiet(member, at):
                 member.forgiven, member.forgiven_until = member.now.busy, at + FORGIVEN_S
         for member in contested:
             self._contested_at |= dict.fromkeys(member.now.devices, at)
@@ -222,7 +221,6 @@ class TurnRing:
         member.forgiven = min(member.forgiven, now.busy) if at < member.forgiven_until else 0
         clocks = {device: self._virtual_s.get(device, 0.0) for device in now.devices}
         if begins:
-            member.since = at
             self._arrivals += 1
             member.arrived = self._arrivals
             lead_s = max(member.virtual_s.get(device, 0.0) - clock for device, clock in clocks.items())
