@@ -188,6 +188,18 @@ def test_a_process_that_can_have_no_more_threads_launches_all_the_same(
         assert kernel.ask("len(os.listdir('/proc/self/task'))") == 1
 
 
+def test_a_launch_that_waits_for_room_goes_on_when_its_lease_is_alone(half: Lease, kernel: Worker) -> None:
+    half.set_turn(OPEN, ahead_us=20_000)
+    kernel.run("step(0.3)")
+    until(lambda: is_settled(half, kernel))  # that is how long one takes
+    kernel.run("step(0.6)")
+    kernel.start("step(0.3)")
+    assert kernel.is_waiting(HELD_S)
+    half.set_turn(0)
+    assert not kernel.is_waiting(0.3)
+    kernel.answer()
+
+
 def test_who_is_held_goes_on_when_its_helper_is_gone(half: Lease, kernel: Worker) -> None:
     half.set_turn(HELD)
     kernel.start("step(0)")

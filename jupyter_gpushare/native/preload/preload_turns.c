@@ -290,13 +290,14 @@ static bool has_room_for_launch(void)
     return in_flight < atomic_load(&most_in_flight) || in_flight < atomic_load(&least_in_flight);
 }
 
-/* Waits while more is in flight than fits; not for ever, for what is in flight may wait for this very launch
- * (a collective of several devices): more is let through from then on.  Whether it waited. */
-static bool wait_for_device(void)
+/* Waits in a turn while more is in flight than fits; not for ever, for what is in flight may wait for this very
+ * launch (a collective of several devices): more is let through from then on.  Whether it waited. */
+static bool wait_for_device(uint32_t turn)
 {
     uint32_t seen = atomic_load(&looks), least = atomic_load(&least_in_flight);
     int waits = 0;
-    while (waits < FULL_WAITS && !has_room_for_launch() && !atomic_load(&is_blind)) {
+    while (waits < FULL_WAITS && !has_room_for_launch() && !atomic_load(&is_blind) &&
+           atomic_load(gpushare_turn()) == turn) {
         wait_on(&looks, seen, FULL_WAIT_NS, false);
         seen = atomic_load(&looks);
         waits++;
@@ -341,7 +342,7 @@ static void wait_for_turn(void)
                 atomic_fetch_sub(&slot->waiting, 1);
             waited = true;
         } else {
-            waited |= wait_for_device();
+            waited |= wait_for_device(turn);
             has_room = true; /* if it is its turn still */
         }
         lease_wait_to_run();
