@@ -220,6 +220,34 @@ def test_a_strict_share_is_a_cap_also_alone(share: float) -> None:
     assert (lease.served_s - before) / 20.0 == pytest.approx(share, abs=POINTS)
 
 
+def test_a_cap_holds_for_kernels_that_are_longer_than_a_turn() -> None:
+    lease = Lease(0.25, [Program(0.3)], strict=True)
+    machine = TurnMachine({"a": lease}, tick_s=0.002)
+    machine.run(SETTLED_S)
+    before = lease.served_s
+    machine.run(machine.at + 40.0)
+    assert (lease.served_s - before) / 40.0 == pytest.approx(0.25, abs=0.03)
+
+
+def test_a_lease_that_comes_back_after_long_is_owed_a_moment_alone() -> None:
+    leases = {"a": Lease(0.5, [Program(0.005)]), "b": Lease(0.5, [Program(0.005)])}
+    leases["late"] = Lease(0.5, [Program(0.005, wants=lambda at: at < 1.0 or at >= 60.0)])
+    machine = TurnMachine(leases, tick_s=0.002)
+    machine.run(60.0)
+    assert shares(machine, 3.0)["late"] < 0.5
+
+
+def test_two_leases_do_not_compute_at_once_where_their_kernels_are_short() -> None:
+    leases = {name: Lease(0.5, [Program(0.02)]) for name in "ab"}
+    machine = TurnMachine(leases)
+    machine.run(SETTLED_S)
+    both = 0
+    for _ in range(10_000):
+        machine.tick()
+        both += all(lease.programs[0].queue for lease in leases.values())
+    assert both < 100
+
+
 def test_what_strict_shares_leave_a_fair_lease_gets() -> None:
     leases = {"capped": Lease(0.25, [Program(0.005)], strict=True), "free": Lease(0.25, [Program(0.005)])}
     machine = TurnMachine(leases)

@@ -140,6 +140,10 @@ class HelperLease:
         self.placed: frozenset[Key] = frozenset()  # its processes in that cgroup
         self.failures: dict[Key, Failure] = {}
         self.time_share = TimeShare()
+        # Processes with device memory that the library did not count in the last sample, and whether one of
+        # them was there in the sample before.
+        self.outside: frozenset[Key] = frozenset()
+        self.goes_around = False
 
     @property
     def limits(self) -> dict[str, int]:

@@ -238,6 +238,8 @@ class Sampler:
             elif usage.utilization_percent and uuid in added([*held.values(), lease.left_bytes]):
                 computing = True
         lease.held, lease.account = held, account
+        outside = frozenset(key for key in held if account is None or key not in account.slots)
+        lease.outside, lease.goes_around = outside, bool(outside & lease.outside)
         # The account and the driver's answer match only where no allocation happened in between.
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
             self._charge_contexts(lease, account)

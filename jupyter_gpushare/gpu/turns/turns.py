@@ -34,6 +34,7 @@ CONTESTED_POLL_S = 0.002
 DRAINING_POLL_S = 0.0005  # while the end of a turn is waited for
 POLL_S = 0.02  # while several leases on a device may compute
 IDLE_POLL_S = 0.2
+REST_PER_LOOK = 5.0  # at most a sixth of a processor
 REST_S = 0.2
 # A thread that waits is believed for so long: it may have been ended within the wait.
 WAIT_S = 60.0
@@ -93,20 +94,20 @@ class Turns:
             return ComputeShare.OFF, NO_PROOF
         if not all(self._devices.offers(uuid, Level.PRELOAD) for uuid in lease.limits):
             return ComputeShare.OFF, NO_LIBRARY
-        slots = lease.account.slots if lease.account else {}
-        if any(key not in slots for key in lease.held):
+        if lease.goes_around:
             return ComputeShare.OFF, OUTSIDE
         return asked, ""
 
     def run(self) -> None:
         """Keep the turns for ever."""
         while True:
-            pause_s = IDLE_POLL_S
+            began_at, pause_s = time.monotonic(), IDLE_POLL_S
             try:
-                pause_s = self.look(time.monotonic())
+                pause_s = self.look(began_at)
             except Exception:  # the outermost loop: a held lease goes on after 3 s, but unfairly
                 log.exception("the turns of leases cannot be kept")
-            time.sleep(pause_s)
+            # With many leases a look takes milliseconds.
+            time.sleep(max(pause_s, REST_PER_LOOK * (time.monotonic() - began_at)))
 
     def look(self, at: float) -> float:
         """Decide once what each lease may do, and write it; returns the time until the next look, s."""
