@@ -122,11 +122,10 @@ class TurnRing:
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
-        self._virtual_s: dict[
-            str, float
-        ] = {}  # by device: the lowest virtual time of those that compute there
-        self._contested_at: dict[str, float] = {}  # by device: when last a lease had a rival there
-        self._active: dict[str, list[_Member]] = {}  # by device, those that compute there
+        # By device: those that compute there, the lowest of their virtual times, when last two competed.
+        self._active: dict[str, list[_Member]] = {}
+        self._virtual_s: dict[str, float] = {}
+        self._contested_at: dict[str, float] = {}
         self._at: float | None = None
         self._arrivals = 0
 
@@ -219,19 +218,16 @@ class TurnRing:
         begins = now.computes and not member.active
         member.now, member.active = now, now.computes
         member.forgiven = min(member.forgiven, now.busy) if at < member.forgiven_until else 0
-        clocks = {device: self._virtual_s.get(device, 0.0) for device in now.devices}
+        least_s = {device: self._virtual_s.get(device, 0.0) for device in now.devices}
         if begins:
             self._arrivals += 1
             member.arrived = self._arrivals
-            lead_s = max(member.virtual_s.get(device, 0.0) - clock for device, clock in clocks.items())
+            lead_s = max(member.virtual_s.get(device, 0.0) - each_s for device, each_s in least_s.items())
             member.cuts = lead_s < -SHORTEST_S / now.share
-            clocks = {device: clock - CREDIT_S / now.share for device, clock in clocks.items()}
-            clocks = {
-                device: max(member.virtual_s.get(device, 0.0), clock) for device, clock in clocks.items()
-            }
-        member.virtual_s = (
-            clocks if begins else {d: member.virtual_s.get(d, clock) for d, clock in clocks.items()}
-        )
+            least_s = {device: each_s - CREDIT_S / now.share for device, each_s in least_s.items()}
+            member.virtual_s = {d: max(member.virtual_s.get(d, 0.0), least_s[d]) for d in least_s}
+        else:
+            member.virtual_s = {d: member.virtual_s.get(d, each_s) for d, each_s in least_s.items()}
 
     def _advance_virtual_time(self) -> None:
         for device, active in self._active.items():
