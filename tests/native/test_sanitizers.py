@@ -135,7 +135,9 @@ def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
     assert {event.event for event in machine.ledger()} >= {"alloc", "free", "checkpoint", "restore", "unlock"}
 
 
-@pytest.mark.parametrize("kind", SANITIZERS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "memory" else ()) for kind in SANITIZERS]
+)
 def test_turns_beside_contexts_captures_and_children_are_clean(tmp_path: Path, kind: str) -> None:
     flags = flags_of(kind, tmp_path)
     machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
