@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from playwright.sync_api import Browser, expect
 
+from tests.e2e.conftest import running
 from tests.e2e.demo import DemoHub, until
 from tests.e2e.test_day import Visitor
 
@@ -28,13 +29,9 @@ GENEROUS = 12.0  # percent: all of it runs beside a browser on the same processo
 
 @pytest.fixture
 def hub(tmp_path: Path) -> Iterator[DemoHub]:
-    demo = DemoHub(tmp_path, idle_timeout_s=600.0, simulate="1xH100-80GB,host=512GiB,checkpoint=any-uid")
-    try:
-        demo.start()
+    spec = "1xH100-80GB,host=512GiB,checkpoint=any-uid"
+    with running(DemoHub(tmp_path, idle_timeout_s=600.0, simulate=spec)) as demo:
         yield demo
-    finally:
-        demo.stop()
-        until("everything has ended", lambda: not demo.processes(), 60)
 
 
 @pytest.mark.long

@@ -182,7 +182,7 @@ def process(pid: int, start: int, image: tuple[int, ...] = (1, 1), parent: int =
 
 def slot(each: Process, calls: int, count: int) -> Slot:
     """What a process counts in the account of its lease."""
-    return Slot(Taint(0), 0, calls, 0, (count,), each.key, True, 0, False)
+    return Slot(Taint(0), 0, calls, 0, (count,), each.key)
 
 
 class Scene:

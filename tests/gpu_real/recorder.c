@@ -1,15 +1,16 @@
 /* What a library would do at the end of a turn, without that library: one thread records all that a
- * context has begun (cuCtxRecordEvent) and waits for it with a blocking event, once or again and again.
+ * context has begun (cuCtxRecordEvent) and asks for that event, with pauses as in
+ * native/preload/preload_turns.c, once or again and again.
  * In C, so that no interpreter's lock is measured with it. */
 #include <dlfcn.h>
 #include <pthread.h>
 #include <stdatomic.h>
 #include <time.h>
 
-enum { BLOCKING_WITHOUT_TIMING = 3 }; /* CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING */
+enum { DISABLE_TIMING = 2, NOT_READY = 600 };
 
 static int (*set_current)(void *), (*create)(void **, unsigned), (*destroy)(void *);
-static int (*record)(void *, void *), (*synchronize)(void *);
+static int (*record)(void *, void *), (*query)(void *);
 static void *context;
 static unsigned period_us;
 static long most;
@@ -26,18 +27,29 @@ static double now_ns(clockid_t clock)
     return 1e9 * (double)t.tv_sec + (double)t.tv_nsec;
 }
 
+static int wait_for(void *event, double since_ns)
+{
+    int code;
+    while ((code = query(event)) == NOT_READY) {
+        double pause_ns = (now_ns(CLOCK_MONOTONIC) - since_ns) / 16;
+        pause_ns = pause_ns < 50e3 ? 50e3 : pause_ns > 1e6 ? 1e6 : pause_ns;
+        nanosleep(&(struct timespec){0, (long)pause_ns}, NULL);
+    }
+    return code;
+}
+
 static void *record_and_wait(void *unused)
 {
     void *event;
     struct timespec pause = {period_us / 1000000, period_us % 1000000 * 1000l};
     double began = now_ns(CLOCK_MONOTONIC);
     int code = set_current(context);
-    code = code ? code : create(&event, BLOCKING_WITHOUT_TIMING);
+    code = code ? code : create(&event, DISABLE_TIMING);
     while (!code && !ending && (long)found.rounds < most) {
         double start = now_ns(CLOCK_MONOTONIC);
         code = record(context, event);
         double recorded = now_ns(CLOCK_MONOTONIC);
-        code = code ? code : synchronize(event);
+        code = code ? code : wait_for(event, recorded);
         found.record_ns += recorded - start;
         found.drain_ns = now_ns(CLOCK_MONOTONIC) - start;
         found.rounds++;
@@ -60,7 +72,7 @@ int recorder_start(void *given, unsigned us, long rounds)
     *(void **)&set_current = dlsym(cuda, "cuCtxSetCurrent");
     *(void **)&create = dlsym(cuda, "cuEventCreate");
     *(void **)&destroy = dlsym(cuda, "cuEventDestroy_v2");
-    *(void **)&synchronize = dlsym(cuda, "cuEventSynchronize");
+    *(void **)&query = dlsym(cuda, "cuEventQuery");
     if (!record)
         return -1;
     context = given, period_us = us, most = rounds, ending = 0;

@@ -126,9 +126,6 @@ class Slot:
     queries: int  # calls that programs poll: streams, events, pointers, contexts, captures
     used_bytes: tuple[int, ...]  # by index in the limit page
     writer: Key  # as the process wrote itself: never changes
-    settled: bool  # nothing of it is left on a device
-    waiting: int  # threads that wait for a turn
-    looking: bool  # the library's own thread is in the driver
 
 
 class TurnSlot(NamedTuple):
@@ -136,9 +133,9 @@ class TurnSlot(NamedTuple):
 
     key: Key  # as this process names it
     work: int
-    settled: int
-    waiting: int
-    looking: int
+    settled: int  # the number of calls with which nothing of it was left on a device
+    waiting: int  # threads that wait for a turn
+    looking: int  # 1: the library's own thread is in the driver
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,16 +245,12 @@ def parse_account(raw: bytes) -> AccountFile | None:
         return None
     slots: dict[Key, Slot] = {}
     at = ACCOUNT_HEAD.size
-    for pid, taints, start_ticks, work, calls, queries, settled, waiting, looking in SLOT.iter_unpack(
-        memoryview(raw)[at:]
-    ):
+    for pid, taints, start_ticks, work, calls, queries, *_turns in SLOT.iter_unpack(memoryview(raw)[at:]):
         if pid > 0:
             used = SLOT_USED.unpack_from(raw, at + USED_IN_SLOT)
             known = Taint(taints & _ALL_TAINTS)
             key = (pid, start_ticks)
-            slots[key] = Slot(
-                known, work, work + calls, queries, used, key, settled == work, waiting, bool(looking)
-            )
+            slots[key] = Slot(known, work, work + calls, queries, used, key)
         at += SLOT.size
     return AccountFile(denied, slots)
 

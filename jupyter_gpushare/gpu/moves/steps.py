@@ -166,9 +166,8 @@ class ProcessMoves:
     def wait_for_looks(self, lease: HelperLease, keys: Collection[Key], timeout_s: float) -> bool:
         """Return whether the library's thread in these processes leaves the driver in time.
 
-        It waits there for work to complete while leases take turns, and the driver would end a process that
-        does so when it is checkpointed (`native/preload/preload_turns.c`).  Once the phase is written it does
-        not begin again.
+        While leases take turns it asks there whether work has completed, and the driver ends a process that
+        asks while it is checkpointed (`native/preload/preload_turns.c`).  It stops once it sees the phase.
         """
         deadline = time.monotonic() + timeout_s
         while any(slot.looking and slot.key in keys for slot in lease.files.turn_slots(everyone=True)):
