@@ -47,7 +47,7 @@ enum {
     SUBMIT_NS = 100000,          /* from the count of a launch until the driver has it */
     FULL_WAIT_NS = 5000000,
     FULL_WAITS = 200,
-    MOST_KNOTTED = 16,
+    MOST_DEPENDENT = 16,         /* launches that are let through because one may wait for another */
     MOST_LAUNCHES = 1024,        /* in flight: what the driver itself takes, about */
     PAIR_NS = 10000000,          /* of launches that are shorter at least two are in flight */
 };
@@ -302,7 +302,7 @@ static bool wait_for_device(uint32_t turn)
         seen = atomic_load(&looks);
         waits++;
     }
-    if (waits == FULL_WAITS && least < MOST_KNOTTED)
+    if (waits == FULL_WAITS && least < MOST_DEPENDENT)
         atomic_compare_exchange_strong(&least_in_flight, &least, 2 * least);
     return waits > 0;
 }
