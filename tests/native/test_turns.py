@@ -165,12 +165,13 @@ def test_a_program_that_launches_without_pause_runs_ahead_by_a_bound(
 
 def test_long_kernels_are_not_launched_far_ahead_either(half: Lease, kernel: Worker) -> None:
     half.set_turn(OPEN, ahead_us=20_000)
-    kernel.run("step(0.3)")
-    until(lambda: is_settled(half, kernel))  # that is how long one takes
+    for _ in range(3):
+        kernel.run("step(0.2)")
+        until(lambda: is_settled(half, kernel))  # that is how long one takes
     kernel.run("for _ in range(10): step(0.3)")
     launched_at = time.monotonic()
     until(lambda: is_settled(half, kernel))
-    assert time.monotonic() - launched_at < 1.0  # one runs and one waits
+    assert time.monotonic() - launched_at < 1.5  # one runs and one waits, rarely two; all take 3 s
 
 
 def test_a_process_that_can_have_no_more_threads_launches_all_the_same(
@@ -190,10 +191,11 @@ def test_a_process_that_can_have_no_more_threads_launches_all_the_same(
 
 def test_a_launch_that_waits_for_room_goes_on_when_its_lease_is_alone(half: Lease, kernel: Worker) -> None:
     half.set_turn(OPEN, ahead_us=20_000)
-    kernel.run("step(0.3)")
-    until(lambda: is_settled(half, kernel))  # that is how long one takes
+    for _ in range(3):
+        kernel.run("step(0.2)")
+        until(lambda: is_settled(half, kernel))  # that is how long one takes
     kernel.run("step(0.6)")
-    kernel.start("step(0.3)")
+    kernel.start("step(0.3); step(0.3)")  # a look that came before the first launch lets one more through
     assert kernel.is_waiting(HELD_S)
     half.set_turn(0)
     assert not kernel.is_waiting(0.3)

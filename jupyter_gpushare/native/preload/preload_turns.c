@@ -208,6 +208,8 @@ static void pace(const struct gpushare_limit_page *page, uint32_t count, int64_t
     int64_t fit = (int64_t)atomic_load(&page->ahead_us) * 1000 / launch_ns, least = launch_ns < PAIR_NS ? 2 : 1;
     uint32_t devices = atomic_load(&context_count);
     least = devices > 1 ? 2 * devices : least; /* kernels of several devices wait for each other */
+    int64_t most = 2 * (int64_t)atomic_load(&most_in_flight); /* one look may have come before its launch */
+    fit = fit < most ? fit : most;
     fit = fit < least ? least : fit;
     atomic_store(&most_in_flight, (uint32_t)(fit > MOST_LAUNCHES ? MOST_LAUNCHES : fit));
 }
