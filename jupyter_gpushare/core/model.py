@@ -242,6 +242,11 @@ class Lease:
     cancelled: bool = False  # ended by its owner
     borrowed: bool = False  # as its last grant said: claims of other leases come first
     made_way_for: str = ""  # lease for which it last gave its devices up; "" once it has some again
+    share: bool = False  # owner and site let it run on one GPU with another job, as host or as guest
+    host: str = ""  # lease on whose capacity it is a guest; "": it has its own
+    spare_bytes: int = 0  # of a running job: what a guest may use on each of its devices; 0: nothing
+    needs_bytes: int = 0  # device memory without which it is no guest; 0: not known
+    pair_key: str = ""  # owner and command: what `Cluster.parted` names it by
     turns: int = 0  # times it got capacity after `Settings.starvation_guard_s` of waiting
 
 
@@ -327,6 +332,7 @@ class Cluster:
     settings: Settings = field(default_factory=Settings)
     lags_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by project (`fairshare`)
     behind: Mapping[tuple[str, str], Behind] = field(default_factory=dict)  # by project and user, likewise
+    parted: frozenset[tuple[str, str]] = frozenset()  # `Lease.pair_key` of host and guest: not to be tried
 
 
 class Why(enum.StrEnum):
@@ -342,6 +348,10 @@ class Why(enum.StrEnum):
     ORDER = "order"  # for a job of the same project that comes first in the order of jobs
     MOVED = "moved"  # for a larger job; it continues elsewhere
     CAPACITY_BACK = "capacity_back"  # capacity is free again
+    GUEST = "guest"  # on what a running job leaves of its GPU
+    HOST_LEFT = "host_left"  # the job that it is a guest of gives its GPU up
+    HOST_MEMORY_WANTED = "host_memory_wanted"  # the job that it is a guest of needs its memory back
+    PAIR_PARTED = "pair_parted"  # the job that it is a guest of became too slow
     WANTED = "wanted"  # its owner runs a GPU cell
     NOT_WAITING = "not_waiting"  # it has what it needs, or requests nothing now
     NO_CAPACITY = "no_capacity"
@@ -367,7 +377,8 @@ class Grant:
 
     ``asleep``: a build session gets its claim on devices that are lent now, and
     starts suspended.  ``borrowed``: over quota or on claimed capacity; it may be
-    reclaimed.
+    reclaimed.  ``host``: the lease on whose capacity a job becomes a guest.  A guest
+    that is granted what it stands on, without ``host``, has it for its own.
     """
 
     lease: str
@@ -376,6 +387,7 @@ class Grant:
     why: Why
     borrowed: bool = False
     asleep: bool = False
+    host: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,6 +409,7 @@ class Resume:
     lease: str
     why: Why
     devices: tuple[str, ...] = ()
+    host: str = ""  # the lease on whose capacity it becomes a guest
 
 
 @dataclass(frozen=True, slots=True)

@@ -282,6 +282,8 @@ class LeaseSample:
     # The part of its devices' time that it got, of the last minute's time in which another lease computed
     # beside it (strict: in which it computed); -1: there was none.
     measured_share: float = -1.0
+    work: int = -1  # driver calls that give work to a device, completed since it began; -1: not known
+    guest_of: str = ""  # lease on whose device it is a guest now
 
     @property
     def is_gone(self) -> bool:
@@ -340,6 +342,10 @@ class SetLimit:
     stops: bool = False  # a job that is stopped and starts again: it is not suspended when its seat leaves
     compute_share: ComputeShare = ComputeShare.OFF
     share: float = 1.0  # of the time of each device: above 0, at most 1
+    # The lease on whose one device it is a guest, and the bytes there that the two divide: the guest has
+    # that many of its limit, and the host keeps so many less of its own until the guest has left.
+    guest_of: str = ""
+    guest_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
