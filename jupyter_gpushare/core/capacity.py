@@ -28,6 +28,7 @@ class DeviceCapacity:
     awaited: int = 0
     guest_demand: int = 0
     unlent: bool = False  # reserved for a job that does not borrow: until it starts, claims are not lent
+    guest: str = ""  # the lease that is a guest here: nobody else gets the device before it has left
     holders: dict[str, Lease] = field(default_factory=dict)  # by id: hold capacity, and are not leaving
     version: int = 0  # grows with every change; caches compare it
 
@@ -45,11 +46,21 @@ class DeviceCapacity:
 
         return undo
 
+    def seen_by(self, lease: Lease, view: CapacityView) -> int:
+        """Return how much of the device ``lease`` may use: a guest does not stand in its own way."""
+        guest, self.guest = self.guest, "" if self.guest == lease.id else self.guest
+        seen = view(self)
+        self.guest = guest
+        return seen
+
+    def _at_once(self) -> int:
+        return 0 if self.guest else self.free
+
     # Views: methods, so that placement works with any of them.
 
     def now(self) -> int:
         """Capacity that can be granted at once."""
-        return min(self.free, self.soon())
+        return min(self._at_once(), self.soon())
 
     def soon(self) -> int:
         """Capacity that can be granted once every leaving lease has left."""
@@ -58,7 +69,7 @@ class DeviceCapacity:
 
     def unclaimed(self) -> int:
         """Capacity that can be granted at once and that no suspended session claims."""
-        return min(self.free, self.unclaimed_soon())
+        return min(self._at_once(), self.unclaimed_soon())
 
     def unawaited(self) -> int:
         """`unclaimed` without what suspended leases wait for here."""

@@ -12,6 +12,8 @@ ones before it; `undo` takes them all back.  Per device, in thousandths:
 * ``guest_demand``: requested by suspended sessions beyond quota; it precedes
   reclaims for jobs that are owed nothing
 * ``awaited``: suspended leases without a claim wait for it; others start elsewhere if they can
+* ``guest``: a lease on what another one holds; to all rules it is a suspended job that waits for
+  capacity of its own, and whose part of the device is already reserved in host memory
 * ``unreclaimable``: held without a claim by a session that cannot be suspended;
   guaranteed to no other session
 
@@ -24,6 +26,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from functools import partial
 from math import ceil
 
@@ -66,6 +69,8 @@ class ClusterState:
                 self._alike[_kind_of(capacity.device)].append(capacity)
         self.leases: dict[str, Lease] = {}
         self.stopping: dict[str, Lease] = {}  # the part of them that is being stopped
+        self.guests: dict[str, Lease] = {}  # the part of them on capacity of others, as they are
+        self.hosts: dict[str, Lease] = {}  # the part of them that has memory to spare for a guest
         self.quotas = QuotaState(projects, WHOLE_GPU * len(self.capacities))
         self.host_free = settings.host_budget_bytes
         self.reserved_bytes: dict[str, int] = {}  # host memory reserved for jobs on lent capacity
@@ -98,9 +103,15 @@ class ClusterState:
     def put(self, lease: Lease) -> None:
         """Add a lease, or replace it after a change."""
         self.drop(lease.id)
+        if lease.host and lease.state in HOLDS_CAPACITY:
+            self.guests[lease.id] = lease
+            self._note_guest(lease, lease.id)
+            lease = replace(lease, state=State.SUSPENDED, host="")
         self.leases[lease.id] = lease
         if lease.state is State.STOPPING:
             self.stopping[lease.id] = lease
+        if lease.share and lease.spare_bytes and lease.kind is Kind.TRAIN and lease.state is State.RUNNING:
+            self.hosts[lease.id] = lease
         if has_place(lease):
             self.quotas.enter(lease)
             self._arrived[lease.id] = lease
@@ -109,6 +120,9 @@ class ClusterState:
         """Remove a lease, if it is there."""
         lease = self.leases.pop(id, None)
         self.stopping.pop(id, None)
+        self.hosts.pop(id, None)
+        if (guest := self.guests.pop(id, None)) is not None:
+            self._note_guest(guest, "")
         if lease is not None and has_place(lease):
             self.quotas.exit(lease)
             if self._arrived.pop(id, None) is None:
@@ -183,6 +197,11 @@ class ClusterState:
             self.host_free -= sign * suspended_bytes(lease)
         elif lease.state in (State.SUSPENDED, State.RESUMING):
             self.host_free -= sign * lease.saved_bytes
+
+    def _note_guest(self, guest: Lease, id: str) -> None:
+        for capacity in self.capacities_of(guest):
+            capacity.guest = id
+            self._touch(capacity)
 
     def _touch(self, capacity: DeviceCapacity) -> None:
         capacity.version += 1

@@ -87,7 +87,7 @@ class LeaseEvent(enum.StrEnum):
     RESUME_DONE = "resume_done"
     RESUME_REFUSED = "resume_refused"
     STATE_LOST = "state_lost"
-    RESIZE = "resize"  # a session becomes larger or smaller on its device
+    RESIZE = "resize"  # a session becomes larger or smaller on its device; a guest gets it for its own
     STOP = "stop"
     REQUEUED = "requeued"
     RELEASE = "release"
@@ -298,6 +298,7 @@ class Settings:
     starvation_guard_s: float | None = None  # a job that waits for so long starves (`order`); None: none does
     max_bypass_s: float | None = None  # with backfill: bypassed for at most this long; None: no bound
     fairness_horizon_s: float | None = None  # lags behind the fair share are made up within; None: never
+    share_between_projects: bool = False  # a guest may be on the GPU of another project's job
 
 
 # The one source of a site's defaults: traits, broker and simulator read them here.
@@ -350,8 +351,8 @@ class Why(enum.StrEnum):
     CAPACITY_BACK = "capacity_back"  # capacity is free again
     GUEST = "guest"  # on what a running job leaves of its GPU
     HOST_LEFT = "host_left"  # the job that it is a guest of gives its GPU up
-    HOST_MEMORY_WANTED = "host_memory_wanted"  # the job that it is a guest of needs its memory back
-    PAIR_PARTED = "pair_parted"  # the job that it is a guest of became too slow
+    PAIR_PARTED = "pair_parted"  # the job that it is a guest of became too slow, or neither gained
+    CANNOT_YIELD = "cannot_yield"  # a guest that can no longer be suspended
     WANTED = "wanted"  # its owner runs a GPU cell
     NOT_WAITING = "not_waiting"  # it has what it needs, or requests nothing now
     NO_CAPACITY = "no_capacity"
@@ -388,6 +389,7 @@ class Grant:
     borrowed: bool = False
     asleep: bool = False
     host: str = ""
+    guest_bytes: int = 0  # of the device memory that ``host`` holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -409,7 +411,8 @@ class Resume:
     lease: str
     why: Why
     devices: tuple[str, ...] = ()
-    host: str = ""  # the lease on whose capacity it becomes a guest
+    host: str = ""  # as in `Grant`
+    guest_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -44,8 +44,10 @@ class Notices:
         return replace(plan, actions=actions, next_at=next_at, notices=notices)
 
     def _notice(self, action: Suspend, state: ClusterState, now: float) -> Notice | None:
+        if action.why is not Why.IDLE:
+            return None
         lease, waiting = state.leases[action.lease], state.leases[action.for_lease]
-        if action.why is not Why.IDLE or waiting.kind is Kind.BUILD or not state.has_claim(lease):
+        if waiting.kind is Kind.BUILD or not state.has_claim(lease):
             return None
         notice_s = idle.notice_s(lease, state.settings)
         if not notice_s:

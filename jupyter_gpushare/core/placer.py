@@ -58,7 +58,7 @@ class Placer:
     def find_to_resume(self, lease: Lease, view: CapacityView) -> Placement | None:
         """Return where a suspended lease can resume by ``view``, or None."""
         held = held_by(lease)
-        able = [c for c in self._state.resume_devices(lease) if view(c) >= held]
+        able = [c for c in self._state.resume_devices(lease) if c.seen_by(lease, view) >= held]
         devices = to_resume_on(lease, able, view)
         return None if devices is None else Placement(devices, held)
 

@@ -15,11 +15,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.model import Behind, Cluster, Device, Lease, Plan, Project, Settings
+from jupyter_gpushare.core.model import Behind, Cluster, Device, Lease, Plan, Project, Settings, State
 from jupyter_gpushare.core.notice import Notices
 from jupyter_gpushare.core.placer import Placer
 from jupyter_gpushare.core.queues import JobQueues
 from jupyter_gpushare.core.scheduler import SchedulingRound
+from jupyter_gpushare.core.sharing import share_devices
 
 
 def plan(cluster: Cluster, now: float) -> Plan:
@@ -40,6 +41,7 @@ class Planner:
         self.placer = Placer(self.state)
         self.lags_gpu_s: Mapping[str, float] = {}  # by project (`fairshare`)
         self.behind: Mapping[tuple[str, str], Behind] = {}  # by project and user (`fairshare`)
+        self.parted: frozenset[tuple[str, str]] = frozenset()  # `Cluster.parted`
         self.notices = Notices()
         self._changed: dict[str, Lease] = {}
 
@@ -50,12 +52,17 @@ class Planner:
         for lease in cluster.leases:
             planner.put(lease)
         planner.lags_gpu_s, planner.behind = cluster.lags_gpu_s, cluster.behind
+        planner.parted = cluster.parted
         return planner
 
     def put(self, lease: Lease) -> None:
         """Add a lease, or replace it after a change."""
         self.state.put(lease)
-        self._changed[lease.id] = lease
+        if lease.host and lease.state is not State.RUNNING:
+            self.queues.drop(lease.id)  # a guest that is moving waits for nothing
+            self._changed.pop(lease.id, None)
+        else:
+            self._changed[lease.id] = self.state.leases[lease.id]
 
     def drop(self, id: str) -> None:
         """Remove a lease that has ended."""
@@ -66,6 +73,7 @@ class Planner:
     def plan(self, now: float) -> Plan:
         """Return the actions of now; ``now`` never goes back."""
         done = self.begin(now).run()
+        share_devices(done, self.parted)
         self.state.undo()
         return self.notices.hold_back(Plan(tuple(done.actions), done.next_at), self.state, now)
 
@@ -112,9 +120,11 @@ class IncrementalPlanner:
         for id in known.keys() - {lease.id for lease in cluster.leases}:
             planner.drop(id)
         for lease in cluster.leases:
-            if (before := known.get(lease.id)) is not lease and before != lease:
+            before = planner.state.guests.get(lease.id) or known.get(lease.id)
+            if before is not lease and before != lease:
                 planner.put(lease)
         planner.lags_gpu_s, planner.behind = cluster.lags_gpu_s, cluster.behind
+        planner.parted = cluster.parted
         return planner
 
 

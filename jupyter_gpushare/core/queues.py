@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count, islice
 from math import inf
@@ -151,6 +151,7 @@ class JobQueues:
         self._preferred: set[str] = set()  # waiting jobs of such users
         self._stamps: dict[str, int] = {}  # by id; timers with another stamp are outdated
         self._waiting_at: dict[str, tuple[Shape, order.Rank]] = {}
+        self._sharing: set[str] = set()  # the waiting jobs among them that may become guests
         self._running_at: dict[str, tuple[order.Level, RunningKey]] = {}
         self._timers: list[Timer] = []  # heap
         self._fits: WeakValueDictionary[tuple[object, ...], Fit] = WeakValueDictionary()
@@ -248,6 +249,8 @@ class JobQueues:
             ranks = queue.waiting[shape] = []
         insort(ranks, rank)
         self._waiting_at[lease.id] = shape, rank
+        if lease.share and lease.borrow and shape[1].suspends and lease.size.device_count == 1:
+            self._sharing.add(lease.id)
         self._review_promise(lease.id)
         if (user := (lease.project, lease.user)) in self._behind:
             insort(self._waiting_of.setdefault(user, []), _not_preferred(rank))
@@ -283,6 +286,7 @@ class JobQueues:
             group.pop(id, None)
         if id in self._waiting_at:
             self._promised.discard(id)
+            self._sharing.discard(id)
             shape, rank = self._waiting_at.pop(id)
             own = self._waiting_of.get((lease.project, lease.user), [])
             at = bisect_left(own, _not_preferred(rank))
@@ -339,6 +343,12 @@ class JobQueues:
             map(self.leases.__getitem__, self._promised),
             key=lambda x: (not x.devices, -order.gpus(x), x.borrow, self._waiting_at[x.id][1]),
         )
+
+    def sharing(self, projects: Container[str], count: int) -> list[tuple[Lease, Fit]]:
+        """Return the first ``count`` waiting jobs of these projects that may become guests."""
+        able = (id for id in self._sharing if self.leases[id].project in projects)
+        first = heapq.nsmallest(count, able, key=lambda id: self._waiting_at[id][1])
+        return [(self.leases[id], self._waiting_at[id][0][1]) for id in first]
 
     def summaries(self, state: ClusterState) -> dict[str, Summary]:
         """Summaries of the projects with waiting jobs, by name."""

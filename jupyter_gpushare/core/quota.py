@@ -47,8 +47,8 @@ def held_by(lease: Lease) -> int:
 
 
 def size_of(lease: Lease) -> int:
-    """Thousandths of a GPU over all its devices."""
-    return held_by(lease) * len(lease.devices)
+    """Thousandths of a GPU over all its devices; 0 of a guest, which has none of its own."""
+    return 0 if lease.host else held_by(lease) * len(lease.devices)
 
 
 @dataclass(slots=True)

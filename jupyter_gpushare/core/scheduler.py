@@ -93,7 +93,7 @@ class SchedulingRound:
         self._nowhere_at = -1  # the version of the state then
         self._unplaceable: dict[tuple[str, Fit], Why] = {}  # what fails, fails at later levels too
         self._not_worth: dict[tuple[str, Shape], float] = {}  # GPU-seconds that were not worth a preemption
-        self._served: set[str] = set()
+        self.served: set[str] = set()  # leases for which this round does something
         self._guests: list[Lease] = []  # new sessions beyond quota
 
     def run(self) -> SchedulingRound:
@@ -132,7 +132,7 @@ class SchedulingRound:
                 self._start_session(lease, found)
         self._serve_promised()
         self._run_pass(STARVED_JOBS)
-        self._guests = [lease for lease in new if lease.id not in self._served]
+        self._guests = [lease for lease in new if lease.id not in self.served]
         self._start_guests(waited=False)
         return self
 
@@ -188,7 +188,7 @@ class SchedulingRound:
             self.waiting[lease.id] = grant
             return
         self.actions.append(grant)
-        self._served.add(lease.id)
+        self.served.add(lease.id)
         if grant.asleep:
             self.state.allocate_suspended(lease, grant.devices, grant.held_milli)
         else:
@@ -243,7 +243,7 @@ class SchedulingRound:
         turns = self._turns(serving)
         while turns:
             turn, rank, name = turns.pop(0)
-            served = bool(rank) and rank[-1] in self._served and not self.order.strict
+            served = bool(rank) and rank[-1] in self.served and not self.order.strict
             if not served and self._fails_as_others(name, serving):
                 continue
             if name not in cursors:
@@ -304,7 +304,7 @@ class SchedulingRound:
             for rank, _ in tried:
                 job = self.queues.leases[rank[-1]]
                 # Any job of its project may move for a gang.
-                if job.id in self._served or job.size.device_count > 1:
+                if job.id in self.served or job.size.device_count > 1:
                     return False
                 if self.reclaimer.victim_index.outranked(job):
                     return False
@@ -316,7 +316,7 @@ class SchedulingRound:
         """Serve one job of a project; False: the pass is over for the project."""
         while cursor:
             job, shape = cursor.current
-            if job.id in self._served:
+            if job.id in self.served:
                 cursor.advance()
                 if self.order.strict and job.id in self.waiting:
                     return False
@@ -326,7 +326,7 @@ class SchedulingRound:
                     return False
                 cursor.skip_shape()
             elif self._serve(job, shape, serving):
-                self._served.add(job.id)
+                self.served.add(job.id)
                 cursor.advance()
                 return not self.order.strict or job.id not in self.waiting
             elif self._holds_up_its_project(job) or (
@@ -391,7 +391,7 @@ class SchedulingRound:
             if (why := self._take(job)[0]) is Why.AWAITING_RELEASE:
                 self.waiting[job.id] = why
             if why in (None, Why.AWAITING_RELEASE):
-                self._served.add(job.id)
+                self.served.add(job.id)
 
     def _try_to_start(self, job: Lease, fit: Fit, serving: Pass) -> Why | None:
         """Start ``job`` or get capacity for it; returns why it waits, None if it starts."""
@@ -461,6 +461,10 @@ class SchedulingRound:
         self.reservations.reserve_targets(moved)
         return Why.AWAITING_RELEASE
 
+    def reason(self, job: Lease, fit: Fit) -> Why | None:
+        """Return why a waiting job got nothing; None: it got something, or was not tried."""
+        return self.waiting.get(job.id) or self._unplaceable.get((job.project, fit))
+
     def _is_bypass_over(self, job: Lease) -> bool:
         """Whether no later job may overtake ``job`` any more."""
         # A job that lacks quota waits for its own project only.
@@ -484,9 +488,17 @@ class SchedulingRound:
             state.allocate(job, placement.devices, placement.held_milli)
 
     def _resume(self, lease: Lease, placement: Placement, why: Why) -> None:
-        """Resume a suspended lease on its devices, or on those that it moves to."""
-        moves_to = () if placement.devices == lease.devices else placement.devices
-        self.actions.append(Resume(lease.id, why, moves_to))
+        """Resume a suspended lease on its devices, or on those that it moves to.
+
+        A guest keeps the device that its host has left, or is suspended to be resumed elsewhere.
+        """
+        stays = placement.devices == lease.devices
+        if lease.id not in self.state.guests:
+            self.actions.append(Resume(lease.id, why, () if stays else placement.devices))
+        elif stays:
+            self.actions.append(Grant(lease.id, lease.devices, placement.held_milli, why))
+        else:
+            self.actions.append(Suspend(lease.id, why, lease.id))
         self.state.allocate(lease, placement.devices, placement.held_milli)
 
     def _evict(self, victims: Iterable[Victim], lease: Lease, *, final: bool = False) -> None:

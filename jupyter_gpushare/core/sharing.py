@@ -1,0 +1,121 @@
+"""Two jobs on one GPU: which waiting job becomes a guest on what another one holds and does not use.
+
+A job becomes a guest where the round found nothing else for it: no capacity that is free, lent, being
+released or reclaimable.  It holds no capacity, so it takes nothing from anybody, and is first to go:
+
+* A guest that the round found capacity for has it (`scheduler`): it moves there, or keeps the device that
+  its host has left.
+* A guest is suspended when its host gives the device up or takes its consent back, and when the pair does not
+  pay (`pairs`).  One that can no longer be suspended is stopped: its host could not have its memory back.
+* The helper suspends it by itself when its host needs the memory (`gpu.moves.guests`).
+
+A *host* is a running job that holds a whole device and leaves memory there unused.  A device has one guest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Container
+
+from jupyter_gpushare.core.capacity import DeviceCapacity
+from jupyter_gpushare.core.cluster_state import ClusterState
+from jupyter_gpushare.core.model import WHOLE_GPU, Grant, Lease, Requeue, Resume, State, Suspend, Why
+from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.scheduler import SchedulingRound
+
+Pairs = Collection[tuple[str, str]]
+
+# Why a job may wait that starts as a guest: it lacks capacity, and nothing is on its way to it.
+_LACKS_CAPACITY = frozenset(
+    {
+        Why.NO_CAPACITY,
+        Why.OWN_DEVICES,
+        Why.NOT_WORTH_IT,
+        Why.RESERVED,
+        Why.NOT_BYPASSED,
+        Why.IN_LINE,
+        Why.JOB_HOST_MEMORY,
+    }
+)
+# What a job for a whole GPU needs at least of one, as long as nobody has seen what it uses: 1 / this.
+_PART = 4
+# So many waiting jobs are looked at in a round at most.
+MOST_TRIED = 64
+
+
+def share_devices(done: SchedulingRound, parted: Pairs) -> None:
+    """Add to a round that has run which guests leave, and which jobs become guests."""
+    state, queues = done.state, done.queues
+    decided = {action.lease for action in done.actions}
+    leaving = {a.lease: a.for_lease for a in done.actions if isinstance(a, Suspend | Requeue)}
+    for guest in sorted(state.guests.values(), key=lambda x: x.id):
+        why = _parts(state, guest, leaving, parted)
+        if why and guest.id not in decided and guest.retry_at <= done.now:
+            _end(done, guest, why, leaving.get(guest.host, ""))
+    able = (x for x in state.hosts.values() if x.id not in leaving and x.suspendable)
+    hosts = [x for x in able if held_by(x) == WHOLE_GPU and _rooms(state, x)]
+    if not hosts:
+        return
+    hosts.sort(key=lambda x: (-x.spare_bytes, x.id))
+    between = done.settings.share_between_projects
+    projects = queues.by_project if between else {host.project for host in hosts}
+    for job, fit in queues.sharing(projects, MOST_TRIED):
+        if job.id in done.served or job.id in state.guests or done.reason(job, fit) not in _LACKS_CAPACITY:
+            continue
+        own = (host for host in hosts if between or host.project == job.project)
+        if found := next((host for host in own if _join(done, job, host, parted)), None):
+            hosts.remove(found)
+
+
+def _parts(state: ClusterState, guest: Lease, leaving: Container[str], parted: Pairs) -> Why | None:
+    """Return why a guest has to leave, if it has to."""
+    host = state.leases.get(guest.host)
+    if host is None or host.state is not State.RUNNING or host.id in leaving:
+        return Why.HOST_LEFT
+    if not (host.share and guest.share) or (host.pair_key, guest.pair_key) in parted:
+        return Why.PAIR_PARTED
+    return None if state.can_suspend(guest) else Why.CANNOT_YIELD
+
+
+def _end(done: SchedulingRound, guest: Lease, why: Why, for_lease: str) -> None:
+    if guest.state is State.RUNNING and done.state.can_suspend(guest):
+        done.actions.append(Suspend(guest.id, why, for_lease))
+    elif guest.state in (State.GRANTED, State.RUNNING):
+        done.actions.append(Requeue(guest.id, why, for_lease))
+
+
+def _rooms(state: ClusterState, host: Lease) -> list[DeviceCapacity]:
+    """Return the devices of a host that a guest may be on."""
+    capacities = state.capacities_of(host)
+    if any(c.guest for c in capacities):
+        return []
+    return [c for c in capacities if c.device.usable and c.device.suspendable and not c.device.profile]
+
+
+def _join(done: SchedulingRound, job: Lease, host: Lease, parted: Pairs) -> bool:
+    """Let a waiting job start or resume as the guest of a host, if both have room for it."""
+    state = done.state
+    if (host.pair_key, job.pair_key) in parted:
+        return False
+    avoided = {node for node, until_at in job.avoids if until_at > done.now}
+    for capacity in _rooms(state, host):
+        device = capacity.device
+        held = held_by(job) if job.devices else device.demand_milli(job.size)
+        if job.devices and capacity not in state.resume_devices(job):
+            continue
+        if held > WHOLE_GPU or not avoided.isdisjoint((device.node, device.uuid)):
+            continue
+        most = device.grantable_bytes * held // WHOLE_GPU
+        unknown = most // _PART if held == WHOLE_GPU else most
+        needs = min(most, max(job.needs_bytes or unknown, job.saved_bytes))
+        given = min(most, host.spare_bytes, state.host_free + job.saved_bytes)
+        if given >= needs:
+            devices = (device.uuid,)
+            moves_to = () if devices == job.devices else devices
+            done.actions.append(
+                Resume(job.id, Why.GUEST, moves_to, host.id, given)
+                if job.devices
+                else Grant(job.id, devices, held, Why.GUEST, borrowed=True, host=host.id, guest_bytes=given)
+            )
+            state.host_free -= given - job.saved_bytes
+            return True
+    return False
