@@ -87,12 +87,17 @@ def grant(lease: str, *on: int, milli: int = 1000, why: Why = Why.FREE_CAPACITY,
 def begun(action: Action, now: float) -> tuple[LeaseEvent, dict[str, Any]]:
     """The event with which an action begins, and what it changes of its lease beside the state."""
     match action:
+        case Grant(why=Why.CAPACITY_BACK):
+            return LeaseEvent.RESIZE, {"host": "", "saved_bytes": 0, "made_way_for": ""}
         case Grant():
             event = LeaseEvent.GRANT_ASLEEP if action.asleep else LeaseEvent.GRANT
             held = {"devices": action.devices, "held_milli": action.held_milli, "borrowed": action.borrowed}
-            return event, held | {"granted_at": now, "made_way_for": ""}
+            guest = {"host": action.host, "saved_bytes": action.guest_bytes} if action.host else {}
+            return event, held | guest | {"granted_at": now, "made_way_for": ""}
         case Resume():
-            return LeaseEvent.RESUME, {"granted_at": now, "made_way_for": ""}
+            guest = {"host": action.host, "saved_bytes": action.guest_bytes} if action.host else {}
+            moved = {"devices": action.devices} if action.devices else {}
+            return LeaseEvent.RESUME, guest | moved | {"granted_at": now, "made_way_for": ""}
         case Suspend():
             return LeaseEvent.SUSPEND, {"made_way_for": action.for_lease}
         case _:

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from dataclasses import replace
+from random import Random
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, multiple, rule
@@ -38,7 +40,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.order import served
 from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
-from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.quota import held_by, size_of
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.sim.scenario import SRTF, TraceJob
 from tests.core.build import GIB, begun, device, quotas, why
@@ -59,6 +61,7 @@ BACK_OFF_S = 30.0
 class World(RuleBasedStateMachine):
     names = Bundle("names")
     policy = {"order": Order.BACKFILL}
+    shares = False  # two jobs may share a device
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,11 +117,11 @@ class World(RuleBasedStateMachine):
                 more["attained_at"] = self.now
         lease = replace(lease, **more)
         if lease.state is State.PENDING:
-            lease = replace(lease, devices=(), held_milli=0, saved_bytes=0, used_bytes=0)
+            lease = replace(lease, devices=(), held_milli=0, saved_bytes=0, used_bytes=0, host="")
         elif lease.state is State.RUNNING:
-            lease = replace(lease, saved_bytes=0, wanted=False)
+            lease = replace(lease, saved_bytes=lease.saved_bytes if lease.host else 0, wanted=False)
         elif lease.state is State.SUSPENDED and event is LeaseEvent.SUSPEND_DONE:
-            lease = replace(lease, saved_bytes=lease.used_bytes, used_bytes=0)
+            lease = replace(lease, saved_bytes=lease.used_bytes, used_bytes=0, host="")
         if lease.state in (State.RELEASED, State.FAILED):
             self.forget(id)
         else:
@@ -157,6 +160,9 @@ class World(RuleBasedStateMachine):
             survival=survival,
             queued_at=self.now,
             waits_since_at=self.now,
+            share=self.shares,
+            movable=self.shares,
+            spare_bytes=30 * GIB if self.shares else 0,
             **known,
         )
         self.keep(lease)
@@ -319,7 +325,7 @@ class World(RuleBasedStateMachine):
         assert done.next_at is None or done.next_at > self.now
         assert max(Counter(a.lease for a in done.actions).values(), default=0) <= 1
         for action in done.actions:
-            if isinstance(action, Suspend | Requeue):
+            if isinstance(action, Suspend | Requeue) and not self.leases[action.lease].host:
                 waits = self.leases[action.for_lease]
                 assert waits.state in (State.PENDING, State.SUSPENDED)
                 assert action.lease != action.for_lease
@@ -341,7 +347,7 @@ class World(RuleBasedStateMachine):
             actions = self.act()
             disturbed.update(a.lease for a in actions if isinstance(a, Suspend | Requeue))
             for a in actions:
-                if isinstance(a, Suspend | Requeue):
+                if isinstance(a, Suspend | Requeue) and a.for_lease not in ("", a.lease):
                     made_way[a.lease] = a.for_lease
                     stronger |= {a.for_lease} if a.why in (Why.PRIORITY, Why.OVER_QUOTA) else set()
             for a in actions:
@@ -357,7 +363,8 @@ class World(RuleBasedStateMachine):
                 break
         else:
             raise AssertionError(self.told("no fixed point"))
-        assert max(disturbed.values(), default=0) <= 1
+        # A guest whose host makes way may become the guest of another.
+        assert max(disturbed.values(), default=0) <= 1 + self.shares, self.told("disturbed again")
         self.owners_are_awake()
 
     def owners_are_awake(self) -> None:
@@ -382,8 +389,13 @@ class World(RuleBasedStateMachine):
     @invariant()
     def capacity_is_never_granted_twice(self):
         for d in self.devices:
-            holders = [x for x in self.leases.values() if d.uuid in x.devices and x.state in HOLDS_CAPACITY]
-            assert sum(held_by(x) for x in holders) <= WHOLE_GPU
+            here = [x for x in self.leases.values() if d.uuid in x.devices and x.state in HOLDS_CAPACITY]
+            guests = [x for x in here if x.host]
+            holders = {x.id: held_by(x) for x in here if not x.host}
+            assert sum(holders.values()) <= WHOLE_GPU
+            # Whoever is beside a guest is its host.
+            assert len(guests) <= 1
+            assert not guests or holders.keys() <= {guests[0].host}, self.told("nobody else's device")
 
     @invariant()
     def claims_are_never_oversubscribed(self):
@@ -398,17 +410,15 @@ class World(RuleBasedStateMachine):
 
     @invariant()
     def limits_hold(self):
-        held = sum(
-            held_by(x) * len(x.devices)
-            for x in self.leases.values()
-            if x.project == "r" and x.state in HOLDS_CAPACITY
-        )
+        held = sum(size_of(x) for x in self.leases.values() if x.project == "r" and x.state in HOLDS_CAPACITY)
         assert held <= 1500
 
     @invariant()
     def host_memory_is_never_promised_twice(self):
         suspended = sum(x.saved_bytes for x in self.leases.values())
-        suspended += sum(suspended_bytes(x) for x in self.leases.values() if x.state is State.SUSPENDING)
+        suspended += sum(
+            suspended_bytes(x) for x in self.leases.values() if x.state is State.SUSPENDING and not x.host
+        )
         assert suspended <= self.settings.host_budget_bytes
 
     @invariant()
@@ -457,6 +467,79 @@ class PatientWorld(World):
 
 class SrtfWorld(World):
     policy = {"order": SRTF}
+
+
+class SharingWorld(World):
+    """Jobs leave memory unused, and take it back."""
+
+    shares = True
+
+    def __init__(self, policy: dict[str, object]) -> None:
+        self.policy = policy
+        super().__init__()
+        self.devices = [device(n, movable=True, usable=n < 2) for n in range(3)]
+        self.start_planner()
+
+    def leave_unused(self, id: str, spare: int) -> None:
+        self.change(id, spare_bytes=spare * GIB)
+
+    def need_memory(self, id: str) -> None:
+        """The helper suspends the guest by itself."""
+        for guest in [x for x in self.leases.values() if x.host == id and x.state is State.RUNNING]:
+            self.change(id, spare_bytes=0)
+            self.change(guest.id, LeaseEvent.SUSPEND)
+            self.change(guest.id, LeaseEvent.SUSPEND_DONE)
+
+    def act(self) -> tuple[object, ...]:
+        self.now += 0.1  # no two rounds at one moment
+        return super().act()
+
+    def step_at_random(self, random: Random) -> None:
+        jobs = [x.id for x in self.leases.values() if x.kind is Kind.TRAIN]
+        sessions = [x.id for x in self.leases.values() if x.kind is Kind.BUILD]
+        what = random.choice("sssssstttttttttfummcebilv" if jobs else "s")
+        if what == "s" and len(jobs) < 8:
+            survival = random.choice([CheckpointMode.SUSPEND, CheckpointMode.SUSPEND_SIGTERM])
+            shape = random.choice([(1000, 1), (1000, 1), (500, 1), (250, 1), (1000, 2)])
+            self.submit(shape, random.choice("ppq"), 0, survival, True, random.random() < 0.95, None)
+        elif what == "t":
+            self.wait(random.choice([1.0, 31.0, 31.0, 700.0]))
+            self.act()
+            for id in list(self.leases):
+                if random.random() < 0.7:
+                    self.step(id, fails=random.random() < 0.1, used_bytes=GIB)
+        elif what == "f":
+            self.settle()
+        elif what == "u" and jobs:
+            self.leave_unused(random.choice(jobs), random.choice([0, 20, 40]))
+        elif what == "m" and jobs:
+            self.need_memory(random.choice(jobs))
+        elif what == "c" and jobs:
+            self.change(random.choice(jobs), share=random.random() < 0.7)
+        elif what == "e" and jobs:
+            self.end(random.choice([*jobs, *sessions]))
+        elif what == "b" and len(sessions) < 3:
+            self.spawn(random.choice([(250, 1), (1000, 1)]), "p")
+        elif what == "i" and sessions:
+            self.work(random.choice(sessions), True)
+        elif what == "l":
+            self.lunch()
+        elif what == "v" and sessions:
+            self.all_owners_return()
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(10), *(pytest.param(n, marks=pytest.mark.long) for n in range(10, 1000))]
+)
+def test_two_jobs_share_a_device_in_any_history(seed):
+    world = SharingWorld([World.policy, PatientLasWorld.policy][seed % 2])
+    random, joined = Random(seed), 0
+    for _ in range(80):
+        world.step_at_random(random)
+        for each in world.invariants:
+            each.function(world)
+        joined += sum(bool(x.host) for x in world.leases.values())
+    assert joined
 
 
 TestBackfill = World.TestCase
