@@ -29,15 +29,15 @@ MIB = 1 << 20
 
 #: `sizeof` of the structures in native/gpushare_lease.h, held to it by tests/native/test_layout.py
 PAGE_HEADER = struct.Struct("<IIHHIII")
-PAGE_DEVICE = struct.Struct("<16sQQ16s")
+PAGE_DEVICE = struct.Struct("<16sQQ16sQ")
 DEVICES = 16
 SLOTS = 256
 PAGE_BYTES = PAGE_HEADER.size + DEVICES * PAGE_DEVICE.size
 ACCOUNT_HEADER = struct.Struct("<IIQ64x")
-SLOT = struct.Struct("<iIQQQQQII16Q")
+SLOT = struct.Struct("<iIQQQQQQQII16Q")
 ACCOUNT_BYTES = ACCOUNT_HEADER.size + SLOTS * SLOT.size
 PAGE_MAGIC = 0x4C535047
-VERSION = 4
+VERSION = 5
 
 
 class Fault(IntEnum):
@@ -223,6 +223,7 @@ class Lease:
         self.limits = list(limits)
         self.names = [uuid for uuid, _ in self.limits]
         self.context_bytes = context_bytes
+        self.kept_bytes = 0  # of the limit on each device: another lease has them
         self.turn = self.ahead_us = 0
         self.write(Phase.RUNNING)
         (folder / "account").write_bytes(bytes(ACCOUNT_BYTES))
@@ -241,12 +242,18 @@ class Lease:
         for index, ((uuid, limit_bytes), name) in enumerate(zip(self.limits, self.names, strict=True)):
             raw, first = (bytes.fromhex(each[4:].replace("-", "")) for each in (uuid, name))
             at = PAGE_HEADER.size + index * PAGE_DEVICE.size
-            PAGE_DEVICE.pack_into(page, at, raw, limit_bytes, self.context_bytes, first)
+            PAGE_DEVICE.pack_into(page, at, raw, limit_bytes, self.context_bytes, first, self.kept_bytes)
         fd = os.open(self.folder / "limit", os.O_RDWR | os.O_CREAT, 0o644)
         try:
             os.pwrite(fd, page, 0)
         finally:
             os.close(fd)
+
+    def keep(self, kept_bytes: int) -> None:
+        """Keep bytes of its limits for another lease."""
+        self.kept_bytes = kept_bytes
+        for index in range(len(self.limits)):
+            LeaseDirectory(self.folder.parent, self.folder.name).set_kept(index, kept_bytes)
 
     def move(self, *uuids: str) -> None:
         """Give it other devices in the place of its own; their names stay."""
@@ -267,12 +274,14 @@ class Lease:
         data = (self.folder / "account").read_bytes()
         found = {}
         for index in range(SLOTS):
-            pid, taints, ticks, work, calls, queries, settled, waiting, looking, *used = SLOT.unpack_from(
-                data, ACCOUNT_HEADER.size + index * SLOT.size
+            pid, taints, ticks, work, calls, queries, again, wants, settled, waiting, looking, *used = (
+                SLOT.unpack_from(data, ACCOUNT_HEADER.size + index * SLOT.size)
             )
             if pid:
+                calls += work + again
+                turns = settled, waiting, looking
                 found[pid] = Slot(
-                    pid, taints, ticks, work, work + calls, queries, tuple(used), settled, waiting, looking
+                    pid, taints, ticks, work, calls, queries, tuple(used), *turns, again, wants
                 )
         return found
 
@@ -292,6 +301,8 @@ class Slot:
     calls: int  # every call that may wait, work included
     queries: int  # what programs poll
     used_bytes: tuple[int, ...]
-    settled: int  # value of `work` with which nothing was left to run
+    settled: int  # value of `work` and `again` with which nothing was left to run
     waiting: int  # threads that wait for a turn
     looking: int
+    again: int  # calls that waited, counted again
+    wants_memory: int  # grows while a call waits for kept bytes

@@ -22,7 +22,7 @@
 
 #define GPUSHARE_LIMIT_MAGIC 0x4c535047u   /* "GPSL", little endian */
 #define GPUSHARE_ACCOUNT_MAGIC 0x41535047u /* "GPSA" */
-#define GPUSHARE_VERSION 4u
+#define GPUSHARE_VERSION 5u
 #define GPUSHARE_DEVICES 16
 #define GPUSHARE_SLOTS 256
 
@@ -54,6 +54,7 @@ struct gpushare_limit_device {
     uint64_t limit_bytes;   /* of all processes of the lease together */
     uint64_t context_bytes; /* what NVML shows beyond the accounts (contexts), charged too */
     uint8_t name[16];       /* the UUID that was first here: processes of the lease know the device by it */
+    _Atomic uint64_t kept_bytes; /* of the limit: another lease has them now; who wants them asks and waits */
 };
 
 struct gpushare_limit_page {
@@ -66,22 +67,24 @@ struct gpushare_limit_page {
     _Atomic uint32_t turn; /* processes wait on it (futex) */
     struct gpushare_limit_device device[GPUSHARE_DEVICES];
 };
-_Static_assert(sizeof(struct gpushare_limit_page) == 24 + 48 * GPUSHARE_DEVICES, "layout");
+_Static_assert(sizeof(struct gpushare_limit_page) == 24 + 56 * GPUSHARE_DEVICES, "layout");
 
 struct gpushare_slot {
     _Atomic int32_t pid;      /* 0: free; written last */
     uint32_t taints;          /* enum gpushare_taint, or-ed */
     uint64_t start_ticks;     /* field 22 of /proc/PID/stat: a pid alone is reused */
-    /* Driver functions entered; each call counts in one of the three (see preload/hooks.h). */
+    /* Driver functions entered; each call counts in one of the first three (see preload/hooks.h). */
     _Atomic uint64_t work;    /* launches, copies, allocations, synchronisation: the process works */
     _Atomic uint64_t calls;   /* every other one that may wait while the process is suspended */
     _Atomic uint64_t queries; /* those that programs poll: streams, events, pointers, contexts, captures */
-    _Atomic uint64_t settled; /* value of `work` with which nothing of this process was left on a device */
+    _Atomic uint64_t again;   /* calls that are in `work`, and waited since: now and then while they do, and at the end */
+    _Atomic uint64_t wants_memory; /* grows while a thread waits for kept bytes */
+    _Atomic uint64_t settled; /* `work` and `again` with which nothing of this process was left on a device */
     _Atomic uint32_t waiting; /* threads that wait for a turn */
     _Atomic uint32_t looking; /* its own thread is in the driver, to find that out */
     uint64_t used_bytes[GPUSHARE_DEVICES]; /* by index in the limit page */
 };
-_Static_assert(sizeof(struct gpushare_slot) == 56 + 8 * GPUSHARE_DEVICES, "layout");
+_Static_assert(sizeof(struct gpushare_slot) == 72 + 8 * GPUSHARE_DEVICES, "layout");
 
 struct gpushare_account {
     uint32_t magic;
@@ -96,6 +99,6 @@ struct gpushare_account {
     } lock;
     struct gpushare_slot slot[GPUSHARE_SLOTS];
 };
-_Static_assert(sizeof(struct gpushare_account) == 80 + GPUSHARE_SLOTS * (56 + 8 * GPUSHARE_DEVICES), "layout");
+_Static_assert(sizeof(struct gpushare_account) == 80 + GPUSHARE_SLOTS * (72 + 8 * GPUSHARE_DEVICES), "layout");
 
 #endif

@@ -205,7 +205,7 @@ def write_account(files: LeaseDirectory, folder: Path, pids: tuple[int, ...]) ->
     raw = bytearray(ACCOUNT_BYTES)
     struct.pack_into("<II", raw, 0, ACCOUNT_MAGIC, VERSION)
     for number, pid in enumerate(pids):
-        SLOT.pack_into(raw, ACCOUNT_HEAD.size + number * SLOT.size, pid, 0, 100, 0, 5, 0, 0, 0, 0)
+        SLOT.pack_into(raw, ACCOUNT_HEAD.size + number * SLOT.size, pid, 0, 100, 0, 5, 0, 0, 0, 0, 0, 0)
     (folder / "a-1" / "account").write_bytes(raw)
 
 

@@ -277,7 +277,7 @@ def test_counters_that_change_under_the_reader_are_never_torn_into_an_error(tmp_
                 account.write(
                     lease_files.ACCOUNT_HEAD.pack(lease_files.ACCOUNT_MAGIC, lease_files.VERSION, count)
                 )
-                account.write(lease_files.SLOT.pack(1, 0, 2, count, count, count, 0, 0, 0) * 256)
+                account.write(lease_files.SLOT.pack(1, 0, 2, count, count, count, 0, 0, 0, 0, 0) * 256)
 
     thread = threading.Thread(target=scribble)
     thread.start()

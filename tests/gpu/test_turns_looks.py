@@ -45,7 +45,7 @@ def counts(lease: HelperLease, *, work: int, waiting: int) -> None:
     path = lease.files.path / ACCOUNT_NAME
     raw = bytearray(files.ACCOUNT_BYTES)
     ACCOUNT_HEAD.pack_into(raw, 0, files.ACCOUNT_MAGIC, files.VERSION, 0)
-    SLOT.pack_into(raw, ACCOUNT_HEAD.size, PROCESS[0], 0, PROCESS[1], work, 0, 0, 5, waiting, 0)
+    SLOT.pack_into(raw, ACCOUNT_HEAD.size, PROCESS[0], 0, PROCESS[1], work, 0, 0, 0, 0, 5, waiting, 0)
     path.write_bytes(raw)
     lease.account = lease.files.account()
 

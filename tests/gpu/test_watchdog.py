@@ -304,7 +304,7 @@ def test_a_forged_account_hides_no_process(guarded: Machine, written: int, mib: 
     watch = guarded.watch()
     evader = guarded.worker("eve", preload=False)
     with (directory / "account").open("r+b") as account:
-        slot = files.SLOT.pack(evader.pid, 0, start_ticks(evader.pid), 1, 1, 0, 0, 0, 0)
+        slot = files.SLOT.pack(evader.pid, 0, start_ticks(evader.pid), 1, 1, 0, 0, 0, 0, 0, 0)
         used = files.SLOT_USED.pack(written, *[0] * 15)
         account.seek(files.ACCOUNT_HEAD.size + 200 * files.SLOT.size)
         account.write(slot[: files.USED_IN_SLOT] + used)

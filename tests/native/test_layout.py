@@ -12,7 +12,7 @@ from tests.native.programs import compiled, run
 
 _FIELDS = {
     "gpushare_limit_page": ["magic", "version", "device_count", "mig", "ahead_us", "phase", "turn", "device"],
-    "gpushare_limit_device": ["uuid", "limit_bytes", "context_bytes", "name"],
+    "gpushare_limit_device": ["uuid", "limit_bytes", "context_bytes", "name", "kept_bytes"],
     "gpushare_account": ["magic", "version", "denied", "lock", "slot"],
     "gpushare_slot": [
         "pid",
@@ -21,6 +21,8 @@ _FIELDS = {
         "work",
         "calls",
         "queries",
+        "again",
+        "wants_memory",
         "settled",
         "waiting",
         "looking",
@@ -76,13 +78,14 @@ def test_c_and_python_agree_on_every_offset(tmp_path: Path) -> None:
     assert c["gpushare_limit_device.limit_bytes"] == files.LIMIT_IN_DEVICE
     assert c["gpushare_limit_device.context_bytes"] == files.CONTEXT_IN_DEVICE
     assert c["gpushare_limit_device.name"] == files.NAME_IN_DEVICE
+    assert c["gpushare_limit_device.kept_bytes"] == files.KEPT_IN_DEVICE
     assert c["gpushare_account"] == files.ACCOUNT_BYTES == simulator.ACCOUNT_BYTES
     assert c["gpushare_account.slot"] == files.ACCOUNT_HEAD.size == simulator.ACCOUNT_HEADER.size
     assert c["gpushare_account.denied"] == 8
     assert c["gpushare_slot"] == files.SLOT.size == simulator.SLOT.size
     assert c["gpushare_slot.used_bytes"] == files.USED_IN_SLOT
-    fields = ("pid", "taints", "start_ticks", "work", "calls", "queries", "settled", "waiting", "looking")
-    assert [c[f"gpushare_slot.{field}"] for field in fields] == [0, 4, 8, 16, 24, 32, 40, 48, 52]
+    fields = _FIELDS["gpushare_slot"][:-1]
+    assert [c[f"gpushare_slot.{field}"] for field in fields] == [0, 4, 8, 16, 24, 32, 40, 48, 56, 64, 68]
 
 
 def test_c_and_python_agree_on_every_number(tmp_path: Path) -> None:

@@ -45,7 +45,7 @@ def slot(lease: Lease, kernel: Worker) -> Slot:
 
 def is_settled(lease: Lease, kernel: Worker) -> bool:
     found = slot(lease, kernel)
-    return found.settled == found.work
+    return found.settled == found.work + found.again
 
 
 LAUNCHES = [

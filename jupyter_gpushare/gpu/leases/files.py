@@ -42,7 +42,7 @@ from jupyter_gpushare.protocol import LIMIT_NAME
 
 DEVICES = 16
 SLOTS = 256
-VERSION = 4
+VERSION = 5
 LIMIT_MAGIC = 0x4C535047
 ACCOUNT_MAGIC = 0x41535047
 
@@ -54,7 +54,7 @@ HELD = 1
 
 # struct gpushare_limit_page
 LIMIT_HEAD = struct.Struct("<IIHHIII")  # magic, version, device_count, mig, ahead_us, phase, turn
-LIMIT_DEVICE = struct.Struct("<16sQQ16s")  # uuid, limit_bytes, context_bytes, name
+LIMIT_DEVICE = struct.Struct("<16sQQ16sQ")  # uuid, limit_bytes, context_bytes, name, kept_bytes
 LIMIT_BYTES = LIMIT_HEAD.size + DEVICES * LIMIT_DEVICE.size
 COUNT_AT = 8
 AHEAD_AT = 12
@@ -63,13 +63,14 @@ TURN_AT = 20
 LIMIT_IN_DEVICE = 16
 CONTEXT_IN_DEVICE = 24
 NAME_IN_DEVICE = 32
+KEPT_IN_DEVICE = 48
 
 # struct gpushare_account
 ACCOUNT_HEAD = struct.Struct("<IIQ64x")  # magic, version, denied, lock
-# pid, taints, start_ticks, work, calls, queries, settled, waiting, looking
-SLOT = struct.Struct(f"<iIQQQQQII{8 * DEVICES}x")
+# pid, taints, start_ticks, work, calls, queries, again, wants_memory, settled, waiting, looking
+SLOT = struct.Struct(f"<iIQQQQQQQII{8 * DEVICES}x")
 SLOT_USED = struct.Struct(f"<{DEVICES}Q")
-USED_IN_SLOT = 56
+USED_IN_SLOT = 72
 ACCOUNT_BYTES = ACCOUNT_HEAD.size + SLOTS * SLOT.size
 
 # futex(2): who waits for a turn is woken.  Elsewhere it looks again every 20 ms.
@@ -121,8 +122,9 @@ class Slot:
     """The entry of one process in the account."""
 
     taints: Taint
-    work: int  # launches, copies, allocations, synchronisation
-    calls: int  # every call that may wait while suspended, work included
+    work: int  # launches, copies, allocations, synchronisation, each once
+    again: int  # those that waited, counted again while they do and when they go on
+    calls: int  # every call that may wait while suspended, both of these included
     queries: int  # calls that programs poll: streams, events, pointers, contexts, captures
     used_bytes: tuple[int, ...]  # by index in the limit page
     writer: Key  # as the process wrote itself: never changes
@@ -132,8 +134,9 @@ class TurnSlot(NamedTuple):
     """What decides about turns in the entry of one process."""
 
     key: Key  # as this process names it
-    work: int
-    settled: int  # the number of calls with which nothing of it was left on a device
+    wants_memory: int  # grows while a call of it waits for bytes that are kept for another lease
+    work: int  # calls, counted again when they go on after a wait
+    settled: int  # their number with which nothing of it was left on a device
     waiting: int  # threads that wait for a turn
     looking: int  # 1: the library's own thread is in the driver
 
@@ -158,7 +161,7 @@ class AccountFile:
         slots = self.slots.values()
         return Counters(
             {slot.writer: (slot.calls, slot.queries) for slot in slots},
-            {slot.writer: slot.work for slot in slots},
+            {slot.writer: slot.work + slot.again for slot in slots},
         )
 
 
@@ -245,12 +248,12 @@ def parse_account(raw: bytes) -> AccountFile | None:
         return None
     slots: dict[Key, Slot] = {}
     at = ACCOUNT_HEAD.size
-    for pid, taints, start_ticks, work, calls, queries, *_turns in SLOT.iter_unpack(memoryview(raw)[at:]):
+    for pid, taints, start_ticks, work, calls, queries, again, *_ in SLOT.iter_unpack(memoryview(raw)[at:]):
         if pid > 0:
             used = SLOT_USED.unpack_from(raw, at + USED_IN_SLOT)
             known = Taint(taints & _ALL_TAINTS)
             key = (pid, start_ticks)
-            slots[key] = Slot(known, work, work + calls, queries, used, key)
+            slots[key] = Slot(known, work, again, work + again + calls, queries, used, key)
         at += SLOT.size
     return AccountFile(denied, slots)
 
@@ -278,12 +281,14 @@ class LeaseDirectory:
         contexts: Mapping[str, int] = MappingProxyType({}),
         names: Iterable[str] = (),
         ahead_us: int = 0,
+        kept: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
         """Create the directory with a limit page and an account owned by ``uid``.
 
         ``ahead_us`` is above 0 where its processes may get turns.
         ``contexts`` are bytes by device that are charged from the start; ``names`` the UUIDs by which
         processes of the lease know its devices, in their order (default: their own).
+        ``kept`` are bytes of its limits by device that another lease has for now.
 
         An existing account is kept; an existing page is replaced as a whole, which is only
         right for a lease that no process carries.
@@ -299,7 +304,7 @@ class LeaseDirectory:
         for index, (uuid, name) in enumerate(zip(limits, tuple(names) or limits, strict=True)):
             at = LIMIT_HEAD.size + index * LIMIT_DEVICE.size
             values = uuid_bytes(uuid), limits[uuid], contexts.get(uuid, 0), uuid_bytes(name)
-            LIMIT_DEVICE.pack_into(page, at, *values)
+            LIMIT_DEVICE.pack_into(page, at, *values, kept.get(uuid, 0))
         write_whole(self._limit, bytes(page), 0o644)
         self._page = None
         if not os.path.lexists(self._account):
@@ -344,6 +349,14 @@ class LeaseDirectory:
             OSError: the page is missing.
         """
         self._pwrite(struct.pack("<Q", limit_bytes), _device_at(index) + LIMIT_IN_DEVICE)
+
+    def set_kept(self, index: int, kept_bytes: int) -> None:
+        """Write how much of the limit on a device another lease has for now.
+
+        Raises:
+            OSError: the page is missing.
+        """
+        self._pwrite(struct.pack("<Q", kept_bytes), _device_at(index) + KEPT_IN_DEVICE)
 
     def set_devices(self, uuids: Iterable[str]) -> None:
         """Write the UUIDs of the devices that the lease has now, in their order; their names stay.
@@ -401,10 +414,10 @@ class LeaseDirectory:
                 return []
         found, used, names = [], 0, self._host_keys
         whole = raw[: len(raw) - len(raw) % SLOT.size]
-        for index, (pid, _, ticks, work, _, _, *turns) in enumerate(SLOT.iter_unpack(whole)):
+        for index, (pid, _, ticks, work, _, _, again, wants, *turns) in enumerate(SLOT.iter_unpack(whole)):
             if pid > 0:
                 used = index + 1
-                found.append(TurnSlot(names.get((pid, ticks), (pid, ticks)), work, *turns))
+                found.append(TurnSlot(names.get((pid, ticks), (pid, ticks)), wants, work + again, *turns))
         self._turn_bytes = SLOT.size * min(SLOTS, 2 * used + 8)
         return found
 

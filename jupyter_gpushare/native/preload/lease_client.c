@@ -223,6 +223,8 @@ static struct gpushare_slot *claim(struct gpushare_account *at)
     atomic_store(&free_slot->work, 0);
     atomic_store(&free_slot->calls, 0);
     atomic_store(&free_slot->queries, 0);
+    atomic_store(&free_slot->again, 0);
+    atomic_store(&free_slot->wants_memory, 0);
     atomic_store(&free_slot->settled, 0);
     atomic_store(&free_slot->waiting, 0);
     atomic_store(&free_slot->looking, 0);
@@ -335,7 +337,7 @@ static bool wait_for_phase(enum lease_counter counter, bool allocates)
             return phase == GPUSHARE_RUNNING || phase == GPUSHARE_PAUSED;
         if (polls % RECOUNT_POLLS == 0) {
             reopen_replaced_files();
-            count(counter);
+            count(counter == LEASE_WORK ? LEASE_AGAIN : counter);
         }
         nanosleep(&poll, NULL);
     }
@@ -413,25 +415,97 @@ static bool fits(const struct gpushare_account *at, int device, uint64_t limit, 
     return used <= limit && bytes <= limit - used;
 }
 
+static uint64_t kept(const struct gpushare_limit_page *limits, int device)
+{
+    return limits && device >= 0 && device < GPUSHARE_DEVICES ? atomic_load(&limits->device[device].kept_bytes) : 0;
+}
+
+/* Whether bytes fit into a limit, also without the bytes of processes that have ended. */
+static bool fits_swept(struct gpushare_account *at, int device, uint64_t limit, uint64_t bytes)
+{
+    return fits(at, device, limit, bytes) || (sweep(at) && fits(at, device, limit, bytes));
+}
+
+static uint64_t beside_kept(const struct gpushare_limit_page *limits, int device)
+{
+    uint64_t limit = without_contexts(limits, device), others = kept(limits, device);
+    return limit > others ? limit - others : 0;
+}
+
+enum taking { DENIED, TAKEN, KEPT };
+
 /* The driver backs memory with pages of 2 MiB, which small allocations share; the account
- * charges what the device loses. */
-bool lease_take(int device, uint64_t bytes)
+ * charges what the device loses.  The helper writes what is kept and then reads the account: it sees the
+ * bytes, or the second look here sees what is kept. */
+static enum taking take(int device, uint64_t bytes)
 {
     const struct gpushare_limit_page *limits = get_page();
     struct gpushare_account *at = get_account();
     struct gpushare_slot *slot = at ? get_slot(at) : NULL;
     if (!limits || !slot || device < 0 || device >= GPUSHARE_DEVICES || bytes > UINT64_MAX / 4 || !lock_account(at))
-        return false;
+        return DENIED;
     bool small = bytes <= small_limit;
     uint64_t cost = small ? pages(small_bytes[device] + bytes) - pages(small_bytes[device]) : pages(bytes);
-    uint64_t limit = without_contexts(limits, device);
-    bool granted = cost == 0 || fits(at, device, limit, cost) || (sweep(at) && fits(at, device, limit, cost));
-    if (granted) {
+    enum taking taking = cost == 0 ? TAKEN : DENIED;
+    if (cost && fits_swept(at, device, without_contexts(limits, device), cost))
+        taking = fits_swept(at, device, beside_kept(limits, device), cost) ? TAKEN : KEPT;
+    if (taking == TAKEN) {
         slot->used_bytes[device] += cost;
-        small_bytes[device] += small ? bytes : 0;
+        atomic_thread_fence(memory_order_seq_cst);
+        if (cost && kept(limits, device) && !fits(at, device, beside_kept(limits, device), 0)) {
+            slot->used_bytes[device] -= cost;
+            taking = KEPT;
+        }
     }
+    if (taking == TAKEN && small)
+        small_bytes[device] += bytes;
     unlock_account(at);
-    return granted;
+    return taking;
+}
+
+/* Asks for kept bytes, and waits for a moment; longer while the lease moves.  False: everything is denied. */
+static bool ask_for_kept(void)
+{
+    const struct timespec poll = {0, POLL_NS};
+    count(LEASE_WANTS);
+    nanosleep(&poll, NULL);
+    return wait_for_phase(LEASE_WORK, true);
+}
+
+bool lease_take(int device, uint64_t bytes)
+{
+    enum taking taking;
+    while ((taking = take(device, bytes)) == KEPT && ask_for_kept())
+        ;
+    return taking == TAKEN;
+}
+
+bool lease_get_kept(int device)
+{
+    bool any = false;
+    while (device >= 0 && lease_is_set() && kept(get_page(), device)) {
+        any = true;
+        if (!ask_for_kept())
+            return false;
+    }
+    return any;
+}
+
+static bool is_beyond(int device)
+{
+    const struct gpushare_limit_page *limits = get_page();
+    struct gpushare_account *at = kept(limits, device) ? get_account() : NULL;
+    if (!at || !lock_account(at))
+        return false;
+    bool beyond = !fits_swept(at, device, beside_kept(limits, device), 0);
+    unlock_account(at);
+    return beyond;
+}
+
+void lease_get_beyond(int device)
+{
+    while (is_beyond(device) && ask_for_kept())
+        ;
 }
 
 void lease_count_denial(void)

@@ -21,7 +21,8 @@ struct lease_memory {
     uint64_t used_bytes;  /* contexts included */
 };
 
-enum lease_counter { LEASE_WORK, LEASE_CALLS, LEASE_QUERIES, LEASE_COUNTERS };
+/* A call that waited is counted AGAIN, for the helper; WANTS counts while one waits for kept bytes. */
+enum lease_counter { LEASE_WORK, LEASE_CALLS, LEASE_QUERIES, LEASE_AGAIN, LEASE_WANTS, LEASE_COUNTERS };
 
 /* This process's counters, LEASE_COUNTERS in a row; NULL until the first call.  The stubs add to them. */
 extern _Atomic uint64_t *_Atomic gpushare_counters;
@@ -71,8 +72,14 @@ bool lease_name(uint32_t index, char text[LEASE_UUID_BYTES]);
 /* Index in the limit page of a device that the lease has now, and of a name; or -1. */
 int lease_device(const uint8_t uuid[16]);
 int lease_named(const uint8_t name[16]);
-/* Take bytes of a device for this process, all or nothing. */
+/* Take bytes of a device for this process, all or nothing.  Where the limit has them, but another lease has
+ * memory that is kept for it, waits until that is gone: no lock may be held.  Only the limit denies. */
 bool lease_take(int device, uint64_t bytes);
+/* Waits until nothing is kept on a device (-1: none) for another lease, which the helper then suspends; whether
+ * anything was.  For calls that the driver refused for want of memory. */
+bool lease_get_kept(int device);
+/* The same while the account has more than the limit less what is kept: memory that the driver gave unasked. */
+void lease_get_beyond(int device);
 void lease_count_denial(void);
 void lease_give(int device, uint64_t bytes);
 /* Charge `after` in place of `before`, in pages and beyond the limit too: the driver has it already. */

@@ -5,7 +5,8 @@
 #include "preload_pools.h"
 
 /* Takes bytes of a device.  Before it says no, it gives back what primary contexts held that have
- * ended unseen, and trims this process's pools. */
+ * ended unseen, and trims this process's pools.  Before it asks for what is kept for another lease it does
+ * not: a host would lose what its pools keep, again and again, for the sake of its guest. */
 bool take_or_trim(int device, uint64_t bytes)
 {
     if (lease_take(device, bytes))

@@ -20,6 +20,12 @@ struct taken begin_allocation(CUdevice ordinal, uint64_t bytes);
 CUresult end_allocation(struct taken taken, CUresult result, uint64_t key);
 bool take_or_trim(int device, uint64_t bytes);
 
+/* Whether the driver, which has no memory, is to be called once more: what another lease had is free now. */
+static inline bool has_more(CUresult result, int device)
+{
+    return result == CUDA_ERROR_OUT_OF_MEMORY && lease_get_kept(device);
+}
+
 /* The bodies of wrappers.  `call` names the driver's function `real`. */
 #define ALLOCATE(name, ordinal, size, key, call)             \
     lease_enter(LEASE_WORK);                                 \
@@ -28,6 +34,8 @@ bool take_or_trim(int device, uint64_t bytes);
     if (!taken.granted)                                      \
         return CUDA_ERROR_OUT_OF_MEMORY;                     \
     CUresult result = call;                                  \
+    if (has_more(result, taken.device))                      \
+        result = call;                                       \
     return end_allocation(taken, result, result ? 0 : (uint64_t)(key))
 
 #define RELEASE(name, held, call)                            \

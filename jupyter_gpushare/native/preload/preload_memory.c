@@ -40,6 +40,8 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
     if (!lease_wait_to_allocate() || !may_use(ordinal))
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUresult result = real(out, ordinal);
+    if (has_more(result, page_device(ordinal)))
+        result = real(out, ordinal);
     if (!result)
         note_use(ordinal);
     return result;
@@ -66,6 +68,8 @@ API CUresult cuCtxSetCurrent(CUcontext context)
         if (!lease_wait_to_allocate() || !may_use(ordinal)) \
             return CUDA_ERROR_OUT_OF_MEMORY;                 \
         CUresult result = real arguments;                    \
+        if (has_more(result, page_device(ordinal)))          \
+            result = real arguments;                         \
         if (!result) {                                       \
             note_use(ordinal);                                  \
             remember_own_context(*out);                      \
@@ -154,3 +158,35 @@ ENDS_CONTEXT(cuCtxDestroy_v2)
     }
 MAY_END_CONTEXT(cuCtxDetach, CUcontext)
 MAY_END_CONTEXT(cuGreenCtxDestroy, void *)
+
+/* ---- what else takes device memory of its own: code, stacks and printf buffers, graphs ---- */
+
+/* Launches that load code or grow stacks take it too, and are not caught: they jump.  The reserve that no
+ * lease is granted is for them, with a guest or without. */
+#define LOADS(name, parameters, arguments)                            \
+    API CUresult name parameters                                      \
+    {                                                                 \
+        lease_enter(LEASE_CALLS);                                     \
+        FIND_REAL(name);                                              \
+        CUresult result = real arguments;                             \
+        if (has_more(result, page_device(current_ordinal())))         \
+            result = real arguments;                                  \
+        return result;                                                \
+    }
+LOADS(cuModuleLoad, (void **out, const char *file), (out, file))
+LOADS(cuModuleLoadData, (void **out, const void *image), (out, image))
+LOADS(cuModuleLoadDataEx, (void **out, const void *image, unsigned count, void *options, void **values),
+      (out, image, count, options, values))
+LOADS(cuModuleLoadFatBinary, (void **out, const void *image), (out, image))
+LOADS(cuModuleGetFunction, (void **out, void *module, const char *name), (out, module, name))
+LOADS(cuFuncLoad, (void *function), (function))
+LOADS(cuLibraryLoadData,
+      (void **out, const void *code, void *options, void **values, unsigned count, void *more, void **more_values,
+       unsigned more_count),
+      (out, code, options, values, count, more, more_values, more_count))
+LOADS(cuLibraryLoadFromFile,
+      (void **out, const char *file, void *options, void **values, unsigned count, void *more, void **more_values,
+       unsigned more_count),
+      (out, file, options, values, count, more, more_values, more_count))
+LOADS(cuCtxSetLimit, (int limit, size_t value), (limit, value))
+LOADS(cuGraphInstantiateWithFlags, (void **out, void *graph, unsigned long long flags), (out, graph, flags))

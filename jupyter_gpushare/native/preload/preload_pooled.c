@@ -95,6 +95,8 @@ static CUresult end_pooled(struct pooled pooled, CUresult result, CUdeviceptr ad
         trim_pools(pool->device);
     if (grew && exceeds_limit(pool->device))
         pool_may_release(pool);
+    if (grew)
+        lease_get_beyond(pool->device);
     return result;
 }
 
@@ -120,6 +122,8 @@ static CUresult free_in_order(CUdeviceptr address, CUresult (*real)(CUdeviceptr,
         if (!pooled.taken.granted)                                                                                \
             return CUDA_ERROR_OUT_OF_MEMORY;                                                                      \
         CUresult result = real(out, bytes, stream);                                                               \
+        if (has_more(result, pooled.taken.device))                                                                \
+            result = real(out, bytes, stream);                                                                    \
         return end_pooled(pooled, result, result ? 0 : *out);                                                     \
     }                                                                                                             \
     API CUresult cuMemAllocFromPoolAsync##suffix(CUdeviceptr *out, size_t bytes, CUmemoryPool pool, CUstream stream) \
@@ -130,6 +134,8 @@ static CUresult free_in_order(CUdeviceptr address, CUresult (*real)(CUdeviceptr,
         if (!pooled.taken.granted)                                                                                \
             return CUDA_ERROR_OUT_OF_MEMORY;                                                                      \
         CUresult result = real(out, bytes, pool, stream);                                                         \
+        if (has_more(result, pooled.taken.device))                                                                \
+            result = real(out, bytes, pool, stream);                                                              \
         return end_pooled(pooled, result, result ? 0 : *out);                                                     \
     }                                                                                                             \
     API CUresult cuMemFreeAsync##suffix(CUdeviceptr address, CUstream stream)                                     \
@@ -307,8 +313,12 @@ ADDS_NODE(cuGraphAddNode_v3)
                 return CUDA_ERROR_OUT_OF_MEMORY;                            \
         }                                                                   \
         CUresult result = real(graph, stream);                              \
-        if (memory)                                                         \
+        if (has_more(result, memory ? memory->device : -1))                 \
+            result = real(graph, stream);                                   \
+        if (memory) {                                                       \
             ask_pool(memory);                                               \
+            lease_get_beyond(memory->device);                               \
+        }                                                                   \
         return result;                                                      \
     }
 LAUNCHES_GRAPH(cuGraphLaunch, enter_launch())

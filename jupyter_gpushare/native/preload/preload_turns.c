@@ -214,6 +214,12 @@ static void pace(const struct gpushare_limit_page *page, uint32_t count, int64_t
     atomic_store(&most_in_flight, (uint32_t)(fit > MOST_LAUNCHES ? MOST_LAUNCHES : fit));
 }
 
+/* What is to be proved done: calls, and those that went on after a wait. */
+static uint64_t entered_work(const struct gpushare_slot *slot)
+{
+    return atomic_load(&slot->work) + atomic_load(&slot->again);
+}
+
 static void *keep_looking(void *unused)
 {
     int64_t looked_ns = 0; /* when the last look ended, with more to run behind it */
@@ -232,17 +238,17 @@ static void *keep_looking(void *unused)
             looked_ns = 0;
             continue;
         }
-        uint64_t work = atomic_load(&slot->work);
+        uint64_t work = entered_work(slot);
         if (work == atomic_load(&slot->settled)) {
             atomic_store(&sleeps, 1);
-            if (work == atomic_load(&slot->work))
+            if (work == entered_work(slot))
                 wait_on(&sleeps, 1, IDLE_NS, false);
             atomic_store(&sleeps, 0);
             looked_ns = 0;
-            if (work == atomic_load(&slot->work))
+            if (work == entered_work(slot))
                 continue;
         }
-        work = atomic_load(&slot->work);
+        work = entered_work(slot);
         uint32_t entered = atomic_load(&launches);
         int64_t began_ns = looked_ns ? looked_ns : now_ns();
         if (entered != atomic_load(&done))
@@ -256,9 +262,9 @@ static void *keep_looking(void *unused)
         }
         atomic_fetch_add(&looks, 1);
         wake(&looks);
-        if (all && work == found && work == atomic_load(&slot->work))
+        if (all && work == found && work == entered_work(slot))
             atomic_store(&slot->settled, work);
-        else if (!all || work == atomic_load(&slot->work))
+        else if (!all || work == entered_work(slot))
             sleep_ns(!all ? BLIND_NS : turn & GPUSHARE_HELD ? AGAIN_WHEN_HELD_NS : AGAIN_NS);
         found = all ? work : 0;
     }
@@ -332,7 +338,7 @@ static void wait_for_turn(void)
             if (!waited)
                 break;
             waited = false;
-            lease_enter(LEASE_WORK);
+            lease_enter(LEASE_AGAIN);
             continue;
         }
         if (is_held) {

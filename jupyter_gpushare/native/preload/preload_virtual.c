@@ -108,6 +108,8 @@ API CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t bytes, const 
     if (!taken.granted)
         return CUDA_ERROR_OUT_OF_MEMORY;
     CUresult result = real(out, bytes, properties, flags);
+    if (has_more(result, taken.device))
+        result = real(out, bytes, properties, flags);
     struct physical *made = result || taken.device < 0 ? NULL : malloc(sizeof *made);
     if (result && taken.device >= 0)
         lease_give(taken.device, taken.bytes);
