@@ -280,9 +280,7 @@ class Lease:
             if pid:
                 calls += work + again
                 turns = settled, waiting, looking
-                found[pid] = Slot(
-                    pid, taints, ticks, work, calls, queries, tuple(used), *turns, again, wants
-                )
+                found[pid] = Slot(pid, taints, ticks, work, calls, queries, tuple(used), *turns, again, wants)
         return found
 
     def denied(self) -> int:

@@ -130,6 +130,7 @@ class EventKind(enum.StrEnum):
     DRIVER_KILLED = "driver_killed"  # a process ended within a driver call of a suspension or resume
     SEAT = "seat"  # a seat of this node changed its state: see the sample
     EVICTED = "evicted"  # processes of a lease were ended: it has no seat and cannot be suspended
+    GUEST = "guest"  # a guest left the device of its host, which the helper decided by itself
 
 
 class Refusal(enum.StrEnum):
@@ -284,6 +285,8 @@ class LeaseSample:
     measured_share: float = -1.0
     work: int = -1  # driver calls that give work to a device, completed since it began; -1: not known
     guest_of: str = ""  # lease on whose device it is a guest now
+    # It was a guest that could not be suspended: its processes were ended, which is no failure of its own.
+    ended_as_guest: bool = False
 
     @property
     def is_gone(self) -> bool:
@@ -342,8 +345,11 @@ class SetLimit:
     stops: bool = False  # a job that is stopped and starts again: it is not suspended when its seat leaves
     compute_share: ComputeShare = ComputeShare.OFF
     share: float = 1.0  # of the time of each device: above 0, at most 1
-    # The lease on whose one device it is a guest, and the bytes there that the two divide: the guest has
-    # that many of its limit, and the host keeps so many less of its own until the guest has left.
+    # The lease on whose device it is a guest, which has one device, and bytes there: the guest has
+    # so many of its limit, and the host so many less of its own until the guest has left.  A guest leaves
+    # when either wants the rest of its limit: it is suspended, and its `guest_of` counts again when it
+    # resumes.  One that is suspended becomes a guest by this and then `Resume`, on capacity of its
+    # own with this empty, and then `Resume`.  One that runs gets its whole limit once its host has left.
     guest_of: str = ""
     guest_bytes: int = 0
 
@@ -449,6 +455,8 @@ class Event:
     # UNLEASED_PROCESS also uid and contained ("true" or "false").  PHASE: from, to, bytes.  DEVICE: healthy,
     # or suspendable and level, or reserve_bytes (what changed): request the inventory again.  It is published
     # once for the device, and where its health changed once for each lease on it.  SEAT: seat, state.
+    # GUEST: host, bytes (of the guest), took_s (until the host had its memory), ended ("true" or "false");
+    # its reason is host_memory or own_memory: who wanted it.
     fields: dict[str, str] = field(default_factory=dict)
 
 

@@ -165,6 +165,7 @@ def test_fields_of_the_page_change_one_by_one(tmp_path: Path) -> None:
     files.set_phase(PagePhase.SUSPENDED)
     files.set_limit(0, 5)
     files.set_context(0, 7)
+    files.set_kept(0, 9)
     files.set_devices([OTHER])
     raw = (files.path / "limit").read_bytes()
     assert lease_files.LIMIT_HEAD.unpack_from(raw)[2:] == (1, 0, 0, PagePhase.SUSPENDED, 0)
@@ -173,6 +174,7 @@ def test_fields_of_the_page_change_one_by_one(tmp_path: Path) -> None:
         5,
         7,
         uuid_bytes(UUID),
+        9,
     )
     assert files.phase() is PagePhase.SUSPENDED
 

@@ -206,7 +206,7 @@ def mover_on(
         checkpoint=paper,
         processes=processes,
         state=SimpleNamespace(save=lambda record: None, boot_id="b"),
-        host=SimpleNamespace(promise=lambda by_pid, held: NoLimit()),
+        host=SimpleNamespace(promise=lambda by_pid, held, lease: NoLimit()),
         events=Events(),
         files=SimpleNamespace(are_closed=False),
         seats=SimpleNamespace(required=False),

@@ -23,7 +23,7 @@ PROCESS = (4242, 7)
 
 def turns_of(*leases: HelperLease) -> Turns:
     registry: Any = SimpleNamespace(all=lambda: list(leases))
-    devices: Any = SimpleNamespace(offers=lambda uuid, level: True)
+    devices: Any = SimpleNamespace(turns_obstacle=lambda lease, proves_end: "")
     return Turns(registry, devices, proves_end=True)
 
 

@@ -127,7 +127,11 @@ def test_written_out_hooks_know_every_version_of_their_function() -> None:
         "cuGLCtxCreate",
         "cuVDPAUCtxCreate",
     }
-    whole |= {name for name in ours if re.match(r"cuGraphics|cuGLRegister|cuModuleLoad|cuModuleGetFunction|cuCtxSetLimit", name)}
+    whole |= {
+        name
+        for name in ours
+        if re.match(r"cuGraphics|cuGLRegister|cuModuleLoad|cuModuleGetFunction|cuCtxSetLimit", name)
+    }
     known = {name: {v for v in since[name] if v >= 3020 or name in whole} for name in ours}
     assert ours == known
 

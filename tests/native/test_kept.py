@@ -68,7 +68,9 @@ def test_every_way_to_allocate_waits_until_nothing_is_kept(
 
 
 def test_it_goes_on_too_when_the_lease_has_freed_enough_by_itself(half: Lease, host: Worker) -> None:
-    host.run("first = alloc(20 << 30)[1]; context = ctypes.c_void_p(); cuda.cuCtxGetCurrent(ctypes.byref(context))")
+    host.run(
+        "first = alloc(20 << 30)[1]; context = ctypes.c_void_p(); cuda.cuCtxGetCurrent(ctypes.byref(context))"
+    )
     host.run("later = lambda: (time.sleep(0.3), cuda.cuCtxSetCurrent(context), free(first))")
     host.run("threading.Thread(target=later).start()")
     began = time.monotonic()

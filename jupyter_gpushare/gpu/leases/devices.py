@@ -112,6 +112,19 @@ class DeviceStates:
         """Whether a level passed its test on a device."""
         return self.verdict(uuid).offers(level)
 
+    def turns_obstacle(self, lease: HelperLease, *, proves_end: bool) -> str:
+        """Why a lease cannot share the time of its devices in turns; "" if it can.
+
+        ``proves_end``: as in `Checkpoint`.
+        """
+        if not proves_end:
+            return "its driver cannot tell when a process has nothing left to run (before CUDA 12.5)"
+        if not all(self.offers(uuid, Level.PRELOAD) for uuid in lease.limits):
+            return "its device has no library that could hold calls"
+        if lease.goes_around:
+            return "a process of it runs without the library that holds calls"
+        return ""
+
     def is_blind(self, uuid: str) -> bool:
         """Whether the driver does not say how many bytes a process holds on a device."""
         return self.verdict(uuid).blind

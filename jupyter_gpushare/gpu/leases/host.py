@@ -5,7 +5,8 @@ a GPU: the driver's overhead is not published), within three bounds: the budget 
 part of all memory, for all leases together), what the host has available, and the
 memory limit of each cgroup above the process, where the driver allocates the bytes
 (NVIDIA/cuda-checkpoint issue 33: in the target process).  Memory promised to a
-suspension in progress counts as taken, so that two at once cannot count on the same.
+suspension in progress counts as taken, so that two at once cannot count on the same, and so
+does what is reserved for a guest (`moves.guests`), which may have to leave at any moment.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ class HostMemory:
         self._guard = threading.Lock()
         self._promised_bytes = 0
         self._promised_by_cgroup: dict[str, int] = {}
+        self._reserved: dict[str, int] = {}  # bytes by the lease that is a guest
 
     def total_bytes(self) -> int:
         """All memory of this host."""
@@ -63,15 +65,15 @@ class HostMemory:
         return self.total_bytes() * self._percent // 100
 
     @contextmanager
-    def promise(self, by_pid: Mapping[int, int], saved_bytes: int) -> Iterator[str]:
+    def promise(self, by_pid: Mapping[int, int], saved_bytes: int, lease: str = "") -> Iterator[str]:
         """Reserve memory for the bytes of these processes; yields why there is not enough, or "".
 
-        ``saved_bytes`` is what all leases hold already.
+        ``saved_bytes`` is what all leases hold already.  What is reserved for ``lease`` is for this.
         """
         need_bytes = with_overhead(sum(by_pid.values()))
         free = {} if self._checkpoint.simulated_host_memory() else free_in_cgroups(by_pid)
         with self._guard:
-            reason = self._refusal(need_bytes, with_overhead(saved_bytes), free)
+            reason = self._refusal(need_bytes, with_overhead(saved_bytes), free, lease)
             if not reason:
                 self._add(need_bytes, free)
         try:
@@ -80,6 +82,24 @@ class HostMemory:
             if not reason:
                 with self._guard:
                     self._add(-need_bytes, free)
+
+    def reserve(self, lease: str, count: int, saved_bytes: int) -> str:
+        """Reserve memory for as many device bytes of a guest, in place of what is; why not, or "".
+
+        ``saved_bytes`` is what all leases hold already.
+        """
+        need_bytes = with_overhead(count)
+        with self._guard:
+            if not (reason := self._refusal(need_bytes, with_overhead(saved_bytes), {}, lease)):
+                self._reserved[lease] = need_bytes
+        return reason
+
+    def keep_reserved(self, lease: str, count: int) -> None:
+        """Reserve memory for device bytes of a guest that runs (0: none), whether it is there or not."""
+        with self._guard:
+            self._reserved = {k: v for k, v in self._reserved.items() if k != lease}
+            if count:
+                self._reserved[lease] = with_overhead(count)
 
     def too_small(self, by_pid: Mapping[int, int]) -> str:
         """Why a memory limit of these processes cannot hold their device bytes beside them; "" if it can."""
@@ -94,14 +114,15 @@ class HostMemory:
             if not self._promised_by_cgroup[path]:
                 del self._promised_by_cgroup[path]
 
-    def _refusal(self, need_bytes: int, taken_bytes: int, free: Mapping[str, int]) -> str:
+    def _refusal(self, need_bytes: int, taken_bytes: int, free: Mapping[str, int], lease: str) -> str:
         if need_bytes == 0:
             return ""
-        budget_bytes = self.budget_bytes() - taken_bytes - self._promised_bytes
+        promised_bytes = self._promised_bytes + sum(v for k, v in self._reserved.items() if k != lease)
+        budget_bytes = self.budget_bytes() - taken_bytes - promised_bytes
         if need_bytes > budget_bytes:
             needs, left = compared(need_bytes, max(0, budget_bytes))
             return f"the copy needs {needs} of host memory, {left} of the budget are left"
-        available_bytes = self.available_bytes() - self._promised_bytes
+        available_bytes = self.available_bytes() - promised_bytes
         if need_bytes > available_bytes:
             needs, left = compared(need_bytes, max(0, available_bytes))
             return f"the copy needs {needs} of host memory, {left} are available"

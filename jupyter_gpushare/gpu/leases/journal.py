@@ -169,6 +169,7 @@ class JournalRecord:
     names: tuple[str, ...] = ()
     # While it resumes on other devices: those that it had before, in their order.
     moves_from: tuple[str, ...] = ()
+    ended_as_guest: bool = False  # as `LeaseSample.ended_as_guest`
 
 
 class StateDirectory:

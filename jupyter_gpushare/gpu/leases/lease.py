@@ -55,6 +55,10 @@ PAGE = MappingProxyType(
 
 # What a process may have in flight in its first turn; the turns say it from then on.
 AHEAD_US = 20_000
+# The part of a device's time that a guest gets while its host computes too; the host gets the rest.
+GUEST_SHARE = 0.1
+
+MAX_WORK = 1 << 62  # an account says any number
 
 BACKOFF_S = 60.0
 MAX_BACKOFF_S = 3600.0
@@ -94,6 +98,8 @@ class HelperLease:
         self.names = record.names or tuple(record.asked.limits)
         self.moves_from = record.moves_from
         self.moving = threading.Lock()
+        self.guests: dict[str, tuple[str, int]] = {}  # by device: the guest there, and the bytes that it has
+        self.ended_as_guest = record.ended_as_guest
         self._page_guard = threading.Lock()
         self._pauses = 0  # restores beside it, for which its allocations wait
         self.dropped = False
@@ -140,6 +146,8 @@ class HelperLease:
         self.placed: frozenset[Key] = frozenset()  # its processes in that cgroup
         self.failures: dict[Key, Failure] = {}
         self.time_share = TimeShare()
+        self.work = 0  # calls that its processes counted as work so far, also those that have ended
+        self._worked: dict[Key, int] = {}  # those of each process, as last seen
         # Processes with device memory that the library did not count in the last sample, and whether one of
         # them was there in the sample before.
         self.outside: frozenset[Key] = frozenset()
@@ -153,7 +161,25 @@ class HelperLease:
     @property
     def ahead_us(self) -> int:
         """Microseconds of work that a process may have in flight before its first turn; 0: it gets none."""
-        return 0 if self.asked.compute_share is ComputeShare.OFF else AHEAD_US
+        return 0 if self.shares_time[0] is ComputeShare.OFF else AHEAD_US
+
+    @property
+    def is_guest(self) -> bool:
+        """Whether it is on the device of another lease now."""
+        return bool(self.asked.guest_of) and self.phase is not Phase.SUSPENDED
+
+    @property
+    def shares_time(self) -> tuple[ComputeShare, float]:
+        """How it is to share the time of its devices, and its part: with a guest, or as one, 9 to 1."""
+        if self.is_guest or self.guests:
+            return ComputeShare.FAIR, GUEST_SHARE if self.is_guest else 1 - GUEST_SHARE
+        return self.asked.compute_share, self.asked.share
+
+    def kept_bytes_of(self, uuid: str) -> int:
+        """Bytes of its limit on a device that another lease has: its guest, or as a guest all the rest."""
+        if self.asked.guest_of:
+            return max(0, self.limits[uuid] - self.asked.guest_bytes)
+        return self.guests[uuid][1] if uuid in self.guests and uuid in self.limits else 0
 
     @property
     def saved_bytes(self) -> dict[str, int]:
@@ -210,7 +236,9 @@ class HelperLease:
 
     def allowed_bytes(self, uuid: str) -> int:
         """What it may hold on a device now."""
-        return 0 if self.phase is Phase.SUSPENDED else self.limits.get(uuid, 0)
+        if self.phase is Phase.SUSPENDED or uuid not in self.limits:
+            return 0
+        return self.limits[uuid] - (self.kept_bytes_of(uuid) if self.asked.guest_of else 0)
 
     def borrows(self, uuid: str) -> bool:
         """Whether any of its memory on a device may be reclaimed."""
@@ -265,6 +293,23 @@ class HelperLease:
         with self._page_guard:
             self.contexts, self.asked, self.parked = moved(self.contexts), asked, parked
 
+    def see_work(self, account: AccountFile | None) -> None:
+        """Count the work of its processes, as their account shows it: what one of them takes back is not."""
+        if account is None:
+            return
+        done = {slot.writer: slot.work for slot in account.slots.values()}
+        added_work = sum(max(0, work - self._worked.get(key, 0)) for key, work in done.items())
+        self.work, self._worked = min(self.work + added_work, MAX_WORK), done
+
+    def write_kept(self) -> None:
+        """Write into the limit page what is kept for other leases; one that is missing is logged."""
+        with self._page_guard:
+            try:
+                for index, uuid in enumerate(self.limits):
+                    self.files.set_kept(index, self.kept_bytes_of(uuid))
+            except OSError as error:  # removed by a process with the helper's rights
+                log.error("lease=%s its limit page cannot be written: %s", self.name, error)
+
     def charge_context(self, index: int, uuid: str, context_bytes: int) -> None:
         """Charge bytes that the driver shows on its device at a position beyond the account (contexts).
 
@@ -286,8 +331,9 @@ class HelperLease:
         """
         self.contexts = dict(contexts)
         phase = PAGE[self.phase]
-        self.files.create(self.asked.uid, self.limits, phase, contexts, self.names, self.ahead_us)
-        if self.asked.compute_share is ComputeShare.STRICT:
+        kept = {uuid: self.kept_bytes_of(uuid) for uuid in self.limits}
+        self.files.create(self.asked.uid, self.limits, phase, contexts, self.names, self.ahead_us, kept)
+        if self.shares_time[0] is ComputeShare.STRICT:
             self.take_turn(HELD, self.ahead_us)  # a cap holds from the first launch on
 
     def block(self, key: Key, reason: str) -> None:
@@ -346,6 +392,7 @@ class HelperLease:
             unconfirmed=self.unconfirmed,
             names=self.names if self.names != tuple(self.limits) else (),
             moves_from=self.moves_from,
+            ended_as_guest=self.ended_as_guest,
             counted=tuple((*key, *counts) for key, counts in self.baseline.entered.items()),
         )
 

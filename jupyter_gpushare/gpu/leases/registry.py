@@ -250,6 +250,8 @@ class LeaseRegistry:
     def _on_devices(self, name: str) -> list[HelperLease]:
         """The other leases that hold device memory, may soon, or are being moved."""
         others = [lease for lease in self._leases.values() if lease.name != name]
+        # What a guest has is in its host's limit.
+        others = [each for each in others if not (each.is_guest and each.asked.guest_of in self._leases)]
         return [each for each in others if each.phase is not Phase.SUSPENDED or each.moving.locked()]
 
     def _fits(self, limits: Mapping[str, int], beside: list[HelperLease]) -> bool:
@@ -325,11 +327,22 @@ class LeaseRegistry:
             self._machine.files.let_in(users)
 
     def phase_changed(self, lease: HelperLease) -> None:
-        """Adapt the driver's limits to a new phase, and let the wake detector look."""
+        """Adapt limits to a new phase, and let the wake detector look."""
+        if not lease.is_guest:
+            self.end_pair(lease.name)
         if lease.in_cgroup:
             self._cgroups.limit(lease)
         if lease.phase is Phase.SUSPENDED:
             self.suspended.set()
+
+    def end_pair(self, guest: str) -> None:
+        """Give hosts their memory back that a guest had, which has left, and what was reserved for it."""
+        self._machine.host.keep_reserved(guest, 0)
+        with self._guard:
+            for host in self._leases.values():
+                if kept := [uuid for uuid, (name, _) in host.guests.items() if name == guest]:
+                    host.guests = {u: each for u, each in host.guests.items() if u not in kept}
+                    host.write_kept()
 
     def put_on(self, lease: HelperLease, devices: Iterable[str]) -> None:
         """Give a held lease other devices in the place of its own, with all that limits it there.
@@ -341,6 +354,7 @@ class LeaseRegistry:
         left = {*lease.limits, *lease.moves_from} - set(devices)
         lease.put_on(devices)
         lease.files.set_devices(devices)
+        lease.write_kept()
         if lease.in_cgroup or all(self._devices.offers(uuid, Level.CGROUP) for uuid in devices):
             self._cgroups.limit(lease)
             self._cgroups.lift(lease.name, left)
@@ -370,6 +384,7 @@ class LeaseRegistry:
             self._machine.state.forget(lease.name)
             with self._guard:
                 self._leases.pop(lease.name, None)
+            self.end_pair(lease.name)
         self.let_in()
         log.info("lease=%s dropped killed=%d", lease.name, len(killed))
         return Dropped(known=True)
@@ -487,6 +502,7 @@ class LeaseRegistry:
         self._enforce(lease)
         for index, limit_bytes in enumerate(lease.limits.values()):
             lease.files.set_limit(index, limit_bytes)
+        lease.write_kept()
 
     def _replace(self, lease: HelperLease, request: SetLimit) -> None:
         """Give a lease that no process carries other limits, devices or another phase."""
@@ -500,7 +516,7 @@ class LeaseRegistry:
         ):
             return
         new = HelperLease(record, lease.files)
-        new.moving = lease.moving
+        new.moving, new.guests = lease.moving, lease.guests
         # Calls counted by earlier processes must not wake the later ones.
         new.baseline = counters_of(new.files.account())
         self._machine.state.save(new.record())

@@ -153,6 +153,9 @@ class MemoryReservations:
         # Graphics sessions are not listed, and of some processes the driver does not say what they hold.
         listed = sum(held or 0 for pid, held in usage.processes.items() if pid in pids)
         others = max(0, usage.used_bytes - listed)
-        limits = sum(lease.limits.get(uuid, 0) for lease in running)
+        # What a host keeps for its guest it cannot allocate.
+        limits = sum(
+            lease.limits[uuid] - lease.kept_bytes_of(uuid) for lease in running if uuid in lease.limits
+        )
         spare = self._devices.margin_bytes(uuid, gpu.memory_bytes)
         return others + limits + count + spare > gpu.memory_bytes

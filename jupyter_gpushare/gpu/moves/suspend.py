@@ -157,6 +157,11 @@ class Mover:
         """Reserve bytes by device for a restore that is none of a lease (`MemoryReservations.reserve`)."""
         return self._reservations.reserve(needed, timeout_s)
 
+    def held_bytes(self) -> int:
+        """Bytes of all leases in host memory."""
+        leases = [lease for lease in self._registry.all() if lease.phase in IN_HOST_MEMORY]
+        return sum(sum(lease.saved_bytes.values()) for lease in leases)
+
     # Verbs
 
     def suspend(self, lease: HelperLease, calls: str, timeout_s: float) -> MoveResult:
@@ -269,10 +274,7 @@ class Mover:
         deadline = time.monotonic() + timeout_s
         found = self._movable(lease, calls)
         by_pid = {pid: sum(saved.values()) for (pid, _), saved in found.items()}
-        held = sum(
-            sum(other.saved_bytes.values()) for other in self._registry.all() if other.phase in IN_HOST_MEMORY
-        )
-        with self._machine.host.promise(by_pid, held) as shortage:
+        with self._machine.host.promise(by_pid, self.held_bytes(), lease.name) as shortage:
             if shortage:
                 raise MoveRefused(Refusal.HOST_MEMORY, shortage)
             try:

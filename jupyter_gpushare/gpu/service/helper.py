@@ -42,6 +42,7 @@ from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods
 from jupyter_gpushare.gpu.leases.processes import Processes
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
 from jupyter_gpushare.gpu.leases.seats import MAX_SEATS, SeatTable
+from jupyter_gpushare.gpu.moves.guests import Guests
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.moves.vacate import Evictions
 from jupyter_gpushare.gpu.moves.wake import UnattendedResumes, WakeDetector
@@ -108,6 +109,7 @@ class Helper:
         canary = Canary(machine, cgroups, own_pids, self._mover.room)
         self._self_tests = SelfTests(machine, self._registry, self._devices, self._health, canary)
         self._wake_detector = WakeDetector(self._registry, machine.events)
+        self._guests = Guests(machine, self._registry, self._devices, self._mover)
         self._unattended_resumes = UnattendedResumes(self._registry, self._mover)
         unleased = UnleasedProcesses(
             options.unleased, machine.processes, machine.events, state.holders, own_pids
@@ -122,12 +124,14 @@ class Helper:
         for lease in self._registry.all():
             self._mover.adopt(lease)
             self._health.out_of_step(lease)
+        self._guests.adopt()
         requests = Requests(
             machine,
             self._registry,
             self._devices,
             self._self_tests,
             self._mover,
+            self._guests,
             self._sampler,
             watchdog,
         )
@@ -150,6 +154,7 @@ class Helper:
             self._health.run,
             self._wake_detector.run,
             self._unattended_resumes.run,
+            self._guests.run,
             self._turns.run,
             self._server.run,
             self._self_tests.run,

@@ -28,6 +28,7 @@ from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.leftovers import keepers_of
 from jupyter_gpushare.gpu.leases.processes import leader
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.moves.guests import Guests
 from jupyter_gpushare.gpu.moves.suspend import Mover, refusal
 from jupyter_gpushare.gpu.moves.wake import resume_unrecorded
 from jupyter_gpushare.gpu.service.sampler import Sampler
@@ -56,6 +57,7 @@ class Requests:
         devices: DeviceStates,
         self_tests: SelfTests,
         mover: Mover,
+        guests: Guests,
         sampler: Sampler,
         watchdog: Watchdog,
     ) -> None:
@@ -64,6 +66,7 @@ class Requests:
         self._devices = devices
         self._self_tests = self_tests
         self._mover = mover
+        self._guests = guests
         self._sampler = sampler
         self._watchdog = watchdog
 
@@ -164,7 +167,7 @@ class Requests:
         )
 
     def _set_limit(self, request: helper.SetLimit, epoch: int) -> helper.LeaseFiles:
-        return replace(self._registry.set_limit(request, epoch), library=self._machine.library)
+        return replace(self._guests.set_limit(request, epoch), library=self._machine.library)
 
     def _reserve(self, request: Reserve, _epoch: int) -> helper.LeaseFiles:
         return helper.LeaseFiles(
@@ -193,7 +196,7 @@ class Requests:
         limits = dict(zip(request.devices or lease.limits, lease.limits.values(), strict=False))
         if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, limits)):
             return refusal(Refusal.NO_MEMORY, reason)
-        moved = self._mover.resume(lease, request.timeout_s, request.devices)
+        moved = self._guests.resume(lease, request.timeout_s, request.devices)
         if moved.done or moved.refused is Refusal.LOST:  # else it may still be under way
             self._registry.confirm(lease)
         return moved

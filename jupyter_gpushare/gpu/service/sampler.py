@@ -239,6 +239,7 @@ class Sampler:
                 computing = True
         lease.held, lease.account = held, account
         outside = frozenset(key for key in held if account is None or key not in account.slots)
+        lease.see_work(account)
         lease.outside, lease.goes_around = outside, bool(outside & lease.outside)
         # The account and the driver's answer match only where no allocation happened in between.
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
@@ -349,6 +350,9 @@ class Sampler:
             compute_share=lease.time_share.compute_share,
             share_reason=lease.time_share.reason,
             measured_share=lease.time_share.measured,
+            work=lease.work if account else -1,
+            guest_of=lease.asked.guest_of if lease.is_guest else "",
+            ended_as_guest=lease.ended_as_guest,
         )
 
 

@@ -26,7 +26,7 @@ from jupyter_gpushare.gpu.leases.files import HELD, NO_TURNS, Key
 from jupyter_gpushare.gpu.leases.lease import HelperLease, TimeShare
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.turns.ring import LINGER_S, Contender, Turn, TurnRing
-from jupyter_gpushare.protocol.helper import ComputeShare, Level, Phase
+from jupyter_gpushare.protocol.helper import ComputeShare, Phase
 
 log = logging.getLogger(__name__)
 
@@ -44,10 +44,6 @@ SHOW_S = 0.5
 # A process of which the sampler has not heard yet counts for so long.
 NEW_S = 2.0
 _NUMBERS = 1 << 30
-
-NO_LIBRARY = "its device has no library that could hold calls"
-NO_PROOF = "its driver cannot tell when a process has nothing left to run (before CUDA 12.5)"
-OUTSIDE = "a process of it runs without the library that holds calls"
 
 
 @dataclass(slots=True)
@@ -87,16 +83,11 @@ class Turns:
 
     def _in_force(self, lease: HelperLease) -> tuple[ComputeShare, str]:
         """Return how a lease shares time now, and why not as it was asked for ("": it does)."""
-        asked = lease.asked.compute_share
+        asked, _ = lease.shares_time
         if asked is ComputeShare.OFF:
             return asked, ""
-        if not self._proves_end:
-            return ComputeShare.OFF, NO_PROOF
-        if not all(self._devices.offers(uuid, Level.PRELOAD) for uuid in lease.limits):
-            return ComputeShare.OFF, NO_LIBRARY
-        if lease.goes_around:
-            return ComputeShare.OFF, OUTSIDE
-        return asked, ""
+        reason = self._devices.turns_obstacle(lease, proves_end=self._proves_end)
+        return (ComputeShare.OFF, reason) if reason else (asked, "")
 
     def run(self) -> None:
         """Keep the turns for ever."""
@@ -125,8 +116,7 @@ class Turns:
         contenders = {
             lease.name: self._contender(self._leases[lease.name], at)
             for lease in leases
-            if lease.asked.compute_share is ComputeShare.STRICT
-            or any(beside[uuid] > 1 for uuid in lease.limits)
+            if lease.shares_time[0] is ComputeShare.STRICT or any(beside[uuid] > 1 for uuid in lease.limits)
         }
         if any(contender.computes for contender in contenders.values()):
             self._computed_at = at
@@ -161,7 +151,7 @@ class Turns:
             for lease in self._registry.all()
             if lease.phase is Phase.RUNNING
             and not lease.dropped
-            and lease.asked.compute_share is not ComputeShare.OFF
+            and lease.shares_time[0] is not ComputeShare.OFF
         ]
 
     def _contender(self, known: _Lease, at: float) -> Contender:
@@ -179,10 +169,11 @@ class Turns:
                 seen.work, seen.worked_at = slot.work, at
             waits |= slot.waiting > 0 and at - seen.worked_at < WAIT_S
             busy += slot.work != slot.settled and (slot.looking or at - seen.worked_at < REST_S)
+        compute_share, share = lease.shares_time
         return Contender(
             devices=tuple(lease.limits),
-            share=lease.asked.share,
-            strict=lease.asked.compute_share is ComputeShare.STRICT,
+            share=share,
+            strict=compute_share is ComputeShare.STRICT,
             busy=busy,
             waits=waits,
         )

@@ -1,0 +1,341 @@
+"""Guests: leases on memory and time that another lease holds, and leave at once when it wants them back.
+
+A *guest* has one device, of which a *host* has the whole.  The limit page of each says its whole limit,
+and how much of that is kept for the other: of the host's the bytes of the guest, of the guest's all but
+these.  What fits into the limit, but not beside what is kept, waits in the library and raises a word
+in the account (`gpushare_lease.h`).  A thread here reads these words.  Whoever of the two asks, the guest is
+suspended, without the broker, and nothing is kept for it any more: the host goes on, and the guest's
+call waits until it is resumed where it has its whole limit.
+
+* A pair is the guest's record: `SetLimit.guest_of` of a lease that is not suspended.  It ends with the
+  phase, or with the guest (`LeaseRegistry.end_pair`).
+* Order without a gap: host memory is reserved, then the host's page says what is kept, then its account
+  is read: if it has more already, that is taken back.  Only then the guest's page appears, or it
+  resumes.  The library takes, and looks again whether something is kept: one of the two sees the other.
+* A guest that cannot be suspended, for a reason that stays or for `BUSY_S`, is killed, all but its
+  runner: the host must not wait for it.  The sample says so (`LeaseSample.ended_as_guest`).
+* A guest whose host has left stays what it is, on nobody's capacity, until the broker decides.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import threading
+import time
+from dataclasses import replace
+
+from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest
+from jupyter_gpushare.gibibytes import compared
+from jupyter_gpushare.gpu.leases.devices import DeviceStates
+from jupyter_gpushare.gpu.leases.files import Key
+from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.moves.suspend import Mover, refusal
+from jupyter_gpushare.protocol.helper import (
+    ErrorKind,
+    EventKind,
+    LeaseFiles,
+    MoveResult,
+    Phase,
+    Refusal,
+    SetLimit,
+)
+
+log = logging.getLogger(__name__)
+
+POLL_S = 0.005
+RETRY_S = 0.01
+SUSPEND_S = 2.0
+DEVICE_WAIT_S = 1.0
+# How long a guest is asked again to come to rest, which it does not.
+BUSY_S = 30.0
+
+
+class Guests:
+    """All pairs of this machine; `run` in a thread of its own."""
+
+    def __init__(
+        self, machine: Machine, registry: LeaseRegistry, devices: DeviceStates, mover: Mover
+    ) -> None:
+        self._machine = machine
+        self._registry = registry
+        self._devices = devices
+        self._mover = mover
+        self._begun = threading.Event()
+        self._beginning = threading.Lock()
+        self._seen: dict[str, dict[Key, int]] = {}  # the words of each lease's processes, as last read
+        self._leaving: dict[str, threading.Thread] = {}  # by guest
+
+    def adopt(self) -> None:
+        """Write again what is kept, as the records of the leases say; an earlier helper may have died."""
+        for guest in filter(_is_guest, self._registry.all()):
+            host = self._registry.get(guest.asked.guest_of)
+            (uuid,) = guest.limits
+            if host is not None and uuid in host.limits:
+                host.guests[uuid] = guest.name, guest.asked.guest_bytes
+            self._machine.host.keep_reserved(guest.name, guest.asked.guest_bytes)
+        for lease in self._registry.all():
+            lease.write_kept()
+        self._begun.set()
+
+    # Pairs begin
+
+    def set_limit(self, request: SetLimit, epoch: int) -> LeaseFiles:
+        """As `LeaseRegistry.set_limit`; a lease that becomes a guest has its memory from then on.
+
+        Raises:
+            InvalidRequest: the request makes no sense.
+            HelperError: it cannot be done now; ``conflict``: why it cannot be a guest.
+        """
+        lease = self._registry.get(request.lease)
+        if request.guest_of:
+            _check(request)
+        elif lease is not None and lease.is_guest and (host := self._host(lease)) is not None:
+            reason = (
+                f"lease {host.name} is on the device of its guest {lease.name}, which has to be suspended"
+            )
+            raise HelperError(ErrorKind.CONFLICT, reason)
+        if not request.guest_of:
+            files = self._registry.set_limit(request, epoch)
+            if not (lease := self._registry.get(request.lease)) or not lease.is_guest:
+                self._registry.end_pair(request.lease)
+            return files
+        lives = lease is not None and self._registry.may_live(lease)
+        if lease.phase is Phase.SUSPENDED if lease and lives else request.suspended:
+            # It counts from its resume on; and should it end now, it must not run again.
+            return self._registry.set_limit(replace(request, suspended=True), epoch)
+        if lease is not None and lease.is_guest and _pair_of(lease.asked) == _pair_of(request):
+            return self._registry.set_limit(request, epoch)
+        if lease is not None and (lease.is_guest or lives):
+            raise HelperError(
+                ErrorKind.CONFLICT, f"lease {lease.name} runs: it becomes a guest when it resumes"
+            )
+        (uuid,) = request.limits
+        if refused := self._begin(request, uuid, None):
+            raise HelperError(ErrorKind.CONFLICT, refused.reason)
+        try:
+            return self._registry.set_limit(request, epoch)
+        except BaseException:
+            self._registry.end_pair(request.lease)
+            raise
+
+    def resume(self, lease: HelperLease, timeout_s: float, devices: tuple[str, ...]) -> MoveResult:
+        """As `Mover.resume`; one that is to be a guest is one from then on.  The caller holds the lease."""
+        if not lease.asked.guest_of or lease.phase is not Phase.SUSPENDED:
+            return self._mover.resume(lease, timeout_s, devices)
+        parked, guest_bytes = sum(lease.saved_bytes.values()), lease.asked.guest_bytes
+        if parked > guest_bytes:
+            needs, has = compared(parked, guest_bytes)
+            return refusal(Refusal.NO_MEMORY, f"it needs {needs}, and has {has} as a guest")
+        if refused := self._begin(lease.asked, (*devices, *lease.limits)[0], lease):
+            return refused
+        moved = self._mover.resume(lease, timeout_s, devices)
+        if lease.phase is Phase.SUSPENDED:
+            self._registry.end_pair(lease.name)
+        else:
+            self._machine.host.keep_reserved(lease.name, guest_bytes)
+        return moved
+
+    def _begin(self, asked: SetLimit, uuid: str, guest: HelperLease | None) -> MoveResult | None:
+        """Reserve host memory for a guest, and let the host keep bytes for it; why not, or None."""
+        name, guest_bytes = asked.lease, asked.guest_bytes
+        with self._beginning:
+            host = self._registry.get(asked.guest_of)
+            reason = "" if host else f"no lease {asked.guest_of} on this machine"
+            if host is None or (reason := self._obstacle(host, uuid, asked, guest)):
+                return refusal(Refusal.NO_MEMORY, reason)
+            parked = sum(guest.saved_bytes.values()) if guest else 0
+            reason = self._machine.host.reserve(name, max(0, guest_bytes - parked), self._mover.held_bytes())
+            if reason:
+                return refusal(Refusal.HOST_MEMORY, reason)
+            host.guests = host.guests | {uuid: (name, guest_bytes)}
+            host.write_kept()
+            left_bytes = self._left_bytes(host, uuid)
+            if left_bytes < 0:
+                self._registry.end_pair(name)
+                has, left = compared(
+                    host.limits[uuid] - guest_bytes - left_bytes, host.limits[uuid] - guest_bytes
+                )
+                return refusal(
+                    Refusal.NO_MEMORY, f"lease {host.name} uses {has}, with a guest {left} are left"
+                )
+        self._begun.set()
+        return None
+
+    def _obstacle(self, host: HelperLease, uuid: str, asked: SetLimit, guest: HelperLease | None) -> str:
+        """Why a lease cannot be a guest on the device of another now; "" if it can."""
+        if uuid not in host.limits or host.phase is not Phase.RUNNING:
+            return f"lease {host.name} does not run on device {uuid[:80]}"
+        if host.is_guest or (guest is not None and guest.guests):
+            return "a guest cannot be a host"
+        if host.guests.get(uuid, (asked.lease,))[0] != asked.lease:
+            return f"lease {host.name} has a guest there: {host.guests[uuid][0]}"
+        if asked.guest_bytes > host.limits[uuid]:
+            return f"lease {host.name} has less there than its guest is to have"
+        if uuid.startswith("MIG-"):
+            return "a MIG instance has no guest"
+        if others := [
+            each.name
+            for each in self._registry.all()
+            if uuid in each.limits
+            and each.phase is not Phase.SUSPENDED
+            and each.name not in (host.name, asked.lease)
+        ]:
+            return f"lease {others[0]} is on the device of the host too"
+        if reason := self._devices.turns_obstacle(host, proves_end=self._machine.checkpoint.proves_end):
+            return f"it cannot share the time of its host: {reason}"
+        if host.outside:
+            return f"a process of lease {host.name} does not load the library that limits memory"
+        reasons = [
+            self._devices.suspend_blocker(uuid),
+            self._blocker(host),
+            self._blocker(guest) if guest else "",
+        ]
+        return next(filter(None, reasons), "")
+
+    def _blocker(self, lease: HelperLease) -> str:
+        """Why a lease cannot be suspended, as far as the last sample shows."""
+        return self._mover.blockers.reason(lease, lease.account, lease.held, forced=True)
+
+    def _left_bytes(self, host: HelperLease, uuid: str) -> int:
+        """What a host may still allocate beside what it keeps; below 0: it has more already."""
+        account = host.files.account()
+        if account is None:
+            return -1
+        index, alive = list(host.limits).index(uuid), self._machine.processes.alive
+        # Processes in containers are known by their own pids until the next sample.
+        contained = any(map(self._machine.processes.is_contained, host.processes))
+        slots = account.slots.items()
+        used = sum(slot.used_bytes[index] for key, slot in slots if contained or alive(key))
+        return host.limits[uuid] - host.kept_bytes_of(uuid) - host.contexts.get(uuid, 0) - used
+
+    def _host(self, guest: HelperLease) -> HelperLease | None:
+        """The lease that a guest is on the device of; None: it has left."""
+        host = self._registry.get(guest.asked.guest_of)
+        if host is None or host.phase is Phase.SUSPENDED or not host.limits.keys() & guest.limits.keys():
+            return None
+        return host
+
+    # Guests leave
+
+    def run(self) -> None:
+        """Watch for ever; sleeps while there is no guest."""
+        while True:
+            try:
+                if not self.look():
+                    self._begun.wait()
+                    self._begun.clear()
+            except Exception:  # the outermost loop: a host must not wait for another pair's fault
+                log.exception("guests cannot be watched")
+            time.sleep(POLL_S)
+
+    def look(self) -> bool:
+        """Read the words of all pairs once; returns whether there are any."""
+        guests = [lease for lease in self._registry.all() if lease.is_guest]
+        self._leaving = {name: each for name, each in self._leaving.items() if each.is_alive()}
+        names = {name for guest in guests for name in (guest.name, guest.asked.guest_of)}
+        self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        for guest in guests:
+            host = self._registry.get(guest.asked.guest_of)
+            asks = [("host_memory", host is not None and self._asks(host)), ("own_memory", self._asks(guest))]
+            reason = next((reason for reason, asked in asks if asked), "")
+            if reason and guest.name not in self._leaving:
+                thread = threading.Thread(
+                    target=self.leave, args=(guest, reason), name="guest-leaves", daemon=True
+                )
+                self._leaving[guest.name] = thread
+                thread.start()
+        return bool(guests)
+
+    def _asks(self, lease: HelperLease) -> bool:
+        """Whether a process of a lease waits for bytes that are kept: its word has grown."""
+        now = {slot.key: slot.wants_memory for slot in lease.files.turn_slots()}
+        before = self._seen.get(lease.name, now)
+        self._seen[lease.name] = now
+        return any(count > before.get(key, count) for key, count in now.items())
+
+    def leave(self, guest: HelperLease, reason: str) -> None:
+        """Take a guest off the device of its host, whatever that takes."""
+        began_at, host = time.monotonic(), guest.asked.guest_of
+        killed: set[int] = set()
+        while (moved_bytes := self._try_to_leave(guest, began_at, killed)) is None:
+            time.sleep(RETRY_S)
+        took_s = time.monotonic() - began_at
+        log.info(
+            "lease=%s leaves lease=%s reason=%s bytes=%d took_s=%.3f",
+            guest.name,
+            host,
+            reason,
+            moved_bytes,
+            took_s,
+        )
+        fields = {"host": host, "bytes": str(moved_bytes), "took_s": f"{took_s:.3f}"}
+        ended = "true" if killed else "false"
+        self._machine.events.publish(
+            EventKind.GUEST, lease=guest.name, reason=reason, fields=fields | {"ended": ended}
+        )
+
+    def _try_to_leave(self, guest: HelperLease, began_at: float, killed: set[int]) -> int | None:
+        """The bytes that were moved; None: it is still there.  ``killed`` gets the pids of what is killed."""
+        if not guest.moving.acquire(timeout=SUSPEND_S):
+            return None  # a move is under way
+        try:
+            if guest.dropped or not guest.is_guest:
+                return 0
+            if killed and self._shows(guest, killed):
+                return None
+            if killed and guest.phase is Phase.LOST:
+                self._mover.forget_lost(guest)
+            moved = self._mover.suspend(guest, "", SUSPEND_S)
+            if moved.done:
+                return moved.bytes
+            if killed or moved.refused is not Refusal.BUSY or time.monotonic() - began_at > BUSY_S:
+                self._kill(guest, moved.reason, killed)
+        except Exception:  # the outermost loop of this thread: the host waits
+            log.exception("lease=%s cannot be taken off the device of its host", guest.name)
+        finally:
+            guest.moving.release()
+        return None
+
+    def _shows(self, guest: HelperLease, pids: set[int]) -> bool:
+        """Whether the driver shows one of these processes on the device of a guest, or does not answer."""
+        try:
+            return any(
+                pids & self._machine.nvml.processes(uuid, DEVICE_WAIT_S).keys() for uuid in guest.limits
+            )
+        except DeviceError:
+            return True
+
+    def _kill(self, guest: HelperLease, reason: str, killed: set[int]) -> None:
+        """Kill what a guest runs, but not its runner: that reports, and the broker starts the job again."""
+        if not guest.ended_as_guest:
+            guest.ended_as_guest = True  # before the runner can report
+            self._mover.save_again(guest)
+            log.error("lease=%s its processes are ended, for its host waits: %s", guest.name, reason)
+        for process in self._registry.living(guest.name):
+            if not process.is_runner and self._machine.processes.signal(process.key, signal.SIGKILL):
+                killed.add(process.pid)
+
+
+def _is_guest(lease: HelperLease) -> bool:
+    return lease.is_guest
+
+
+def _pair_of(asked: SetLimit) -> tuple[str, int]:
+    return asked.guest_of, asked.guest_bytes
+
+
+def _check(request: SetLimit) -> None:
+    """Return if what a request says about a guest can be.
+
+    Raises:
+        InvalidRequest: it cannot.
+    """
+    if request.guest_of == request.lease:
+        raise InvalidRequest("a lease is not its own guest")
+    if len(request.limits) != 1:
+        raise InvalidRequest(f"a guest has one device, not {len(request.limits)}")
+    (limit_bytes,) = request.limits.values()
+    if not 0 < request.guest_bytes <= limit_bytes:
+        raise InvalidRequest(f"guest_bytes is 1 to its limit, {limit_bytes}, not {request.guest_bytes}")
