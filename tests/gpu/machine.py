@@ -176,8 +176,9 @@ class Machine:
     ) -> None:
         """Start a helper; with ``die`` it kills itself (-9) at that point.
 
-        A point is ``after restore 2`` (the second of these driver calls), ``before unlock 1`` or
-        ``after phase suspended`` (the event that says so).
+        A point is ``after restore 2`` (the second of these driver calls), ``before unlock 1``,
+        ``after phase suspended`` (the event that says so), ``after kept 1`` (the first write of what a
+        lease keeps for another) or ``before save 1`` (of a lease to the journal).
 
         It finds the verdicts of an earlier self-test, which takes a second, unless
         it is to ``examine`` the devices itself.  ``before`` is run in it first.
@@ -367,6 +368,8 @@ from jupyter_gpushare.gpu.checks import self_tests
 from jupyter_gpushare.gpu.checks import health
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.events import Events
+from jupyter_gpushare.gpu.leases.files import LeaseDirectory
+from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.service import sampler
 """
 _HELPER = (
@@ -377,7 +380,9 @@ self_tests.MAX_RETRY_S = health.MAX_RETRY_S = 1.0
 self_tests.DRAINED_POLL_S = 0.1
 sampler.SETTLE_EVERY_S = 0.5
 def die_at(when, name, which):
-    owner, method = (Events, "publish") if name == "phase" else (Checkpoint, name)
+    owner, method = {
+        "phase": (Events, "publish"), "kept": (LeaseDirectory, "set_kept"), "save": (StateDirectory, "save"),
+    }.get(name, (Checkpoint, name))
     call, count = getattr(owner, method), itertools.count(1)
     def dying(self, *arguments, **named):
         reached = named.get("fields", {}).get("to") if name == "phase" else str(next(count))

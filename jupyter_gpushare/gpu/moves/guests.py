@@ -23,7 +23,7 @@ import logging
 import signal
 import threading
 import time
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest
 from jupyter_gpushare.gibibytes import compared
@@ -50,6 +50,15 @@ SUSPEND_S = 2.0
 DEVICE_WAIT_S = 1.0
 # How long a guest is asked again to come to rest, which it does not.
 BUSY_S = 30.0
+
+
+@dataclass(slots=True)
+class _Departure:
+    """How a guest leaves."""
+
+    began_at: float
+    refused_at: float = 0.0  # when it did not come to rest, for the first time
+    killed: set[int] = field(default_factory=set)  # pids
 
 
 class Guests:
@@ -257,11 +266,10 @@ class Guests:
 
     def leave(self, guest: HelperLease, reason: str) -> None:
         """Take a guest off the device of its host, whatever that takes."""
-        began_at, host = time.monotonic(), guest.asked.guest_of
-        killed: set[int] = set()
-        while (moved_bytes := self._try_to_leave(guest, began_at, killed)) is None:
+        departure, host = _Departure(time.monotonic()), guest.asked.guest_of
+        while (moved_bytes := self._try_to_leave(guest, departure)) is None:
             time.sleep(RETRY_S)
-        took_s = time.monotonic() - began_at
+        took_s = time.monotonic() - departure.began_at
         log.info(
             "lease=%s leaves lease=%s reason=%s bytes=%d took_s=%.3f",
             guest.name,
@@ -271,13 +279,14 @@ class Guests:
             took_s,
         )
         fields = {"host": host, "bytes": str(moved_bytes), "took_s": f"{took_s:.3f}"}
-        ended = "true" if killed else "false"
+        ended = "true" if departure.killed else "false"
         self._machine.events.publish(
             EventKind.GUEST, lease=guest.name, reason=reason, fields=fields | {"ended": ended}
         )
 
-    def _try_to_leave(self, guest: HelperLease, began_at: float, killed: set[int]) -> int | None:
-        """The bytes that were moved; None: it is still there.  ``killed`` gets the pids of what is killed."""
+    def _try_to_leave(self, guest: HelperLease, departure: _Departure) -> int | None:
+        """The bytes that were moved; None: it is still there."""
+        killed = departure.killed
         if not guest.moving.acquire(timeout=SUSPEND_S):
             return None  # a move is under way
         try:
@@ -290,7 +299,9 @@ class Guests:
             moved = self._mover.suspend(guest, "", SUSPEND_S)
             if moved.done:
                 return moved.bytes
-            if killed or moved.refused is not Refusal.BUSY or time.monotonic() - began_at > BUSY_S:
+            departure.refused_at = departure.refused_at or time.monotonic()
+            is_stuck = time.monotonic() - departure.refused_at > BUSY_S
+            if killed or moved.refused is not Refusal.BUSY or is_stuck:
                 self._kill(guest, moved.reason, killed)
         except Exception:  # the outermost loop of this thread: the host waits
             log.exception("lease=%s cannot be taken off the device of its host", guest.name)
