@@ -83,6 +83,19 @@ class BrokerTraits(Application):
         "more than its part, alone or not. A share is kept between kernels: a kernel of 300 ms is never cut "
         "(docs/concepts.md). Off until ``make test-gpu`` has measured what turns cost on this driver.",
     ).tag(config=True)
+    share = Bool(
+        _SITE.share,
+        help="Whether a training job may run as a guest on the GPU of another job, in memory and time that "
+        "this one, its host, holds and does not use. The owners of both have to agree (``gpushare submit "
+        "--share yes``). A guest is suspended as soon as its host needs the memory, and when its host keeps "
+        "less than 90 % of its speed (docs/concepts.md). Off on a real driver until ``make test-gpu`` has "
+        "shown that it pays there; not with the engine ``kai``.",
+    ).tag(config=True)
+    share_between_projects = Bool(
+        _SITE.share_between_projects,
+        help="With share: a guest may be on a GPU that a job of another project holds, and not only on one "
+        "of its own project.",
+    ).tag(config=True)
     idle_timeout = Float(
         DEFAULT_POLICY.idle_timeout_s,
         help="Seconds without a cell that runs and without GPU work after which a session's GPU may be "
@@ -294,6 +307,15 @@ class BrokerTraits(Application):
             raise TraitError("notify_url is an address such as https://chat.example.org/hook")
         return str(proposal.value)
 
+    @validate("share")
+    def _planned_here(self, proposal: Any) -> bool:
+        if proposal.value and self.engine == "kai":
+            raise TraitError(
+                "share is for the engine planner: with kai the scheduler of the cluster places every job, "
+                "and gives no GPU to a guest"
+            )
+        return bool(proposal.value)
+
     @validate("mail_to")
     def _one_address(self, proposal: Any) -> str:
         if proposal.value.count("{user}") != 1 or not proposal.value.isprintable():
@@ -358,4 +380,6 @@ class BrokerTraits(Application):
             max_hold_s=self.max_hold,
             lending=LendingMode(self.lending),
             compute_share=ComputeShare(self.compute_share),
+            share=self.share,
+            share_between_projects=self.share_between_projects,
         )

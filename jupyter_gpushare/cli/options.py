@@ -46,6 +46,17 @@ def seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
+def yes_or_no(text: str) -> bool:
+    """Return whether the text says yes.
+
+    Raises:
+        argparse.ArgumentTypeError: it says neither yes nor no.
+    """
+    if text not in ("yes", "no"):
+        raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
+    return text == "yes"
+
+
 def pair(text: str) -> tuple[str, str]:
     """Return name and value of ``NAME=VALUE``.
 

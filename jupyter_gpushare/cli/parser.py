@@ -20,6 +20,7 @@ from jupyter_gpushare.cli.options import (
     job_id,
     pair,
     seconds,
+    yes_or_no,
 )
 from jupyter_gpushare.command_line import OneOf, Option, Parser, Verb, count
 from jupyter_gpushare.core.model import CheckpointMode
@@ -108,6 +109,14 @@ _SUBMIT: tuple[Option | OneOf, ...] = (
         "once suspended, resume only on the GPUs that it had, for a program that remembers them",
         dest="move",
         action="store_false",
+    ),
+    Option(
+        "--share yes|no",
+        "let it share its GPU with another job, where the site has that (default no): a guest may run in what"
+        " it leaves unused and goes as soon as it needs that, or it runs itself as such a guest before a GPU"
+        " of its own is free",
+        yes_or_no,
+        default=False,
     ),
     Option("--no-notify", "no notification in JupyterLab", dest="notify", action="store_false"),
     Option("--notify URL", "webhook for the job to tell", dest="notify_url", default=""),

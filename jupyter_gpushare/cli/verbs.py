@@ -183,6 +183,7 @@ def submit(args: argparse.Namespace) -> int:
     gpushare submit -- python train.py --epochs 10
     gpushare submit notebook.ipynb -p steps=5
     gpushare submit --gpus 0.5 --name night --wait -- python train.py
+    gpushare submit --share yes -- python train.py
     gpushare submit --gpus 2 --project nlp --checkpoint sigterm --retries 3 -- ./train.sh
     """
     if not args.command or not args.command[0]:

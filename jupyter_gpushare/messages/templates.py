@@ -367,6 +367,9 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "job.goes_on_none": "It starts again from the beginning.",
         "job.now": "Would start now.",
         "job.now_borrowed": ("Would start now on a borrowed GPU; it may be paused when its owner needs it."),
+        "job.now_guest": (
+            "Would start now as a guest on the GPU of another job, and gives way when that needs it."
+        ),
         "job.smaller": "With %1 it would start now.",
         "job.ends_in": "Ends in %1.",
         # ---- why a job waits -------------------------------------------------

@@ -41,6 +41,8 @@ LEASE = LeaseRecord(
         turns=2,
         cancelled=True,
         borrow=False,
+        share=True,
+        host="jklmnopqrst",
         borrowed=True,
     ),
     uid=4_000_000_000,

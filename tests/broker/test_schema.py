@@ -51,7 +51,7 @@ import sqlalchemy as sa
 from alembic import op
 
 revision = "v2"
-down_revision = "v1d"
+down_revision = "v1e"
 
 
 def upgrade() -> None:
@@ -125,7 +125,7 @@ def test_other_tables_have_another_revision():
     digest = hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:12]
     (file,) = (store_module.MIGRATIONS / "versions").glob("*.py")
     (revision,) = re.findall(r'^revision = "(.*)"$', file.read_text(), re.MULTILINE)
-    assert (revision, digest) == ("v1d", "1c8ebdaead23")
+    assert (revision, digest) == ("v1e", "8f83c05ac683")
 
 
 # ---- refused -----------------------------------------------------------------
@@ -138,10 +138,10 @@ def test_a_schema_of_another_version_is_refused_and_left_alone(make_url, revisio
     execute(url, f"UPDATE alembic_version SET version_num = '{revision}'")
     with pytest.raises(StoreError) as refused:
         Store(url, "boot")
-    assert f"it has the schema {revision}, and this version knows v1d: start" in str(refused.value)
+    assert f"it has the schema {revision}, and this version knows v1e: start" in str(refused.value)
     assert store_module.database_trouble(url) in str(refused.value)
     assert revision_of(url) == revision
-    execute(url, "UPDATE alembic_version SET version_num = 'v1d'")
+    execute(url, "UPDATE alembic_version SET version_num = 'v1e'")
     Store(url, "boot").close()
 
 
@@ -247,7 +247,7 @@ def test_a_next_schema_keeps_what_is_stored_and_the_old_version_refuses_it(
     with monkeypatch.context() as later:
         later.setattr(store_module, "MIGRATIONS", next_schema)
         assert is_upgraded(url)
-    with pytest.raises(StoreError, match="it has the schema v2, and this version knows v1d"):
+    with pytest.raises(StoreError, match="it has the schema v2, and this version knows v1e"):
         Store(url, "boot")
 
 
@@ -273,7 +273,7 @@ def test_an_upgrade_that_fails_half_way_changes_nothing(make_url, next_schema, m
         with pytest.raises(StoreError, match="no_such_column"):
             Store(url, "boot")
         file.write_text(NEXT)
-        assert revision_of(url) == "v1d"
+        assert revision_of(url) == "v1e"
     store = Store(url, "boot")
     assert store.load().leases == (LEASE,)
     assert "kinds" not in sa.inspect(store._engine).get_table_names()
@@ -333,7 +333,7 @@ def test_a_broker_killed_while_it_makes_its_database_leaves_one_for_the_next(mak
         url = make_url()
         killed_ones += killed.at(point, url, store_module.MIGRATIONS)
         until(lambda url=url: is_open_to_the_next(url), "the database is open to the next broker")
-        assert revision_of(url) == "v1d"
+        assert revision_of(url) == "v1e"
     assert killed_ones >= KILLS * 0.9
 
 
@@ -364,5 +364,5 @@ def test_a_new_database_has_its_name_only_when_it_is_whole(tmp_path):
         assert killed.at(points[number], f"sqlite:///{path}", store_module.MIGRATIONS)
         assert path.exists() == (number > renamed)
     with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("v1d",)]
+        assert connection.execute("SELECT version_num FROM alembic_version").fetchall() == [("v1e",)]
     connection.close()

@@ -40,6 +40,9 @@ def test_the_examples_differ_from_every_default():
         "notice_s",
         "left_gpu_s",
         "trusted_until_gpu_s",
+        "spare_bytes",
+        "needs_bytes",
+        "pair_key",
         "waits",  # of places in the queue of sessions, which are not stored
     }
     same = {f.name for f in fields(Lease) if getattr(plain, f.name) == getattr(LEASE.lease, f.name)}

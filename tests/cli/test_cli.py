@@ -195,7 +195,9 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
     broker.answer("POST jobs", golden("job"), 201)
     options = "--gpus 0.5 --project vision --name night --checkpoint suspend,sigterm"
     options += " --retries 2 --max-run 4h --grace 60"
-    options += " --no-borrow --no-move --no-notify --notify https://chat.example.org/hook --mail --json"
+    options += (
+        " --no-borrow --no-move --share yes --no-notify --notify https://chat.example.org/hook --mail --json"
+    )
     command = "python train.py --gpus 9 -- -x"
     ran = gpushare("submit", *options.split(), "--env", "SEED=1", "--env", "A=b=c", "--", *command.split())
     assert ran.code == 0
@@ -212,6 +214,7 @@ def test_submit_sends_what_was_asked_from_the_current_directory(
         "checkpoint": "suspend,sigterm",
         "borrow": False,
         "move": False,
+        "share": True,
         "cwd": str(tmp_path),
         "env": {"SEED": "1", "A": "b=c"},
         "priority": 0,

@@ -31,6 +31,9 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     await dialog.get_by_label("Parameters").fill("lr = 0.1")
     await dialog.get_by_label("May use borrowed GPUs").uncheck()
     await expect(dialog).to_contain_text("guaranteed to its project")
+    await expect(dialog).to_contain_text("It has its GPUs to itself")
+    await dialog.get_by_label("Share the GPU with another job").check()
+    await expect(dialog).to_contain_text("is paused when that job needs it")
     await dialog.get_by_label("Notify me").uncheck()
     await dialog.locator("summary").click()
     retries = dialog.get_by_label("Tries after a failure")
@@ -66,6 +69,7 @@ async def test_a_notebook_becomes_a_job_from_its_toolbar(page, lab, broker, gold
     assert asked["command"][8:] == ["--kernel", "python3", "-p", "lr", "0.1"]
     assert (asked["gpus"], asked["source"]["parameters"]) == ("2", {"lr": "0.1"})
     assert (asked["borrow"], asked["move"], asked["notify"]) == (False, False, False)
+    assert asked["share"] is True
     await page.get_by_role("button", name="Show job").click()
     await expect(page.get_by_role("grid", name="My training jobs")).to_be_visible()
 

@@ -176,7 +176,8 @@ class RequestService:
         explanation = outlook.explain(lease.id)
         sentence: messages.Texts
         if grant is not None:
-            sentence = (messages.text("job.now_borrowed" if grant.borrowed else "job.now"),)
+            key = "job.now_guest" if grant.host else "job.now_borrowed" if grant.borrowed else "job.now"
+            sentence = (messages.text(key),)
         else:
             sentence = messages.waiting(
                 explanation.why,

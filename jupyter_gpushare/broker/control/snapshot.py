@@ -51,7 +51,7 @@ def cluster(
             *(measured(registry, r, now, as_if_lending=as_if_lending) for r in placed),
             *registry.index.waiting(_version(registry), partial(_startable, registry)),
             *(registry.session_queue.leases() if engine.queues_sessions else ()),
-            *extra,
+            *(_as_site_shares(registry, lease) for lease in extra),
         ),
         settings=registry.policy.settings(registry.devices.host_budget_bytes),
         lags_gpu_s=registry.fairness.lags_gpu_s,
@@ -96,6 +96,7 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
     config = registry.policy.project_config(lease.project)
     return replace(
         lease if job is None else measure.on(lease, job.measure),
+        share=lease.share and registry.policy.share,
         state=State.RESUMING if resumed_without_intent(registry, record) else lease.state,
         saved_bytes=sum(sample.saved_bytes.values()) if sample and asleep else lease.saved_bytes,
         used_bytes=sum(sample.used_bytes.values()) if sample else 0,
@@ -115,7 +116,7 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
 
 def _version(registry: Registry) -> object:
     """Return what `_startable` depends on beside the leases."""
-    return registry.hub_backoff_until, registry.owners.absent
+    return registry.hub_backoff_until, registry.owners.absent, registry.policy.share
 
 
 def _startable(registry: Registry, records: Iterable[LeaseRecord]) -> Iterator[Lease]:
@@ -125,14 +126,20 @@ def _startable(registry: Registry, records: Iterable[LeaseRecord]) -> Iterator[L
             yield _with_retry(registry, record)
 
 
+def _as_site_shares(registry: Registry, lease: Lease) -> Lease:
+    """Return a lease whose owner's consent to share counts only where the site lets jobs share."""
+    return replace(lease, share=False) if lease.share and not registry.policy.share else lease
+
+
 def _with_retry(registry: Registry, record: LeaseRecord) -> Lease:
     """Return the lease of a job in the queue: what it waits for beside capacity is not in its record."""
     observation = registry.observations[record.id]
     retry_at = max(observation.retry_at, registry.hub_backoff_until)
     avoids, made_way_for = tuple(observation.avoids.items()), observation.made_way_for
-    if record.lease.retry_at == retry_at and not (avoids or made_way_for):
-        return record.lease
-    return replace(record.lease, retry_at=retry_at, avoids=avoids, made_way_for=made_way_for)
+    lease = _as_site_shares(registry, record.lease)
+    if lease.retry_at == retry_at and not (avoids or made_way_for):
+        return lease
+    return replace(lease, retry_at=retry_at, avoids=avoids, made_way_for=made_way_for)
 
 
 def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:

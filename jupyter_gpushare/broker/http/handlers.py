@@ -81,7 +81,7 @@ class StatusHandler(Base):
 class OffersHandler(Base):
     """What could start now for me, also a job: with ``?gpus=``, ``?memory=`` or ``?profile=``.
 
-    With ``&borrow=0`` one that does not borrow.
+    With ``&borrow=0`` one that does not borrow, with ``&share=1`` one that may share a GPU.
     """
 
     async def get(self) -> None:
@@ -93,6 +93,7 @@ class OffersHandler(Base):
         gpus, memory, profile = (self.get_query_argument(name, "") or None for name in sizes)
         if gpus or memory or profile:
             borrow = self.get_query_argument("borrow", "1") != "0"
+            share = self.get_query_argument("share", "0") == "1"
             asked = wire.JobRequest(
                 command=["-"],
                 gpus=gpus or "1",
@@ -100,6 +101,7 @@ class OffersHandler(Base):
                 profile=profile,
                 project=project,
                 borrow=borrow,
+                share=share,
             )
             offers = wire.replace(offers, job=await self.control.requests.outlook(identity.user, asked))
         self.answer(offers)

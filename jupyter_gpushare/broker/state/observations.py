@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from statistics import median, quantiles
+from typing import Literal
 
 from jupyter_gpushare.broker.state.records import Drains
 from jupyter_gpushare.core.idle import PauseHistory
@@ -133,6 +134,22 @@ class Loss:
     gone: tuple[ProcessSample, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class Companion:
+    """The other job on the GPU of a host or of a guest, and what the two get of their speeds.
+
+    A host that holds several devices may have a guest on each: ``other`` is the newest of them then.
+    """
+
+    role: Literal["host", "guest"]  # of the lease that this is an observation of
+    other: str  # id of the other lease
+    # Of a host's rate alone, by the last judgement; of a guest's own rate alone.  None: not known.
+    kept: float | None = None
+    # GPUs' time that the guest gets, or of a host all of its guests together; 1 is all of one device's.
+    guest_gets: float = 0.0
+    began_at: float = 0.0  # on the broker's clock
+
+
 @dataclass(slots=True)
 class Observation:
     """Measurements and hints about one lease; not stored."""
@@ -141,6 +158,7 @@ class Observation:
     measured_at: float = float("-inf")
     seen_alive: bool = False
     share_asked: ComputeShare | None = None  # of the helper, last; None: not by this broker
+    companion: Companion | None = None  # None: it shares its devices with no other job
     gone_since_at: float | None = None  # the first measurement in a row that missed its processes
     pauses: PauseTracker = field(default_factory=PauseTracker)
     active_at: float = 0.0  # last sign of work on the GPU

@@ -137,6 +137,8 @@ class Policy:
     max_hold_s: float | None = None  # without GPU work the processor alone keeps a session busy for so long
     lending: LendingMode = LendingMode.ON
     compute_share: ComputeShare = ComputeShare.OFF
+    share: bool = False  # jobs whose owners agreed may run on the GPU of another job
+    share_between_projects: bool = False  # also of a job of another project
     _by_name: Mapping[str, ProjectConfig] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:

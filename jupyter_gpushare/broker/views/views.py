@@ -319,6 +319,7 @@ class Views:
             free_milli=max(0, registry.devices.total_milli - held),
             total_milli=registry.devices.total_milli,
             idle_timeout_s=registry.policy.idle_timeout_of(project) if self._lends() else 0.0,
+            shares=registry.policy.share,
         )
 
     def _lends(self) -> bool:

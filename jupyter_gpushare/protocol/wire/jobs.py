@@ -40,6 +40,7 @@ class JobTerms(Answer, frozen=True):
     checkpoint: CheckpointMode = CheckpointMode.SUSPEND  # how it survives preemption
     borrow: bool = True  # false: runs only within its project's quota
     move: bool = True  # false: once suspended it resumes only on the GPUs that it had
+    share: bool = False  # it may run on one GPU with another job, as host or as guest, where the site lets it
     priority: int = 0  # -100 to 100, within the project; above 0 as far as its ``priority_max`` allows
     retries: int = 0  # attempts after a failure, 0 to 10
     grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's

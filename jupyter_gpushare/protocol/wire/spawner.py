@@ -160,3 +160,4 @@ class Offers(Answer, frozen=True):
     total_milli: int
     idle_timeout_s: float
     job: JobOutlook | None = None  # for the size in the query
+    shares: bool = False  # jobs may share a GPU here, where their owners agree

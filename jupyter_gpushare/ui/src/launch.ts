@@ -30,6 +30,8 @@ export interface IFields {
   readonly borrow: boolean;
   /** Once suspended, may resume on other GPUs than it had. */
   readonly move: boolean;
+  /** May share its GPU with another job; shown where the site lets jobs do so. */
+  readonly share: boolean;
   readonly checkpoint: CheckpointMode;
   /** Tell when it ends or is paused. */
   readonly notify: boolean;
@@ -67,6 +69,7 @@ export const BLANK: IFields = {
   name: '',
   borrow: true,
   move: true,
+  share: false,
   checkpoint: 'suspend',
   notify: true,
   notifyUrl: '',
@@ -99,6 +102,7 @@ export function fieldsOf(job: IJob): Partial<IFields> {
     name: job.name,
     borrow: job.borrow,
     move: job.move,
+    share: job.share,
     checkpoint: job.checkpoint,
     notify: job.notify,
     notifyUrl: job.notify_url,
@@ -180,6 +184,7 @@ export function requestOf(fields: IFields): ILaunchRequest {
     name: fields.name.trim() || null,
     borrow: fields.borrow,
     move: fields.move,
+    share: fields.share,
     checkpoint: fields.checkpoint,
     notify: fields.notify,
     notify_url: fields.notifyUrl.trim(),
@@ -241,6 +246,11 @@ export class LaunchModel {
     return this._offers?.projects ?? this._options.projects();
   }
 
+  /** Whether jobs may share a GPU here. */
+  get shares(): boolean {
+    return this._offers?.shares ?? false;
+  }
+
   /** The live line above the button: what is free, or why the job would be refused; empty: none. */
   get outlook(): string {
     return this._outlook;
@@ -271,7 +281,7 @@ export class LaunchModel {
       this._touched.add(field);
     }
     this._tried ||= 'path' in change || 'command' in change;
-    if (['size', 'gpus', 'memory', 'project', 'borrow'].some(field => field in change)) {
+    if (['size', 'gpus', 'memory', 'project', 'borrow', 'share', 'checkpoint'].some(field => field in change)) {
       this._askLater(ASK_AFTER_MS);
     }
     this._changed.emit();
@@ -372,7 +382,7 @@ export class LaunchModel {
 
   /** `again`: the previous outlook stays visible until the answer arrives. */
   private async _ask(again: boolean): Promise<void> {
-    const { size, gpus, memory, profile, project, borrow } = this._fields;
+    const { size, gpus, memory, profile, project, borrow, share, checkpoint } = this._fields;
     const problems = this.problems;
     const question = ++this._questions;
     if (problems.gpus !== undefined || problems.memory !== undefined) {
@@ -391,7 +401,9 @@ export class LaunchModel {
         gpus: size === 'gpus' ? gpus.trim() : '',
         memory: size === 'memory' ? memory.trim().replace(/\s/g, '') : '',
         profile: size === 'profile' ? profile : '',
-        borrow: borrow ? '' : '0'
+        borrow: borrow ? '' : '0',
+        // Only what is suspended becomes a guest.
+        share: share && checkpoint.startsWith('suspend') ? '1' : ''
       });
       this._offers = offers;
       this._propose({ project: offers.project });

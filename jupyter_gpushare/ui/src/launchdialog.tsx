@@ -179,6 +179,18 @@ function JobForm(props: IJobPartProps): JSX.Element {
           checkpointLabel(choice)
         ])}
       />
+      {model.shares && (
+        <Switch
+          model={model}
+          field="share"
+          label={trans.__('Share the GPU with another job')}
+          hint={
+            fields.share
+              ? trans.__('It may start sooner, in what another job leaves unused, and is paused when that job needs it; and another job may run so on its GPU.')
+              : trans.__('It has its GPUs to itself, and waits for GPUs of its own.')
+          }
+        />
+      )}
       <Switch model={model} field="notify" label={trans.__('Notify me when it is paused or ends')} />
       <More {...props} />
       <Unseen {...props} />

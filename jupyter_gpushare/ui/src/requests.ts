@@ -27,7 +27,7 @@ export type LeaseVerb = 'resume' | 'stay-asleep' | 'keep' | 'lend';
 
 /** What is asked about a job that is not submitted yet; empty: as the broker has it. */
 export type IOffersQuery = {
-  readonly [name in 'project' | 'gpus' | 'memory' | 'profile' | 'borrow']: string;
+  readonly [name in 'project' | 'gpus' | 'memory' | 'profile' | 'borrow' | 'share']: string;
 };
 
 /** A refusal is an Error with the sentence of the broker or the server. */

@@ -85,11 +85,13 @@ describe('what is typed', () => {
       kernel: '',
       borrow: true,
       move: true,
+      share: false,
       notify: true
     });
-    expect(requestOf(fields({ path: 'a.py', borrow: false, move: false, notify: false }))).toMatchObject({
+    expect(requestOf(fields({ path: 'a.py', borrow: false, move: false, share: true, notify: false }))).toMatchObject({
       borrow: false,
       move: false,
+      share: true,
       notify: false
     });
   });
@@ -103,6 +105,7 @@ describe('a duplicate', () => {
       parameters: { lr: '0.1' },
       gpus: JOB.gpus,
       borrow: JOB.borrow,
+      share: JOB.share,
       notify: JOB.notify,
       project: JOB.project,
       variables: ['WANDB_MODE'],
@@ -203,7 +206,7 @@ describe('LaunchModel', () => {
     expect(asked.length).toBe(1);
     await vi.advanceTimersByTimeAsync(1);
     expect(asked.slice(1)).toEqual([
-      { project: OFFERS.project, gpus: '0.5', memory: '', profile: '', borrow: '' }
+      { project: OFFERS.project, gpus: '0.5', memory: '', profile: '', borrow: '', share: '' }
     ]);
     model.set({ borrow: false });
     await vi.advanceTimersByTimeAsync(300);
@@ -212,6 +215,19 @@ describe('LaunchModel', () => {
     await vi.advanceTimersByTimeAsync(300);
     expect(asked.length).toBe(3);
     expect(model.outlook).toBe('');
+  });
+
+  it('asks as one that shares only where the job would be suspended', async () => {
+    open({ path: 'a.ipynb' });
+    expect(model.shares).toBe(false);
+    await vi.advanceTimersByTimeAsync(0);
+    expect(model.shares).toBe(OFFERS.shares);
+    model.set({ share: true });
+    await vi.advanceTimersByTimeAsync(300);
+    expect(asked[1]).toMatchObject({ share: '1' });
+    model.set({ checkpoint: 'sigterm' });
+    await vi.advanceTimersByTimeAsync(300);
+    expect(asked[2]).toMatchObject({ share: '' });
   });
 
   it('asks again while somebody looks, and says what was said until then', async () => {
@@ -252,7 +268,7 @@ describe('LaunchModel', () => {
   it('asks for a MIG instance by its profile', async () => {
     open({ path: 'a.ipynb', size: 'profile', profile: '1g.10gb' });
     await vi.advanceTimersByTimeAsync(0);
-    expect(asked).toEqual([{ project: '', gpus: '', memory: '', profile: '1g.10gb', borrow: '' }]);
+    expect(asked).toEqual([{ project: '', gpus: '', memory: '', profile: '1g.10gb', borrow: '', share: '' }]);
   });
 
   it('offers other projects where that of a duplicate is gone', async () => {

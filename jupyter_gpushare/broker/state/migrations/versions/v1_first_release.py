@@ -3,7 +3,7 @@
 A later release that changes the tables adds a migration that starts here.
 """
 
-revision = "v1d"
+revision = "v1e"
 down_revision = None
 
 
