@@ -368,6 +368,7 @@ def show(args: argparse.Namespace) -> int:
         f"{job.size}, project {job.project}, attempt {job.attempt}",
         f"waited {duration(job.waited_s)}, ran {duration(job.ran_s)}",
         shlex.join(job.command),
+        *([f"shares its GPU with job {job.shared_with}"] if job.shared_with else []),
         *([f"log: {job.log}"] if job.log else []),
     ):
         say(line, indent="  ")

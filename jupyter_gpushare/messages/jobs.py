@@ -24,6 +24,9 @@ BECAUSE: Mapping[str, str] = {
     Why.MOVED: "because.moved",
     Why.IDLE: "because.idle",
     Why.LEND_NOW: "because.lend_now",
+    Why.HOST_LEFT: "because.host_left",
+    Why.HOST_MEMORY_WANTED: "because.host_memory_wanted",
+    Why.PAIR_PARTED: "because.pair_parted",
     STATE_LOST: "because.state_lost",
 }
 

@@ -22,6 +22,7 @@ from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.broker.state.tables import Change
+from jupyter_gpushare.broker.state.usage import own_milli
 from jupyter_gpushare.broker.views.views import Views
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, State
 from jupyter_gpushare.protocol import wire
@@ -163,7 +164,7 @@ class SteppingStore(Store):
             asleep = known is None or known.phase is Phase.SUSPENDED
             parked = record.state is State.STOPPING and (record.lease.saved_bytes or asleep)
             if record.state in HOLDS_CAPACITY and not parked:
-                held.update(dict.fromkeys(record.lease.devices, record.lease.held_milli))
+                held.update(dict.fromkeys(record.lease.devices, own_milli(record.lease)))
         for uuid, milli in held.items():
             if milli > WHOLE_GPU:
                 self._broker.site.wrong.append(f"{milli}/1000 of {uuid} are held")

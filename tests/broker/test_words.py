@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.broker.state.observations import Companion
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.views.lease_sentences import badge, sentence, share
-from jupyter_gpushare.broker.views.lease_view import LeaseView, LendingOutlook, TimeShare
+from jupyter_gpushare.broker.views.lease_view import Consent, LeaseView, LendingOutlook, TimeShare
 from jupyter_gpushare.core.model import Kind, Lease, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
 from jupyter_gpushare.protocol.helper import ComputeShare, Overuse
@@ -51,6 +52,8 @@ _OF_VIEW = {
     **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position", "site_end")),
     **dict.fromkeys(("progress", "over", "unleased"), ()),
     "time_share": TimeShare(),
+    "companion": None,
+    "consent": Consent.NONE,
 }
 
 
@@ -98,6 +101,38 @@ def test_every_state_is_said_in_plain_words(state, kind):
         assert len(shown) <= 20
         assert not AWAY.search(text + shown), text
         assert not CODE.search(text + shown), text
+
+
+@pytest.mark.parametrize("state", State)
+@pytest.mark.parametrize("kept", [None, 0.0, 0.937, 1.2])
+def test_jobs_that_share_are_said_in_plain_words(state, kept):
+    companions = [None, *(Companion(role, "j1", kept, 0.2, 5.0) for role in ("host", "guest"))]
+    for companion, consent, borrowed in itertools.product(companions, Consent, (True, False)):
+        case = seen(state, Kind.TRAIN, companion=companion, consent=consent, borrowed=borrowed)
+        text, shown = said(sentence, case), said(badge, case)
+        assert text.endswith(".")
+        assert len(shown) <= 20
+        assert not AWAY.search(text + shown), text
+        assert not CODE.search(text + shown), text
+    if state is State.RUNNING and kept == 0.937:
+        assert "another job; it keeps 94 % of its speed." in said(
+            sentence, seen(state, Kind.TRAIN, companion=companions[1])
+        )
+
+
+@pytest.mark.parametrize(
+    ("why", "expected"),
+    [
+        (Why.HOST_MEMORY_WANTED, "because the job whose GPU it shared needed the memory. Nothing was lost."),
+        (Why.HOST_LEFT, "because the job whose GPU it shared gave that up. Nothing was lost."),
+        (Why.PAIR_PARTED, "because it slowed down the job whose GPU it shared. Nothing was lost."),
+    ],
+)
+def test_a_guest_that_left_reads_why(why, expected):
+    case = seen(State.SUSPENDED, Kind.TRAIN, why=why, consent=Consent.SHARE)
+    assert messages.is_preemption(why)
+    assert expected in said(sentence, case)
+    assert said(sentence, case).endswith("It may share its GPU with another job.")
 
 
 def test_a_warned_owner_reads_what_waits_when_and_what_becomes_of_the_memory():

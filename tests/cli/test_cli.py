@@ -161,6 +161,17 @@ def test_jobs_are_a_table_with_aligned_columns(gpushare, broker, golden):
     assert gpushare("jobs", "--json").json == golden("job_list")
 
 
+def test_sharing_is_said_with_yes_or_no(gpushare, broker, golden):
+    broker.answer("POST jobs", golden("job"), 201)
+    for words, expected in ([], False), (["--share", "no"], False), (["--share=yes"], True):
+        assert gpushare("submit", *words, "--", "true").code == 0
+        assert broker.asked("POST jobs")[-1].json["share"] is expected
+    ran = gpushare("submit", "--share", "maybe", "--", "true")
+    assert ran.code == 2
+    assert "'maybe' is neither yes nor no" in ran.err
+    assert "gpushare submit --share yes -- python train.py" in gpushare("submit", "--help").out
+
+
 @pytest.mark.parametrize("given", ["4", "h", "4weeks", "-1h"])
 def test_a_maximum_run_time_has_its_unit(gpushare, given):
     ran = gpushare("submit", f"--max-run={given}", "--", "true")

@@ -99,6 +99,7 @@ def test_show_tells_the_job_and_every_pause_at_the_times_of_this_machine(gpushar
     assert out.startswith(f"{golden('job')['name']} (k3v9m2x7qa): {golden('job')['state']}\n")
     assert "  Paused at 6 May 20:01 because it was idle and others wait.\n" in out
     assert "2031-05-06 20:01:00  Paused for nlp." in out
+    assert "  shares its GPU with job p4w8n1y6rb\n" in out
     shown = gpushare("show", "--json", "k3v9m2x7qa").json
     assert (shown["job"]["id"], shown["timeline"]) == ("k3v9m2x7qa", [moment | {"sentence_texts": []}])
 

@@ -16,7 +16,7 @@ from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.broker.state.usage import gpu_breakdown, held_gpus
-from jupyter_gpushare.core.model import WHOLE_GPU, Cluster, State
+from jupyter_gpushare.core.model import WHOLE_GPU, Cluster, Lease, State
 from jupyter_gpushare.protocol.helper import Event as HelperEvent
 from jupyter_gpushare.protocol.helper import EventKind, LeaseSample, Phase, Sample
 
@@ -53,10 +53,30 @@ class Metering:
             return
         at_work, over = snapshot.at_work(registry, now), self._over_quota(cluster, now)
         until = registry.iso_now()
+        gets = self._guests(running)
+        given: defaultdict[str, float] = defaultdict(float)  # by host
+        for guest, gpus in gets.values():
+            given[guest.host] += gpus
         for lease in running:
             held = held_gpus(lease)
-            computing = held if lease.id in at_work else 0.0
+            computing = max(0.0, held - given[lease.id]) if lease.id in at_work else 0.0
+            if lease.id in gets:
+                computing = gets[lease.id][1]
             registry.usage.sample(lease, until, passed_s, computing, held * over.get(lease.id, 0.0))
+        for guest, gpus in gets.values():
+            host = registry.leases[guest.host].lease
+            registry.usage.visited(guest, host, until, passed_s, gpus, over.get(host.id, 0.0))
+            registry.tally.guest_gpu_s[guest.project] += passed_s * gpus
+
+    def _guests(self, running: Sequence[Lease]) -> dict[str, tuple[Lease, float]]:
+        """Return what each guest of a running host gets of a GPU's time, by its id."""
+        ids = {lease.id for lease in running}
+        found = {}
+        for lease in running:
+            companion = self._registry.observations[lease.id].companion
+            if companion is not None and lease.host in ids:
+                found[lease.id] = lease, min(1.0, companion.guest_gets)
+        return found
 
     def _over_quota(self, cluster: Cluster, now: float) -> dict[str, float]:
         """Return which share of each lease that borrows is over its project's quota."""

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.usage import Durations
+from jupyter_gpushare.broker.state.usage import Durations, own_milli
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, State
 
 M = TypeVar("M", GaugeMetricFamily, CounterMetricFamily)
@@ -35,7 +35,7 @@ class Numbers:
         for record in registry.leases.values():
             if record.state in HOLDS_CAPACITY:
                 for uuid in record.lease.devices:
-                    held[uuid] += record.lease.held_milli
+                    held[uuid] += own_milli(record.lease)
         parts = [((each.uuid,), held[each.uuid] / WHOLE_GPU) for each in found]
         yield _gauge("gpushare_device_held_gpus", "Held part of a device", parts, "device")
         used = [((each.uuid,), each.used_bytes) for each in found]
@@ -48,6 +48,8 @@ class Numbers:
             )
             family = f"gpushare_compute_share_{name}_ratio"
             yield _gauge(family, text, shares.items(), "device", "project")
+        guests = Counter((r.lease.project,) for r in registry.leases.values() if r.lease.host)
+        yield _gauge("gpushare_guests", "Guests on GPUs of other jobs", guests.items(), "project")
         saved = [((), registry.devices.host_saved_bytes)]
         yield _gauge("gpushare_host_saved_bytes", "Suspended device state in host memory", saved)
         epoch = [((), registry.store.epoch)]
@@ -84,6 +86,10 @@ def _since_start(registry: Registry) -> Iterator[Metric]:
     yield _counter("gpushare_spawns", "Servers with a GPU asked for, by outcome", spawns, "outcome")
     gpu_s = [((use,), seconds) for use, seconds in tally.gpu_s.items()]
     yield _counter("gpushare_gpu_seconds", "GPU-seconds by use of the machine", gpu_s, "state")
+    got_s = [((project,), seconds) for project, seconds in tally.guest_gpu_s.items()]
+    yield _counter("gpushare_guest_gpu_seconds", "GPU-seconds that guests got", got_s, "project")
+    left = [((why,), count) for why, count in tally.guests_left.items()]
+    yield _counter("gpushare_guests_left", "Guests that left their hosts, by reason", left, "why")
     slept = {"": tally.suspend}
     yield _histogram("gpushare_suspend_seconds", "Seconds to put a lease to sleep", slept)
     text = "Seconds of a wake: waiting for the GPU, copying"

@@ -145,7 +145,7 @@ class Companion:
     other: str  # id of the other lease
     # Of a host's rate alone, by the last judgement; of a guest's own rate alone.  None: not known.
     kept: float | None = None
-    # GPUs' time that the guest gets, or of a host all of its guests together; 1 is all of one device's.
+    # Part of a device's time that the guest gets, from 0 to 1; of a host the sum of its guests.
     guest_gets: float = 0.0
     began_at: float = 0.0  # on the broker's clock
 

@@ -54,11 +54,16 @@ def lent_milli(leases: Collection[Lease]) -> Mapping[str, float]:
     ``leases`` are all that are bound to the device.
     """
     asleep = {lease.id: lease.held_milli for lease in leases if sleeps(lease)}
-    held = sum(lease.held_milli for lease in leases if lease.state in HOLDS_CAPACITY)
+    held = sum(own_milli(lease) for lease in leases if lease.state in HOLDS_CAPACITY)
     over = held + sum(asleep.values()) - WHOLE_GPU
     if over <= 0 or not asleep:
         return {}
     return {lease: over * milli / sum(asleep.values()) for lease, milli in asleep.items()}
+
+
+def own_milli(lease: Lease) -> int:
+    """Return the thousandths of each of its devices that a lease holds: none as a guest."""
+    return 0 if lease.host else lease.held_milli
 
 
 @dataclass(slots=True)
@@ -139,9 +144,11 @@ def gpu_breakdown(
     lent = held = idle = 0.0
     for there in bound.values():
         holders = [lease for lease in there if lease.state in HOLDS_CAPACITY]
+        # What a guest computes, it computes in the part of its host.
+        busy = {lease.host or lease.id for lease in holders if lease.id in at_work}
         lent += sum(lent_milli(there).values()) / WHOLE_GPU
-        held += sum(lease.held_milli for lease in holders) / WHOLE_GPU
-        idle += sum(lease.held_milli for lease in holders if lease.id not in at_work) / WHOLE_GPU
+        held += sum(map(own_milli, holders)) / WHOLE_GPU
+        idle += sum(own_milli(lease) for lease in holders if lease.id not in busy) / WHOLE_GPU
     # An idle borrower counts as lent, not as idle.
     idle = min(idle, held - lent)
     return GpuBreakdown(
@@ -264,8 +271,8 @@ UsageSum = tuple[tuple[str, ...], Amounts]
 
 
 def held_gpus(lease: Lease) -> float:
-    """Return the number of GPUs that a placed lease holds."""
-    return lease.held_milli * len(lease.devices) / WHOLE_GPU
+    """Return the number of GPUs that a placed lease holds: none as a guest."""
+    return own_milli(lease) * len(lease.devices) / WHOLE_GPU
 
 
 class UsageSums:
@@ -392,6 +399,27 @@ class UsageSums:
             )
             self.count(use)
             self._unstored.add(_key(use))
+
+    def visited(
+        self, guest: Lease, host: Lease, until: str, seconds: float, gpus: float, borrowed: float
+    ) -> None:
+        """Count that a guest got ``gpus`` of what its host held in the last ``seconds``; stored later.
+
+        It is the guest's, and not the host's any more, so that the sum of both is what the host held;
+        ``borrowed``: which share of the host is over its project's guarantee.
+        """
+        for day, within in by_day(until, seconds):
+            for lease, gpu_s in ((guest, within * gpus), (host, -within * gpus)):
+                use = UsageRecord(
+                    day=day,
+                    user=lease.user,
+                    project=lease.project,
+                    gpu=self._model(lease.devices),
+                    used_gpu_s=gpu_s,
+                    borrowed_gpu_s=gpu_s * borrowed,
+                )
+                self.count(use)
+                self._unstored.add(_key(use))
 
     def worked(self, lease: Lease, ago_s: float, duration_s: float, wall: str) -> None:
         """Note that a session worked for ``duration_s``, from ``ago_s`` before ``wall`` on; stored later."""
@@ -572,6 +600,10 @@ class Tally:
     moves: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by kind, old and new state
     spawns: Counter[str] = field(default_factory=Counter)  # "granted", "asleep", or why one was refused
     gpu_s: Counter[str] = field(default_factory=Counter)  # GPU-seconds by use of the machine
+    guest_gpu_s: defaultdict[str, float] = field(
+        default_factory=lambda: defaultdict(float)
+    )  # that guests got, by their project
+    guests_left: Counter[str] = field(default_factory=Counter)  # by reason
     suspend: Durations = field(default_factory=_moves)
     wake: dict[str, Durations] = field(default_factory=lambda: defaultdict(_moves))  # by phase
     start: dict[str, Durations] = field(default_factory=lambda: defaultdict(_moves))  # by kind

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from jupyter_gpushare.broker.views.lease_view import LeaseView
+from jupyter_gpushare.broker.state.observations import Companion
+from jupyter_gpushare.broker.views.lease_view import Consent, LeaseView
 from jupyter_gpushare.core.model import WHOLE_GPU, State
 from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.messages import (
@@ -43,6 +44,8 @@ def badge(seen: LeaseView) -> Text:
     """Return the two or three words of the status bar."""
     record = seen.record
     match record.state:
+        case State.RUNNING if record.is_job and seen.companion is not None:
+            return text("badge.running_guest" if seen.companion.role == "guest" else "badge.running_shared")
         case State.RUNNING if record.is_job:
             return text("badge.running_borrowed" if seen.borrowed else "badge.running")
         case State.RUNNING if record.lost:
@@ -239,16 +242,18 @@ def _job_sentence(seen: LeaseView) -> Texts:
     record, size = seen.record, size_text(seen.lease.size)
     match record.state:
         case State.PENDING:
-            return seen.waits
+            return *seen.waits, *_consent(seen)
         case State.GRANTED:
             return (text("job.starting", size),)
+        case State.RUNNING if seen.companion is not None and seen.companion.role == "guest":
+            return text("guest.runs"), *_keeps(seen.companion), *_going_on(seen)
         case State.RUNNING if seen.borrowed:
             owner = text("part.another_project")
             if seen.taken_back_by:
                 owner = text("part.project", seen.taken_back_by)
-            return text("job.running_borrowed", size, owner), *_going_on(seen)
+            return text("job.running_borrowed", size, owner), *_hosts(seen), *_going_on(seen)
         case State.RUNNING:
-            return text("job.running", size), *_going_on(seen)
+            return text("job.running", size), *_hosts(seen), *_going_on(seen)
         case State.SUSPENDING:
             return (text("job.pausing", seen.because),)
         case State.SUSPENDED:
@@ -259,7 +264,7 @@ def _job_sentence(seen: LeaseView) -> Texts:
                 return paused, *number, text("lease.misplaced", seen.asks_again_at)
             if seen.stays_because:
                 return paused, *number, text("job.waits_for_own", reason_text(seen.stays_because))
-            return paused, *number
+            return paused, *number, *_consent(seen)
         case State.RESUMING:
             return (text("job.resuming"),)
         case State.STOPPING if seen.is_timed_out:
@@ -270,6 +275,28 @@ def _job_sentence(seen: LeaseView) -> Texts:
             return (text("job.stopping"),)
         case State.RELEASED | State.FAILED:
             return reason_texts(record.note) or (text("job.ended"),)
+
+
+def _consent(seen: LeaseView) -> Texts:
+    """Return what the consent to share a GPU means for a job that waits."""
+    if seen.consent is Consent.SHARE:
+        return text("guest.may_come"), text("guest.may_share")
+    return (text(f"guest.{seen.consent}"),) if seen.consent else ()
+
+
+def _hosts(seen: LeaseView) -> Texts:
+    """Return whether a running job shares its own GPU with another, or may."""
+    companion = seen.companion
+    if companion is None:
+        return (text("guest.may_share"),) if seen.consent in (Consent.SHARE, Consent.HOST) else ()
+    if companion.kept is None:
+        return (text("guest.host"),)
+    return (text("guest.host_keeps", f"{100 * companion.kept:.0f}"),)
+
+
+def _keeps(companion: Companion) -> Texts:
+    """Return how fast a guest is, where that is known."""
+    return () if companion.kept is None else (text("guest.keeps", f"{100 * companion.kept:.0f}"),)
 
 
 def _going_on(seen: LeaseView) -> Texts:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from functools import cached_property
 from typing import NamedTuple
 
@@ -9,9 +10,10 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control import ending, snapshot
 from jupyter_gpushare.broker.state.culling import KERNEL_SETTING, SiteEnd
+from jupyter_gpushare.broker.state.observations import Companion
 from jupyter_gpushare.broker.state.records import Drain, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.usage import lent_milli
+from jupyter_gpushare.broker.state.usage import lent_milli, own_milli
 from jupyter_gpushare.broker.views.cluster_view import ClusterView
 from jupyter_gpushare.core import idle
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Kind, State, Why
@@ -51,6 +53,17 @@ class TimeShare(NamedTuple):
     granted: float | None = None  # None: off
     measured: float | None = None  # None: there was no time to share in the last minute
     reason: str = ""  # why what was asked for is not in force
+
+
+class Consent(enum.StrEnum):
+    """What its owner's word that a job may share a GPU comes to: the sentence about it."""
+
+    NONE = ""  # it was not given
+    SHARE = "may_share"
+    COME = "may_come"  # as a guest only
+    HOST = "may_host"  # as a host only
+    NO_EFFECT = "no_effect"
+    OFF = "off"  # of the whole site
 
 
 class LeaseView:
@@ -112,6 +125,25 @@ class LeaseView:
             return TimeShare(reason=sample.share_reason)
         measured = None if sample.measured_share < 0 else 100 * sample.measured_share
         return TimeShare(sample.compute_share, 100 * self.lease.held_milli / WHOLE_GPU, measured)
+
+    @cached_property
+    def companion(self) -> Companion | None:
+        """The job that it shares a GPU with; None: there is none."""
+        return self._registry.observations[self.record.id].companion
+
+    @cached_property
+    def consent(self) -> Consent:
+        """What its owner's word that it may share a GPU comes to."""
+        lease = self.record.lease
+        if not lease.share:
+            return Consent.NONE
+        if not self._registry.policy.share:
+            return Consent.OFF
+        hosts = lease.size.fraction_milli == WHOLE_GPU and not lease.size.profile
+        comes = lease.survival.suspends and lease.size.device_count == 1 and not lease.size.profile
+        if hosts and comes:
+            return Consent.SHARE
+        return Consent.HOST if hosts else Consent.COME if comes else Consent.NO_EFFECT
 
     @cached_property
     def unleased(self) -> tuple[UnleasedProcess, ...]:
@@ -283,7 +315,7 @@ class LeaseView:
         held = dict.fromkeys(here, 0)
         for other in found:
             for uuid in here & set(other.lease.devices):
-                held[uuid] += other.lease.held_milli
+                held[uuid] += own_milli(other.lease)
         return found if max(held.values()) + self.lease.held_milli > WHOLE_GPU else []
 
     def _leaves_in(self, record: LeaseRecord) -> tuple[float, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from typing import Literal
+from typing import Any, Literal
 
 from jupyter_gpushare import __version__, messages
 from jupyter_gpushare.broker.control.ending import result_state
@@ -14,6 +14,7 @@ from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry, keep_left
 from jupyter_gpushare.broker.state.session_queue import QueuePlace
+from jupyter_gpushare.broker.state.usage import own_milli
 from jupyter_gpushare.broker.views import cluster_view
 from jupyter_gpushare.broker.views.cluster_view import ClusterViewCache
 from jupyter_gpushare.broker.views.lease_sentences import badge, sentence, share
@@ -151,10 +152,12 @@ class Views:
 
     def leases(self, user: str | None) -> list[wire.LeaseStatus]:
         """Return the leases of a user that have not ended; of all users for None."""
-        return [self.lease(r) for r in self.registry.leases.values() if user is None or r.lease.user == user]
+        everyone = user is None
+        mine = (r for r in self.registry.leases.values() if everyone or r.lease.user == user)
+        return [self.lease(record, everyone=everyone) for record in mine]
 
-    def lease(self, record: LeaseRecord) -> wire.LeaseStatus:
-        """Return one lease with its measurements and sentences."""
+    def lease(self, record: LeaseRecord, *, everyone: bool = False) -> wire.LeaseStatus:
+        """Return one lease with its measurements and sentences; ``everyone``: its reader sees all leases."""
         seen, lease, registry = self._seen(record), record.lease, self.registry
         sample, kernels = registry.observations[record.id].sample, registry.observations[record.id].kernels
         level = registry.devices.level(lease.devices[0]) if lease.devices else ""
@@ -194,6 +197,7 @@ class Views:
             share_percent=seen.time_share.granted,
             measured_share_percent=seen.time_share.measured,
             share_texts=list(share(seen)),
+            **self._shared(seen, everyone=everyone),
             ends_at=(seen.site_end.at or None) if seen.site_end else None,
             ends_by=seen.site_end.by if seen.site_end else "",
             job=record.id[1:] if record.is_job else None,
@@ -214,6 +218,22 @@ class Views:
         view = self.cluster_views.recent() if is_new else self.cluster_views.now()
         return LeaseView(self.registry, view, record)
 
+    def _shared(self, seen: LeaseView | None, *, everyone: bool) -> dict[str, Any]:
+        """Return the fields about the job that a running one shares a GPU with.
+
+        Its id is for those who see all leases, and within one project, as in the log of decisions.
+        """
+        if seen is None or (companion := seen.companion) is None:
+            return {}
+        other = self.registry.leases.get(companion.other)
+        is_seen = other is not None and (everyone or other.lease.project == seen.lease.project)
+        kept = companion.kept
+        return {
+            "shared": companion.role,
+            "shared_with": companion.other[1:] if is_seen else "",
+            "kept_speed_percent": None if kept is None else round(100 * kept, 1),
+        }
+
     def _kept_until(self, lease: Lease) -> str | None:
         left_s = lease.keep_until_at - self.registry.clock()
         return before(self.registry.iso_now(), seconds=-left_s) if left_s > 0 else None
@@ -228,12 +248,14 @@ class Views:
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
         """Return jobs: started, requeued, queued with the next to start first, ended."""
         mine = (j for j in self.registry.jobs.values() if user is None or j.user == user)
-        return [self.job(j) for j in cluster_view.listed(mine, self.registry, self.cluster_views, limit)]
+        found = cluster_view.listed(mine, self.registry, self.cluster_views, limit)
+        return [self.job(job, everyone=user is None) for job in found]
 
-    def job(self, job: JobRecord, *, is_new: bool = False) -> wire.Job:
+    def job(self, job: JobRecord, *, is_new: bool = False, everyone: bool = False) -> wire.Job:
         """Return one job with its sentence, position and times.
 
         ``is_new``: it was submitted just now; in a long queue its position is not known yet.
+        ``everyone``: its reader sees all jobs.
         """
         job = self.registry.jobs.get(job.id, job)
         record = self.registry.leases.get(job.lease_id)
@@ -272,6 +294,7 @@ class Views:
             cwd=job.cwd,
             variables=sorted(job.env),
             ends_in=seen.ends_in if seen else None,
+            **self._shared(seen, everyone=everyone),
         )
 
     # ---- projects, devices, the rest ------------------------------------------
@@ -411,7 +434,7 @@ class Views:
                     closed=closed_of(registry, now, admin=admin) if now else "",
                     unleased=unleased_on(now) if admin else [],
                     held_milli=sum(
-                        x.held_milli
+                        own_milli(x)
                         for x in cluster.leases
                         if device.uuid in x.devices and x.state in HOLDS_CAPACITY
                     ),
@@ -520,7 +543,7 @@ class Views:
 
 
 def _held(leases: Iterable[Lease]) -> int:
-    return sum(x.held_milli * len(x.devices) for x in leases if x.state in HOLDS_CAPACITY)
+    return sum(own_milli(x) * len(x.devices) for x in leases if x.state in HOLDS_CAPACITY)
 
 
 def _decision(record: DecisionRecord, reader: str, *, show_all: bool) -> wire.Decision:

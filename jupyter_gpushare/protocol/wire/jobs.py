@@ -210,6 +210,9 @@ class Job(JobTerms, frozen=True, kw_only=True):
     variables: list[str] = []  # names of the environment variables it was given
     left_s: float | None = None  # remaining run time by its progress; None: not known
     ends_in: Estimate | None = None  # of a running job, pauses included; None: its progress is not measured
+    shared: Literal["", "host", "guest"] = ""  # it runs on one GPU with another job
+    shared_with: str = ""  # as in `LeaseStatus`, like the next
+    kept_speed_percent: float | None = None
     size: str = ""
     size_texts: list[Text] = []  # ``size`` for translation
     reason: str = ""  # a sentence

@@ -197,6 +197,10 @@ class LeaseStatus(Answer, frozen=True):
     compute_share: Literal["off", "fair", "strict"] = "off"  # how its devices' time is shared, in force now
     share_percent: float | None = None  # of the time of each of its devices, as granted; None: off
     measured_share_percent: float | None = None  # in the last minute while others computed too; None: never
+    shared: Literal["", "host", "guest"] = ""  # a job that runs on one GPU with another job
+    shared_with: str = ""  # id of that job; empty: the reader may not see it
+    # Of a host: of its speed alone, by the last judgement; of a guest: of its own; None: not known.
+    kept_speed_percent: float | None = None
     # When a setting of the site may end a session, or a kernel of it; None: none does, or it is not known.
     ends_at: str | None = None
     ends_by: str = ""  # that setting, or the service of the Hub that has it

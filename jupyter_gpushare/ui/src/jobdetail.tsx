@@ -11,7 +11,7 @@ import { ENDED } from './state';
 import { Stops } from './stops';
 import { chosenVariables } from './launch';
 import { IJob, IJobMoment } from './wire';
-import { duration, environmentText, jobBadge, momentText, oneLine } from './messages';
+import { duration, environmentText, jobBadge, momentText, oneLine, sharedText } from './messages';
 import { timeText } from './locale';
 import { trans } from './translate';
 
@@ -348,7 +348,7 @@ function Timeline(props: IDetailProps): JSX.Element {
     return () => {
       over = true;
     };
-  }, [job.id, job.state, job.attempt, job.preemptions]);
+  }, [job.id, job.state, job.attempt, job.preemptions, job.shared]);
   if (moments === null || typeof moments === 'string') {
     return <p role="status">{moments ?? trans.__('Asking.')}</p>;
   }
@@ -377,6 +377,7 @@ function About(props: IDetailProps): JSX.Element {
     [trans.__('Ran'), duration(job.ran_s)],
     [trans.__('Maximum run time'), job.max_run_s === null ? '' : duration(job.max_run_s)],
     [trans.__('Paused'), trans._n('%1 time', '%1 times', job.preemptions)],
+    [trans.__('Shares its GPU'), sharedText(job)],
     [trans.__('Started'), job.attempt === 0 ? trans.__('not yet') : trans._n('%1 time', '%1 times', job.attempt)],
     [trans.__('Environment'), environmentText(job)],
     [trans.__('Parameters'), parameters.map(([name, value]) => `${name} = ${value}`).join(', ')],

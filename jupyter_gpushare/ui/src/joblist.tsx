@@ -443,7 +443,7 @@ interface IRowProps {
 
 /** Answers are new objects each time; a row is drawn again when it would look different. */
 function sameRow(a: IRowProps, b: IRowProps): boolean {
-  const keys = ['id', 'name', 'state', 'reason', 'position', 'waited_s', 'ran_s', 'done', 'total'] as const;
+  const keys = ['id', 'name', 'state', 'shared', 'reason', 'position', 'waited_s', 'ran_s', 'done', 'total'] as const;
   const same = a.n === b.n && a.px === b.px && a.selected === b.selected && a.reached === b.reached && a.marked === b.marked;
   return same && keys.every(key => a.job[key] === b.job[key]);
 }

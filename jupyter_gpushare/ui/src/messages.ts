@@ -146,6 +146,9 @@ export function jobBadge(job: IJob): string {
     case 'starting':
       return trans.__('Starting');
     case 'running':
+      if (job.shared !== '') {
+        return job.shared === 'guest' ? trans.__('Running as a guest') : trans.__('Running, shared');
+      }
       return trans.__('Running');
     case 'suspended':
       return trans.__('Paused');
@@ -160,6 +163,17 @@ export function jobBadge(job: IJob): string {
     case 'timed_out':
       return trans.__('Timed out');
   }
+}
+
+/** Returns what a job that shares a GPU does there and keeps of its speed; empty: it does not. */
+export function sharedText(job: IJob): string {
+  if (job.shared === '') {
+    return '';
+  }
+  const other = job.shared_with === '' ? trans.__('another job') : trans.__('job %1', job.shared_with);
+  const text = job.shared === 'guest' ? trans.__('as a guest of %1', other) : trans.__('with %1', other);
+  const kept = job.kept_speed_percent;
+  return kept === null ? text : trans.__('%1; %2 % of its own speed', text, Math.round(kept));
 }
 
 /** A reason for one line: its first line, and of more than one the last. */
@@ -427,6 +441,7 @@ export function momentText(what: string): string {
     ended: trans.__('Ended'),
     admin: trans.__('Administrator'),
     device: trans.__('GPU'),
+    guest: trans.__('Guest'),
     'low-use': trans.__('GPU'),
     watchdog: trans.__('GPU'),
     lost: trans.__('GPU state lost'),

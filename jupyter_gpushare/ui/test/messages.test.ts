@@ -16,6 +16,7 @@ import {
   progressText,
   projectText,
   sentence,
+  sharedText,
   statusText,
   wakingSteps,
   wantsAttention,
@@ -101,6 +102,14 @@ describe('a job', () => {
     const whats = ['submitted', 'grant', 'started', 'suspend', 'resume', 'low-use', 'time_limit', 'would_suspend', 'x'];
     const words = ['Submitted', 'Starting', 'Started', 'Paused', 'Resumed', 'GPU', 'Time limit', 'Note', 'Note'];
     expect(whats.map(what => momentText(what))).toEqual(words);
+  });
+
+  it('says what it shares its GPU with, and how fast it is', () => {
+    expect([jobBadge(JOB), sharedText(JOB)]).toEqual(['Running, shared', 'with job p4w8n1y6rb; 94 % of its own speed']);
+    const guest = { ...JOB, shared: 'guest', shared_with: '', kept_speed_percent: null } as const;
+    expect([jobBadge(guest), sharedText(guest)]).toEqual(['Running as a guest', 'as a guest of another job']);
+    const alone = { ...JOB, shared: '' } as const;
+    expect([jobBadge(alone), sharedText(alone)]).toEqual(['Running', '']);
   });
 
   it('names the environment that it runs in, and none that nobody knows', () => {
