@@ -120,6 +120,18 @@ async def test_the_table_of_sessions_has_shares_of_time_where_there_are_any(http
     assert now.endswith("not in force: its device has no library that could hold calls.")
 
 
+async def test_the_devices_tell_guests_from_those_that_hold_them(http):
+    ada, bo = await http.session(), await http.session("bo")
+    on = {"devices": ada.lease.devices, "host": ada.id}
+    await http.broker.registry.edit(bo, lambda record: replace(record, lease=replace(record.lease, **on)))
+    page = (await http.ask("GET", f"{http.url}{PREFIX}", "root")).text
+    cells = [
+        " ".join(re.sub("<[^>]*>", " ", each).split())
+        for each in re.findall(r'<td data-label="Held">(.*?)</td>', page)
+    ]
+    assert "0.5 of 1 GPU ada, 1/2 GPU guest: bo, 1/2 GPU" in cells
+
+
 async def test_an_administrator_acts_on_sessions_from_the_page_with_a_line_in_the_log(http):
     ada, registry = await http.session(), http.broker.registry
 
