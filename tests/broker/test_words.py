@@ -123,9 +123,12 @@ def test_jobs_that_share_are_said_in_plain_words(state, kept):
 @pytest.mark.parametrize(
     ("why", "expected"),
     [
-        (Why.HOST_MEMORY_WANTED, "because the job whose GPU it shared needed the memory. Nothing was lost."),
+        (
+            messages.HOST_MEMORY_WANTED,
+            "because the job whose GPU it shared needed the memory. Nothing",
+        ),
         (Why.HOST_LEFT, "because the job whose GPU it shared gave that up. Nothing was lost."),
-        (Why.PAIR_PARTED, "because it slowed down the job whose GPU it shared. Nothing was lost."),
+        (Why.PAIR_PARTED, "because it did not go well with the job whose GPU it shared. Nothing was lost."),
     ],
 )
 def test_a_guest_that_left_reads_why(why, expected):

@@ -6,6 +6,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.core.model import Why
+from jupyter_gpushare.messages import HOST_MEMORY_WANTED
 
 _ACTION = "guest"
 
@@ -29,7 +30,7 @@ async def left(
 ) -> None:
     """Count that a guest has left, and tell the owner of its host; None: that has ended.
 
-    ``why``: `Why.HOST_MEMORY_WANTED`, with the seconds that the host waited (``took_s``);
+    ``why``: `HOST_MEMORY_WANTED`, with the seconds that the host waited (``took_s``);
     `Why.PAIR_PARTED`, with the part of its speed that the host kept; or another reason, such as
     "ended" or `Why.CAPACITY_BACK`.
 
@@ -39,7 +40,7 @@ async def left(
     registry.tally.guests_left[str(why)] += 1
     if host is None:
         return
-    if why == Why.HOST_MEMORY_WANTED and took_s is not None:
+    if why == HOST_MEMORY_WANTED and took_s is not None:
         waited = messages.text("duration.seconds", f"{took_s:.1f}")
         await registry.record_notice(host, _ACTION, "notice.guest_gave_way", waited)
     elif why == Why.PAIR_PARTED and kept is not None:

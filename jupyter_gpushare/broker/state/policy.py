@@ -188,6 +188,7 @@ class Policy:
             starvation_guard_s=self.starvation_guard_s,
             max_bypass_s=self.max_bypass_s,
             fairness_horizon_s=self.fairness_horizon_s,
+            share_between_projects=self.share_between_projects,
         )
 
 

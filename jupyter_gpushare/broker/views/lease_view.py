@@ -140,7 +140,8 @@ class LeaseView:
         if not self._registry.policy.share:
             return Consent.OFF
         hosts = lease.size.fraction_milli == WHOLE_GPU and not lease.size.profile
-        comes = lease.survival.suspends and lease.size.device_count == 1 and not lease.size.profile
+        one = lease.size.device_count == 1 and not lease.size.profile
+        comes = one and lease.survival.suspends and lease.borrow  # a guest is on what others hold
         if hosts and comes:
             return Consent.SHARE
         return Consent.HOST if hosts else Consent.COME if comes else Consent.NO_EFFECT
