@@ -128,8 +128,9 @@ class LeaseView:
 
     @cached_property
     def companion(self) -> Companion | None:
-        """The job that it shares a GPU with; None: there is none."""
-        return self._registry.observations[self.record.id].companion
+        """The job that it shares a GPU with while it runs; None: there is none."""
+        is_running = self.record.state is State.RUNNING
+        return self._registry.observations[self.record.id].companion if is_running else None
 
     @cached_property
     def consent(self) -> Consent:
@@ -266,7 +267,7 @@ class LeaseView:
         for device in self.lease.devices:
             there = [other for other in self._registry.leases.values() if device in other.lease.devices]
             if self.record.id in lent_milli([other.lease for other in there]):
-                holders = (other for other in there if other.state in HOLDS_CAPACITY)
+                holders = (o for o in there if o.state in HOLDS_CAPACITY and not o.lease.host)
                 user = max(holders, key=lambda other: (other.is_job, other.lease.granted_at))
                 key = "part.job_of_project" if user.is_job else "part.session_of_project"
                 return messages.text(key, user.lease.project)
