@@ -1,0 +1,341 @@
+"""Judge by measured speed whether two jobs stay together on one GPU.
+
+The *host* owns the GPU; the *guest* uses what the host leaves.  `judge` compares the rate of the host
+beside the guest with its rate alone: after `TRIAL_S`, then every `REVIEW_S`.  The guest stays while the
+host keeps `KEEPS` of its rate and, where the guest's own rate alone is known, while both parts together
+come to at least `PAYS`.
+
+Evidence is the progress that a job reports; without it, the work that it completed at the library.  The use
+of the device is none: a guest raises it.  Reports come from the jobs, so no rule rests on one of them:
+
+* *Progress* is measured from one change of the counter to another, so its steps may be long.  It counts
+  where the time before the first change and after the last is at most 1 - `KEEPS` of the window: about
+  fifteen steps.  A counter that stands still, restarts, changes its total or is withdrawn is no evidence.
+* *Work* overrules progress that is more than `DOUBT` above it: that job reports faster than it works.
+* *Alone* means the last `ALONE_S`, or the median of the last hour where that is more: who is slow just
+  before a guest comes, or still loads its data, does not seem fast afterwards.
+* A *pause* of a job's own (evaluation, a checkpoint) is in both windows on average.  A short window may
+  have a whole one: as much of it as the longest pause alone lasted does not count.
+* A part above 1 counts as 1: nobody makes up for the other with a counter that it inflates.
+* A guest that completes no work gains nobody anything: by `REVIEW_S` it has begun to compute, or leaves.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass
+from math import inf
+
+TRIAL_S = 180.0
+REVIEW_S = 600.0
+# A rate alone is known after so long.
+ALONE_S = 600.0
+KEEPS = 0.9
+PAYS = 1.1
+# By how much the part that a job keeps by its progress may exceed that by its work.
+DOUBT = 0.15
+# For how long a pair that was parted is not tried again, and how many are remembered.
+PARTED_S = 86_400.0
+MAX_PARTED = 1_000
+# Length and number of the spans that a window consists of.
+_ALONE_SPANS = 300.0, 12
+_BESIDE_SPANS = 60.0, 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """Counters of one job at a moment; each only grows."""
+
+    at: float
+    attempt: int = 1
+    done: float | None = None  # its progress, in a unit of its own; None: not reported
+    total: float = 0.0  # in the same unit
+    work: int = -1  # calls that it completed at the library; -1: not known
+
+
+@dataclass(slots=True)
+class _Span:
+    """A time that begins and ends with a change of a counter."""
+
+    seconds: float = 0.0
+    amount: float = 0.0
+    still_s: float = 0.0  # without a change
+    longest_still_s: float = 0.0
+
+    @property
+    def still_part(self) -> float:
+        return self.still_s / self.seconds
+
+    @property
+    def rate_in_motion(self) -> float:
+        return self.amount / (self.seconds - self.still_s)
+
+
+class _Window:
+    """What one counter did lately, in a bounded number of spans."""
+
+    def __init__(self, span_s: float, spans: int) -> None:
+        self._span_s = span_s
+        self._spans: deque[_Span] = deque(maxlen=spans)
+        self._began = False
+        self._before_s = self._before = 0.0  # until the first change, and that change itself
+        self.watched_s = 0.0
+        self.still_s = 0.0  # since the last change
+
+    def add(self, seconds: float, amount: float) -> None:
+        """Count an interval of ``seconds`` in which the counter grew by ``amount``."""
+        self.watched_s += seconds
+        if not amount:
+            self.still_s += seconds
+            return
+        if self._began:
+            if not self._spans or self._spans[-1].seconds >= self._span_s:
+                self._close()
+            span = self._spans[-1]
+            span.seconds += self.still_s + seconds
+            span.amount += amount
+            span.still_s += self.still_s
+            span.longest_still_s = max(span.longest_still_s, self.still_s)
+        else:
+            self._began = True
+            self._before_s, self._before = self.still_s + seconds, amount
+        self.still_s = 0.0
+
+    def _close(self) -> None:
+        if len(self._spans) == self._spans.maxlen:
+            self._before_s = self._before = 0.0  # left the window before
+        self._spans.append(_Span())
+
+    def between_changes(self, last_s: float = inf) -> _Span:
+        """Return the newest spans that reach back ``last_s``, or all, as one."""
+        found = _Span()
+        for span in reversed(self._spans):
+            if found.seconds >= last_s:
+                break
+            found.seconds += span.seconds
+            found.amount += span.amount
+            found.still_s += span.still_s
+            found.longest_still_s = max(found.longest_still_s, span.longest_still_s)
+        return found
+
+    def in_all(self) -> _Span:
+        """Return the whole window, with the time before its first change and after its last."""
+        found = self.between_changes()
+        edges_s = self._before_s + self.still_s
+        found.seconds += edges_s
+        found.amount += self._before
+        found.still_s += self.still_s
+        found.longest_still_s = max(found.longest_still_s, self.still_s)
+        return found
+
+    def from_change_to_change(self) -> _Span | None:
+        """Return the window without its edges; None: they are too much of it."""
+        found = self.between_changes()
+        edges_s = self._before_s + self.still_s
+        return found if found.seconds and edges_s <= (1 - KEEPS) * (found.seconds + edges_s) else None
+
+    def settled_rate(self) -> float | None:
+        """Return the rate of the last `ALONE_S`, or the median if that is more; None: not known.
+
+        Each span counts as if it stood still as much as all do on average.
+        """
+        whole = self.between_changes()
+        if whole.seconds < ALONE_S:
+            return None
+        rates = sorted(span.rate_in_motion for span in self._spans if 2 * span.seconds >= self._span_s)
+        settled = rates[max(len(rates) // 2, min(len(rates) - 1, 2))]
+        last = self.between_changes(ALONE_S).rate_in_motion
+        return max(last, settled) * (1 - whole.still_part)
+
+
+class _Counter:
+    """One counter of a job: alone, and beside its present companion."""
+
+    def __init__(self) -> None:
+        self.alone = _Window(*_ALONE_SPANS)
+        self.begin()
+
+    def begin(self) -> None:
+        """Another companion came."""
+        self.beside = _Window(*_BESIDE_SPANS)
+
+    def kept(self, beside: _Span | None) -> float | None:
+        """Return the part of the rate alone that ``beside`` shows, at most 1; None: no evidence."""
+        rate = self.alone.settled_rate()
+        if rate is None or beside is None or not beside.seconds:
+            return None
+        alone = self.alone.between_changes()
+        usual_s = alone.still_part * beside.seconds
+        excused_s = min(beside.still_s, alone.longest_still_s) - usual_s
+        return min(1.0, beside.amount / (beside.seconds - max(0.0, excused_s)) / rate)
+
+
+class Rates:
+    """How fast one job is alone and beside its present companion; a few hundred numbers at most."""
+
+    def __init__(self) -> None:
+        self._work, self._progress = _Counter(), _Counter()
+        self._companion = ""
+        self._last: Reading | None = None  # None: the next reading begins an interval
+        self._report: Reading | None = None  # the last with progress; None: it reports none
+
+    def add(self, reading: Reading, companion: str = "") -> None:
+        """Take a reading of the job while it runs; ``companion``: id of its guest or host, "": alone."""
+        if companion != self._companion:
+            self._companion, self._last = companion, None
+            if companion:
+                self._work.begin()
+                self._progress.begin()
+        last, self._last = self._last, reading
+        report, self._report = self._report, reading if _has_progress(reading) else None
+        made = _made(report, self._report)
+        if made is None and report is not None:  # what was measured is in another unit, or was not the job's
+            self._progress = _Counter()
+        if last is None or reading.at <= last.at:
+            return
+        seconds = reading.at - last.at
+        if 0 <= last.work <= reading.work:
+            self._window(self._work).add(seconds, reading.work - last.work)
+        if made is not None and report is last:
+            self._window(self._progress).add(seconds, made)
+
+    def interrupt(self) -> None:
+        """The job does not run now: the time until the next reading is not counted."""
+        self._last = None
+
+    def _window(self, counter: _Counter) -> _Window:
+        return counter.beside if self._companion else counter.alone
+
+    @property
+    def is_known(self) -> bool:
+        """Whether its rate alone is known: without it, it cannot be judged as a host."""
+        return any(c.alone.settled_rate() is not None for c in (self._progress, self._work))
+
+    @property
+    def kept(self) -> float | None:
+        """The part of its rate alone that it has beside its companion, 0 to 1; None: no evidence."""
+        by_progress = self._progress.kept(self._progress.beside.from_change_to_change())
+        by_work = self._work.kept(self._work.beside.in_all())
+        if by_progress is None or (by_work is not None and by_work < by_progress - DOUBT):
+            return by_work
+        return by_progress
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it did nothing beside its companion, by its work; where that is not known, by progress."""
+        watched = [c.beside for c in (self._work, self._progress) if c.beside.watched_s]
+        return bool(watched) and not watched[0].in_all().amount
+
+
+def _has_progress(reading: Reading) -> bool:
+    return reading.done is not None and 0 <= reading.done <= reading.total < inf and reading.total > 0
+
+
+def _made(before: Reading | None, after: Reading | None) -> float | None:
+    """Return what was done between two reports of the same series; None: they are not of one."""
+    if before is None or after is None or before.done is None or after.done is None:
+        return None
+    same = (before.attempt, before.total) == (after.attempt, after.total)
+    return after.done - before.done if same and before.done <= after.done else None
+
+
+class Decision(enum.StrEnum):
+    """What becomes of a pair."""
+
+    KEEP = "keep"
+    PART = "part"  # the guest leaves
+    UNDECIDED = "undecided"
+
+
+class Because(enum.StrEnum):
+    """Why: the key of a sentence."""
+
+    TRIAL = "trial"  # it is too early to say
+    GUEST_STARTS = "guest_starts"  # it has computed nothing yet
+    IT_PAYS = "it_pays"
+    HOST_SLOWED = "host_slowed"
+    GAINS_TOO_LITTLE = "gains_too_little"  # both together
+    GUEST_IDLE = "guest_idle"  # it computes nothing
+    HOST_SILENT = "host_silent"  # nothing shows how fast the host is
+    HOST_UNKNOWN = "host_unknown"  # its rate alone is not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """``host``, ``guest``: the part of its rate alone that each has, 0 to 1; None: not known.
+
+    ``next_at``: when to judge again.
+    """
+
+    decision: Decision
+    why: Because
+    next_at: float
+    host: float | None = None
+    guest: float | None = None
+
+    @property
+    def is_remembered(self) -> bool:
+        """Whether the pair is not to be tried again for `PARTED_S`."""
+        return self.decision is Decision.PART and self.why is not Because.HOST_UNKNOWN
+
+
+def judge(host: Rates, guest: Rates, began_at: float, now: float) -> Verdict:
+    """Judge a pair that has been together since ``began_at``."""
+    if now < began_at + TRIAL_S:
+        return Verdict(decision=Decision.UNDECIDED, why=Because.TRIAL, next_at=began_at + TRIAL_S)
+    kept, gets = host.kept, guest.kept
+    decision, why = _decide(host, guest, kept, gets)
+    next_at = now + REVIEW_S
+    if why is Because.GUEST_STARTS:
+        if now < began_at + REVIEW_S:
+            next_at = began_at + REVIEW_S
+        else:
+            decision, why = Decision.PART, Because.GUEST_IDLE
+    return Verdict(decision=decision, why=why, next_at=next_at, host=kept, guest=gets)
+
+
+def _decide(host: Rates, guest: Rates, kept: float | None, gets: float | None) -> tuple[Decision, Because]:
+    if kept is None:
+        return Decision.PART, Because.HOST_SILENT if host.is_known else Because.HOST_UNKNOWN
+    if kept < KEEPS:
+        return Decision.PART, Because.HOST_SLOWED
+    if guest.is_idle:
+        return Decision.UNDECIDED, Because.GUEST_STARTS
+    if gets is not None and kept + gets < PAYS:
+        return Decision.PART, Because.GAINS_TOO_LITTLE
+    return Decision.KEEP, Because.IT_PAYS
+
+
+class Parted:
+    """Pairs of `Lease.pair_key` (host, guest) that are not tried again for a while; the oldest go first."""
+
+    def __init__(self, rows: Iterable[tuple[str, str, float]] = ()) -> None:
+        """``rows``: those of `rows`."""
+        by_end = sorted(rows, key=lambda row: row[2])[-MAX_PARTED:]
+        self._until_at = {(host, guest): until_at for host, guest, until_at in by_end}
+        self._pairs: frozenset[tuple[str, str]] = frozenset(self._until_at)
+
+    def add(self, host: str, guest: str, now: float) -> None:
+        """Part a pair; a job without a key is not remembered."""
+        if not (host and guest):
+            return
+        self._until_at.pop((host, guest), None)
+        self._until_at[host, guest] = now + PARTED_S
+        while len(self._until_at) > MAX_PARTED:
+            del self._until_at[next(iter(self._until_at))]
+        self._pairs = frozenset(self._until_at)
+
+    def pairs(self, now: float) -> frozenset[tuple[str, str]]:
+        """Return the pairs that are not to be tried now; the same object while nothing changes."""
+        ended = [pair for pair, until_at in self._until_at.items() if until_at <= now]
+        for pair in ended:
+            del self._until_at[pair]
+        if ended:
+            self._pairs = frozenset(self._until_at)
+        return self._pairs
+
+    def rows(self) -> list[tuple[str, str, float]]:
+        """Return (host, guest, until when) of each pair, to be stored."""
+        return [(host, guest, until_at) for (host, guest), until_at in self._until_at.items()]
