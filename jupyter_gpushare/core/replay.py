@@ -9,6 +9,8 @@ or the time of `Plan.next_at` has come.
 * A *job* runs for ``duration_s``.  Suspended, it goes on from where it was, on its devices or on
   those that it moves to; requeued, it starts again anywhere, with a checkpoint of its own from
   where it was, else from the start.
+* A job may be the *guest* of another (`sharing`).  Then both have the speeds that the caller gives; the pair
+  is judged once, after its trial (`pairs`), as its speeds do not change.  A host has been watched alone.
 * A *session* comes with its first cell and ends with its last.  Its cells run
   one after the other, each when it is submitted or when the one before it
   ends; in between it is idle.  A cell of a suspended session wakes it.
@@ -19,7 +21,7 @@ Leases follow `model.TRANSITIONS` like any others.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from math import inf
 from typing import Any
@@ -41,11 +43,18 @@ from jupyter_gpushare.core.model import (
     advance,
 )
 from jupyter_gpushare.core.order import order_of, served, with_turn
+from jupyter_gpushare.core.pairs import ALONE_S, TRIAL_S, Decision, Parted, Rates, Reading, Verdict, judge
 from jupyter_gpushare.core.planner import Planner
 from jupyter_gpushare.core.quota import size_of
 from jupyter_gpushare.core.simulated_lease import Cell as Cell
 from jupyter_gpushare.core.simulated_lease import Happening, Reports, SimulatedLease
 
+# The speeds of a host and of its guest beside each other, as parts of those alone.
+Speeds = Callable[[Lease, Lease], tuple[float, float]]
+
+# What a host keeps of a device beyond the part of it that it uses, and that times this (`sharing`).
+SPARE_FACTOR = 1.1
+SPARE_BYTES = 512 << 20
 # After this many rounds at one moment the plan is taken not to settle.
 MOST_ROUNDS = 10_000
 _ALWAYS = -1  # stamp of an event that stays valid
@@ -86,6 +95,12 @@ class ReplayWatcher:
     def began(self, now: float, run: CellRun) -> None:
         """A cell runs from now on."""
 
+    def ran(self, lease: Lease, seconds: float, speed: float, guest: str) -> None:
+        """A job ran at this speed until now, beside its guest or (``guest``: "") without one."""
+
+    def judged(self, now: float, host: Lease, guest: Lease, verdict: Verdict) -> None:
+        """The trial of a pair is over."""
+
 
 class Replay:
     """Leases on devices in virtual time, from ``now`` on."""
@@ -98,10 +113,14 @@ class Replay:
         now: float = 0.0,
         adaptive: bool = False,
         watcher: ReplayWatcher | None = None,
+        speeds: Speeds | None = None,
+        parted: Parted | None = None,
     ) -> None:
         """``cluster``: without leases; they come in by `add_job` and `add_session`.
 
         ``adaptive``: each session's idle timeout follows from its own history (`idle`).
+        ``speeds``: those of pairs, where jobs that `share` may be hosts and guests; a job uses
+        `needs_bytes` of each of its devices.  ``parted``: pairs that are not tried.
         """
         self.now = now
         self.rounds = self.decisions = self.events = 0
@@ -109,7 +128,11 @@ class Replay:
         self._costs = costs
         self._adaptive = adaptive
         self._watcher = watcher or ReplayWatcher()
+        self.shares = speeds is not None
+        self._speeds = speeds
+        self._parted = parted or Parted()
         self.stopped = False  # set to True: `run` returns after the present moment
+        self._memory = {device.uuid: device.grantable_bytes for device in cluster.devices}
         self._planner = Planner(cluster.devices, cluster.projects, settings)
         self._ledger: ProjectLedger | None = None  # with several projects only
         if settings.fairness_horizon_s and len(cluster.projects) > 1:
@@ -174,6 +197,10 @@ class Replay:
                 self._release(sim)
             case Happening.REPORTED:
                 self._report(sim)
+            case Happening.JUDGED:
+                self._judge(sim)
+            case Happening.WATCHED:
+                self._become_host(sim)
             case Happening.CAME:
                 self._on_arrival(sim)
             case _:
@@ -221,7 +248,9 @@ class Replay:
 
     def _release(self, sim: SimulatedLease) -> None:
         before = sim.lease
-        after = replace(self._served(before), state=advance(before.state, LeaseEvent.RELEASE))
+        self._settle(sim)
+        self._part(sim)
+        after = replace(self._served(sim.lease), state=advance(before.state, LeaseEvent.RELEASE))
         del self._leases[before.id]
         self._waiting.discard(before.id)
         self._due = True
@@ -300,6 +329,8 @@ class Replay:
             if self._ledger is not None:
                 self._ledger.advance(self.now)
                 self._planner.lags_gpu_s = self._ledger.lags_gpu_s
+            if self._speeds is not None:
+                self._planner.parted = self._parted.pairs(self.now)
             if self._users is not None:
                 self._users.advance(self.now)
                 self._users.review()
@@ -322,9 +353,12 @@ class Replay:
         sim = self._leases[action.lease]
         state = sim.lease.state
         match action:
+            case Grant() if sim.lease.host and not action.host:
+                self._keep_device(sim)
             case Grant():
                 placed = {"devices": action.devices, "held_milli": action.held_milli}
                 placed |= {"borrowed": action.borrowed, "granted_at": self.now, "made_way_for": ""}
+                placed |= {"host": action.host} if action.host else {}
                 if action.asleep:
                     self._put(sim, advance(state, LeaseEvent.GRANT_ASLEEP), **placed)
                 else:
@@ -338,6 +372,7 @@ class Replay:
             case Resume():
                 changes = {"granted_at": self.now, "made_way_for": ""}
                 changes |= {"devices": action.devices} if action.devices else {}
+                changes |= {"host": action.host} if action.host else {}
                 self._move(sim, advance(state, LeaseEvent.RESUME), changes)
             case _:
                 self._move(sim, advance(state, LeaseEvent.STOP), {"made_way_for": action.for_lease})
@@ -346,11 +381,11 @@ class Replay:
         """Enter a transitional state; leave it at once if the transition takes no time."""
         before = sim.lease
         if sim.runs_from_at is not None:
-            sim.left_s -= self.now - sim.runs_from_at
-            sim.runs_from_at = None
-            sim.lease = self._served(before)
+            self._settle(sim)
+            sim.lease = self._served(sim.lease)
+        self._part(sim)
         sim.stamp += 1
-        sim.lease = replace(sim.lease, state=state, **changes)
+        sim.lease = replace(sim.lease, state=state, spare_bytes=0, **changes)
         takes_s = self._takes(sim)
         if takes_s > 0:
             self._update(sim, before, sim.lease)
@@ -373,9 +408,10 @@ class Replay:
     def _complete(self, sim: SimulatedLease, before: Lease) -> None:
         """Complete a transition; ``before``: the lease as the watcher knows it."""
         lease, now = sim.lease, self.now
+        is_guest = bool(lease.host)
         self._due = True  # `Plan.next_at` did not know that the lease would run or wait
         changes: dict[str, Any]
-        if lease.kind is Kind.TRAIN and lease.state in (State.GRANTED, State.RESUMING):
+        if lease.kind is Kind.TRAIN and lease.state in (State.GRANTED, State.RESUMING) and not is_guest:
             lease = with_turn(lease, lease.granted_at, self._settings)
         match lease.state:
             case State.GRANTED:
@@ -395,6 +431,9 @@ class Replay:
                 sim.attempt += 1
                 if not lease.survival.has_checkpoint:
                     sim.left_s = sim.duration_s
+        if is_guest:  # it waits, and attains what it gets
+            changes |= {"attained_at": None, "waits_since_at": lease.waits_since_at}
+            changes["host"] = lease.host if lease.state in (State.GRANTED, State.RESUMING) else ""
         self._update(sim, before, replace(lease, state=advance(lease.state, event), **changes))
         if sim.lease.state is State.RUNNING:
             self._continue(sim)
@@ -407,8 +446,10 @@ class Replay:
             self._run_from_now(sim)
 
     def _run_from_now(self, sim: SimulatedLease) -> None:
+        if self._speeds is not None:
+            self._set_pace(sim)
         sim.runs_from_at = self.now
-        self._schedule(self.now + sim.left_s, Happening.ENDED, sim.lease.id)
+        self._schedule(self.now + sim.left_s / sim.speed, Happening.ENDED, sim.lease.id)
         if sim.reports is not None:
             self._report(sim)
 
@@ -419,9 +460,88 @@ class Replay:
             self._update(sim, before, after)
         self._schedule(self.now + sim.reports_in_s(self.now), Happening.REPORTED, before.id)
 
+    # -- hosts and guests
+
+    def _settle(self, sim: SimulatedLease) -> None:
+        seconds = sim.settle(self.now)
+        if self._speeds is not None:
+            self._watcher.ran(sim.lease, seconds, sim.speed, sim.guest)
+
+    def _set_pace(self, sim: SimulatedLease) -> None:
+        """Begin to run as a guest, beside one, or alone; the other of the pair changes its pace as well."""
+        lease, name = sim.lease, sim.lease.id
+        host = self._leases.get(lease.host)
+        if host is not None and host.runs_from_at is not None and not host.guest:
+            assert self._speeds is not None
+            host.guest = name
+            speed, sim.speed = self._speeds(host.lease, lease)
+            self._change_pace(host, speed)
+            self._schedule(self.now + TRIAL_S, Happening.JUDGED, name)
+        elif sim.is_alone and lease.share and lease.kind is Kind.TRAIN:
+            self._schedule(self.now + ALONE_S, Happening.WATCHED, name)
+
+    def _change_pace(self, sim: SimulatedLease, speed: float) -> None:
+        self._settle(sim)
+        sim.speed = speed
+        sim.stamp += 1
+        self._run_from_now(sim)
+
+    def _part(self, sim: SimulatedLease) -> None:
+        """End the pair of a lease that stops to run, or gets capacity of its own, if it is in one."""
+        host = self._leases.get(sim.lease.host, sim)
+        guest = self._leases.get(host.guest)
+        if guest is None:
+            return
+        host.guest = ""
+        for one in (host, guest):
+            if one.runs_from_at is not None:
+                self._change_pace(one, 1.0)
+            one.speed = 1.0
+        if sim is not host:
+            self._update(host, host.lease, replace(host.lease, spare_bytes=0))
+
+    def _become_host(self, sim: SimulatedLease) -> None:
+        devices = [self._memory[uuid] for uuid in sim.lease.devices]
+        spare_bytes = int(min(devices) - SPARE_FACTOR * sim.lease.needs_bytes) - SPARE_BYTES
+        self._due = self._due or bool(self._waiting)
+        self._update(sim, sim.lease, replace(sim.lease, spare_bytes=max(0, spare_bytes)))
+
+    def _keep_device(self, sim: SimulatedLease) -> None:
+        """A guest gets what it stands on for its own."""
+        before = sim.lease
+        self._settle(sim)
+        self._part(sim)
+        sim.lease = with_turn(sim.lease, self.now, self._settings)
+        after = replace(sim.lease, state=advance(before.state, LeaseEvent.RESIZE), host="")
+        sim.stamp += 1
+        self._update(sim, before, replace(after, attained_at=self.now, granted_at=self.now, made_way_for=""))
+        self._run_from_now(sim)
+
+    def _judge(self, sim: SimulatedLease) -> None:
+        host = self._leases[sim.lease.host]
+        began_at = self.now - TRIAL_S
+        rates = _seen(host.speed, began_at, is_known=True), _seen(sim.speed, began_at, sim.alone_s >= ALONE_S)
+        verdict = judge(*rates, began_at, self.now)
+        if verdict.decision is Decision.PART:
+            self._parted.add(host.lease.pair_key, sim.lease.pair_key, self.now)
+            self._due = True
+        self._watcher.judged(self.now, host.lease, sim.lease, verdict)
+
+
+def _seen(speed: float, began_at: float, is_known: bool) -> Rates:
+    """Return what is known at the end of a trial of a job that has this part of its speed alone."""
+    rates = Rates()
+    for second in range(-int(2 * ALONE_S), int(TRIAL_S) + 1, 60):
+        if second >= 0 or is_known:
+            work = int(1e6 * (second if second < 0 else second * speed) + 1e12)
+            rates.add(Reading(at=began_at + second, work=work), "other" if second >= 0 else "")
+    return rates
+
 
 def _waits(lease: Lease) -> bool:
-    """Whether a lease waits for capacity."""
+    """Whether a lease waits for capacity; a guest waits for its own."""
+    if lease.host and lease.state is State.RUNNING:
+        return True
     if lease.state is State.SUSPENDED:
         return lease.kind is Kind.TRAIN or lease.wanted
     return lease.state is State.PENDING

@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from jupyter_gpushare.core import measure
 from jupyter_gpushare.core.idle import PauseHistory
@@ -33,8 +33,10 @@ class Happening(enum.IntEnum):
     MOVED = 0  # a transition is complete
     ENDED = 1  # a job, or the cell that a session runs, has done its work
     REPORTED = 2  # a job reports its progress
-    CAME = 3
-    CELL = 4  # a cell is submitted
+    JUDGED = 3  # a guest's time of trial is over
+    WATCHED = 4  # a job ran alone for long enough to be a host
+    CAME = 5
+    CELL = 6  # a cell is submitted
 
 
 @dataclass(slots=True, eq=False)
@@ -47,6 +49,9 @@ class SimulatedLease:
     reports: Reports | None = None
     left_s: float = 0.0  # of the job, or of the running cell
     runs_from_at: float | None = None  # None: no progress
+    speed: float = 1.0  # work done in a second
+    guest: str = ""  # the lease that is its guest
+    alone_s: float = 0.0  # for which it ran on a GPU of its own
     stamp: int = 0  # events scheduled under an older stamp are void
     restarts: bool = False
     attempt: int = 1
@@ -64,11 +69,32 @@ class SimulatedLease:
     def __post_init__(self) -> None:
         self.left_s = self.duration_s
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether it shares its GPU with nobody."""
+        return not self.guest and not self.lease.host
+
+    def settle(self, now: float) -> float:
+        """Count the work done since ``runs_from_at``; return the seconds since then.
+
+        A guest has attained what it got.
+        """
+        if self.runs_from_at is None:
+            return 0.0
+        seconds, self.runs_from_at = now - self.runs_from_at, None
+        self.left_s -= seconds * self.speed
+        if self.is_alone:
+            self.alone_s += seconds
+        if self.lease.host:
+            attained = self.lease.attained_gpu_s + seconds * self.speed * gpus(self.lease)
+            self.lease = replace(self.lease, attained_gpu_s=attained)
+        return seconds
+
     def report(self, now: float) -> Lease:
         """Take a progress report of the running job; returns its lease with the measured remaining work."""
         if self.reports is None or self.runs_from_at is None:
             return self.lease
-        left_s = self.left_s - (now - self.runs_from_at)
+        left_s = self.left_s - (now - self.runs_from_at) * self.speed
         self.measure = measure.after(
             self.measure,
             measure.Report(

@@ -10,6 +10,8 @@ held between changes.  Terms:
   *available* once the session may be suspended, needed or not, and *used* where
   a job runs on the devices of a suspended session;
 * *delayed*: a cell that found its GPU lent;
+* *with a guest*: GPU time in which a guest runs; it is no part of allocation and utilization, which are
+  its host's; a *host's speed* is that of its work over all the time for which it ran;
 * *owed*: a project has a job waiting that its quota covers.
 """
 
@@ -32,6 +34,7 @@ from jupyter_gpushare.core.model import (
     Settings,
     State,
 )
+from jupyter_gpushare.core.pairs import Decision, Verdict
 from jupyter_gpushare.core.quota import held_by, size_of
 from jupyter_gpushare.core.replay import CellRun, ReplayWatcher
 
@@ -103,6 +106,10 @@ class ReplayMeter(ReplayWatcher):
         self.idle_gpu_s = 0.0
         self.available_gpu_s = 0.0
         self.lent = Curve()  # GPUs of sleeping sessions that others hold
+        self.guests = Curve()  # guests that run
+        self.parted = 0  # pairs, by their trial
+        self._hosts: set[str] = set()
+        self._ran: dict[str, tuple[float, float]] = {}  # seconds and work of a job, as a guest left out
         self._waits_since_at: dict[str, float] = {}
         self._waited_s: dict[str, float] = {}
         self._idle: dict[str, tuple[float, float]] = {}  # since, and the moment of eligibility
@@ -134,11 +141,29 @@ class ReplayMeter(ReplayWatcher):
         self.idle_gpu_s += (run.due_at - since_at) * gpus
         self.available_gpu_s += max(0.0, run.due_at - eligible) * gpus
 
+    def ran(self, lease: Lease, seconds: float, speed: float, guest: str) -> None:
+        """Count the time and the work of a job that may be a host."""
+        if lease.host:
+            return
+        before_s, work_s = self._ran.get(lease.id, (0.0, 0.0))
+        self._ran[lease.id] = before_s + seconds, work_s + seconds * speed
+        if guest:
+            self._hosts.add(lease.id)
+
+    def judged(self, now: float, host: Lease, guest: Lease, verdict: Verdict) -> None:
+        """Count a pair that is parted."""
+        self.parted += verdict.decision is Decision.PART
+
+    @property
+    def host_speeds(self) -> list[float]:
+        """The parts of their speed alone that jobs had which were hosts, over all the time that they ran."""
+        return [work_s / ran_s for ran_s, work_s in map(self._ran.__getitem__, self._hosts) if ran_s]
+
     def advance(self, now: float) -> None:
         """Integrate all rates until ``now``."""
         if now <= self.now:
             return
-        for curve in (self.allocated, self.used, self.lent):
+        for curve in (self.allocated, self.used, self.lent, self.guests):
             curve.advance(self.now, now)
         for p in self.projects.values():
             p.held.advance(self.now, now)
@@ -156,6 +181,7 @@ class ReplayMeter(ReplayWatcher):
     def _count_use(self, before: Lease | None, after: Lease) -> None:
         held = _holds(after) - _holds(before)
         computing = _computes(after) - _computes(before)
+        self.guests.rate += _is_guest(after) - _is_guest(before)
         self.used.rate += computing / WHOLE_GPU
         if held:
             self.allocated.rate += held / WHOLE_GPU
@@ -222,6 +248,10 @@ def _computes(lease: Lease | None) -> int:
     if lease is None or lease.state is not State.RUNNING or lease.idle_since_at is not None or lease.wanted:
         return 0
     return size_of(lease)
+
+
+def _is_guest(lease: Lease | None) -> bool:
+    return lease is not None and lease.state is State.RUNNING and bool(lease.host)
 
 
 def _waits(lease: Lease | None) -> bool:

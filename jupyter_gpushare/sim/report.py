@@ -38,8 +38,26 @@ def job_numbers(result: ReplayResult) -> Numbers:
         "utilization": _short(meter.used.total / gpu_s, 4),
         "allocation": _short(meter.allocated.total / gpu_s, 4),
         "preemptions_per_job": _short(meter.preemptions / max(meter.jobs, 1), 4),
+        **(sharing_numbers(result) if replay.shares else {}),
         "projects": fairness(meter),
         **engine_numbers(result),
+    }
+
+
+def sharing_numbers(result: ReplayResult) -> Numbers:
+    """Return the figures of hosts and guests.
+
+    ``host_speed_p95``: 95 % of the hosts had at least this part of their speed alone, over all the time that
+    they ran; ``guest_time_percent``: GPU time with a guest, of all GPU time.
+    """
+    meter, replay = result.meter, result.replay
+    gpu_s = result.fleet.gpus * (replay.now - (meter.began_at or 0.0))
+    speeds = meter.host_speeds
+    return {
+        "hosts": len(speeds),
+        "host_speed_p95": _short(percentile(speeds, 5)) if speeds else None,
+        "guest_time_percent": _percent(meter.guests.total, gpu_s),
+        "pairs_parted": meter.parted,
     }
 
 

@@ -40,6 +40,7 @@ from jupyter_gpushare.sim.scenario import (
     replay_notebooks,
     some,
 )
+from jupyter_gpushare.sim.sharing import Sharing, by_turns, side_by_side
 
 # ---- numbers on the command line of `gpushare simulate` ----------------------
 
@@ -59,6 +60,18 @@ def number(least: float, expected: str) -> Callable[[str], float]:
         return value
 
     return parse
+
+
+def part(text: str) -> float:
+    """Return a number from 0 to 1, both left out.
+
+    Raises:
+        ArgumentTypeError: it is none.
+    """
+    value = positive(text)
+    if value >= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number between 0 and 1")
+    return value
 
 
 seconds = number(0.0, "a number of seconds, 0 or more")
@@ -128,6 +141,8 @@ EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
 
 # Those of a site, and the ideal of a scheduler that knows all durations.
 _ORDERS: dict[str, Order | JobOrder] = {order.value: order for order in Order} | {"srtf": SRTF}
+# The part of its GPU's time that a job leaves, where nothing else is said.
+GAPS = 0.5
 PLACEMENTS = ("planner", "fgd", "best-fit", "random")
 # Options that bound preemptions and waits, and the parameters of the policy that they set.
 _BOUNDS = {
@@ -240,6 +255,23 @@ _JOBS = (
         default=(0.0, 0.0),
     ),
     Option(
+        "--share",
+        "on: waiting jobs run as guests on what others leave of their GPU (default off)",
+        ["on", "off"],
+        default="off",
+    ),
+    Option(
+        "--gaps SHARE",
+        "with --share on: part of its GPU's time that each job leaves, for a guest (default 0.5)",
+        part,
+    ),
+    Option(
+        "--pair-table FILE",
+        "with --share on: pairs that ran side by side, columns job_a, job_b, rate_a, rate_b; an upper limit"
+        " for turns",
+        Path,
+    ),
+    Option(
         "--weights W,W,...",
         "as many projects with these weights; job n belongs to project n mod their number",
         numbers(1, 1_000),
@@ -336,15 +368,29 @@ def _projects(args: argparse.Namespace) -> list[Project]:
     return [Project(name=f"p{n}", quota_milli=quota * WHOLE_GPU, weight=w) for n, (w, quota) in pairs]
 
 
+def _sharing(args: argparse.Namespace) -> Sharing | None:
+    if args.share == "off":
+        if args.gaps or args.pair_table:
+            raise InvalidRequest("--gaps and --pair-table need --share on")
+        return None
+    if args.pair_table is None:
+        return by_turns(args.gaps or GAPS)
+    if args.gaps:
+        raise InvalidRequest("--gaps and --pair-table are two models: give one")
+    return side_by_side(traces.read_pairs(args.pair_table))
+
+
 def jobs(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]:
     """Training jobs in a queue.
 
     gpushare simulate jobs philly.csv.gz --gpus 40 --nodes 10 --preempt-cost 30 --progress 0.5,0.3
     gpushare simulate jobs philly.csv.gz --gpus 40 --checkpoint suspend --move off    an older driver
     gpushare simulate jobs philly.csv.gz --gpus 40 --placement-nodes none --json    the published ideal
+    gpushare simulate jobs philly.csv.gz --gpus 40 --share on --gaps 0.5    two jobs on one GPU
     gpushare simulate jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8 --plot use.svg
     """
     jobs = traces.read_jobs(args.file, most_gpus=args.gpus)
+    sharing = _sharing(args)
     default = CheckpointMode.SIGTERM if args.placement_nodes == "none" else CheckpointMode.SUSPEND
     with progress_bar("jobs") as bar:
         result = replay_jobs(
@@ -355,6 +401,7 @@ def jobs(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]
             preempt_cost_s=args.preempt_cost,
             survival=CheckpointMode(args.checkpoint) if args.checkpoint else default,
             reports=some(*args.progress),
+            sharing=sharing,
             progress=bar,
         )
     return report.job_numbers(result), result

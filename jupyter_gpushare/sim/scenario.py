@@ -22,12 +22,14 @@ from jupyter_gpushare.core.model import (
     State,
 )
 from jupyter_gpushare.core.order import attained_gpu_s, gpus
+from jupyter_gpushare.core.pairs import Parted
 from jupyter_gpushare.core.replay import Costs, Replay
 from jupyter_gpushare.core.simulated_lease import Reports
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gibibytes import GIB
 from jupyter_gpushare.sim.metrics import ReplayMeter
+from jupyter_gpushare.sim.sharing import Sharing
 from jupyter_gpushare.sim.traces import NotebookSession, TrainingJob
 
 # ---- shortest remaining service first: needs durations, which only a trace has
@@ -167,6 +169,7 @@ def replay_jobs(
     survival: CheckpointMode = CheckpointMode.SIGTERM,
     reports: Callable[[int], Reports | None] = lambda number: None,
     users: Callable[[int], str] = lambda number: "",
+    sharing: Sharing | None = None,
     progress: Progress | None = None,
 ) -> ReplayResult:
     """Replay training jobs to their end; job n belongs to project n mod their number.
@@ -176,6 +179,7 @@ def replay_jobs(
     (`DeviceFootprint`) copied to the host, and goes on where it was, or on another GPU of its
     node where the ``fleet`` is movable.
     ``reports`` and ``users`` give what a job reports of its progress, and its user, by its number.
+    ``sharing``: every job may be a host or a guest.
     """
     projects = projects or (Project(name="p0", quota_milli=fleet.gpus * WHOLE_GPU),)
     devices = fleet.devices()
@@ -183,10 +187,19 @@ def replay_jobs(
     cluster = Cluster(devices=devices, projects=tuple(projects), leases=(), settings=settings)
     state = DeviceFootprint()
     costs = Costs(restart_s=preempt_cost_s, copy_bytes_per_s=state.copy_bytes_per_s)
-    replay = Replay(cluster, costs, watcher=meter)
+    replay = Replay(
+        cluster,
+        costs,
+        watcher=meter,
+        speeds=sharing.speeds if sharing else None,
+        parted=Parted(sharing.parted if sharing else ()),
+    )
     for number, job in enumerate(jobs):
         project = projects[number % len(projects)].name
         lease = job_lease(number, job, project, fleet, state, survival, users(number))
+        if sharing is not None:
+            needs_bytes = int(sharing.uses(lease.id) * fleet.memory_bytes)
+            lease = replace(lease, share=True, needs_bytes=needs_bytes, pair_key=sharing.key(lease.id))
         replay.add_job(lease, job.duration_s, reports(number))
     return _run(replay, meter, fleet, lambda: len(meter.completion_s) / len(jobs), progress)
 

@@ -11,6 +11,8 @@ cells       the same columns in *minutes*; rows are grouped by session: a drop
 pods        ``cpu_milli, memory_mib, num_gpu, gpu_milli``, optional
             ``gpu_spec`` (GPU models that will do, ``V100M16|V100M32``)
 nodes       ``cpu_milli, memory_mib, gpu, model``
+pairs       ``job_a, job_b, rate_a, rate_b``: the part of its speed alone that
+            each job has beside the other; 0: both do not fit
 ==========  ================================================================
 
 Other columns are ignored.
@@ -20,6 +22,7 @@ from __future__ import annotations
 
 import csv
 import gzip
+import itertools
 import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +36,8 @@ from jupyter_gpushare.errors import InvalidRequest
 
 GZIP_MAGIC = b"\x1f\x8b"
 MINUTE_S = 60.0
+# The speeds of two jobs beside each other, as parts of those alone.
+PairRates = tuple[float, float]
 # Beyond it a number is a slip: 30,000 years in seconds.
 LARGEST = 1e12
 
@@ -142,6 +147,23 @@ def read_nodes(path: Path) -> list[Stock]:
         )
         for row in _rows(path, ("cpu_milli", "memory_mib", "gpu", "model"))
     ]
+
+
+def read_pairs(path: Path) -> dict[tuple[str, str], PairRates]:
+    """Return the rates of every ordered pair of the jobs in ``path``, by their names.
+
+    Raises:
+        InvalidRequest: the file cannot be read, a row is not as expected, or a pair is missing.
+    """
+    rates: dict[tuple[str, str], PairRates] = {}
+    for row in _rows(path, ("job_a", "job_b", "rate_a", "rate_b")):
+        pair = row.text("job_a"), row.text("job_b")
+        rates[pair] = min(1.0, row.number("rate_a")), min(1.0, row.number("rate_b"))
+    names = sorted({name for pair in rates for name in pair})
+    for pair in itertools.product(names, names):
+        if pair not in rates:
+            raise InvalidRequest(f"{path}: no row has {pair[0]!r} beside {pair[1]!r}; expected every pair")
+    return rates
 
 
 def _gpus(row: _Row, most: int | None, owner: str) -> int:
