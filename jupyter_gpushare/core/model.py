@@ -351,6 +351,8 @@ class Why(enum.StrEnum):
     CAPACITY_BACK = "capacity_back"  # capacity is free again
     GUEST = "guest"  # on what a running job leaves of its GPU
     HOST_LEFT = "host_left"  # the job that it is a guest of gives its GPU up
+    HOST_MEMORY_WANTED = "host_memory_wanted"  # the job that it is a guest of needs the memory
+    OWN_MEMORY_WANTED = "own_memory_wanted"  # it needs more memory than its host leaves
     PAIR_PARTED = "pair_parted"  # the job that it is a guest of became too slow, or neither gained
     CANNOT_YIELD = "cannot_yield"  # a guest that can no longer be suspended
     WANTED = "wanted"  # its owner runs a GPU cell

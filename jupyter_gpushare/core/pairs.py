@@ -317,12 +317,12 @@ class Parted:
         self._until_at = {(host, guest): until_at for host, guest, until_at in by_end}
         self._pairs: frozenset[tuple[str, str]] = frozenset(self._until_at)
 
-    def add(self, host: str, guest: str, now: float) -> None:
-        """Part a pair; a job without a key is not remembered."""
+    def add(self, host: str, guest: str, now: float, *, briefly: bool = False) -> None:
+        """Part a pair, ``briefly`` for `REVIEW_S`; a job without a key is not remembered."""
         if not (host and guest):
             return
         self._until_at.pop((host, guest), None)
-        self._until_at[host, guest] = now + PARTED_S
+        self._until_at[host, guest] = now + (REVIEW_S if briefly else PARTED_S)
         while len(self._until_at) > MAX_PARTED:
             del self._until_at[next(iter(self._until_at))]
         self._pairs = frozenset(self._until_at)

@@ -40,6 +40,15 @@ _LACKS_CAPACITY = frozenset(
 _PART = 4
 # So many waiting jobs are looked at in a round at most.
 MOST_TRIED = 64
+# A job is watched for so long before it may be a host.
+WATCHED_S = 600.0
+# What a job keeps of its limit beyond the most that it was seen to use: a tenth of that, and this.
+_HEADROOM_BYTES = 512 << 20
+
+
+def needed_bytes(most_bytes: int) -> int:
+    """Return the device memory that a job needs which was seen to use ``most_bytes``; 0: it used none."""
+    return most_bytes + most_bytes // 10 + _HEADROOM_BYTES if most_bytes else 0
 
 
 def share_devices(done: SchedulingRound, parted: Pairs) -> None:

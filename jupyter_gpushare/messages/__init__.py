@@ -9,8 +9,6 @@
 from jupyter_gpushare.gibibytes import gibibytes
 from jupyter_gpushare.messages.decisions import about, decision, to_reader
 from jupyter_gpushare.messages.jobs import (
-    HOST_MEMORY_WANTED,
-    OWN_MEMORY_WANTED,
     STATE_LOST,
     because_of,
     ends_in,

@@ -14,9 +14,6 @@ from jupyter_gpushare.protocol.wire import Estimate, Text
 
 # Reason why a job starts again: the driver could not bring its memory back.
 STATE_LOST = "state_lost"
-# Reasons why the device helper suspended a guest: its host needed the memory, or the guest needed more.
-HOST_MEMORY_WANTED = "host_memory_wanted"
-OWN_MEMORY_WANTED = "own_memory_wanted"
 
 # Reasons why work gave up its GPU.
 BECAUSE: Mapping[str, str] = {
@@ -30,8 +27,8 @@ BECAUSE: Mapping[str, str] = {
     Why.HOST_LEFT: "because.host_left",
     Why.PAIR_PARTED: "because.pair_parted",
     Why.CANNOT_YIELD: "because.cannot_yield",
-    HOST_MEMORY_WANTED: "because.host_memory_wanted",
-    OWN_MEMORY_WANTED: "because.own_memory_wanted",
+    Why.HOST_MEMORY_WANTED: "because.host_memory_wanted",
+    Why.OWN_MEMORY_WANTED: "because.own_memory_wanted",
     STATE_LOST: "because.state_lost",
 }
 

@@ -124,7 +124,7 @@ def test_jobs_that_share_are_said_in_plain_words(state, kept):
     ("why", "expected"),
     [
         (
-            messages.HOST_MEMORY_WANTED,
+            Why.HOST_MEMORY_WANTED,
             "because the job whose GPU it shared needed the memory. Nothing",
         ),
         (Why.HOST_LEFT, "because the job whose GPU it shared gave that up. Nothing was lost."),

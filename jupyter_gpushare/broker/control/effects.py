@@ -102,7 +102,7 @@ class Effects:
         self.tasks: dict[str, asyncio.Task[Any]] = {}
         # Of attempts that have ended; the Hub lists them until they are removed.
         self.ended_servers: dict[ServerKey, None] = {}
-        self._ending = Ending(registry, devices, observer)
+        self._ending, self._observer = Ending(registry, devices, observer), observer
         self._hub_backoff_s = 1.0
         self._outdated: set[str] = set()  # attempts of which an earlier broker's start was refused
         self._errors = ErrorLog(log)
@@ -234,6 +234,11 @@ class Effects:
 
     async def _resume(self, record: LeaseRecord) -> None:
         observation = self.registry.observations[record.id]
+        if record.is_job and (record.lease.host or record.unprepared):
+            if (refused := await self._prepare_to_resume(record)) is not None:
+                await self._resume_refused(record, refused, ())
+                return
+            record = self.registry.get(record.id)
         # Its record has the devices that it is to resume on, which may be its own.
         moved = await self.devices.resume(record.handle, devices=record.lease.devices if record.moves else ())
         devices = moved.devices if snapshot.is_place_of(record, moved.devices) else ()
@@ -256,21 +261,41 @@ class Effects:
             why = messages.reason_text(moved.reason)
             await self.registry.record_notice(record, "lost", "notice.lost", why, record.handle)
         else:
-            again_s = (
-                _RESUME_RETRY_MAX_S
-                if moved.refused is Refusal.NO_LEASE
-                else 0.25 * 2.0**observation.resumes_refused
-            )
-            observation.retry_at = now + min(again_s, _RESUME_RETRY_MAX_S)
-            observation.resumes_refused = min(observation.resumes_refused + 1, 10)
-            has_stayed = devices not in ((), record.lease.devices)
-            if has_stayed:
-                others = set(record.lease.devices) - set(devices)
-                observation.avoids |= dict.fromkeys(others, now + _AVOID_DEVICE_S)
-            refused = ResumeRefused(
-                reason=moved.reason, devices=devices, stays=has_stayed and moved.refused in _IMMOVABLE
-            )
-            await self.registry.advance(record, refused)
+            await self._resume_refused(record, moved, devices)
+
+    async def _prepare_to_resume(self, record: LeaseRecord) -> MoveResult | None:
+        """Tell the helper where a suspended job is to resume, as a guest or not; returns why it may not."""
+        try:
+            await self.prepare(record, asleep=True)
+        except HelperError as error:
+            if not record.lease.host:
+                raise
+            return _refused(Refusal.NO_MEMORY, str(error))
+        await self.registry.edit(record, limits_set(record))
+        return None
+
+    async def _resume_refused(self, record: LeaseRecord, moved: MoveResult, devices: tuple[str, ...]) -> None:
+        """Note that a lease was not resumed; it is on ``devices`` (none: where it was to resume)."""
+        observation, now = self.registry.observations[record.id], self.registry.clock()
+        again_s = (
+            _RESUME_RETRY_MAX_S
+            if moved.refused is Refusal.NO_LEASE or record.lease.host
+            else 0.25 * 2.0**observation.resumes_refused
+        )
+        observation.retry_at = now + min(again_s, _RESUME_RETRY_MAX_S)
+        observation.resumes_refused = min(observation.resumes_refused + 1, 10)
+        self._watch_host_anew(record)
+        has_stayed = devices not in ((), record.lease.devices)
+        if has_stayed:
+            others = set(record.lease.devices) - set(devices)
+            observation.avoids |= dict.fromkeys(others, now + _AVOID_DEVICE_S)
+        stays = has_stayed and moved.refused in _IMMOVABLE
+        await self.registry.advance(record, ResumeRefused(reason=moved.reason, devices=devices, stays=stays))
+
+    def _watch_host_anew(self, guest: LeaseRecord) -> None:
+        """Let a host have no guest for a while: it had no room for this one."""
+        if guest.lease.host in self.registry.observations:
+            self.registry.observations[guest.lease.host].peak.reset()
 
     async def set_limits(self, record: LeaseRecord) -> LeaseRecord:
         """Set the recorded limits of a session at the device helper, which may have others."""
@@ -316,6 +341,9 @@ class Effects:
         sample = self.registry.observations[record.id].sample
         saved = sum(sample.saved_bytes.values()) if sample else 0
         why = Why.LENDER_RETURNED if record.is_job else Why.IDLE
+        if record.lease.host:
+            found = self.registry.observations[record.id].left_host
+            why = Why(found[0]) if found is not None else Why.HOST_MEMORY_WANTED
         await self.registry.advance(record, SuspendBegun(why=why))
         await self.registry.advance(record, SuspendDone(saved_bytes=saved))
 
@@ -387,10 +415,13 @@ class Effects:
         """
         self._outdated.add(record.handle)
 
-    async def start_failed(self, record: LeaseRecord, reason: str, *, is_owner_unknown: bool = False) -> None:
+    async def start_failed(
+        self, record: LeaseRecord, reason: str, *, is_owner_unknown: bool = False, has_no_room: bool = False
+    ) -> None:
         """Requeue a job that the Hub could not start; `MAX_TRIES` such failures end it.
 
         ``is_owner_unknown``: this is no such failure; whether it ends is said by `Ownership`.
+        ``has_no_room``: nor is this; its host has no room for a guest.
         If something of it may be on the machine, the attempt is stopped first.
         """
         registry = self.registry
@@ -401,7 +432,9 @@ class Effects:
             await registry.advance(record, Stopping(reason=reason))
             return
         await self.devices.drop(record.handle)
-        tries = record.tries + (not is_owner_unknown)
+        if has_no_room:
+            self._watch_host_anew(record)
+        tries = record.tries + (not (is_owner_unknown or has_no_room))
         if tries >= MAX_TRIES:
             await self.finish(
                 record, "failed", messages.text("job.not_started", messages.reason_text(reason))
@@ -414,6 +447,12 @@ class Effects:
 
     async def _end_job(self, record: LeaseRecord) -> None:
         """Stop a job that has reported its end or has no processes left."""
+        if record.lease.host:
+            await self._observer.measure()
+            sample = self.registry.observations[record.id].sample
+            if sample is not None and sample.ended_as_guest:
+                await self.registry.advance(record, Stopping(why=Why.CANNOT_YIELD, requeue=True))
+                return
         await self.registry.advance(record, Stopping())
 
     async def _stop_job(self, record: LeaseRecord) -> None:

@@ -23,7 +23,7 @@ from jupyter_gpushare.broker.state.observations import STALE_S
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Stopping
-from jupyter_gpushare.core.model import State
+from jupyter_gpushare.core.model import State, Why
 from jupyter_gpushare.protocol import wire
 
 log = logging.getLogger("gpushare.broker")
@@ -123,7 +123,8 @@ def _plain(reason: str) -> str:
 
 def outcome_of(record: LeaseRecord, job: JobRecord) -> AttemptEnd:
     """Return what an attempt that has ended, or is about to stop, makes of its job."""
-    lost = record.lost and job.exit_code != 0
+    # Neither is a failure of its own: its memory was lost, or it was ended for its host.
+    lost = (record.lost or record.why == Why.CANNOT_YIELD) and job.exit_code != 0
     if record.lease.cancelled:
         return AttemptEnd("cancelled", messages.text("job.cancelled"), job)
     if job.exit_code is not None and not job.stopped and not lost:

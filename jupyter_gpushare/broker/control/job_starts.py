@@ -67,7 +67,9 @@ class JobStarts:
             # The spawner releases no lease that it was refused.
             current = self.registry.by_handle(request.server)
             if current is not None and current.state is State.GRANTED:
-                await self.effects.start_failed(current, "the Hub could not start its server")
+                await self.effects.start_failed(
+                    current, "the Hub could not start its server", has_no_room=bool(current.lease.host)
+                )
             raise
         current = self.registry.by_handle(request.server)
         if current is None or current.state is not State.GRANTED:

@@ -22,6 +22,7 @@ from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.effects import POLL_S, START_S, Effects
 from jupyter_gpushare.broker.control.ending import apply_time_limits
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub, StartTickets
+from jupyter_gpushare.broker.control.guests import GuestControl
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.observer import Metering, Observer
 from jupyter_gpushare.broker.control.ownership import Ownership
@@ -31,7 +32,7 @@ from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.tables import Change
-from jupyter_gpushare.broker.state.transitions import ResumeBegun, Stopping, SuspendBegun
+from jupyter_gpushare.broker.state.transitions import Kept, ResumeBegun, Stopping, SuspendBegun
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Grant, Requeue, Resume, State, Suspend
 from jupyter_gpushare.error_log import ErrorLog
 from jupyter_gpushare.errors import Conflict, DeviceError, DiskFull, HelperError, StoreError, Superseded
@@ -150,6 +151,7 @@ class Loop:
         self.unstored = Unstored(registry, devices, self.effects)
         self.ownership = Ownership(registry, self.hub, self.effects)
         self.lending = LendingControl(registry, engine)
+        self.guests = GuestControl(registry)
         self._metering = Metering(registry, engine)
         self._errors = ErrorLog(log)
         self._next_at: float | None = None
@@ -262,6 +264,7 @@ class Loop:
             await registry.notify()
         for lease in list(registry.index.placed.values()):
             self.effects.reconcile(lease, now)
+        await self.guests.look(now)
         snapshot.update_fairness(registry, self.engine, now)
         await registry.store_sums(now)
         # No wait from here to the intents: a request in between would change what was planned for.
@@ -306,27 +309,35 @@ class Loop:
         match action:
             case Grant() if not record.is_job:
                 raise Conflict("a session is granted while its spawner waits")
+            case Grant() if record.state is State.RUNNING:
+                return move(record, Kept(why=action.why))
             case Grant():
                 return move(record, snapshot.granted(self.registry, record, action))
             case Suspend():
-                given_to = self._project_of(action.for_lease)
+                given_to = self._project_of(record, action.for_lease)
                 return move(
                     record, SuspendBegun(why=action.why, for_lease=action.for_lease, given_to=given_to)
                 )
             case Resume():
                 # A retry after a refusal is not a new decision.
                 again = self.registry.observations[record.id].resumes_refused > 0
-                return move(record, ResumeBegun(why="" if again else action.why, devices=action.devices))
+                begun = ResumeBegun(
+                    why="" if again else action.why,
+                    devices=action.devices,
+                    host=action.host,
+                    guest_bytes=action.guest_bytes,
+                )
+                return move(record, begun)
             case Requeue():
-                given_to = self._project_of(action.for_lease)
+                given_to = self._project_of(record, action.for_lease)
                 return move(
                     record,
                     Stopping(why=action.why, for_lease=action.for_lease, given_to=given_to, requeue=True),
                 )
 
-    def _project_of(self, lease_id: str) -> str:
+    def _project_of(self, record: LeaseRecord, lease_id: str) -> str:
         other = self.registry.leases.get(lease_id)
-        return other.lease.project if other is not None else ""
+        return other.lease.project if other is not None and other.id != record.id else ""
 
     # ---- servers of the Hub --------------------------------------------------
 

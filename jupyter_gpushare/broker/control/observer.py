@@ -16,7 +16,7 @@ from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Started
 from jupyter_gpushare.broker.state.usage import gpu_breakdown, held_gpus
-from jupyter_gpushare.core.model import WHOLE_GPU, Cluster, Lease, State
+from jupyter_gpushare.core.model import WHOLE_GPU, Cluster, Lease, State, Why
 from jupyter_gpushare.protocol.helper import Event as HelperEvent
 from jupyter_gpushare.protocol.helper import EventKind, LeaseSample, Phase, Sample
 
@@ -265,6 +265,12 @@ class Observer:
                 await self._on_over_limit(event, record)
             case EventKind.UNLEASED_PROCESS:
                 await self._on_unleased_process(event)
+            case EventKind.GUEST if record is not None:
+                wanted = Why.OWN_MEMORY_WANTED if event.reason == "own_memory" else Why.HOST_MEMORY_WANTED
+                took_s = float(event.fields.get("took_s", "0"))
+                self.registry.observations[record.id].left_host = (wanted, took_s)
+                await self.measure(all_anew=False)
+                self.registry.changed.set()
             case EventKind.EVICTED:
                 log.warning("lease=%s its GPU processes were ended: %s", event.lease, event.reason)
                 why = messages.reason_text(event.reason)

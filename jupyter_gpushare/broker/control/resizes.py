@@ -116,7 +116,7 @@ class Resizes:
             held_milli=answer.held_milli,
             limits=limits,
             borrowed=answer.borrowed,
-            prepared=(limits, answer.held_milli, answer.borrowed) == record.held,
+            prepared=(limits, answer.held_milli, answer.borrowed) == record.held[:3],
         )
 
     async def _grow(self, record: LeaseRecord, resized: Resized) -> LeaseRecord:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from hashlib import blake2b
 
 from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Granted, GrantedAsleep
-from jupyter_gpushare.core import measure
+from jupyter_gpushare.core import measure, sharing
 from jupyter_gpushare.core.idle import adaptive_timeout_s
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
@@ -25,7 +26,7 @@ from jupyter_gpushare.core.model import (
 from jupyter_gpushare.core.order import ORDERS
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.helper import Phase, SetLimit
+from jupyter_gpushare.protocol.helper import LeaseSample, Phase, SetLimit
 
 # Shorter pauses between CUDA calls do not count as idle.
 _ACTIVE_S = 2.0
@@ -56,6 +57,7 @@ def cluster(
         settings=registry.policy.settings(registry.devices.host_budget_bytes),
         lags_gpu_s=registry.fairness.lags_gpu_s,
         behind=registry.fairness.behind,
+        parted=registry.parted.pairs(now),
     )
 
 
@@ -95,10 +97,9 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
     job = registry.job_of(record)
     config = registry.policy.project_config(lease.project)
     return replace(
-        lease if job is None else measure.on(lease, job.measure),
-        share=lease.share and registry.policy.share,
+        _sharing(registry, record, now, lease if job is None else measure.on(lease, job.measure)),
         state=State.RESUMING if resumed_without_intent(registry, record) else lease.state,
-        saved_bytes=sum(sample.saved_bytes.values()) if sample and asleep else lease.saved_bytes,
+        saved_bytes=_saved_bytes(record, sample if asleep else None),
         used_bytes=sum(sample.used_bytes.values()) if sample else 0,
         idle_since_at=idle_since(registry, record, now),
         wanted=observation.wanted,
@@ -128,7 +129,39 @@ def _startable(registry: Registry, records: Iterable[LeaseRecord]) -> Iterator[L
 
 def _as_site_shares(registry: Registry, lease: Lease) -> Lease:
     """Return a lease whose owner's consent to share counts only where the site lets jobs share."""
-    return replace(lease, share=False) if lease.share and not registry.policy.share else lease
+    if not lease.share:
+        return lease
+    job = registry.jobs.get(lease.id[1:])
+    key = pair_key(job.user, job.command) if job is not None else ""
+    return replace(lease, share=registry.policy.share, pair_key=key)
+
+
+@lru_cache(4096)
+def pair_key(user: str, command: tuple[str, ...]) -> str:
+    """Return the key of `Lease.pair_key` for what a user runs."""
+    return blake2b("\0".join((user, *command)).encode(errors="surrogateescape"), digest_size=16).hexdigest()
+
+
+def _sharing(registry: Registry, record: LeaseRecord, now: float, lease: Lease) -> Lease:
+    """Return a job with what decides whether it shares a GPU."""
+    if not lease.share:
+        return lease
+    observation = registry.observations[record.id]
+    peak, spare = observation.peak.peak(now), 0
+    if peak is not None and observation.rates.is_known and not lease.host:
+        spare = max(0, min(record.limits.values(), default=0) - sharing.needed_bytes(peak))
+    return replace(
+        _as_site_shares(registry, lease),
+        spare_bytes=spare,
+        needs_bytes=sharing.needed_bytes(observation.most_bytes),
+    )
+
+
+def _saved_bytes(record: LeaseRecord, asleep: LeaseSample | None) -> int:
+    """Return the host memory that a lease takes suspended, or has reserved as a guest."""
+    if record.lease.host:
+        return record.guest_bytes
+    return sum(asleep.saved_bytes.values()) if asleep else record.lease.saved_bytes
 
 
 def _with_retry(registry: Registry, record: LeaseRecord) -> Lease:
@@ -267,6 +300,8 @@ def granted(registry: Registry, record: LeaseRecord, action: Grant) -> Granted:
         held_milli=action.held_milli,
         limits=limits,
         borrowed=action.borrowed,
+        host=action.host,
+        guest_bytes=action.guest_bytes,
     )
 
 
@@ -289,6 +324,7 @@ def share_differs(registry: Registry, record: LeaseRecord) -> bool:
 
 def limit_request(registry: Registry, record: LeaseRecord, *, asleep: bool) -> SetLimit:
     """Return what the device helper is told about a lease."""
+    host = registry.leases.get(record.lease.host)
     return SetLimit(
         lease=record.handle,
         uid=record.uid,
@@ -299,4 +335,6 @@ def limit_request(registry: Registry, record: LeaseRecord, *, asleep: bool) -> S
         stops=record.is_job and not record.lease.survival.suspends,
         compute_share=registry.policy.compute_share,
         share=record.lease.held_milli / WHOLE_GPU,
+        guest_of=host.handle if host is not None else "",
+        guest_bytes=record.guest_bytes if host is not None else 0,
     )

@@ -14,6 +14,8 @@ from jupyter_gpushare.broker.state.records import Drains
 from jupyter_gpushare.core.idle import PauseHistory
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, WHOLE_GPU, State
 from jupyter_gpushare.core.model import Device as PlannerDevice
+from jupyter_gpushare.core.pairs import Rates
+from jupyter_gpushare.core.sharing import WATCHED_S
 from jupyter_gpushare.protocol.helper import (
     ComputeShare,
     Device,
@@ -134,6 +136,36 @@ class Loss:
     gone: tuple[ProcessSample, ...] = ()
 
 
+@dataclass(slots=True)
+class PeakMemory:
+    """The most memory that a lease used on one of its devices in its last `WATCHED_S`; not stored."""
+
+    since_at: float | None = None
+    seen_at: float = 0.0
+    _minutes: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=int(WATCHED_S / 60) + 1))
+
+    def saw(self, used_bytes: int, now: float) -> None:
+        """Add a measurement; after a gap it begins anew."""
+        if self.since_at is None or now - self.seen_at > GAP_S:
+            self.reset()
+            self.since_at = now
+        self.seen_at = now
+        minute = int(now // 60)
+        before = self._minutes.pop()[1] if self._minutes and self._minutes[-1][0] == minute else 0
+        self._minutes.append((minute, max(before, used_bytes)))
+
+    def reset(self) -> None:
+        """Watch anew."""
+        self.since_at = None
+        self._minutes.clear()
+
+    def peak(self, now: float) -> int | None:
+        """Return it in bytes; None: it was not watched for so long."""
+        if self.since_at is None or now - self.since_at < WATCHED_S:
+            return None
+        return max(used for _, used in self._minutes)
+
+
 @dataclass(frozen=True, slots=True)
 class Companion:
     """The other job on the GPU of a host or of a guest, and what the two get of their speeds.
@@ -159,6 +191,11 @@ class Observation:
     seen_alive: bool = False
     share_asked: ComputeShare | None = None  # of the helper, last; None: not by this broker
     companion: Companion | None = None  # None: it shares its devices with no other job
+    rates: Rates = field(default_factory=Rates)  # of a job whose owner lets it share its GPU
+    peak: PeakMemory = field(default_factory=PeakMemory)  # likewise
+    most_bytes: int = 0  # that it used on a device, ever since the broker's start
+    guest_gpu_s: float = 0.0  # that it got in its present time as a guest
+    left_host: tuple[str, float] | None = None  # why the helper suspended it, and the seconds that took
     gone_since_at: float | None = None  # the first measurement in a row that missed its processes
     pauses: PauseTracker = field(default_factory=PauseTracker)
     active_at: float = 0.0  # last sign of work on the GPU
@@ -267,6 +304,8 @@ class Observation:
             self.seen_alive, self.gone_since_at, self.sample, self.end = False, None, None, None
             self.measured_at = float("-inf")
         self.low_use.reset()
+        self.rates.interrupt()
+        self.peak.reset()
         if state is State.SUSPENDING:
             self.has_lost = False
         if for_lease or state in HOLDS_CAPACITY - LEAVING:

@@ -49,11 +49,12 @@ class LeaseRecord:
     moves: bool = False  # its processes can use another device, and its owner lets it resume there
     slept_on: tuple[str, ...] = ()  # devices that it had when it was last suspended
     unprepared: bool = False  # the device helper may have other limits: they are set again
+    guest_bytes: int = 0  # of a guest: the device memory that its host leaves it
 
     @property
-    def held(self) -> tuple[dict[str, int], int, bool]:
-        """What the device helper keeps for it: limits, thousandths of each device, whether it borrows."""
-        return self.limits, self.lease.held_milli, self.lease.borrowed
+    def held(self) -> tuple[dict[str, int], int, bool, str]:
+        """What the device helper keeps for it: limits, part of each device, whether it borrows, its host."""
+        return self.limits, self.lease.held_milli, self.lease.borrowed, self.lease.host
 
     @property
     def moved(self) -> bool:
@@ -314,6 +315,13 @@ class UserLags(MetaValue):
     gpu_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartedPairs(MetaValue):
+    """Pairs of jobs that are not tried on one GPU again: `core.pairs.Parted.rows`."""
+
+    rows: list[tuple[str, str, float]] = field(default_factory=list)
+
+
 class LendingMode(enum.StrEnum):
     """Whether GPUs of idle sessions are lent."""
 
@@ -383,6 +391,7 @@ class MetaValues(NamedTuple):
     suspensions: SuspensionCounts
     drains: Drains
     users: UserLags
+    parted: PartedPairs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

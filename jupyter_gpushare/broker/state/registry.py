@@ -29,6 +29,7 @@ from jupyter_gpushare.broker.state.records import (
     LendingMode,
     LendingOverride,
     Owner,
+    PartedPairs,
     ProjectOverride,
     SuspensionCounts,
     UserLags,
@@ -41,6 +42,7 @@ from jupyter_gpushare.broker.state.transitions import Edit, Granted, ResumeDone,
 from jupyter_gpushare.broker.state.usage import Counted, FairnessTracker, Meter, Tally, UsageSums
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Kind, Lease, LeaseEvent, Notice, State, advance
+from jupyter_gpushare.core.pairs import Parted
 from jupyter_gpushare.errors import Conflict, DiskFull, NotFound
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.wire import Text
@@ -290,6 +292,7 @@ class Registry:
         self.fairness = FairnessTracker(Lags(), UserLags())
         self.lending_switch = LendingSwitch(policy.lending)
         self.suspensions, self._sums_kept_at = SuspensionCounts(), clock()
+        self.parted = Parted()
         self.wake_times, self.meter = WakeTimes(), Meter(clock())
         self.tally, self.devices, self.culling = Tally(), DeviceObservations(), Culling()
         self.session_queue = SessionQueue()
@@ -312,6 +315,8 @@ class Registry:
         if loaded.boot_id != boot_id:
             leases = with_current_boot(leases, now, self.iso_now())
             self.store.begin_boot(boot_id, leases)
+            # Its moments are those of another clock.
+            loaded = replace(loaded, meta=loaded.meta._replace(parted=PartedPairs()))
         self._take(leases, loaded)
 
     def _roll_back(self) -> None:
@@ -337,7 +342,8 @@ class Registry:
         self._jobs.update({job.id: job for job in loaded.jobs})
         self.decisions = DecisionLog(self.iso_now, loaded.decisions)
         self.overrides = {o.name: o for o in loaded.overrides}
-        lags, self.lending_switch.override, self.suspensions, self.devices.drains, users = loaded.meta
+        lags, self.lending_switch.override, self.suspensions, self.devices.drains, users, parted = loaded.meta
+        self.parted = Parted(parted.rows)
         self.fairness = FairnessTracker(lags, users)
         self.usage.load(loaded.usage)
         self.owners.load(loaded.owners)
@@ -507,6 +513,8 @@ class Registry:
         self.tally.moved(record, state, now, self._observations.get(record.id))
         also: list[Change] = []
         ran = record.state is State.RUNNING and state is not State.RUNNING
+        if record.lease.host and record.state is State.RUNNING:
+            changed = self._with_time_as_guest(changed)
         if job is None and ran:
             job = self.job_of(record)
         if job is not None:
@@ -533,7 +541,7 @@ class Registry:
         """Return a lease in its new state; a job that failed to start waits on, as it did not run."""
         starts = lease.state in (State.GRANTED, State.RESUMING)
         if lease.kind is Kind.TRAIN and state is State.RUNNING:
-            lease = replace(lease, attained_at=now)
+            lease = replace(lease, attained_at=None if lease.host else now)
         elif lease.attained_at is not None:
             lease = replace(order.served(lease, now, self.policy.settings()), attained_at=None)
         if state in _WAITING and lease.state not in _WAITING and not starts:
@@ -542,6 +550,13 @@ class Registry:
             granted_at = lease.granted_at if lease.state is State.GRANTED else now
             lease = order.with_turn(lease, granted_at, self.policy.settings())
         return replace(lease, state=state)
+
+    def _with_time_as_guest(self, record: LeaseRecord) -> LeaseRecord:
+        """Return the record of a guest with the service that it got from its host's GPU."""
+        observation = self._observations[record.id]
+        got, observation.guest_gpu_s = observation.guest_gpu_s, 0.0
+        lease = replace(record.lease, attained_gpu_s=record.lease.attained_gpu_s + got)
+        return replace(record, lease=lease)
 
     def _count_lent(self, devices: Collection[str] | None = None) -> list[Counted]:
         """Count what was lent on these devices (None: on all) until now, before a change there."""

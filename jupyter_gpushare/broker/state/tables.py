@@ -27,6 +27,7 @@ from jupyter_gpushare.broker.state.records import (
     Owner,
     OwnerForgotten,
     OwnerMoved,
+    PartedPairs,
     ProjectOverride,
     SuspensionCounts,
     UsageAddition,
@@ -99,6 +100,7 @@ leases = sa.Table(
     sa.Column("moves", sa.Boolean, nullable=False),
     sa.Column("slept_on", sa.Text, nullable=False),  # JSON list of UUIDs
     sa.Column("unprepared", sa.Boolean, nullable=False),
+    sa.Column("guest_bytes", sa.BigInteger, nullable=False),
     sa.Index("leases_by_server", "user", "server"),
 )
 jobs = sa.Table(
@@ -319,6 +321,8 @@ def meta_row(value: MetaValue) -> tuple[str, str]:
             return "lags", json.dumps(value.gpu_s)
         case UserLags():
             return "user_lags", json.dumps(value.gpu_s)
+        case PartedPairs():
+            return "parted_pairs", json.dumps({"rows": value.rows})
         case LendingOverride():
             return "lending", json.dumps(asdict(value))
         case SuspensionCounts():
@@ -335,8 +339,8 @@ def meta_values(read: Callable[[str], str | None]) -> MetaValues:
     Raises:
         ValueError: the text is not what this version writes.
     """
-    keys = "lags", "lending", "suspensions", "drains", "user_lags"
-    lags, lending, suspensions, drains, users = (json.loads(read(key) or "{}") for key in keys)
+    keys = "lags", "lending", "suspensions", "drains", "user_lags", "parted_pairs"
+    lags, lending, suspensions, drains, users, parted = (json.loads(read(key) or "{}") for key in keys)
     mode = lending.pop("mode", None)
     return MetaValues(
         Lags(gpu_s=lags),
@@ -344,6 +348,7 @@ def meta_values(read: Callable[[str], str | None]) -> MetaValues:
         SuspensionCounts(**suspensions),
         Drains(of={uuid: Drain(**drain) for uuid, drain in drains.items()}),
         UserLags(gpu_s=users),
+        PartedPairs(**parted),
     )
 
 

@@ -105,6 +105,8 @@ class Granted(Transition):
     held_milli: int
     limits: Mapping[str, int] = field(default_factory=dict)  # bytes per device UUID
     borrowed: bool = False
+    host: str = ""  # the lease whose guest a job becomes
+    guest_bytes: int = 0
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         lease = replace(
@@ -113,10 +115,11 @@ class Granted(Transition):
             held_milli=self.held_milli,
             granted_at=now,
             borrowed=self.borrowed,
+            host=self.host,
         )
         attempt = record.attempt + 1 if record.is_job else record.attempt
-        limits = dict(self.limits)
-        return replace(record, lease=lease, limits=limits, attempt=attempt, note="", given_to="", slept_on=())
+        record = replace(record, lease=lease, limits=dict(self.limits), attempt=attempt)
+        return replace(record, note="", given_to="", slept_on=(), guest_bytes=self.guest_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +148,7 @@ class StartFailed(Transition):
     tries: int
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
-        lease = replace(record.lease, devices=())
+        lease = replace(record.lease, devices=(), host="")
         return replace(record, lease=lease, limits={}, note=self.reason, tries=self.tries)
 
 
@@ -163,6 +166,17 @@ class Resized(Transition):
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         lease = replace(record.lease, size=self.size, held_milli=self.held_milli, borrowed=self.borrowed)
         return replace(record, lease=lease, limits=dict(self.limits), unprepared=not self.prepared)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept(Transition):
+    """A guest has the device that its host has left."""
+
+    event = LeaseEvent.RESIZE
+
+    def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
+        lease = replace(record.lease, host="", attained_at=now)
+        return replace(record, lease=lease, unprepared=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +199,8 @@ class SuspendDone(Transition):
     saved_bytes: int
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
-        return replace(record, lease=replace(record.lease, saved_bytes=self.saved_bytes))
+        lease = replace(record.lease, saved_bytes=self.saved_bytes, host="")
+        return replace(record, lease=lease, unprepared=record.unprepared or bool(record.lease.host))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,9 +220,13 @@ class ResumeBegun(Transition):
 
     event = LeaseEvent.RESUME
     devices: tuple[str, ...] = ()
+    host: str = ""  # as in `Granted`
+    guest_bytes: int = 0
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
-        return on_devices(*self.devices)(record)
+        record = on_devices(*self.devices)(record)
+        lease = replace(record.lease, host=self.host)
+        return replace(record, lease=lease, guest_bytes=self.guest_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -233,6 +252,8 @@ class ResumeRefused(Transition):
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         record = on_devices(*self.devices)(record)
+        unprepared = record.unprepared or bool(record.lease.host)
+        record = replace(record, lease=replace(record.lease, host=""), unprepared=unprepared)
         return replace(record, note=self.reason, moves=record.moves and not self.stays)
 
 
@@ -274,7 +295,7 @@ class Requeued(Transition):
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         return replace(
             record,
-            lease=replace(record.lease, devices=(), held_milli=0, saved_bytes=0),
+            lease=replace(record.lease, devices=(), held_milli=0, saved_bytes=0, host=""),
             limits={},
             lost=False,
             note="",
