@@ -81,6 +81,7 @@ class SchedulingRound:
         self.reservations = Reservations(self.state, placer.topology, placer.find, queues.rank)
         self.actions: list[Action] = []
         self.waiting: dict[str, Why] = {}  # leases that got nothing, in the order of service
+        self.places: dict[str, tuple[str, ...]] = {}  # devices reserved for jobs until they are released
         self.next_at: float | None = None
         self.shared = sum(bool(q.waiting or q.running) for q in self.queues.by_project.values()) > 1
         self._explain_all = explain_all
@@ -430,7 +431,7 @@ class SchedulingRound:
             return None, found
         if account.over_limit_soon(soon.size_milli):
             return Why.PROJECT_LIMIT, soon
-        state.reserve(job, soon.devices, soon.held_milli)
+        self._reserve(job, soon)
         if job.size.device_count > 1:
             self.reservations.reserve_targets(self.reservations.moving_for(job, soon))
         return Why.AWAITING_RELEASE, soon
@@ -456,7 +457,7 @@ class SchedulingRound:
             return plan
         # A job that does not borrow needs more than capacity: none of it may be lent.
         self._evict(plan.victims, job, final=over or not job.borrow)
-        state.reserve(job, plan.placement.devices, plan.placement.held_milli)
+        self._reserve(job, plan.placement)
         moved = (v.lease for v in plan.victims if v.why is Why.MOVED)
         self.reservations.reserve_targets(moved)
         return Why.AWAITING_RELEASE
@@ -471,6 +472,10 @@ class SchedulingRound:
         return not self.placer.lacks_quota(job) and order.is_bypass_over(job, self.now, self.settings)
 
     # -- effects on the cluster state
+
+    def _reserve(self, job: Lease, placement: Placement) -> None:
+        self.state.reserve(job, placement.devices, placement.held_milli)
+        self.places[job.id] = placement.devices
 
     def _start(self, job: Lease, placement: Placement) -> None:
         state, lent = self.state, self.placer.uses_lent(placement, DeviceCapacity.unclaimed)

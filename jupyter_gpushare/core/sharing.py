@@ -57,7 +57,7 @@ def share_devices(done: SchedulingRound, parted: Pairs) -> None:
     decided = {action.lease for action in done.actions}
     leaving = {a.lease: a.for_lease for a in done.actions if isinstance(a, Suspend | Requeue)}
     for guest in sorted(state.guests.values(), key=lambda x: x.id):
-        why = _parts(state, guest, leaving, parted)
+        why = _parts(done, guest, leaving, parted)
         if why and guest.id not in decided and guest.retry_at <= done.now:
             _end(done, guest, why, leaving.get(guest.host, ""))
     able = (x for x in state.hosts.values() if x.id not in leaving and x.suspendable)
@@ -75,11 +75,13 @@ def share_devices(done: SchedulingRound, parted: Pairs) -> None:
             hosts.remove(found)
 
 
-def _parts(state: ClusterState, guest: Lease, leaving: Container[str], parted: Pairs) -> Why | None:
+def _parts(done: SchedulingRound, guest: Lease, leaving: Container[str], parted: Pairs) -> Why | None:
     """Return why a guest has to leave, if it has to."""
+    state = done.state
     host = state.leases.get(guest.host)
     if host is None or host.state is not State.RUNNING or host.id in leaving:
-        return Why.HOST_LEFT
+        # It stays where the device will be its own.
+        return None if done.places.get(guest.id) == guest.devices else Why.HOST_LEFT
     if not (host.share and guest.share) or (host.pair_key, guest.pair_key) in parted:
         return Why.PAIR_PARTED
     return None if state.can_suspend(guest) else Why.CANNOT_YIELD

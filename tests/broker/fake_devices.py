@@ -89,6 +89,8 @@ class SiteDevices(DeviceBackend):
         if self.broker.dead.is_set():
             await asyncio.Event().wait()
         site = self.site
+        for each in site.held.values():
+            each.advance(site.now)
         return helper.Sample(
             at=site.now,
             devices=tuple(
@@ -126,6 +128,9 @@ class SiteDevices(DeviceBackend):
                     compute_share=ComputeShare.OFF if h.share_reason else h.asked.compute_share,
                     share_reason=h.share_reason,
                     measured_share=h.measured_share,
+                    work=int(h.work),
+                    guest_of=h.asked.guest_of if h.phase is Phase.RUNNING else "",
+                    ended_as_guest=h.ended_as_guest,
                     processes=tuple(
                         helper.ProcessSample(
                             pid=pid, started_at=0, name="python3", used_bytes=count, calls=-1, keeps=True
@@ -158,7 +163,9 @@ class SiteDevices(DeviceBackend):
         await self.effect("prepare", handle)
         if not request.suspended and (reason := self.site.conflict(handle, limits)):
             raise HelperError("conflict", reason)
-        held = self.site.held.setdefault(handle, Held(handle, request.uid, limits))
+        if request.guest_of and not request.suspended:
+            self._begin_pair(request)
+        held = self.site.held.setdefault(handle, Held(handle, request.uid, limits, work_at=self.site.now))
         held.unattended, held.stops, held.asked = request.unattended, request.stops, request
         if not held.alive or list(limits) == list(held.limits):
             held.limits, held.guaranteed = limits, guaranteed
@@ -166,6 +173,13 @@ class SiteDevices(DeviceBackend):
             held.phase = Phase.SUSPENDED if request.suspended else Phase.RUNNING
         await self.broker.step()
         return Prepared(env={"GPUSHARE_LEASE": handle})
+
+    def _begin_pair(self, request: SetLimit) -> None:
+        host, (uuid,) = self.site.held.get(request.guest_of), request.limits
+        if host is None or host.used.get(uuid, 0) + request.guest_bytes > host.limits[uuid]:
+            raise HelperError("conflict", "its host uses the memory")
+        if any(guest.handle != request.lease for guest in self.site.guests_of(host)):
+            self.site.wrong.append(f"{host.handle} has two guests")
 
     async def reserve(self, handle: str) -> dict[str, str]:
         await self.effect("reserve", handle)
@@ -233,6 +247,13 @@ class SiteDevices(DeviceBackend):
         if devices and tuple(devices) != here and not self.site.movable:
             return MoveResult(done=False, refused=Refusal.NOT_SUSPENDABLE, reason="it cannot move")
         held.place_on(devices or here)
+        if held.asked.guest_of:
+            if sum(held.saved.values()) > held.asked.guest_bytes:
+                return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason="it needs more")
+            try:
+                self._begin_pair(replace(held.asked, limits=held.limits))
+            except HelperError as error:
+                return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason=str(error))
         if why := self._no_memory(held):
             held.place_on(here)
             return MoveResult(done=False, refused=Refusal.NO_MEMORY, reason=why)

@@ -47,6 +47,16 @@ class Held:
     asked: SetLimit = _NOTHING  # last
     share_reason: str = ""
     measured_share: float = -1.0
+    rate: float = 100.0  # calls of the library per second that its command completes
+    work: float = 0.0
+    work_at: float = 0.0
+    ended_as_guest: bool = False
+
+    def advance(self, now: float) -> None:
+        """Count the work of its command until now."""
+        if self.phase is Phase.RUNNING and self.alive and not self.command_ended:
+            self.work += self.rate * (now - self.work_at)
+        self.work_at = now
 
     def place_on(self, devices: Sequence[str]) -> None:
         """Have the suspended lease on these devices: each takes what the one at its place has."""

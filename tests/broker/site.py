@@ -255,6 +255,32 @@ class Site:
             if total > self.grantable_bytes(uuid):
                 self.wrong.append(f"{uuid} is double-booked at {self.now}: {total}")
 
+    def guests_of(self, host: Held) -> list[Held]:
+        """Return the guests on the devices of a lease, as the helper knows them."""
+        return [h for h in self.held.values() if h.asked.guest_of == host.handle and h.phase is Phase.RUNNING]
+
+    async def allocate(self, held: Held, used: dict[str, int]) -> None:
+        """Let a lease use memory as its program does: for what is kept for the other of a pair, it waits."""
+        for guest in [held] if held.asked.guest_of else self.guests_of(held):
+            (uuid,) = guest.limits
+            is_own = guest is held
+            room = guest.asked.guest_bytes if is_own else held.limits[uuid] - guest.asked.guest_bytes
+            if used.get(uuid, 0) > room:
+                await self.leave(guest, "own_memory" if is_own else "host_memory")
+        if held.phase is Phase.RUNNING:
+            self.use(held, used)
+        else:
+            held.saved, held.wanted = used, True
+
+    async def leave(self, guest: Held, reason: str) -> None:
+        """Suspend a guest, as `gpu.moves.guests` does by itself."""
+        began_at = self.now
+        await asyncio.sleep(self.move_s)
+        guest.phase, guest.saved = Phase.SUSPENDED, dict(guest.used)
+        self.use(guest, {})
+        took_s = str(self.now - began_at)
+        self.emit(helper.EventKind.GUEST, guest.handle, reason, host=guest.asked.guest_of, took_s=took_s)
+
     def emit(self, kind: helper.EventKind, lease: str = "", reason: str = "", **fields: str) -> None:
         event = helper.Event(
             seq=next(self._seq), at=self.now, kind=kind, lease=lease, reason=reason, fields=fields
@@ -288,7 +314,8 @@ class Site:
 
     def conflict(self, handle: str, limits: Mapping[str, int]) -> str:
         """Why a lease may not be on its devices now, as `LeaseRegistry.conflict` says it."""
-        beside = [h for h in self.held.values() if h.handle != handle and h.phase is not Phase.SUSPENDED]
+        others = (h for h in self.held.values() if h.handle != handle and h.phase is not Phase.SUSPENDED)
+        beside = [h for h in others if not h.asked.guest_of]
         taken = {uuid: sum(h.limits.get(uuid, 0) for h in beside) for uuid in limits}
         fits = all(taken[uuid] + count <= self.grantable_bytes(uuid) for uuid, count in limits.items())
         is_unknown = any(h.unconfirmed and h.limits.keys() & limits.keys() for h in beside)
@@ -329,7 +356,7 @@ class Site:
     async def _work(self, run: Run, held: Held) -> None:
         program = self.programs.get(run.job.id, Program())
         held.alive = True
-        self.use(held, {u: int(x * program.memory) for u, x in held.limits.items()})
+        await self.allocate(held, {u: int(x * program.memory) for u, x in held.limits.items()})
         done_s, code = 0.0, program.exit_code
         try:
             await self._report(run, state="started")

@@ -16,6 +16,7 @@ from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.usage import UsageSums
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.core.model import Kind, Lease, State, Why
+from jupyter_gpushare.core.pairs import Reading
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker, sent
@@ -123,6 +124,7 @@ async def pair(
     record = broker.lease(host)
     held = site.held[broker.lease(guest).handle]
     held.used, held.limits = {}, dict.fromkeys(record.limits, 1 << 30)
+    held.measured_share = gets
 
     # Nothing is free, else it would have that.
     site.unhealthy |= set(site.uuids) - set(record.limits)
@@ -131,6 +133,10 @@ async def pair(
         lease = replace(guest.lease, host=record.id, devices=record.lease.devices)
         return replace(guest, lease=lease, limits=dict(held.limits))
 
+    # Its speed alone is known, else nothing shows after the trial that the pair pays.
+    for ago_s in range(700, 0, -10):
+        alone = Reading(at=site.now - ago_s, work=100 * (700 - ago_s))
+        registry.observations[record.id].rates.add(alone)
     await registry.edit(broker.lease(guest), visits)
     registry.observations[record.id].companion = Companion("host", guest.lease_id, guest_gets=gets, **of_host)
     registry.observations[guest.lease_id].companion = Companion("guest", record.id, guest_gets=gets)

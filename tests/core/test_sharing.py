@@ -228,8 +228,14 @@ def test_a_host_that_makes_way_takes_its_guest_along():
 
 
 @pytest.mark.parametrize("state", [State.SUSPENDING, State.STOPPING])
-def test_a_guest_leaves_with_a_host_that_leaves(state):
-    assert actions(cluster(host(state=state), guest())) == [Suspend("g", Why.HOST_LEFT, "")]
+def test_a_guest_leaves_with_a_host_that_leaves_to_another_job(state):
+    first = train("w", 1000, priority=1)
+    assert actions(cluster(host(state=state), guest(), first)) == [Suspend("g", Why.HOST_LEFT, "")]
+
+
+@pytest.mark.parametrize("state", [State.SUSPENDING, State.STOPPING])
+def test_a_guest_stays_where_the_device_will_be_its_own(state):
+    assert actions(cluster(host(state=state), guest())) == []
 
 
 def test_a_guest_that_has_not_started_is_taken_back():
