@@ -87,7 +87,8 @@ class LeaseEvent(enum.StrEnum):
     RESUME_DONE = "resume_done"
     RESUME_REFUSED = "resume_refused"
     STATE_LOST = "state_lost"
-    RESIZE = "resize"  # a session becomes larger or smaller on its device; a guest gets it for its own
+    RESIZE = "resize"  # a session becomes larger or smaller on its device
+    KEEP = "keep"  # a guest has the device that its host has left
     STOP = "stop"
     REQUEUED = "requeued"
     RELEASE = "release"
@@ -104,6 +105,7 @@ TRANSITIONS: Mapping[tuple[State, LeaseEvent], State] = MappingProxyType(
         (State.GRANTED, LeaseEvent.STARTED): State.RUNNING,
         (State.GRANTED, LeaseEvent.START_FAILED): State.PENDING,
         (State.RUNNING, LeaseEvent.RESIZE): State.RUNNING,
+        (State.RUNNING, LeaseEvent.KEEP): State.RUNNING,
         (State.RUNNING, LeaseEvent.SUSPEND): State.SUSPENDING,
         (State.SUSPENDING, LeaseEvent.SUSPEND_DONE): State.SUSPENDED,
         # A lease that the driver refuses to checkpoint keeps its GPU.

@@ -37,6 +37,7 @@ def decision(
         "would_suspend": "decision.would_sleep",
         "suspend": "decision.paused" if is_job else "decision.put_to_sleep",
         "resume": "decision.goes_on" if is_job else "decision.woken",
+        "keep": "decision.keeps",
         "requeue": "decision.requeue",
     }.get(action)
     done = text(key) if key else action

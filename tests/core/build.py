@@ -88,7 +88,7 @@ def begun(action: Action, now: float) -> tuple[LeaseEvent, dict[str, Any]]:
     """The event with which an action begins, and what it changes of its lease beside the state."""
     match action:
         case Grant(why=Why.CAPACITY_BACK):
-            return LeaseEvent.RESIZE, {"host": "", "saved_bytes": 0, "made_way_for": ""}
+            return LeaseEvent.KEEP, {"host": "", "saved_bytes": 0, "made_way_for": ""}
         case Grant():
             event = LeaseEvent.GRANT_ASLEEP if action.asleep else LeaseEvent.GRANT
             held = {"devices": action.devices, "held_milli": action.held_milli, "borrowed": action.borrowed}

@@ -172,7 +172,7 @@ class Resized(Transition):
 class Kept(Transition):
     """A guest has the device that its host has left."""
 
-    event = LeaseEvent.RESIZE
+    event = LeaseEvent.KEEP
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         lease = replace(record.lease, host="", attained_at=now)
