@@ -335,6 +335,16 @@ class LeaseRegistry:
         if lease.phase is Phase.SUSPENDED:
             self.suspended.set()
 
+    def guests_of(self, host: HelperLease) -> dict[str, tuple[str, int]]:
+        """The guests of a lease by device, with their bytes; also one that was there before it."""
+        return {
+            uuid: (guest.name, guest.asked.guest_bytes)
+            for guest in self.all()
+            if guest.is_guest and guest.asked.guest_of == host.name
+            for uuid in guest.limits
+            if uuid in host.limits
+        }
+
     def end_pair(self, guest: str) -> None:
         """Give hosts their memory back that a guest had, which has left, and what was reserved for it."""
         self._machine.host.keep_reserved(guest, 0)
@@ -469,6 +479,7 @@ class LeaseRegistry:
             raise HelperError(ErrorKind.CONFLICT, f"{MAX_LEASES} leases exist: drop some first")
         state, record = self._machine.state, _record_of(request)
         lease = HelperLease(record, LeaseDirectory(state.leases, request.lease))
+        lease.guests = self.guests_of(lease)
         try:
             state.save(record)
             lease.create_files(self._devices.contexts(lease.limits))
@@ -516,7 +527,7 @@ class LeaseRegistry:
         ):
             return
         new = HelperLease(record, lease.files)
-        new.moving, new.guests = lease.moving, lease.guests
+        new.moving, new.guests = lease.moving, self.guests_of(new)
         # Calls counted by earlier processes must not wake the later ones.
         new.baseline = counters_of(new.files.account())
         self._machine.state.save(new.record())

@@ -13,7 +13,7 @@ call waits until it is resumed where it has its whole limit.
   is read: if it has more already, that is taken back.  Only then the guest's page appears, or it
   resumes.  The library takes, and looks again whether something is kept: one of the two sees the other.
 * A guest that cannot be suspended, for a reason that stays or for `BUSY_S`, is killed, all but its
-  runner: the host must not wait for it.  The sample says so (`LeaseSample.ended_as_guest`).
+  runner: the host does not wait longer for it.  The sample says so (`LeaseSample.ended_as_guest`).
 * A guest whose host has left stays what it is, on nobody's capacity, until the broker decides.
 """
 
@@ -48,8 +48,9 @@ POLL_S = 0.005
 RETRY_S = 0.01
 SUSPEND_S = 2.0
 DEVICE_WAIT_S = 1.0
-# How long a guest is asked again to come to rest, which it does not.
+# How long a guest is asked again that does not come to rest, or is refused for another reason.
 BUSY_S = 30.0
+REFUSED_S = 0.5
 
 
 @dataclass(slots=True)
@@ -78,14 +79,11 @@ class Guests:
 
     def adopt(self) -> None:
         """Write again what is kept, as the records of the leases say; an earlier helper may have died."""
-        for guest in filter(_is_guest, self._registry.all()):
-            host = self._registry.get(guest.asked.guest_of)
-            (uuid,) = guest.limits
-            if host is not None and uuid in host.limits:
-                host.guests[uuid] = guest.name, guest.asked.guest_bytes
-            self._machine.host.keep_reserved(guest.name, guest.asked.guest_bytes)
         for lease in self._registry.all():
+            lease.guests = self._registry.guests_of(lease)
             lease.write_kept()
+            if lease.is_guest:
+                self._machine.host.keep_reserved(lease.name, lease.asked.guest_bytes)
         self._begun.set()
 
     # Pairs begin
@@ -300,8 +298,8 @@ class Guests:
             if moved.done:
                 return moved.bytes
             departure.refused_at = departure.refused_at or time.monotonic()
-            is_stuck = time.monotonic() - departure.refused_at > BUSY_S
-            if killed or moved.refused is not Refusal.BUSY or is_stuck:
+            patience_s = BUSY_S if moved.refused is Refusal.BUSY else REFUSED_S
+            if killed or time.monotonic() - departure.refused_at >= patience_s:
                 self._kill(guest, moved.reason, killed)
         except Exception:  # the outermost loop of this thread: the host waits
             log.exception("lease=%s cannot be taken off the device of its host", guest.name)
@@ -327,10 +325,6 @@ class Guests:
         for process in self._registry.living(guest.name):
             if not process.is_runner and self._machine.processes.signal(process.key, signal.SIGKILL):
                 killed.add(process.pid)
-
-
-def _is_guest(lease: HelperLease) -> bool:
-    return lease.is_guest
 
 
 def _pair_of(asked: SetLimit) -> tuple[str, int]:

@@ -1,0 +1,68 @@
+"""Seeded histories of hosts and guests: allocations, frees, kills, moves, and helpers that die anywhere.
+
+GPUSHARE_TEST_GUESTS=1000 pytest tests/gpu/test_guest_histories.py -s --timeout 0
+"""
+
+from __future__ import annotations
+
+import os
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jupyter_gpushare.gpu.moves.guests import Guests
+from jupyter_gpushare.protocol.helper import EventKind
+from tests.gpu.guests_model import GIB, Paper, history
+
+HISTORIES = int(os.environ.get("GPUSHARE_TEST_GUESTS", "25"))
+
+
+@pytest.mark.long_form
+def test_no_history_denies_a_host_or_loses_a_guest(tmp_path: Path) -> None:
+    left = kills = asks = ended = 0
+    for seed in range(HISTORIES):
+        with pytest.MonkeyPatch.context() as patch:
+            paper = history(seed, tmp_path / str(seed), patch)
+        assert not paper.faults, f"seed {seed}: {paper.faults}"
+        leaves = [more for kind, more in paper.events if kind is EventKind.GUEST]
+        left, kills, asks = left + len(leaves), kills + paper.kills, asks + paper.asks
+        ended += sum(more["fields"]["ended"] == "true" for more in leaves)
+    assert left > HISTORIES
+    print(f"\n{HISTORIES} histories: {left} guests left, {ended} of them ended; {kills} helpers killed")
+
+
+def faults(folder: Path, patch: pytest.MonkeyPatch, histories: int = 60, **how: Any) -> list[str]:
+    for seed in range(histories):
+        with pytest.MonkeyPatch.context() as own:
+            if found := history(seed, folder / str(seed), own, **how).faults:
+                return found
+    return []
+
+
+@pytest.mark.parametrize("looks_again", [True, False])
+def test_the_second_look_of_the_library_is_needed(tmp_path: Path, looks_again: bool) -> None:
+    """The host has read that nothing is kept when its guest comes, and writes what it took after that."""
+    paper = Paper(random.Random(0), tmp_path, looks_again=looks_again)
+    paper.pace, paper.quiet = 0.0, True
+    for name, asked in (("host", paper.asked("host")), ("guest", paper.asked("guest", "host", 20 * GIB))):
+        host = next(iter(paper.programs.values()), None)
+        if host is not None:
+            host.asked = 60 * GIB
+            paper.step(host)
+        paper.guests.set_limit(asked, 1)
+        paper.start_program(name)
+    host, guest = paper.programs.values()
+    paper.step(host)
+    paper.step(host)
+    guest.asked = 10 * GIB
+    for _ in range(4):
+        paper.step(guest)
+    assert bool(paper.faults) is not looks_again
+    assert (host.step, host.wants) == (("", 1) if looks_again else ("call", 0))
+
+
+def test_the_look_of_the_helper_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Guests, "_left_bytes", lambda *_: 0)
+    assert faults(tmp_path, monkeypatch)
