@@ -8,6 +8,8 @@ Copies take no time there, so a suspension's time is all overhead.  Then a helpe
 
 from __future__ import annotations
 
+import math
+import statistics
 import sys
 import tempfile
 import time
@@ -51,6 +53,32 @@ def moves(folder: Path) -> list[list[str]]:
     return rows
 
 
+def waits(folder: Path, runs: int = 10) -> list[str]:
+    """How long the allocation of a host waits for a guest of so many GiB, beyond the copy of that."""
+    gib, beyond_s = 8, list[float]()
+    copy_s = gib * GIB / 8e9
+    folder.mkdir()
+    with machine_with(folder, "1xH100-80GB,host=512GiB,copy=8GB/s") as machine:
+        machine.start()
+        machine.session("host", 70 * GIB, mib=40 * 1024)
+        machine.lease("guest", 70 * GIB, guest_of="host", guest_bytes=20 * GIB)
+        machine.worker("guest", mib=gib * 1024)
+        for _ in range(runs):
+            block = machine.worker("host")
+            begun = time.monotonic()
+            assert block.do(f"alloc {20 * 1024}") == "0"
+            beyond_s.append(time.monotonic() - begun - copy_s)
+            block.kill()
+            assert machine.ask("resume", lease="guest")["done"]
+            machine.settled("guest")
+    mean, error = statistics.mean(beyond_s), statistics.stdev(beyond_s) / math.sqrt(runs)
+    return [
+        f"host waits for a guest of {gib} GiB",
+        f"{copy_s:.2f} s",
+        f"{1e3 * mean:.0f} +- {1e3 * error:.0f} ms",
+    ]
+
+
 def footprint(folder: Path, seconds: int) -> list[str]:
     with machine_with(folder, "16xH100-80GB,host=512GiB") as machine:
         machine.start("--sample-s", "1")
@@ -79,6 +107,9 @@ def main(seconds: int) -> None:
             (folder / part).mkdir()
         head = ["overhead of a move", "suspend p50", "max", "resume p50", "max"]
         print_table("tests.benchmarks.gpu_layer", head, moves(folder / "moves"))
+        print()
+        head = ["on a simulated driver", "copy", "beyond it, 10 runs, mean +- standard error"]
+        print_table("tests.benchmarks.gpu_layer", head, [waits(folder / "waits")])
         print()
         print_table(
             "tests.benchmarks.gpu_layer",

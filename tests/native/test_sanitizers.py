@@ -135,17 +135,19 @@ def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
     assert {event.event for event in machine.ledger()} >= {"alloc", "free", "checkpoint", "restore", "unlock"}
 
 
+@pytest.mark.parametrize("source", ["turns_race", "kept_race"])
 @pytest.mark.parametrize(
     "kind", [pytest.param(kind, marks=pytest.mark.long if kind == "memory" else ()) for kind in SANITIZERS]
 )
-def test_turns_beside_contexts_captures_and_children_are_clean(tmp_path: Path, kind: str) -> None:
+def test_threads_are_clean_while_the_limit_page_changes(tmp_path: Path, kind: str, source: str) -> None:
+    """Turns beside contexts, captures and children; allocations while memory is kept for another lease."""
     flags = flags_of(kind, tmp_path)
     machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
     lease = Lease(tmp_path / "lease", [(machine.uuid(0), GIB)])
     lease.set_turn(0)
     driver = next(library for library in build.LIBRARIES if library.output == "sim/libcuda.so.1")
     build.compile_library(driver, tmp_path, flags)
-    program = compile_preload_into(tmp_path / "turns_race", "turns_race.c", flags)
+    program = compile_preload_into(tmp_path / source, f"{source}.c", flags)
     env = machine.env(**lease.env())
     del env["LD_PRELOAD"]  # it is in the program
     env |= {"LD_LIBRARY_PATH": str(tmp_path / "sim"), **OPTIONS}

@@ -450,8 +450,7 @@ static enum taking take(int device, uint64_t bytes)
     if (cost && fits_swept(at, device, without_contexts(limits, device), cost))
         taking = fits_swept(at, device, beside_kept(limits, device), cost) ? TAKEN : KEPT;
     if (taking == TAKEN) {
-        slot->used_bytes[device] += cost;
-        atomic_thread_fence(memory_order_seq_cst);
+        __atomic_fetch_add(&slot->used_bytes[device], cost, __ATOMIC_SEQ_CST);
         if (cost && kept(limits, device) && !fits(at, device, beside_kept(limits, device), 0)) {
             slot->used_bytes[device] -= cost;
             taking = KEPT;
