@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -66,3 +67,24 @@ def test_the_second_look_of_the_library_is_needed(tmp_path: Path, looks_again: b
 def test_the_look_of_the_helper_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Guests, "_left_bytes", lambda *_: 0)
     assert faults(tmp_path, monkeypatch)
+
+
+def test_a_pair_is_watched_from_the_moment_that_its_guest_begins_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread would sleep until the next pair, and the host would wait for ever."""
+    paper = Paper(random.Random(0), tmp_path)
+    paper.pace, paper.quiet = 0.0, True
+    paper.guests.set_limit(paper.asked("host"), 1)
+    paper.start_program("host")
+    assert not paper.guests.look()
+    asleep = replace(paper.asked("guest", "host", 20 * GIB), suspended=True)
+    paper.guests.set_limit(asleep, 1)
+    assert not paper.guests.look()
+    guest, seen, resume = paper.registry.get("guest"), [], paper.mover.resume
+    monkeypatch.setattr(
+        paper.mover, "resume", lambda *words: (seen.append(paper.guests.look()), resume(*words))[1]
+    )
+    assert guest is not None
+    assert paper.guests.resume(guest, 0.0, ()).done
+    assert seen == [True]

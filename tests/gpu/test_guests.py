@@ -425,12 +425,15 @@ def test_a_host_waits_for_the_copy_of_its_guest_and_little_more(tmp_path: Path) 
     for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,copy=4GB/s"):
         machine.start()
         host = machine.session("host", WHOLE, mib=30 * MIB_OF_GIB)
-        start_guest(machine, gib=4)
+        guest = start_guest(machine, gib=4)
         copy_s = 4 * GIB / 4e9
         watch = machine.watch()
-        began = time.monotonic()
-        assert host.do("alloc 35000") == "0"
-        took_s = time.monotonic() - began
-        event = watch.event("guest")
-        assert event is not None
-        assert copy_s <= float(event["fields"]["took_s"]) <= took_s < 2 * copy_s + 0.5
+        for mib in (35_000, 66_560):  # the second time of a guest that has come back
+            began = time.monotonic()
+            assert host.do(f"alloc {mib}") == "0"
+            took_s = time.monotonic() - began
+            event = watch.event("guest")
+            assert event is not None
+            assert copy_s <= float(event["fields"]["took_s"]) <= took_s < 2 * copy_s + 0.5
+            assert host.do("free") == "0"
+            machine.resume("guest", guest)

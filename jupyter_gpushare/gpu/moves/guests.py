@@ -238,8 +238,9 @@ class Guests:
             time.sleep(POLL_S)
 
     def look(self) -> bool:
-        """Read the words of all pairs once; returns whether there are any."""
-        guests = [lease for lease in self._registry.all() if lease.is_guest]
+        """Read the words of all pairs once; returns whether there are any, or one is about to begin."""
+        leases = self._registry.all()
+        guests = [lease for lease in leases if lease.is_guest]
         self._leaving = {name: each for name, each in self._leaving.items() if each.is_alive()}
         names = {name for guest in guests for name in (guest.name, guest.asked.guest_of)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
@@ -253,7 +254,7 @@ class Guests:
                 )
                 self._leaving[guest.name] = thread
                 thread.start()
-        return bool(guests)
+        return bool(guests) or any(lease.guests for lease in leases)
 
     def _asks(self, lease: HelperLease) -> bool:
         """Whether a process of a lease waits for bytes that are kept: its word has grown."""
