@@ -75,20 +75,22 @@ class SimulatedLease:
         return not self.guest and not self.lease.host
 
     def settle(self, now: float) -> float:
-        """Count the work done since ``runs_from_at``; return the seconds since then.
-
-        A guest has attained what it got.
-        """
-        if self.runs_from_at is None:
-            return 0.0
+        """Count the work done since ``runs_from_at``; return the seconds since then."""
+        assert self.runs_from_at is not None
+        attained = self.attained_gpu_s(now)
         seconds, self.runs_from_at = now - self.runs_from_at, None
         self.left_s -= seconds * self.speed
         if self.is_alone:
             self.alone_s += seconds
         if self.lease.host:
-            attained = self.lease.attained_gpu_s + seconds * self.speed * gpus(self.lease)
             self.lease = replace(self.lease, attained_gpu_s=attained)
         return seconds
+
+    def attained_gpu_s(self, now: float) -> float:
+        """GPU-seconds that a job has received until ``now``; a guest, what it got."""
+        if not self.lease.host or self.runs_from_at is None:
+            return attained_gpu_s(self.lease, now)
+        return self.lease.attained_gpu_s + (now - self.runs_from_at) * self.speed * gpus(self.lease)
 
     def report(self, now: float) -> Lease:
         """Take a progress report of the running job; returns its lease with the measured remaining work."""
@@ -101,7 +103,7 @@ class SimulatedLease:
                 attempt=self.attempt,
                 done=self.reports(1.0 - left_s / self.duration_s),
                 total=1.0,
-                attained_gpu_s=attained_gpu_s(self.lease, now),
+                attained_gpu_s=self.attained_gpu_s(now),
                 gpus=gpus(self.lease),
             ),
         )
@@ -110,5 +112,5 @@ class SimulatedLease:
     def reports_in_s(self, now: float) -> float:
         """Seconds until the next report that matters: an eighth of what it is about, at least `REPORT_S`."""
         left = self.measure.left_gpu_s if self.measure else None
-        about = attained_gpu_s(self.lease, now) if left is None else left
+        about = self.attained_gpu_s(now) if left is None else left
         return max(REPORT_S, about / gpus(self.lease) / 8)

@@ -3,7 +3,7 @@
 ``.venv/bin/python -m tests.benchmarks.gaps [runs]``
 
 A device helper and two processes on the simulated driver: a host that computes and pauses in turn, and a
-guest that computes without end.  Each is measured alone, then both together.  A speed is the time that the
+guest that mostly computes without end.  Each is measured alone, then both together.  A speed is the time that the
 driver gave.
 """
 
@@ -21,14 +21,15 @@ from tests.gpu.machine import GIB, Machine, machine_in
 BEGIN_S = 1.5
 CYCLES = 20  # of the host are measured, and at least `MEASURE_S`
 MEASURE_S = 4.0
-# Of the host: kernels (ms) before each pause, their number, and the pause (ms).
+FLOOD = (5, 4, 0)
+# Of the host, then of the guest: kernels (ms), after how many it waits for them, and its pause then (ms).
 CASES = {
-    "25 ms, then 25 ms": (1, 25, 25),
-    "100 ms, then 100 ms": (5, 20, 100),
-    "150 ms, then 50 ms": (5, 30, 50),
-    "400 ms, then 400 ms": (5, 80, 400),
+    "25 ms, then 25 ms": ((1, 25, 25), FLOOD),
+    "100 ms, then 100 ms": ((5, 20, 100), FLOOD),
+    "the same, as the guest does": ((5, 20, 100), (5, 20, 100)),
+    "150 ms, then 50 ms": ((5, 30, 50), FLOOD),
+    "400 ms, then 400 ms": ((5, 80, 400), FLOOD),
 }
-GUESTS = (5, 4)  # kernels of 5 ms, of which it waits for every fourth
 HOST, GUEST = ("host", 0.9), ("guest", 0.1)
 
 
@@ -52,12 +53,14 @@ def speeds(
     return [(b - a) / passed_s for a, b in zip(before, after, strict=True)]
 
 
-def measure(machine: Machine, host: tuple[float, int, float]) -> tuple[float, float, float, float]:
+def measure(
+    machine: Machine, host: tuple[float, int, float], guest: tuple[float, int, float]
+) -> tuple[float, float, float, float]:
     """(the host's gaps, what it keeps, what the guest gets of its speed alone and of the gaps) in percent."""
     for_s = max(MEASURE_S, CYCLES * (host[0] * host[1] + host[2]) / 1000)
     (host_alone,) = speeds(machine, {HOST: host}, for_s)
-    (guest_alone,) = speeds(machine, {GUEST: GUESTS}, MEASURE_S)
-    host_beside, guest_beside = speeds(machine, {HOST: host, GUEST: GUESTS}, for_s)
+    (guest_alone,) = speeds(machine, {GUEST: guest}, MEASURE_S)
+    host_beside, guest_beside = speeds(machine, {HOST: host, GUEST: guest}, for_s)
     gaps, gets = 1 - host_alone, guest_beside / guest_alone
     return 100 * gaps, 100 * host_beside / host_alone, 100 * gets, 100 * gets / gaps
 
@@ -68,7 +71,7 @@ def main(runs: int) -> None:
         for machine in machine_in(Path(folder)):
             machine.start()
             for name, case in CASES.items():
-                found = [measure(machine, case) for _ in range(runs)]
+                found = [measure(machine, *case) for _ in range(runs)]
                 rows.append([name, *(cell(list(each)) for each in zip(*found, strict=True))])
     head = ["the host computes, then pauses", "gaps", "host keeps", "guest gets", "of the gaps"]
     print_table("tests.benchmarks.gaps", head, rows)
