@@ -30,6 +30,8 @@ from math import inf
 
 TRIAL_S = 180.0
 REVIEW_S = 600.0
+# Readings that are further apart say nothing of the time between them.
+MAX_GAP_S = 60.0
 # A rate alone is known after so long.
 ALONE_S = 600.0
 KEEPS = 0.9
@@ -193,9 +195,8 @@ class Rates:
         made = _made(report, self._report)
         if made is None and report is not None:  # what was measured is in another unit, or was not the job's
             self._progress = _Counter()
-        if last is None or reading.at <= last.at:
+        if last is None or not 0 < (seconds := reading.at - last.at) <= MAX_GAP_S:
             return
-        seconds = reading.at - last.at
         if 0 <= last.work <= reading.work:
             self._window(self._work).add(seconds, reading.work - last.work)
         if made is not None and report is last:

@@ -46,15 +46,13 @@ from jupyter_gpushare.core.order import order_of, served, with_turn
 from jupyter_gpushare.core.pairs import ALONE_S, TRIAL_S, Decision, Parted, Rates, Reading, Verdict, judge
 from jupyter_gpushare.core.planner import Planner
 from jupyter_gpushare.core.quota import size_of
+from jupyter_gpushare.core.sharing import WATCHED_S, needed_bytes
 from jupyter_gpushare.core.simulated_lease import Cell as Cell
 from jupyter_gpushare.core.simulated_lease import Happening, Reports, SimulatedLease
 
 # The speeds of a host and of its guest beside each other, as parts of those alone.
 Speeds = Callable[[Lease, Lease], tuple[float, float]]
 
-# What a host keeps of a device beyond the part of it that it uses, and that times this (`sharing`).
-SPARE_FACTOR = 1.1
-SPARE_BYTES = 512 << 20
 # After this many rounds at one moment the plan is taken not to settle.
 MOST_ROUNDS = 10_000
 _ALWAYS = -1  # stamp of an event that stays valid
@@ -478,7 +476,7 @@ class Replay:
             self._change_pace(host, speed)
             self._schedule(self.now + TRIAL_S, Happening.JUDGED, name)
         elif sim.is_alone and lease.share and lease.kind is Kind.TRAIN:
-            self._schedule(self.now + ALONE_S, Happening.WATCHED, name)
+            self._schedule(self.now + WATCHED_S, Happening.WATCHED, name)
 
     def _change_pace(self, sim: SimulatedLease, speed: float) -> None:
         self._settle(sim)
@@ -501,10 +499,10 @@ class Replay:
             self._update(host, host.lease, replace(host.lease, spare_bytes=0))
 
     def _become_host(self, sim: SimulatedLease) -> None:
-        devices = [self._memory[uuid] for uuid in sim.lease.devices]
-        spare_bytes = int(min(devices) - SPARE_FACTOR * sim.lease.needs_bytes) - SPARE_BYTES
+        least = min(self._memory[uuid] for uuid in sim.lease.devices)
+        spare_bytes = max(0, least - needed_bytes(sim.lease.needs_bytes))
         self._due = self._due or bool(self._waiting)
-        self._update(sim, sim.lease, replace(sim.lease, spare_bytes=max(0, spare_bytes)))
+        self._update(sim, sim.lease, replace(sim.lease, spare_bytes=spare_bytes))
 
     def _keep_device(self, sim: SimulatedLease) -> None:
         """A guest gets what it stands on for its own."""

@@ -11,7 +11,8 @@ held between changes.  Terms:
   a job runs on the devices of a suspended session;
 * *delayed*: a cell that found its GPU lent;
 * *with a guest*: GPU time in which a guest runs; it is no part of allocation and utilization, which are
-  its host's; a *host's speed* is that of its work over all the time for which it ran;
+  its host's;
+* *speed of a host*: its work over all the time for which it ran; *beside*: while it had a guest, by time;
 * *owed*: a project has a job waiting that its quota covers.
 """
 
@@ -109,6 +110,7 @@ class ReplayMeter(ReplayWatcher):
         self.guests = Curve()  # guests that run
         self.parted = 0  # pairs, by their trial
         self._hosts: set[str] = set()
+        self._beside_s: dict[float, float] = {}  # seconds of hosts with a guest, by their speed
         self._ran: dict[str, tuple[float, float]] = {}  # seconds and work of a job, as a guest left out
         self._waits_since_at: dict[str, float] = {}
         self._waited_s: dict[str, float] = {}
@@ -149,6 +151,8 @@ class ReplayMeter(ReplayWatcher):
         self._ran[lease.id] = before_s + seconds, work_s + seconds * speed
         if guest:
             self._hosts.add(lease.id)
+            speed = round(speed, 3)
+            self._beside_s[speed] = self._beside_s.get(speed, 0.0) + seconds
 
     def judged(self, now: float, host: Lease, guest: Lease, verdict: Verdict) -> None:
         """Count a pair that is parted."""
@@ -158,6 +162,15 @@ class ReplayMeter(ReplayWatcher):
     def host_speeds(self) -> list[float]:
         """The parts of their speed alone that jobs had which were hosts, over all the time that they ran."""
         return [work_s / ran_s for ran_s, work_s in map(self._ran.__getitem__, self._hosts) if ran_s]
+
+    def host_speed_beside(self, percent: float) -> float:
+        """The speed that hosts had in at least ``percent`` of their time with a guest; 1 without any."""
+        left_s = sum(self._beside_s.values()) * (1 - percent / 100)
+        for speed, seconds in sorted(self._beside_s.items()):
+            left_s -= seconds
+            if left_s < 0:
+                return speed
+        return 1.0
 
     def advance(self, now: float) -> None:
         """Integrate all rates until ``now``."""

@@ -47,8 +47,9 @@ def job_numbers(result: ReplayResult) -> Numbers:
 def sharing_numbers(result: ReplayResult) -> Numbers:
     """Return the figures of hosts and guests.
 
-    ``host_speed_p95``: 95 % of the hosts had at least this part of their speed alone, over all the time that
-    they ran; ``guest_time_percent``: GPU time with a guest, of all GPU time.
+    ``host_speed_p95``: what 95 % of the hosts had at least of their speed alone, over all the time that they
+    ran; ``host_speed_beside_p95``: what hosts had in 95 % of their time with a guest;
+    ``guest_time_percent``: GPU time with a guest, of all GPU time.
     """
     meter, replay = result.meter, result.replay
     gpu_s = result.fleet.gpus * (replay.now - (meter.began_at or 0.0))
@@ -56,6 +57,7 @@ def sharing_numbers(result: ReplayResult) -> Numbers:
     return {
         "hosts": len(speeds),
         "host_speed_p95": _short(percentile(speeds, 5)) if speeds else None,
+        "host_speed_beside_p95": _short(meter.host_speed_beside(95)),
         "guest_time_percent": _percent(meter.guests.total, gpu_s),
         "pairs_parted": meter.parted,
     }

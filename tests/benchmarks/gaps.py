@@ -3,8 +3,8 @@
 ``.venv/bin/python -m tests.benchmarks.gaps [runs]``
 
 A device helper and two processes on the simulated driver: a host that computes and pauses in turn, and a
-guest that mostly computes without end.  Each is measured alone, then both together.  A speed is the time that the
-driver gave.
+guest that mostly computes without end.  Each is measured alone, then both together.  A speed is the time
+that the driver gave.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ Orders are compared in the same way, and with a share of the jobs reporting prog
 Jobs are suspended, as by default (16 GiB per GPU at 8 GB/s), and resume on any GPUs of their
 node; with ``--move off`` on their own.  With ``--checkpoint sigterm`` they stop and start again
 anywhere.  With ``--users N`` the jobs belong to N users at random, the n-th with a part of 1/n
-of the jobs of the first.
+of the jobs of the first.  With ``--gaps 0.5`` or ``--pair-table FILE`` jobs share GPUs, as with
+``gpushare simulate jobs --share on``; memory, pauses and commands are drawn anew for each copy.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ from jupyter_gpushare.core.model import DEFAULT_ORDER, DEFAULT_POLICY, Checkpoin
 from jupyter_gpushare.core.simulated_lease import Reports
 from jupyter_gpushare.sim import report
 from jupyter_gpushare.sim.scenario import Fleet, replay_jobs, some
-from jupyter_gpushare.sim.traces import TrainingJob, read_jobs
+from jupyter_gpushare.sim.sharing import Sharing, by_turns, side_by_side
+from jupyter_gpushare.sim.traces import TrainingJob, read_jobs, read_pairs
 from tests.benchmarks.report import print_table
 from tests.traces import public as trace
 
@@ -45,7 +47,8 @@ CASES = (
     ("0e4a51, 4 projects", "training_philly_0e4a51", 40, ((1, 0), (1, 0), (2, 0), (4, 8))),
     ("first5000", "training_philly_first5000", 256, ()),
 )
-FIGURES = ("avg_completion_s", "p95_completion_s", "preemptions_per_job", "worst_day_percent")
+FIGURES = ("avg_completion_s", "p95_completion_s", "preemptions_per_job")
+OF_GUESTS = ("hosts", "host_speed_p95", "host_speed_beside_p95", "guest_time_percent", "pairs_parted")
 Sample = dict[str, float]
 
 
@@ -70,6 +73,7 @@ def measure(
     users: Callable[[int], str],
     survival: CheckpointMode,
     movable: bool,
+    sharing: Sharing | None = None,
     guard_s: float | None = DEFAULT_POLICY.starvation_guard_s,
 ) -> Sample:
     """Replay one copy with nodes of 8 GPUs and 30 s per preemption."""
@@ -89,9 +93,10 @@ def measure(
         reports=reports,
         users=users,
         survival=survival,
+        sharing=sharing,
     )
     numbers = report.job_numbers(result)
-    found = {name: float(str(numbers[name])) for name in FIGURES[:3]}
+    found = {name: float(str(numbers[name])) for name in (*FIGURES, *(OF_GUESTS if sharing else ()))}
     if shares:
         days = [p["worst_day_percent"] for p in report.fairness(result.meter)]
         found["worst_day_percent"] = mean(float(str(day)) for day in days)
@@ -103,6 +108,13 @@ def users_of(count: int, seed: int, jobs: int) -> Callable[[int], str]:
     names = [f"u{n}" for n in range(count)]
     drawn = Random(f"users {seed}").choices(names, [1 / (n + 1) for n in range(count)], k=jobs)
     return drawn.__getitem__
+
+
+def sharing_of(gaps: float | None, pair_table: Path | None, seed: int) -> Sharing | None:
+    """How the jobs of a copy share GPUs, if they do."""
+    if pair_table is not None:
+        return side_by_side(read_pairs(pair_table), seed)
+    return by_turns(gaps, seed) if gaps else None
 
 
 def error(values: Sequence[float]) -> float:
@@ -118,6 +130,8 @@ def main() -> None:
     parser.add_argument("--move", choices=["on", "off"], default="on")
     parser.add_argument("--progress", default="0,0", metavar="SHARE,SIGMA")
     parser.add_argument("--users", type=int, default=1, metavar="N")
+    parser.add_argument("--gaps", type=float)
+    parser.add_argument("--pair-table", type=Path, metavar="FILE")
     parser.add_argument("--no-guard", action="store_true")
     parser.add_argument("--case", choices=[case[0] for case in CASES], help="only this one")
     parser.add_argument("--save", type=Path, metavar="FILE", help="write the samples")
@@ -137,6 +151,7 @@ def main() -> None:
                 users_of(args.users, seed, len(jobs)),
                 args.checkpoint,
                 args.move == "on",
+                sharing_of(args.gaps, args.pair_table, seed),
                 guard_s,
             )
             for seed, jobs in enumerate(copies(file, args.copies))
@@ -149,10 +164,12 @@ def main() -> None:
         for figure in own[0]:
             values = [sample[figure] for sample in own]
             row = [name, figure, f"{mean(values):,.2f} ± {error(values):,.2f}"]
-            if others:
+            if others and figure in others[name][0]:
                 pairs = zip(values, others[name], strict=True)
                 changes = [100 * (value / other[figure] - 1) for value, other in pairs]
                 row.append(f"{mean(changes):+.2f} ± {error(changes):.2f} %")
+            elif others:
+                row.append("")
             rows.append(row)
     print_table(
         "tests.benchmarks.jittered", ["trace", "figure", "mean", *(["change"] if others else [])], rows

@@ -197,8 +197,7 @@ def test_progress_that_is_none_gives_way_to_work(says, speed, expected):
 def test_time_in_which_a_job_does_not_run_counts_for_nothing():
     host = Job()
     host.run(-3600, -1800, "", at(1.0))
-    host.rates.interrupt()
-    host.run(-900, 0, "", at(1.0))
+    host.run(-900, 0, "", at(1.0))  # nobody said that it had slept
     host.run(0, 90, "guest", at(0.95))
     host.rates.interrupt()
     host.run(600, 690, "guest", at(0.95))
