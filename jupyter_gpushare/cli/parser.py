@@ -112,9 +112,9 @@ _SUBMIT: tuple[Option | OneOf, ...] = (
     ),
     Option(
         "--share yes|no",
-        "let it share its GPU with another job, where the site has that (default no): a guest may run in what"
-        " it leaves unused and goes as soon as it needs that, or it runs itself as such a guest before a GPU"
-        " of its own is free",
+        "whether it may share a GPU with another job, where the site lets jobs do so (default no): as a host"
+        " it has a guest in what it leaves unused, which gives way as soon as it needs that; as a guest it"
+        " runs in what another job leaves, until there is a GPU for it alone",
         yes_or_no,
         default=False,
     ),

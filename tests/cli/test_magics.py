@@ -54,10 +54,10 @@ def test_gpujob_submits_like_the_command_line(shell, broker, golden, capsys):
 
 def test_a_cell_becomes_the_job(shell, broker, golden):
     broker.answer("POST jobs", golden("job"), 201)
-    shell.run_cell("%%gpujob --gpus 0.5\nfor n in range(2):\n    print(n)\n")
+    shell.run_cell("%%gpujob --gpus 0.5 --share yes\nfor n in range(2):\n    print(n)\n")
     (asked,) = broker.asked("POST jobs")
     assert asked.json["command"] == [sys.executable, "-u", "-c", "for n in range(2):\n    print(n)\n"]
-    assert (asked.json["gpus"], asked.json["name"]) == ("0.5", "cell")
+    assert (asked.json["gpus"], asked.json["name"], asked.json["share"]) == ("0.5", "cell", True)
 
 
 def test_wrong_usage_is_said_and_ends_nothing(shell, broker, capsys):
