@@ -283,3 +283,5 @@ async def test_devices_and_projects_count_no_guest_as_holding(site, broker):
     held = [device.held_milli for device in broker.views.devices().devices]
     assert sorted(held) == [0, 1000]
     assert broker.views.offers(["nlp"], "nlp").free_milli == 1000
+    (nlp,) = broker.views.projects(["nlp"])
+    assert nlp.in_use_milli == 1000
