@@ -235,6 +235,6 @@ c.GPUShareBroker.projects = {
 # On a real driver off until `make test-gpu` has measured there what turns cost.
 c.GPUShareBroker.compute_share = "fair" if simulated else "off"
 # Likewise: jobs whose owners agreed run on what other jobs leave of their GPUs.
-c.GPUShareBroker.share = simulated
+c.GPUShareBroker.share = bool(simulated)
 # Seconds without a busy kernel and without GPU activity, after which a GPU may be lent to waiting work.
 c.GPUShareBroker.idle_timeout = float(os.environ.get("GPUSHARE_DEMO_IDLE_TIMEOUT", "900"))
