@@ -510,7 +510,7 @@ class Replay:
         self._settle(sim)
         self._part(sim)
         sim.lease = with_turn(sim.lease, self.now, self._settings)
-        after = replace(sim.lease, state=advance(before.state, LeaseEvent.RESIZE), host="")
+        after = replace(sim.lease, state=advance(before.state, LeaseEvent.KEEP), host="")
         sim.stamp += 1
         self._update(sim, before, replace(after, attained_at=self.now, granted_at=self.now, made_way_for=""))
         self._run_from_now(sim)

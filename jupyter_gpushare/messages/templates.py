@@ -534,6 +534,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "decision.would_sleep": "would be put to sleep",
         "decision.would_have_lent": "%1 would have been asleep for %2, until %3.",
         "decision.goes_on": "goes on",
+        "decision.keeps": "has the GPU for its own",
         "decision.woken": "is woken",
         "decision.requeue": "is stopped and goes back to the queue",
     }

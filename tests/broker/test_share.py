@@ -22,9 +22,12 @@ from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker, sent
 from tests.broker.machine import Program
 from tests.broker.site import Site
+from tests.broker.test_chargeback import TO_MIDNIGHT_S
 from tests.broker.test_metrics import text_of, value
 
 LONG = Program(work_s=10_000)
+# Less than a trial takes: nothing is measured here that would show that the pair pays.
+TOGETHER_S = 150
 ALL = history.query("2023-12-01", by="user", since="2023-11-01")
 
 
@@ -227,11 +230,11 @@ async def hours(broker: Broker, by: str) -> dict[str, wire.UsageRow]:
 async def test_a_guest_is_charged_what_it_got_and_its_host_the_rest(site, broker):
     await pair(site, broker, user="cy", gets=0.25)
     before, began_s = await hours(broker, "user"), site.now
-    await asyncio.sleep(1_000)
+    await asyncio.sleep(TOGETHER_S)
     after, passed_h = await hours(broker, "user"), (site.now - began_s) / 3600
     more = {name: after[name].held_gpu_h - before[name].held_gpu_h for name in ("bo", "cy")}
-    assert more["cy"] == pytest.approx(0.25 * passed_h, rel=0.02)
-    assert more["bo"] == pytest.approx(0.75 * passed_h, rel=0.02)
+    assert more["cy"] == pytest.approx(0.25 * passed_h, rel=0.06)
+    assert more["bo"] == pytest.approx(0.75 * passed_h, rel=0.06)
     assert sum(more.values()) == pytest.approx(passed_h, rel=0.001)
     assert after["cy"].computing_gpu_h <= after["cy"].held_gpu_h
     # A broker that dies loses minutes of the division, and nothing of the sum.
@@ -242,12 +245,14 @@ async def test_a_guest_is_charged_what_it_got_and_its_host_the_rest(site, broker
     assert sum(row.held_gpu_h for row in again.values()) == pytest.approx(total, rel=0.01)
 
 
-@pytest.mark.parametrize(("gets", "for_s"), [(0.4, 6_600), (7.0, 500)])
-async def test_host_and_guest_together_never_exceed_the_time_of_the_device(site, broker, gets, for_s):
+@pytest.mark.parametrize("gets", [0.4, 7.0])
+async def test_host_and_guest_together_never_exceed_the_time_of_the_device(site, broker, gets):
     """Whatever is measured, and across the midnight of the sums."""
+    await asyncio.sleep(TO_MIDNIGHT_S - TOGETHER_S / 2 - site.now)
     await pair(site, broker, gets=gets)
     before, began_s = await history.usage(broker.registry, ALL), site.now
-    await asyncio.sleep(for_s)
+    await asyncio.sleep(TOGETHER_S)
+    assert len({use.day for use in broker.registry.usage.sums.values()}) == 2
     after = (await history.usage(broker.registry, ALL)).total
     passed_h = (site.now - began_s) / 3600
     assert after.held_gpu_h - before.total.held_gpu_h == pytest.approx(passed_h, rel=0.01)
