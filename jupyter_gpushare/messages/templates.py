@@ -460,7 +460,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "because.host_memory_wanted": "the job whose GPU it shared needed the memory",
         "because.own_memory_wanted": "it needs more memory than the job whose GPU it shared leaves",
         "because.cannot_yield": "it cannot be suspended any more for the job whose GPU it shared",
-        "because.pair_parted": "it did not go well with the job whose GPU it shared",
+        "because.pair_parted": "to share a GPU with that job did not pay",
         "because.capacity_back": "there is free capacity again",
         "because.wanted": "it needs its GPU again",
         "until.used": "it was used",

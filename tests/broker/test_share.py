@@ -202,6 +202,11 @@ async def test_a_running_job_says_that_it_may_share_before_it_does(site, broker)
             {"kept": 0.81},
             "The guest of your job train.py (1 GPU) left: the job kept only 81 % of its speed beside it.",
         ),
+        (
+            Why.PAIR_PARTED,
+            {"kept": 0.95},
+            "Your job train.py (1 GPU) has its GPU to itself again: its guest has left.",
+        ),
         ("ended", {}, "Your job train.py (1 GPU) has its GPU to itself again: its guest has left."),
     ],
 )

@@ -128,7 +128,7 @@ def test_jobs_that_share_are_said_in_plain_words(state, kept):
             "because the job whose GPU it shared needed the memory. Nothing",
         ),
         (Why.HOST_LEFT, "because the job whose GPU it shared gave that up. Nothing was lost."),
-        (Why.PAIR_PARTED, "because it did not go well with the job whose GPU it shared. Nothing was lost."),
+        (Why.PAIR_PARTED, "because to share a GPU with that job did not pay. Nothing was lost."),
     ],
 )
 def test_a_guest_that_left_reads_why(why, expected):

@@ -31,9 +31,9 @@ kept.fill(seed=42)
 print("holds", flush=True)
 def train_until(file):
     while not Path(file).exists():
-        demo_gpu.train([trained], 1, 0.02)
+        demo_gpu.train([trained], 1, 0.1)
         print("step", trained.steps, flush=True)
-        time.sleep(0.02)
+        time.sleep(0.1)
 train_until("grow")
 began = time.monotonic()
 more = gpu.allocate("50GiB")
@@ -48,12 +48,20 @@ gpu = demo_gpu.open()
 kept, trained = gpu.allocate("6GiB"), gpu.allocate("4GiB")
 kept.fill(seed=7)
 while not Path("done").exists():
-    demo_gpu.train([trained], 1, 0.02)
+    demo_gpu.train([trained], 1, 0.005)
     print("step", trained.steps, flush=True)
 print("intact", kept.is_intact(), flush=True)
 """
-# A host is watched for seconds instead of ten minutes before it may have a guest.
-SOON = ""
+# A host is watched and tried for seconds instead of minutes.
+SOON = """
+(service,) = c.JupyterHub.services
+service["command"][-1] = f"--config={__file__}"  # the broker reads this file too
+from jupyter_gpushare.broker.state import observations
+from jupyter_gpushare.core import pairs
+observations.WATCHED_S = pairs.ALONE_S = 10.0
+pairs.TRIAL_S, pairs.REVIEW_S = 20.0, 40.0
+pairs._ALONE_SPANS, pairs._BESIDE_SPANS = (5.0, 12), (5.0, 10)
+"""
 COPY_S = 1.0  # of the guest's 10 GiB
 GRACE_S = 10.0  # a browser, a Hub and four jobs run on the same processors
 

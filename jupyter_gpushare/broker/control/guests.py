@@ -18,7 +18,7 @@ from jupyter_gpushare.broker.state.observations import Companion, Observation
 from jupyter_gpushare.broker.state.records import LeaseRecord, PartedPairs
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.core.model import State, Why
-from jupyter_gpushare.core.pairs import Decision, Reading, Verdict, judge
+from jupyter_gpushare.core.pairs import KEEPS, Decision, Reading, Verdict, judge
 
 log = logging.getLogger("gpushare.broker")
 
@@ -162,7 +162,7 @@ async def left(
     """Count that a guest has left, and tell the owner of its host; None: that has ended.
 
     ``why``: `Why.HOST_MEMORY_WANTED`, with the seconds that the host waited (``took_s``);
-    `Why.PAIR_PARTED`, with the part of its speed that the host kept; or another reason, such as
+    `Why.PAIR_PARTED`, with the part of its speed that the host kept (``kept``); or another reason, such as
     "ended" or `Why.CAPACITY_BACK`.
 
     Raises:
@@ -174,7 +174,7 @@ async def left(
     if why == Why.HOST_MEMORY_WANTED and took_s is not None:
         waited = messages.text("duration.seconds", f"{took_s:.1f}")
         await registry.record_notice(host, _ACTION, "notice.guest_gave_way", waited)
-    elif why == Why.PAIR_PARTED and kept is not None:
+    elif why == Why.PAIR_PARTED and kept is not None and kept < KEEPS:
         await registry.record_notice(host, _ACTION, "notice.guest_slowed", f"{100 * kept:.0f}")
     else:
         await registry.record_notice(host, _ACTION, "notice.guest_left")
