@@ -140,4 +140,5 @@ def test_a_guest_appears_and_leaves_when_its_host_needs_the_memory(
     assert steps(bo, sweep) >= before
     assert bo.job(sweep)["attempt"] == 1
     usage = bo.ask("usage?by=user")["total"]
-    assert usage["computing_gpu_h"] <= usage["held_gpu_h"] * 1.01
+    # Each change of a state is seen up to a second late.
+    assert usage["computing_gpu_h"] <= usage["held_gpu_h"] + 5 / 3600
