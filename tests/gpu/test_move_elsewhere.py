@@ -65,7 +65,7 @@ def page(machine: Machine, lease: str) -> list[tuple[bytes, bytes]]:
     assert len(raw) == LIMIT_BYTES
     count = LIMIT_HEAD.unpack_from(raw)[2]
     found = [LIMIT_DEVICE.unpack_from(raw, LIMIT_HEAD.size + i * LIMIT_DEVICE.size) for i in range(count)]
-    return [(uuid, name) for uuid, _, _, name in found]
+    return [(uuid, name) for uuid, _, _, name, _ in found]
 
 
 def used(machine: Machine) -> list[int]:

@@ -88,6 +88,7 @@ class Helper:
             state=self.state,
             processes=SimpleNamespace(unread=(), signal=lambda *_: True),
             seats=SeatTable(),
+            host=SimpleNamespace(keep_reserved=lambda *_: None),
         )
         parts.files = DeviceFiles(None, gpus, folder / "device-files", "boot", owns=False)
         machine = cast("Parts", parts)
