@@ -65,7 +65,7 @@ def test_the_second_look_of_the_library_is_needed(tmp_path: Path, looks_again: b
 
 
 def test_the_look_of_the_helper_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guests, "_left_bytes", lambda *_: 0)
+    monkeypatch.setattr(Guests, "_used_bytes", lambda *_: 0)
     assert faults(tmp_path, monkeypatch)
 
 

@@ -141,7 +141,7 @@ def test_a_guest_whose_host_has_left_stays_until_it_gets_the_device(
     pair: tuple[Machine, Worker, Worker],
 ) -> None:
     machine, host, guest = pair
-    with pytest.raises(Refused, match="has to be suspended"):
+    with pytest.raises(Refused, match="suspend it first"):
         machine.lease("guest", WHOLE)
     host.kill()
     machine.ask("drop", lease="host")
@@ -434,6 +434,7 @@ def test_a_host_waits_for_the_copy_of_its_guest_and_little_more(tmp_path: Path) 
             took_s = time.monotonic() - began
             event = watch.event("guest")
             assert event is not None
-            assert copy_s <= float(event["fields"]["took_s"]) <= took_s < 2 * copy_s + 0.5
+            assert copy_s < float(event["fields"]["took_s"]) < 2 * copy_s + 0.5
+            assert copy_s < took_s < 2 * copy_s + 0.5
             assert host.do("free") == "0"
             machine.resume("guest", guest)

@@ -49,7 +49,7 @@ RETRY_S = 0.01
 SUSPEND_S = 2.0
 DEVICE_WAIT_S = 1.0
 # How long a guest is asked again that does not come to rest, or is refused for another reason.
-BUSY_S = 30.0
+BUSY_S = 10.0
 REFUSED_S = 0.5
 
 
@@ -96,30 +96,28 @@ class Guests:
             HelperError: it cannot be done now; ``conflict``: why it cannot be a guest.
         """
         lease = self._registry.get(request.lease)
-        if request.guest_of:
-            _check(request)
-        elif lease is not None and lease.is_guest and (host := self._host(lease)) is not None:
-            reason = (
-                f"lease {host.name} is on the device of its guest {lease.name}, which has to be suspended"
-            )
-            raise HelperError(ErrorKind.CONFLICT, reason)
         if not request.guest_of:
+            if lease is not None and lease.is_guest and self._host_is_there(lease):
+                reason = f"lease {lease.name} is a guest whose host is there: suspend it first"
+                raise HelperError(ErrorKind.CONFLICT, reason)
             files = self._registry.set_limit(request, epoch)
-            if not (lease := self._registry.get(request.lease)) or not lease.is_guest:
-                self._registry.end_pair(request.lease)
+            self._registry.end_pair(request.lease)
             return files
+        _check(request)
         lives = lease is not None and self._registry.may_live(lease)
         if lease.phase is Phase.SUSPENDED if lease and lives else request.suspended:
             # It counts from its resume on; and should it end now, it must not run again.
             return self._registry.set_limit(replace(request, suspended=True), epoch)
-        if lease is not None and lease.is_guest and _pair_of(lease.asked) == _pair_of(request):
-            return self._registry.set_limit(request, epoch)
         if lease is not None and (lease.is_guest or lives):
-            raise HelperError(
-                ErrorKind.CONFLICT, f"lease {lease.name} runs: it becomes a guest when it resumes"
-            )
-        (uuid,) = request.limits
-        if refused := self._begin(request, uuid, None):
+            asked = lease.asked
+            if lease.is_guest and (asked.guest_of, asked.guest_bytes) == (
+                request.guest_of,
+                request.guest_bytes,
+            ):
+                return self._registry.set_limit(request, epoch)
+            reason = f"lease {lease.name} runs: it becomes a guest when it resumes"
+            raise HelperError(ErrorKind.CONFLICT, reason)
+        if refused := self._begin(request, next(iter(request.limits)), None):
             raise HelperError(ErrorKind.CONFLICT, refused.reason)
         try:
             return self._registry.set_limit(request, epoch)
@@ -137,12 +135,13 @@ class Guests:
             return refusal(Refusal.NO_MEMORY, f"it needs {needs}, and has {has} as a guest")
         if refused := self._begin(lease.asked, (*devices, *lease.limits)[0], lease):
             return refused
-        moved = self._mover.resume(lease, timeout_s, devices)
-        if lease.phase is Phase.SUSPENDED:
-            self._registry.end_pair(lease.name)
-        else:
-            self._machine.host.keep_reserved(lease.name, guest_bytes)
-        return moved
+        try:
+            return self._mover.resume(lease, timeout_s, devices)
+        finally:
+            if lease.is_guest:
+                self._machine.host.keep_reserved(lease.name, guest_bytes)
+            else:
+                self._registry.end_pair(lease.name)
 
     def _begin(self, asked: SetLimit, uuid: str, guest: HelperLease | None) -> MoveResult | None:
         """Reserve host memory for a guest, and let the host keep bytes for it; why not, or None."""
@@ -158,15 +157,12 @@ class Guests:
                 return refusal(Refusal.HOST_MEMORY, reason)
             host.guests = host.guests | {uuid: (name, guest_bytes)}
             host.write_kept()
-            left_bytes = self._left_bytes(host, uuid)
-            if left_bytes < 0:
+            most, used = host.limits[uuid] - guest_bytes, self._used_bytes(host, uuid)
+            if used is None or used > most:
                 self._registry.end_pair(name)
-                has, left = compared(
-                    host.limits[uuid] - guest_bytes - left_bytes, host.limits[uuid] - guest_bytes
-                )
-                return refusal(
-                    Refusal.NO_MEMORY, f"lease {host.name} uses {has}, with a guest {left} are left"
-                )
+                has, left = compared(used or host.limits[uuid], most)
+                reason = f"lease {host.name} uses {has}, with a guest {left} are left"
+                return refusal(Refusal.NO_MEMORY, reason)
         self._begun.set()
         return None
 
@@ -182,47 +178,35 @@ class Guests:
             return f"lease {host.name} has less there than its guest is to have"
         if uuid.startswith("MIG-"):
             return "a MIG instance has no guest"
-        if others := [
-            each.name
-            for each in self._registry.all()
-            if uuid in each.limits
-            and each.phase is not Phase.SUSPENDED
-            and each.name not in (host.name, asked.lease)
-        ]:
-            return f"lease {others[0]} is on the device of the host too"
+        on_device = [each for each in self._registry.all() if uuid in each.limits]
+        awake = {each.name for each in on_device if each.phase is not Phase.SUSPENDED}
+        if others := awake - {host.name, asked.lease}:
+            return f"lease {min(others)} is on the device of the host too"
         if reason := self._devices.turns_obstacle(host, proves_end=self._machine.checkpoint.proves_end):
             return f"it cannot share the time of its host: {reason}"
         if host.outside:
             return f"a process of lease {host.name} does not load the library that limits memory"
-        reasons = [
-            self._devices.suspend_blocker(uuid),
-            self._blocker(host),
-            self._blocker(guest) if guest else "",
-        ]
-        return next(filter(None, reasons), "")
+        # As far as the last sample shows; the guest is new, or was suspended before.
+        blocker = self._mover.blockers.reason(host, host.account, host.held, forced=True)
+        return self._devices.suspend_blocker(uuid) or blocker
 
-    def _blocker(self, lease: HelperLease) -> str:
-        """Why a lease cannot be suspended, as far as the last sample shows."""
-        return self._mover.blockers.reason(lease, lease.account, lease.held, forced=True)
-
-    def _left_bytes(self, host: HelperLease, uuid: str) -> int:
-        """What a host may still allocate beside what it keeps; below 0: it has more already."""
+    def _used_bytes(self, host: HelperLease, uuid: str) -> int | None:
+        """What a host uses on a device, as its account says now; None: that is broken."""
         account = host.files.account()
         if account is None:
-            return -1
+            return None
         index, alive = list(host.limits).index(uuid), self._machine.processes.alive
         # Processes in containers are known by their own pids until the next sample.
         contained = any(map(self._machine.processes.is_contained, host.processes))
         slots = account.slots.items()
         used = sum(slot.used_bytes[index] for key, slot in slots if contained or alive(key))
-        return host.limits[uuid] - host.kept_bytes_of(uuid) - host.contexts.get(uuid, 0) - used
+        return host.contexts.get(uuid, 0) + used
 
-    def _host(self, guest: HelperLease) -> HelperLease | None:
-        """The lease that a guest is on the device of; None: it has left."""
+    def _host_is_there(self, guest: HelperLease) -> bool:
         host = self._registry.get(guest.asked.guest_of)
-        if host is None or host.phase is Phase.SUSPENDED or not host.limits.keys() & guest.limits.keys():
-            return None
-        return host
+        if host is None or host.phase is Phase.SUSPENDED:
+            return False
+        return bool(host.limits.keys() & guest.limits.keys())
 
     # Guests leave
 
@@ -326,10 +310,6 @@ class Guests:
         for process in self._registry.living(guest.name):
             if not process.is_runner and self._machine.processes.signal(process.key, signal.SIGKILL):
                 killed.add(process.pid)
-
-
-def _pair_of(asked: SetLimit) -> tuple[str, int]:
-    return asked.guest_of, asked.guest_bytes
 
 
 def _check(request: SetLimit) -> None:

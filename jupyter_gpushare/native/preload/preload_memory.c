@@ -169,7 +169,8 @@ MAY_END_CONTEXT(cuGreenCtxDestroy, void *)
         lease_enter(LEASE_CALLS);                                     \
         FIND_REAL(name);                                              \
         CUresult result = real arguments;                             \
-        if (has_more(result, page_device(current_ordinal())))         \
+        if (result == CUDA_ERROR_OUT_OF_MEMORY &&                     \
+            has_more(result, page_device(current_ordinal())))         \
             result = real arguments;                                  \
         return result;                                                \
     }
