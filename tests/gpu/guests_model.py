@@ -414,7 +414,7 @@ class Paper:
             name = self.chance.choice(("host", "guest"))
             for each in [each for each in self.programs.values() if each.lease == name]:
                 del self.programs[each.pid]
-            self.do(lambda: self.registry.drop(Drop(lease=name), 1))
+            self.do(lambda: self.guests.drop(Drop(lease=name), 1))
         elif dice < 0.66 and guest.phase is Phase.RUNNING:
             self.do(
                 lambda: self.guests.set_limit(self.asked("guest"), 1)

@@ -30,7 +30,7 @@ def test_no_history_denies_a_host_or_loses_a_guest(tmp_path: Path) -> None:
         leaves = [more for kind, more in paper.events if kind is EventKind.GUEST]
         left, kills, asks = left + len(leaves), kills + paper.kills, asks + paper.asks
         ended += sum(more["fields"]["ended"] == "true" for more in leaves)
-    assert left > HISTORIES
+    assert left > HISTORIES // 2
     print(f"\n{HISTORIES} histories: {left} guests left, {ended} of them ended; {kills} helpers killed")
 
 

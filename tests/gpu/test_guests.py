@@ -105,14 +105,20 @@ def test_a_guest_that_wants_more_waits_until_it_has_its_own_capacity(
     assert denied(machine, "guest") == 0
 
 
-def test_the_memory_of_a_guest_that_ends_by_itself_is_free_at_once(
-    pair: tuple[Machine, Worker, Worker],
+@pytest.mark.parametrize("dropped", [False, True])
+def test_a_guest_that_ends_has_left_when_the_driver_shows_its_memory_gone(
+    tmp_path: Path, dropped: bool
 ) -> None:
-    machine, host, guest = pair
-    guest.kill()
-    assert host.do("alloc 35000") == "0"
-    assert machine.ask("drop", lease="guest")["known"]
-    assert kept(machine, "host") == 0
+    for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,free-delay=600"):
+        machine.start()
+        host = machine.session("host", WHOLE, mib=30 * MIB_OF_GIB)
+        guest = start_guest(machine, gib=18)
+        guest.kill()
+        if dropped:
+            machine.ask("drop", lease="guest")
+        assert host.do("alloc 39936") == "0"
+        assert denied(machine, "host") == 0
+        assert kept(machine, "host") == 0
 
 
 def test_dropping_the_guest_ends_the_pair(pair: tuple[Machine, Worker, Worker]) -> None:

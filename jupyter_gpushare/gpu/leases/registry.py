@@ -374,7 +374,7 @@ class LeaseRegistry:
         self._cgroups.place(lease)
 
     def drop(self, request: Drop, epoch: int) -> Dropped:
-        """Revoke a lease and forget it; an unknown one is no error.
+        """Revoke a lease and forget it; an unknown one is no error.  The pair of a guest stays (`end_pair`).
 
         Raises:
             HelperError: it is being moved, or the epoch is stale.
@@ -394,7 +394,6 @@ class LeaseRegistry:
             self._machine.state.forget(lease.name)
             with self._guard:
                 self._leases.pop(lease.name, None)
-            self.end_pair(lease.name)
         self.let_in()
         log.info("lease=%s dropped killed=%d", lease.name, len(killed))
         return Dropped(known=True)

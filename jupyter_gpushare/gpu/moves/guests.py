@@ -23,7 +23,7 @@ import logging
 import signal
 import threading
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest
 from jupyter_gpushare.gibibytes import compared
@@ -31,8 +31,11 @@ from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import Key
 from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.moves.steps import UNEXPLAINED_BYTES
 from jupyter_gpushare.gpu.moves.suspend import Mover, refusal
 from jupyter_gpushare.protocol.helper import (
+    Drop,
+    Dropped,
     ErrorKind,
     EventKind,
     LeaseFiles,
@@ -47,7 +50,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.005
 RETRY_S = 0.01
 SUSPEND_S = 2.0
-DEVICE_WAIT_S = 1.0
+GONE_S = 5.0
+MAX_KNOWN = 1024
 # How long a guest is asked again that does not come to rest, or is refused for another reason.
 BUSY_S = 10.0
 REFUSED_S = 0.5
@@ -59,7 +63,7 @@ class _Departure:
 
     began_at: float
     refused_at: float = 0.0  # when it did not come to rest, for the first time
-    killed: set[int] = field(default_factory=set)  # pids
+    killed_at: float = 0.0
 
 
 class Guests:
@@ -76,6 +80,7 @@ class Guests:
         self._beginning = threading.Lock()
         self._seen: dict[str, dict[Key, int]] = {}  # the words of each lease's processes, as last read
         self._leaving: dict[str, threading.Thread] = {}  # by guest
+        self._known: dict[str, set[Key]] = {}  # the processes of each guest, also those that have ended
 
     def adopt(self) -> None:
         """Write again what is kept, as the records of the leases say; an earlier helper may have died."""
@@ -142,6 +147,21 @@ class Guests:
                 self._machine.host.keep_reserved(lease.name, guest_bytes)
             else:
                 self._registry.end_pair(lease.name)
+
+    def drop(self, request: Drop, epoch: int) -> Dropped:
+        """As `LeaseRegistry.drop`; the host of a guest has its memory when the driver shows that gone.
+
+        Raises:
+            HelperError: it is being moved, or the epoch is stale.
+        """
+        lease = self._registry.get(request.lease)
+        pids = {pid for pid, _ in self._processes(lease)} if lease and lease.is_guest else set()
+        dropped = self._registry.drop(request, epoch)
+        until = time.monotonic() + GONE_S
+        while lease and pids and self._shows(lease, pids) and time.monotonic() < until:
+            time.sleep(RETRY_S)
+        self._registry.end_pair(request.lease)
+        return dropped
 
     def _begin(self, asked: SetLimit, uuid: str, guest: HelperLease | None) -> MoveResult | None:
         """Reserve host memory for a guest, and let the host keep bytes for it; why not, or None."""
@@ -228,6 +248,7 @@ class Guests:
         self._leaving = {name: each for name, each in self._leaving.items() if each.is_alive()}
         names = {name for guest in guests for name in (guest.name, guest.asked.guest_of)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
+        self._known = {guest.name: self._processes(guest) for guest in guests}
         for guest in guests:
             host = self._registry.get(guest.asked.guest_of)
             asks = [("host_memory", host is not None and self._asks(host)), ("own_memory", self._asks(guest))]
@@ -239,6 +260,15 @@ class Guests:
                 self._leaving[guest.name] = thread
                 thread.start()
         return bool(guests) or any(lease.guests for lease in leases)
+
+    def _processes(self, guest: HelperLease) -> set[Key]:
+        """The processes of a guest that were seen since it is one, or of very many those that live."""
+        known = self._known.get(guest.name, set()) | {process.key for process in guest.processes}
+        return (
+            known
+            if len(known) <= MAX_KNOWN
+            else {each for each in known if self._machine.processes.alive(each)}
+        )
 
     def _asks(self, lease: HelperLease) -> bool:
         """Whether a process of a lease waits for bytes that are kept: its word has grown."""
@@ -262,30 +292,33 @@ class Guests:
             took_s,
         )
         fields = {"host": host, "bytes": str(moved_bytes), "took_s": f"{took_s:.3f}"}
-        ended = "true" if departure.killed else "false"
+        ended = "true" if departure.killed_at else "false"
         self._machine.events.publish(
             EventKind.GUEST, lease=guest.name, reason=reason, fields=fields | {"ended": ended}
         )
 
     def _try_to_leave(self, guest: HelperLease, departure: _Departure) -> int | None:
         """The bytes that were moved; None: it is still there."""
-        killed = departure.killed
         if not guest.moving.acquire(timeout=SUSPEND_S):
             return None  # a move is under way
         try:
             if guest.dropped or not guest.is_guest:
                 return 0
-            if killed and self._shows(guest, killed):
-                return None
-            if killed and guest.phase is Phase.LOST:
+            if departure.killed_at and guest.phase is Phase.LOST:
                 self._mover.forget_lost(guest)
+            # What the dead held is no part of a suspension; another's may look like it.
+            is_early = time.monotonic() - (departure.killed_at or departure.began_at) < GONE_S
+            dead = {key[0] for key in self._processes(guest) if not self._machine.processes.alive(key)}
+            if is_early and self._shows(guest, dead):
+                return None
             moved = self._mover.suspend(guest, "", SUSPEND_S)
             if moved.done:
                 return moved.bytes
             departure.refused_at = departure.refused_at or time.monotonic()
             patience_s = BUSY_S if moved.refused is Refusal.BUSY else REFUSED_S
-            if killed or time.monotonic() - departure.refused_at >= patience_s:
-                self._kill(guest, moved.reason, killed)
+            if time.monotonic() - departure.refused_at >= patience_s:
+                departure.killed_at = departure.killed_at or time.monotonic()
+                self._kill(guest, moved.reason)
         except Exception:  # the outermost loop of this thread: the host waits
             log.exception("lease=%s cannot be taken off the device of its host", guest.name)
         finally:
@@ -293,23 +326,30 @@ class Guests:
         return None
 
     def _shows(self, guest: HelperLease, pids: set[int]) -> bool:
-        """Whether the driver shows one of these processes on the device of a guest, or does not answer."""
-        try:
-            return any(
-                pids & self._machine.nvml.processes(uuid, DEVICE_WAIT_S).keys() for uuid in guest.limits
-            )
-        except DeviceError:
-            return True
+        """Whether the driver may still have memory of these processes of a guest, which have ended.
 
-    def _kill(self, guest: HelperLease, reason: str, killed: set[int]) -> None:
+        It may list them, or show bytes that no process holds, or not answer.
+        """
+        for uuid in guest.limits if pids else ():
+            try:
+                usage = self._machine.nvml.usage(uuid)
+            except DeviceError:
+                return True
+            most_bytes = self._devices.hidden_bytes(uuid) + UNEXPLAINED_BYTES
+            is_beyond = not self._devices.is_blind(uuid) and usage.unexplained_bytes > most_bytes
+            if is_beyond or pids & usage.processes.keys():
+                return True
+        return False
+
+    def _kill(self, guest: HelperLease, reason: str) -> None:
         """Kill what a guest runs, but not its runner: that reports, and the broker starts the job again."""
-        if not guest.ended_as_guest:
+        ended = [process for process in self._registry.living(guest.name) if not process.is_runner]
+        if ended and not guest.ended_as_guest:
             guest.ended_as_guest = True  # before the runner can report
             self._mover.save_again(guest)
             log.error("lease=%s its processes are ended, for its host waits: %s", guest.name, reason)
-        for process in self._registry.living(guest.name):
-            if not process.is_runner and self._machine.processes.signal(process.key, signal.SIGKILL):
-                killed.add(process.pid)
+        for process in ended:
+            self._machine.processes.signal(process.key, signal.SIGKILL)
 
 
 def _check(request: SetLimit) -> None:

@@ -93,7 +93,7 @@ class Requests:
             "suspend": (helper.Suspend, self._suspend),
             "resume": (helper.Resume, self._resume),
             "signal": (helper.Signal, self._signal),
-            "drop": (helper.Drop, self._registry.drop),
+            "drop": (helper.Drop, self._guests.drop),
             "end_process": (EndProcess, self._end_process),
             "count_seats": (CountSeats, self._count_seats),
         }
