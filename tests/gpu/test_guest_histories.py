@@ -34,10 +34,10 @@ def test_no_history_denies_a_host_or_loses_a_guest(tmp_path: Path) -> None:
     print(f"\n{HISTORIES} histories: {left} guests left, {ended} of them ended; {kills} helpers killed")
 
 
-def faults(folder: Path, patch: pytest.MonkeyPatch, histories: int = 60, **how: Any) -> list[str]:
-    for seed in range(histories):
-        with pytest.MonkeyPatch.context() as own:
-            if found := history(seed, folder / str(seed), own, **how).faults:
+def faults(folder: Path) -> list[str]:
+    for seed in range(200):
+        with pytest.MonkeyPatch.context() as patch:
+            if found := history(seed, folder / str(seed), patch).faults:
                 return found
     return []
 
@@ -64,9 +64,13 @@ def test_the_second_look_of_the_library_is_needed(tmp_path: Path, looks_again: b
     assert (host.step, host.wants) == (("", 1) if looks_again else ("call", 0))
 
 
-def test_the_look_of_the_helper_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Guests, "_used_bytes", lambda *_: 0)
-    assert faults(tmp_path, monkeypatch)
+@pytest.mark.parametrize(("name", "without"), [("_used_bytes", 0), ("_shows", False)])
+def test_the_looks_of_the_helper_are_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, without: Any
+) -> None:
+    """At the account of the host before a pair, and at what a guest that has ended left."""
+    monkeypatch.setattr(Guests, name, lambda *_: without)
+    assert faults(tmp_path)
 
 
 def test_a_pair_is_watched_from_the_moment_that_its_guest_begins_to_resume(
