@@ -64,6 +64,7 @@ def test_a_guest_has_what_its_host_keeps_for_it(pair: tuple[Machine, Worker, Wor
 
 def test_the_host_asks_and_the_guest_leaves(pair: tuple[Machine, Worker, Worker]) -> None:
     machine, host, guest = pair
+    assert [each.do("fill 256") for each in (host, guest)] == ["0", "0"]
     watch = machine.watch()
     assert host.do("alloc 35000") == "0"
     event = watch.event("guest")
@@ -71,6 +72,7 @@ def test_the_host_asks_and_the_guest_leaves(pair: tuple[Machine, Worker, Worker]
     assert (event["lease"], event["reason"]) == ("guest", "host_memory")
     fields = event["fields"]
     assert (fields["host"], fields["ended"]) == ("host", "false")
+    assert machine.of("host")["phase"] == "running"
     assert int(fields["bytes"]) >= 4 * GIB
     assert 0 < float(fields["took_s"]) < 5
     assert (kept(machine, "host"), denied(machine, "host")) == (0, 0)
@@ -83,6 +85,7 @@ def test_the_host_asks_and_the_guest_leaves(pair: tuple[Machine, Worker, Worker]
     assert kept(machine, "host") == 0
     machine.resume("guest", guest)
     assert kept(machine, "host") == GUEST
+    assert [each.do("verify") for each in (host, guest)] == ["ok", "ok"]
 
 
 def test_a_guest_that_wants_more_waits_until_it_has_its_own_capacity(

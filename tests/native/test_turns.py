@@ -86,9 +86,11 @@ def test_what_computes_waits_for_its_turn(half: Lease, kernel: Worker, call: str
     until(lambda: slot(half, kernel).waiting == 1)
     assert kernel.is_waiting(HELD_S)
     assert slot(half, kernel).work > work
+    held = slot(half, kernel)
     half.set_turn(OPEN)
     kernel.answer()
-    assert slot(half, kernel).waiting == 0
+    found = slot(half, kernel)
+    assert (found.waiting, found.work, found.again) == (0, held.work, held.again + 1)  # one call, not two
 
 
 @pytest.mark.parametrize("call", OTHERS)
