@@ -80,7 +80,7 @@ def page(tmp_path):
     path = tmp_path / "limit"
     head = struct.pack("<IIIIII", 0x4C535047, VERSION, 1, 0, 0, 0)
     uuid = bytes.fromhex(UUID[4:].replace("-", ""))
-    path.write_bytes((head + struct.pack("<16sQQ16s", uuid, 40 << 30, 0, uuid)).ljust(24 + 16 * 48, b"\0"))
+    path.write_bytes((head + struct.pack("<16sQQ16s", uuid, 40 << 30, 0, uuid)).ljust(24 + 16 * 56, b"\0"))
     return path
 
 

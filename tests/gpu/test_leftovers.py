@@ -182,7 +182,7 @@ def process(pid: int, start: int, image: tuple[int, ...] = (1, 1), parent: int =
 
 def slot(each: Process, calls: int, count: int) -> Slot:
     """What a process counts in the account of its lease."""
-    return Slot(Taint(0), 0, calls, 0, (count,), each.key)
+    return Slot(Taint(0), 0, 0, calls, 0, (count,), each.key)
 
 
 class Scene:
@@ -218,7 +218,7 @@ class Scene:
         processes = SimpleNamespace(image=self.table.image, signal=send)
         machine: Any = SimpleNamespace(processes=processes)
         nothing: Any = None
-        requests = Requests(machine, registry, self.devices, nothing, nothing, nothing, nothing)
+        requests = Requests(machine, registry, self.devices, nothing, nothing, nothing, nothing, nothing)
         requests._signal(Signal(lease="ada", number=signal.SIGKILL, to="keepers"), 1)
         return sent
 

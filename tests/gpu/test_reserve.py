@@ -151,7 +151,9 @@ def test_an_account_that_claims_more_than_the_limit_is_not_believed() -> None:
 
     def account(*used: int) -> AccountFile:
         keys = [(7 + n, 1) for n in range(len(used))]
-        slots = {key: Slot(Taint(0), 0, 0, 0, (count,), key) for key, count in zip(keys, used, strict=True)}
+        slots = {
+            key: Slot(Taint(0), 0, 0, 0, 0, (count,), key) for key, count in zip(keys, used, strict=True)
+        }
         return AccountFile(0, slots)
 
     def needed(found: AccountFile | None) -> list[int]:
