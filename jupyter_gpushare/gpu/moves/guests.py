@@ -49,7 +49,6 @@ log = logging.getLogger(__name__)
 
 POLL_S = 0.005
 RETRY_S = 0.01
-SUSPEND_S = 2.0
 GONE_S = 5.0
 MAX_KNOWN = 1024
 # How long a guest is asked again that does not come to rest, or is refused for another reason.
@@ -264,11 +263,9 @@ class Guests:
     def _processes(self, guest: HelperLease) -> set[Key]:
         """The processes of a guest that were seen since it is one, or of very many those that live."""
         known = self._known.get(guest.name, set()) | {process.key for process in guest.processes}
-        return (
-            known
-            if len(known) <= MAX_KNOWN
-            else {each for each in known if self._machine.processes.alive(each)}
-        )
+        if len(known) <= MAX_KNOWN:
+            return known
+        return {each for each in known if self._machine.processes.alive(each)}
 
     def _asks(self, lease: HelperLease) -> bool:
         """Whether a process of a lease waits for bytes that are kept: its word has grown."""
@@ -283,27 +280,18 @@ class Guests:
         while (moved_bytes := self._try_to_leave(guest, departure)) is None:
             time.sleep(RETRY_S)
         took_s = time.monotonic() - departure.began_at
-        log.info(
-            "lease=%s leaves lease=%s reason=%s bytes=%d took_s=%.3f",
-            guest.name,
-            host,
-            reason,
-            moved_bytes,
-            took_s,
-        )
         fields = {"host": host, "bytes": str(moved_bytes), "took_s": f"{took_s:.3f}"}
-        ended = "true" if departure.killed_at else "false"
-        self._machine.events.publish(
-            EventKind.GUEST, lease=guest.name, reason=reason, fields=fields | {"ended": ended}
-        )
+        fields["ended"] = "true" if departure.killed_at else "false"
+        log.info("lease=%s leaves its host reason=%s %s", guest.name, reason, fields)
+        self._machine.events.publish(EventKind.GUEST, lease=guest.name, reason=reason, fields=fields)
 
     def _try_to_leave(self, guest: HelperLease, departure: _Departure) -> int | None:
         """The bytes that were moved; None: it is still there."""
-        if not guest.moving.acquire(timeout=SUSPEND_S):
+        if not guest.moving.acquire(timeout=GONE_S):
             return None  # a move is under way
         try:
             if guest.dropped or not guest.is_guest:
-                return 0
+                return sum(guest.saved_bytes.values())
             if departure.killed_at and guest.phase is Phase.LOST:
                 self._mover.forget_lost(guest)
             # What the dead held is no part of a suspension; another's may look like it.
@@ -311,10 +299,11 @@ class Guests:
             dead = {key[0] for key in self._processes(guest) if not self._machine.processes.alive(key)}
             if is_early and self._shows(guest, dead):
                 return None
-            moved = self._mover.suspend(guest, "", SUSPEND_S)
+            tried_at = time.monotonic()
+            moved = self._mover.suspend(guest, "", BUSY_S)  # a kernel of some seconds may run to its end
             if moved.done:
                 return moved.bytes
-            departure.refused_at = departure.refused_at or time.monotonic()
+            departure.refused_at = departure.refused_at or tried_at
             patience_s = BUSY_S if moved.refused is Refusal.BUSY else REFUSED_S
             if time.monotonic() - departure.refused_at >= patience_s:
                 departure.killed_at = departure.killed_at or time.monotonic()
