@@ -204,6 +204,16 @@ def test_a_guest_that_does_not_come_to_rest_is_tried_again(pair: tuple[Machine, 
     machine.resume("guest", guest)
 
 
+def test_a_guest_that_never_comes_to_rest_is_killed(bare: Machine) -> None:
+    bare.start(before="from jupyter_gpushare.gpu.moves import guests; guests.BUSY_S = 0.5")
+    host = bare.session("host", WHOLE, mib=30 * MIB_OF_GIB)
+    guest = start_guest(bare)
+    bare.sim.fault(Fault.LOCK_TIMEOUT, pid=guest.pid, count=-1)
+    assert host.do("alloc 35000") == "0"
+    assert guest.process.wait(10) == -signal.SIGKILL
+    assert bare.of("guest")["ended_as_guest"]
+
+
 REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"guest_of": "nobody"}, "no lease nobody"),
     ({"guest_of": "guest"}, "not its own guest"),
