@@ -17,7 +17,7 @@ from jupyter_gpushare.gpu.turns.ring import (
     Turn,
     TurnRing,
 )
-from tests.gpu.turns_model import Lease, Program, TurnMachine
+from tests.gpu.turns_model import Lease, Program, Trainer, TurnMachine
 
 LONG = pytest.mark.long
 POINTS = 0.05
@@ -105,6 +105,26 @@ def test_a_lease_that_waits_between_kernels_gets_its_share_while_it_wants_it() -
     machine = TurnMachine(leases)
     machine.run(SETTLED_S)
     assert shares(machine, 30.0)["loop"] > 0.3  # of 0.6 that it could use alone
+
+
+@pytest.mark.parametrize(
+    ("trainer", "keeps"),
+    [((0.001, 25, 0.025), 0.88), ((0.005, 20, 0.1), 0.95), ((0.005, 30, 0.05), 0.95)],
+    ids=str,
+)
+def test_a_lease_that_comes_back_from_a_pause_hardly_waits_for_a_light_one(
+    trainer: tuple[float, int, float], keeps: float
+) -> None:
+    """What the light one launched in the pause is no more than its share: 2 ms, not 20."""
+    kernel_s, kernels, pause_s = trainer
+    leases = {"host": Lease(0.9, [Trainer(*trainer)]), "guest": Lease(0.1, [Program(0.001)])}
+    machine = TurnMachine(leases)
+    machine.run(SETTLED_S)
+    before, at = leases["host"].served_s, machine.at
+    machine.run(at + 15.0)
+    alone = kernels * kernel_s / (kernels * kernel_s + pause_s)
+    assert (leases["host"].served_s - before) / 15.0 > keeps * alone
+    assert machine.busy_s / machine.at > 0.9
 
 
 def test_a_lease_alone_has_no_turns() -> None:

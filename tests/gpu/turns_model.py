@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from math import inf
 
 from jupyter_gpushare.gpu.turns.ring import Contender, Turn, TurnRing
 from jupyter_gpushare.gpu.turns.turns import CONTESTED_POLL_S, DRAINING_POLL_S, REST_S
@@ -25,6 +26,7 @@ class Program:
 
     kernel_s: float
     wants: Callable[[float], bool] = lambda at: True  # whether it launches at a moment
+    todo: float = inf  # kernels that it may launch
     proves: bool = True  # the library's thread answers
     queue: deque[float] = field(default_factory=deque)
     done: int = 0
@@ -43,7 +45,12 @@ class Program:
         if not wants or turn is Turn.HELD:
             return
         most_s = QUEUE_S if turn is Turn.NONE else ahead_s
-        while self.in_flight_s < most_s and (not self.queue or self.in_flight_s + self.kernel_s <= most_s):
+        while (
+            self.todo
+            and self.in_flight_s < most_s
+            and (not self.queue or self.in_flight_s + self.kernel_s <= most_s)
+        ):
+            self.todo -= 1
             self.queue.append(self.kernel_s)
             self.launched_at = at
 
@@ -167,3 +174,20 @@ class TurnMachine:
             return
         lease.waits_since = self.at if lease.waits_since is None else lease.waits_since
         lease.waited_s = max(lease.waited_s, self.at - lease.waits_since)
+
+
+class Trainer(Program):
+    """A process that launches so many kernels, waits for them, pauses, and begins again."""
+
+    def __init__(self, kernel_s: float, kernels: int, pause_s: float) -> None:
+        super().__init__(kernel_s, lambda at: self.todo > 0, todo=kernels)
+        self._kernels, self._pause_s = kernels, pause_s
+        self._pauses_until: float | None = None
+
+    def launch(self, at: float, turn: Turn, ahead_s: float) -> None:
+        if not self.todo and not self.queue:
+            if self._pauses_until is None:
+                self._pauses_until = at + self._pause_s
+            elif at >= self._pauses_until:
+                self.todo, self._pauses_until = self._kernels, None
+        super().launch(at, turn, ahead_s)

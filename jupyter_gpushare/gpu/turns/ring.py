@@ -160,9 +160,15 @@ class TurnRing:
         return {name: self._turn(member, at) for name, member in self._members.items()}
 
     def ahead_s(self, name: str) -> float:
-        """Return how much work, in seconds, a lease may have in flight."""
+        """Return how much work, in seconds, a lease may have in flight.
+
+        One whose rivals do nothing for the moment has no more than its share: they wait for it when they
+        come back.
+        """
         member = self._members.get(name)
-        return _ahead_s(member.length_s if member else LONGEST_S)
+        if member is None:
+            return _ahead_s(LONGEST_S)
+        return _ahead_s(member.length_s if self._rivals(member) else LONGEST_S * member.now.share)
 
     @property
     def is_draining(self) -> bool:
