@@ -485,10 +485,10 @@ class Replay:
         self._run_from_now(sim)
 
     def _part(self, sim: SimulatedLease) -> None:
-        """End the pair of a lease that stops to run, or gets capacity of its own, if it is in one."""
+        """End the pair of a lease that stops running or gets capacity of its own, if it is in one."""
         host = self._leases.get(sim.lease.host, sim)
         guest = self._leases.get(host.guest)
-        if guest is None:
+        if guest is None or sim not in (host, guest):
             return
         host.guest = ""
         for one in (host, guest):

@@ -4,8 +4,8 @@ A trace tells neither, so each job draws both by a hash of its id.  Two models:
 
 * `by_turns`: what this project does.  A host has turns of 9 to 1, and its guest gets the host's gaps.  What
   that costs depends on how often the host pauses (`CYCLES`, measured).
-* `side_by_side`: measured pairs of a table, whose kernels ran at the same time.  Turns do not do that, so
-  it is an upper limit.
+* `side_by_side`: measured pairs of a table, whose kernels ran at the same time.  Turns do not do that: what
+  both do together is an upper limit.
 """
 
 from __future__ import annotations
