@@ -100,6 +100,10 @@ class WatchdogAction(enum.StrEnum):
     OFF = "off"
 
 
+# The part of its device's time that a guest is granted in turns; its host has the rest.
+GUEST_SHARE = 0.1
+
+
 class ComputeShare(enum.StrEnum):
     """How leases on one device share its time (docs/concepts.md)."""
 

@@ -19,6 +19,7 @@ from jupyter_gpushare.core.model import Kind, Lease, State, Why
 from jupyter_gpushare.core.pairs import Reading
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import ComputeShare
 from tests.broker.brokers import Broker, sent
 from tests.broker.machine import Program
 from tests.broker.site import Site
@@ -295,3 +296,16 @@ async def test_devices_and_projects_count_no_guest_as_holding(site, broker):
     assert broker.views.offers(["nlp"], "nlp").free_milli == 1000
     (nlp,) = broker.views.projects(["nlp"])
     assert nlp.in_use_milli == 1000
+
+
+async def test_the_share_of_time_that_is_shown_is_that_of_their_turns(site, broker):
+    site.policy = replace(site.policy, compute_share=ComputeShare.FAIR)
+    host, guest = await pair(site, broker, gets=0.25)
+    await asyncio.sleep(10)
+    shown = {job.id: sent(broker.views.lease(broker.lease(job))) for job in (host, guest)}
+    assert [shown[job.id].share_percent for job in (host, guest)] == [90, 10]
+    assert "10 % granted, 25 % measured" in shown[guest.id].share
+    text = text_of(broker.registry)
+    (device,) = broker.lease(host).lease.devices
+    granted = f'gpushare_compute_share_granted_ratio{{device="{device}",project="nlp"}}'
+    assert value(text, granted) <= 1

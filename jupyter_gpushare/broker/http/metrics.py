@@ -67,10 +67,12 @@ def _shares(registry: Registry) -> dict[str, dict[tuple[str, str], float]]:
     """
     granted, measured = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
     for record in registry.leases.values():
-        sample = registry.observations[record.id].sample
+        observation = registry.observations[record.id]
+        sample, companion = observation.sample, observation.companion
         if record.state is State.RUNNING and sample is not None and sample.measured_share >= 0:
             for uuid in record.lease.devices:
-                granted[uuid, record.lease.project] += record.lease.held_milli / WHOLE_GPU
+                part = companion.granted if companion else record.lease.held_milli / WHOLE_GPU
+                granted[uuid, record.lease.project] += part
                 measured[uuid, record.lease.project] += sample.measured_share
     return {"granted": granted, "measured": measured}
 

@@ -17,6 +17,7 @@ from jupyter_gpushare.core.model import Device as PlannerDevice
 from jupyter_gpushare.core.pairs import Rates
 from jupyter_gpushare.core.sharing import WATCHED_S
 from jupyter_gpushare.protocol.helper import (
+    GUEST_SHARE,
     ComputeShare,
     Device,
     DeviceSample,
@@ -180,6 +181,11 @@ class Companion:
     # Part of a device's time that the guest gets, from 0 to 1; of a host the sum of its guests.
     guest_gets: float = 0.0
     began_at: float = 0.0  # on the broker's clock
+
+    @property
+    def granted(self) -> float:
+        """The part of the device's time that this lease is granted in turns."""
+        return GUEST_SHARE if self.role == "guest" else 1 - GUEST_SHARE
 
 
 @dataclass(slots=True)

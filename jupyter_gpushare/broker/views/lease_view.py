@@ -124,7 +124,8 @@ class LeaseView:
         if sample.compute_share is ComputeShare.OFF:
             return TimeShare(reason=sample.share_reason)
         measured = None if sample.measured_share < 0 else 100 * sample.measured_share
-        return TimeShare(sample.compute_share, 100 * self.lease.held_milli / WHOLE_GPU, measured)
+        granted = self.companion.granted if self.companion else self.lease.held_milli / WHOLE_GPU
+        return TimeShare(sample.compute_share, 100 * granted, measured)
 
     @cached_property
     def companion(self) -> Companion | None:

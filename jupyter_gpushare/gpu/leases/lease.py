@@ -28,7 +28,7 @@ from jupyter_gpushare.gpu.leases.files import (
 )
 from jupyter_gpushare.gpu.leases.journal import JournalRecord, Leftover, Parked
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
-from jupyter_gpushare.protocol.helper import ComputeShare, Phase
+from jupyter_gpushare.protocol.helper import GUEST_SHARE, ComputeShare, Phase
 
 log = logging.getLogger(__name__)
 
@@ -55,8 +55,6 @@ PAGE = MappingProxyType(
 
 # What a process may have in flight in its first turn; the turns say it from then on.
 AHEAD_US = 20_000
-# The part of a device's time that a guest gets while its host computes too; the host gets the rest.
-GUEST_SHARE = 0.1
 
 MAX_WORK = 1 << 62  # an account says any number
 
