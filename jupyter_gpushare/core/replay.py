@@ -471,16 +471,15 @@ class Replay:
         host = self._leases.get(lease.host)
         if host is not None and host.runs_from_at is not None and not host.guest:
             assert self._speeds is not None
-            host.guest = name
             speed, sim.speed = self._speeds(host.lease, lease)
-            self._change_pace(host, speed)
+            self._change_pace(host, speed, name)
             self._schedule(self.now + TRIAL_S, Happening.JUDGED, name)
         elif sim.is_alone and lease.share and lease.kind is Kind.TRAIN:
             self._schedule(self.now + WATCHED_S, Happening.WATCHED, name)
 
-    def _change_pace(self, sim: SimulatedLease, speed: float) -> None:
+    def _change_pace(self, sim: SimulatedLease, speed: float, guest: str = "") -> None:
         self._settle(sim)
-        sim.speed = speed
+        sim.speed, sim.guest = speed, guest
         sim.stamp += 1
         self._run_from_now(sim)
 
@@ -490,11 +489,10 @@ class Replay:
         guest = self._leases.get(host.guest)
         if guest is None or sim not in (host, guest):
             return
-        host.guest = ""
         for one in (host, guest):
             if one.runs_from_at is not None:
                 self._change_pace(one, 1.0)
-            one.speed = 1.0
+            one.speed, one.guest = 1.0, ""
         if sim is not host:
             self._update(host, host.lease, replace(host.lease, spare_bytes=0))
 

@@ -19,7 +19,7 @@ class Pairs(Story):
         self.verdicts: list[tuple[float, str, str, Decision, Because]] = []
         self.guests: list[tuple[float, str, str]] = []  # who became a guest of whom
         self.done: dict[str, float] = {}
-        self.ran_s: dict[str, float] = {}
+        self.ran_s: dict[tuple[str, str], float] = {}  # by job and its guest
 
     def changed(self, now, before, after):
         super().changed(now, before, after)
@@ -32,7 +32,7 @@ class Pairs(Story):
 
     def ran(self, lease, seconds, speed, guest):
         self.done[lease.id] = self.done.get(lease.id, 0.0) + seconds * speed
-        self.ran_s[lease.id] = self.ran_s.get(lease.id, 0.0) + seconds
+        self.ran_s[lease.id, guest] = self.ran_s.get((lease.id, guest), 0.0) + seconds
 
     def judged(self, now, host, guest, verdict):
         self.verdicts.append((now, host.id, guest.id, verdict.decision, verdict.why))
@@ -65,6 +65,7 @@ def test_host_and_guest_do_exactly_their_work_at_their_speeds():
     assert story.ended("g") == 1_000 + 1_000 / 0.5
     assert story.ended("h") == pytest.approx(10_000 + 2_000 * 0.05)
     assert story.done == pytest.approx({"h": 10_000, "g": 1_000})
+    assert story.ran_s == pytest.approx({("h", ""): 8_100, ("h", "g"): 2_000, ("g", ""): 2_000})
     assert story.leases["g"].attained_gpu_s == pytest.approx(1_000)  # what it got
     assert story.leases["h"].attained_gpu_s == pytest.approx(10_100)
     assert story.verdicts == [(1_000 + TRIAL_S, "h", "g", Decision.KEEP, Because.IT_PAYS)]
