@@ -18,11 +18,12 @@ from collections.abc import Collection, Container
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.model import WHOLE_GPU, Grant, Lease, Requeue, Resume, State, Suspend, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, Device, Grant, Lease, Requeue, Resume, State, Suspend, Why
 from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.scheduler import SchedulingRound
 
 Pairs = Collection[tuple[str, str]]
+_Host = tuple[Lease, list[DeviceCapacity]]  # with its devices that a guest may be on
 
 # Why a job may wait that starts as a guest: it lacks capacity, and nothing is on its way to it.
 _LACKS_CAPACITY = frozenset(
@@ -61,17 +62,17 @@ def share_devices(done: SchedulingRound, parted: Pairs) -> None:
         if why and guest.id not in decided and guest.retry_at <= done.now:
             _end(done, guest, why, leaving.get(guest.host, ""))
     able = (x for x in state.hosts.values() if x.id not in leaving and x.suspendable)
-    hosts = [x for x in able if held_by(x) == WHOLE_GPU and _rooms(state, x)]
+    hosts = [(x, rooms) for x in able if held_by(x) == WHOLE_GPU and (rooms := _rooms(state, x))]
     if not hosts:
         return
-    hosts.sort(key=lambda x: (-x.spare_bytes, x.id))
+    hosts.sort(key=lambda each: (-each[0].spare_bytes, each[0].id))
     between = done.settings.share_between_projects
-    projects = queues.by_project if between else {host.project for host in hosts}
+    projects = queues.by_project if between else {host.project for host, _ in hosts}
     for job, fit in queues.sharing(projects, MOST_TRIED):
         if job.id in done.served or job.id in state.guests or done.reason(job, fit) not in _LACKS_CAPACITY:
             continue
-        own = (host for host in hosts if between or host.project == job.project)
-        if found := next((host for host in own if _join(done, job, host, parted)), None):
+        own = [each for each in hosts if between or each[0].project == job.project]
+        if found := _join(done, job, own, parted):
             hosts.remove(found)
 
 
@@ -102,31 +103,38 @@ def _rooms(state: ClusterState, host: Lease) -> list[DeviceCapacity]:
     return [c for c in capacities if c.device.usable and c.device.suspendable and not c.device.profile]
 
 
-def _join(done: SchedulingRound, job: Lease, host: Lease, parted: Pairs) -> bool:
-    """Let a waiting job start or resume as the guest of a host, if both have room for it."""
+def _join(done: SchedulingRound, job: Lease, hosts: list[_Host], parted: Pairs) -> _Host | None:
+    """Let a waiting job start or resume as the guest of the first of ``hosts`` that has room for it."""
     state = done.state
-    if (host.pair_key, job.pair_key) in parted:
-        return False
-    avoided = {node for node, until_at in job.avoids if until_at > done.now}
-    for capacity in _rooms(state, host):
-        device = capacity.device
-        held = held_by(job) if job.devices else device.demand_milli(job.size)
-        if job.devices and capacity not in state.resume_devices(job):
+    avoided = {name for name, until_at in job.avoids if until_at > done.now}
+    resumes_on = set(state.resume_devices(job))
+    for host, rooms in hosts:
+        if (host.pair_key, job.pair_key) in parted:
             continue
-        if held > WHOLE_GPU or not avoided.isdisjoint((device.node, device.uuid)):
-            continue
-        most = device.grantable_bytes * held // WHOLE_GPU
-        unknown = most // _PART if held == WHOLE_GPU else most
-        needs = min(most, max(job.needs_bytes or unknown, job.saved_bytes))
-        given = min(most, host.spare_bytes, state.host_free + job.saved_bytes)
-        if given >= needs:
-            devices = (device.uuid,)
-            moves_to = () if devices == job.devices else devices
-            done.actions.append(
-                Resume(job.id, Why.GUEST, moves_to, host.id, given)
-                if job.devices
-                else Grant(job.id, devices, held, Why.GUEST, borrowed=True, host=host.id, guest_bytes=given)
-            )
-            state.host_free -= given - job.saved_bytes
-            return True
-    return False
+        for capacity in rooms:
+            if job.devices and capacity not in resumes_on:
+                continue
+            if avoided.isdisjoint((capacity.device.node, capacity.device.uuid)) and (
+                action := _joining(state, job, host, capacity.device)
+            ):
+                done.actions.append(action)
+                state.host_free -= action.guest_bytes - job.saved_bytes
+                return host, rooms
+    return None
+
+
+def _joining(state: ClusterState, job: Lease, host: Lease, device: Device) -> Grant | Resume | None:
+    """Return the action by which a job becomes a guest on a device; None: it needs more memory there."""
+    held = held_by(job) if job.devices else device.demand_milli(job.size)
+    if held > WHOLE_GPU:
+        return None
+    most = device.grantable_bytes * held // WHOLE_GPU
+    unknown = most // _PART if held == WHOLE_GPU else most
+    needs = min(most, max(job.needs_bytes or unknown, job.saved_bytes))
+    given = min(most, host.spare_bytes, state.host_free + job.saved_bytes)
+    if given < needs:
+        return None
+    devices = (device.uuid,)
+    if job.devices:
+        return Resume(job.id, Why.GUEST, () if devices == job.devices else devices, host.id, given)
+    return Grant(job.id, devices, held, Why.GUEST, borrowed=True, host=host.id, guest_bytes=given)
