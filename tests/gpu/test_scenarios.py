@@ -98,6 +98,10 @@ OF_TIME = {
     shares.a_record_meets_a_capture: {"record by a thread in mode relaxed": "^global .*relaxed"},
     shares.turns_of_the_package_hold: {"turns of leases of 1/4 and 3/4, kernels of 10 ms": "of it, .*% and"},
     shares.a_turn_adds_to_a_launch: {"a launch in a turn": "ns$"},
+    shares.a_guest_has_what_its_host_leaves: {
+        "a host computes and pauses": r"^\d+%, \d+%, \d\.\d+$",
+        "an allocation of the host": "ms, a guest of",
+    },
     shares.the_slice_of_the_driver_can_be_set: {},
 }
 NOT_OF_TIME = ("this driver has no ", "no turns here: ", "no nvidia-smi")

@@ -112,6 +112,7 @@ PARTS = (
         Scenario(shares.a_record_meets_a_capture, 30),
         Scenario(shares.turns_of_the_package_hold, 120),
         Scenario(shares.a_turn_adds_to_a_launch, 90),
+        Scenario(shares.a_guest_has_what_its_host_leaves, 90),
         Scenario(shares.nvml_tells_who_computed, 45),
         Scenario(frameworks.two_jobs_with_input_pipelines_share_a_device, 120),
         Scenario(shares.the_slice_of_the_driver_can_be_set, 60),

@@ -18,7 +18,7 @@ from statistics import median
 import pynvml
 
 from jupyter_gpushare.native import build
-from tests.gpu.machine import GIB, Worker
+from tests.gpu.machine import GIB, Refused, Worker
 from tests.gpu_real.overhead import PAIRS, added, in_turn
 from tests.gpu_real.recorder import Recorded
 from tests.gpu_real.scenarios import call_ns, calls_program
@@ -34,6 +34,8 @@ AHEAD_MS = (1, 10, 50)
 WATCH_US = 1000
 #: The part of a device's time that one of two leases is granted; the other has the rest.
 QUARTER = 0.25
+#: A host computes for so long and pauses as long; kernels of its guest.
+HOST_MS, GUEST_MS = 100, 5
 NAMES = ("global", "thread local", "relaxed")
 # Time slices of `nvidia-smi compute-policy`.
 DEFAULT, SHORT, LONG = 0, 1, 3
@@ -340,6 +342,50 @@ def a_turn_adds_to_a_launch(site: Site) -> None:
     site.report.add("a launch in a turn, beside another lease", f"{launch_ns(shared):.0f} ns")
     beside.answer(PATIENCE_S)
     site.end(beside)
+
+
+def a_guest_has_what_its_host_leaves(site: Site) -> None:
+    """A host that computes half of the time and a guest that never pauses; then the host allocates."""
+    computes, seconds = f"run {HOST_MS} {_seconds(site, 10.0)} {HOST_MS}", _seconds(site, 10.0)
+    host = site.worker("time", site.lease("host", 4 * GIB))
+    opened, amount = do(host, "open 0").split()
+    alone = _at_once({host: computes})[0]
+    plain = site.worker("time", site.lease("plain", 2 * GIB))
+    assert (opened, do(plain, f"open {amount}").split()[0]) == ("0", "0")
+    never_pauses = f"run {GUEST_MS} {seconds} 0"
+    by_itself = _at_once({plain: never_pauses})[0]
+    site.end(plain)
+    for lease in site.client.ask("sample")["leases"]:
+        if lease["lease"] != "host":
+            site.client.ask("drop", lease=lease["lease"])
+    as_guest = {"guest_of": "host", "guest_bytes": 2 * GIB}
+    try:
+        guest = site.worker("time", site.lease("guest", 4 * GIB, guest=as_guest))
+    except Refused as refused:
+        raise Skip(f"no guests here: {refused}") from None
+    assert do(guest, f"open {amount}").split()[0] == "0"
+    kept, got = (
+        count / max(1, before)
+        for count, before in zip(
+            _at_once({host: computes, guest: never_pauses}), (alone, by_itself), strict=True
+        )
+    )
+    site.report.add(
+        f"a host computes and pauses {HOST_MS} ms each: it keeps, its guest gets, both",
+        f"{kept:.0%}, {got:.0%}, {kept + got:.2f}",
+    )
+    allocates = site.worker("facts", site.lease("host", 4 * GIB))
+    assert do(allocates, "init") == do(allocates, "open") == "0"
+    began, moved = time.monotonic(), site.used_bytes("guest")
+    assert do(allocates, f"alloc {2 * GIB}") == "0"
+    took_s = time.monotonic() - began
+    site.fresh()
+    assert site.of("guest")["phase"] == "suspended"
+    site.report.add(
+        "an allocation of the host for which its guest leaves",
+        f"{1000 * took_s:.0f} ms, a guest of {moved >> 20} MiB",
+    )
+    site.end(host, guest, allocates)
 
 
 def needs_turns(site: Site, name: str) -> None:

@@ -225,12 +225,26 @@ class Site:
         return asked(self.socket, verb, 600.0, **fields)
 
     def lease(
-        self, name: str, limit_bytes: int, *, preload: bool = True, share: float | None = None
+        self,
+        name: str,
+        limit_bytes: int,
+        *,
+        preload: bool = True,
+        share: float | None = None,
+        guest: Mapping[str, object] | None = None,
     ) -> dict[str, str]:
-        """The environment of a process of a new lease, with this share of the device's time by turns."""
+        """The environment of a process of a new lease.
+
+        ``share``: of the device's time, by turns; ``guest``: fields of `SetLimit` that make it one.
+        """
         turns = {} if share is None else {"compute_share": "fair", "share": share}
         made = self.client.ask(
-            "set_limit", lease=name, uid=os.geteuid(), limits={self.uuid: limit_bytes}, **turns
+            "set_limit",
+            lease=name,
+            uid=os.geteuid(),
+            limits={self.uuid: limit_bytes},
+            **turns,
+            **(guest or {}),
         )
         environment = {
             **self.environment,
