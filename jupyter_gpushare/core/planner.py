@@ -58,8 +58,9 @@ class Planner:
     def put(self, lease: Lease) -> None:
         """Add a lease, or replace it after a change."""
         self.state.put(lease)
-        if lease.host and lease.state is not State.RUNNING:
-            self.queues.drop(lease.id)  # a guest that is moving waits for nothing
+        moves = lease.state is State.SUSPENDING and lease.made_way_for == lease.id
+        if lease.host and lease.state is not State.RUNNING and not moves:
+            self.queues.drop(lease.id)  # a guest that starts or leaves waits for nothing
             self._changed.pop(lease.id, None)
         else:
             self._changed[lease.id] = self.state.leases[lease.id]

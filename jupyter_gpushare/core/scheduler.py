@@ -495,11 +495,15 @@ class SchedulingRound:
     def _resume(self, lease: Lease, placement: Placement, why: Why) -> None:
         """Resume a suspended lease on its devices, or on those that it moves to.
 
-        A guest keeps the device that its host has left, or is suspended to be resumed elsewhere.
+        A guest keeps the device that its host has left, or is suspended to be resumed elsewhere.  Until it
+        is suspended, its place is kept for it.
         """
         stays = placement.devices == lease.devices
-        if lease.id not in self.state.guests:
+        guest = self.state.guests.get(lease.id)
+        if guest is None:
             self.actions.append(Resume(lease.id, why, () if stays else placement.devices))
+        elif guest.state is State.SUSPENDING:
+            pass
         elif stays:
             self.actions.append(Grant(lease.id, lease.devices, placement.held_milli, why))
         else:

@@ -194,6 +194,16 @@ def test_a_guest_moves_to_capacity_that_is_free():
     assert actions(later) == [Resume("g", Why.CAPACITY_BACK, ("gpu1",))]
 
 
+def test_the_place_that_a_guest_moves_to_is_kept_while_it_is_suspended():
+    gpus = [device(n, movable=True) for n in range(2)]
+    moving = guest(state=State.SUSPENDING, made_way_for="g")
+    c = cluster(host(), moving, waiting("w", share=False, queued_at=1e6), gpus=gpus)
+    assert actions(c) == []
+    # One that leaves for its host keeps none.
+    c = cluster(host(), replace(moving, made_way_for=""), waiting("w", share=False), gpus=gpus)
+    assert [a.lease for a in actions(c)] == ["w"]
+
+
 def test_a_guest_keeps_the_device_that_its_host_has_left():
     assert actions(cluster(guest())) == [Grant("g", ("gpu0",), 1000, Why.CAPACITY_BACK)]
 
