@@ -106,6 +106,20 @@ async def test_a_guest_that_needs_more_than_its_part_waits_for_a_gpu_of_its_own(
 
 
 @one_gpu
+async def test_a_guest_that_still_waits_for_more_does_not_come_back(site, broker):
+    host, guest = await pair(site, broker)
+    mine = held(site, broker, guest)
+    used = dict(mine.used)
+    await site.leave(mine, "own_memory")
+    mine.saved, mine.wanted = used, True
+    await until(lambda: broker.state(guest) == "suspended", 5)
+    assert broker.lease(guest).why == Why.OWN_MEMORY_WANTED
+    await asyncio.sleep(3 * WATCHED_S)
+    assert broker.state(guest) == "suspended"
+    assert site.wrong == []
+
+
+@one_gpu
 async def test_a_guest_that_left_while_no_broker_ran_is_found(site, broker):
     host, guest = await pair(site, broker)
     mine = held(site, broker, host)

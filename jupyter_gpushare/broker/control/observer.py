@@ -268,7 +268,10 @@ class Observer:
             case EventKind.GUEST if record is not None:
                 wanted = Why.OWN_MEMORY_WANTED if event.reason == "own_memory" else Why.HOST_MEMORY_WANTED
                 took_s = float(event.fields.get("took_s", "0"))
-                self.registry.observations[record.id].left_host = (wanted, took_s)
+                observation = self.registry.observations[record.id]
+                observation.left_host = (wanted, took_s)
+                if wanted is Why.OWN_MEMORY_WANTED:  # it waits for it, so no measurement shows it
+                    observation.most_bytes = max(observation.most_bytes, record.guest_bytes)
                 await self.measure(all_anew=False)
                 self.registry.changed.set()
             case EventKind.EVICTED:

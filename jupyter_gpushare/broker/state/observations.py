@@ -199,7 +199,8 @@ class Observation:
     companion: Companion | None = None  # None: it shares its devices with no other job
     rates: Rates = field(default_factory=Rates)  # of a job whose owner lets it share its GPU
     peak: PeakMemory = field(default_factory=PeakMemory)  # likewise
-    most_bytes: int = 0  # that it used on a device, ever since the broker's start
+    # The most that it used on a device since the broker's start, or had as a guest when it needed more.
+    most_bytes: int = 0
     guest_gpu_s: float = 0.0  # that it got in its present time as a guest
     left_host: tuple[str, float] | None = None  # why the helper suspended it, and the seconds that took
     gone_since_at: float | None = None  # the first measurement in a row that missed its processes
