@@ -220,6 +220,10 @@ async def test_a_guest_that_was_killed_for_its_host_starts_again(site, broker):
     run.command_killed.set()
     await until(lambda: broker.lease(guest).attempt == 2 or broker.state(guest) == "pending", 30)
     assert (broker.job(guest).result, broker.job(guest).failures) == ("", 0)
+    # Not beside the same host, where it would lose its work again.
+    await asyncio.sleep(2 * WATCHED_S)
+    assert (broker.state(guest), broker.lease(guest).attempt) == ("pending", 1)
+    assert len(broker.registry.parted.rows()) == 1
 
 
 @one_gpu

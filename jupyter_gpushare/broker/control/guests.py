@@ -101,10 +101,14 @@ class GuestControl:
             guest_id, pair.host, verdict.decision, verdict.why, verdict.host, verdict.guest,
         )  # fmt: skip
         if verdict.decision is Decision.PART:
-            host_key, guest_key = (self._key(id) for id in (pair.host, guest_id))
-            registry.parted.add(host_key, guest_key, now, briefly=not verdict.is_remembered)
-            if not registry.journal.is_disk_full:
-                await registry.journal.commit(PartedPairs(rows=registry.parted.rows()))
+            await self._part(guest_id, pair, now, briefly=not verdict.is_remembered)
+
+    async def _part(self, guest_id: str, pair: _Pair, now: float, *, briefly: bool = False) -> None:
+        registry = self._registry
+        host_key, guest_key = (self._key(id) for id in (pair.host, guest_id))
+        registry.parted.add(host_key, guest_key, now, briefly=briefly)
+        if not registry.journal.is_disk_full:
+            await registry.journal.commit(PartedPairs(rows=registry.parted.rows()))
 
     def _key(self, lease_id: str) -> str:
         job = self._registry.jobs.get(lease_id[1:])
@@ -134,6 +138,9 @@ class GuestControl:
             registry.observations[host.id].peak.reset()
         kept = pair.verdict.host if pair.verdict is not None else None
         await left(registry, host, str(why), took_s=took_s, kept=kept)
+        if guest is not None and guest.why == Why.CANNOT_YIELD:
+            # It lost its work.  The same would happen again whenever this host needs memory.
+            await self._part(guest_id, pair, now)
 
 
 def _gets(guest: Observation, is_at_work: bool) -> float:
