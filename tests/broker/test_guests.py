@@ -15,6 +15,7 @@ from jupyter_gpushare.core.model import State, Why
 from jupyter_gpushare.core.pairs import TRIAL_S
 from jupyter_gpushare.core.sharing import WATCHED_S
 from jupyter_gpushare.errors import HelperError
+from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker, sent, until
 from tests.broker.machine import Held, Program
 from tests.broker.site import Site
@@ -247,3 +248,17 @@ async def test_a_guest_has_attained_what_it_got(site, broker):
     await site.allocate(mine, {uuid: int(0.9 * limit) for uuid, limit in mine.limits.items()})
     await until(lambda: broker.state(guest) == "suspended", 5)
     assert broker.lease(guest).lease.attained_gpu_s == pytest.approx(0.3 * (site.now - began), rel=0.1)
+
+
+@one_gpu
+async def test_the_progress_of_a_guest_is_measured_against_what_it_got(site, broker):
+    _, guest = await pair(site, broker)
+    held(site, broker, guest).measured_share = 0.3
+    for percent in range(0, 36, 5):
+        report = wire.JobReport(state="progress", done=float(percent), total=100.0)
+        await broker.requests._progress(broker.lease(guest), broker.job(guest), report)
+        await asyncio.sleep(300)
+    assert broker.state(guest) == "running"
+    measured = broker.job(guest).measure
+    # 5 % in 300 s, of which it got 0.3.
+    assert measured.left_gpu_s == pytest.approx(65 * 60 * 0.3, rel=0.1)

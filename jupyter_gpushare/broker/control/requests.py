@@ -291,7 +291,9 @@ class RequestService:
         """Store the progress of a job and what it shows of its remaining work; None withdraws it."""
         registry, before = self.registry, job.measure
         job = replace(job, done=report.done, total=report.total)
-        attained, gpus = order.attained_gpu_s(record.lease, registry.clock()), order.gpus(record.lease)
+        as_guest = registry.observations[record.id].guest_gpu_s
+        attained = order.attained_gpu_s(record.lease, registry.clock()) + as_guest
+        gpus = order.gpus(record.lease)
         if report.done is None:
             now = measure.withdrawn(before, attempt=record.attempt, attained_gpu_s=attained, gpus=gpus)
             job = replace(job, measure=now)
