@@ -80,7 +80,8 @@ def _parts(done: SchedulingRound, guest: Lease, leaving: Container[str], parted:
     """Return why a guest has to leave, if it has to."""
     state = done.state
     host = state.leases.get(guest.host)
-    if host is None or host.state is not State.RUNNING or host.id in leaving:
+    is_there = host is not None and host.state is State.RUNNING and {*guest.devices} <= {*host.devices}
+    if host is None or not is_there or host.id in leaving:
         # It stays where the device will be its own.
         return None if done.places.get(guest.id) == guest.devices else Why.HOST_LEFT
     if not (host.share and guest.share) or (host.pair_key, guest.pair_key) in parted:

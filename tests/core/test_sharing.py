@@ -248,6 +248,13 @@ def test_a_guest_stays_where_the_device_will_be_its_own(state):
     assert actions(cluster(host(state=state), guest())) == []
 
 
+def test_a_guest_leaves_a_device_that_its_host_has_left_for_another():
+    """Its project is at its limit, so it cannot keep it."""
+    projects = [project("p", 1, limit_milli=1000), project("q", 1)]
+    moved = cluster(host(on="1"), guest(), train("w", 1000, project="q"), gpus=2, projects=projects)
+    assert actions(moved) == [Suspend("g", Why.HOST_LEFT, "")]
+
+
 def test_a_guest_that_has_not_started_is_taken_back():
     assert actions(cluster(guest(state=State.GRANTED), train("w", 1000))) == [Requeue("g", Why.HOST_LEFT, "")]
     assert actions(cluster(guest(state=State.RESUMING), train("w", 1000))) == []
