@@ -228,6 +228,27 @@ async def test_a_guest_that_was_killed_for_its_host_starts_again(site, broker):
 
 
 @one_gpu
+async def test_a_guest_has_waited_until_it_has_a_gpu_of_its_own(site, broker):
+    host, guest = await pair(site, broker)
+    since_at = broker.lease(guest).lease.waits_since_at
+    mine = held(site, broker, host)
+    await site.allocate(mine, {uuid: int(0.9 * limit) for uuid, limit in mine.limits.items()})
+    await until(lambda: broker.state(guest) == "suspended", 5)
+    assert broker.lease(guest).lease.waits_since_at == since_at
+
+
+@one_gpu
+async def test_a_guest_that_keeps_the_gpu_has_it_from_then_on(site, broker):
+    host, guest = await pair(site, broker)
+    began_at = site.now
+    await asyncio.sleep(100)
+    await site.ask(lambda b: b.requests.cancel(b.job(host)))
+    await until(lambda: broker.lease(guest).lease.host == "", 60)
+    assert broker.lease(guest).state is State.RUNNING
+    assert broker.lease(guest).lease.granted_at >= began_at + 100
+
+
+@one_gpu
 async def test_a_guest_leaves_with_a_host_that_makes_way(site, broker):
     host, guest = await pair(site, broker)
     registry = broker.registry

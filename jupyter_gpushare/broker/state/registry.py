@@ -538,15 +538,19 @@ class Registry:
         return changed, [changed, *also]
 
     def _timed(self, lease: Lease, state: State, now: float) -> Lease:
-        """Return a lease in its new state; a job that failed to start waits on, as it did not run."""
+        """Return a lease in its new state.
+
+        A job that failed to start waits on, as it did not run.  So does a guest, until it has its own device.
+        """
         starts = lease.state in (State.GRANTED, State.RESUMING)
+        keeps = bool(lease.host) and lease.state is state  # the device that its host has left
         if lease.kind is Kind.TRAIN and state is State.RUNNING:
             lease = replace(lease, attained_at=None if lease.host else now)
         elif lease.attained_at is not None:
             lease = replace(order.served(lease, now, self.policy.settings()), attained_at=None)
-        if state in _WAITING and lease.state not in _WAITING and not starts:
+        if state in _WAITING and lease.state not in _WAITING and not (starts or lease.host):
             lease = replace(lease, waits_since_at=now)
-        elif lease.kind is Kind.TRAIN and starts and state is State.RUNNING:
+        elif lease.kind is Kind.TRAIN and state is State.RUNNING and (keeps or (starts and not lease.host)):
             granted_at = lease.granted_at if lease.state is State.GRANTED else now
             lease = order.with_turn(lease, granted_at, self.policy.settings())
         return replace(lease, state=state)

@@ -175,7 +175,7 @@ class Kept(Transition):
     event = LeaseEvent.KEEP
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
-        lease = replace(record.lease, host="", attained_at=now)
+        lease = replace(record.lease, host="", attained_at=now, granted_at=now)
         return replace(record, lease=lease, unprepared=True)
 
 
