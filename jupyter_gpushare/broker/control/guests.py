@@ -60,10 +60,11 @@ class GuestControl:
                 registry.observations[guest_id].left_host = None
                 await came(registry, host)
         self._measure(now)
+        at_work = snapshot.at_work(registry, now)
         for guest_id, pair in self._pairs.items():
             if pair.verdict is None or now >= pair.verdict.next_at:
                 await self._judge(guest_id, pair, now)
-            self._note(guest_id, pair, now)
+            self._note(guest_id, pair, now, is_at_work=guest_id in at_work)
 
     def _together(self) -> Iterator[tuple[LeaseRecord, LeaseRecord]]:
         for record in self._registry.index.placed.values():
@@ -114,12 +115,12 @@ class GuestControl:
         job = self._registry.jobs.get(lease_id[1:])
         return snapshot.pair_key(job.user, job.command) if job is not None else ""
 
-    def _note(self, guest_id: str, pair: _Pair, now: float) -> None:
+    def _note(self, guest_id: str, pair: _Pair, now: float, *, is_at_work: bool) -> None:
         """Note with both what they get."""
         observations, verdict = self._registry.observations, pair.verdict
         passed_s, pair.measured_at = min(_LONGEST_S, now - pair.measured_at), now
         host, guest = observations[pair.host], observations[guest_id]
-        gets = _gets(guest, self._registry.leases[guest_id].id in snapshot.at_work(self._registry, now))
+        gets = _gets(guest, is_at_work)
         guest.guest_gpu_s += passed_s * gets
         kept = (None, None) if verdict is None else (verdict.host, verdict.guest)
         host.companion = Companion("host", guest_id, kept[0], gets, pair.began_at)
