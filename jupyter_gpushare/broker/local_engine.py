@@ -22,6 +22,7 @@ from jupyter_gpushare.core import explain, resize
 from jupyter_gpushare.core.model import Action, Cluster, Grant, Kind, Lease, Plan, Project, Why
 from jupyter_gpushare.core.planner import IncrementalPlanner, dry_run, plan
 from jupyter_gpushare.core.scheduler import SchedulingRound
+from jupyter_gpushare.core.sharing import share_devices
 from jupyter_gpushare.core.size import Size
 
 T = TypeVar("T")
@@ -44,7 +45,9 @@ class LocalOutlook(Outlook):
 
     @cached_property
     def _round(self) -> SchedulingRound:
-        return dry_run(self._cluster, self._now).run()
+        done = dry_run(self._cluster, self._now).run()
+        share_devices(done, self._cluster.parted)
+        return done
 
     def holds(self, now: float) -> bool:
         """Return whether the answers are those of ``now``; a round that has not run yet will be."""

@@ -65,6 +65,20 @@ async def test_a_waiting_job_becomes_a_guest_once_its_host_was_watched(site, bro
 
 
 @one_gpu
+async def test_whoever_submits_a_job_reads_that_it_would_start_as_a_guest(site, broker):
+    await site.running("bo", "1", program=SMALL, share=True)
+    asked = wire.JobRequest(command=["-"], gpus="1", project="nlp", share=True)
+    assert (await broker.requests.outlook("bo", asked)).starts == "no"
+    await asyncio.sleep(WATCHED_S + 60)
+    found = sent(await broker.requests.outlook("bo", asked))
+    assert (found.starts, found.sentence) == (
+        "now", "Would start now as a guest on the GPU of another job, and gives way when that needs it."
+    )  # fmt: skip
+    alone = await broker.requests.outlook("bo", wire.replace(asked, share=False))
+    assert alone.starts == "no"
+
+
+@one_gpu
 async def test_a_job_that_never_shares_or_is_busy_with_its_memory_has_no_guest(site, broker):
     await site.running("bo", "1", program=SMALL)
     waits = await site.submit("bo", "1", program=SMALL, share=True)
