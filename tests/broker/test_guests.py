@@ -153,6 +153,7 @@ async def test_a_broker_that_starts_again_goes_on_with_the_pair(site, broker):
     broker = await site.start_broker()
     await until(lambda: broker.seen(host).shared == "host", 10)
     assert broker.lease(guest).lease.host == host.lease_id
+    assert len(await told(broker, host)) == 1
     # Its speed alone is not known to this broker: the guest leaves after the trial, and may come again.
     await until(lambda: broker.state(guest) == "suspended", TRIAL_S + 10)
     assert broker.lease(guest).why == Why.PAIR_PARTED

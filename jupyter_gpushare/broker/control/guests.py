@@ -43,6 +43,7 @@ class GuestControl:
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
         self._pairs: dict[str, _Pair] = {}  # by guest
+        self._began_at = registry.clock()
 
     async def look(self, now: float) -> None:
         """Measure and judge; what is decided by it counts in the snapshot that follows.
@@ -58,7 +59,9 @@ class GuestControl:
             if guest_id not in self._pairs or self._pairs[guest_id].host != host.id:
                 self._pairs[guest_id] = _Pair(host.id, now, now)
                 registry.observations[guest_id].left_host = None
-                await came(registry, host)
+                # Of the others, an earlier broker told the owner.
+                if registry.leases[guest_id].entered_at >= self._began_at:
+                    await came(registry, host)
         self._measure(now)
         at_work = snapshot.at_work(registry, now)
         for guest_id, pair in self._pairs.items():

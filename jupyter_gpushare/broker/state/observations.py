@@ -169,16 +169,16 @@ class PeakMemory:
 
 @dataclass(frozen=True, slots=True)
 class Companion:
-    """The other job on the GPU of a host or of a guest, and what the two get of their speeds.
+    """The other job on the GPU of a host or of a guest, and the parts of their speeds that both keep.
 
-    A host that holds several devices may have a guest on each: ``other`` is the newest of them then.
+    A host has one guest, however many devices it holds.
     """
 
     role: Literal["host", "guest"]  # of the lease that this is an observation of
     other: str  # id of the other lease
     # Of a host's rate alone, by the last judgement; of a guest's own rate alone.  None: not known.
     kept: float | None = None
-    # Part of a device's time that the guest gets, from 0 to 1; of a host the sum of its guests.
+    # Part of its device's time that the guest gets, from 0 to 1.
     guest_gets: float = 0.0
     began_at: float = 0.0  # on the broker's clock
 
