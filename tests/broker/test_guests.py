@@ -298,3 +298,17 @@ async def test_the_progress_of_a_guest_is_measured_against_what_it_got(site, bro
     measured = broker.job(guest).measure
     # 5 % in 300 s, of which it got 0.3.
     assert measured.left_gpu_s == pytest.approx(65 * 60 * 0.3, rel=0.1)
+
+
+@one_gpu
+async def test_a_guest_gets_all_of_the_gpu_while_its_host_computes_nothing(site, broker, monkeypatch):
+    """Its measured share is that of the time in which both computed."""
+    host, guest = await pair(site, broker)
+    held(site, broker, guest).measured_share = 0.1
+    await asyncio.sleep(5)
+    companion = broker.registry.observations[host.lease_id].companion
+    assert companion.guest_gets == 0.1
+    at_work = snapshot.at_work
+    monkeypatch.setattr(snapshot, "at_work", lambda *args: at_work(*args) - {host.lease_id})
+    await asyncio.sleep(5)
+    assert broker.registry.observations[host.lease_id].companion.guest_gets == 1.0

@@ -9,7 +9,7 @@ the planner takes the guest off.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 
 from jupyter_gpushare import messages
@@ -67,7 +67,7 @@ class GuestControl:
         for guest_id, pair in self._pairs.items():
             if pair.verdict is None or now >= pair.verdict.next_at:
                 await self._judge(guest_id, pair, now)
-            self._note(guest_id, pair, now, is_at_work=guest_id in at_work)
+            self._note(guest_id, pair, now, at_work)
 
     def _together(self) -> Iterator[tuple[LeaseRecord, LeaseRecord]]:
         for record in self._registry.index.placed.values():
@@ -118,12 +118,12 @@ class GuestControl:
         job = self._registry.jobs.get(lease_id[1:])
         return snapshot.pair_key(job.user, job.command) if job is not None else ""
 
-    def _note(self, guest_id: str, pair: _Pair, now: float, *, is_at_work: bool) -> None:
+    def _note(self, guest_id: str, pair: _Pair, now: float, at_work: Collection[str]) -> None:
         """Note with both what they get."""
         observations, verdict = self._registry.observations, pair.verdict
         passed_s, pair.measured_at = min(_LONGEST_S, now - pair.measured_at), now
         host, guest = observations[pair.host], observations[guest_id]
-        gets = _gets(guest, is_at_work)
+        gets = _gets(guest, guest_id in at_work, pair.host in at_work)
         guest.guest_gpu_s += passed_s * gets
         kept = (None, None) if verdict is None else (verdict.host, verdict.guest)
         host.companion = Companion("host", guest_id, kept[0], gets, pair.began_at)
@@ -147,10 +147,13 @@ class GuestControl:
             await self._part(guest_id, pair, now)
 
 
-def _gets(guest: Observation, is_at_work: bool) -> float:
-    """Return the part of its device's time that a guest got lately: all where its host computed nothing."""
+def _gets(guest: Observation, is_at_work: bool, host_is_at_work: bool) -> float:
+    """Return the part of its device's time that a guest got lately: all where its host computed nothing.
+
+    Its share was measured only while both computed.
+    """
     share = guest.sample.measured_share if guest.sample is not None else 0.0
-    return share if share >= 0 else float(is_at_work)
+    return share if share >= 0 and host_is_at_work else float(is_at_work)
 
 
 async def came(registry: Registry, host: LeaseRecord) -> None:
