@@ -122,7 +122,7 @@ async def test_a_guest_that_needs_more_than_its_part_waits_for_a_gpu_of_its_own(
 
 @one_gpu
 async def test_a_guest_that_still_waits_for_more_does_not_come_back(site, broker):
-    host, guest = await pair(site, broker)
+    _, guest = await pair(site, broker)
     mine = held(site, broker, guest)
     used = dict(mine.used)
     await site.leave(mine, "own_memory")

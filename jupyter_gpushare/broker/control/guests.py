@@ -95,7 +95,7 @@ class GuestControl:
             observation.rates.add(reading, beside.get(record.id, ""))
 
     async def _judge(self, guest_id: str, pair: _Pair, now: float) -> None:
-        registry, observations = self._registry, self._registry.observations
+        observations = self._registry.observations
         host, guest = observations[pair.host].rates, observations[guest_id].rates
         pair.verdict = verdict = judge(host, guest, pair.began_at, now)
         if verdict.decision is Decision.UNDECIDED:
