@@ -94,6 +94,7 @@ async def test_a_guest_leaves_at_once_when_its_host_allocates(site, broker):
     await until(lambda: broker.state(guest) == "suspended", 5)
     record = broker.lease(guest)
     assert (record.lease.host, record.why, record.requeue) == ("", Why.HOST_MEMORY_WANTED, False)
+    assert broker.job(guest).preemptions == 1
     await until(lambda: broker.seen(host).shared == "", 5)
     assert (await told(broker, host))[-1].endswith("left after 1.0 s: the job needed the memory.")
     assert "the job whose GPU it shared needed the memory" in broker.seen(guest).reason

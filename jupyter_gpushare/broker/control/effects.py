@@ -206,14 +206,17 @@ class Effects:
         moved = await self.devices.suspend(record.handle, calls)
         await self._count_suspension(moved)
         if moved.done:
-            job = self.registry.job_of(record)
-            if job is not None:
-                job = replace(job, preemptions=job.preemptions + 1)
-            await self.registry.advance(record, SuspendDone(saved_bytes=moved.bytes), job=job)
-            if job is not None:
-                self.announcer.job("paused", job, "suspended")
+            await self._suspended(record, moved.bytes)
         else:
             await self._suspend_refused(record, moved)
+
+    async def _suspended(self, record: LeaseRecord, saved_bytes: int) -> None:
+        job = self.registry.job_of(record)
+        if job is not None:
+            job = replace(job, preemptions=job.preemptions + 1)
+        await self.registry.advance(record, SuspendDone(saved_bytes=saved_bytes), job=job)
+        if job is not None:
+            self.announcer.job("paused", job, "suspended")
 
     async def _count_suspension(self, moved: MoveResult) -> None:
         """Count a suspension that reached the driver."""
@@ -344,8 +347,7 @@ class Effects:
         if record.lease.host:
             found = self.registry.observations[record.id].left_host
             why = Why(found[0]) if found is not None else Why.HOST_MEMORY_WANTED
-        await self.registry.advance(record, SuspendBegun(why=why))
-        await self.registry.advance(record, SuspendDone(saved_bytes=saved))
+        await self._suspended(await self.registry.advance(record, SuspendBegun(why=why)), saved)
 
     # start and stop
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from hashlib import blake2b
 
 from jupyter_gpushare.broker.engine import Engine
@@ -136,7 +136,6 @@ def _as_site_shares(registry: Registry, lease: Lease) -> Lease:
     return replace(lease, share=registry.policy.share, pair_key=key)
 
 
-@lru_cache(4096)
 def pair_key(user: str, command: tuple[str, ...]) -> str:
     """Return the key of `Lease.pair_key` for what a user runs."""
     return blake2b("\0".join((user, *command)).encode(errors="surrogateescape"), digest_size=16).hexdigest()
