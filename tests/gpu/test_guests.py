@@ -7,11 +7,13 @@ import signal
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from jupyter_gpushare.gpu.leases import files
+from jupyter_gpushare.gpu.moves.guests import Guests
 from jupyter_gpushare.protocol.helper import Level
 from tests.gpu.machine import GIB, Machine, Refused, Worker, machine_in
 from tests.gpu.test_turns_of_leases import LAUNCHER, got
@@ -131,6 +133,58 @@ def test_dropping_the_guest_ends_the_pair(pair: tuple[Machine, Worker, Worker]) 
     machine.ask("drop", lease="guest")
     assert kept(machine, "host") == 0
     start_guest(machine)  # another one
+
+
+def test_what_a_guest_held_that_was_dropped_as_it_began_is_waited_for(tmp_path: Path) -> None:
+    """Its processes are in no sample yet."""
+    for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,free-delay=600"):
+        machine.start()
+        host = machine.session("host", WHOLE, mib=30 * MIB_OF_GIB)
+        machine.lease("guest", WHOLE, guest_of="host", guest_bytes=GUEST)
+        guest = machine.worker("guest", wait=False)
+        assert guest.answer() == "ready 0"
+        assert guest.do(f"alloc {18 * MIB_OF_GIB}") == "0"
+        machine.ask("drop", lease="guest", end_processes=True)
+        assert host.do("alloc 39936") == "0"
+
+
+def test_a_guest_that_has_ended_is_not_declared_asleep(pair: tuple[Machine, Worker, Worker]) -> None:
+    """The pair would have no guest that could leave, and its host would wait for ever."""
+    machine, host, guest = pair
+    guest.kill()
+    until(lambda: not machine.of("guest")["processes"])
+    machine.lease("guest", WHOLE, guest_of="host", guest_bytes=GUEST, suspended=True)
+    assert machine.of("guest")["phase"] == "running"
+    assert host.do("alloc 35000") == "0"
+    assert (machine.of("guest")["phase"], kept(machine, "host")) == ("suspended", 0)
+
+
+def test_all_guests_of_a_host_hear_that_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may take long to leave, on another device."""
+    left, words = [], {"host": 1, "first": 1, "second": 1}
+
+    def lease(name: str, guest_of: str = "") -> Any:
+        slot = SimpleNamespace(key=(1, 1), wants_memory=0)
+
+        def turn_slots() -> list[Any]:
+            slot.wants_memory = words[name]
+            return [slot]
+
+        files = SimpleNamespace(turn_slots=turn_slots)
+        asked = SimpleNamespace(guest_of=guest_of)
+        return SimpleNamespace(
+            name=name, is_guest=bool(guest_of), asked=asked, files=files, processes=(), guests={}
+        )
+
+    leases = [lease("host"), lease("first", "host"), lease("second", "host")]
+    registry: Any = SimpleNamespace(all=lambda: leases, get={each.name: each for each in leases}.get)
+    nothing: Any = None
+    watch = Guests(nothing, registry, nothing, nothing)
+    monkeypatch.setattr(watch, "leave", lambda guest, reason: left.append((guest.name, reason)))
+    watch.look()
+    words["host"] = 2
+    watch.look()
+    until(lambda: sorted(left) == [("first", "host_memory"), ("second", "host_memory")])
 
 
 def test_the_broker_suspends_a_guest_as_any_lease(pair: tuple[Machine, Worker, Worker]) -> None:

@@ -109,6 +109,8 @@ class Guests:
             return files
         _check(request)
         lives = lease is not None and self._registry.may_live(lease)
+        if lease is not None and lease.is_guest:
+            request = replace(request, suspended=False)  # it leaves by being suspended or dropped alone
         if lease.phase is Phase.SUSPENDED if lease and lives else request.suspended:
             # It counts from its resume on; and should it end now, it must not run again.
             return self._registry.set_limit(replace(request, suspended=True), epoch)
@@ -154,7 +156,11 @@ class Guests:
             HelperError: it is being moved, or the epoch is stale.
         """
         lease = self._registry.get(request.lease)
-        pids = {pid for pid, _ in self._processes(lease)} if lease and lease.is_guest else set()
+        pids = set[int]()
+        if lease and lease.is_guest:
+            # Also those that began after the last sample.
+            living = {process.key for process in self._registry.living(lease.name)}
+            pids = {pid for pid, _ in self._processes(lease) | living}
         dropped = self._registry.drop(request, epoch)
         until = time.monotonic() + GONE_S
         while lease and pids and self._shows(lease, pids) and time.monotonic() < until:
@@ -248,10 +254,11 @@ class Guests:
         names = {name for guest in guests for name in (guest.name, guest.asked.guest_of)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         self._known = {guest.name: self._processes(guest) for guest in guests}
+        # Each is read once: a host of several devices may have several guests.
+        asking = {lease.name for lease in leases if lease.name in names and self._asks(lease)}
         for guest in guests:
-            host = self._registry.get(guest.asked.guest_of)
-            asks = [("host_memory", host is not None and self._asks(host)), ("own_memory", self._asks(guest))]
-            reason = next((reason for reason, asked in asks if asked), "")
+            asks = [("host_memory", guest.asked.guest_of), ("own_memory", guest.name)]
+            reason = next((reason for reason, name in asks if name in asking), "")
             if reason and guest.name not in self._leaving:
                 thread = threading.Thread(
                     target=self.leave, args=(guest, reason), name="guest-leaves", daemon=True
