@@ -238,6 +238,17 @@ def test_a_lease_that_has_ended_on_another_device_is_left_alone(helper: Helper) 
     assert job.phase is Phase.RUNNING
 
 
+def test_a_guest_whose_host_has_ended_makes_no_way(helper: Helper) -> None:
+    """What it has was in the limit of its host, and is in nobody's now."""
+    host = helper.ended("host")
+    fields = {"guest_of": "host", "guest_bytes": 20 * GIB}
+    guest = helper.lease("guest", 60 * GIB, **fields)
+    helper.living["guest"] = (COMMAND,)
+    ada = helper.asleep("ada")
+    assert helper.look() == []
+    assert (host.phase, guest.phase, ada.phase) == (Phase.SUSPENDED, Phase.RUNNING, Phase.SUSPENDED)
+
+
 def its_command_lives(helper: Helper, _job: HelperLease) -> None:
     helper.living["job"] = (RUNNER, COMMAND)
 

@@ -249,10 +249,13 @@ class LeaseRegistry:
 
     def _on_devices(self, name: str) -> list[HelperLease]:
         """The other leases that hold device memory, may soon, or are being moved."""
-        others = [lease for lease in self._leases.values() if lease.name != name]
-        # What a guest has is in its host's limit.
-        others = [each for each in others if not (each.is_guest and each.asked.guest_of in self._leases)]
-        return [each for each in others if each.phase is not Phase.SUSPENDED or each.moving.locked()]
+        leases = self._leases.values()
+        there = [each for each in leases if each.phase is not Phase.SUSPENDED or each.moving.locked()]
+        # What a guest has is in its host's limit, while that counts here.
+        hosts = {each.name: each.limits for each in leases if each in there or each.name == name}
+        guests = [each for each in there if each.is_guest and each.asked.guest_of in hosts]
+        within = [each for each in guests if each.limits.keys() & hosts[each.asked.guest_of].keys()]
+        return [each for each in there if each.name != name and each not in within]
 
     def _fits(self, limits: Mapping[str, int], beside: list[HelperLease]) -> bool:
         """Whether the limits of all these leases fit together on each device."""
