@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -45,6 +46,28 @@ def start_guest(machine: Machine, gib: int = 4, guest_bytes: int = GUEST, **fiel
 def denied(machine: Machine, name: str) -> int:
     raw = (machine.state_dir / "leases" / name / "account").read_bytes()
     return int(files.ACCOUNT_HEAD.unpack_from(raw)[2])
+
+
+SLOW_SAVES = """
+import time
+from jupyter_gpushare.gpu.leases.journal import StateDirectory
+save = StateDirectory.save
+def slow(self, record):
+    save(self, record)
+    time.sleep(0.5 * (record.asked.share < 1))
+StateDirectory.save = slow
+"""
+
+
+def test_a_guest_that_begins_while_its_host_starts_again_is_kept_for(bare: Machine) -> None:
+    bare.start(before=SLOW_SAVES)
+    bare.lease("host", WHOLE)  # no process carries it
+    again = threading.Thread(target=lambda: bare.lease("host", WHOLE, share=0.5))
+    again.start()
+    time.sleep(0.2)
+    bare.lease("guest", WHOLE, guest_of="host", guest_bytes=GUEST)
+    again.join()
+    assert kept(bare, "host") == GUEST
 
 
 @pytest.fixture

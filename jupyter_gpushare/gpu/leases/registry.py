@@ -348,6 +348,15 @@ class LeaseRegistry:
             if uuid in host.limits
         }
 
+    def begin_pair(self, host: HelperLease, uuid: str, guest: str, count: int) -> bool:
+        """Keep bytes of a lease for its guest; False: it was replaced or dropped meanwhile."""
+        with self._guard:
+            if self._leases.get(host.name) is not host:
+                return False
+            host.guests = host.guests | {uuid: (guest, count)}
+            host.write_kept()
+            return True
+
     def end_pair(self, guest: str) -> None:
         """Give hosts their memory back that a guest had, which has left, and what was reserved for it."""
         self._machine.host.keep_reserved(guest, 0)
@@ -529,15 +538,17 @@ class LeaseRegistry:
         ):
             return
         new = HelperLease(record, lease.files)
-        new.moving, new.guests = lease.moving, self.guests_of(new)
+        new.moving = lease.moving
         # Calls counted by earlier processes must not wake the later ones.
         new.baseline = counters_of(new.files.account())
         self._machine.state.save(new.record())
-        new.create_files(self._devices.contexts(new.limits))
-        new.files.reopen()
-        self._cgroups.remove(lease.name, lease.limits)
-        self._enforce(new)
-        with self._guard:
+        with self._guard:  # no pair begins or ends meanwhile
+            guests = lease.guests | self.guests_of(new)
+            new.guests = {uuid: each for uuid, each in guests.items() if uuid in new.limits}
+            new.create_files(self._devices.contexts(new.limits))
+            new.files.reopen()
+            self._cgroups.remove(lease.name, lease.limits)
+            self._enforce(new)
             self._leases[lease.name] = new
         lease.dropped = True
         self.suspended.set()

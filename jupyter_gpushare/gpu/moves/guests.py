@@ -180,8 +180,9 @@ class Guests:
             reason = self._machine.host.reserve(name, max(0, guest_bytes - parked), self._mover.held_bytes())
             if reason:
                 return refusal(Refusal.HOST_MEMORY, reason)
-            host.guests = host.guests | {uuid: (name, guest_bytes)}
-            host.write_kept()
+            if not self._registry.begin_pair(host, uuid, name, guest_bytes):
+                self._machine.host.keep_reserved(name, 0)
+                return refusal(Refusal.BUSY, f"lease {host.name} was dropped or replaced meanwhile")
             most, used = host.limits[uuid] - guest_bytes, self._used_bytes(host, uuid)
             if used is None or used > most:
                 self._registry.end_pair(name)
