@@ -50,6 +50,17 @@ def counts(lease: HelperLease, *, work: int, waiting: int) -> None:
     lease.account = lease.files.account()
 
 
+def test_a_process_far_behind_the_others_is_seen_with_the_next_sample(strict: HelperLease) -> None:
+    """Nobody read the account while those between it and the first one came and ended."""
+    counts(strict, work=5, waiting=0)
+    assert [[slot.key for slot in strict.files.turn_slots()] for _ in range(2)] == [[PROCESS]] * 2
+    with (strict.files.path / ACCOUNT_NAME).open("r+b") as account:
+        account.seek(ACCOUNT_HEAD.size + 40 * SLOT.size)
+        account.write(SLOT.pack(99, 0, 1, *[0] * 8))
+    assert strict.files.account()
+    assert [slot.key for slot in strict.files.turn_slots()] == [PROCESS, (99, 1)]
+
+
 def test_leases_that_compute_nothing_are_looked_at_rarely(strict: HelperLease) -> None:
     turns = turns_of(strict)
     counts(strict, work=6, waiting=1)

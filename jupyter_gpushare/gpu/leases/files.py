@@ -402,7 +402,7 @@ class LeaseDirectory:
         """Return the entries of the account as last looked up, also of processes that have ended.
 
         It is read hundreds of times a second: without ``everyone`` as many entries as were in use, and some
-        more, so that a new process may be missed once.
+        more, so that a new process may be missed until the next sample.
         """
         with self._guard:
             if self._account_fd < 0:
@@ -428,6 +428,7 @@ class LeaseDirectory:
             _cut(fd)
         with self._guard:
             old, self._account_fd = self._account_fd, fd
+            self._turn_bytes = SLOT.size * SLOTS
         if old >= 0:
             os.close(old)
 
