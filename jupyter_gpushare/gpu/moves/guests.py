@@ -50,6 +50,8 @@ log = logging.getLogger(__name__)
 POLL_S = 0.005
 RETRY_S = 0.01
 GONE_S = 5.0
+# A process may take longer to end, for it writes a core file: its host waits for that, no request does.
+LATE_S = 60.0
 MAX_KNOWN = 1024
 # How long a guest is asked again that does not come to rest, or is refused for another reason.
 BUSY_S = 10.0
@@ -157,16 +159,40 @@ class Guests:
         """
         lease = self._registry.get(request.lease)
         pids = set[int]()
-        if lease and lease.is_guest:
+        if lease and lease.asked.guest_of:
             # Also those that began after the last sample.
             living = {process.key for process in self._registry.living(lease.name)}
             pids = {pid for pid, _ in self._processes(lease) | living}
         dropped = self._registry.drop(request, epoch)
-        until = time.monotonic() + GONE_S
-        while lease and pids and self._shows(lease, pids) and time.monotonic() < until:
-            time.sleep(RETRY_S)
-        self._registry.end_pair(request.lease)
+        if lease is None or not lease.is_guest:
+            self._end(request.lease)
+        elif not self._end_when_gone(lease, pids, GONE_S):
+            late = threading.Thread(
+                target=self._end_late, args=(lease, pids), name="guest-is-gone", daemon=True
+            )
+            late.start()
         return dropped
+
+    def _end_late(self, guest: HelperLease, pids: set[int]) -> None:
+        if not self._end_when_gone(guest, pids, LATE_S):
+            log.error("lease=%s was dropped, and the driver still shows its memory", guest.name)
+            self._end(guest.name)
+
+    def _end_when_gone(self, guest: HelperLease, pids: set[int], patience_s: float) -> bool:
+        """End the pair of a dropped guest when its memory is gone; whether that was in time."""
+        until = time.monotonic() + patience_s
+        while self._shows(guest, pids):
+            if time.monotonic() >= until:
+                return False
+            time.sleep(RETRY_S)
+        self._end(guest.name)
+        return True
+
+    def _end(self, name: str) -> None:
+        """End the pair of a lease that was dropped, if no other of its name is a guest by now."""
+        lease = self._registry.get(name)
+        if lease is None or not lease.is_guest:
+            self._registry.end_pair(name)
 
     def _begin(self, asked: SetLimit, uuid: str, guest: HelperLease | None) -> MoveResult | None:
         """Reserve host memory for a guest, and let the host keep bytes for it; why not, or None."""
