@@ -193,32 +193,51 @@ def test_a_guest_that_has_ended_is_not_declared_asleep(pair: tuple[Machine, Work
     assert (machine.of("guest")["phase"], kept(machine, "host")) == ("suspended", 0)
 
 
-def test_all_guests_of_a_host_hear_that_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them may take long to leave, on another device."""
-    left, words = [], {"host": 1, "first": 1, "second": 1}
+def watched(
+    monkeypatch: pytest.MonkeyPatch, words: dict[str, int], guests: list[str]
+) -> tuple[Guests, list[tuple[str, str]]]:
+    """A watch over a host and its guests, whose words these are, and who was told to leave."""
 
     def lease(name: str, guest_of: str = "") -> Any:
-        slot = SimpleNamespace(key=(1, 1), wants_memory=0)
-
         def turn_slots() -> list[Any]:
-            slot.wants_memory = words[name]
-            return [slot]
+            return [SimpleNamespace(key=(1, 1), wants_memory=words[name])]
 
-        files = SimpleNamespace(turn_slots=turn_slots)
-        asked = SimpleNamespace(guest_of=guest_of)
+        files, asked = SimpleNamespace(turn_slots=turn_slots), SimpleNamespace(guest_of=guest_of)
         return SimpleNamespace(
             name=name, is_guest=bool(guest_of), asked=asked, files=files, processes=(), guests={}
         )
 
-    leases = [lease("host"), lease("first", "host"), lease("second", "host")]
+    leases = [lease("host"), *(lease(name, "host") for name in guests)]
     registry: Any = SimpleNamespace(all=lambda: leases, get={each.name: each for each in leases}.get)
     nothing: Any = None
-    watch = Guests(nothing, registry, nothing, nothing)
+    watch, left = Guests(nothing, registry, nothing, nothing), list[tuple[str, str]]()
     monkeypatch.setattr(watch, "leave", lambda guest, reason: left.append((guest.name, reason)))
+    return watch, left
+
+
+def test_all_guests_of_a_host_hear_that_it_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them may take long to leave, on another device."""
+    words = {"host": 1, "first": 1, "second": 1}
+    watch, left = watched(monkeypatch, words, ["first", "second"])
     watch.look()
     words["host"] = 2
     watch.look()
     until(lambda: sorted(left) == [("first", "host_memory"), ("second", "host_memory")])
+
+
+def test_what_was_asked_before_a_pair_began_is_not_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guest may have left and resumed between two looks."""
+    words = {"host": 1, "guest": 1}
+    watch, left = watched(monkeypatch, words, ["guest"])
+    watch.look()
+    words["host"] = 9
+    watch._begun.set()
+    watch.look()
+    time.sleep(0.1)
+    assert left == []
+    words["host"] = 10
+    watch.look()
+    until(lambda: left == [("guest", "host_memory")])
 
 
 def test_the_broker_suspends_a_guest_as_any_lease(pair: tuple[Machine, Worker, Worker]) -> None:

@@ -268,7 +268,6 @@ class Guests:
             try:
                 if not self.look():
                     self._begun.wait()
-                    self._begun.clear()
             except Exception:  # the outermost loop: a host must not wait for another pair's fault
                 log.exception("guests cannot be watched")
             time.sleep(POLL_S)
@@ -277,6 +276,9 @@ class Guests:
         """Read the words of all pairs once; returns whether there are any, or one is about to begin."""
         leases = self._registry.all()
         guests = [lease for lease in leases if lease.is_guest]
+        if self._begun.is_set():  # what was asked before is not for a pair that is new
+            self._begun.clear()
+            self._seen = {}
         self._leaving = {name: each for name, each in self._leaving.items() if each.is_alive()}
         names = {name for guest in guests for name in (guest.name, guest.asked.guest_of)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
