@@ -88,6 +88,12 @@ def test_a_guest_needs_a_device_that_can_give_it_back(more):
     assert actions(cluster(host(), waiting(), gpus=[device(0, **more)])) == []
 
 
+def test_a_job_is_no_guest_on_a_device_that_is_too_small_for_it():
+    gpus = [device(0), device(1, memory_bytes=160 * GIB)]
+    job = waiting(milli=0, memory_bytes=100 * GIB)
+    assert actions(cluster(host(), build("s", 1000, "1"), job, gpus=gpus)) == []
+
+
 def test_a_session_is_neither_host_nor_guest():
     session = build("h", 1000, "0", share=True, spare_bytes=SPARE)
     assert actions(cluster(session, waiting())) == []
