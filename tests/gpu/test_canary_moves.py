@@ -38,13 +38,18 @@ def says(machine: Machine) -> list[tuple[bool, bool, str]]:
 @pytest.mark.parametrize(
     "equal",
     [
-        TWO,
-        f"{TWO},pairs=used",
-        f"{TWO},moved-uuid=old",
-        f"{TWO},caller-dies=done",
-        f"{TWO},listed=allocated",
-        "3xH100-80GB,host=512GiB",
         "1xA100-80GB+2xH100-80GB,host=512GiB",
+        *(
+            pytest.param(spec, marks=pytest.mark.long)
+            for spec in (
+                TWO,
+                f"{TWO},pairs=used",
+                f"{TWO},moved-uuid=old",
+                f"{TWO},caller-dies=done",
+                f"{TWO},listed=allocated",
+                "3xH100-80GB,host=512GiB",
+            )
+        ),
     ],
     indirect=True,
 )
@@ -65,8 +70,8 @@ def test_a_child_of_each_device_moves_once_to_the_next_equal_one(equal: Machine)
 @pytest.mark.parametrize(
     "equal",
     [
-        "1xH100-80GB,host=512GiB",
-        "1xH100-80GB+1xA100-80GB,host=512GiB",
+        pytest.param("1xH100-80GB,host=512GiB", marks=pytest.mark.long),
+        pytest.param("1xH100-80GB+1xA100-80GB,host=512GiB", marks=pytest.mark.long),
         "1xH100-80GB+1xH100-40GB,host=512GiB",
     ],
     indirect=True,

@@ -73,7 +73,17 @@ def used(machine: Machine) -> list[int]:
     return [machine.sim.device_used(device) // MIB for device in range(len(machine.uuids()))]
 
 
-@pytest.mark.parametrize("unstarted", ["", ",pairs=used", ",moved-uuid=old", ",growth=64MiB"], indirect=True)
+@pytest.mark.parametrize(
+    "unstarted",
+    [
+        "",
+        *(
+            pytest.param(odd, marks=pytest.mark.long)
+            for odd in (",pairs=used", ",moved-uuid=old", ",growth=64MiB")
+        ),
+    ],
+    indirect=True,
+)
 def test_memory_account_and_limit_move_with_a_lease(four: Machine) -> None:
     worker = four.session("ada", 2 * GIB)
     assert worker.do("fill 512") == "0"
