@@ -16,7 +16,7 @@ import pytest
 from jupyter_gpushare.gpu.leases import files
 from jupyter_gpushare.gpu.moves.guests import Guests
 from jupyter_gpushare.protocol.helper import Level
-from tests.gpu.machine import GIB, Machine, Refused, Worker, machine_in
+from tests.gpu.machine import GIB, WORKER, Machine, Refused, Worker, machine_in
 from tests.gpu.test_turns_of_leases import LAUNCHER, got
 from tests.simulator import Fault
 from tests.waiting import until
@@ -300,6 +300,16 @@ def test_a_guest_that_cannot_be_suspended_is_killed_and_the_host_goes_on(
     machine.stop(signal.SIGKILL)
     machine.start()
     assert machine.of("guest")["ended_as_guest"]
+
+
+def test_a_guest_with_the_arguments_of_a_runner_is_killed_all_the_same(machine: Machine) -> None:
+    host = machine.session("host", WHOLE, mib=30 * MIB_OF_GIB)
+    machine.lease("guest", WHOLE, guest_of="host", guest_bytes=GUEST)
+    command = [sys.executable, "-X", "GPUSHARE_LEASE=guest", str(WORKER)]
+    guest = machine.worker("guest", mib=4 * MIB_OF_GIB, command=command)
+    assert guest.do("taint") == "0"
+    assert host.do("alloc 35000") == "0"
+    assert guest.process.wait(10) == -signal.SIGKILL
 
 
 def test_a_guest_that_does_not_come_to_rest_is_tried_again(pair: tuple[Machine, Worker, Worker]) -> None:

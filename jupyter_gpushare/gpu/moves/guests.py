@@ -19,6 +19,7 @@ call waits until it is resumed where it has its whole limit.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import threading
@@ -366,9 +367,22 @@ class Guests:
                 return True
         return False
 
+    def _on_devices(self, guest: HelperLease) -> set[int]:
+        """The pids that the driver lists on the devices of a guest, as far as it answers."""
+        found = set[int]()
+        for uuid in guest.limits:
+            with contextlib.suppress(DeviceError):
+                found |= self._machine.nvml.processes(uuid).keys()
+        return found
+
     def _kill(self, guest: HelperLease, reason: str) -> None:
-        """Kill what a guest runs, but not its runner: that reports, and the broker starts the job again."""
-        ended = [process for process in self._registry.living(guest.name) if not process.is_runner]
+        """Kill what a guest runs, but not its runner: that reports, and the broker starts the job again.
+
+        Every program can take the arguments of a runner.  A runner uses no device, which the driver shows.
+        """
+        on_devices = self._on_devices(guest)
+        living = self._registry.living(guest.name)
+        ended = [each for each in living if not each.is_runner or each.pid in on_devices]
         if ended and not guest.ended_as_guest:
             guest.ended_as_guest = True  # before the runner can report
             self._mover.save_again(guest)
