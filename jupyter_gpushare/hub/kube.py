@@ -237,7 +237,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         if setting := kube_pod.joined(plain):
             self._tell_administrator(
                 f"the pod would have {setting}, and users could get at each other's servers: remove it from "
-                "the profile, c.KubeSpawner.extra_pod_config or modify_pod_hook"
+                "c.KubeSpawner, its profile or modify_pod_hook"
             )
             raise refusal(SITE_SETTING, "site_setting", 503)
         if wrong := complaint(plain, self._place(), self._runtime):

@@ -124,8 +124,11 @@ def complaint(pod: Mapping[str, Any], place: PodPlace | None, runtime: Runtime) 
 
 
 def joined(pod: Mapping[str, Any]) -> str:
-    """Return the namespace of its node that a pod joins, so that it is not apart from others; or empty."""
-    return next((name for name in ("hostPID", "hostIPC", "hostNetwork") if pod["spec"].get(name)), "")
+    """Return the setting with which a pod is not apart from its node and from other pods; or empty."""
+    spec = pod["spec"]
+    if (spec["containers"][0].get("securityContext") or {}).get("privileged"):
+        return "securityContext.privileged"
+    return next((name for name in ("hostPID", "hostIPC", "hostNetwork") if spec.get(name)), "")
 
 
 def _lost(spec: Mapping[str, Any], place: PodPlace, runtime: Runtime) -> str:

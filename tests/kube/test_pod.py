@@ -111,14 +111,17 @@ async def test_a_pod_with_a_lease_runs_on_its_node_with_its_files_and_its_gpus_a
     assert server["securityContext"]["runAsUser"] == 1000
 
 
-@pytest.mark.parametrize("name", ["hostPID", "hostIPC", "hostNetwork"])
+@pytest.mark.parametrize("name", ["hostPID", "hostIPC", "hostNetwork", "privileged"])
 @pytest.mark.parametrize("by_hook", [False, True], ids=["setting", "hook"])
-async def test_a_pod_that_joins_a_namespace_of_its_node_is_refused(make, name, by_hook):
-    settings = {} if by_hook else {"extra_pod_config": {name: True}}
-    spawner = make(**settings)
+async def test_a_pod_that_is_not_apart_from_its_node_is_refused(make, name, by_hook):
+    setting = {"privileged": True} if name == "privileged" else {"extra_pod_config": {name: True}}
+    spawner = make(**({} if by_hook else setting))
 
     def hook(_: Any, pod: Any) -> Any:
-        setattr(pod.spec, {"hostPID": "host_pid", "hostIPC": "host_ipc"}.get(name, "host_network"), True)
+        if name == "privileged":
+            pod.spec.containers[0].security_context = {"privileged": True}
+        else:
+            setattr(pod.spec, {"hostPID": "host_pid", "hostIPC": "host_ipc"}.get(name, "host_network"), True)
         return pod
 
     with pytest.raises(Exception, match="settings do not fit") as refused:
