@@ -378,6 +378,20 @@ async def test_a_job_does_not_start_in_a_project_that_its_owner_has_left(site, b
     assert reason.args == [messages.text("reason.not_a_member", "cy", "nlp")]
 
 
+async def test_where_a_project_is_renamed_what_runs_goes_on_and_what_waits_fails(site):
+    broker = await started(site)
+    held = await site.session("bo", "1/2")
+    await administration.drain(broker.registry, broker.engine, MACHINE, None, "root")
+    job = await site.submit("bo", project="nlp")
+    await open_again(broker)
+    renamed = [replace(each, name=each.name.replace("nlp", "text")) for each in site.policy.projects]
+    broker.registry.policy = replace(site.policy, projects=tuple(renamed))
+    assert await broker.ended(job, 120) == "failed"
+    assert not site.started
+    assert broker.seen(job).reason == "It could not be started: bo is no member of project nlp"
+    assert broker.state(held.handle) == "running"
+
+
 async def test_what_moves_to_another_owner_is_added_to_what_is_there(store):
     moved = replace(stored.USAGE, user="old"), replace(stored.USAGE, user="old", day="2025-01-03")
     job = replace(stored.JOB, user="old")
