@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+import tomllib
 from pathlib import Path
 from types import ModuleType
 
@@ -42,6 +43,18 @@ def test_the_scheduling_order_stays_short():
     assert len(section.split()) <= 700
     assert len(rules) > 9
     assert max(len(rule.split()) for rule in rules) <= 60
+
+
+# ---- docs/security.md says of each spawner what it keeps apart
+
+SECURITY = FIRST_GPU.with_name("security.md")
+
+
+def test_the_page_says_of_every_spawner_that_is_shipped_what_it_keeps_apart():
+    section = SECURITY.read_text().partition("## What each spawner keeps apart")[2].partition("\n## ")[0]
+    project = tomllib.loads((SECURITY.parents[1] / "pyproject.toml").read_text())["project"]
+    shipped = project["entry-points"]["jupyterhub.spawners"]
+    assert sorted(re.findall(r"^\| `(gpushare-\w+)`", section, re.MULTILINE)) == sorted(shipped)
 
 
 # ---- docs/operations.md lists what a reload of the broker does not change ----
