@@ -1,6 +1,6 @@
 """The checks of ``gpushare doctor``: one `Check` per possible fault.
 
-Each check is a pure function of collected facts; `examine` collects them.
+Each check is a pure function of collected facts; `CHECKS` has them all.
 ``ok``: correct.  ``warn``: works with weaker guarantees.  ``fail``: needs a
 repair, which the advice names.
 
@@ -10,15 +10,19 @@ kernels and terminals; elsewhere they cover this machine and the broker.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.cli.checks import Check, Found, fail, named, ok, warn
+from jupyter_gpushare.cli import checks
+from jupyter_gpushare.cli.checks import Check, Found, Probe, fail, ok, warn
 from jupyter_gpushare.cli.output import lending_text
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.errors import BrokerUnavailable, DeviceError, RequestError
@@ -94,73 +98,82 @@ WATCHDOG = {
 }
 
 
+class Told(NamedTuple):
+    """What the broker told of the user and of its machine."""
+
+    status: wire.Status
+    devices: wire.Devices
+    lending: wire.Lending
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DoctorFacts:
+    """What the checks look at."""
+
+    environment: Mapping[str, str]
+    broker: Check
+    token: Found = ()
+    told: Told | None = None  # None: the broker told nothing
+
+    @property
+    def simulated(self) -> bool:
+        """Whether the broker's devices are simulated."""
+        return self.told is not None and self.told.devices.simulated
+
+    @property
+    def lease(self) -> wire.LeaseStatus | None:
+        """The lease of this environment; its name there ends in the number of the start (``-3``)."""
+        wanted = self.environment.get("GPUSHARE_LEASE", "")
+        names = {wanted, wanted.rpartition("-")[0]} - {""}
+        leases = self.told.status.leases if self.told else ()
+        return next((lease for lease in leases if lease.id in names), None)
+
+
 def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]:
     """Return all checks, made now; ``url`` is the base of the broker's API, or empty."""
-    found, status, devices = _ask_broker(url, token)
-    lease = _own_lease(status, environment)
-    if lease is None and not environment.get("GPUSHARE_MEMORY_LIMIT"):
+    facts = _facts(url, token, environment)
+    if facts.lease is None and not environment.get("GPUSHARE_MEMORY_LIMIT"):
         # The name of a lease that this server may get while it runs.
-        environment = {name: value for name, value in environment.items() if name != "GPUSHARE_LEASE"}
-    simulated = devices is not None and devices.simulated
-    found |= {
-        "driver": check_driver(_driver(), simulated, environment.get("GPUSHARE_SIMULATE", "")),
-        "scrubbing": check_scrubbing(_read(_DRIVER_SETTINGS), simulated),
-        "device files": check_device_files(_read(_DRIVER_SETTINGS), devices),
-        "environment": check_environment(environment, lease),
-        "origin": check_origin(environment),
-        "host memory": check_memory_limit(environment, limit_bytes(0)),
-    }
-    if environment.get("GPUSHARE_LEASE"):
-        if lease is None or lease.level == "preload":
-            found["preload"] = check_preload(environment, _read(procfs.path(0, "maps")))
-        page = Path(environment.get("GPUSHARE_LEASE_DIR", "/nonexistent"), "limit")
-        found["limit"] = check_limit_page(page, lease)
-        if lease is not None:
-            found["culling"] = check_culling(lease)
-            found["level"] = check_level(lease, devices.watchdog if devices is not None else "warn")
-    return named(found)
+        without = {name: value for name, value in environment.items() if name != "GPUSHARE_LEASE"}
+        facts = replace(facts, environment=without)
+    unreadable = "run doctor as a user who may examine this"
+    return asyncio.run(checks.examine(CHECKS, facts, unreadable=unreadable))
 
 
 # ---- the broker --------------------------------------------------------------
 
 
-def _ask_broker(url: str, token: str) -> tuple[dict[str, Found], wire.Status | None, wire.Devices | None]:
+def _facts(url: str, token: str, environment: Mapping[str, str]) -> DoctorFacts:
     from jupyter_gpushare.channel import CERTIFICATE_VARIABLE, api_url
     from jupyter_gpushare.client import BlockingClient
 
     if not url:
         advice = "set GPUSHARE_API_URL (servers of the Hub have it), or give --url"
-        return {"broker": fail("No broker address is known here.", advice)}, None, None
+        return DoctorFacts(environment=environment, broker=fail("No broker address is known here.", advice))
     certificate = os.environ.get(CERTIFICATE_VARIABLE, "")
     try:
         client = BlockingClient(api_url(url), token, certificate=certificate, retry_s=RETRY_S)
     except RequestError as error:
-        return {"broker": fail(_sentence(str(error)), "give another --url")}, None, None
-    found: dict[str, Found] = {}
+        broker = fail(_sentence(str(error)), "give another --url")
+        return DoctorFacts(environment=environment, broker=broker)
     with closing(client):
         try:
-            found["broker"] = check_health(client.get("health", wire.Health))
+            broker = check_health(client.get("health", wire.Health))
         except (BrokerUnavailable, RequestError) as error:
-            found["broker"] = fail(f"{_sentence(str(error))} ({url})", "tell the administrator")
+            broker = fail(f"{_sentence(str(error))} ({url})", "tell the administrator")
+        facts = DoctorFacts(environment=environment, broker=broker)
         if not token:
-            return found | {"token": no_token(os.environ)}, None, None
+            return replace(facts, token=no_token(os.environ))
         try:
             status = client.get("status", wire.Status)
             devices = client.get("devices", wire.Devices)
             lending = client.get("lending", wire.Lending)
         except RequestError as error:
-            return found | {"token": check_refusal(error)}, None, None
+            return replace(facts, token=check_refusal(error))
         except BrokerUnavailable:
-            return found, None, None
-    found["token"] = ok(f"The broker knows you as {status.user}.")
-    found["devices"] = check_devices(status, devices)
-    found["moves"] = check_moves(devices)
-    if not devices.simulated:
-        found |= check_real_driver(devices.driver)
-    found["enforcement"] = check_ladders(devices)
-    found["lending"] = check_lending(lending)
-    found["projects"] = check_projects(status, devices)
-    return found, status, devices
+            return facts
+    known = ok(f"The broker knows you as {status.user}.")
+    return replace(facts, token=known, told=Told(status, devices, lending))
 
 
 def check_health(health: wire.Health) -> Check:
@@ -219,15 +232,10 @@ def check_lending(lending: wire.Lending) -> Check:
     return ok(text)
 
 
-def check_real_driver(driver: str) -> dict[str, Found]:
-    """What is known about a real driver, and about programs on it."""
+def check_programs(_driver: str) -> Check:
+    """Which programs are not limited or suspended on a real driver."""
     programs = "; ".join(f"{each.programs}: {each.note} ({each.source})" for each in PROGRAMS)
-    return {
-        "suspension": check_published(driver),
-        "permission": ok(PERMISSION),
-        "programs": ok(f"{programs}."),
-        "maintenance": ok(MAINTENANCE),
-    }
+    return ok(f"{programs}.")
 
 
 def check_published(driver: str) -> Found:
@@ -260,13 +268,6 @@ def _rung(rung: wire.Rung) -> str:
     if not rung.offered:
         return f"{rung.level}: no, {rung.reason}"
     return f"{rung.level}: yes" + (f", by {rung.by}" if rung.by else "")
-
-
-def _own_lease(status: wire.Status | None, environment: Mapping[str, str]) -> wire.LeaseStatus | None:
-    """Return the lease of this environment; its name there ends in the number of the start (``-3``)."""
-    wanted = environment.get("GPUSHARE_LEASE", "")
-    names = {wanted, wanted.rpartition("-")[0]} - {""}
-    return next((lease for lease in status.leases if lease.id in names), None) if status else None
 
 
 # ---- this machine ------------------------------------------------------------
@@ -474,3 +475,62 @@ def _read(path: str) -> str | None:
             return file.read(4 << 20)
     except OSError:
         return None
+
+
+# ---- all checks --------------------------------------------------------------
+
+
+def _told(probe: Callable[[Told], Found]) -> Probe[DoctorFacts]:
+    return lambda facts: probe(facts.told) if facts.told else ()
+
+
+def _real(probe: Callable[[str], Found]) -> Probe[DoctorFacts]:
+    return _told(lambda told: () if told.devices.simulated else probe(told.devices.driver))
+
+
+def _preload(facts: DoctorFacts) -> Found:
+    if facts.lease is not None and facts.lease.level != "preload":
+        return ()
+    return check_preload(facts.environment, _read(procfs.path(0, "maps")))
+
+
+def _limit(facts: DoctorFacts) -> Check:
+    folder = facts.environment.get("GPUSHARE_LEASE_DIR", "/nonexistent")
+    return check_limit_page(Path(folder, "limit"), facts.lease)
+
+
+def _held(probe: Callable[[DoctorFacts], Found]) -> Probe[DoctorFacts]:
+    return lambda facts: probe(facts) if facts.environment.get("GPUSHARE_LEASE") else ()
+
+
+def _leased(probe: Callable[[wire.LeaseStatus, str], Found]) -> Probe[DoctorFacts]:
+    return lambda facts: probe(facts.lease, facts.told.devices.watchdog) if facts.lease and facts.told else ()
+
+
+CHECKS: dict[str, Probe[DoctorFacts]] = {
+    "broker": lambda facts: facts.broker,
+    "token": lambda facts: facts.token,
+    "devices": _told(lambda told: check_devices(told.status, told.devices)),
+    "moves": _told(lambda told: check_moves(told.devices)),
+    "suspension": _real(check_published),
+    "permission": _real(lambda _: ok(PERMISSION)),
+    "programs": _real(check_programs),
+    "maintenance": _real(lambda _: ok(MAINTENANCE)),
+    "enforcement": _told(lambda told: check_ladders(told.devices)),
+    "lending": _told(lambda told: check_lending(told.lending)),
+    "projects": _told(lambda told: check_projects(told.status, told.devices)),
+    "driver": lambda facts: check_driver(
+        _driver(), facts.simulated, facts.environment.get("GPUSHARE_SIMULATE", "")
+    ),
+    "scrubbing": lambda facts: check_scrubbing(_read(_DRIVER_SETTINGS), facts.simulated),
+    "device files": lambda facts: check_device_files(
+        _read(_DRIVER_SETTINGS), facts.told.devices if facts.told else None
+    ),
+    "environment": lambda facts: check_environment(facts.environment, facts.lease),
+    "origin": lambda facts: check_origin(facts.environment),
+    "host memory": lambda facts: check_memory_limit(facts.environment, limit_bytes(0)),
+    "preload": _held(_preload),
+    "limit": _held(_limit),
+    "culling": _leased(lambda lease, _: check_culling(lease)),
+    "level": _leased(check_level),
+}

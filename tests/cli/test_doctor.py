@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from jupyter_gpushare.cli import doctor
-from jupyter_gpushare.cli.checks import Result, named
+from jupyter_gpushare.cli.checks import Result, named, ok
 from jupyter_gpushare.errors import NotAllowed
 from jupyter_gpushare.gpu.driver.known import NOTES, PROGRAMS
 from jupyter_gpushare.gpu.leases.files import VERSION
@@ -210,7 +210,7 @@ OF_MOVES = [
 
 @pytest.mark.parametrize(("devices", "said"), OF_MOVES)
 def test_where_moves_are_possible_is_named(devices, said):
-    checks = doctor.named({"moves": doctor.check_moves(changed(DEVICES, devices=devices))})
+    checks = named({"moves": doctor.check_moves(changed(DEVICES, devices=devices))})
     assert [(check.name, check.message, check.result) for check in checks] == [
         ("moves", text, "ok") for text in said
     ]
@@ -288,13 +288,16 @@ def test_a_wrong_setting_of_the_simulated_driver_is_named(tmp_path):
 
 
 def test_on_a_real_driver_doctor_names_the_programs_that_are_not_limited_or_suspended():
-    checks = {check.name: check.message for check in named(doctor.check_real_driver("599.10"))}
+    told = doctor.Told(STATUS, changed(DEVICES, driver="599.10"), LENDING)
+    facts = doctor.DoctorFacts(environment={}, broker=ok(""), told=told)
+    names = ("suspension", "permission", "programs", "maintenance")
+    found = named({name: doctor.CHECKS[name](facts) for name in names})
+    checks = {check.name: check.message for check in found}
     assert checks.keys() == {"permission", "programs", "maintenance"}
     for name in ("RTLD_DEEPBIND", "AddressSanitizer", "CUPTI", "fabric handles", "musl"):
         assert name in checks["programs"]
     assert "root" in checks["permission"]
     assert checks["maintenance"].startswith("Stop the helper before a driver update, a reset of a GPU")
-    assert named(doctor.check_real_driver("580.95.05"))[0].name == "suspension"
     assert doctor.check_published("599.10") == ()
 
 
@@ -368,6 +371,17 @@ def test_doctor_reports_all_checks_and_fails_when_one_does(gpushare, broker, mon
     assert by_name["limit"]["result"] == "fail"
     assert ran.json["ok"] is False
     assert "restart the server" in gpushare("doctor").out
+
+
+def test_what_cannot_be_examined_keeps_nothing_else_from_it(gpushare, broker, monkeypatch):
+    def refuse(_pid: int) -> None:
+        raise PermissionError(13, "Permission denied", "/proc/self/cgroup")
+
+    monkeypatch.setattr(doctor, "limit_bytes", refuse)
+    found = {check["name"]: check for check in gpushare("doctor", "--json").json["checks"]}
+    assert found["host memory"]["result"] == "warn"
+    assert found["host memory"]["message"] == "/proc/self/cgroup cannot be examined: Permission denied."
+    assert found["origin"]["result"] == "ok"
 
 
 def test_broker_that_is_degraded_is_a_warning_while_it_answers(gpushare, broker):
