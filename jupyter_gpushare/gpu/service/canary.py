@@ -2,28 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
 
+from jupyter_gpushare.command_line import Option, Parser
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 
-EXAMPLES = """\
-examples:
-  kubectl exec POD -- gpushare canary GPU-3f0c12ab-5a6e-4a86-9a3a-21c6a4b50d3e
-      see whether a pod with this package has that GPU alone
-"""
+_EXAMPLES = (
+    "kubectl exec POD -- gpushare canary GPU-3f0c12ab-5a6e-4a86-9a3a-21c6a4b50d3e",
+    "    see whether a pod with this package has that GPU alone",
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the devices that the driver shows here; return 0 if they are exactly the one that is named."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gpushare canary",
         description="Print the GPUs of this container; 0 if it sees exactly the one that is named.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        examples=_EXAMPLES,
     )
-    parser.add_argument("uuid", metavar="UUID", help="the one that it was told")
+    Option("UUID", "the one that it was told").add_to(parser)
     told = parser.parse_args(argv).uuid
     try:
         shown = [gpu.uuid for gpu in Nvml().gpus]

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from jupyter_gpushare.command_line import count
+from jupyter_gpushare.command_line import Option, Parser, count
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.gpu.checks.unleased import StopRules
 from jupyter_gpushare.gpu.service.tcp import Endpoint
@@ -39,14 +39,14 @@ class HelperOptions:
     pod_resources: Path | None = None  # socket of the kubelet that lists pods with GPUs
 
 
-EXAMPLES = """\
-examples:
-  gpushare helper --state-dir /var/lib/gpushare-helper --lease-dir /run/gpushare/leases
-                  --socket /run/gpushare/helper.sock --allow-uid 985
-      as root, for a broker that runs as uid 985
-  gpushare helper --state-dir ./state --socket ./state/helper.sock
-      on the simulated driver, as the user of the broker and the servers
-
+_EXAMPLES = (
+    "gpushare helper --state-dir /var/lib/gpushare-helper --lease-dir /run/gpushare/leases",
+    "                --socket /run/gpushare/helper.sock --allow-uid 985",
+    "    as root, for a broker that runs as uid 985",
+    "gpushare helper --state-dir ./state --socket ./state/helper.sock",
+    "    on the simulated driver, as the user of the broker and the servers",
+)
+_ADVICE = """\
 A real driver lets only root suspend processes: a helper of another user limits and
 watches, and suspends nothing.
 
@@ -65,111 +65,127 @@ def _absolute(path: str) -> Path:
     return Path(path).absolute()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="gpushare helper",
-        description="Runs beside the NVIDIA driver: inventory, samples, limits, suspend and resume.",
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument(
-        "--state-dir", type=_absolute, required=True, help="the epoch and the journal, on disk"
-    )
-    parser.add_argument(
-        "--lease-dir", type=_absolute, metavar="PATH",
-        help="limit pages and accounts, in memory (default: STATE_DIR/leases)",
-    )  # fmt: skip
-    parser.add_argument("--socket", type=_absolute, help="where to listen (default: STATE_DIR/helper.sock)")
-    parser.add_argument(
-        "--allow-uid", type=count(0, MAX_UID), action="append", default=[], metavar="UID", dest="allow_uids",
-        help="also answer this user; root and the helper's own user always have access (repeatable)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--watchdog", type=WatchdogAction, choices=list(WatchdogAction), default=WatchdogAction.WARN,
-        help="on processes beyond their limit: report, also stop them, or do nothing (off: also not on "
+_OPTIONS = (
+    Option("--state-dir STATE_DIR", "the epoch and the journal, on disk", _absolute, required=True),
+    Option("--lease-dir PATH", "limit pages and accounts, in memory (default: STATE_DIR/leases)", _absolute),
+    Option("--socket SOCKET", "where to listen (default: STATE_DIR/helper.sock)", _absolute),
+    Option(
+        "--allow-uid UID ...",
+        "also answer this user; root and the helper's own user always have access (repeatable)",
+        count(0, MAX_UID),
+        dest="allow_uids",
+    ),
+    Option(
+        "--watchdog",
+        "on processes beyond their limit: report, also stop them, or do nothing (off: also not on "
         "processes without a lease)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--unleased", choices=["stop", "warn"], default="stop",
-        help="on processes without a lease of users that held one, where the device is leased to another "
+        WatchdogAction,
+        choices=list(WatchdogAction),
+        default=WatchdogAction.WARN,
+    ),
+    Option(
+        "--unleased",
+        "on processes without a lease of users that held one, where the device is leased to another "
         "user: report and stop them 30 s later (default), or only report.  Either way the device takes "
         "nothing new meanwhile (see --watchdog-ignore)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--stop-uids", type=count(1, MAX_UID), default=1000, metavar="FIRST",
-        help="no process of a user below this number is stopped for having no lease (default 1000); none of "
+        ["stop", "warn"],
+        default="stop",
+    ),
+    Option(
+        "--stop-uids FIRST",
+        "no process of a user below this number is stopped for having no lease (default 1000); none of "
         "root ever is",
-    )  # fmt: skip
-    parser.add_argument(
-        "--watchdog-ignore", action="append", default=[], metavar="/CGROUP",
-        help="no process below this cgroup is stopped for having no lease (repeatable)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--host-budget-percent", type=count(1, 95), default=50, metavar="PERCENT",
-        help="how much of the host's memory suspended leases may take together (default 50)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cgroup-root", type=_absolute, metavar="PATH",
-        help="a cgroup (v2) below which the helper creates one per lease: for drivers that limit them (r615)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--own-device-files", action="store_true",
-        help="let only root and the users of leases open /dev/nvidiaN, each until the lease ends; off by "
+        count(1, MAX_UID),
+        default=1000,
+    ),
+    Option(
+        "--watchdog-ignore /CGROUP ...",
+        "no process below this cgroup is stopped for having no lease (repeatable)",
+    ),
+    Option(
+        "--host-budget-percent PERCENT",
+        "how much of the host's memory suspended leases may take together (default 50)",
+        count(1, 95),
+        default=50,
+    ),
+    Option(
+        "--cgroup-root PATH",
+        "a cgroup (v2) below which the helper creates one per lease: for drivers that limit them (r615)",
+        _absolute,
+    ),
+    Option(
+        "--own-device-files",
+        "let only root and the users of leases open /dev/nvidiaN, each until the lease ends; off by "
         "default, because tools of other users, such as nvidia-smi, see no GPU then (docs/isolation.md)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--device-dir", type=_absolute, metavar="PATH",
-        help="where the device files are (default: /dev; none with the simulated driver)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--park-before-kill", action="store_true",
-        help="checkpoint the processes of a lease before it is killed: for drivers on which the end of a "
+    ),
+    Option(
+        "--device-dir PATH",
+        "where the device files are (default: /dev; none with the simulated driver)",
+        _absolute,
+    ),
+    Option(
+        "--park-before-kill",
+        "checkpoint the processes of a lease before it is killed: for drivers on which the end of a "
         "restored process hangs the machine (docs/isolation.md, Drivers)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--sample-s", type=float, default=1.0, metavar="SECONDS", help="time between samples (default 1)"
-    )
-    _add_network(parser)
-    return parser
-
-
-def _add_network(parser: argparse.ArgumentParser) -> None:
-    network = parser.add_argument_group("a broker on another machine (docs/kubernetes.md)")
-    network.add_argument(
-        "--listen", metavar="HOST:PORT",
-        help="also listen on this TCP port, for the broker, with TLS",
-    )  # fmt: skip
-    network.add_argument(
-        "--tls-certificate", type=Path, metavar="PATH",
-        help=f"with --listen: this helper's certificate, for the name NODE.{HELPER}, or {HELPER} where all "
+    ),
+    Option("--sample-s SECONDS", "time between samples (default 1)", float, default=1.0),
+)
+_OF_NETWORK = (
+    Option("--listen HOST:PORT", "also listen on this TCP port, for the broker, with TLS"),
+    Option(
+        "--tls-certificate PATH",
+        f"with --listen: this helper's certificate, for the name NODE.{HELPER}, or {HELPER} where all "
         "helpers have one; read again when it changes, like the next two",
-    )  # fmt: skip
-    network.add_argument(
-        "--tls-key", type=Path, metavar="PATH",
-        help="with --listen: the key of the certificate; only its owner may read the file",
-    )  # fmt: skip
-    network.add_argument(
-        "--tls-ca", type=Path, metavar="PATH",
-        help="with --listen: certificate of the authority that signs those of the helpers and that of the "
+        Path,
+    ),
+    Option(
+        "--tls-key PATH",
+        "with --listen: the key of the certificate; only its owner may read the file",
+        Path,
+    ),
+    Option(
+        "--tls-ca PATH",
+        "with --listen: certificate of the authority that signs those of the helpers and that of the "
         f"broker, which has to name {BROKER}",
-    )  # fmt: skip
-    network.add_argument(
-        "--node", default=socket.gethostname(), metavar="NAME",
-        help="name of this node at the broker (default: the host's name)",
-    )  # fmt: skip
-    network.add_argument(
-        "--seat-socket", type=_absolute, metavar="PATH",
-        help="listen for seats here; a lease then has device memory only while a seat of it is connected",
-    )  # fmt: skip
-    network.add_argument(
-        "--pod-resources", type=Path, metavar="PATH",
-        help="socket on which the kubelet lists the pods with GPUs: a unit pool needs it "
+        Path,
+    ),
+    Option(
+        "--node NAME",
+        "name of this node at the broker (default: the host's name)",
+        default=socket.gethostname(),
+    ),
+    Option(
+        "--seat-socket PATH",
+        "listen for seats here; a lease then has device memory only while a seat of it is connected",
+        _absolute,
+    ),
+    Option(
+        "--pod-resources PATH",
+        "socket on which the kubelet lists the pods with GPUs: a unit pool needs it "
         "(/var/lib/kubelet/pod-resources/kubelet.sock)",
-    )  # fmt: skip
-    network.add_argument(
-        "--install-library", type=_absolute, metavar="FOLDER", dest="library_dir",
-        help="copy the preload library into this folder of the node, for the pods of leases",
-    )  # fmt: skip
+        Path,
+    ),
+    Option(
+        "--install-library FOLDER",
+        "copy the preload library into this folder of the node, for the pods of leases",
+        _absolute,
+        dest="library_dir",
+    ),
+)
+
+
+def _parser() -> Parser:
+    parser = Parser(
+        prog="gpushare helper",
+        description="Runs beside the NVIDIA driver: inventory, samples, limits, suspend and resume.",
+        examples=_EXAMPLES,
+        after=_ADVICE,
+    )
+    network = parser.add_argument_group("a broker on another machine (docs/kubernetes.md)")
+    for group, options in ((parser, _OPTIONS), (network, _OF_NETWORK)):
+        for option in options:
+            option.add_to(group)
+    return parser
 
 
 def _endpoint(given: argparse.Namespace) -> Endpoint | None:

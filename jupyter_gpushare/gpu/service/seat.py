@@ -10,7 +10,6 @@ A seat that no helper has accepted stands for no memory, and ends at once.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import json
 import logging
@@ -25,6 +24,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from jupyter_gpushare.command_line import Option, Parser
 from jupyter_gpushare.errors import GpuShareError, HelperError
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from jupyter_gpushare.gpu.service.lines import Closed, Lines
@@ -137,24 +137,34 @@ class SeatProcess:
         return bool(select.select([self._stop], [], [], within_s)[0])
 
 
+_OPTIONS = (
+    Option("--name NAME", "of the pod", required=True),
+    Option("--lease LEASE", "the lease that sits here", required=True),
+    Option("--epoch EPOCH", "of the broker that created the pod", int, required=True),
+    Option(
+        "--grace-s SECONDS",
+        "grace of the pod: between SIGTERM and SIGKILL (default 180)",
+        float,
+        default=180.0,
+    ),
+    Option(
+        "--host-dir PATH",
+        f"folder of the node's device helper, with its {SOCKET} (default /run/gpushare)",
+        Path,
+        default=Path("/run/gpushare"),
+    ),
+)
+
+
 def parse(argv: Sequence[str]) -> tuple[Sit, Path]:
     """Return the seat without devices, and the helper's socket; exits with 2 where they are wrong."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="gpushare seat",
         description="Stands for one lease on a Kubernetes node; started by the broker, in a pod that the "
         "cluster's scheduler places and evicts (docs/kubernetes.md).",
     )
-    parser.add_argument("--name", required=True, help="of the pod")
-    parser.add_argument("--lease", required=True, help="the lease that sits here")
-    parser.add_argument("--epoch", type=int, required=True, help="of the broker that created the pod")
-    parser.add_argument(
-        "--grace-s", type=float, default=180.0, metavar="SECONDS",
-        help="grace of the pod: between SIGTERM and SIGKILL (default 180)",
-    )  # fmt: skip
-    parser.add_argument(
-        "--host-dir", type=Path, default=Path("/run/gpushare"), metavar="PATH",
-        help=f"folder of the node's device helper, with its {SOCKET} (default /run/gpushare)",
-    )  # fmt: skip
+    for option in _OPTIONS:
+        option.add_to(parser)
     given = parser.parse_args(argv)
     sit = Sit(seat=given.name, lease=given.lease, epoch=given.epoch, devices=(), grace_s=given.grace_s)
     return sit, given.host_dir / SOCKET
