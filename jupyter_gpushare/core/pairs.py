@@ -242,7 +242,7 @@ def _made(before: Reading | None, after: Reading | None) -> float | None:
     return after.done - before.done if same and before.done <= after.done else None
 
 
-class Decision(enum.StrEnum):
+class PairDecision(enum.StrEnum):
     """What becomes of a pair."""
 
     KEEP = "keep"
@@ -264,13 +264,13 @@ class Because(enum.StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class PairVerdict:
     """``host``, ``guest``: the part of its rate alone that each has, 0 to 1; None: not known.
 
     ``next_at``: when to judge again.
     """
 
-    decision: Decision
+    decision: PairDecision
     why: Because
     next_at: float
     host: float | None = None
@@ -279,13 +279,13 @@ class Verdict:
     @property
     def is_remembered(self) -> bool:
         """Whether the pair is not to be tried again for `PARTED_S`."""
-        return self.decision is Decision.PART and self.why is not Because.HOST_UNKNOWN
+        return self.decision is PairDecision.PART and self.why is not Because.HOST_UNKNOWN
 
 
-def judge(host: Rates, guest: Rates, began_at: float, now: float) -> Verdict:
+def judge(host: Rates, guest: Rates, began_at: float, now: float) -> PairVerdict:
     """Judge a pair that has been together since ``began_at``."""
     if now < began_at + TRIAL_S:
-        return Verdict(decision=Decision.UNDECIDED, why=Because.TRIAL, next_at=began_at + TRIAL_S)
+        return PairVerdict(decision=PairDecision.UNDECIDED, why=Because.TRIAL, next_at=began_at + TRIAL_S)
     kept, gets = host.kept, guest.kept
     decision, why = _decide(host, guest, kept, gets)
     next_at = now + REVIEW_S
@@ -293,20 +293,22 @@ def judge(host: Rates, guest: Rates, began_at: float, now: float) -> Verdict:
         if now < began_at + REVIEW_S:
             next_at = began_at + REVIEW_S
         else:
-            decision, why = Decision.PART, Because.GUEST_IDLE
-    return Verdict(decision=decision, why=why, next_at=next_at, host=kept, guest=gets)
+            decision, why = PairDecision.PART, Because.GUEST_IDLE
+    return PairVerdict(decision=decision, why=why, next_at=next_at, host=kept, guest=gets)
 
 
-def _decide(host: Rates, guest: Rates, kept: float | None, gets: float | None) -> tuple[Decision, Because]:
+def _decide(
+    host: Rates, guest: Rates, kept: float | None, gets: float | None
+) -> tuple[PairDecision, Because]:
     if kept is None:
-        return Decision.PART, Because.HOST_SILENT if host.is_known else Because.HOST_UNKNOWN
+        return PairDecision.PART, Because.HOST_SILENT if host.is_known else Because.HOST_UNKNOWN
     if kept < KEEPS:
-        return Decision.PART, Because.HOST_SLOWED
+        return PairDecision.PART, Because.HOST_SLOWED
     if guest.is_idle:
-        return Decision.UNDECIDED, Because.GUEST_STARTS
+        return PairDecision.UNDECIDED, Because.GUEST_STARTS
     if gets is not None and kept + gets < PAYS:
-        return Decision.PART, Because.GAINS_TOO_LITTLE
-    return Decision.KEEP, Because.IT_PAYS
+        return PairDecision.PART, Because.GAINS_TOO_LITTLE
+    return PairDecision.KEEP, Because.IT_PAYS
 
 
 class Parted:

@@ -43,7 +43,16 @@ from jupyter_gpushare.core.model import (
     advance,
 )
 from jupyter_gpushare.core.order import order_of, served, with_turn
-from jupyter_gpushare.core.pairs import ALONE_S, TRIAL_S, Decision, Parted, Rates, Reading, Verdict, judge
+from jupyter_gpushare.core.pairs import (
+    ALONE_S,
+    TRIAL_S,
+    PairDecision,
+    PairVerdict,
+    Parted,
+    Rates,
+    Reading,
+    judge,
+)
 from jupyter_gpushare.core.planner import Planner
 from jupyter_gpushare.core.quota import size_of
 from jupyter_gpushare.core.sharing import WATCHED_S, needed_bytes
@@ -96,7 +105,7 @@ class ReplayWatcher:
     def ran(self, lease: Lease, seconds: float, speed: float, guest: str) -> None:
         """A job ran at this speed until now, beside its guest or (``guest``: "") without one."""
 
-    def judged(self, now: float, host: Lease, guest: Lease, verdict: Verdict) -> None:
+    def judged(self, now: float, host: Lease, guest: Lease, verdict: PairVerdict) -> None:
         """The trial of a pair is over."""
 
 
@@ -518,7 +527,7 @@ class Replay:
         began_at = self.now - TRIAL_S
         rates = _seen(host.speed, began_at, is_known=True), _seen(sim.speed, began_at, sim.alone_s >= ALONE_S)
         verdict = judge(*rates, began_at, self.now)
-        if verdict.decision is Decision.PART:
+        if verdict.decision is PairDecision.PART:
             self._parted.add(host.lease.pair_key, sim.lease.pair_key, self.now)
             self._due = True
         self._watcher.judged(self.now, host.lease, sim.lease, verdict)

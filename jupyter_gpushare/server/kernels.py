@@ -118,7 +118,7 @@ class KernelState:
 
 
 @dataclass(frozen=True, slots=True)
-class _Request:
+class _KernelRequest:
     """A request that a kernel handles."""
 
     id: str
@@ -135,7 +135,7 @@ class _Watch:
         self._ports: object = None  # of the connection, or of the attempt
         self._session: Any = None
         # By the subshell, and whether it is its cell.
-        self._requests: dict[tuple[str, bool], _Request] = {}
+        self._requests: dict[tuple[str, bool], _KernelRequest] = {}
         self._heard = self._was_busy = False
         self._cells, self._last_cell_at = 0, began_at
 
@@ -239,7 +239,7 @@ class _Watch:
         self._requests.pop(key, None)
         if len(self._requests) >= MAX_REQUESTS:
             self._end(next(iter(self._requests)))
-        self._requests[key] = _Request(id_, self._clock(), _process_of(self.kernel))
+        self._requests[key] = _KernelRequest(id_, self._clock(), _process_of(self.kernel))
 
     def _end(self, key: tuple[str, bool]) -> None:
         del self._requests[key]

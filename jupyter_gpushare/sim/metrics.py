@@ -35,7 +35,7 @@ from jupyter_gpushare.core.model import (
     Settings,
     State,
 )
-from jupyter_gpushare.core.pairs import Decision, Verdict
+from jupyter_gpushare.core.pairs import PairDecision, PairVerdict
 from jupyter_gpushare.core.quota import held_by, size_of
 from jupyter_gpushare.core.replay import CellRun, ReplayWatcher
 
@@ -154,9 +154,9 @@ class ReplayMeter(ReplayWatcher):
             speed = round(speed, 3)
             self._beside_s[speed] = self._beside_s.get(speed, 0.0) + seconds
 
-    def judged(self, now: float, host: Lease, guest: Lease, verdict: Verdict) -> None:
+    def judged(self, now: float, host: Lease, guest: Lease, verdict: PairVerdict) -> None:
         """Count a pair that is parted."""
-        self.parted += verdict.decision is Decision.PART
+        self.parted += verdict.decision is PairDecision.PART
 
     @property
     def host_speeds(self) -> list[float]:

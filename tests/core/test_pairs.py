@@ -17,11 +17,11 @@ from jupyter_gpushare.core.pairs import (
     REVIEW_S,
     TRIAL_S,
     Because,
-    Decision,
+    PairDecision,
+    PairVerdict,
     Parted,
     Rates,
     Reading,
-    Verdict,
     judge,
 )
 
@@ -74,7 +74,7 @@ def together(
     for_s: float = TRIAL_S,
     guest_known: bool = False,
     alone_s: float = 3600.0,
-) -> Verdict:
+) -> PairVerdict:
     """The verdict after ``for_s`` of a pair; the guest came at 0, and may have run alone before."""
     speeds = [at(s) if isinstance(s, float) else s for s in (host_speed, guest_speed)]
     host.run(-alone_s, 0, "", lambda s: speeds[0](s) if not isinstance(host_speed, float) else 1.0)
@@ -86,12 +86,12 @@ def together(
     return judge(host.rates, guest.rates, 0.0, for_s)
 
 
-def decided(verdict: Verdict) -> tuple[Decision, Because]:
+def decided(verdict: PairVerdict) -> tuple[PairDecision, Because]:
     return verdict.decision, verdict.why
 
 
-KEPT = Decision.KEEP, Because.IT_PAYS
-SLOWED = Decision.PART, Because.HOST_SLOWED
+KEPT = PairDecision.KEEP, Because.IT_PAYS
+SLOWED = PairDecision.PART, Because.HOST_SLOWED
 
 # -- what is true
 
@@ -108,7 +108,7 @@ def test_a_pair_stays_while_the_host_keeps_its_speed(says, speed, expected):
 
 def test_nothing_is_decided_before_the_trial_is_over():
     verdict = together(Job(), Job(), 0.2, 0.3, for_s=TRIAL_S - EVERY_S)
-    assert decided(verdict) == (Decision.UNDECIDED, Because.TRIAL)
+    assert decided(verdict) == (PairDecision.UNDECIDED, Because.TRIAL)
     assert verdict.next_at == TRIAL_S
 
 
@@ -117,7 +117,7 @@ def test_nothing_is_decided_before_the_trial_is_over():
     [
         (0.95, 0.5, KEPT),
         (0.95, 0.16, KEPT),
-        (0.95, 0.14, (Decision.PART, Because.GAINS_TOO_LITTLE)),
+        (0.95, 0.14, (PairDecision.PART, Because.GAINS_TOO_LITTLE)),
         (0.88, 0.9, SLOWED),
     ],
 )
@@ -130,7 +130,7 @@ def test_both_together_have_to_gain_where_the_guest_is_known(host, guest, expect
 def test_a_pair_that_stays_is_judged_again_by_its_last_ten_minutes():
     host, guest = Job(), Job()
     verdict = together(host, guest, lambda s: 0.95 if 0 < s < TRIAL_S else 0.85 if s > 0 else 1.0, 0.3)
-    assert verdict.decision is Decision.KEEP
+    assert verdict.decision is PairDecision.KEEP
     host.run(TRIAL_S, TRIAL_S + REVIEW_S, "guest", at(0.85))
     guest.run(TRIAL_S, TRIAL_S + REVIEW_S, "host", at(0.3))
     verdict = judge(host.rates, guest.rates, 0.0, verdict.next_at)
@@ -140,7 +140,7 @@ def test_a_pair_that_stays_is_judged_again_by_its_last_ten_minutes():
 
 def test_the_companion_before_counts_for_nothing():
     host, guest = Job(), Job()
-    assert together(host, Job(), 0.5, 0.3).decision is Decision.PART
+    assert together(host, Job(), 0.5, 0.3).decision is PairDecision.PART
     host.run(TRIAL_S, 2 * TRIAL_S, "", at(1.0))
     host.run(2 * TRIAL_S, 3 * TRIAL_S, "another", at(1.0))
     guest.run(2 * TRIAL_S, 3 * TRIAL_S, "host", at(0.3))
@@ -154,7 +154,7 @@ def test_a_host_that_was_not_watched_alone_for_ten_minutes_is_not_known():
     host = Job()
     verdict = together(host, Job(), 1.0, 0.3, alone_s=ALONE_S - EVERY_S)
     assert not host.rates.is_known
-    assert decided(verdict) == (Decision.PART, Because.HOST_UNKNOWN)
+    assert decided(verdict) == (PairDecision.PART, Because.HOST_UNKNOWN)
     assert not verdict.is_remembered
     host = Job()
     assert together(host, Job(), 0.5, 0.3, alone_s=ALONE_S + 3 * EVERY_S).is_remembered
@@ -166,14 +166,14 @@ def test_a_host_that_was_not_watched_alone_for_ten_minutes_is_not_known():
 def test_progress_in_long_steps_is_measured_from_step_to_step(step_s, speed):
     verdict = together(Job(every=10.0 * step_s, says=unknown_work), Job(), speed, 0.3)
     assert verdict.host == pytest.approx(speed, abs=0.06)
-    assert verdict.decision is (Decision.KEEP if speed > KEEPS else Decision.PART)
+    assert verdict.decision is (PairDecision.KEEP if speed > KEEPS else PairDecision.PART)
 
 
 @pytest.mark.parametrize(("speed", "expected"), [(0.97, KEPT), (0.8, SLOWED)])
 def test_progress_in_steps_that_are_too_long_gives_way_to_work(speed, expected):
     assert decided(together(Job(every=3_000.0), Job(), speed, 0.3)) == expected
     blind = Job(every=3_000.0, says=unknown_work)
-    assert decided(together(blind, Job(), speed, 0.3)) == (Decision.PART, Because.HOST_SILENT)
+    assert decided(together(blind, Job(), speed, 0.3)) == (PairDecision.PART, Because.HOST_SILENT)
 
 
 @pytest.mark.parametrize(
@@ -296,7 +296,7 @@ def test_a_host_that_stops_reporting_is_judged_by_its_work():
         withdraws = lambda r, s: replace(r, done=None) if s > 0 else r
         assert decided(together(Job(says=withdraws), Job(), speed, 0.3)) == expected
     blind = lambda r, s: replace(stops(r, s), work=-1)
-    assert decided(together(Job(says=blind), Job(), 0.97, 0.3)) == (Decision.PART, Because.HOST_SILENT)
+    assert decided(together(Job(says=blind), Job(), 0.97, 0.3)) == (PairDecision.PART, Because.HOST_SILENT)
 
 
 def test_a_host_that_reports_faster_than_it_works_is_judged_by_its_work():
@@ -313,11 +313,11 @@ def test_a_guest_that_computes_nothing_leaves_after_it_had_time_to_begin():
     """A naive rule keeps it: it harms nobody."""
     host, guest = Liar(), Liar(says=silent)
     verdict = together(host, guest, 1.0, 0.0)
-    assert decided(verdict) == (Decision.UNDECIDED, Because.GUEST_STARTS)
+    assert decided(verdict) == (PairDecision.UNDECIDED, Because.GUEST_STARTS)
     assert verdict.next_at == REVIEW_S
     host, guest = Liar(), Liar(says=silent)
     verdict = together(host, guest, 1.0, 0.0, for_s=REVIEW_S)
-    assert decided(verdict) == (Decision.PART, Because.GUEST_IDLE)
+    assert decided(verdict) == (PairDecision.PART, Because.GUEST_IDLE)
     assert naive(host.said, guest.said)
     late = together(Job(), Job(), 1.0, lambda s: 0.3 if s > 300 else 0.0, for_s=REVIEW_S)
     assert decided(late) == KEPT
@@ -330,14 +330,14 @@ def test_a_guest_that_reports_progress_without_work_computes_nothing(guest_known
 
     host, guest = Liar(), Liar(says=pretends)
     verdict = together(host, guest, 1.0, 0.0, for_s=REVIEW_S, guest_known=guest_known)
-    assert decided(verdict) == (Decision.PART, Because.GUEST_IDLE)
+    assert decided(verdict) == (PairDecision.PART, Because.GUEST_IDLE)
     assert naive(host.said, guest.said)
 
 
 def test_a_guest_whose_work_is_not_known_is_judged_by_its_progress():
     assert decided(together(Job(), Job(says=unknown_work), 1.0, 0.3, for_s=REVIEW_S)) == KEPT
     idle = together(Job(), Job(says=unknown_work), 1.0, 0.0, for_s=REVIEW_S)
-    assert decided(idle) == (Decision.PART, Because.GUEST_IDLE)
+    assert decided(idle) == (PairDecision.PART, Because.GUEST_IDLE)
     dark = Job(says=lambda r, s: replace(r, work=-1, done=None))
     assert decided(together(Job(), dark, 1.0, 0.3, for_s=REVIEW_S)) == KEPT
 
@@ -389,7 +389,7 @@ def test_inflated_work_of_the_host_does_not_make_up_for_a_guest_that_gains_nothi
 
     host, guest = Liar(says=inflates), Liar()
     verdict = together(host, guest, 0.95, 0.02, guest_known=True)
-    assert decided(verdict) == (Decision.PART, Because.GAINS_TOO_LITTLE)
+    assert decided(verdict) == (PairDecision.PART, Because.GAINS_TOO_LITTLE)
     assert verdict.host == 1.0
     assert naive(host.said, guest.said)
 
@@ -423,7 +423,7 @@ def lives(seed: int, factor: float, sigma: float, *, until_s: float = 1_800.0) -
         now += 30
         if now >= due:
             verdict = judge(host.rates, guest.rates, 0.0, now)
-            if verdict.decision is Decision.PART:
+            if verdict.decision is PairDecision.PART:
                 return now
             due = verdict.next_at
     return until_s

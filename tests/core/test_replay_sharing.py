@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpushare.core.model import CheckpointMode, Cluster, Lease, Order, Settings, State
-from jupyter_gpushare.core.pairs import ALONE_S, TRIAL_S, Because, Decision, Parted
+from jupyter_gpushare.core.pairs import ALONE_S, TRIAL_S, Because, PairDecision, Parted
 from jupyter_gpushare.core.replay import Costs, Replay
 from tests.core.build import GIB, device, project, train
 from tests.core.test_replay import Story
@@ -16,7 +16,7 @@ class Pairs(Story):
 
     def __init__(self) -> None:
         super().__init__()
-        self.verdicts: list[tuple[float, str, str, Decision, Because]] = []
+        self.verdicts: list[tuple[float, str, str, PairDecision, Because]] = []
         self.guests: list[tuple[float, str, str]] = []  # who became a guest of whom
         self.done: dict[str, float] = {}
         self.ran_s: dict[tuple[str, str], float] = {}  # by job and its guest
@@ -68,7 +68,7 @@ def test_host_and_guest_do_exactly_their_work_at_their_speeds():
     assert story.ran_s == pytest.approx({("h", ""): 8_100, ("h", "g"): 2_000, ("g", ""): 2_000})
     assert story.leases["g"].attained_gpu_s == pytest.approx(1_000)  # what it got
     assert story.leases["h"].attained_gpu_s == pytest.approx(10_100)
-    assert story.verdicts == [(1_000 + TRIAL_S, "h", "g", Decision.KEEP, Because.IT_PAYS)]
+    assert story.verdicts == [(1_000 + TRIAL_S, "h", "g", PairDecision.KEEP, Because.IT_PAYS)]
 
 
 def test_a_job_is_a_host_once_it_was_watched_alone():
@@ -139,7 +139,7 @@ def test_a_pair_that_does_not_pay_is_parted_after_its_trial_and_not_tried_again(
     r.add_job(job("next", at=1_700), 500)
     r.run()
     parted_at = 1_000 + ALONE_S + TRIAL_S
-    assert story.verdicts[0] == (parted_at, "h", "g", Decision.PART, because)
+    assert story.verdicts[0] == (parted_at, "h", "g", PairDecision.PART, because)
     assert story.guests == [(1_000 + ALONE_S, "g", "h"), (parted_at + ALONE_S, "next", "h")]
     assert story.done == pytest.approx({"g": 3_000, "h": 10_000, "next": 500})
 

@@ -18,7 +18,7 @@ from jupyter_gpushare.broker.state.observations import Companion, Observation
 from jupyter_gpushare.broker.state.records import LeaseRecord, PartedPairs
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.core.model import State, Why
-from jupyter_gpushare.core.pairs import KEEPS, Decision, Reading, Verdict, judge
+from jupyter_gpushare.core.pairs import KEEPS, PairDecision, PairVerdict, Reading, judge
 
 log = logging.getLogger("gpushare.broker")
 
@@ -34,7 +34,7 @@ class _Pair:
     host: str  # id of the lease
     began_at: float
     measured_at: float
-    verdict: Verdict | None = None
+    verdict: PairVerdict | None = None
 
 
 class GuestControl:
@@ -98,13 +98,13 @@ class GuestControl:
         observations = self._registry.observations
         host, guest = observations[pair.host].rates, observations[guest_id].rates
         pair.verdict = verdict = judge(host, guest, pair.began_at, now)
-        if verdict.decision is Decision.UNDECIDED:
+        if verdict.decision is PairDecision.UNDECIDED:
             return
         log.info(
             "guest=%s host=%s %s: %s, host keeps %s, guest has %s",
             guest_id, pair.host, verdict.decision, verdict.why, verdict.host, verdict.guest,
         )  # fmt: skip
-        if verdict.decision is Decision.PART:
+        if verdict.decision is PairDecision.PART:
             await self._part(guest_id, pair, now, briefly=not verdict.is_remembered)
 
     async def _part(self, guest_id: str, pair: _Pair, now: float, *, briefly: bool = False) -> None:

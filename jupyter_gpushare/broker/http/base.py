@@ -29,7 +29,7 @@ from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.http.access import Access, Identity
-from jupyter_gpushare.broker.http.listener import GUARDS, Rate, Turns
+from jupyter_gpushare.broker.http.listener import GUARDS, CallerQueues, Rate
 from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.views.overview import Overview
@@ -108,12 +108,12 @@ class CallerLimits:
     changes: Rate = field(default_factory=lambda: Rate(per_s=10.0, burst=100))
     # Of a user: each spawn page of a session that waits asks every 5 s.
     waits: Rate = field(default_factory=lambda: Rate(per_s=2.0, burst=20))
-    submits: Turns = field(default_factory=Turns)
+    submits: CallerQueues = field(default_factory=CallerQueues)
     # Of a user, or of a peer without a token: one request in each round of the event loop, so that the
     # answers to many requests of one caller are computed in between those to others.
-    rounds: Turns = field(default_factory=Turns)
+    rounds: CallerQueues = field(default_factory=CallerQueues)
     # Of a peer: questions to the Hub about tokens.
-    checks: Turns = field(default_factory=lambda: Turns(at_once=4))
+    checks: CallerQueues = field(default_factory=lambda: CallerQueues(at_once=4))
     # Of a user: each reads up to `MAX_USAGE_DAYS`, or all that ended, of the database.
     scans: Rate = field(default_factory=lambda: Rate(per_s=1.0, burst=10))
 

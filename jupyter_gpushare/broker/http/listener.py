@@ -112,7 +112,7 @@ class Rate:
         self._full_at[caller] = full_at
 
 
-class Turns:
+class CallerQueues:
     """Costly steps of one caller run one after the other, so that more connections get no larger share."""
 
     def __init__(self, at_once: int = 1, most: int = 128) -> None:

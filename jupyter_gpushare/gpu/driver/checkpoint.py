@@ -85,13 +85,13 @@ class _LockArgs(ctypes.Structure):
     ]
 
 
-class _Pair(ctypes.Structure):
+class _GpuPair(ctypes.Structure):
     _fields_ = [("old", ctypes.c_ubyte * 16), ("new", ctypes.c_ubyte * 16)]
 
 
 class _RestoreArgs(ctypes.Structure):
     _fields_ = [
-        ("pairs", ctypes.POINTER(_Pair)),
+        ("pairs", ctypes.POINTER(_GpuPair)),
         ("count", ctypes.c_uint),
         ("padding", ctypes.c_uint),
         ("reserved", ctypes.c_uint64 * 6),
@@ -248,7 +248,7 @@ class Checkpoint:
 
 
 def _restore_args(moves: Mapping[str, str]) -> _RestoreArgs:
-    pairs = (_Pair * len(moves))(*(_Pair(_raw(old), _raw(new)) for old, new in moves.items()))
+    pairs = (_GpuPair * len(moves))(*(_GpuPair(_raw(old), _raw(new)) for old, new in moves.items()))
     return _RestoreArgs(pairs=pairs, count=len(moves))
 
 

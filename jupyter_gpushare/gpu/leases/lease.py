@@ -74,7 +74,7 @@ class Failure:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeShare:
+class HelperTimeShare:
     """How a lease shares the time of its devices now (`gpu.turns`); the fields are those of `LeaseSample`."""
 
     compute_share: ComputeShare = ComputeShare.OFF
@@ -143,7 +143,7 @@ class HelperLease:
         self.in_cgroup = False  # whether the driver itself limits it
         self.placed: frozenset[Key] = frozenset()  # its processes in that cgroup
         self.failures: dict[Key, Failure] = {}
-        self.time_share = TimeShare()
+        self.time_share = HelperTimeShare()
         self.work = 0  # calls that its processes counted as work so far, also those that have ended
         self._worked: dict[Key, int] = {}  # those of each process, as last seen
         # Processes with device memory that the library did not count in the last sample, and whether one of

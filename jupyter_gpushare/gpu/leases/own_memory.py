@@ -50,7 +50,7 @@ def words(pid: int) -> Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Reading(Generic[_Value]):
+class ProcessReading(Generic[_Value]):
     """What was read of a process, and when that read began (``time.monotonic()``)."""
 
     value: _Value
@@ -65,10 +65,12 @@ class OwnMemoryReader(Generic[_Value]):
         self._read = read
         self._guard = threading.Lock()  # held for moments only
         self._looks: dict[int, list[_Look]] = {}  # by user, those that have not ended
-        self._answers: dict[Key, Reading[_Value]] = {}  # the newest of each process
+        self._answers: dict[Key, ProcessReading[_Value]] = {}  # the newest of each process
         self._error: OSError | None = None
 
-    def read(self, users: Mapping[Key, int], within_s: float | None = None) -> dict[Key, Reading[_Value]]:
+    def read(
+        self, users: Mapping[Key, int], within_s: float | None = None
+    ) -> dict[Key, ProcessReading[_Value]]:
         """The newest answer of each of these processes; ``users`` has the user of each.
 
         One that does not answer within ``within_s`` (default `LOOK_S`) has an older answer, or none.
@@ -123,7 +125,7 @@ class OwnMemoryReader(Generic[_Value]):
             while look.left and not look.overtaken:
                 look.since = time.monotonic()
                 key = look.left[0]
-                answer = Reading(self._read(key[0]), look.since)
+                answer = ProcessReading(self._read(key[0]), look.since)
                 with self._guard:
                     self._answers[key] = answer
                     look.left.popleft()

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import HELD, NO_TURNS, Key
-from jupyter_gpushare.gpu.leases.lease import HelperLease, TimeShare
+from jupyter_gpushare.gpu.leases.lease import HelperLease, HelperTimeShare
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.turns.ring import LINGER_S, Contender, Turn, TurnRing
 from jupyter_gpushare.protocol.helper import ComputeShare, Phase
@@ -47,7 +47,7 @@ _NUMBERS = 1 << 30
 
 
 @dataclass(slots=True)
-class _Seen:
+class _LeaseProcess:
     """A process of a lease, as its account showed it."""
 
     since: float
@@ -61,7 +61,7 @@ class _Lease:
     """What is kept about a lease while it may have turns."""
 
     lease: HelperLease
-    seen: dict[Key, _Seen] = field(default_factory=dict)
+    seen: dict[Key, _LeaseProcess] = field(default_factory=dict)
     turn: Turn | None = None
     # Begins at one that no helper before has written.
     number: int = field(default_factory=lambda: int(1000 * time.monotonic()))
@@ -141,7 +141,7 @@ class Turns:
             if is_due:
                 share = self._ring.measured_share(lease.name, at)
                 measured = -1.0 if share is None else round(share, 4)
-            shown = TimeShare(compute_share, reason, measured)
+            shown = HelperTimeShare(compute_share, reason, measured)
             if shown != lease.time_share:
                 lease.time_share = shown
 
@@ -160,7 +160,7 @@ class Turns:
         busy, waits = 0, False
         before, known.seen = known.seen, {}
         for slot in lease.files.turn_slots():
-            seen = known.seen[slot.key] = before.get(slot.key) or _Seen(at)
+            seen = known.seen[slot.key] = before.get(slot.key) or _LeaseProcess(at)
             lives = slot.key in living
             if not lives and (seen.lived or at - seen.since > NEW_S):
                 continue  # it has ended, and its slot is not swept yet
