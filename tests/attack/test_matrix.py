@@ -21,7 +21,6 @@ START = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": 
 
 # spawner/fault asks for no token: the Hub is known by the uid of its process, which is that of these tests
 # (of other uids: tests/broker/test_site_faults.py).
-# servers/gpu is refused to all here: a lease gets the uid of a process at the other end of the unix socket.
 # {job} is a job of bo that waits; a lease that waits is neither asleep nor awake, so 409 is its owner's.
 EXPECTED = """
                                          none unkn noac read  bo  ada serv root prom spwn
@@ -37,7 +36,6 @@ GET    jobs/{job}/timeline               401  401  403  200  200  404  404  200 
 POST   jobs/{job}/retry                  401  401  403  403  409  404  404  404  403  401
 POST   jobs/{job}/attempts/1/report      401  401  403  403  403  403  403  403  403  401
 POST   servers/activity                  401  401  403  403  403  403  204  403  403  401
-POST   servers/gpu                       401  401  403  403  403  403  403  403  403  401
 GET    leases                            401  401  403  200  200  200  200  200  200  401
 POST   leases/{lease}/resume             401  401  403  409  409  404  404  409  404  401
 POST   leases/{lease}/keep               401  401  403  200  200  404  404  200  404  401

@@ -141,26 +141,20 @@ async def test_without_a_helper_a_server_starts_all_the_same(site, broker):
 
 
 async def test_a_server_asks_with_its_own_token_and_gets_the_uid_of_its_process(http):
-    asked = {"gpus": "1/4", "lease": "b0123456789-1", "borrow": True}
     path, size = "leases/b0123456789/size", {"gpus": "1/4", "borrow": True}
-    person, server = ({"Authorization": f"token {name}"} for name in ("ada", "ada-server"))
-    answer = await http.by_socket.post("servers/gpu", json=asked, headers=person)
-    assert (answer.status_code, answer.json()["reason"]) == (403, "not_allowed")
+    person, server, bo = ({"Authorization": f"token {name}"} for name in ("ada", "ada-server", "bo"))
     assert (await http.by_socket.put(path, json=size, headers=person)).status_code == 404
     answer = await http.by_socket.put(path, json=size, headers=server)
     assert answer.status_code == 200, answer.text
     (record,) = http.broker.registry.leases.values()
-    assert (record.uid, record.lease.user, record.handle) == (os.geteuid(), "ada", asked["lease"])
+    assert (record.uid, record.lease.user, record.handle) == (os.geteuid(), "ada", "b0123456789-1")
     sized = answer.json()
-    assert (sized["size"], sized["env"]["GPUSHARE_LEASE"]) == ("1/4 GPU", asked["lease"])
-    # The first form of the request is answered as ever.
-    answer = await http.by_socket.post("servers/gpu", json=asked, headers=server)
-    assert (answer.status_code, answer.json()["env"]) == (200, sized["env"])
-    larger = asked | {"gpus": "1/2"}
-    answer = await http.by_socket.post("servers/gpu", json=larger, headers=server)
-    assert (answer.status_code, answer.json()["reason"]) == (409, "has_gpu")
+    assert (sized["size"], sized["env"]["GPUSHARE_LEASE"]) == ("1/4 GPU", "b0123456789-1")
+    again = await http.by_socket.put(path, json=size, headers=server)
+    assert (again.status_code, again.json()["env"]) == (200, sized["env"])
     # Another user does not learn that this lease exists.
-    for lease in (asked["lease"], "b9999999999-1"):
-        bo = {"Authorization": "token bo"}
-        answer = await http.by_socket.post("servers/gpu", json=larger | {"lease": lease}, headers=bo)
-        assert (answer.status_code, answer.json()["reason"]) == (403, "not_allowed")
+    known, unknown = [
+        (await http.by_socket.put(each, json=size, headers=bo)).json()
+        for each in (path, "leases/b9999999999/size")
+    ]
+    assert (known["status"], known) == (404, unknown)

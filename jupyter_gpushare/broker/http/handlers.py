@@ -20,7 +20,7 @@ from jupyter_gpushare.broker.state.registry import keep_left
 from jupyter_gpushare.broker.state.transitions import Stopping
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.broker.views.views import owners, waiting_sessions
-from jupyter_gpushare.errors import Conflict, NotAllowed, NotFound, TooMany
+from jupyter_gpushare.errors import NotAllowed, NotFound, TooMany
 from jupyter_gpushare.peers import socket_uid
 from jupyter_gpushare.protocol import wire
 
@@ -450,34 +450,7 @@ class NoSuchPathHandler(Base):
 # ---- the routes that give a running session another size, and a running server its first GPU
 
 
-class SizeChangeHandler(Base):
-    """Base of both routes."""
-
-    async def change(
-        self, lease_id: str, request: wire.SizeRequest, *, by_server: bool = False
-    ) -> wire.SpawnGrant | None:
-        """Return the grant of a server that asks for its first GPU.
-
-        Raises:
-            NotAllowed: ``by_server``, and no running server asks with its own token over the unix socket.
-        """
-        identity = await self.identify(JOBS_SCOPE)
-        uid, server = socket_uid(self.stream.socket), None
-        if identity.server is not None and uid is not None:
-            is_new = lease_id not in self.control.registry.leases
-            server = wire.SpawnRequest(
-                user=identity.user,
-                server=identity.server,
-                groups=list(await self.service.access.groups(identity, fresh=True)) if is_new else [],
-                uid=uid,
-                options=wire.GpuRequest(project=request.project),
-            )
-        elif by_server:
-            raise NotAllowed("a server asks for its GPU itself: choose Get a GPU in JupyterLab")
-        return await self.control.admission.change_size(identity.user, lease_id, request, server)
-
-
-class LeaseSizeHandler(SizeChangeHandler):
+class LeaseSizeHandler(Base):
     """Give my session another size on its GPU, or its first GPU to the server that asks.
 
     A server without a GPU asks with the lease that its environment names, over the unix socket: the lease
@@ -490,26 +463,20 @@ class LeaseSizeHandler(SizeChangeHandler):
         Raises:
             NotFound: there is no such lease, or it is another user's, also for an admin.
         """
-        grant = await self.change(lease_id, self.body(wire.SizeRequest))
+        identity, request = await self.identify(JOBS_SCOPE), self.body(wire.SizeRequest)
+        uid, server = socket_uid(self.stream.socket), None
+        if identity.server is not None and uid is not None:
+            is_new = lease_id not in self.control.registry.leases
+            server = wire.SpawnRequest(
+                user=identity.user,
+                server=identity.server,
+                groups=list(await self.service.access.groups(identity, fresh=True)) if is_new else [],
+                uid=uid,
+                options=wire.GpuRequest(project=request.project),
+            )
+        grant = await self.control.admission.change_size(identity.user, lease_id, request, server)
         lease = self.service.views.lease(self.control.registry.get(lease_id))
         self.answer(wire.SizedLease.of(lease, env=grant.env if grant else {}))
-
-
-class ServerGpuHandler(SizeChangeHandler):
-    """As `PUT leases/{id}/size` of the server that asks, for its first GPU."""
-
-    async def post(self) -> None:
-        """Answer with the environment of the lease, once the server's processes may use it.
-
-        Raises:
-            Conflict: the server has a GPU.
-        """
-        identity, request = await self.identify(JOBS_SCOPE), self.body(wire.GpuGain)
-        lease_id = request.lease.partition("-")[0]
-        record = self.control.registry.leases.get(lease_id)
-        if record and record.lease.user == identity.user and record.lease.size != request.size():
-            raise Conflict("this server has a GPU: change its size", reason="has_gpu")
-        self.answer(await self.change(lease_id, request, by_server=True))
 
 
 # ---- routes for administrators alone -----------------------------------------

@@ -56,7 +56,6 @@ ROUTES: tuple[Route, ...] = (
         {"204": None},
     ),
     Route("servers/activity", handlers.ActivityHandler, {"post": None}, {"post": wire.ActivityReport}),
-    Route("servers/gpu", handlers.ServerGpuHandler, {"post": wire.SpawnGrant}, {"post": wire.GpuGain}),
     Route("leases", handlers.LeasesHandler, {"get": wire.Leases}, {}),
     Route(
         "leases/{id}/{action}",

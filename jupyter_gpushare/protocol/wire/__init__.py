@@ -77,7 +77,6 @@ from jupyter_gpushare.protocol.wire.status import (
     Drain,
     DrainRequest,
     ErrorAnswer,
-    GpuGain,
     Health,
     History,
     KeepRequest,

@@ -109,7 +109,7 @@ class HostMount(Answer, frozen=True):
 
 
 class SpawnGrant(Answer, frozen=True):
-    """Answer to a `SpawnRequest` or `GpuGain`; ``lease`` is None for a server without GPU.
+    """Answer to a `SpawnRequest`; ``lease`` is None for a server without GPU.
 
     Where such a server may get one while it runs, ``env`` names the lease that it gets then.
     """

@@ -71,12 +71,6 @@ class SizeRequest(Message, frozen=True):
         return Size.of_gpus(self.gpus or "") if self.memory is None else Size.of_memory(self.memory)
 
 
-class GpuGain(SizeRequest, frozen=True):
-    """Body of ``POST servers/gpu``: as `SizeRequest` of a server without a GPU, with its lease."""
-
-    lease: str = ""  # the value of GPUSHARE_LEASE in its environment
-
-
 NO_SUCH_PATH = "no_such_path"  # reason: the caller's address is wrong, or its version is another
 
 
