@@ -162,6 +162,12 @@ def _start(user: str) -> dict[str, Any]:
     return {"user": user, "server": "", "groups": ["vision"], "uid": 1, "options": options}
 
 
+@pytest.mark.parametrize("uid", [-1, (1 << 32) - 1, 1 << 64])
+async def test_a_number_that_no_uid_has_starts_nothing(http, uid):
+    answer = await http.refused("POST", "spawner/start", SPAWNER, json=_start("ada") | {"uid": uid})
+    assert (answer.status, "uid" in answer.message) == (400, True)
+
+
 async def test_the_timeline_of_a_job_is_its_owners(http):
     job = await http.submit("bo")
     told = (await http.ask("GET", f"jobs/{job.id}/timeline")).json()["moments"]

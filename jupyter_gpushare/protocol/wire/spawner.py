@@ -57,7 +57,7 @@ class SpawnRequest(Message, frozen=True):
     user: str
     server: str  # "" is the default server
     groups: list[str]
-    uid: int  # of the server's processes
+    uid: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]  # of the server's processes
     options: GpuRequest | None = None
     created: datetime | None = None  # when the Hub made the user; None: not known
     own_uid: bool = False  # ``uid`` is that of a system user, of this user alone
