@@ -28,7 +28,7 @@ from jupyter_gpushare.backends.kubernetes.client import (
     Resource,
 )
 from jupyter_gpushare.backends.kubernetes.helpers import Helpers
-from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, HOSTNAME, Node, OtherObject
+from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, Node, OtherObject, node_affinity
 from jupyter_gpushare.backends.kubernetes.queues import in_force, misplaced, missing, priority_classes
 from jupyter_gpushare.backends.kubernetes.readiness import shares_gpus
 from jupyter_gpushare.backends.kubernetes.surroundings import (
@@ -253,7 +253,7 @@ def _pod(kube: GPUShareKube, form: str, node: str, uuid: str) -> dict[str, Any]:
         "runtimeClassName": kube.seat_runtime_class,
         "automountServiceAccountToken": False,
         "enableServiceLinks": False,
-        "nodeSelector": {HOSTNAME: node},
+        "affinity": node_affinity("In", [node]),
         "tolerations": kube.seat_tolerations,
         "containers": [container],
     }

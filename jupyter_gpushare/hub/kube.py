@@ -243,6 +243,8 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         if wrong := complaint(plain, self._place(), self._runtime):
             self._tell_administrator(f"{wrong}; look at the profile and c.KubeSpawner.modify_pod_hook")
             raise refusal(OWN_GPU, "own_gpu", 409)
+        if (place := self._place()) is not None:
+            pod.spec.affinity = kube_pod.on_node(plain["spec"].get("affinity"), place.node)
         return pod
 
     async def _start_server(self) -> Any:

@@ -3,7 +3,7 @@
 ===========================  =============================================================
 what                         how
 ===========================  =============================================================
-the node of the lease        ``nodeSelector`` with its host name, and the site's tolerations
+the node of the lease        a required affinity with its name, and the site's tolerations
 its files and its library    ``hostPath`` mounts, under the same path inside and outside
 its GPUs                     named in the form that the site's runtime wants (`Form`)
 no GPU without a lease       ``NVIDIA_VISIBLE_DEVICES=void`` in every container, whatever its
@@ -24,7 +24,7 @@ from typing import Any
 
 from kubernetes_asyncio import client as models
 
-HOSTNAME = "kubernetes.io/hostname"
+_REQUIRED = "requiredDuringSchedulingIgnoredDuringExecution"
 VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 VOID = "void"
 _CDI_KIND = "k8s.device-plugin.nvidia.com/gpu"
@@ -75,7 +75,6 @@ def shaped(pod: Any, place: PodPlace | None, runtime: Runtime) -> Any:
     else:
         _set_variable(server, VISIBLE, names)
     spec.runtime_class_name = runtime.runtime_class or spec.runtime_class_name
-    spec.node_selector = {**(spec.node_selector or {}), HOSTNAME: place.node}
     spec.tolerations = [
         *(spec.tolerations or ()),
         *(models.V1Toleration(**each) for each in runtime.tolerations),
@@ -86,6 +85,20 @@ def shaped(pod: Any, place: PodPlace | None, runtime: Runtime) -> Any:
         spec.volumes = [*(spec.volumes or ()), models.V1Volume(name=name, host_path=source)]
         server.volume_mounts = [*(server.volume_mounts or ()), mount]
     return pod
+
+
+def on_node(affinity: Mapping[str, Any] | None, node: str) -> dict[str, Any]:
+    """Return the affinity of a pod, as the API has it, that also requires a node by its name.
+
+    A node's label ``kubernetes.io/hostname`` may differ from its name.
+    """
+    pods = affinity or {}
+    nodes = pods.get("nodeAffinity") or {}
+    terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
+    named = {"key": "metadata.name", "operator": "In", "values": [node]}
+    # One of the terms has to hold.
+    bound = [{**term, "matchFields": [*term.get("matchFields", ()), named]} for term in terms]
+    return {**pods, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": bound}}}
 
 
 def complaint(pod: Mapping[str, Any], place: PodPlace | None, runtime: Runtime) -> str:
@@ -109,8 +122,6 @@ def complaint(pod: Mapping[str, Any], place: PodPlace | None, runtime: Runtime) 
     for name in _KAI_REQUESTS:
         if name in metadata.get("annotations", {}):
             return f"it has the annotation {name}: the seat of its lease has it"
-    if place is not None and spec.get("nodeSelector", {}).get(HOSTNAME) != place.node:
-        return f"its nodeSelector does not have {HOSTNAME}: its lease is on {place.node}"
     if place is not None and (lost := _lost(spec, place, runtime)):
         return f"it lost what its lease needs: {lost}"
     if place is None and is_gpu_class(spec.get("runtimeClassName"), runtime):

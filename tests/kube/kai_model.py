@@ -11,13 +11,13 @@ from __future__ import annotations
 import random
 import re
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 
 from tests.kube.kai_binder import GPU_GROUP, Binder
 from tests.kube.kai_queues import Group, Json, Shares, counted
-from tests.kube.store import Refused, Store
+from tests.kube.store import Refused, Store, allows
 
 # pkg/common/constants: DefaultStuckInReleasingThreshold; api/pod_info/pod_info.go:450-470
 STUCK_S = 120.0
@@ -226,7 +226,7 @@ class _Cycle:
     # ---- actions -------------------------------------------------------------
 
     def _feasible(self, task: Task) -> list[Node]:
-        allowed = [node for node in self.nodes.values() if _allows(task.pod["spec"], node.name)]
+        allowed = [node for node in self.nodes.values() if allows(task.pod["spec"], node.name)]
         return sorted(allowed, key=lambda n: n.gpus - n.whole - len(n.groups))  # binpack
 
     def _allocate(self, task: Task) -> bool:
@@ -451,16 +451,3 @@ def _task(group: Json, pod: Json, priority: int) -> Task:
         for c in pod["spec"]["containers"]
     )
     return Task(group, pod, priority, counted(1, count), count, 0.0)
-
-
-def _allows(spec: Json, node: str) -> bool:
-    """Node selector and required affinity by host name."""
-    if spec.get("nodeSelector", {}).get("kubernetes.io/hostname", node) != node:
-        return False
-    required = (
-        spec.get("affinity", {})
-        .get("nodeAffinity", {})
-        .get("requiredDuringSchedulingIgnoredDuringExecution", {})
-    )
-    terms: Iterable[Json] = required.get("nodeSelectorTerms", [])
-    return all(node not in rule["values"] for term in terms for rule in term["matchExpressions"])

@@ -27,10 +27,9 @@ from pathlib import Path
 from typing import Any
 
 from tests.kube.real_store import RealStore
-from tests.kube.store import Json, Refused, Store
+from tests.kube.store import HOSTNAME, Json, Refused, Store, allows, host_name
 
 KAI = "kai-scheduler"
-HOSTNAME = "kubernetes.io/hostname"
 # Where KAI's binder makes a pod for every GPU that is shared; it waits for the name of the GPU.
 RESERVATIONS = "kai-resource-reservation"
 RESERVED = "run.ai/reserve_for_gpu_index"
@@ -56,7 +55,7 @@ def expanded(text: str, known: Mapping[str, str]) -> str:
 
 def node_body(name: str, gpus: int) -> Json:
     """Return a node as the GPU operator labels it."""
-    labels = {HOSTNAME: name, "nvidia.com/gpu.memory": str(MIB), "nvidia.com/gpu.count": str(gpus)}
+    labels = {HOSTNAME: host_name(name), "nvidia.com/gpu.memory": str(MIB), "nvidia.com/gpu.count": str(gpus)}
     has = {"cpu": "64", "memory": "512Gi", "pods": "110", "nvidia.com/gpu": str(gpus)}
     status = {"capacity": has, "allocatable": has, "conditions": [{"type": "Ready", "status": "True"}]}
     return {"metadata": {"name": name, "labels": labels}, "spec": {}, "status": status}
@@ -179,8 +178,7 @@ class Kubelet:
         """As the default scheduler, for pods that are not KAI's."""
         if pod["spec"].get("schedulerName") == KAI or "deletionTimestamp" in pod["metadata"]:
             return
-        named = pod["spec"].get("nodeSelector", {}).get(HOSTNAME)
-        fitting = [n for n in self.nodes.values() if n.accepts and named in (None, n.name)]
+        fitting = [n for n in self.nodes.values() if n.accepts and allows(pod["spec"], n.name)]
         if fitting:
             self.store.bind(pod["metadata"]["namespace"], pod["metadata"]["name"], fitting[0].name)
 

@@ -15,6 +15,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 Json = dict[str, Any]
+HOSTNAME = "kubernetes.io/hostname"
 
 # (group, version, plural) of what this API server knows: whether it is namespaced, and its kind.
 KINDS: dict[tuple[str, str, str], tuple[bool, str]] = {
@@ -205,3 +206,28 @@ class Store:
 
 def _time(moment: datetime) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# ---- where a pod may run
+
+
+def host_name(node: str) -> str:
+    """A node's label `HOSTNAME`, which differs from its name in some clouds."""
+    return f"{node}.internal"
+
+
+def allows(spec: Json, node: str) -> bool:
+    """Whether node selector and required affinity of a pod allow a node."""
+    if spec.get("nodeSelector", {}).get(HOSTNAME, host_name(node)) != host_name(node):
+        return False
+    affinity = spec.get("affinity", {}).get("nodeAffinity", {})
+    required = affinity.get("requiredDuringSchedulingIgnoredDuringExecution", {})
+    terms = required.get("nodeSelectorTerms", [{"matchFields": []}])
+    return any(all(_holds(rule, node) for rule in term["matchFields"]) for term in terms)
+
+
+def _holds(rule: Json, node: str) -> bool:
+    """A field takes one value (``pkg/apis/core/validation``, ``ValidateNodeFieldSelectorRequirement``)."""
+    (name,) = rule["values"]
+    assert rule["key"] == "metadata.name"
+    return (name == node) == (rule["operator"] == "In")

@@ -93,9 +93,14 @@ def variables(container: dict[str, Any]) -> dict[str, str]:
 
 
 async def test_a_pod_with_a_lease_runs_on_its_node_with_its_files_and_its_gpus_alone(make):
-    pod = await pod_of(make(node_selector={"pool": "gpu"}), GRANT)
+    site = {"key": "zone", "operator": "Exists"}
+    spawner = make(node_selector={"pool": "gpu"}, node_affinity_required=[{"matchExpressions": [site]}])
+    pod = await pod_of(spawner, GRANT)
     spec, (server,) = pod["spec"], pod["spec"]["containers"]
-    assert spec["nodeSelector"] == {"pool": "gpu", "kubernetes.io/hostname": "node-1"}
+    assert spec["nodeSelector"] == {"pool": "gpu"}
+    required = spec["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+    node = {"key": "metadata.name", "operator": "In", "values": ["node-1"]}
+    assert required["nodeSelectorTerms"] == [{"matchExpressions": [site], "matchFields": [node]}]
     assert spec["runtimeClassName"] == "nvidia"
     assert spec["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
     assert variables(server)["NVIDIA_VISIBLE_DEVICES"] == f"{CDI}GPU-1,{CDI}GPU-2"
@@ -156,7 +161,7 @@ async def test_a_pod_without_a_lease_gets_void_in_every_container_and_no_class_f
         assert variables(container)["NVIDIA_VISIBLE_DEVICES"] == "void", container["name"]
     assert variables(spec["containers"][0])["CUDA_VISIBLE_DEVICES"] == ""
     assert "runtimeClassName" not in spec
-    assert "nodeSelector" not in spec
+    assert "affinity" not in spec
     pod = await pod_of(make(**settings), GRANT)
     server, beside = pod["spec"]["containers"]
     assert variables(server)["NVIDIA_VISIBLE_DEVICES"].startswith(CDI)
@@ -197,8 +202,11 @@ async def test_the_sites_hook_changes_the_pod_and_what_it_must_not_change_is_ref
     assert (await pod_of(make(), GRANT, label))["metadata"]["labels"]["site"] == "yes"
 
     async def away(spawner: Any, pod: Any) -> Any:
-        pod.spec.node_selector = {"kubernetes.io/hostname": "node-2"}
+        pod.spec.affinity = {"podAffinity": {}}
         return pod
+
+    affinity = (await pod_of(make(), GRANT, away))["spec"]["affinity"]
+    assert affinity.keys() == {"podAffinity", "nodeAffinity"}
 
     def shown(spawner: Any, pod: Any) -> Any:
         pod.spec.containers[0].env = [
@@ -231,7 +239,6 @@ async def test_the_sites_hook_changes_the_pod_and_what_it_must_not_change_is_ref
         (GRANT, unmounted, "lost what its lease needs: the read-only mount of /run/gpushare/leases/abc-1"),
         (GRANT, writable, "lost what its lease needs: the read-only mount of " + ENV["LD_PRELOAD"]),
         (GRANT, elsewhere, "lost what its lease needs: the read-only mount of " + ENV["LD_PRELOAD"]),
-        (GRANT, away, "its lease is on node-1"),
         (GRANT, shown, "NVIDIA_VISIBLE_DEVICES"),
         (NO_LEASE, shown, "NVIDIA_VISIBLE_DEVICES"),
         (NO_LEASE, classed, "its runtime class is nvidia"),

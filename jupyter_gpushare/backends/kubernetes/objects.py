@@ -8,7 +8,7 @@ makes a PodGroup of its own for a pod that has an owner.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any
@@ -27,7 +27,6 @@ MANAGED_BY = "app.kubernetes.io/managed-by"
 SELECTOR = f"{MANAGED_BY}=gpushare"
 POD_GROUP_ANNOTATION = "pod-group-name"
 SKIP_PODGROUPER = "kai.scheduler/skip-podgrouper"
-HOSTNAME = "kubernetes.io/hostname"
 GPU_RESOURCE = "nvidia.com/gpu"
 # KAI's name of a GPU that is shared, as a label of the pods that have a part of it.
 GPU_GROUP = "runai-gpu-group"
@@ -356,8 +355,11 @@ def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int
         ],
         "volumes": [{"name": "host", "hostPath": {"path": site.host_dir, "type": "Directory"}}],
         "tolerations": [dict(toleration) for toleration in site.tolerations],
-        **_where(demand),
     }
+    if demand.node:
+        spec["affinity"] = node_affinity("In", [demand.node])
+    elif demand.not_nodes:  # nodes that are full of guarantees
+        spec["affinity"] = node_affinity("NotIn", demand.not_nodes)
     metadata = {"name": name, "labels": _labels(demand), "annotations": annotations}
     return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
 
@@ -378,12 +380,11 @@ def _spec(to: Terms) -> dict[str, str]:
     return {"queue": to.queue, "priorityClassName": to.priority_class, "preemptibility": to.preemptibility}
 
 
-def _where(demand: Demand) -> Json:
-    """Node selector and affinity: its own node, or none of the nodes that are full of guarantees."""
-    if demand.node:
-        return {"nodeSelector": {HOSTNAME: demand.node}}
-    if not demand.not_nodes:
-        return {}
-    term = {"matchExpressions": [{"key": HOSTNAME, "operator": "NotIn", "values": list(demand.not_nodes)}]}
-    required = {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [term]}}
-    return {"affinity": {"nodeAffinity": required}}
+def node_affinity(operator: str, nodes: Iterable[str]) -> Json:
+    """Return the affinity of a pod that runs ``In`` one node, or ``NotIn`` some, by their names.
+
+    A node's label ``kubernetes.io/hostname`` may differ from its name.  The API takes one value a field.
+    """
+    fields = [{"key": "metadata.name", "operator": operator, "values": [node]} for node in nodes]
+    required = {"nodeSelectorTerms": [{"matchFields": fields}]}
+    return {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": required}}
