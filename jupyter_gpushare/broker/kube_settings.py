@@ -66,6 +66,9 @@ class GPUShareKube(Configurable):
     seat_tolerations = List(Dict(), [], help="Tolerations of seats, such as for nvidia.com/gpu.").tag(
         config=True
     )
+    seat_pull_secrets = List(
+        Unicode(), [], help="Names of the Secrets with which seats pull their image, in their namespace."
+    ).tag(config=True)
     host_dir = Unicode(
         _SITE.host_dir, help="Folder of the device helper on each node: its sockets and lease directories."
     ).tag(config=True)
@@ -167,4 +170,5 @@ class GPUShareKube(Configurable):
             host_dir=self.host_dir,
             resources=self.seat_resources,
             tolerations=tuple(self.seat_tolerations),
+            pull_secrets=tuple(self.seat_pull_secrets),
         )

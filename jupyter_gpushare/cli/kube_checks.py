@@ -255,6 +255,7 @@ def _pod(kube: GPUShareKube, form: str, node: str, uuid: str) -> dict[str, Any]:
         "enableServiceLinks": False,
         "affinity": node_affinity("In", [node]),
         "tolerations": kube.seat_tolerations,
+        "imagePullSecrets": [{"name": secret} for secret in kube.seat_pull_secrets],
         "containers": [container],
     }
     annotations = {f"nvidia.cdi.k8s.io/container.{NAME}": told} if by_annotation else {}

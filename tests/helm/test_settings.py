@@ -22,6 +22,7 @@ from tests.helm.conftest import FOLDER, NS, Chart, Json
 from tests.kube.kubelet import expanded
 
 SCHEMA: Json = json.loads((FOLDER / "gpushare/values.schema.json").read_text())
+DEMAND = Demand(lease="b1", project="vision", seat_class=SeatClass.SESSION, size=Size(500))
 
 
 def broker_of(chart: Chart, folder: Path) -> GPUShareBroker:
@@ -122,8 +123,7 @@ def test_broker_helper_seats_and_spawner_name_the_same_port_folder_and_label(
     assert kube.helper_port == given.endpoint.port == 7777
     labels = template["metadata"]["labels"]
     assert kube.helper_selector in {f"{key}={value}" for key, value in labels.items()}
-    demand = Demand(lease="b1", project="vision", seat_class=SeatClass.SESSION, size=Size(500))
-    pod = seat_pod("seat-1", demand, Request(fraction_milli=500), kube.seat(), 1)
+    pod = seat_pod("seat-1", DEMAND, Request(fraction_milli=500), kube.seat(), 1)
     (volume,) = pod["spec"]["volumes"]
     _, sits = seat.parse(pod["spec"]["containers"][0]["args"][1:])
     assert str(given.seat_socket) == str(sits) == f"{volume['hostPath']['path']}/seat.sock"
@@ -182,7 +182,16 @@ def test_without_a_taint_nothing_is_tolerated(charts: dict[str, Chart], tmp_path
     assert GPUShareKube(parent=broker_of(made, tmp_path)).seat().tolerations == ()
 
 
+PULL_SECRETS = [{"name": "one"}, {"name": "two"}]
+
+
 @pytest.mark.parametrize("kind", ["Deployment", "DaemonSet"])
 def test_pods_pull_with_the_secrets_of_the_values(charts: dict[str, Chart], kind: str):
     spec = charts["all on"].one(kind)["spec"]["template"]["spec"]
-    assert spec["imagePullSecrets"] == [{"name": "one"}, {"name": "two"}]
+    assert spec["imagePullSecrets"] == PULL_SECRETS
+
+
+def test_seats_pull_with_the_secrets_of_the_values(charts: dict[str, Chart], tmp_path: Path):
+    kube = GPUShareKube(parent=broker_of(charts["all on"], tmp_path))
+    pod = seat_pod("seat-1", DEMAND, Request(fraction_milli=500), kube.seat(), 1)
+    assert pod["spec"]["imagePullSecrets"] == PULL_SECRETS

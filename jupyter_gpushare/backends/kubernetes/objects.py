@@ -284,6 +284,7 @@ class SeatPod:
         default_factory=lambda: {"requests": {"cpu": "10m", "memory": "32Mi"}, "limits": {"memory": "64Mi"}}
     )
     tolerations: tuple[Mapping[str, str], ...] = ()
+    pull_secrets: tuple[str, ...] = ()
 
 
 def unix_time(said: str) -> float:
@@ -355,6 +356,7 @@ def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int
         ],
         "volumes": [{"name": "host", "hostPath": {"path": site.host_dir, "type": "Directory"}}],
         "tolerations": [dict(toleration) for toleration in site.tolerations],
+        "imagePullSecrets": [{"name": secret} for secret in site.pull_secrets],
     }
     if demand.node:
         spec["affinity"] = node_affinity("In", [demand.node])
