@@ -210,16 +210,10 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         env = super().get_env()
         return env | {name: escaped(env[name]) for name in ("GPUSHARE_JOB",) if name in env}
 
-    @contextmanager
-    def memory_for_sleep(self, grant: SpawnGrant | None) -> Iterator[None]:
-        """Do nothing: profiles set `mem_limit` later, see `get_pod_manifest`."""
-        yield
-
     async def get_pod_manifest(self) -> Any:
         """Return the pod of the site's settings and profile, with what its lease needs."""
         job = self._grant.job if self._grant is not None else None
-        with super().memory_for_sleep(self._grant):
-            pod = await super().get_pod_manifest()
+        pod = await super().get_pod_manifest()
         if job is not None:
             # Of what ends the pod beside the Hub, such as a node that is drained.
             pod.spec.termination_grace_period_seconds = int(self.stop_grace_s)
@@ -247,19 +241,40 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
             pod.spec.affinity = kube_pod.on_node(plain["spec"].get("affinity"), place.node)
         return pod
 
+    async def start(self) -> Any:
+        """As `GPUShareMixin.start`; the profile is applied before the broker is told the `uid`."""
+        with self._home_and_profile():
+            await self.load_user_options()
+        return await super().start()
+
+    @contextmanager
+    def _home_and_profile(self) -> Iterator[None]:
+        """Give a job the home volume and the profile of its owner's own server."""
+        site_options = self.user_options
+        if self.is_job:
+            own = self.user.spawners[""]
+            self.pvc_name = own.pvc_name
+            self.user_options = {key: value for key, value in own.user_options.items() if key != options.KEY}
+        try:
+            yield
+        finally:
+            self.user_options = site_options
+
     async def _start_server(self) -> Any:
         """Start the pod; one with a lease that is not placed within `holder_timeout` is refused."""
-        site_hook, site_options = self.modify_pod_hook, self.user_options
+        site_hook = self.modify_pod_hook
         self.modify_pod_hook = lambda _, pod: self._checked(site_hook, pod)
         self._start_future = None  # of the last start; `progress` looks at it
-        if self.is_job:
-            self._take_over_from_own_server()
+        # `start` has applied the profile; twice, it may add the same volumes again.
+        self.load_user_options = _do_nothing
         try:
-            if (place := self._place()) is None:  # any node will do, one that is still to be added too
-                return await super()._start_server()
-            return await self._start_at(place, super()._start_server())
+            with self._home_and_profile():
+                if (place := self._place()) is None:  # any node will do, one that is still to be added too
+                    return await super()._start_server()
+                return await self._start_at(place, super()._start_server())
         finally:
-            self.modify_pod_hook, self.user_options = site_hook, site_options
+            self.modify_pod_hook = site_hook
+            del self.load_user_options
 
     async def _start_at(self, place: PodPlace, start: Coroutine[Any, Any, Any]) -> Any:
         started = asyncio.ensure_future(start)
@@ -273,12 +288,6 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
             for task in (started, placed):
                 task.cancel()
             await asyncio.gather(started, placed, return_exceptions=True)
-
-    def _take_over_from_own_server(self) -> None:
-        """Give a job the home volume and the profile of its owner's own server."""
-        own = self.user.spawners[""]
-        self.pvc_name = own.pvc_name
-        self.user_options = {key: value for key, value in own.user_options.items() if key != options.KEY}
 
     async def _wait_until_placed(self) -> bool:
         """Return whether the pod was placed on a node; False after `holder_timeout`."""
@@ -312,3 +321,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         """Delete the server's volume; that of a job is its owner's home, and stays."""
         if not self.is_job:
             await super().delete_forever()
+
+
+async def _do_nothing() -> None:
+    pass

@@ -84,7 +84,8 @@ def make(tmp_path: Path) -> Callable[..., GPUShareKubeSpawner]:
 
 async def pod_of(spawner: GPUShareKubeSpawner, grant: SpawnGrant, hook: Any = None) -> dict[str, Any]:
     spawner.take_grant(grant)
-    pod = await spawner._checked(hook, await spawner.get_pod_manifest())
+    with spawner.memory_for_sleep(grant):
+        pod = await spawner._checked(hook, await spawner.get_pod_manifest())
     return json.loads(json.dumps(spawner.api.api_client.sanitize_for_serialization(pod)))
 
 
@@ -251,7 +252,7 @@ async def test_the_sites_hook_changes_the_pod_and_what_it_must_not_change_is_ref
 
 async def test_the_memory_limit_of_the_profile_holds_the_gpu_memory_while_it_sleeps(make):
     spawner = make()
-    spawner.mem_limit = "2G"  # as a profile sets it, after the start has begun
+    spawner.mem_limit = "2G"
     (server,) = (await pod_of(spawner, GRANT))["spec"]["containers"]
     assert int(server["resources"]["limits"]["memory"]) == (2 + 42) * GIB
     (server,) = (await pod_of(spawner, NO_LEASE))["spec"]["containers"]

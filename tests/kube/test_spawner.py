@@ -35,7 +35,8 @@ c.KubeSpawner.storage_capacity = "1Gi"
 EXTRA = """
 c.KubeSpawner.profile_list = [
     {{"display_name": "plain", "slug": "plain", "default": True}},
-    {{"display_name": "image of jobs", "slug": "own", "kubespawner_override": {{"image": "own:2"}}}},
+    {{"display_name": "image of jobs", "slug": "own",
+      "kubespawner_override": {{"image": "own:2", "uid": 2000}}}},
     {{"display_name": "gpu", "slug": "gpu",
       "kubespawner_override": {{"extra_resource_limits": {{"nvidia.com/gpu": "1"}}}}}},
 ]
@@ -209,6 +210,7 @@ def test_a_job_uses_the_home_and_the_profile_of_its_owners_server_and_deletes_ne
                   if "persistentVolumeClaim" in v] for n, p in pods.items()}  # fmt: skip
     assert claims[JOB_NAME] == claims[""]
     assert {pod["spec"]["containers"][0]["image"] for pod in pods.values()} == {"own:2"}
+    assert [asked.body["uid"] for asked in hub.broker.of("spawner/start")] == [2000, 2000]
     home = cluster.kubelet.claim(claims[""][0])
     job = wait_for(lambda: (home / "job").exists() and (home / "job").read_text(), "the job has begun")
     assert json.loads(job)["command"] == COMMAND
