@@ -13,12 +13,13 @@ from kubespawner import clients
 from traitlets.config import Config
 
 from jupyter_gpushare.core.model import Kind
-from jupyter_gpushare.hub import distinct
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.hub import distinct, kube
 from jupyter_gpushare.hub.compat import SpawnException
 from jupyter_gpushare.hub.kube import GPUShareKubeSpawner
 from jupyter_gpushare.hub.kube_pod import escaped, outside
 from jupyter_gpushare.hub.spawner import GPUShareMixin
-from jupyter_gpushare.protocol.wire import HostMount, JobSpec, SpawnGrant
+from jupyter_gpushare.protocol.wire import HostMount, JobSpec, SpawnGrant, SpawnProgress
 from tests.certificates import make_certificate
 from tests.kube.kubeconfig import write_kubeconfig
 
@@ -318,6 +319,32 @@ async def test_only_a_pod_with_a_lease_has_to_be_placed_soon(make, monkeypatch, 
             await spawner._start_server()
         assert spawner.excluded_nodes() == ["node-1"]
     assert spawner.modify_pod_hook is hook
+
+
+async def test_the_page_says_how_far_the_broker_is(make, monkeypatch):
+    monkeypatch.setattr(kube, "_TELL_S", 0.0)
+    spawner, answers = make(), asyncio.Event()
+    says = ["", "It is placed.", GpuShareError("no answer"), "It is placed.", "Others leave."]
+
+    class Broker:
+        async def get(self, path: str, _form: type, params: dict[str, str]) -> SpawnProgress:
+            assert (path, params) == ("spawner/start", {"user": "ada", "server": "a"})
+            if not says:
+                answers.set()
+                return SpawnProgress(message="")
+            if isinstance(said := says.pop(0), Exception):
+                raise said
+            return SpawnProgress(message=said)
+
+    async def ask(_spawner: GPUShareKubeSpawner, _request: object) -> SpawnGrant:
+        await answers.wait()
+        return GRANT
+
+    monkeypatch.setattr(GPUShareMixin, "_ask", ask)
+    monkeypatch.setattr(spawner, "_broker_client", Broker)
+    monkeypatch.setattr(spawner, "_identity", lambda: ("ada", "a", ""))
+    assert await asyncio.wait_for(spawner._ask(None), 10) == GRANT
+    assert [event["message"] for event in spawner._events] == ["It is placed.", "Others leave."]
 
 
 async def test_a_broker_at_a_unix_socket_is_refused_because_pods_do_not_reach_it(make):
