@@ -1,4 +1,4 @@
-# Everything that is downloaded or built lies in .venv, jupyter_gpushare/native/lib, jupyter_gpushare/gpu/leases,
+# Everything that is downloaded or built lies in .venv, jupyter_gpushare/native/lib, jupyter_gpushare/kube/node,
 # jupyter_gpushare/labextension and jupyter_gpushare/ui/node_modules; `make clean` removes it.
 #
 # Each step of the set-up leaves a stamp and names what it depends on, so that a
@@ -38,6 +38,8 @@ LAB := $(VENV)/share/jupyter
 C_SOURCES := $(wildcard $(foreach d,. preload simulator,$(addprefix jupyter_gpushare/native/$(d)/,*.c *.h *.S))) jupyter_gpushare/native/build.py
 GENERATED := $(addprefix $(UI)/src/,catalogue.ts sizes.ts wire.ts)
 UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -path '*/lib/*' -not -path '*/.yarn/*' -not -name '*.tsbuildinfo' 2>/dev/null)
+# What decides: held to full coverage, and run by `make check`.
+RULE_TESTS := tests/core $(wildcard tests/kube/test_rules*.py)
 # Tests that start neither a Hub nor a browser.
 QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli tests/ui/test_vitest.py
 # Most tests wait for processes: four at once use two cores well.  One file
@@ -96,7 +98,7 @@ demo-check: | $(STAMPS)/venv
 
 test: $(STAMPS)/test $(addprefix $(STAMPS)/,$(sort $(NEEDS)))  ## run every test, four files at once; PYTEST_ARGS="tests/core -k idle" runs some
 	@export PATH=$(BIN):$$PATH
-	python -m pytest $(IN_PARALLEL) --durations=30 $(if $(BOTH),--ignore=tests/core) $(PYTEST_ARGS)
+	python -m pytest $(IN_PARALLEL) --durations=30 $(if $(BOTH),$(addprefix --ignore=,$(RULE_TESTS))) $(PYTEST_ARGS)
 
 test-long: setup-test $(STAMPS)/oldest $(STAMPS)/oldest-hub $(STAMPS)/trainers  ## run the long forms, hours in all; PYTEST_ARGS chooses some
 	@export PATH=$(BIN):$$PATH
@@ -118,7 +120,7 @@ check-python:
 	lint-imports --no-logo
 
 check-core:
-	@PATH=$(BIN):$$PATH python -m pytest tests/core -q --durations=30 --cov=jupyter_gpushare.core --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
+	@PATH=$(BIN):$$PATH python -m pytest $(RULE_TESTS) -q --durations=30 --cov=jupyter_gpushare.core --cov=jupyter_gpushare.kube.rules --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
 
 check-pages: docs
 	@export PATH=$(BIN):$$PATH
@@ -164,7 +166,7 @@ compilers:
 	fi
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/gpu/leases/pod_resources.binpb jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo $(GENERATED)
+	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/kube/node/pod_resources.binpb jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo $(GENERATED)
 
 # ---- the steps of the set-up -----------------------------------------------------
 
@@ -201,7 +203,7 @@ $(STAMPS)/docs: pyproject.toml constraints.txt | $(STAMPS)/package
 	touch $@
 
 # Editable, with the metadata of pyproject.toml; the wheel build compiles the C libraries and the kubelet's messages too.
-$(STAMPS)/package: pyproject.toml $(wildcard jupyter_gpushare/gpu/leases/*.proto) | $(STAMPS)/venv
+$(STAMPS)/package: pyproject.toml $(wildcard jupyter_gpushare/kube/node/*.proto) | $(STAMPS)/venv
 	@$(STEP) "Installing JupyterHub, JupyterLab and this package into .venv" $(STAMPS)/package.log -- \
 	    $(PIP) --editable '.[demo,lab]' '$(UI_BUILDER)'
 	touch $@

@@ -22,11 +22,11 @@ from traitlets import Bool, DefaultHandler, Enum, Float, HasTraits, Integer, Lis
 
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.http.routes import ROUTES
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.broker.settings import BrokerTraits
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, TRANSITIONS, LeaseEvent, State
 from jupyter_gpushare.hub import GPUShareMixin
 from jupyter_gpushare.hub.limits import LimitedProcesses
+from jupyter_gpushare.kube.settings import GPUShareKube
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.server.kernels import MESSAGES
 from jupyter_gpushare.ui.generate import comments_of

@@ -25,7 +25,7 @@ import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 from urllib.parse import urlparse
 
 from jupyterhub.services.auth import HubOAuth
@@ -33,15 +33,16 @@ from tornado import web
 from traitlets import TraitError
 
 from jupyter_gpushare import __version__, channel, messages
+from jupyter_gpushare.backends.base import DeviceBackend
 from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
 from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.backends.local import LocalDevices, library_fault
 from jupyter_gpushare.broker import respawn as respawning
-from jupyter_gpushare.broker.cluster import KubeCluster, queue_projects
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.request_policy import overrides_text
+from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import Access
 from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service, Site
@@ -51,7 +52,6 @@ from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv, UsageCsv
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.http.secret_files import secret_file, tls_context
 from jupyter_gpushare.broker.http.sockets import Addresses, Sockets
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.respawn import Heartbeat
 from jupyter_gpushare.broker.settings import BrokerTraits
@@ -60,6 +60,7 @@ from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.broker.views.overview import Overview
 from jupyter_gpushare.broker.views.views import Views
 from jupyter_gpushare.errors import GpuShareError, StoreError, Superseded
+from jupyter_gpushare.find_kube import find_kube
 from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
 from jupyter_gpushare.listener import Gate, connections_allowed
 from jupyter_gpushare.procfs import boot_id
@@ -68,6 +69,24 @@ log = logging.getLogger("gpushare.broker")
 
 # The process ends within this time of the reason; open connections get half of it.
 END_S = 2.0
+
+
+class Cluster(Protocol):
+    """What a broker with the engine ``kai`` works with (`kube.broker`)."""
+
+    @property
+    def engine(self) -> Engine:
+        """Decides."""
+
+    @property
+    def devices(self) -> DeviceBackend:
+        """Measures and acts on the GPUs of all nodes."""
+
+    async def run(self) -> None:
+        """Follow the device helpers until cancelled."""
+
+    async def close(self) -> None:
+        """Close all connections."""
 
 
 class GPUShareBroker(BrokerTraits):
@@ -221,19 +240,14 @@ class GPUShareBroker(BrokerTraits):
         await asyncio.wait([*running, *map(asyncio.create_task, closing)], timeout=END_S / 2)
         return status
 
-    async def _cluster(self, store: Store) -> KubeCluster:
+    async def _cluster(self, store: Store) -> Cluster:
         """Return the cluster that is configured.
 
         Raises:
-            GpuShareError: a setting is missing, or something in the cluster; the text says what.
+            GpuShareError: a setting is missing, or something in the cluster, or what an installation needs
+                for it; the text says what.
         """
-        projects = queue_projects(self.policy())
-        cluster = KubeCluster(GPUShareKube(parent=self), lambda: store.epoch)
-        try:
-            await cluster.check(projects)
-        except BaseException:
-            await cluster.close()
-            raise
+        cluster: Cluster = await find_kube("broker").connect(self, self.policy(), lambda: store.epoch)
         return cluster
 
     def _reload(self, service: Service, alive: Heartbeat) -> None:

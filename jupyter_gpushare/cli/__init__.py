@@ -15,26 +15,27 @@ import importlib
 import os
 import sys
 from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from types import MappingProxyType, ModuleType
 
 from jupyter_gpushare.cli.output import complain
 from jupyter_gpushare.cli.parser import parser, split_command
 from jupyter_gpushare.cli.verbs import EXIT_OK, EXIT_REFUSED, EXIT_UNREACHABLE
 from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError
+from jupyter_gpushare.find_kube import PACKAGE, find_kube, is_installed
 
 __all__ = ["main"]
 
 EXIT_INTERRUPTED = 130  # as shells count SIGINT
 
-# Verbs with command lines of their own.
+# Verbs with command lines of their own; those of Kubernetes may not be installed.
 SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "simulate": ("jupyter_gpushare.sim.run", "replay a trace against the policy"),
         "broker": ("jupyter_gpushare.broker.app", "run the broker (a JupyterHub service)"),
-        "kube": ("jupyter_gpushare.cli.kube", "Queues for a Kubernetes cluster, and whether it is ready"),
+        "kube": (f"{PACKAGE}.command_line", "Queues for a Kubernetes cluster, and whether it is ready"),
         "helper": ("jupyter_gpushare.gpu.service.helper", "run the device helper of a GPU machine"),
-        "seat": ("jupyter_gpushare.gpu.service.seat", "stand for a lease on a Kubernetes node"),
-        "canary": ("jupyter_gpushare.gpu.service.canary", "print which GPUs a pod sees"),
+        "seat": (f"{PACKAGE}.node.seat", "stand for a lease on a Kubernetes node"),
+        "canary": (f"{PACKAGE}.node.canary", "print which GPUs a pod sees"),
     }
 )
 
@@ -45,10 +46,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         _in_utf8()
     words = list(sys.argv[1:] if argv is None else argv)
     if words and words[0] in SERVICES:
-        module = importlib.import_module(SERVICES[words[0]][0])
-        return int(module.main(words[1:]) or EXIT_OK)
+        try:
+            service = _service(SERVICES[words[0]][0])
+        except GpuShareError as error:
+            print(f"gpushare {words[0]}: {error}", file=sys.stderr)
+            return EXIT_REFUSED
+        return int(service.main(words[1:]) or EXIT_OK)
     words, command = split_command(words)
-    args = parser(SERVICES).parse_args(words)
+    shown = {verb: row for verb, row in SERVICES.items() if is_installed() or not _is_of_kube(row[0])}
+    args = parser(shown).parse_args(words)
     if command is not None:
         if args.command:
             args.parser.error(
@@ -66,6 +72,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         # The reader (head, less) closed the pipe; nothing may be written at exit either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
+
+
+def _is_of_kube(module: str) -> bool:
+    return module.startswith(f"{PACKAGE}.")
+
+
+def _service(module: str) -> ModuleType:
+    """Return the module of a verb.
+
+    Raises:
+        GpuShareError: it is one of Kubernetes, whose parts are not installed.
+    """
+    if _is_of_kube(module):
+        return find_kube(module.removeprefix(f"{PACKAGE}."))
+    return importlib.import_module(module)
 
 
 def _in_utf8() -> None:

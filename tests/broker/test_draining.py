@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.control import administration
-from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.records import MACHINE
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import RequestError
+from jupyter_gpushare.kube.engine.kai import KaiEngine
 from jupyter_gpushare.protocol.helper import Overuse
 from tests.broker.brokers import sent
 from tests.broker.site import spawn

@@ -8,7 +8,6 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.control import administration, snapshot
-from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.session_queue import (
@@ -22,6 +21,7 @@ from jupyter_gpushare.broker.state.session_queue import (
 from jupyter_gpushare.broker.views.views import spawn_wait, waiting_sessions
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import Conflict, InvalidRequest, TooMany
+from jupyter_gpushare.kube.engine.kai import KaiEngine
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker
 from tests.broker.machine import Program

@@ -236,7 +236,7 @@ class Node(Machine):
     ) -> subprocess.Popen[bytes]:
         log = (self.folder / f"{name}.log").open("ab")
         command = [
-            sys.executable, "-m", "jupyter_gpushare.gpu.service.seat", "--name", name, "--lease", lease,
+            sys.executable, "-m", "jupyter_gpushare.kube.node.seat", "--name", name, "--lease", lease,
             "--epoch", str(epoch), "--grace-s", str(grace_s), "--host-dir", str(self.folder),
         ]  # fmt: skip
         # What an image says about devices is not read.
@@ -446,7 +446,7 @@ def test_only_root_may_sit(node: Node) -> None:
     "given", [["--name", "s", "--lease", "b1"], ["--name", "s", "--lease", "b1", "--epoch", "x"]]
 )
 def test_wrong_options_of_a_seat_are_refused(given: list[str]) -> None:
-    command = [sys.executable, "-m", "jupyter_gpushare.gpu.service.seat", *given]
+    command = [sys.executable, "-m", "jupyter_gpushare.kube.node.seat", *given]
     found = subprocess.run(command, capture_output=True, text=True, check=False)
     assert found.returncode == 2
     assert "--epoch" in found.stderr

@@ -14,10 +14,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from jupyter_gpushare.backends.kubernetes.objects import MANAGED_BY, SELECTOR
-from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
 from jupyter_gpushare.broker.state.policy import parse_project
-from jupyter_gpushare.cli.kube import main
+from jupyter_gpushare.kube.cluster.objects import MANAGED_BY, SELECTOR
+from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
+from jupyter_gpushare.kube.command_line import main
 from tests.helm.conftest import FOLDER, NS, PROJECTS, VALUES, Chart, Json, answers
 from tests.kube.store import matches
 

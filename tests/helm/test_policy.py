@@ -7,9 +7,9 @@ from typing import Any
 import celpy
 import pytest
 
-from jupyter_gpushare.backends.kubernetes.objects import SeatPod, seat_pod
-from jupyter_gpushare.core.kube.seats import Demand, Request, SeatClass
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.cluster.objects import SeatPod, seat_pod
+from jupyter_gpushare.kube.rules.seats import Demand, Request, SeatClass
 from tests.helm.conftest import Chart, Json
 
 _CEL = celpy.Environment()

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from traitlets.config import Config
 
-from jupyter_gpushare.backends.kubernetes.client import POD_GROUPS, PODS
-from jupyter_gpushare.backends.kubernetes.helpers import HelperPods
-from jupyter_gpushare.backends.kubernetes.objects import SeatPod, pod_group, seat_pod
-from jupyter_gpushare.backends.kubernetes.readiness import lacks
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.cli.kube_checks import examine
-from jupyter_gpushare.core.kube.seats import Demand, Request, SeatClass
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.checks.cluster import examine
+from jupyter_gpushare.kube.checks.readiness import lacks
+from jupyter_gpushare.kube.cluster.client import POD_GROUPS, PODS
+from jupyter_gpushare.kube.cluster.helpers import HelperPods
+from jupyter_gpushare.kube.cluster.objects import SeatPod, pod_group, seat_pod
+from jupyter_gpushare.kube.rules.seats import Demand, Request, SeatClass
+from jupyter_gpushare.kube.settings import GPUShareKube
 from jupyter_gpushare.protocol.helper_tls import BROKER
 from tests.certificates import files_of
 from tests.helm.conftest import NS, Chart

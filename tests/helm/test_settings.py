@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.backends.kubernetes.objects import seat_pod
 from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.core.kube.seats import Demand, Request, SeatClass
 from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.gpu.service import options, seat
-from jupyter_gpushare.hub.kube import GPUShareKubeSpawner
+from jupyter_gpushare.gpu.service import options
+from jupyter_gpushare.kube.cluster.objects import seat_pod
+from jupyter_gpushare.kube.node import seat
+from jupyter_gpushare.kube.rules.seats import Demand, Request, SeatClass
+from jupyter_gpushare.kube.settings import GPUShareKube
+from jupyter_gpushare.kube.spawner import GPUShareKubeSpawner
 from jupyter_gpushare.protocol.helper import WatchdogAction
 from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER
 from tests.helm.conftest import FOLDER, NS, Chart, Json

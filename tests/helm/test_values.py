@@ -16,10 +16,10 @@ from traitlets.config import Config
 from jupyter_gpushare import __version__
 from jupyter_gpushare.broker.app import GPUShareBroker
 from jupyter_gpushare.broker.control.admission import ANSWER_S
-from jupyter_gpushare.broker.kai_engine import PLACE_S, SEAT_S
 from jupyter_gpushare.hub import compat, distinct
-from jupyter_gpushare.hub.kube import GPUShareKubeSpawner
 from jupyter_gpushare.hub.spawner import GPUShareMixin
+from jupyter_gpushare.kube.engine.kai import PLACE_S, SEAT_S
+from jupyter_gpushare.kube.spawner import GPUShareKubeSpawner
 from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER, TlsFiles
 from tests.gpu.test_tcp import Echo, said
 from tests.helm.conftest import FOLDER, NS, ROOT, Chart, Json

@@ -15,7 +15,7 @@ from tornado.httpserver import HTTPServer
 from tornado.iostream import StreamClosedError
 from tornado.netutil import bind_sockets
 
-from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
+from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
 from tests.kube.kai_model import Kai
 from tests.kube.kubeconfig import write_kubeconfig
 from tests.kube.rbac import Ask, Rights

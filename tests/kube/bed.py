@@ -8,14 +8,14 @@ from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from jupyter_gpushare.backends.kubernetes.client import ApiClient
-from jupyter_gpushare.backends.kubernetes.objects import SeatPod, pod_group, seat_pod
-from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
-from jupyter_gpushare.broker.kai_engine import KaiEngine
-from jupyter_gpushare.core.kube.pools import LABEL
-from jupyter_gpushare.core.kube.seats import Demand, SeatClass, request
 from jupyter_gpushare.core.model import Kind, Lease, Project
+from jupyter_gpushare.kube.cluster.client import ApiClient
+from jupyter_gpushare.kube.cluster.objects import SeatPod, pod_group, seat_pod
+from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
+from jupyter_gpushare.kube.cluster.seats import KubeSeats
+from jupyter_gpushare.kube.engine.kai import KaiEngine
+from jupyter_gpushare.kube.rules.pools import LABEL
+from jupyter_gpushare.kube.rules.seats import Demand, SeatClass, request
 from tests.kube import real_engine
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.kai_binder import GPU_GROUP

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from jupyter_gpushare.broker.engine import Explanation
-from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.core.model import (
     Action,
     CheckpointMode,
@@ -24,6 +23,7 @@ from jupyter_gpushare.core.model import (
     Suspend,
 )
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.engine.kai import KaiEngine
 from tests.kube.bed import NS, Bed
 from tests.waiting import PATIENCE_S
 

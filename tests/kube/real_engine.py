@@ -25,7 +25,7 @@ from typing import Any
 import httpx
 import yaml
 
-from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
+from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
 from tests.certificates import make_certificate
 from tests.kube.kubeconfig import write_kubeconfig
 from tests.kube.real_store import RealStore

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import httpx
 
-from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
+from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
 from tests.kube.store import KINDS, Json, Refused
 from tests.waiting import PATIENCE_S, until
 

@@ -14,14 +14,15 @@ import pytest
 import yaml
 from traitlets.config import Config
 
-from jupyter_gpushare.backends.kubernetes.objects import Meta, OtherObject
-from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.backends.kubernetes.surroundings import PolicyPort, parse_list
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.cli import kube, kube_checks
 from jupyter_gpushare.cli.checks import Check
-from jupyter_gpushare.cli.kube_checks import CLUSTER_RIGHTS, RIGHTS, BrokerPod, examine, hub_checks
 from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.kube import command_line
+from jupyter_gpushare.kube.checks import cluster as cluster_checks
+from jupyter_gpushare.kube.checks.cluster import CLUSTER_RIGHTS, RIGHTS, BrokerPod, examine, hub_checks
+from jupyter_gpushare.kube.checks.surroundings import PolicyPort, parse_list
+from jupyter_gpushare.kube.cluster.objects import Meta, OtherObject
+from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
+from jupyter_gpushare.kube.settings import GPUShareKube
 from tests.certificates import broker_and_helper, broker_settings
 from tests.kube import store
 from tests.kube.apiserver import ApiServer, api_server
@@ -128,12 +129,12 @@ class Installation:
 
 
 async def examined(site: Installation, monkeypatch: pytest.MonkeyPatch) -> dict[str, Check]:
-    asked = kube_checks._answers
+    asked = cluster_checks._answers
 
     async def answers(address: Any) -> bool:
         return address.node not in site.silent or await asked(address)
 
-    monkeypatch.setattr(kube_checks, "_answers", answers)
+    monkeypatch.setattr(cluster_checks, "_answers", answers)
     found = await examine(GPUShareKube(config=Config(GPUShareKube=site.settings)), PROJECTS, 3)
     content = json.dumps({"kind": "List", "items": copy.deepcopy(site.hub)}).encode()
     return {each.name: each for each in [*found, *hub_checks(parse_list(content), BROKER)]}
@@ -172,7 +173,7 @@ BROKEN: dict[str, tuple[Break, str, str, str, str]] = {
     "the toolkit ignores the device variable": (
         lambda site: site.spec(
             *("clusterpolicies", "cluster-policy"),
-            {"toolkit": {"env": [{"name": kube_checks.ENV_ACCEPTED, "value": "false"}]}},
+            {"toolkit": {"env": [{"name": cluster_checks.ENV_ACCEPTED, "value": "false"}]}},
         ),
         *("visible-devices", "fail", "toolkit ignores", "toolkit.env"),
     ),
@@ -299,7 +300,7 @@ async def test_it_is_named_alone_with_its_remedy(what: str, tmp_path: Path, monk
     ],
 )
 def test_a_shard_moves_pods_unless_it_spreads_or_is_told_not_to(spec: Json, moves: bool):
-    assert kube_checks.consolidates(OtherObject(metadata=Meta(name="pool"), spec=spec)) is moves
+    assert cluster_checks.consolidates(OtherObject(metadata=Meta(name="pool"), spec=spec)) is moves
 
 
 @pytest.mark.parametrize(
@@ -326,7 +327,7 @@ async def test_the_command_reads_the_hubs_namespace_from_a_file(
     listed.write_text(json.dumps({"items": [home("claim-a", modes=("ReadWriteOnce",))]}))
 
     async def said(*words: str) -> str:
-        await asyncio.to_thread(kube.main, ["check", "--config", str(config), *words])
+        await asyncio.to_thread(command_line.main, ["check", "--config", str(config), *words])
         return "".join(capsys.readouterr())
 
     assert "fail  hub-homes" in await said("--hub", str(listed))

@@ -15,11 +15,11 @@ from typing import Any
 import httpx
 import pytest
 
-from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.cli.kube import configured
-from jupyter_gpushare.cli.kube_checks import canary
 from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.kube.checks.cluster import canary
+from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
+from jupyter_gpushare.kube.command_line import configured
+from jupyter_gpushare.kube.settings import GPUShareKube
 from tests.certificates import broker_and_helper, helper_options
 from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node

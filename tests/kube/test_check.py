@@ -16,12 +16,12 @@ import pytest
 from traitlets import TraitError
 from traitlets.config import Config
 
-from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.cli import main
 from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
+from jupyter_gpushare.kube.settings import GPUShareKube
 from tests.certificates import make_certificate
 from tests.kube.apiserver import api_server
 

@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.client import (
+from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.client import (
     PAGE,
     POD_GROUPS,
     PODS,
@@ -23,9 +23,9 @@ from jupyter_gpushare.backends.kubernetes.client import (
     WatchEvent,
     backoff_s,
 )
-from jupyter_gpushare.backends.kubernetes.objects import Pod
-from jupyter_gpushare.backends.kubernetes.reflector import Reflector
-from jupyter_gpushare.core.kube.seats import Request
+from jupyter_gpushare.kube.cluster.objects import Pod
+from jupyter_gpushare.kube.cluster.reflector import Reflector
+from jupyter_gpushare.kube.rules.seats import Request
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Ask, Rights
 from tests.waiting import becomes

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.backends.kubernetes.nodes import UNUSED_S, ForeignPods
+from jupyter_gpushare.kube.cluster.nodes import UNUSED_S, ForeignPods
 from jupyter_gpushare.protocol.helper import DeviceSample, Sample, UnleasedProcess
 from jupyter_gpushare.protocol.seats import GpuPod, SeatSample
 

@@ -9,7 +9,6 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.engine import Explanation
-from jupyter_gpushare.core.kube import follow
 from jupyter_gpushare.core.model import (
     CheckpointMode,
     Grant,
@@ -24,6 +23,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, InvalidRequest
+from jupyter_gpushare.kube.rules import follow
 from tests.kube.bed import NS, Bed, kube_bed
 from tests.kube.kai_broker import NLP, VISION, Broker, objects
 

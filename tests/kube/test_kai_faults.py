@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.backends.kubernetes import seats as seats_module
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.objects import EPOCH_ANNOTATION
-from jupyter_gpushare.core.kube.follow import Retarget
 from jupyter_gpushare.core.model import (
     State,
 )
 from jupyter_gpushare.errors import Superseded
+from jupyter_gpushare.kube.cluster import seats as seats_module
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.objects import EPOCH_ANNOTATION
+from jupyter_gpushare.kube.rules.follow import Retarget
 from tests.kube.bed import NS, Bed, kube_bed
 from tests.kube.kai_broker import NLP, VISION, Broker
 from tests.waiting import PATIENCE_S

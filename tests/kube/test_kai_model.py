@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from msgspec import convert
 
-from jupyter_gpushare.backends.kubernetes.objects import (
+from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.cluster.objects import (
     Pod,
     PodGroup,
     SeatPod,
@@ -17,10 +19,8 @@ from jupyter_gpushare.backends.kubernetes.objects import (
     pod_group_patch,
     seat_pod,
 )
-from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.core.kube.seats import Demand, SeatClass, counted_centi, request, terms
-from jupyter_gpushare.core.model import Project
-from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
+from jupyter_gpushare.kube.rules.seats import Demand, SeatClass, counted_centi, request, terms
 from tests.kube.kai_binder import RESERVATION_S
 from tests.kube.kai_model import STUCK_S, Kai
 from tests.kube.kubelet import RESERVATIONS, node_body, reserve

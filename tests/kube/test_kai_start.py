@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.broker.engine import Explanation, StartPhase
-from jupyter_gpushare.core.kube.seats import Seating
 from jupyter_gpushare.core.model import Grant, Kind, Lease, Project, State, Why
+from jupyter_gpushare.kube.rules.seats import Seating
 from tests.kube.bed import NS, Bed, kube_bed
 from tests.kube.kai_broker import Broker, objects
 from tests.kube.rbac import Rights

@@ -14,11 +14,12 @@ from traitlets.config import Config
 
 from jupyter_gpushare.core.model import Kind
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.hub import distinct, kube
+from jupyter_gpushare.hub import distinct
 from jupyter_gpushare.hub.compat import SpawnException
-from jupyter_gpushare.hub.kube import GPUShareKubeSpawner
-from jupyter_gpushare.hub.kube_pod import escaped, outside
 from jupyter_gpushare.hub.spawner import GPUShareMixin
+from jupyter_gpushare.kube import spawner
+from jupyter_gpushare.kube.pod import escaped, outside
+from jupyter_gpushare.kube.spawner import GPUShareKubeSpawner
 from jupyter_gpushare.protocol.wire import HostMount, JobSpec, SpawnGrant, SpawnProgress
 from tests.certificates import make_certificate
 from tests.kube.kubeconfig import write_kubeconfig
@@ -322,7 +323,7 @@ async def test_only_a_pod_with_a_lease_has_to_be_placed_soon(make, monkeypatch, 
 
 
 async def test_the_page_says_how_far_the_broker_is(make, monkeypatch):
-    monkeypatch.setattr(kube, "_TELL_S", 0.0)
+    monkeypatch.setattr(spawner, "_TELL_S", 0.0)
     spawner, answers = make(), asyncio.Event()
     says = ["", "It is placed.", GpuShareError("no answer"), "It is placed.", "Others leave."]
 

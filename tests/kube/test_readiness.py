@@ -13,12 +13,12 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.backends.kubernetes.api_server import ApiServer as Address
-from jupyter_gpushare.backends.kubernetes.client import ApiClient
-from jupyter_gpushare.backends.kubernetes.helpers import HelperPods, Helpers
-from jupyter_gpushare.backends.kubernetes.queues import queues
-from jupyter_gpushare.backends.kubernetes.readiness import lacks, shares_gpus
 from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.kube.checks.readiness import lacks, shares_gpus
+from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
+from jupyter_gpushare.kube.cluster.client import ApiClient
+from jupyter_gpushare.kube.cluster.helpers import HelperPods, Helpers
+from jupyter_gpushare.kube.cluster.queues import queues
 from jupyter_gpushare.protocol.helper_tls import BROKER
 from tests.certificates import broker_and_helper, files_of
 from tests.kube import store

@@ -17,7 +17,7 @@ from tests.hub.fake_broker import GRANT
 from tests.kube.cluster import Cluster, running_cluster
 from tests.kube.kubelet import Node
 
-KUBE = "jupyter_gpushare.hub.kube.GPUShareKubeSpawner"
+KUBE = "jupyter_gpushare.kube.spawner.GPUShareKubeSpawner"
 STUB = Path(__file__).with_name("cells.py")
 NS = "hub"
 # KubeSpawner in a Hub with a home for each user.

@@ -11,7 +11,6 @@ from functools import partial
 import pytest
 
 from jupyter_gpushare.broker.engine import Explanation
-from jupyter_gpushare.core.kube.claims import claimants
 from jupyter_gpushare.core.model import (
     CheckpointMode,
     Grant,
@@ -25,6 +24,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.kube.rules.claims import claimants
 from tests.kube.bed import Bed, kube_bed
 from tests.kube.kai_broker import Broker
 

@@ -24,6 +24,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from jupyter_gpushare.errors import HelperError, InvalidRequest
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
@@ -37,15 +38,25 @@ from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, JournalRecord, StateDirectory
 from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key
 from jupyter_gpushare.gpu.leases.own_memory import LOOK_S
-from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
 from jupyter_gpushare.gpu.leases.seats import SeatTable
 from jupyter_gpushare.protocol.helper import Drop, Dropped, ErrorKind, LeaseFiles, Level, Phase, SetLimit
+from jupyter_gpushare.protocol.seats import GpuPod
 
 log = logging.getLogger(__name__)
 
 
 # ---- the parts of one machine that every component of the device layer works with
+
+
+class GpuPods(Protocol):
+    """The pods of a node of a cluster that have GPUs (`kube.node.pod_resources`)."""
+
+    def pods(self) -> tuple[GpuPod, ...] | None:
+        """Return them; None: they are not known."""
+
+    def run(self) -> None:
+        """Keep them up to date, for ever."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +71,7 @@ class Machine:
     events: Events
     files: DeviceFiles
     seats: SeatTable = field(default_factory=SeatTable)
-    kubelet: KubeletPods | None = None  # of a node of a cluster
+    kubelet: GpuPods | None = None  # of a node of a cluster
     library: str = ""  # the preload library, where pods of this node find it
 
     @property

@@ -24,6 +24,7 @@ from pathlib import Path
 
 from jupyter_gpushare import __version__, parent
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.find_kube import find_kube
 from jupyter_gpushare.gpu.checks.canary import Canary
 from jupyter_gpushare.gpu.checks.health import HealthChecks
 from jupyter_gpushare.gpu.checks.self_tests import SelfTests
@@ -38,9 +39,8 @@ from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.host import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
-from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods
 from jupyter_gpushare.gpu.leases.processes import Processes
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.registry import GpuPods, LeaseRegistry, Machine
 from jupyter_gpushare.gpu.leases.seats import MAX_SEATS, SeatTable
 from jupyter_gpushare.gpu.moves.guests import Guests
 from jupyter_gpushare.gpu.moves.suspend import Mover
@@ -95,7 +95,7 @@ class Helper:
                 options.own_device_files,
             ),
             seats=SeatTable(required=on_kubernetes, file=state.unit_pool_file),
-            kubelet=KubeletPods(options.pod_resources) if options.pod_resources else None,
+            kubelet=_gpu_pods(options.pod_resources) if options.pod_resources else None,
             library=str(install_preload(options.library_dir)) if options.library_dir else "",
         )
         machine, own_pids = self._machine, {os.getpid()}
@@ -187,6 +187,16 @@ class Helper:
         # No other move begins; those in progress, which are in the journal step by step, get a moment to end.
         for lease in [each for each in self._registry.all() if not each.moving.acquire(blocking=False)]:
             lease.moving.acquire(timeout=STOP_WAIT_S)
+
+
+def _gpu_pods(kubelet: Path) -> GpuPods:
+    """Return the pods that a kubelet lists on its socket.
+
+    Raises:
+        GpuShareError: what this needs is not installed.
+    """
+    pods: GpuPods = find_kube("node.pod_resources").KubeletPods(kubelet)
+    return pods
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,10 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from jupyter_gpushare.core.kube.claims import claimants
-from jupyter_gpushare.core.kube.follow import Seats, live
-from jupyter_gpushare.core.kube.pools import GUEST_EXITS, obstacles, pools_of
-from jupyter_gpushare.core.kube.seats import Seat, Seating
 from jupyter_gpushare.core.model import (
     WHOLE_GPU,
     Action,
@@ -24,6 +20,10 @@ from jupyter_gpushare.core.model import (
     Why,
 )
 from jupyter_gpushare.core.units import EVERY_EXIT, Exit, Occupant, Pool, Presence
+from jupyter_gpushare.kube.rules.claims import claimants
+from jupyter_gpushare.kube.rules.follow import Seats, live
+from jupyter_gpushare.kube.rules.pools import GUEST_EXITS, obstacles, pools_of
+from jupyter_gpushare.kube.rules.seats import Seat, Seating
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,10 +9,6 @@ from math import inf
 
 from jupyter_gpushare.broker.engine import Offer, Outlook
 from jupyter_gpushare.core import explain
-from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, guests
-from jupyter_gpushare.core.kube.demand import demands
-from jupyter_gpushare.core.kube.follow import Misplaced, Seats, delayed, follow, live
-from jupyter_gpushare.core.kube.seats import Demand, SeatClass, Seating
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
@@ -27,6 +23,10 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.rules.claims import claimants, claimed_milli, guests
+from jupyter_gpushare.kube.rules.demand import demands
+from jupyter_gpushare.kube.rules.follow import Misplaced, Seats, delayed, follow, live
+from jupyter_gpushare.kube.rules.seats import Demand, SeatClass, Seating
 
 _PROBE = "-"
 

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jupyter_gpushare.backends.helper_client import HelperAddress, NodeAddress
-from jupyter_gpushare.backends.kubernetes.client import NODES, PODS, ApiClient
-from jupyter_gpushare.backends.kubernetes.objects import Node, Pod
-from jupyter_gpushare.backends.kubernetes.reflector import Reflector
+from jupyter_gpushare.kube.cluster.client import NODES, PODS, ApiClient
+from jupyter_gpushare.kube.cluster.objects import Node, Pod
+from jupyter_gpushare.kube.cluster.reflector import Reflector
 from jupyter_gpushare.protocol.helper_tls import TlsFiles
 
 

@@ -18,18 +18,18 @@ from urllib.parse import urlparse
 
 from traitlets import TraitError
 
-from jupyter_gpushare.backends.kubernetes.queues import priority_classes, queues
-from jupyter_gpushare.backends.kubernetes.surroundings import parse_list
 from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.cluster import queue_projects
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
 from jupyter_gpushare.broker.state.policy import Policy
 from jupyter_gpushare.cli.checks import named, report
-from jupyter_gpushare.cli.kube_checks import NAME, BrokerPod, canary, examine, hub_checks, not_examined
 from jupyter_gpushare.cli.options import JSON
 from jupyter_gpushare.cli.output import print_json
 from jupyter_gpushare.command_line import Option, Parser, Verb
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.kube.broker import queue_projects
+from jupyter_gpushare.kube.checks.cluster import NAME, BrokerPod, canary, examine, hub_checks, not_examined
+from jupyter_gpushare.kube.checks.surroundings import parse_list
+from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
+from jupyter_gpushare.kube.settings import GPUShareKube
 
 EXAMPLES = """\
 gpushare kube queues --config broker_config.py | kubectl apply -f -

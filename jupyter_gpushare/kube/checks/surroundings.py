@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 import msgspec
 
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.objects import OtherObject, Struct
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.objects import OtherObject, Struct
 
 
 class Expression(Struct, frozen=True):

@@ -21,8 +21,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 
-from jupyter_gpushare.backends.kubernetes.objects import MANAGED_BY, Json, Queue
-from jupyter_gpushare.core.kube.seats import (
+from jupyter_gpushare.core.model import WHOLE_GPU, Project
+from jupyter_gpushare.kube.cluster.objects import MANAGED_BY, Json, Queue
+from jupyter_gpushare.kube.rules.seats import (
     IDLE_LEAF,
     IDLE_ROOT,
     RETURN_LEAF,
@@ -30,7 +31,6 @@ from jupyter_gpushare.core.kube.seats import (
     YIELD_LEAF,
     check_project,
 )
-from jupyter_gpushare.core.model import WHOLE_GPU, Project
 
 _MARGIN = 0.01
 _UNLIMITED = -1

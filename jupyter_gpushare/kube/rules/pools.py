@@ -20,7 +20,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from jupyter_gpushare.core.kube.seats import Demand, SeatClass
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     LEAVING,
@@ -33,6 +32,7 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.core.units import Exit, Occupant, Pool, Presence
+from jupyter_gpushare.kube.rules.seats import Demand, SeatClass
 
 LABEL = "gpushare.jupyter.org/units"
 UNITS = (1, 2, 4, 8)

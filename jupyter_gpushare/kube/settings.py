@@ -10,11 +10,11 @@ from typing import Any
 from traitlets import Dict, Float, Integer, List, TraitError, Unicode, validate
 from traitlets.config import Configurable
 
-from jupyter_gpushare.backends.kubernetes.api_server import ApiServer
-from jupyter_gpushare.backends.kubernetes.helpers import HelperPods
-from jupyter_gpushare.backends.kubernetes.objects import SeatPod
-from jupyter_gpushare.broker.kai_engine import PLACE_S, SEAT_S
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.kube.cluster.api_server import ApiServer
+from jupyter_gpushare.kube.cluster.helpers import HelperPods
+from jupyter_gpushare.kube.cluster.objects import SeatPod
+from jupyter_gpushare.kube.engine.kai import PLACE_S, SEAT_S
 from jupyter_gpushare.protocol.helper_tls import BROKER, TlsFiles
 
 _LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")

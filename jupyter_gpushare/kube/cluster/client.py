@@ -18,8 +18,8 @@ from typing import Any, Generic, TypeVar
 import httpx
 import msgspec
 
-from jupyter_gpushare.backends.kubernetes.api_server import ApiServer, KubeError
-from jupyter_gpushare.backends.kubernetes.objects import (
+from jupyter_gpushare.kube.cluster.api_server import ApiServer, KubeError
+from jupyter_gpushare.kube.cluster.objects import (
     BindRequest,
     Json,
     Node,

@@ -24,18 +24,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from jupyter_gpushare.core.kube.claims import claimants
-from jupyter_gpushare.core.kube.demand import avoided_nodes
-from jupyter_gpushare.core.kube.seats import (
-    YIELD_LEAF,
-    Demand,
-    Seat,
-    Seating,
-    Terms,
-    counted_centi,
-    return_is_certain,
-    terms,
-)
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     Action,
@@ -49,6 +37,18 @@ from jupyter_gpushare.core.model import (
     State,
     Suspend,
     Why,
+)
+from jupyter_gpushare.kube.rules.claims import claimants
+from jupyter_gpushare.kube.rules.demand import avoided_nodes
+from jupyter_gpushare.kube.rules.seats import (
+    YIELD_LEAF,
+    Demand,
+    Seat,
+    Seating,
+    Terms,
+    counted_centi,
+    return_is_certain,
+    terms,
 )
 
 Seats = Mapping[str, tuple[Seat, ...]]  # by lease

@@ -9,32 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.kube.claims import claimants
-from jupyter_gpushare.core.kube.demand import demands
-from jupyter_gpushare.core.kube.follow import (
-    FIRST_PAUSE_S,
-    MAX_PAUSE_S,
-    Create,
-    Delete,
-    Misplaced,
-    Retarget,
-    delayed,
-    follow,
-    is_awaited,
-    live,
-    misplaced_seat,
-    note_misplaced,
-    reconcile,
-)
-from jupyter_gpushare.core.kube.seats import (
-    Seat,
-    SeatClass,
-    Seating,
-    Terms,
-    counted_centi,
-    return_is_certain,
-    terms,
-)
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     CheckpointMode,
@@ -49,6 +23,32 @@ from jupyter_gpushare.core.model import (
     Why,
 )
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.rules.claims import claimants
+from jupyter_gpushare.kube.rules.demand import demands
+from jupyter_gpushare.kube.rules.follow import (
+    FIRST_PAUSE_S,
+    MAX_PAUSE_S,
+    Create,
+    Delete,
+    Misplaced,
+    Retarget,
+    delayed,
+    follow,
+    is_awaited,
+    live,
+    misplaced_seat,
+    note_misplaced,
+    reconcile,
+)
+from jupyter_gpushare.kube.rules.seats import (
+    Seat,
+    SeatClass,
+    Seating,
+    Terms,
+    counted_centi,
+    return_is_certain,
+    terms,
+)
 from tests.core.build import ASLEEP, NOW, build, cluster, device, project, train
 
 ONE_EACH = [device(0, node="n0"), device(1, node="n1")]  # two nodes with one GPU each

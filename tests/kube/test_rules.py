@@ -10,9 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.kube.claims import claimants, claimed_milli, full_nodes
-from jupyter_gpushare.core.kube.demand import Demands, demands
-from jupyter_gpushare.core.kube.seats import (
+from jupyter_gpushare.core.model import (
+    Cluster,
+    Lease,
+    Order,
+    State,
+)
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.kube.rules.claims import claimants, claimed_milli, full_nodes
+from jupyter_gpushare.kube.rules.demand import Demands, demands
+from jupyter_gpushare.kube.rules.seats import (
     Demand,
     Request,
     SeatClass,
@@ -23,14 +31,6 @@ from jupyter_gpushare.core.kube.seats import (
     return_is_certain,
     terms,
 )
-from jupyter_gpushare.core.model import (
-    Cluster,
-    Lease,
-    Order,
-    State,
-)
-from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.errors import InvalidRequest
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 
 ONE_EACH = [device(0, node="n0"), device(1, node="n1")]  # two nodes with one GPU each

@@ -15,8 +15,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from jupyter_gpushare.backends.helper_client import HelperAddress, HelperClient
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.client import (
+from jupyter_gpushare.cli import checks
+from jupyter_gpushare.cli.checks import Check, Probe, fail, named, ok, warn
+from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.errors import GpuShareError, HelperError
+from jupyter_gpushare.kube.checks.readiness import shares_gpus
+from jupyter_gpushare.kube.checks.surroundings import (
+    NetworkPolicySpec,
+    Peer,
+    PolicyRule,
+    network_policies,
+)
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.client import (
     CLUSTER_POLICIES,
     CONFIGS,
     NODES,
@@ -27,22 +38,11 @@ from jupyter_gpushare.backends.kubernetes.client import (
     ApiClient,
     Resource,
 )
-from jupyter_gpushare.backends.kubernetes.helpers import Helpers
-from jupyter_gpushare.backends.kubernetes.objects import GPU_RESOURCE, Node, OtherObject, node_affinity
-from jupyter_gpushare.backends.kubernetes.queues import in_force, misplaced, missing, priority_classes
-from jupyter_gpushare.backends.kubernetes.readiness import shares_gpus
-from jupyter_gpushare.backends.kubernetes.surroundings import (
-    NetworkPolicySpec,
-    Peer,
-    PolicyRule,
-    network_policies,
-)
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.cli import checks
-from jupyter_gpushare.cli.checks import Check, Probe, fail, named, ok, warn
-from jupyter_gpushare.core.kube.pools import LABEL
-from jupyter_gpushare.core.model import Project
-from jupyter_gpushare.errors import GpuShareError, HelperError
+from jupyter_gpushare.kube.cluster.helpers import Helpers
+from jupyter_gpushare.kube.cluster.objects import GPU_RESOURCE, Node, OtherObject, node_affinity
+from jupyter_gpushare.kube.cluster.queues import in_force, misplaced, missing, priority_classes
+from jupyter_gpushare.kube.rules.pools import LABEL
+from jupyter_gpushare.kube.settings import GPUShareKube
 from jupyter_gpushare.protocol.helper import Hello, Inventory
 
 # ---- checks of the Hub's namespace, from what ``kubectl get -o json`` prints of it

@@ -1,7 +1,7 @@
 """`gpushare-kube`: a pod for every server, by KubeSpawner, on the node where its lease has GPUs.
 
 The broker has a seat placed by the cluster's scheduler before it answers, which takes seconds; the page
-says how far that is.  What follows from the answer for the pod is in `kube_pod`.
+says how far that is.  What follows from the answer for the pod is in `pod`.
 """
 
 from __future__ import annotations
@@ -19,21 +19,22 @@ from traitlets import Dict, Enum, Float, List, Unicode, default
 
 from jupyter_gpushare import channel
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.hub import kube_pod, options
+from jupyter_gpushare.hub import options
 from jupyter_gpushare.hub.compat import SpawnException
-from jupyter_gpushare.hub.kube_pod import (
+from jupyter_gpushare.hub.refusals import BAD_GRANT, NOT_PLACED, OWN_GPU, SITE_SETTING, refusal
+from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME
+from jupyter_gpushare.hub.spawner import GPUShareMixin
+from jupyter_gpushare.kube.pod import (
     NODE_NAME,
     Form,
     PodPlace,
     Runtime,
     complaint,
     escaped,
+    joined,
     outside,
     shaped,
 )
-from jupyter_gpushare.hub.refusals import BAD_GRANT, NOT_PLACED, OWN_GPU, SITE_SETTING, refusal
-from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME
-from jupyter_gpushare.hub.spawner import GPUShareMixin
 from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnProgress
 
 # A node without capacity for a server is left out of its next starts for so long.
@@ -228,7 +229,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         if site_hook is not None:
             pod = await maybe_future(site_hook(self, pod))
         plain: Mapping[str, Any] = self.api.api_client.sanitize_for_serialization(pod)
-        if setting := kube_pod.joined(plain):
+        if setting := joined(plain):
             self._tell_administrator(
                 f"the pod would have {setting}, and users could get at each other's servers: remove it from "
                 "c.KubeSpawner, its profile or modify_pod_hook"

@@ -17,8 +17,10 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, TypeVar
 
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.client import (
+from jupyter_gpushare.core.model import Device, Why
+from jupyter_gpushare.errors import Superseded
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.client import (
     BIND_REQUESTS,
     NODES,
     POD_GROUPS,
@@ -27,7 +29,7 @@ from jupyter_gpushare.backends.kubernetes.client import (
     ApiClient,
     Resource,
 )
-from jupyter_gpushare.backends.kubernetes.objects import (
+from jupyter_gpushare.kube.cluster.objects import (
     GPU_GROUP,
     LEASE_LABEL,
     SELECTOR,
@@ -46,12 +48,10 @@ from jupyter_gpushare.backends.kubernetes.objects import (
     stamp_patch,
     unix_time,
 )
-from jupyter_gpushare.backends.kubernetes.reflector import Reflector
-from jupyter_gpushare.core.kube.follow import Change, Create, Delete, Retarget, Seats
-from jupyter_gpushare.core.kube.pools import LABEL
-from jupyter_gpushare.core.kube.seats import Demand, Seat, Seating, Terms, request
-from jupyter_gpushare.core.model import Device, Why
-from jupyter_gpushare.errors import Superseded
+from jupyter_gpushare.kube.cluster.reflector import Reflector
+from jupyter_gpushare.kube.rules.follow import Change, Create, Delete, Retarget, Seats
+from jupyter_gpushare.kube.rules.pools import LABEL
+from jupyter_gpushare.kube.rules.seats import Demand, Seat, Seating, Terms, request
 
 T = TypeVar("T", bound=Object)
 # What a seat is read from: its objects, whether it was deleted, its devices.

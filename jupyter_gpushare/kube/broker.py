@@ -7,22 +7,40 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.client import ApiClient
-from jupyter_gpushare.backends.kubernetes.helpers import Helpers
-from jupyter_gpushare.backends.kubernetes.nodes import ForeignPods, NodeDevices
-from jupyter_gpushare.backends.kubernetes.readiness import lacks
-from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
-from jupyter_gpushare.broker.kai_engine import KaiEngine
-from jupyter_gpushare.broker.kube_settings import GPUShareKube
+from traitlets.config import Configurable
+
 from jupyter_gpushare.broker.state.policy import Policy
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest
+from jupyter_gpushare.kube.checks.readiness import lacks
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.client import ApiClient
+from jupyter_gpushare.kube.cluster.helpers import Helpers
+from jupyter_gpushare.kube.cluster.nodes import ForeignPods, NodeDevices
+from jupyter_gpushare.kube.cluster.seats import KubeSeats
+from jupyter_gpushare.kube.engine.kai import KaiEngine
+from jupyter_gpushare.kube.settings import GPUShareKube
 
 log = logging.getLogger("gpushare.broker")
 
 # An API server that does not answer at a start is not waited for: what runs goes on without it.
 _CHECK_S = 10.0
+
+
+async def connect(broker: Configurable, policy: Policy, epoch: Callable[[], int]) -> KubeCluster:
+    """Return the cluster that a broker's configuration names, once it was examined.
+
+    Raises:
+        GpuShareError: a setting is missing, or something in the cluster; the text says what.
+    """
+    projects = queue_projects(policy)
+    cluster = KubeCluster(GPUShareKube(parent=broker), epoch)
+    try:
+        await cluster.check(projects)
+    except BaseException:
+        await cluster.close()
+        raise
+    return cluster
 
 
 class KubeCluster:

@@ -1,6 +1,6 @@
 """The engine of a Kubernetes cluster: KAI-Scheduler decides, and this follows the seats that it grants.
 
-`core.kube` says what follows; here it is asked, carried out and explained.  `KaiEngine.run` keeps the
+`kube.rules` says what follows; here it is asked, carried out and explained.  `KaiEngine.run` keeps the
 copies of the cluster up to date and makes the seats those that leases need (`settle`).
 """
 
@@ -12,34 +12,13 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import inf
 
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.queues import in_force, missing
-from jupyter_gpushare.backends.kubernetes.seats import STALE_S, KubeSeats
 from jupyter_gpushare.broker.engine import (
     Engine,
     Explanation,
     Outlook,
     StartProgress,
 )
-from jupyter_gpushare.broker.kai_outlook import KaiOutlook
-from jupyter_gpushare.broker.kai_start import ROUND_S, Start
 from jupyter_gpushare.core import explain
-from jupyter_gpushare.core.kube.claims import claimants
-from jupyter_gpushare.core.kube.demand import Demands, demands
-from jupyter_gpushare.core.kube.follow import (
-    Change,
-    Create,
-    Misplaced,
-    Seats,
-    delayed,
-    follow,
-    is_awaited,
-    note_misplaced,
-    reconcile,
-)
-from jupyter_gpushare.core.kube.pool_seats import assigned
-from jupyter_gpushare.core.kube.pools import keeps, marked, obstacles, pools_of, takes
-from jupyter_gpushare.core.kube.seats import Demand, Seat, SeatClass, Seating, check_project, request, terms
 from jupyter_gpushare.core.model import (
     Cluster,
     Grant,
@@ -54,6 +33,27 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.planner import dry_run
 from jupyter_gpushare.errors import Conflict, InvalidRequest
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.queues import in_force, missing
+from jupyter_gpushare.kube.cluster.seats import STALE_S, KubeSeats
+from jupyter_gpushare.kube.engine.outlook import KaiOutlook
+from jupyter_gpushare.kube.engine.start import ROUND_S, Start
+from jupyter_gpushare.kube.rules.claims import claimants
+from jupyter_gpushare.kube.rules.demand import Demands, demands
+from jupyter_gpushare.kube.rules.follow import (
+    Change,
+    Create,
+    Misplaced,
+    Seats,
+    delayed,
+    follow,
+    is_awaited,
+    note_misplaced,
+    reconcile,
+)
+from jupyter_gpushare.kube.rules.pool_seats import assigned
+from jupyter_gpushare.kube.rules.pools import keeps, marked, obstacles, pools_of, takes
+from jupyter_gpushare.kube.rules.seats import Demand, Seat, SeatClass, Seating, check_project, request, terms
 
 log = logging.getLogger("gpushare.broker")
 

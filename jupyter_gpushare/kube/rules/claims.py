@@ -14,10 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from jupyter_gpushare.core.kube.seats import counted_centi
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, WHOLE_GPU, Cluster, Kind, Lease, State
 from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.rules.seats import counted_centi
 
 _ENDED = (State.RELEASED, State.FAILED, State.STOPPING)
 

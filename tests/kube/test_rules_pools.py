@@ -9,26 +9,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.kube.claims import claimants, immovable
-from jupyter_gpushare.core.kube.demand import demands
-from jupyter_gpushare.core.kube.follow import Delete, Seats, follow, reconcile
-from jupyter_gpushare.core.kube.pool_seats import assigned
-from jupyter_gpushare.core.kube.pools import (
-    is_in_pool,
-    keeps,
-    marked,
-    obstacles,
-    pools_of,
-    takes,
-)
-from jupyter_gpushare.core.kube.seats import (
-    Seat,
-    SeatClass,
-    Seating,
-    Terms,
-    counted_centi,
-    return_is_certain,
-)
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     CheckpointMode,
@@ -43,6 +23,26 @@ from jupyter_gpushare.core.model import (
     Why,
 )
 from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.rules.claims import claimants, immovable
+from jupyter_gpushare.kube.rules.demand import demands
+from jupyter_gpushare.kube.rules.follow import Delete, Seats, follow, reconcile
+from jupyter_gpushare.kube.rules.pool_seats import assigned
+from jupyter_gpushare.kube.rules.pools import (
+    is_in_pool,
+    keeps,
+    marked,
+    obstacles,
+    pools_of,
+    takes,
+)
+from jupyter_gpushare.kube.rules.seats import (
+    Seat,
+    SeatClass,
+    Seating,
+    Terms,
+    counted_centi,
+    return_is_certain,
+)
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 
 TERMS = Terms("p-train", "gpushare-train-0", "preemptible")

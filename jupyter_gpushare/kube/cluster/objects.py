@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from jupyter_gpushare.core.kube.seats import Demand, Request, Terms, terms
+from jupyter_gpushare.kube.rules.seats import Demand, Request, Terms, terms
 
 Json = dict[str, Any]
 

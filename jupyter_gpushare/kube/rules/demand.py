@@ -23,8 +23,11 @@ from collections.abc import Container, Iterator
 from dataclasses import dataclass
 
 from jupyter_gpushare.core import idle
-from jupyter_gpushare.core.kube import pools
-from jupyter_gpushare.core.kube.claims import (
+from jupyter_gpushare.core.model import Cluster, Kind, Lease, State
+from jupyter_gpushare.core.order import LeastAttained, attained_gpu_s, is_starved, order_of, queue_of, rank
+from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.rules import pools
+from jupyter_gpushare.kube.rules.claims import (
     claimants,
     claimed_milli,
     closed_pools,
@@ -32,10 +35,7 @@ from jupyter_gpushare.core.kube.claims import (
     guests,
     immovable,
 )
-from jupyter_gpushare.core.kube.seats import Demand, SeatClass, counted_centi, return_is_certain
-from jupyter_gpushare.core.model import Cluster, Kind, Lease, State
-from jupyter_gpushare.core.order import LeastAttained, attained_gpu_s, is_starved, order_of, queue_of, rank
-from jupyter_gpushare.core.size import Size
+from jupyter_gpushare.kube.rules.seats import Demand, SeatClass, counted_centi, return_is_certain
 
 _LAS = LeastAttained(preempts=True)
 # Of leases with processes on their devices, or that are being started there.

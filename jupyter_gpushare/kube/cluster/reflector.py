@@ -8,15 +8,15 @@ import time
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.client import (
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.client import (
     ApiClient,
     Expired,
     Resource,
     WatchEvent,
     backoff_s,
 )
-from jupyter_gpushare.backends.kubernetes.objects import Object
+from jupyter_gpushare.kube.cluster.objects import Object
 
 T = TypeVar("T", bound=Object)
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from jupyter_gpushare.backends.kubernetes.api_server import KubeError
-from jupyter_gpushare.backends.kubernetes.client import CONFIGS, POD_GROUPS, PODS, QUEUES, ApiClient
-from jupyter_gpushare.backends.kubernetes.helpers import HelperPods
-from jupyter_gpushare.backends.kubernetes.queues import missing
 from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.client import CONFIGS, POD_GROUPS, PODS, QUEUES, ApiClient
+from jupyter_gpushare.kube.cluster.helpers import HelperPods
+from jupyter_gpushare.kube.cluster.queues import missing
 
 _NOT_FOUND, _FORBIDDEN = 404, 403
 

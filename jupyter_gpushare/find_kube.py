@@ -1,0 +1,31 @@
+"""Find the parts for Kubernetes by name: an installation for one machine may lack the folder ``kube``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from types import ModuleType
+
+from jupyter_gpushare.errors import GpuShareError
+
+PACKAGE = "jupyter_gpushare.kube"
+
+
+def is_installed() -> bool:
+    """Return whether this installation has the folder ``kube``."""
+    found = importlib.util.find_spec(PACKAGE)
+    return found is not None and found.origin is not None  # else a folder that an old cache left
+
+
+def find_kube(module: str) -> ModuleType:
+    """Return a module of the folder ``kube``, such as ``broker`` or ``node.seat``.
+
+    Raises:
+        GpuShareError: this installation has no such folder; the text says what to install.
+    """
+    if not is_installed():
+        raise GpuShareError(
+            "this installation has no folder jupyter_gpushare/kube, which Kubernetes needs: "
+            'pip install --force-reinstall "jupyter-gpushare[kube]"'
+        )
+    return importlib.import_module(f"{PACKAGE}.{module}")
