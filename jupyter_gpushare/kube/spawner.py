@@ -32,6 +32,7 @@ from jupyter_gpushare.kube.pod import (
     complaint,
     escaped,
     joined,
+    on_node,
     outside,
     shaped,
 )
@@ -239,7 +240,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
             self._tell_administrator(f"{wrong}; look at the profile and c.KubeSpawner.modify_pod_hook")
             raise refusal(OWN_GPU, "own_gpu", 409)
         if (place := self._place()) is not None:
-            pod.spec.affinity = kube_pod.on_node(plain["spec"].get("affinity"), place.node)
+            pod.spec.affinity = on_node(plain["spec"].get("affinity"), place.node)
         return pod
 
     async def start(self) -> Any:

@@ -17,7 +17,7 @@ from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.hub import distinct
 from jupyter_gpushare.hub.compat import SpawnException
 from jupyter_gpushare.hub.spawner import GPUShareMixin
-from jupyter_gpushare.kube import spawner
+from jupyter_gpushare.kube import spawner as spawning
 from jupyter_gpushare.kube.pod import escaped, outside
 from jupyter_gpushare.kube.spawner import GPUShareKubeSpawner
 from jupyter_gpushare.protocol.wire import HostMount, JobSpec, SpawnGrant, SpawnProgress
@@ -323,7 +323,7 @@ async def test_only_a_pod_with_a_lease_has_to_be_placed_soon(make, monkeypatch, 
 
 
 async def test_the_page_says_how_far_the_broker_is(make, monkeypatch):
-    monkeypatch.setattr(spawner, "_TELL_S", 0.0)
+    monkeypatch.setattr(spawning, "_TELL_S", 0.0)
     spawner, answers = make(), asyncio.Event()
     says = ["", "It is placed.", GpuShareError("no answer"), "It is placed.", "Others leave."]
 
