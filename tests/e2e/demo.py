@@ -78,6 +78,7 @@ class DemoHub(Reached):
     port: int = field(default_factory=lambda: free_ports(4))
     site: str = ""  # what a site adds to jupyterhub_config.py
     simulate: str = "2xH100-80GB,host=512GiB,checkpoint=any-uid"
+    tree: Path = ROOT  # whose package its processes import
     _process: subprocess.Popen[bytes] | None = None
     _starts: int = 0
     _people: list[Person] = field(default_factory=list)
@@ -98,6 +99,7 @@ class DemoHub(Reached):
             "GPUSHARE_DEMO_DIR": str(self.folder / "state"),
             "GPUSHARE_DEMO_IDLE_TIMEOUT": str(self.idle_timeout_s),
             "GPUSHARE_SIMULATE": self.simulate,
+            **({} if self.tree == ROOT else {"PYTHONPATH": str(self.tree)}),
         }
 
     def start(self) -> None:
@@ -118,7 +120,7 @@ class DemoHub(Reached):
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 command,
-                cwd=ROOT,
+                cwd=self.tree,
                 env=self.environment(),
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -343,7 +345,7 @@ class Person:
         done = subprocess.run(
             [sys.executable, "-m", "jupyter_gpushare.cli", *arguments],
             env=env,
-            cwd=cwd or ROOT,
+            cwd=cwd or self.hub.tree,
             capture_output=True,
             text=True,
             timeout=PATIENCE_S,
