@@ -60,7 +60,7 @@ class TestStart:
 
     async def test_a_seat_that_never_connects_is_withdrawn(self, bed: Bed, broker: Broker):
         bed.nodes.connects = False
-        bed.engine._seat_s = 0.3
+        bed.engine.starting.seat_s = 0.3
         refused = await broker.session("a")
         assert isinstance(refused, Explanation)
         assert refused.why is Why.DEVICE_BROKEN
@@ -68,13 +68,13 @@ class TestStart:
 
     async def test_a_scheduler_that_is_away_refuses_a_start_in_time(self, bed: Bed, broker: Broker):
         bed.kai.stop()
-        bed.engine._place_s = 0.3
+        bed.engine.starting.place_s = 0.3
         assert isinstance(await broker.session("a"), Explanation)
         await broker.until(lambda: not objects(bed))
 
     async def test_a_refusal_of_one_cycle_is_no_refusal(self, bed: Bed, broker: Broker):
         bed.kai.stop()
-        bed.engine._stands_s = 60.0
+        bed.engine.starting.stands_s = 60.0
         starting = asyncio.create_task(broker.session("a"))
         await bed.said_no("a")
         assert not starting.done()

@@ -25,7 +25,7 @@ QUIET_S = 1.5 * PLACE_S
 @asynccontextmanager
 async def one_gpu(*projects: Project, place_s: float = PLACE_S) -> AsyncIterator[Broker]:
     async with kube_bed({"n0": ("GPU-0",)}, projects or (VISION, NLP)) as bed:
-        bed.engine._place_s = place_s
+        bed.engine.starting.place_s = place_s
         yield Broker(bed, *(projects or (VISION, NLP)))
 
 
@@ -88,12 +88,12 @@ class TestLentGpu:
 
     async def test_a_refused_start_keeps_its_seat_and_the_next_try_evicts_no_job_again(self):
         async with lent_to_a_job() as broker:
-            broker.engine._seat_s = QUIET_S
+            broker.engine.starting.seat_s = QUIET_S
             refused = await broker.session("a")
             assert isinstance(refused, Explanation)
             await stays(lambda: broker.bed.seats_of("a") and leaves(broker.bed, "j"))
             assert refused.why is Why.AWAITING_RELEASE
-            broker.engine._seat_s = 20.0
+            broker.engine.starting.seat_s = 20.0
             start = begun(broker, "b")
             await stays(lambda: not start.done())
             await broker.until(start.done)
@@ -120,7 +120,7 @@ class TestLentGpu:
                 await bed.until(lambda id=id: phase(broker, id) is StartPhase.FREEING)
                 await given_up(start)
             await bed.restart_engine()
-            bed.engine._place_s = PLACE_S
+            bed.engine.starting.place_s = PLACE_S
             await bed.until(lambda: bed.seats.is_known)
             await broker.engine.settle(broker.cluster, broker.now)
             await stays(lambda: bed.seats_of("b"))
@@ -146,7 +146,7 @@ class TestLentGpu:
         async with lent_to_a_job(place_s=20) as broker:
             bed = broker.bed
             bed.kai.stop()
-            bed.engine._stands_s = 60.0
+            bed.engine.starting.stands_s = 60.0
             start = begun(broker, "a")
             await bed.said_no("a")
             bed.kai.go_on()
@@ -169,7 +169,7 @@ class TestLentGpu:
 
     async def test_a_start_is_answered_before_the_hub_gives_it_up(self):
         async with lent_to_a_job() as broker:
-            broker.engine._seat_s = 3600.0
+            broker.engine.starting.seat_s = 3600.0
             lease = Lease(id="a", project="vision", kind=Kind.BUILD, size=broker.leases["j"].size)
             answer = await broker.engine.admit(broker.cluster, lease, broker.now, within_s=QUIET_S)
             assert isinstance(answer, Explanation)
@@ -199,7 +199,7 @@ class TestBinding:
     async def test_a_gpu_that_is_never_reserved_refuses_the_start_and_nothing_is_left(self):
         async with one_gpu() as broker:
             broker.bed.nodes.reserves = False
-            broker.engine._seat_s = QUIET_S
+            broker.engine.starting.seat_s = QUIET_S
             refused = await broker.session("a", milli=500)
             assert isinstance(refused, Explanation)
             assert refused.why is Why.DEVICE_BROKEN
