@@ -12,7 +12,7 @@ from traitlets.config import Configurable
 from jupyter_gpushare.broker.state.policy import Policy
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest
-from jupyter_gpushare.kube.checks.readiness import lacks
+from jupyter_gpushare.kube.checks.cluster import lacks
 from jupyter_gpushare.kube.cluster.api_server import KubeError
 from jupyter_gpushare.kube.cluster.client import ApiClient
 from jupyter_gpushare.kube.cluster.helpers import Helpers
@@ -51,8 +51,8 @@ class KubeCluster:
         if not kube.seat_image:
             raise GpuShareError("c.GPUShareKube.seat_image is not set: it is the image of the device helper")
         self._client = ApiClient(kube.address())
-        self._site = kube.helpers()
-        self._helpers = Helpers(self._client, self._site)
+        self._kube = kube
+        self._helpers = Helpers(self._client, kube.helpers())
         self.devices = NodeDevices(self._helpers.addresses, epoch, pools=lambda: seats.units)
         seats = KubeSeats(self._client, kube.seat(), self.devices.seat_devices, epoch)
         foreign = ForeignPods(kube.namespace, kube.reservation_namespace, self.devices.samples)
@@ -73,7 +73,7 @@ class KubeCluster:
         """
         try:
             async with asyncio.timeout(_CHECK_S):
-                missing = await lacks(self._client, self._site, projects)
+                missing = await lacks(self._client, self._kube, projects)
         except (KubeError, TimeoutError) as error:
             log.warning("the cluster cannot be examined: %s", str(error) or "no answer in time")
             return

@@ -26,7 +26,9 @@ from jupyter_gpushare.cli.output import print_json
 from jupyter_gpushare.command_line import Option, Parser, Verb
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.kube.broker import queue_projects
-from jupyter_gpushare.kube.checks.cluster import NAME, BrokerPod, canary, examine, hub_checks, not_examined
+from jupyter_gpushare.kube.checks.canary import NAME, canary
+from jupyter_gpushare.kube.checks.cluster import examine
+from jupyter_gpushare.kube.checks.hub import BrokerPod, hub_checks, not_examined
 from jupyter_gpushare.kube.checks.surroundings import parse_list
 from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
 from jupyter_gpushare.kube.settings import GPUShareKube

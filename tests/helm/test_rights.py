@@ -8,15 +8,11 @@ from traitlets.config import Config
 
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.kube.checks.cluster import examine
-from jupyter_gpushare.kube.checks.readiness import lacks
+from jupyter_gpushare.kube.checks.cluster import examine, lacks
 from jupyter_gpushare.kube.cluster.client import POD_GROUPS, PODS
-from jupyter_gpushare.kube.cluster.helpers import HelperPods
 from jupyter_gpushare.kube.cluster.objects import SeatPod, pod_group, seat_pod
 from jupyter_gpushare.kube.rules.seats import Demand, Request, SeatClass
 from jupyter_gpushare.kube.settings import GPUShareKube
-from jupyter_gpushare.protocol.helper_tls import BROKER
-from tests.certificates import files_of
 from tests.helm.conftest import NS, Chart
 from tests.kube.bed import Bed, kube_bed
 from tests.kube.rbac import Ask, Rights
@@ -69,8 +65,8 @@ async def test_the_broker_needs_each_of_its_rights_and_lacks_none(chart: Chart, 
     async with kube_bed({"n0": ("GPU-0",), "n1": ("GPU-1",)}, (VISION, NLP), rights=rights) as bed:
         await works(bed)
         await creates_again(bed)
-        site = HelperPods(namespace=NS, selector="app=x", port=1, tls=files_of(BROKER, tmp_path))
-        await lacks(bed.client, site, [VISION, NLP])
+        kube = GPUShareKube(namespace=NS, helper_selector="app=x")
+        await lacks(bed.client, kube, [VISION, NLP])
         (tmp_path / "token").write_text("t")
         given = {"api_server": bed.server.url, "token_file": str(tmp_path / "token"), "seat_image": "i"}
         checks = await examine(GPUShareKube(config=Config(GPUShareKube=given)), [VISION, NLP], 3)

@@ -18,7 +18,8 @@ from jupyter_gpushare.cli.checks import Check
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.kube import command_line
 from jupyter_gpushare.kube.checks import cluster as cluster_checks
-from jupyter_gpushare.kube.checks.cluster import CLUSTER_RIGHTS, RIGHTS, BrokerPod, examine, hub_checks
+from jupyter_gpushare.kube.checks.cluster import CLUSTER_RIGHTS, RIGHTS, examine
+from jupyter_gpushare.kube.checks.hub import BrokerPod, hub_checks
 from jupyter_gpushare.kube.checks.surroundings import PolicyPort, parse_list
 from jupyter_gpushare.kube.cluster.objects import Meta, OtherObject
 from jupyter_gpushare.kube.cluster.queues import priority_classes, queues

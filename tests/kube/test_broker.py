@@ -16,7 +16,7 @@ import httpx
 import pytest
 
 from jupyter_gpushare.core.model import Project
-from jupyter_gpushare.kube.checks.cluster import canary
+from jupyter_gpushare.kube.checks.canary import canary
 from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
 from jupyter_gpushare.kube.command_line import configured
 from jupyter_gpushare.kube.settings import GPUShareKube

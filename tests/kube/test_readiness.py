@@ -14,11 +14,12 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.core.model import Project
-from jupyter_gpushare.kube.checks.readiness import lacks, shares_gpus
+from jupyter_gpushare.kube.checks.cluster import lacks, shares_gpus
 from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
 from jupyter_gpushare.kube.cluster.client import ApiClient
 from jupyter_gpushare.kube.cluster.helpers import HelperPods, Helpers
 from jupyter_gpushare.kube.cluster.queues import queues
+from jupyter_gpushare.kube.settings import GPUShareKube
 from jupyter_gpushare.protocol.helper_tls import BROKER
 from tests.certificates import broker_and_helper, files_of
 from tests.kube import store
@@ -30,6 +31,7 @@ from tests.waiting import PATIENCE_S, becomes
 NS = "gpushare"
 VISION = Project(name="vision", quota_milli=4000)
 TLS = files_of(BROKER, Path())
+KUBE = GPUShareKube(namespace=NS, helper_selector="app=helper")
 SITE = HelperPods(namespace=NS, selector="app=helper", port=8006, tls=TLS)
 
 
@@ -61,18 +63,18 @@ async def client(server: ApiServer) -> AsyncIterator[ApiClient]:
 
 
 async def test_a_complete_cluster_lacks_nothing(client: ApiClient):
-    assert await lacks(client, SITE, [VISION]) == []
+    assert await lacks(client, KUBE, [VISION]) == []
 
 
 async def test_each_thing_that_is_missing_is_named_with_its_remedy(server: ApiServer, client: ApiClient):
     server.store.delete("queues", "", "vision-train")
     server.store.patch("configs", "", "kai-config", {"spec": {"admission": {"gpuSharing": None}}})
     server.store.delete("pods", NS, "helper-a", grace_s=0)
-    queue, sharing, helper = await lacks(client, SITE, [VISION])
+    queue, sharing, helper = await lacks(client, KUBE, [VISION])
     assert "no queue vision-train: run gpushare kube queues" in queue
     assert "whole GPUs only" in sharing
     assert "admission.gpuSharing" in sharing
-    assert "no pod of a device helper (app=helper)" in helper
+    assert "no pod of a device helper runs (app=helper): run one on each node" in helper
 
 
 @pytest.mark.parametrize("plural", ["podgroups", "queues"])
@@ -80,7 +82,7 @@ async def test_a_cluster_without_kai_is_told_to_install_it(
     client: ApiClient, monkeypatch: pytest.MonkeyPatch, plural: str
 ):
     monkeypatch.delitem(store.KINDS, next(key for key in store.KINDS if key[2] == plural))
-    (said,) = await lacks(client, SITE, [VISION])
+    (said,) = await lacks(client, KUBE, [VISION])
     assert "install KAI-Scheduler" in said
 
 

@@ -1,36 +1,27 @@
 """The checks of ``gpushare kube check``: one `Check` per thing of a cluster that can be wrong.
 
-They ask the API server only, with the rights that the broker has.
+They ask the API server only, with the rights that the broker has.  A broker that starts uses those
+without which no session with a GPU can start (`lacks`).
 """
 
 from __future__ import annotations
 
-import asyncio
-import ipaddress
-import secrets
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any
 
 from jupyter_gpushare.backends.helper_client import HelperAddress, HelperClient
 from jupyter_gpushare.cli import checks
-from jupyter_gpushare.cli.checks import Check, Probe, fail, named, ok, warn
+from jupyter_gpushare.cli.checks import Check, Probe, fail, ok, warn
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError, HelperError
-from jupyter_gpushare.kube.checks.readiness import shares_gpus
-from jupyter_gpushare.kube.checks.surroundings import (
-    NetworkPolicySpec,
-    Peer,
-    PolicyRule,
-    network_policies,
-)
+from jupyter_gpushare.kube.checks.hub import BROKER
 from jupyter_gpushare.kube.cluster.api_server import KubeError
 from jupyter_gpushare.kube.cluster.client import (
     CLUSTER_POLICIES,
     CONFIGS,
     NODES,
+    POD_GROUPS,
     PODS,
     PRIORITY_CLASSES,
     QUEUES,
@@ -39,249 +30,11 @@ from jupyter_gpushare.kube.cluster.client import (
     Resource,
 )
 from jupyter_gpushare.kube.cluster.helpers import Helpers
-from jupyter_gpushare.kube.cluster.objects import GPU_RESOURCE, Node, OtherObject, node_affinity
+from jupyter_gpushare.kube.cluster.objects import GPU_RESOURCE, Node, OtherObject, Queue
 from jupyter_gpushare.kube.cluster.queues import in_force, misplaced, missing, priority_classes
 from jupyter_gpushare.kube.rules.pools import LABEL
 from jupyter_gpushare.kube.settings import GPUShareKube
-from jupyter_gpushare.protocol.helper import Hello, Inventory
-
-# ---- checks of the Hub's namespace, from what ``kubectl get -o json`` prints of it
-# The broker has no right to read there, and needs none: an administrator pipes the objects in.
-
-COMMAND = "kubectl -n HUB get deployments,persistentvolumeclaims,networkpolicies -o json"
-# Labels of pods and claims in JupyterHub's chart, and of the broker in ours.
-_COMPONENT = "component"
-BROKER = {"app.kubernetes.io/name": "gpushare-broker"}
-_USER = "hub.jupyter.org/username"
-_NAMESPACE = "kubernetes.io/metadata.name"
-
-
-@dataclass(frozen=True, slots=True)
-class BrokerPod:
-    """Where network policies find the broker; ``address`` may be unknown (empty)."""
-
-    namespace: str
-    address: str
-    http_port: int
-    tls_port: int
-
-
-def hub_checks(objects: Sequence[OtherObject], broker: BrokerPod) -> list[Check]:
-    """Return one check per thing in the Hub's namespace that can be wrong.
-
-    Raises:
-        KubeError: a network policy is malformed.
-    """
-    return named(
-        {
-            "hub-scheduler": _scheduler([each for each in objects if each.kind == "Deployment"]),
-            "hub-homes": _homes([each for each in objects if each.kind == "PersistentVolumeClaim"]),
-            "hub-network": _network(network_policies(objects), broker),
-        }
-    )
-
-
-def not_examined() -> list[Check]:
-    """Return that the Hub's namespace was not examined, and how to do it."""
-    advice = f"{COMMAND} | gpushare kube check --hub -"
-    return named({"hub": warn("The Hub's namespace was not examined.", advice)})
-
-
-def _scheduler(deployments: list[OtherObject]) -> Check:
-    for each in deployments:
-        if each.metadata.labels.get(_COMPONENT) == "user-scheduler" and each.field("replicas") != 0:
-            return fail(
-                f"JupyterHub's own scheduler ({each.metadata.name}) places servers.",
-                "set scheduling.userScheduler.enabled to false in the values of JupyterHub's chart",
-            )
-    return ok("Servers are placed by the cluster's own scheduler.")
-
-
-def _homes(claims: list[OtherObject]) -> Check:
-    homes = [each for each in claims if each.metadata.labels.get(_COMPONENT) == "singleuser-storage"]
-    of_one_node = (each for each in homes if "ReadWriteMany" not in (each.field("accessModes") or ()))
-    if single := [each.metadata.name for each in of_one_node]:
-        return fail(
-            f"Homes that one node at a time can mount: {_some(single)}. A job runs on another one.",
-            "make them ReadWriteMany (singleuser.storage.dynamic.storageAccessModes)",
-        )
-    of_user: dict[str, set[str]] = defaultdict(set)
-    for each in homes:
-        of_user[each.metadata.annotations.get(_USER, each.metadata.name)].add(each.metadata.name)
-    if several := [user for user, names in of_user.items() if len(names) > 1]:
-        return fail(
-            f"A home for each server, of {_some(several)}: a second server begins with an empty one.",
-            "set singleuser.storage.dynamic.pvcNameTemplate to claim-{username}",
-        )
-    return ok(f"{len(homes)} homes, one for each user." if homes else "There is no home yet.")
-
-
-def _network(policies: list[NetworkPolicySpec], broker: BrokerPod) -> Check:
-    cut = [
-        f"{component} to the broker's port {port}"
-        for component, port in (
-            ("singleuser-server", broker.tls_port),
-            ("hub", broker.tls_port),
-            ("proxy", broker.http_port),
-        )
-        if not _is_let(policies, component, "Egress", broker, {port})
-    ]
-    if not _is_let(policies, "hub", "Ingress", broker, {8081, "http"}):
-        cut.append("the broker to the Hub's port 8081")
-    if cut:
-        return fail(
-            f"Network policies of the Hub's namespace cut: {', '.join(cut)}.",
-            "add the rules of helm-values/z2jh.yaml (networkPolicy)",
-        )
-    return ok("Its network policies let the Hub, its proxy and servers reach the broker.")
-
-
-def _is_let(
-    policies: list[NetworkPolicySpec], component: str, way: str, broker: BrokerPod, ports: set[int | str]
-) -> bool:
-    mine = [
-        each
-        for each in policies
-        if each.pod_selector.matches({_COMPONENT: component, "app": "jupyterhub"} | _release(each))
-        and way in each.policy_types
-    ]
-    rules = [rule for spec in mine for rule in (spec.egress if way == "Egress" else spec.ingress)]
-    return not mine or any(_lets(rule, way, broker, ports) for rule in rules)
-
-
-def _release(policy: NetworkPolicySpec) -> dict[str, str]:
-    """Labels that a policy selects beside the component: those of its release."""
-    wanted = policy.pod_selector.match_labels
-    return {key: value for key, value in wanted.items() if key != _COMPONENT}
-
-
-def _lets(rule: PolicyRule, way: str, broker: BrokerPod, ports: set[int | str]) -> bool:
-    peers = rule.to if way == "Egress" else rule.from_
-    at_port = not rule.ports or any(each.lets(ports) for each in rule.ports)
-    return at_port and (not peers or any(_is_broker(peer, broker) for peer in peers))
-
-
-def _is_broker(peer: Peer, broker: BrokerPod) -> bool:
-    if peer.ip_block is not None:
-        return (
-            bool(broker.address)
-            and _in(peer.ip_block.cidr, broker.address)
-            and not any(_in(each, broker.address) for each in peer.ip_block.except_)
-        )
-    if peer.namespace_selector is None or not peer.namespace_selector.matches({_NAMESPACE: broker.namespace}):
-        return False
-    return peer.pod_selector is None or peer.pod_selector.matches(BROKER)
-
-
-def _in(network: str, address: str) -> bool:
-    return ipaddress.ip_address(address) in ipaddress.ip_network(network, strict=False)
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(sorted(names)[:5])
-
-
-# ---- the canary of ``gpushare kube check --canary``: a pod that is told a GPU as a server is
-# It requests no GPU, like the pod of a server, and asks the driver which it sees.  Each form of
-# ``c.GPUShareKubeSpawner.gpu_names`` is tried until one works: what settings of the GPU operator make of
-# it is known only then.
-
-NAME = "canary"
-# With an image that the node has: the device helper runs there.
-PATIENCE_S = 60.0
-_LOOK_S = 0.5
-_CDI_KIND = "k8s.device-plugin.nvidia.com/gpu"
-_FORMS = ("cdi", "uuid", "annotation")
-
-
-async def canary(kube: GPUShareKube, patience_s: float = PATIENCE_S) -> Check:
-    """Return which form shows a pod exactly the GPU that it was told.
-
-    Raises:
-        KubeError: no API server is configured, or its file cannot be read.
-    """
-    client = ApiClient(kube.address(), deadline_s=5.0)
-    try:
-        node, uuid = await _gpu(client, kube)
-        for form in _FORMS:
-            if await _sees(client, kube, _pod(kube, form, node, uuid), patience_s):
-                setting = f'c.GPUShareKubeSpawner.gpu_names = "{form}"'
-                return ok(f"A pod on {node} sees its GPU alone with {setting}.")
-    except GpuShareError as error:
-        return warn(f"No pod can be tried: {error}.", "mend the checks above first")
-    finally:
-        await client.close()
-    return fail(
-        f"A pod on {node} that is told its GPU does not see exactly that one ({', '.join(_FORMS)}).",
-        f"look at the runtime class {kube.seat_runtime_class}, and at cdi and toolkit of the GPU operator",
-    )
-
-
-async def _gpu(client: ApiClient, kube: GPUShareKube) -> tuple[str, str]:
-    """Return the node with most GPUs, where seeing too many shows, and one of them."""
-    pods = (await client.list(PODS, kube.namespace, kube.helper_selector)).items
-    helpers = Helpers(client, kube.helpers()).of(pods)
-    found = {node: (await _inventory(address)).devices for node, address in sorted(helpers.items())}
-    if not any(found.values()):
-        raise GpuShareError("no device helper has a GPU")
-    node = max(found, key=lambda each: len(found[each]))
-    return node, found[node][0].uuid
-
-
-async def _inventory(address: HelperAddress) -> Inventory:
-    """Ask with the epoch of the broker that the helper obeys, which stays the newest."""
-    epoch = 0
-    with closing(HelperClient(address, lambda: epoch)) as client:
-        epoch = (await client.ask("hello", None, Hello)).epoch
-        return await client.ask("inventory", None, Inventory)
-
-
-def _pod(kube: GPUShareKube, form: str, node: str, uuid: str) -> dict[str, Any]:
-    """Return the pod; without the label of seats, so that no broker takes it for one."""
-    name = f"gpushare-canary-{secrets.token_hex(8)}"
-    told = uuid if form == "uuid" else f"{_CDI_KIND}={uuid}"
-    by_annotation = form == "annotation"
-    container = {
-        "name": NAME,
-        "image": kube.seat_image,
-        "args": [NAME, uuid],
-        "resources": kube.seat_resources,
-        "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "void" if by_annotation else told}],
-    }
-    spec = {
-        "restartPolicy": "Never",
-        "runtimeClassName": kube.seat_runtime_class,
-        "automountServiceAccountToken": False,
-        "enableServiceLinks": False,
-        "affinity": node_affinity("In", [node]),
-        "tolerations": kube.seat_tolerations,
-        "imagePullSecrets": [{"name": secret} for secret in kube.seat_pull_secrets],
-        "containers": [container],
-    }
-    annotations = {f"nvidia.cdi.k8s.io/container.{NAME}": told} if by_annotation else {}
-    metadata = {"name": name, "annotations": annotations}
-    return {"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}
-
-
-async def _sees(client: ApiClient, kube: GPUShareKube, pod: dict[str, Any], patience_s: float) -> bool:
-    """Return whether the pod ends and says that it sees its GPU alone; it is deleted in any case."""
-    name = pod["metadata"]["name"]
-    try:
-        await client.create(PODS, kube.namespace, pod)
-        async with asyncio.timeout(patience_s):
-            while True:
-                pods = (await client.list(PODS, kube.namespace)).items
-                found = next((each for each in pods if each.metadata.name == name), None)
-                if found is None or found.has_ended:
-                    return found is not None and found.status.phase == "Succeeded"
-                await asyncio.sleep(_LOOK_S)
-    except TimeoutError:
-        return False
-    finally:
-        await client.delete(PODS, kube.namespace, name)
-
-
-# ---- the cluster -------------------------------------------------------------
+from jupyter_gpushare.protocol.helper import Hello
 
 _KAI = "scheduling.run.ai"
 # Verb, group and resource of what broker and checks cannot do without: in its namespace, in the cluster.
@@ -300,6 +53,7 @@ CLUSTER_RIGHTS = (
 )
 # Of NVIDIA's container toolkit: whether a container without a request for a GPU may name its GPUs.
 ENV_ACCEPTED = "ACCEPT_NVIDIA_VISIBLE_DEVICES_ENVVAR_WHEN_UNPRIVILEGED"
+_NOT_FOUND, _FORBIDDEN = 404, 403
 _NO_RIGHT = "give this account the right to read it"
 _APPLY = "gpushare kube queues --config FILE | kubectl apply -f -"
 
@@ -328,6 +82,24 @@ async def examine(kube: GPUShareKube, projects: Sequence[Project], levels: int) 
         await client.close()
 
 
+async def lacks(client: ApiClient, kube: GPUShareKube, projects: Sequence[Project]) -> list[str]:
+    """Return one sentence for each thing without which no session with a GPU can start; empty: all is there.
+
+    Raises:
+        KubeError: the API server does not answer, or refuses to say.
+    """
+    cluster = CheckedCluster(client, kube, projects, levels=0)
+    if fault := await _kai(cluster):
+        return [_in_one(fault)]
+    faults = [await probe(cluster) for probe in (_missing_queues, _whole_gpus_only, _no_helper)]
+    return [_in_one(fault) for fault in faults if fault is not None]
+
+
+def _in_one(check: Check) -> str:
+    """Return what is wrong and its remedy as one clause."""
+    return f"{check.message[0].lower()}{check.message[1:].rstrip('.')}: {check.advice}"
+
+
 async def _api_server(cluster: CheckedCluster) -> Check:
     try:
         await cluster.client.list(PODS, cluster.kube.namespace)
@@ -352,18 +124,34 @@ async def _rights(cluster: CheckedCluster) -> Check:
     return fail(f"This account may not: {', '.join(lacking)}.", "add these verbs to the broker's Role")
 
 
-async def _queues(cluster: CheckedCluster) -> Check:
+async def _kai(cluster: CheckedCluster) -> Check | None:
+    """Whether KAI-Scheduler is installed."""
     try:
-        there = {queue.metadata.name: queue for queue in (await cluster.client.list(QUEUES)).items}
+        await cluster.client.list(POD_GROUPS, cluster.kube.namespace)
+        await cluster.client.list(QUEUES)
     except KubeError as error:
-        if error.status != 404:
+        if error.status != _NOT_FOUND:
             raise
-        return fail(
-            "The cluster has no Queues: KAI-Scheduler is not installed.",
-            "install KAI-Scheduler, then run this check again",
-        )
-    if lost := missing(cluster.projects, there):
+        text = "The cluster has no PodGroups and Queues, as KAI-Scheduler is not installed."
+        return fail(text, "install KAI-Scheduler")
+    return None
+
+
+async def _missing_queues(cluster: CheckedCluster) -> Check | None:
+    """Whether every project has its Queues."""
+    if lost := missing(cluster.projects, await _queues_there(cluster)):
         return fail(f"The cluster has no queue {', '.join(lost)}.", f"run {_APPLY}")
+    return None
+
+
+async def _queues_there(cluster: CheckedCluster) -> dict[str, Queue]:
+    return {queue.metadata.name: queue for queue in (await cluster.client.list(QUEUES)).items}
+
+
+async def _queues(cluster: CheckedCluster) -> Check:
+    if fault := await _kai(cluster) or await _missing_queues(cluster):
+        return fault
+    there = await _queues_there(cluster)
     if wrong := misplaced(cluster.projects, there):
         places = ", ".join(f"{name} ({f'below {parent}' if parent else 'a root'})" for name, parent in wrong)
         return fail(
@@ -412,12 +200,35 @@ def consolidates(shard: OtherObject) -> bool:
 
 
 async def _sharing(cluster: CheckedCluster) -> Check:
+    return await _whole_gpus_only(cluster) or ok("KAI gives out parts of GPUs.")
+
+
+async def _whole_gpus_only(cluster: CheckedCluster) -> Check | None:
+    """Whether KAI gives out parts of GPUs."""
     if await shares_gpus(cluster.client):
-        return ok("KAI gives out parts of GPUs.")
+        return None
     return fail(
         "This KAI-Scheduler gives out whole GPUs only.",
         "set spec.admission.gpuSharing of KAI's Config to true (global.gpuSharing in its chart's values)",
     )
+
+
+async def shares_gpus(client: ApiClient) -> bool:
+    """Return whether KAI gives out parts of GPUs; True where this account may not see its settings.
+
+    They are off unless its Config says otherwise (KAI-Scheduler v0.16.8,
+    ``pkg/apis/kai/v1/admission/admission.go``, SetDefaultsWhereNeeded).
+
+    Raises:
+        KubeError: the API server does not answer, or refuses to say.
+    """
+    try:
+        configs = (await client.list(CONFIGS)).items
+    except KubeError as error:
+        if error.status in (_NOT_FOUND, _FORBIDDEN):  # installed without its operator; not for this account
+            return True
+        raise
+    return not configs or any(config.field("admission", "gpuSharing") for config in configs)
 
 
 async def _variable(cluster: CheckedCluster) -> Check:
@@ -450,7 +261,7 @@ async def _listed(cluster: CheckedCluster, kind: Resource[OtherObject]) -> list[
     try:
         return (await cluster.client.list(kind)).items
     except KubeError as error:
-        if error.status == 404:
+        if error.status == _NOT_FOUND:
             return []
         raise
 
@@ -469,6 +280,21 @@ async def _one_broker(cluster: CheckedCluster) -> Check:
     return ok("No second broker runs.")
 
 
+async def _no_helper(cluster: CheckedCluster) -> Check | None:
+    """Whether there is a pod of a device helper, be it one that is just being started."""
+    kube = cluster.kube
+    if (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items:
+        return None
+    return _no_helper_runs(kube)
+
+
+def _no_helper_runs(kube: GPUShareKube) -> Check:
+    return fail(
+        f"No pod of a device helper runs ({kube.helper_selector}).",
+        "run one on each node with GPUs, in the namespace of the broker",
+    )
+
+
 async def _helpers(cluster: CheckedCluster) -> Check:
     kube = cluster.kube
     try:
@@ -481,10 +307,7 @@ async def _helpers(cluster: CheckedCluster) -> Check:
     pods = (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items
     addresses = helpers.of(pods)
     if not addresses:
-        return fail(
-            f"No pod of a device helper runs ({kube.helper_selector}).",
-            "run one on each node with GPUs, in the namespace of the broker",
-        )
+        return _no_helper_runs(kube)
     silent = [node for node, address in addresses.items() if not await _answers(address)]
     if silent:
         return fail(

@@ -1,0 +1,111 @@
+"""The canary of ``gpushare kube check --canary``: a pod that is told a GPU as a server is.
+
+It requests no GPU, like the pod of a server, and asks the driver which it sees.  Each form of
+``c.GPUShareKubeSpawner.gpu_names`` is tried until one works: what settings of the GPU operator make of
+it is known only then.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from contextlib import closing
+from typing import Any
+
+from kubernetes_asyncio import client as models
+
+from jupyter_gpushare.backends.helper_client import HelperAddress, HelperClient
+from jupyter_gpushare.cli.checks import Check, fail, ok, warn
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.kube.cluster.client import PODS, ApiClient
+from jupyter_gpushare.kube.cluster.helpers import Helpers
+from jupyter_gpushare.kube.pod import Form, PodPlace, Runtime, on_node, shaped
+from jupyter_gpushare.kube.settings import GPUShareKube
+from jupyter_gpushare.protocol.helper import Hello, Inventory
+
+NAME = "canary"
+# With an image that the node has: the device helper runs there.
+PATIENCE_S = 60.0
+_LOOK_S = 0.5
+
+
+async def canary(kube: GPUShareKube, patience_s: float = PATIENCE_S) -> Check:
+    """Return which form shows a pod exactly the GPU that it was told.
+
+    Raises:
+        KubeError: no API server is configured, or its file cannot be read.
+    """
+    client = ApiClient(kube.address(), deadline_s=5.0)
+    try:
+        node, uuid = await _gpu(client, kube)
+        for form in Form:
+            if await _sees(client, kube, await _pod(kube, form, node, uuid), patience_s):
+                setting = f'c.GPUShareKubeSpawner.gpu_names = "{form}"'
+                return ok(f"A pod on {node} sees its GPU alone with {setting}.")
+    except GpuShareError as error:
+        return warn(f"No pod can be tried: {error}.", "mend the checks above first")
+    finally:
+        await client.close()
+    return fail(
+        f"A pod on {node} that is told its GPU does not see exactly that one ({', '.join(Form)}).",
+        f"look at the runtime class {kube.seat_runtime_class}, and at cdi and toolkit of the GPU operator",
+    )
+
+
+async def _gpu(client: ApiClient, kube: GPUShareKube) -> tuple[str, str]:
+    """Return the node with most GPUs, where seeing too many shows, and one of them."""
+    pods = (await client.list(PODS, kube.namespace, kube.helper_selector)).items
+    helpers = Helpers(client, kube.helpers()).of(pods)
+    found = {node: (await _inventory(address)).devices for node, address in sorted(helpers.items())}
+    if not any(found.values()):
+        raise GpuShareError("no device helper has a GPU")
+    node = max(found, key=lambda each: len(found[each]))
+    return node, found[node][0].uuid
+
+
+async def _inventory(address: HelperAddress) -> Inventory:
+    """Ask with the epoch of the broker that the helper obeys, which stays the newest."""
+    epoch = 0
+    with closing(HelperClient(address, lambda: epoch)) as client:
+        epoch = (await client.ask("hello", None, Hello)).epoch
+        return await client.ask("inventory", None, Inventory)
+
+
+async def _pod(kube: GPUShareKube, form: Form, node: str, uuid: str) -> dict[str, Any]:
+    """Return the pod; without the label of seats, so that no broker takes it for one."""
+    container: Any = models.V1Container(name=NAME, image=kube.seat_image, args=[NAME, uuid])
+    container.resources = kube.seat_resources
+    spec: Any = models.V1PodSpec(
+        restart_policy="Never",
+        automount_service_account_token=False,
+        enable_service_links=False,
+        containers=[container],
+    )
+    spec.tolerations = kube.seat_tolerations
+    spec.image_pull_secrets = [{"name": secret} for secret in kube.seat_pull_secrets]
+    name = f"gpushare-canary-{secrets.token_hex(8)}"
+    pod = models.V1Pod(api_version="v1", kind="Pod", metadata=models.V1ObjectMeta(name=name), spec=spec)
+    place = PodPlace(node=node, devices=(uuid,), mounts={})
+    shaped(pod, place, Runtime(form=form, runtime_class=kube.seat_runtime_class, tolerations=()))
+    async with models.ApiClient() as api:
+        plain: dict[str, Any] = api.sanitize_for_serialization(pod)
+    plain["spec"]["affinity"] = on_node(None, node)
+    return plain
+
+
+async def _sees(client: ApiClient, kube: GPUShareKube, pod: dict[str, Any], patience_s: float) -> bool:
+    """Return whether the pod ends and says that it sees its GPU alone; it is deleted in any case."""
+    name = pod["metadata"]["name"]
+    try:
+        await client.create(PODS, kube.namespace, pod)
+        async with asyncio.timeout(patience_s):
+            while True:
+                pods = (await client.list(PODS, kube.namespace)).items
+                found = next((each for each in pods if each.metadata.name == name), None)
+                if found is None or found.has_ended:
+                    return found is not None and found.status.phase == "Succeeded"
+                await asyncio.sleep(_LOOK_S)
+    except TimeoutError:
+        return False
+    finally:
+        await client.delete(PODS, kube.namespace, name)
