@@ -20,9 +20,9 @@ from jupyter_gpushare.broker.engine import (
 )
 from jupyter_gpushare.core import explain, resize
 from jupyter_gpushare.core.model import Action, Cluster, Grant, Kind, Lease, Plan, Project, Why
-from jupyter_gpushare.core.planner import IncrementalPlanner, dry_run, plan
-from jupyter_gpushare.core.scheduler import SchedulingRound
-from jupyter_gpushare.core.sharing import share_devices
+from jupyter_gpushare.core.planning.planner import IncrementalPlanner, dry_run, plan
+from jupyter_gpushare.core.planning.scheduler import SchedulingRound
+from jupyter_gpushare.core.planning.sharing import share_devices
 from jupyter_gpushare.core.size import Size
 
 T = TypeVar("T")
@@ -115,7 +115,7 @@ class _Kept(Generic[T]):
 
 
 class LocalEngine(Engine):
-    """Decides with `core.planner`; keeps its index of leases between decisions.
+    """Decides with `core.planning.planner`; keeps its index of leases between decisions.
 
     While a snapshot stays the same, its plan without actions and its outlook are kept.
     """

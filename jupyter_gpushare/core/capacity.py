@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 
-from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease
-from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease, held_by
 
 
 @dataclass(slots=True, eq=False)

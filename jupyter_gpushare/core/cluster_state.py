@@ -42,8 +42,10 @@ from jupyter_gpushare.core.model import (
     Project,
     Settings,
     State,
+    held_by,
+    size_of,
 )
-from jupyter_gpushare.core.quota import Account, QuotaState, has_place, held_by, size_of
+from jupyter_gpushare.core.quota import Account, QuotaState, has_place
 
 # A checkpoint takes a little more host memory than the device memory that it saves.
 CHECKPOINT_PERCENT = 105

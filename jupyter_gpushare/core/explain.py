@@ -24,10 +24,11 @@ from jupyter_gpushare.core.model import (
     Project,
     State,
     Why,
+    size_of,
 )
-from jupyter_gpushare.core.planner import dry_run
-from jupyter_gpushare.core.quota import fair_shares, size_of
-from jupyter_gpushare.core.scheduler import SchedulingRound
+from jupyter_gpushare.core.planning.planner import dry_run
+from jupyter_gpushare.core.planning.scheduler import SchedulingRound
+from jupyter_gpushare.core.quota import fair_shares
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gibibytes import gibibytes

@@ -32,9 +32,20 @@ from math import inf
 from typing import Generic, TypeVar
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Behind, Device, Kind, Lease, Project, State
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    WHOLE_GPU,
+    Behind,
+    Device,
+    Kind,
+    Lease,
+    Project,
+    State,
+    held_by,
+    size_of,
+)
 from jupyter_gpushare.core.placement import Topology, empty_device, find
-from jupyter_gpushare.core.quota import fair_shares, held_by, size_of
+from jupyter_gpushare.core.quota import fair_shares
 
 HALF_LIFE_S = 86_400.0
 # Seconds of the own share by which a user lags who is behind, and until the lag is a quarter of that.

@@ -252,6 +252,16 @@ class Lease:
     turns: int = 0  # times it got capacity after `Settings.starvation_guard_s` of waiting
 
 
+def held_by(lease: Lease) -> int:
+    """Thousandths of each of its devices that ``lease`` holds, or will hold when it resumes."""
+    return lease.held_milli or lease.size.fraction_milli
+
+
+def size_of(lease: Lease) -> int:
+    """Thousandths of a GPU over all its devices; 0 of a guest, which has none of its own."""
+    return 0 if lease.host else held_by(lease) * len(lease.devices)
+
+
 @dataclass(frozen=True, slots=True)
 class JobOrder:
     """Rules of an order of jobs: first come first served; `order` has those of the others."""

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from jupyter_gpushare.core.capacity import UNLENT, CapacityView, DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.model import CheckpointMode, Grant, Lease, Why
+from jupyter_gpushare.core.model import CheckpointMode, Grant, Lease, Why, held_by
 from jupyter_gpushare.core.placement import (
     Index,
     Placement,
@@ -15,7 +15,6 @@ from jupyter_gpushare.core.placement import (
     find,
     to_resume_on,
 )
-from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.size import Size
 
 

@@ -37,8 +37,8 @@ from jupyter_gpushare.core.model import (
     Lease,
     Settings,
     State,
+    held_by,
 )
-from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.size import Size
 
 

@@ -36,19 +36,11 @@ from jupyter_gpushare.core.model import (
     Lease,
     Project,
     State,
+    held_by,
+    size_of,
 )
 
 T = TypeVar("T")
-
-
-def held_by(lease: Lease) -> int:
-    """Thousandths of each of its devices that ``lease`` holds, or will hold when it resumes."""
-    return lease.held_milli or lease.size.fraction_milli
-
-
-def size_of(lease: Lease) -> int:
-    """Thousandths of a GPU over all its devices; 0 of a guest, which has none of its own."""
-    return 0 if lease.host else held_by(lease) * len(lease.devices)
 
 
 @dataclass(slots=True)

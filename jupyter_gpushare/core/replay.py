@@ -41,6 +41,7 @@ from jupyter_gpushare.core.model import (
     State,
     Suspend,
     advance,
+    size_of,
 )
 from jupyter_gpushare.core.order import order_of, served, with_turn
 from jupyter_gpushare.core.pairs import (
@@ -53,9 +54,8 @@ from jupyter_gpushare.core.pairs import (
     Reading,
     judge,
 )
-from jupyter_gpushare.core.planner import Planner
-from jupyter_gpushare.core.quota import size_of
-from jupyter_gpushare.core.sharing import WATCHED_S, needed_bytes
+from jupyter_gpushare.core.planning.planner import Planner
+from jupyter_gpushare.core.planning.sharing import WATCHED_S, needed_bytes
 from jupyter_gpushare.core.simulated_lease import Cell as Cell
 from jupyter_gpushare.core.simulated_lease import Happening, Reports, SimulatedLease
 

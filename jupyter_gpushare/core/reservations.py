@@ -18,9 +18,8 @@ from dataclasses import replace
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import CapacityView, DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, State
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, State, held_by
 from jupyter_gpushare.core.placement import Placement, Topology
-from jupyter_gpushare.core.quota import held_by
 
 
 class Reservations:

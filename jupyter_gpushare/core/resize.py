@@ -12,9 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
-from jupyter_gpushare.core.model import Cluster, Kind, Lease, State, Why
-from jupyter_gpushare.core.planner import dry_run
-from jupyter_gpushare.core.quota import Account, held_by
+from jupyter_gpushare.core.model import Cluster, Kind, Lease, State, Why, held_by
+from jupyter_gpushare.core.planning.planner import dry_run
+from jupyter_gpushare.core.quota import Account
 from jupyter_gpushare.core.size import Size
 
 

@@ -34,9 +34,10 @@ from jupyter_gpushare.core.model import (
     Project,
     Settings,
     State,
+    held_by,
+    size_of,
 )
 from jupyter_gpushare.core.pairs import PairDecision, PairVerdict
-from jupyter_gpushare.core.quota import held_by, size_of
 from jupyter_gpushare.core.replay import CellRun, ReplayWatcher
 
 # A job that goes from the one to the other is preempted; what takes no time is reported in one step.

@@ -39,7 +39,7 @@ from jupyter_gpushare.core.model import (
     State,
     Suspend,
 )
-from jupyter_gpushare.core.planner import Planner, plan
+from jupyter_gpushare.core.planning.planner import Planner, plan
 from jupyter_gpushare.core.size import Size
 
 NOW = 100_000.0

@@ -13,7 +13,7 @@ from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.core.model import State, Why
 from jupyter_gpushare.core.pairs import TRIAL_S
-from jupyter_gpushare.core.sharing import WATCHED_S
+from jupyter_gpushare.core.planning.sharing import WATCHED_S
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol import wire
 from tests.broker.brokers import Broker, sent, until

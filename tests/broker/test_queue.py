@@ -16,7 +16,7 @@ from jupyter_gpushare.broker.state.records import Lags, UserLags
 from jupyter_gpushare.broker.state.transitions import Granted, StartFailed
 from jupyter_gpushare.broker.state.usage import FairnessTracker
 from jupyter_gpushare.core.model import Order, State
-from jupyter_gpushare.core.planner import IncrementalPlanner, plan
+from jupyter_gpushare.core.planning.planner import IncrementalPlanner, plan
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import Phase

@@ -22,7 +22,7 @@ from jupyter_gpushare.core.model import (
     Suspend,
     Why,
 )
-from jupyter_gpushare.core.planner import dry_run, plan
+from jupyter_gpushare.core.planning.planner import dry_run, plan
 from jupyter_gpushare.core.quota import QuotaState
 from jupyter_gpushare.core.size import Size
 

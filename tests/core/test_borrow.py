@@ -8,7 +8,7 @@ import pytest
 
 from jupyter_gpushare.core.explain import borrowed, check_request
 from jupyter_gpushare.core.model import Grant, Order, Requeue, Resume, State, Suspend, Why
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from tests.core.build import (

@@ -17,7 +17,7 @@ from jupyter_gpushare.core.explain import (
 )
 from jupyter_gpushare.core.idle import eligible, eligible_at, warn_at
 from jupyter_gpushare.core.model import Order, State, Why
-from jupyter_gpushare.core.planner import dry_run
+from jupyter_gpushare.core.planning.planner import dry_run
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, smaller_than, train, why

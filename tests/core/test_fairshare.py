@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jupyter_gpushare.core.fairshare import HALF_LIFE_S, REVIEW_S, ProjectLedger
 from jupyter_gpushare.core.model import Cluster, Grant, Requeue, State, Why
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
 from jupyter_gpushare.core.size import Size
 from tests.core.build import NOW, CheckpointMode, build, cluster, device, project, train

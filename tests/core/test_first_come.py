@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Order, State
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from tests.core.build import ASLEEP, NOW, build, cluster, device, project, started, stops, train
 
 

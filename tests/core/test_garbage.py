@@ -9,7 +9,7 @@ import pytest
 
 from jupyter_gpushare.broker.local_engine import gc_paused
 from jupyter_gpushare.core.model import Order
-from jupyter_gpushare.core.planner import dry_run, plan
+from jupyter_gpushare.core.planning.planner import dry_run, plan
 from jupyter_gpushare.sim.scenario import SRTF
 from tests.benchmarks.plan_speed import NOW, cluster
 

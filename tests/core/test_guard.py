@@ -6,7 +6,7 @@ import pytest
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Order, Plan, Requeue, Why
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from tests.core.build import ASLEEP, NOW, actions, build, cluster, grant, project, started, stops, why
 from tests.core.test_order import LAS
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
-from jupyter_gpushare.core.scheduler import SchedulingRound
+from jupyter_gpushare.core.planning.planner import IncrementalPlanner, Planner, plan
+from jupyter_gpushare.core.planning.scheduler import SchedulingRound
 from tests.core.build import NOW, build, cluster, grant, project, train
 
 

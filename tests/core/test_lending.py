@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.core.model import CheckpointMode, Plan, Requeue, Resume, State, Suspend, Why
-from jupyter_gpushare.core.planner import dry_run, plan
+from jupyter_gpushare.core.planning.planner import dry_run, plan
 from tests.core.build import ASLEEP, GIB, NOW, actions, build, cluster, device, grant, project, train, why
 
 

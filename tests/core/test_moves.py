@@ -17,7 +17,7 @@ from jupyter_gpushare.core.model import (
     Suspend,
     Why,
 )
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from jupyter_gpushare.core.replay import Replay
 from tests.core.build import (
     ASLEEP,

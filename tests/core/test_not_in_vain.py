@@ -25,7 +25,7 @@ from jupyter_gpushare.core.model import (
     advance,
 )
 from jupyter_gpushare.core.order import served
-from jupyter_gpushare.core.planner import IncrementalPlanner
+from jupyter_gpushare.core.planning.planner import IncrementalPlanner
 from tests.core.build import (
     ASLEEP,
     GIB,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jupyter_gpushare.core.model import Notice, Plan, Requeue, Suspend, Why
-from jupyter_gpushare.core.planner import IncrementalPlanner, plan
+from jupyter_gpushare.core.planning.planner import IncrementalPlanner, plan
 from tests.core.build import ASLEEP, NOW, build, cluster, device, project, stops, train
 
 LENT = Suspend("nb", Why.IDLE, "job")

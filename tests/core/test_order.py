@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import CheckpointMode, Grant, Order, Plan, Requeue, State, Suspend, Why
-from jupyter_gpushare.core.planner import Planner, plan
+from jupyter_gpushare.core.planning.planner import Planner, plan
 from jupyter_gpushare.core.size import Size
 from tests.core.build import ASLEEP, NOW, actions, build, cluster, device, project, started, stops, train
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.model import Grant, State, Suspend, Why
 from jupyter_gpushare.core.placement import Index, Placement, Topology, find
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from jupyter_gpushare.core.size import Size
 from tests.core.build import ASLEEP, GIB, NOW, build, cluster, device, project, train
 

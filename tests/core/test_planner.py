@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from jupyter_gpushare.core.model import Plan, Resume, Suspend, Why
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from tests.core.build import (
     ASLEEP,
     NOW,

@@ -10,7 +10,7 @@ import pytest
 
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.model import Lease, Order, Requeue, State, Why
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from tests.core.build import NOW, actions, cluster, stops, train
 
 PROGRESS = {"order": Order.PROGRESS, "las_thresholds_gpu_s": (100.0, 200.0)}

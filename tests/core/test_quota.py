@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import CheckpointMode, Requeue, State, Suspend, Why
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from jupyter_gpushare.core.quota import fair_shares, kept_quotas
 from tests.core.build import ASLEEP, NOW, build, cluster, device, project, quotas, train
 from tests.core.test_settles import at_rest

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from jupyter_gpushare.core.model import CheckpointMode, Grant, Requeue, Resume, State, Suspend, Why
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from tests.core.build import ASLEEP, NOW, actions, build, cluster, grant, project, train
 
 TWO = [project("p", 2), project("q", 2)]

@@ -18,9 +18,9 @@ from jupyter_gpushare.core.model import (
     Lease,
     Order,
     State,
+    held_by,
 )
-from jupyter_gpushare.core.planner import plan
-from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.planning.planner import plan
 from tests.core.build import NOW, build, cluster, device, project, train
 from tests.core.reference import Reference
 

@@ -20,7 +20,7 @@ from jupyter_gpushare.core.model import (
     State,
     Suspend,
 )
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from jupyter_gpushare.core.size import Size
 from tests.core.build import GIB, NOW, actions, cluster, device, project, train
 

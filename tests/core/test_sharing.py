@@ -8,8 +8,8 @@ import pytest
 
 from jupyter_gpushare.core.explain import uses
 from jupyter_gpushare.core.model import CheckpointMode, Grant, Requeue, Resume, State, Suspend, Why
-from jupyter_gpushare.core.planner import IncrementalPlanner, plan
-from jupyter_gpushare.core.sharing import MOST_TRIED
+from jupyter_gpushare.core.planning.planner import IncrementalPlanner, plan
+from jupyter_gpushare.core.planning.sharing import MOST_TRIED
 from tests.core.build import (
     ASLEEP,
     GIB,

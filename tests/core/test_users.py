@@ -9,7 +9,7 @@ import pytest
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.fairshare import BEHIND_S, HALF_LIFE_S, REVIEW_S, UserLedger
 from jupyter_gpushare.core.model import Behind, Order, Project, State
-from jupyter_gpushare.core.planner import Planner
+from jupyter_gpushare.core.planning.planner import Planner
 from jupyter_gpushare.core.queues import MOST_PREFERRED
 from jupyter_gpushare.core.size import Size
 from tests.core.build import NOW, build, cluster, device, started, stops

@@ -37,10 +37,11 @@ from jupyter_gpushare.core.model import (
     Suspend,
     Why,
     advance,
+    held_by,
+    size_of,
 )
 from jupyter_gpushare.core.order import served
-from jupyter_gpushare.core.planner import IncrementalPlanner, Planner, plan
-from jupyter_gpushare.core.quota import held_by, size_of
+from jupyter_gpushare.core.planning.planner import IncrementalPlanner, Planner, plan
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.sim.scenario import SRTF, TraceJob
 from tests.core.build import GIB, begun, device, quotas, why

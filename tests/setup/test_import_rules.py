@@ -1,4 +1,7 @@
-"""No file imports itself in a circle; `make check` runs the import rules of pyproject.toml."""
+"""No file imports itself in a circle, and `core` stays low.
+
+`make check` runs the import rules of pyproject.toml.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +50,24 @@ def named_files(pattern: str, folder: Path, suffixes: tuple[str, ...]) -> dict[P
         return {each for each in found if each in files} - {path}
 
     return {path: imported(path) for path in files}
+
+
+def test_core_has_at_most_8_floors():
+    """A module stands one floor above the highest of core that it imports; a package is one module."""
+    core = PACKAGE / "core"
+
+    def module(path: Path) -> str:
+        return path.relative_to(core).parts[0].removesuffix(".py")
+
+    graph: dict[str, set[str]] = {}
+    for path, imported in python_imports().items():
+        if path.is_relative_to(core):
+            below = {module(each) for each in imported if each.is_relative_to(core)}
+            graph.setdefault(module(path), set()).update(below - {module(path)})
+    floors: dict[str, int] = {}
+    for name in TopologicalSorter(graph).static_order():
+        floors[name] = 1 + max((floors[each] for each in graph[name]), default=0)
+    assert max(floors.values()) <= 8, sorted(floors, key=floors.__getitem__)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.core.model import Cluster, State
-from jupyter_gpushare.core.planner import plan
+from jupyter_gpushare.core.planning.planner import plan
 from jupyter_gpushare.sim.fractions import (
     Fragments,
     arrivals,

@@ -25,7 +25,7 @@ from jupyter_gpushare.core.model import (
     Why,
 )
 from jupyter_gpushare.core.order import is_starved, rank
-from jupyter_gpushare.core.planner import dry_run
+from jupyter_gpushare.core.planning.planner import dry_run
 from jupyter_gpushare.core.replay import Costs, Replay, ReplayWatcher
 from jupyter_gpushare.sim.scenario import Fleet
 from tests.sim.test_gaming import DAY_S, HOUR_S, job

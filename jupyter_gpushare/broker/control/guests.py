@@ -1,9 +1,9 @@
 """Hosts and guests: what each gets, whether the pair pays, and what is said and counted of it.
 
-The planner makes and ends pairs (`core.sharing`), and the helper takes a guest off by itself when memory is
-needed.  `GuestControl.look` measures in between: each round it takes the rates of all jobs that may share a
-GPU, and judges each pair when it is due (`core.pairs`).  A pair that does not pay is noted as parted, and
-the planner takes the guest off.
+The planner makes and ends pairs (`core.planning.sharing`), and the helper takes a guest off by itself
+when memory is needed.  `GuestControl.look` measures in between: each round it takes the rates of all jobs
+that may share a GPU, and judges each pair when it is due (`core.pairs`).  A pair that does not pay is
+noted as parted, and the planner takes the guest off.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from jupyter_gpushare.broker.engine import Engine
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Granted, GrantedAsleep
-from jupyter_gpushare.core import measure, sharing
+from jupyter_gpushare.core import measure
 from jupyter_gpushare.core.idle import adaptive_timeout_s
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
@@ -24,6 +24,7 @@ from jupyter_gpushare.core.model import (
     State,
 )
 from jupyter_gpushare.core.order import ORDERS
+from jupyter_gpushare.core.planning import sharing
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import LeaseSample, Phase, SetLimit

@@ -15,7 +15,7 @@ from jupyter_gpushare.core.idle import PauseHistory
 from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, WHOLE_GPU, State
 from jupyter_gpushare.core.model import Device as PlannerDevice
 from jupyter_gpushare.core.pairs import Rates
-from jupyter_gpushare.core.sharing import WATCHED_S
+from jupyter_gpushare.core.planning.sharing import WATCHED_S
 from jupyter_gpushare.protocol.helper import (
     GUEST_SHARE,
     ComputeShare,

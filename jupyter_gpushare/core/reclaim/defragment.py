@@ -13,9 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from jupyter_gpushare.core.capacity import CapacityView, DeviceCapacity
-from jupyter_gpushare.core.model import WHOLE_GPU, Lease, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, Lease, Why, held_by
 from jupyter_gpushare.core.placement import Group, Topology
-from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.reclaim.victims import Victim, prune
 
 

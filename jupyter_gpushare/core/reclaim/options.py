@@ -11,9 +11,8 @@ from operator import itemgetter
 from typing import NamedTuple
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
-from jupyter_gpushare.core.model import Lease
+from jupyter_gpushare.core.model import Lease, held_by
 from jupyter_gpushare.core.placement import Group, Topology
-from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.reclaim.victims import ReclaimScope, Victim, VictimIndex, rank
 
 Price = tuple[object, ...]

@@ -27,11 +27,11 @@ from functools import partial
 from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
-from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, Kind, Lease, Why, held_by, size_of
 from jupyter_gpushare.core.placement import Placement, to_resume_on
 from jupyter_gpushare.core.placer import Placer
 from jupyter_gpushare.core.queues import JobQueues
-from jupyter_gpushare.core.quota import Shares, held_by, size_of
+from jupyter_gpushare.core.quota import Shares
 from jupyter_gpushare.core.reclaim.defragment import Defragmenter
 from jupyter_gpushare.core.reclaim.options import Cheapest, ReclaimOptions
 from jupyter_gpushare.core.reclaim.search import Candidate, MultiDeviceSearch, SingleDeviceSearch

@@ -21,9 +21,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.model import Lease
+from jupyter_gpushare.core.model import Lease, held_by
 from jupyter_gpushare.core.placement import Group, Topology, to_resume_on
-from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.reclaim.options import ReclaimOptions
 from jupyter_gpushare.core.reclaim.victims import Victim, prune, rank
 

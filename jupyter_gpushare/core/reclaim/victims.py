@@ -36,9 +36,8 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState, suspended_bytes
 from jupyter_gpushare.core.idle import eligible
-from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, Settings, State, Why
+from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, Settings, State, Why, held_by, size_of
 from jupyter_gpushare.core.queues import JobQueues
-from jupyter_gpushare.core.quota import held_by, size_of
 
 
 class Cost(enum.IntEnum):

@@ -14,7 +14,7 @@ from math import inf
 from jupyter_gpushare.broker.engine import Engine, Explanation, Outlook, StartProgress
 from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.model import Cluster, Grant, Lease, Plan, Project, Suspend
-from jupyter_gpushare.core.planner import dry_run
+from jupyter_gpushare.core.planning.planner import dry_run
 from jupyter_gpushare.errors import Conflict, InvalidRequest
 from jupyter_gpushare.kube.cluster.queues import in_force, missing
 from jupyter_gpushare.kube.cluster.seats import STALE_S, KubeSeats

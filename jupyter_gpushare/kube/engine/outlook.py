@@ -20,8 +20,8 @@ from jupyter_gpushare.core.model import (
     Plan,
     State,
     Why,
+    held_by,
 )
-from jupyter_gpushare.core.quota import held_by
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.kube.rules.claims import claimants, claimed_milli, guests
 from jupyter_gpushare.kube.rules.demand import demands

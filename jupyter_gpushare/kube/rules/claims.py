@@ -14,8 +14,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, WHOLE_GPU, Cluster, Kind, Lease, State
-from jupyter_gpushare.core.quota import held_by
+from jupyter_gpushare.core.model import (
+    HOLDS_CAPACITY,
+    LEAVING,
+    WHOLE_GPU,
+    Cluster,
+    Kind,
+    Lease,
+    State,
+    held_by,
+)
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.kube.rules.seats import counted_centi
 

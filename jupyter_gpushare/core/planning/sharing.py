@@ -18,9 +18,19 @@ from collections.abc import Collection, Container
 
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
-from jupyter_gpushare.core.model import WHOLE_GPU, Device, Grant, Lease, Requeue, Resume, State, Suspend, Why
-from jupyter_gpushare.core.quota import held_by
-from jupyter_gpushare.core.scheduler import SchedulingRound
+from jupyter_gpushare.core.model import (
+    WHOLE_GPU,
+    Device,
+    Grant,
+    Lease,
+    Requeue,
+    Resume,
+    State,
+    Suspend,
+    Why,
+    held_by,
+)
+from jupyter_gpushare.core.planning.scheduler import SchedulingRound
 
 Pairs = Collection[tuple[str, str]]
 _Host = tuple[Lease, list[DeviceCapacity]]  # with its devices that a guest may be on

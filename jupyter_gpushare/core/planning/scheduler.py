@@ -31,11 +31,22 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.capacity import DeviceCapacity
 from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.fairshare import REVIEW_S
-from jupyter_gpushare.core.model import WHOLE_GPU, Action, Grant, Lease, Requeue, Resume, State, Suspend, Why
+from jupyter_gpushare.core.model import (
+    WHOLE_GPU,
+    Action,
+    Grant,
+    Lease,
+    Requeue,
+    Resume,
+    State,
+    Suspend,
+    Why,
+    held_by,
+)
 from jupyter_gpushare.core.placement import Placement
 from jupyter_gpushare.core.placer import Placer
 from jupyter_gpushare.core.queues import Cursor, Fit, JobQueues, Shape
-from jupyter_gpushare.core.quota import Shares, held_by
+from jupyter_gpushare.core.quota import Shares
 from jupyter_gpushare.core.reclaim.reclaimer import Reclaimer
 from jupyter_gpushare.core.reclaim.victims import Victim
 from jupyter_gpushare.core.reservations import Reservations

@@ -18,9 +18,9 @@ from jupyter_gpushare.core.cluster_state import ClusterState
 from jupyter_gpushare.core.model import Behind, Cluster, Device, Lease, Plan, Project, Settings, State
 from jupyter_gpushare.core.notice import Notices
 from jupyter_gpushare.core.placer import Placer
+from jupyter_gpushare.core.planning.scheduler import SchedulingRound
+from jupyter_gpushare.core.planning.sharing import share_devices
 from jupyter_gpushare.core.queues import JobQueues
-from jupyter_gpushare.core.scheduler import SchedulingRound
-from jupyter_gpushare.core.sharing import share_devices
 
 
 def plan(cluster: Cluster, now: float) -> Plan:
