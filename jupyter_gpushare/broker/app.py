@@ -52,7 +52,7 @@ from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.http.secret_files import secret_file, tls_context
 from jupyter_gpushare.broker.http.sockets import Addresses, Sockets
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.broker.local_engine import LocalEngine
+from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.broker.respawn import Heartbeat
 from jupyter_gpushare.broker.settings import BrokerTraits
 from jupyter_gpushare.broker.state.registry import Registry

@@ -15,7 +15,7 @@ from math import inf
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.queues import in_force, missing
 from jupyter_gpushare.backends.kubernetes.seats import STALE_S, KubeSeats
-from jupyter_gpushare.broker.engine import (
+from jupyter_gpushare.broker.engine.contract import (
     Engine,
     Explanation,
     Outlook,

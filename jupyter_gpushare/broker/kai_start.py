@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable
 
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.seats import KubeSeats
-from jupyter_gpushare.broker.engine import StartPhase, StartProgress
+from jupyter_gpushare.broker.engine.contract import StartPhase, StartProgress
 from jupyter_gpushare.core.kube.follow import evicted_for
 from jupyter_gpushare.core.kube.seats import Demand, Seat, Seating
 from jupyter_gpushare.core.model import Device, Why

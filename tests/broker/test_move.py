@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from jupyter_gpushare.broker.control import snapshot
-from jupyter_gpushare.broker.local_engine import LocalOutlook
+from jupyter_gpushare.broker.engine.local import LocalOutlook
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.core.model import Action, Cluster, Plan, Resume, Suspend, Why

@@ -9,8 +9,8 @@ from math import inf
 
 import pytest
 
-from jupyter_gpushare.broker.engine import Explanation, StartPhase, StartProgress
-from jupyter_gpushare.broker.local_engine import LocalEngine
+from jupyter_gpushare.broker.engine.contract import Explanation, StartPhase, StartProgress
+from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.core.model import Cluster, Grant, Lease, Why
 from jupyter_gpushare.errors import Conflict, InvalidRequest
 from jupyter_gpushare.protocol import wire

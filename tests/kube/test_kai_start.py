@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.broker.engine import Explanation, StartPhase
+from jupyter_gpushare.broker.engine.contract import Explanation, StartPhase
 from jupyter_gpushare.core.kube.seats import Seating
 from jupyter_gpushare.core.model import Grant, Kind, Lease, Project, State, Why
 from tests.kube.bed import NS, Bed, kube_bed

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.engine.contract import Engine
 from jupyter_gpushare.broker.state.policy import gpus_to_milli
 from jupyter_gpushare.broker.state.records import ProjectOverride
 from jupyter_gpushare.broker.state.registry import Registry

@@ -19,7 +19,7 @@ from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.ending import bounded, outcome_told, with_end
 from jupyter_gpushare.broker.control.job_request import check_job, default_name, job_lease, job_spec
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
-from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.engine.contract import Engine
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord, UsageRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry, keep_left
 from jupyter_gpushare.broker.state.transitions import (

@@ -21,8 +21,8 @@ from dataclasses import replace
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
-from jupyter_gpushare.broker.engine import Engine, NotResized
-from jupyter_gpushare.broker.engine import NewSize as Answer
+from jupyter_gpushare.broker.engine.contract import Engine, NotResized
+from jupyter_gpushare.broker.engine.contract import NewSize as Answer
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.transitions import Resized, limits_unset
 from jupyter_gpushare.core.model import WHOLE_GPU, Lease, State, Why

@@ -1,6 +1,6 @@
 """The seam between the broker and a scheduler: `Engine` decides, the broker carries out.
 
-`local_engine.LocalEngine` decides with the planner of `core`.  An engine that
+`local.LocalEngine` decides with the planner of `core`.  An engine that
 follows a cluster's own scheduler is one more implementation of `Engine` and
 `Outlook`: nothing else in the broker imports a planner.
 

@@ -10,7 +10,7 @@ from functools import cached_property
 from math import inf
 from typing import Generic, TypeVar
 
-from jupyter_gpushare.broker.engine import (
+from jupyter_gpushare.broker.engine.contract import (
     Engine,
     Explanation,
     NewSize,
