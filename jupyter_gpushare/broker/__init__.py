@@ -6,6 +6,7 @@
 * `views` turns records and measurements into answers.
 * `control` acts: `observer` measures, `loop` decides and reconciles, `effects` carries out;
   `admission` serves the Hub's spawner, `requests` serves people and job runners.
-* `engine` is the seam to a scheduler (`contract`), with the planner of `core` behind it (`local`).
+* `engine` is the seam to a scheduler: its `contract`, the `outlook` on a snapshot, and the planner of
+  `core` behind both (`local`).
 * `state` holds the `registry` of leases and jobs, the database (`store`) and measurements.
 """

@@ -42,6 +42,7 @@ from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.loop import Loop
 from jupyter_gpushare.broker.control.request_policy import overrides_text
+from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import Access
 from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service, Site
@@ -52,7 +53,6 @@ from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.http.secret_files import secret_file, tls_context
 from jupyter_gpushare.broker.http.sockets import Addresses, Sockets
 from jupyter_gpushare.broker.kube_settings import GPUShareKube
-from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.broker.respawn import Heartbeat
 from jupyter_gpushare.broker.settings import BrokerTraits
 from jupyter_gpushare.broker.state.registry import Registry

@@ -15,12 +15,8 @@ from math import inf
 from jupyter_gpushare.backends.kubernetes.api_server import KubeError
 from jupyter_gpushare.backends.kubernetes.queues import in_force, missing
 from jupyter_gpushare.backends.kubernetes.seats import STALE_S, KubeSeats
-from jupyter_gpushare.broker.engine.contract import (
-    Engine,
-    Explanation,
-    Outlook,
-    StartProgress,
-)
+from jupyter_gpushare.broker.engine.contract import Engine, StartProgress
+from jupyter_gpushare.broker.engine.outlook import Explanation, Outlook
 from jupyter_gpushare.broker.kai_outlook import KaiOutlook
 from jupyter_gpushare.broker.kai_start import ROUND_S, Start
 from jupyter_gpushare.core import explain

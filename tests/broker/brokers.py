@@ -16,8 +16,8 @@ import sqlalchemy as sa
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.loop import Loop
-from jupyter_gpushare.broker.http.base import Control
 from jupyter_gpushare.broker.engine.local import LocalEngine
+from jupyter_gpushare.broker.http.base import Control
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.store import Store

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.control import administration
-from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.engine.local import LocalEngine
+from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.state.records import MACHINE
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import RequestError

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.engine import local
 from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.engine import local
 from jupyter_gpushare.core.model import Cluster, Grant, Plan
 from tests.broker.machine import Program
 from tests.broker.virtual_time import until

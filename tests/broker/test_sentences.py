@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.engine.contract import Outlook
+from jupyter_gpushare.broker.engine.outlook import Outlook
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import MoveResult, Overuse, Refusal, UnleasedProcess
 from jupyter_gpushare.wall_clock import seconds_between

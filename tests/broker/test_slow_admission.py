@@ -9,8 +9,9 @@ from math import inf
 
 import pytest
 
-from jupyter_gpushare.broker.engine.contract import Explanation, StartPhase, StartProgress
+from jupyter_gpushare.broker.engine.contract import StartPhase, StartProgress
 from jupyter_gpushare.broker.engine.local import LocalEngine
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.core.model import Cluster, Grant, Lease, Why
 from jupyter_gpushare.errors import Conflict, InvalidRequest
 from jupyter_gpushare.protocol import wire

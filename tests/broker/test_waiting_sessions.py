@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.control import administration, snapshot
-from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.engine.local import LocalEngine
+from jupyter_gpushare.broker.kai_engine import KaiEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.session_queue import (
     BARRED_S,

@@ -21,7 +21,8 @@ from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.resizes import Resizes, check_borrows
-from jupyter_gpushare.broker.engine.contract import Engine, Explanation, StartProgress
+from jupyter_gpushare.broker.engine.contract import Engine, StartProgress
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.broker.state.records import LeaseRecord, random_id
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.session_queue import QueuePlace
