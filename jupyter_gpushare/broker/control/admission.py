@@ -344,7 +344,7 @@ class ServerAdmission:
             since_at=registry.iso_now(),
             entered_at=registry.clock(),
         )
-        return await registry.add_granted(record, snapshot.granted(registry, record, grant))
+        return await registry.add_granted(record, grant)
 
     async def _prepare(self, record: LeaseRecord) -> wire.SpawnGrant:
         asleep = record.state in _ASLEEP

@@ -44,10 +44,10 @@ from jupyter_gpushare.broker.state.transitions import (
     loss_replaced,
     on_devices,
 )
-from jupyter_gpushare.core.model import State, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, State, Why
 from jupyter_gpushare.error_log import ErrorLog
 from jupyter_gpushare.errors import Conflict, DeviceError, DiskFull, HelperError, StoreError
-from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
 from jupyter_gpushare.protocol.wire import Text
 
 log = logging.getLogger("gpushare.broker")
@@ -313,7 +313,7 @@ class Effects:
             DeviceError: the driver refused.
         """
         observation = self.registry.observations[record.id]
-        request = snapshot.limit_request(self.registry, record, asleep=asleep)
+        request = _limit_request(self.registry, record, asleep=asleep)
         prepared = await self.devices.prepare(request)
         observation.share_asked = request.compute_share
         return prepared
@@ -515,6 +515,24 @@ class Effects:
         await registry.advance(record, ended, job=job)
         if job is not None:
             self.announcer.job("ended", job, result, why)
+
+
+def _limit_request(registry: Registry, record: LeaseRecord, *, asleep: bool) -> SetLimit:
+    """Return what the device helper is told about a lease."""
+    host = registry.leases.get(record.lease.host)
+    return SetLimit(
+        lease=record.handle,
+        uid=record.uid,
+        limits=dict(record.limits),
+        guaranteed=dict.fromkeys(record.limits, 0) if record.lease.borrowed else dict(record.limits),
+        suspended=asleep,
+        unattended=not record.is_job and not record.lease.borrowed,
+        stops=record.is_job and not record.lease.survival.suspends,
+        compute_share=registry.policy.compute_share,
+        share=record.lease.held_milli / WHOLE_GPU,
+        guest_of=host.handle if host is not None else "",
+        guest_bytes=record.guest_bytes if host is not None else 0,
+    )
 
 
 def _refused(refused: Refusal, reason: str) -> MoveResult:

@@ -312,7 +312,7 @@ class Loop:
             case Grant() if record.state is State.RUNNING:
                 return move(record, Kept(why=action.why))
             case Grant():
-                return move(record, snapshot.granted(self.registry, record, action))
+                return move(record, self.registry.granted(record, action))
             case Suspend():
                 given_to = self._project_of(record, action.for_lease)
                 return move(

@@ -110,7 +110,7 @@ class Resizes:
         return answer
 
     def _transition(self, record: LeaseRecord, size: Size, answer: Answer) -> Resized:
-        limits = snapshot.limits_of(self.registry, size, record.lease.devices, answer.held_milli)
+        limits = self.registry.devices.limits(size, record.lease.devices, answer.held_milli)
         return Resized(
             size=size,
             held_milli=answer.held_milli,

@@ -11,22 +11,19 @@ from hashlib import blake2b
 from jupyter_gpushare.broker.engine.contract import Engine
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.transitions import Granted, GrantedAsleep
 from jupyter_gpushare.core import measure, sharing
 from jupyter_gpushare.core.idle import adaptive_timeout_s
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     WHOLE_GPU,
     Cluster,
-    Grant,
     Lease,
     Project,
     State,
 )
 from jupyter_gpushare.core.order import ORDERS
-from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.helper import LeaseSample, Phase, SetLimit
+from jupyter_gpushare.protocol.helper import LeaseSample, Phase
 
 # Shorter pauses between CUDA calls do not count as idle.
 _ACTIVE_S = 2.0
@@ -289,27 +286,6 @@ def sampled_since_entry(registry: Registry, record: LeaseRecord) -> bool:
     return registry.observations[record.id].measured_at > record.entered_at
 
 
-def granted(registry: Registry, record: LeaseRecord, action: Grant) -> Granted:
-    """Return the transition of a grant, with memory limits from the parts of the devices."""
-    limits = limits_of(registry, record.lease.size, action.devices, action.held_milli)
-    kind = GrantedAsleep if action.asleep else Granted
-    return kind(
-        why=action.why,
-        devices=action.devices,
-        held_milli=action.held_milli,
-        limits=limits,
-        borrowed=action.borrowed,
-        host=action.host,
-        guest_bytes=action.guest_bytes,
-    )
-
-
-def limits_of(registry: Registry, size: Size, devices: Iterable[str], held_milli: int) -> dict[str, int]:
-    """Return the memory limits of a lease that holds ``held_milli`` of each device, bytes per UUID."""
-    grantable = {d.uuid: d.grantable_bytes for d in registry.devices.for_planner()}
-    return {uuid: size.memory_bytes or grantable[uuid] * held_milli // WHOLE_GPU for uuid in devices}
-
-
 def share_differs(registry: Registry, record: LeaseRecord) -> bool:
     """Return whether the helper was asked for another share of time than is configured now.
 
@@ -319,21 +295,3 @@ def share_differs(registry: Registry, record: LeaseRecord) -> bool:
     if observation.share_asked is not None or observation.sample is None:
         return observation.share_asked not in (None, configured)
     return bool(observation.sample.share_reason) or observation.sample.compute_share is not configured
-
-
-def limit_request(registry: Registry, record: LeaseRecord, *, asleep: bool) -> SetLimit:
-    """Return what the device helper is told about a lease."""
-    host = registry.leases.get(record.lease.host)
-    return SetLimit(
-        lease=record.handle,
-        uid=record.uid,
-        limits=dict(record.limits),
-        guaranteed=dict.fromkeys(record.limits, 0) if record.lease.borrowed else dict(record.limits),
-        suspended=asleep,
-        unattended=not record.is_job and not record.lease.borrowed,
-        stops=record.is_job and not record.lease.survival.suspends,
-        compute_share=registry.policy.compute_share,
-        share=record.lease.held_milli / WHOLE_GPU,
-        guest_of=host.handle if host is not None else "",
-        guest_bytes=record.guest_bytes if host is not None else 0,
-    )
