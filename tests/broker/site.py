@@ -177,7 +177,7 @@ class Site:
         """Start a server with a part of a GPU, and let its kernel use ``use`` of its limit."""
         request = spawn(user, size, server=server, project=project)
         request = wire.replace(request, created=self.moment(user))
-        grant = await self.ask(lambda b: b.admission.start(request))
+        grant = await self.ask(lambda b: b.start(request))
         self.servers[ServerKey(user, server)] = "ready"
         held = self.held[grant.lease]
         held.alive = True
@@ -202,7 +202,7 @@ class Site:
             held.alive, held.used, held.saved = False, {}, {}
         self.servers.pop(ServerKey(user, server), None)
         stop = wire.SpawnStop(user=user, server=server, by_hub=by_hub)
-        await self.ask(lambda b: b.admission.stop(stop))
+        await self.ask(lambda b: b.stop(stop))
 
     def owner(self, handle: str) -> tuple[str, str] | None:
         record = self.broker.registry.by_handle(handle) if self.broker else None
@@ -329,7 +329,7 @@ class Site:
         request = spawn(key.user, None, server=key.server, groups=self.groups.get(key.user, ()))
         request = wire.replace(request, ticket=ticket, created=self.moment(key.user))
         try:
-            grant = await self.ask(lambda b: b.admission.start(request))
+            grant = await self.ask(lambda b: b.start(request))
         except RequestError:  # refused: our spawner has no lease to give back
             self.servers.pop(key, None)
             return
@@ -338,7 +338,7 @@ class Site:
         held = self.held.get(grant.lease)
         if held is None:  # the runner finds no lease: it starts nothing
             self.servers.pop(key, None)
-            await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=key.user, server=key.server)))
+            await self.ask(lambda b: b.stop(wire.SpawnStop(user=key.user, server=key.server)))
             return
         run = Run(job=grant.job, user=key.user)
         run.task = asyncio.current_task()
@@ -351,7 +351,7 @@ class Site:
         finally:
             self.runs.remove(run)
         self.servers.pop(key, None)
-        await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=key.user, server=key.server)))
+        await self.ask(lambda b: b.stop(wire.SpawnStop(user=key.user, server=key.server)))
 
     async def _work(self, run: Run, held: Held) -> None:
         program = self.programs.get(run.job.id, Program())

@@ -372,7 +372,7 @@ async def test_the_administrator_sees_what_each_user_holds_and_the_oldest_wait(h
 
 async def test_decisions_are_a_table_for_spreadsheets(http):
     registry = http.broker.registry
-    grant = await http.broker.admission.start(spawn("ada", "1/2"))
+    grant = await http.broker.start(spawn("ada", "1/2"))
     await registry.record_notice(None, "watchdog", "notice.of", 'a "strange, long"\nthing')
     await registry.record_notice(registry.by_handle(grant.lease), "note", "notice.of", "is here")
     rows = list(

@@ -44,7 +44,7 @@ async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetitio
     end = wire.JobReport(state="ended", exit_code=0)
     # The last ones end what the others are about.
     changes = {
-        "start of a session": lambda: broker.admission.start(spawn("ada", "1/8")),
+        "start of a session": lambda: broker.start(spawn("ada", "1/8")),
         "submit": lambda: requests.submit("bo", (project,), wire.JobRequest(command=["a"]), "key"),
         "retry": lambda: requests.retry(broker.job(ended), (project,)),
         "keep": lambda: requests.keep(session, 5),
@@ -65,7 +65,7 @@ async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetitio
         "begin of a job": lambda: requests.report("bo", starting.id, 1, begin),
         "end of a job": lambda: requests.report("bo", running.id, 1, end),
         "cancel": lambda: requests.cancel(broker.job(running)),
-        "end of a session": lambda: broker.admission.stop(wire.SpawnStop(user="bo", server="")),
+        "end of a session": lambda: broker.stop(wire.SpawnStop(user="bo", server="")),
     }
     for name, change in changes.items():
         with monkeypatch.context() as patch:

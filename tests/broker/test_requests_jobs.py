@@ -77,7 +77,7 @@ async def test_the_queue_has_a_bound_for_all_and_for_each(site):
 @pytest.mark.parametrize("server", ["jabcdefghij-1", "jabcdefghij-99"])
 async def test_an_unexpected_job_server_is_refused(broker, server):
     with pytest.raises(Conflict, match="gpushare submit") as refused:
-        await broker.admission.start(spawn("bo", None, server=server))
+        await broker.start(spawn("bo", None, server=server))
     assert refused.value.reason == "not_expected"
 
 
@@ -90,12 +90,12 @@ async def test_a_job_starts_only_for_its_user_its_attempt_and_its_moment(site):
     forged = [("ada", right), ("bo", f"j{job.id}-0"), ("bo", f"j{job.id}-2"), ("bo", f"j{job.id}-01")]
     for user, server in forged:
         with pytest.raises(Conflict) as refused:
-            await broker.admission.start(spawn(user, "1/2", server=server))
+            await broker.start(spawn(user, "1/2", server=server))
         assert refused.value.reason == "not_expected"
     assert not site.held
     ticket = broker.loop.effects.tickets.issue(ServerKey("bo", right))
     asked = wire.replace(spawn("bo", "1/4", server=right), ticket=ticket)
-    grant = await broker.admission.start(asked)
+    grant = await broker.start(asked)
     assert grant.job is not None
     assert grant.job.command == ["python", "train.py"]
     assert grant.memory_limit_bytes == 78_000_000_000  # as submitted, not as the start says
@@ -128,7 +128,7 @@ async def test_a_late_stop_of_attempt_1_does_not_hit_attempt_2(site, broker):
     await until(lambda: site.started[job.id] == 1)
     site.programs[job.id] = Program(work_s=50)
     await until(lambda: broker.lease(job).handle.endswith("-2") and broker.state(job) == "running")
-    await broker.admission.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
+    await broker.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
     await broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=3))
     assert broker.state(job) == "running"
     assert broker.job(job).exit_code is None

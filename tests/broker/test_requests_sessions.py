@@ -34,21 +34,21 @@ TWO_MODELS = {"H100-80GB": 80 * GB, "A100-40GB": 40 * GB}
 async def test_a_project_of_others_looks_like_one_that_is_not_there(broker):
     for name in ("nosuch", "vision"):
         with pytest.raises(NotFound, match="yours: nlp") as refused:
-            await broker.admission.start(spawn("bo", "1/2", project=name))
+            await broker.start(spawn("bo", "1/2", project=name))
         assert refused.value.reason == "unknown_project"
         assert str(refused.value).replace(name, "X") == "there is no project 'X' for you; yours: nlp"
 
 
 async def test_a_user_without_project_gets_no_gpu_but_a_server(broker):
     with pytest.raises(NotAllowed, match="no project"):
-        await broker.admission.start(spawn("eve", "1/2"))
-    grant = await broker.admission.start(spawn("eve", None))
+        await broker.start(spawn("eve", "1/2"))
+    grant = await broker.start(spawn("eve", None))
     assert grant.lease is None
     assert grant.env == {}
 
 
 async def test_a_session_gets_its_part_and_says_which(site, broker):
-    grant = await broker.admission.start(spawn("ada", "1/2"))
+    grant = await broker.start(spawn("ada", "1/2"))
     record = broker.lease(grant.lease)
     assert grant.memory_limit_bytes == 39_000_000_000
     assert grant.devices == list(record.lease.devices)
@@ -65,11 +65,11 @@ async def test_an_offer_names_the_gpu_that_a_session_gets(site, broker):
     named = set()
     for holder in ("", "bo", "cy"):
         if holder:  # the offers after it are of other GPUs
-            await broker.admission.start(spawn(holder, "1/2", project="nlp"))
+            await broker.start(spawn(holder, "1/2", project="nlp"))
         offers = broker.views.offers(["vision"], "vision").offers
         for offer in (each for each in offers if each.starts == "now"):
             request = wire.replace(spawn("ada", None), options=wire.GpuRequest(**offer.options))
-            grant = await broker.admission.start(request)
+            grant = await broker.start(request)
             assert (offer.memory_bytes, offer.memory_most_bytes) == (grant.memory_limit_bytes, None)
             assert f" of {offer.device}) is ready" in grant.message
             named.add(offer.device)
@@ -81,7 +81,7 @@ async def test_an_offer_names_the_gpu_that_a_session_gets(site, broker):
 @pytest.mark.site(models=TWO_MODELS)
 async def test_an_offer_that_several_models_can_serve_later_names_them_and_both_amounts(broker):
     for user in ("ada", "bo"):
-        await broker.admission.start(spawn(user, "1"))
+        await broker.start(spawn(user, "1"))
     offers = {offer.label: offer for offer in broker.views.offers(["vision"], "vision").offers}
     half = offers["1/2 GPU"]
     assert (half.starts, half.device) == ("no", "A100-40GB or H100-80GB")
@@ -99,7 +99,7 @@ async def test_several_gpus_are_all_named(broker):
     assert (both.device, both.memory_bytes) == ("H100-80GB and A100-40GB", (38 + 78) * GB)
     assert (three.starts, three.device) == ("no", "A100-40GB or H100-80GB")
     request = wire.replace(spawn("ada", None), options=wire.GpuRequest(gpus=2))
-    grant = await broker.admission.start(request)
+    grant = await broker.start(request)
     assert f"of {both.device}) is ready" in grant.message
 
 
@@ -141,7 +141,7 @@ async def test_what_an_ended_kernel_left_is_shown_with_who_keeps_it_and_released
 @pytest.mark.site(gpus=1)
 async def test_two_sessions_that_start_at_once_do_not_get_the_same_capacity(broker):
     requests = (spawn("ada", "1"), spawn("bo", "1"))
-    answers = await asyncio.gather(*map(broker.admission.start, requests), return_exceptions=True)
+    answers = await asyncio.gather(*map(broker.start, requests), return_exceptions=True)
     assert [type(answer) for answer in answers] == [wire.SpawnGrant, Conflict]
 
 
@@ -149,7 +149,7 @@ async def test_two_sessions_that_start_at_once_do_not_get_the_same_capacity(brok
 async def test_a_session_that_does_not_fit_is_refused_with_what_to_do(site, broker):
     await site.session("ada", "1")
     with pytest.raises(Conflict, match="Choose a smaller size, or start without a GPU") as refused:
-        await broker.admission.start(spawn("bo", "1"))
+        await broker.start(spawn("bo", "1"))
     assert refused.value.reason == "no_capacity"
     assert len(broker.registry.leases) == 1
 
@@ -167,17 +167,17 @@ async def test_a_server_that_still_lives_keeps_its_capacity_and_the_next_one_is_
     broker = await site.start_broker()
     await site.session("ada", "1/2")
     with pytest.raises(Conflict, match="try again in a few seconds"):
-        await broker.admission.start(spawn("ada", "1/4"))
+        await broker.start(spawn("ada", "1/4"))
 
 
 async def test_without_the_helper_a_gpu_is_refused_and_a_server_without_one_starts(site, broker):
     site.helper_silent = True
     await until(lambda: site.now - broker.registry.devices.sampled_at > 6)
-    for refuse in (broker.admission.start(spawn("ada", "1/2")), site.submit("bo", "1")):
+    for refuse in (broker.start(spawn("ada", "1/2")), site.submit("bo", "1")):
         with pytest.raises(Conflict) as refused:
             await refuse
         assert refused.value.reason == "devices_unknown"
-    assert (await broker.admission.start(spawn("ada", None))).lease is None
+    assert (await broker.start(spawn("ada", None))).lease is None
     assert not broker.registry.leases
 
 
@@ -195,7 +195,7 @@ async def test_an_old_measurement_judges_no_lease_and_grants_nothing(site, broke
     await asyncio.sleep(606)
     assert broker.state(ada.handle) == "running"
     with pytest.raises(Conflict) as refused:
-        await broker.admission.start(spawn("bo", "1/4"))
+        await broker.start(spawn("bo", "1/4"))
     assert refused.value.reason == "devices_unknown"
     health = broker.views.health()
     assert health.sample_age_s > 600
@@ -205,9 +205,9 @@ async def test_an_old_measurement_judges_no_lease_and_grants_nothing(site, broke
 async def test_a_lease_that_the_helper_does_not_take_is_given_back(site, broker):
     site.fault("prepare", HelperError("conflict", "no"))
     with pytest.raises(Conflict):
-        await broker.admission.start(spawn("ada", "1/2"))
+        await broker.start(spawn("ada", "1/2"))
     assert not broker.registry.leases
-    assert (await broker.admission.start(spawn("ada", "1/2"))).lease is not None
+    assert (await broker.start(spawn("ada", "1/2"))).lease is not None
 
 
 async def test_keeping_a_gpu_has_bounds_and_a_budget_per_day(site, broker):

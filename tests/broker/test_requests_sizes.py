@@ -48,7 +48,7 @@ async def test_a_session_with_an_impossible_size_is_refused(broker, options, say
         user="ada", server="", groups=["vision"], uid=1000, options=wire.GpuRequest(**options)
     )
     with pytest.raises(RequestError, match=says):
-        await broker.admission.start(request)
+        await broker.start(request)
     assert broker.holds_nothing
 
 
@@ -113,7 +113,7 @@ async def test_parts_so_small_that_they_only_take_places_are_refused(site):
     with pytest.raises(InvalidRequest, match=r"at least 3\.\d GiB"):
         await site.submit("bo", memory="1GiB")
     with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
-        await broker.admission.start(spawn("ada", "0.001"))
+        await broker.start(spawn("ada", "0.001"))
     await site.submit("bo", "0.05")
 
 

@@ -69,7 +69,7 @@ async def test_every_write_is_refused_at_once_and_changes_nothing(site, broker):
         lambda: broker.requests.lend(broker.lease(ada.handle)),
         lambda: broker.request_policy.change_project("nlp", wire.ProjectChange(weight=2), "root"),
         lambda: broker.requests.submit("bo", ("nlp",), wire.JobRequest(command=["a"]), None),
-        lambda: broker.admission.stop(wire.SpawnStop(user="ada", server="")),
+        lambda: broker.stop(wire.SpawnStop(user="ada", server="")),
         lambda: site.session("cy", "1/4", project="nlp"),
         lambda: broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=0)),
     )

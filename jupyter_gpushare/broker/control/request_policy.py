@@ -1,17 +1,20 @@
-"""Site policy for requests: projects, sizes, and whether the devices are known."""
+"""May this request be fulfilled: the rights of its project, the bounds of the site, the engine's answer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 from jupyter_gpushare import messages
+from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.engine.contract import Engine
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.broker.state.policy import gpus_to_milli
 from jupyter_gpushare.broker.state.records import ProjectOverride
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.core.model import WHOLE_GPU, Project
+from jupyter_gpushare.core.model import WHOLE_GPU, Grant, Kind, Lease, Project, Why
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, InvalidRequest, NotAllowed, NotFound
 from jupyter_gpushare.protocol import wire
@@ -48,6 +51,10 @@ class RequestPolicy:
         if not mine:
             raise NotAllowed("you belong to no project that may use GPUs: ask the admin of this Hub")
         return mine[0]
+
+    def project_of(self, request: wire.SpawnRequest) -> str:
+        """As `choose_project`, for a session that starts."""
+        return self.choose_project(request.groups, request.options.project if request.options else None)
 
     def check_share(self, size: Size) -> None:
         """Enforce the minimum fraction, so that a few users cannot exhaust the lease slots.
@@ -99,6 +106,71 @@ class RequestPolicy:
                 "the GPUs of this machine cannot be reached just now; a server without GPU starts anyway",
                 reason="devices_unknown",
             )
+
+    async def session(
+        self, request: wire.SpawnRequest, size: Size, lease_id: str, *, waits: bool = False
+    ) -> Lease:
+        """Return the lease that a session asks for; whether these devices can ever hold it is not checked.
+
+        Raises:
+            RequestError: it can never start; the text is for the user.
+        """
+        project = self.project_of(request)
+        await self.known()
+        self.check_share(size)
+        now = self.registry.clock()
+        return Lease(
+            id=lease_id,
+            project=project,
+            kind=Kind.BUILD,
+            size=size,
+            user=request.user,
+            server=request.server,
+            waits=waits,
+            submitted_at=now,
+            queued_at=now,
+            waits_since_at=now,
+        )
+
+    async def admit(
+        self,
+        request: wire.SpawnRequest,
+        size: Size,
+        lease_id: str,
+        *,
+        until: float = inf,
+        first: wire.SizeRequest | None = None,
+    ) -> tuple[Lease, Grant]:
+        """Return the lease of a session that starts, and what the engine grants it; no other task runs after.
+
+        ``until``: the time (monotonic) at which it is refused at the latest.
+        ``first``: the request of a server that runs, for its first GPU.
+
+        Raises:
+            RequestError: refused; the text is for the user.
+        """
+        registry = self.registry
+        lease = await self.session(request, size, lease_id)
+        if registry.by_server(lease.user, lease.server) is not None:
+            raise Conflict("this server has a GPU: change its size", reason="has_gpu")
+        if lease.id in registry.leases:
+            raise lost_gpu()
+        answer = await snapshot.admit(
+            registry, self.engine, lease, not_nodes=request.not_nodes, until=until, starts=first is None
+        )
+        if isinstance(answer, Explanation):
+            raise _no_capacity(lease, answer, runs=first is not None)
+        if first is not None:
+            check_borrows(lease, size, borrows=answer.borrowed, allowed=first.borrow)
+            if any(uuid.startswith("MIG-") for uuid in answer.devices):
+                # The processes of a running server cannot be pointed at it.
+                raise Conflict(
+                    "here a server gets a part of a MIG device only when it starts: stop it, and start it "
+                    "with %1",
+                    size.text,
+                    reason="not_resizable",
+                )
+        return lease, answer
 
     async def change_project(self, name: str, change: wire.ProjectChange, by: str) -> None:
         """Override the configured numbers of a project; the log of decisions names ``by``.
@@ -174,6 +246,39 @@ class RequestPolicy:
         )
         log.info("project=%s %s", name, messages.english(notice))
         await registry.put_override(override, notice)
+
+
+def check_borrows(lease: Lease, size: Size, *, borrows: bool, allowed: bool) -> None:
+    """Return if a session may have a size with which it may be put to sleep for others.
+
+    Raises:
+        Conflict: the request does not allow that.
+    """
+    if borrows and not allowed:
+        raise Conflict(
+            "with %1 this session is more than what project %2 is guaranteed: allow that it sleeps when "
+            "others need the GPU, or choose a smaller size",
+            size.text,
+            lease.project,
+            reason="would_borrow",
+        )
+
+
+def lost_gpu() -> Conflict:
+    """Return the refusal of a first GPU for a server that had one."""
+    return Conflict("this server had a GPU and lost it: stop it, and start it with a GPU")
+
+
+def _no_capacity(lease: Lease, answer: Explanation, *, runs: bool) -> Conflict:
+    """Return the refusal of a session, with what its user can do; ``runs``: its server runs already."""
+    why = messages.waiting(answer.why, needs=messages.needs_of(lease), free_milli=answer.free_milli)
+    if answer.why is Why.AWAITING_RELEASE:
+        advice = "%1 Start it again with the same size: it goes on from here."
+    elif runs:
+        advice = "%1 Choose a smaller size, or try again later."
+    else:
+        advice = "%1 Choose a smaller size, or start without a GPU."
+    return Conflict(advice, messages.english(why), reason="no_capacity")
 
 
 def _numbers(project: Project, priority_max: int) -> wire.Text:

@@ -9,14 +9,17 @@ from functools import partial
 from hashlib import blake2b
 
 from jupyter_gpushare.broker.engine.contract import Engine
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.session_queue import ServerName
 from jupyter_gpushare.core import measure, sharing
 from jupyter_gpushare.core.idle import adaptive_timeout_s
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,
     WHOLE_GPU,
     Cluster,
+    Grant,
     Lease,
     Project,
     State,
@@ -36,9 +39,11 @@ def cluster(
     extra: Iterable[Lease] = (),
     *,
     as_if_lending: bool = False,
+    but: ServerName | None = None,
 ) -> Cluster:
     """Return the snapshot at ``now``; ``extra`` are leases that are only considered.
 
+    ``but``: without the place of this server in the queue of sessions.
     ``as_if_lending``: with sessions that could be suspended if the lending mode were on.
     """
     placed = registry.index.placed.values()
@@ -48,7 +53,7 @@ def cluster(
         leases=(
             *(measured(registry, r, now, as_if_lending=as_if_lending) for r in placed),
             *registry.index.waiting(_version(registry), partial(_startable, registry)),
-            *(registry.session_queue.leases() if engine.queues_sessions else ()),
+            *(registry.session_queue.leases(but) if engine.queues_sessions else ()),
             *(_as_site_shares(registry, lease) for lease in extra),
         ),
         settings=registry.policy.settings(registry.devices.host_budget_bytes),
@@ -56,6 +61,26 @@ def cluster(
         behind=registry.fairness.behind,
         parted=registry.parted.pairs(now),
     )
+
+
+async def admit(
+    registry: Registry, engine: Engine, lease: Lease, *, not_nodes: Iterable[str], until: float, starts: bool
+) -> Grant | Explanation:
+    """Return what a session gets now: what was reserved for its start, else what the engine answers.
+
+    ``starts``: its server starts, and gives up its place in the queue of sessions.  As long as sessions
+    wait, a new one is behind them.  Other arguments and answer as in `Engine.admit`, until ``until``.
+
+    Raises:
+        InvalidRequest: it can never run here.
+    """
+    now, queue = registry.clock(), registry.session_queue
+    known = cluster(registry, engine, now, but=(lease.user, lease.server) if starts else None)
+    engine.check_request(known, lease)
+    if starts and (reserved := queue.take(lease, {each.uuid for each in known.devices if each.usable})):
+        return reserved
+    lease = replace(lease, waits=bool(queue.waiting()))
+    return await engine.admit(known, lease, now, not_nodes=not_nodes, within_s=max(0.0, until - now))
 
 
 def empty_machine(registry: Registry, engine: Engine) -> Cluster:

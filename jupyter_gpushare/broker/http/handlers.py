@@ -474,7 +474,7 @@ class SizeChangeHandler(Base):
             )
         elif by_server:
             raise NotAllowed("a server asks for its GPU itself: choose Get a GPU in JupyterLab")
-        return await self.control.admission.change_size(identity.user, lease_id, request, server)
+        return await self.control.sizes.change(identity.user, lease_id, request, server)
 
 
 class LeaseSizeHandler(SizeChangeHandler):
@@ -522,7 +522,7 @@ class DeviceDrainHandler(Base):
         identity = await self.identify(ADMIN_SCOPE)
         request = self.body(wire.DrainRequest) if self.content else wire.DrainRequest()
         await administration.drain(
-            self.control.registry, self.control.admission.engine, name, request.until, identity.user
+            self.control.registry, self.control.engine, name, request.until, identity.user
         )
         self.answer(self.service.views.devices(admin=True))
 
@@ -538,7 +538,7 @@ class UnleasedProcessHandler(Base):
     async def delete(self, name: str, process: str) -> None:
         identity = await self.identify(ADMIN_SCOPE)
         control = self.control
-        await end_process(control.registry, control.admission.devices, name, process, identity.user)
+        await end_process(control.registry, control.devices, name, process, identity.user)
         self.answer(self.service.views.devices(admin=True))
 
 

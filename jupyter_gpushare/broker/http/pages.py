@@ -244,7 +244,7 @@ class AdminPage(Page):
                 await self._act(registry.get(given("lease", "")), wanted, identity)
             elif device := given("drain", ""):
                 await administration.drain(
-                    registry, service.control.admission.engine, device, self._finish_by(), identity.user
+                    registry, service.control.engine, device, self._finish_by(), identity.user
                 )
             elif process := given("end", ""):
                 await self._end_process(given("device", ""), process, identity)
@@ -287,7 +287,7 @@ class AdminPage(Page):
         if not self.get_body_argument("sure", ""):
             raise InvalidRequest("say that it is to be ended: tick the box beside the button")
         control = self.control
-        await end_process(control.registry, control.admission.devices, device, process, identity.user)
+        await end_process(control.registry, control.devices, device, process, identity.user)
 
     def _finish_by(self) -> str | None:
         hours = self.get_body_argument("hours", "")
