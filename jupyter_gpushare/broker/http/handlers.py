@@ -89,20 +89,9 @@ class OffersHandler(Base):
         groups = await self.service.access.groups(identity)
         project = self.control.request_policy.choose_project(groups, self.get_query_argument("project", None))
         offers = self.service.views.offers(groups, project)
-        sizes = ("gpus", "memory", "profile")
-        gpus, memory, profile = (self.get_query_argument(name, "") or None for name in sizes)
-        if gpus or memory or profile:
-            borrow = self.get_query_argument("borrow", "1") != "0"
-            share = self.get_query_argument("share", "0") == "1"
-            asked = wire.JobRequest(
-                command=["-"],
-                gpus=gpus or "1",
-                memory=memory,
-                profile=profile,
-                project=project,
-                borrow=borrow,
-                share=share,
-            )
+        terms = wire.asked_terms({name: self.get_query_argument(name, "") for name in wire.ASKED_TERMS})
+        if not {"gpus", "memory", "profile"}.isdisjoint(terms):
+            asked = wire.JobRequest(command=["-"], project=project, **terms)
             offers = wire.replace(offers, job=await self.control.requests.outlook(identity.user, asked))
         self.answer(offers)
 
