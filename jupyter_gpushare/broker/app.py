@@ -41,7 +41,7 @@ from jupyter_gpushare.broker.cluster import KubeCluster, queue_projects
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.loop import Loop
-from jupyter_gpushare.broker.control.request_policy import overrides_text
+from jupyter_gpushare.broker.control.project_numbers import overrides_text
 from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import Access

@@ -64,6 +64,8 @@ class Broker:
         self.loop = Loop(self.registry, self.engine, self.devices, self.hub, tickets)
         control = self.control = Control.of(self.loop)
         self.request_policy, self.requests = control.request_policy, control.requests
+        self.job_reports, self.own_sessions = control.job_reports, control.own_sessions
+        self.project_numbers = control.project_numbers
         self.sessions, self.sizes = control.sessions, control.sizes
         self.views = Views(self.registry, self.engine, self.loop.faults)
         self._running: asyncio.Task[None] | None = None

@@ -236,12 +236,12 @@ class Site:
     async def reports(self, user: str, *kernels: wire.KernelActivity) -> None:
         """Let a user's server say what its kernels do."""
         report = wire.ActivityReport(kernels=list(kernels))
-        await self.ask(lambda b: b.requests.activity(user, "", report))
+        await self.ask(lambda b: b.own_sessions.activity(user, "", report))
 
     async def report(self, job: JobRecord, **fields: Any) -> None:
         """Report for the first attempt of a job, as its runner."""
         assert self.broker is not None
-        await self.broker.requests.report(job.user, job.id, 1, wire.JobReport(**fields))
+        await self.broker.job_reports.report(job.user, job.id, 1, wire.JobReport(**fields))
 
     # ---- device memory
 
@@ -401,7 +401,7 @@ class Site:
         while True:
             try:
                 return await self.ask(
-                    lambda b: b.requests.report(run.user, run.job.id, run.job.attempt, message)
+                    lambda b: b.job_reports.report(run.user, run.job.id, run.job.attempt, message)
                 )
             except DiskFull:
                 await asyncio.sleep(4.0)

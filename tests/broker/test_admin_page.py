@@ -231,7 +231,7 @@ async def test_a_period_that_does_not_exist_is_a_day(http):
 
 @pytest.mark.browser
 async def test_times_are_in_utc_until_the_only_script_writes_them_in_the_readers_zone(http, browser):
-    await http.broker.requests.keep(await http.session(), 30)
+    await http.broker.own_sessions.keep(await http.session(), 30)
     await http.broker.registry.record_notice(None, "watchdog", "notice.of", "<b>at 2031-05-06T14:20Z")
     answer = await http.ask("GET", f"{http.url}{PREFIX}", "root")
     at = "2031-05-06"

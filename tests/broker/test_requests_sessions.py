@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.control import snapshot
-from jupyter_gpushare.broker.control.request_policy import overrides_text
+from jupyter_gpushare.broker.control.project_numbers import overrides_text
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.registry import keep_left
 from jupyter_gpushare.core.model import State
@@ -120,7 +120,7 @@ async def test_what_an_ended_kernel_left_is_shown_with_who_keeps_it_and_released
     ada = await site.session("ada", "1/2")
     await until(lambda: broker.state(ada.handle) == "running", 30)
     with pytest.raises(Conflict, match="no ended process of this session left GPU memory behind"):
-        await broker.requests.release(broker.lease(ada.handle))
+        await broker.own_sessions.release(broker.lease(ada.handle))
     ada.left = {4711: 3 * GB, 4712: 0}
     await asyncio.sleep(2)
     shown = broker.shown(ada.handle).processes
@@ -130,8 +130,8 @@ async def test_what_an_ended_kernel_left_is_shown_with_who_keeps_it_and_released
     ]
     site.fault("signal SIGKILL keepers", HelperError("silent", "the device helper did not answer"))
     with pytest.raises(Conflict, match="the processes were not ended: the device helper did not answer"):
-        await broker.requests.release(broker.lease(ada.handle))
-    await broker.requests.release(broker.lease(ada.handle))
+        await broker.own_sessions.release(broker.lease(ada.handle))
+    await broker.own_sessions.release(broker.lease(ada.handle))
     assert site.effects[-1] == f"signal SIGKILL keepers {ada.handle}"
     await asyncio.sleep(2)
     assert broker.shown(ada.handle).processes == []
@@ -214,45 +214,45 @@ async def test_keeping_a_gpu_has_bounds_and_a_budget_per_day(site, broker):
     ada = await site.session("ada", "1/2")
     for minutes in (0.5, -1, 241, float("inf"), float("nan")):
         with pytest.raises(InvalidRequest, match="from 1 to 240"):
-            await broker.requests.keep(broker.lease(ada.handle), minutes)
-    await broker.requests.keep(broker.lease(ada.handle), 100)
+            await broker.own_sessions.keep(broker.lease(ada.handle), minutes)
+    await broker.own_sessions.keep(broker.lease(ada.handle), 100)
     assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
-    await broker.requests.keep(broker.lease(ada.handle), 30)  # nothing is added, and nothing lost
+    await broker.own_sessions.keep(broker.lease(ada.handle), 30)  # nothing is added, and nothing lost
     assert broker.lease(ada.handle).lease.keep_until_at == pytest.approx(site.now + 6000)
     with pytest.raises(TooMany, match="20 more minutes") as refused:
-        await broker.requests.keep(broker.lease(ada.handle), 125)
+        await broker.own_sessions.keep(broker.lease(ada.handle), 125)
     assert 0 < refused.value.retry_after_s <= 86_400, "the budget is new at midnight UTC"
     await broker.end()
     broker = await site.start_broker()
     assert keep_left(broker.registry, "ada") == pytest.approx(20, abs=0.01)
     with pytest.raises(TooMany, match=r"(19|20) more minutes"):
-        await broker.requests.keep(broker.lease(ada.handle), 125)
-    await broker.requests.keep(broker.lease(ada.handle), 119)
+        await broker.own_sessions.keep(broker.lease(ada.handle), 125)
+    await broker.own_sessions.keep(broker.lease(ada.handle), 119)
     assert keep_left(broker.registry, "ada") == pytest.approx(1, abs=0.1)
 
 
 async def test_keeping_a_gpu_can_be_undone_and_counts_no_more_than_it_lasted(site, broker):
     ada = await site.session("ada", "1/2")
     assert broker.shown(ada.handle).keep_until is None
-    await broker.requests.keep(broker.lease(ada.handle), 0)
+    await broker.own_sessions.keep(broker.lease(ada.handle), 0)
     assert keep_left(broker.registry, "ada") == 120
-    await broker.requests.keep(broker.lease(ada.handle), 30)
+    await broker.own_sessions.keep(broker.lease(ada.handle), 30)
     told = broker.shown(ada.handle)
     assert seconds_between(broker.registry.iso_now(), told.keep_until) == pytest.approx(1800, abs=1)
     await asyncio.sleep(300)
-    await broker.requests.keep(broker.lease(ada.handle), 0)
+    await broker.own_sessions.keep(broker.lease(ada.handle), 0)
     assert broker.shown(ada.handle).keep_until is None
     assert keep_left(broker.registry, "ada") == pytest.approx(115, abs=0.1)
 
 
 async def test_a_kept_gpu_is_not_lent_and_a_lent_one_goes_at_once(site, broker):
     ada = await site.session("ada", "1")
-    await broker.requests.keep(broker.lease(ada.handle), 60)
+    await broker.own_sessions.keep(broker.lease(ada.handle), 60)
     job = await site.submit("bo", "2", program=Program(work_s=5))
     await until(lambda: site.now - ada.active_at > 600, 700)
     assert broker.state(ada.handle) == "running"
     assert broker.state(job) == "pending"
-    await broker.requests.lend(broker.lease(ada.handle))
+    await broker.own_sessions.lend(broker.lease(ada.handle))
     await until(lambda: broker.state(ada.handle) == "suspended", 10)
     await until(lambda: broker.job(job).result, 60)
 
@@ -260,20 +260,20 @@ async def test_a_kept_gpu_is_not_lent_and_a_lent_one_goes_at_once(site, broker):
 async def test_a_sleeping_session_is_woken_by_its_owner_and_only_then(site, broker):
     ada = await site.session("ada", "1")
     with pytest.raises(Conflict, match="only a session that is asleep"):
-        await broker.requests.wake(broker.lease(ada.handle))
+        await broker.own_sessions.wake(broker.lease(ada.handle))
     job = await site.running("bo", "2", program=Program(work_s=500))
     with pytest.raises(Conflict, match="only a session that is awake"):
-        await broker.requests.lend(broker.lease(ada.handle))
-    for verb in (broker.requests.wake, broker.requests.lend):
+        await broker.own_sessions.lend(broker.lease(ada.handle))
+    for verb in (broker.own_sessions.wake, broker.own_sessions.lend):
         with pytest.raises(Conflict):
             await verb(broker.lease(job))
-    await broker.requests.wake(broker.lease(ada.handle))
+    await broker.own_sessions.wake(broker.lease(ada.handle))
     await until(lambda: broker.state(ada.handle) == "running", 30)
 
 
 async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(site, broker):
-    await broker.request_policy.change_project("nlp", wire.ProjectChange(quota=0.5, weight=3), "root")
-    await broker.request_policy.change_project("nlp", wire.ProjectChange(limit=1.5), "root")
+    await broker.project_numbers.change("nlp", wire.ProjectChange(quota=0.5, weight=3), "root")
+    await broker.project_numbers.change("nlp", wire.ProjectChange(limit=1.5), "root")
     await broker.end()
     broker = await site.start_broker()
     nlp = next(p for p in snapshot.projects(broker.registry, broker.engine) if p.name == "nlp")
@@ -283,7 +283,7 @@ async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(site, br
         "project nlp: quota 0.5 (configured: 50%), limit 1.5 (configured: none), "
         "weight 3 (configured: 1), set by an administrator, wins over the configuration"
     )
-    await broker.request_policy.reset_project("nlp", "root")
+    await broker.project_numbers.reset("nlp", "root")
     await broker.end()
     broker = await site.start_broker()
     assert broker.registry.overrides == {}
@@ -292,7 +292,7 @@ async def test_a_projects_numbers_can_be_changed_and_outlive_the_broker(site, br
 
 async def test_a_start_with_guarantees_beyond_the_machine_says_so_once(site, broker, caplog):
     assert "jobs share these by weight" not in caplog.text
-    await broker.request_policy.change_project("nlp", wire.ProjectChange(quota=1.5, force=True), "root")
+    await broker.project_numbers.change("nlp", wire.ProjectChange(quota=1.5, force=True), "root")
     await broker.end()
     await site.start_broker()
     said = "The projects are guaranteed 2.5 GPUs together, and there are 2: jobs share these by weight."
@@ -304,9 +304,9 @@ async def test_a_start_with_guarantees_beyond_the_machine_says_so_once(site, bro
 async def test_hints_of_a_server_count_for_its_own_lease_only(site, broker):
     ada, cy = await site.session("ada", "1/2"), await site.session("cy", "1/4")
     busy = wire.ActivityReport(kernels=[wire.KernelActivity(id="k", busy=True, idle_s=0.0, name="a.ipynb")])
-    await broker.requests.activity("ada", "", busy)
-    await broker.requests.activity("ada", "other", busy)
-    await broker.requests.activity("eve", "", busy)
+    await broker.own_sessions.activity("ada", "", busy)
+    await broker.own_sessions.activity("ada", "other", busy)
+    await broker.own_sessions.activity("eve", "", busy)
     live = broker.registry.observations
     assert live[broker.lease(ada.handle).id].kernel_busy
     assert not live[broker.lease(cy.handle).id].kernel_busy

@@ -165,7 +165,7 @@ async def test_only_an_awake_session_of_a_part_of_a_gpu_changes(site, broker):
     job = await site.submit("bo", "1")
     with pytest.raises(Conflict, match="gpushare edit"):
         await resize(broker, Held(f"{job.lease_id}-1", 0, {}), gpus="0.5")
-    await broker.requests.lend(broker.lease(ada.handle))
+    await broker.own_sessions.lend(broker.lease(ada.handle))
     await site.submit("cy", "2", project="vision")
     await until(lambda: broker.state(ada.handle) == "suspended", 60)
     with pytest.raises(Conflict, match="awake"):

@@ -251,9 +251,9 @@ class AdminPage(Page):
             elif device := given("undrain", ""):
                 await administration.undrain(registry, device, identity.user)
             elif project := self.get_body_argument("reset", ""):
-                await service.control.request_policy.reset_project(project, identity.user)
+                await service.control.project_numbers.reset(project, identity.user)
             else:
-                await service.control.request_policy.change_project(
+                await service.control.project_numbers.change(
                     self.get_body_argument("project", ""), self._change(), identity.user
                 )
         except RequestError as error:
