@@ -138,7 +138,9 @@ class RequestPolicy:
         until: float = inf,
         first: wire.SizeRequest | None = None,
     ) -> tuple[Lease, Grant]:
-        """Return the lease of a session that starts, and what the engine grants it; no other task runs after.
+        """Return the lease of a session that starts, and what the engine grants it.
+
+        No other task runs between the engine's answer and the return.
 
         ``until``: the time (monotonic) at which it is refused at the latest.
         ``first``: the request of a server that runs, for its first GPU.
