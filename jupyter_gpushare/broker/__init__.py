@@ -5,7 +5,9 @@
   callers, `listener` keeps limits.
 * `views` turns records and measurements into answers.
 * `control` acts: `observer` measures, `loop` decides and reconciles, `effects` carries out;
-  `admission` serves the Hub's spawner, `requests` serves people and job runners.
-* `engine` is the seam to a scheduler, `local_engine` the planner of `core` behind it.
+  `sessions`, `job_starts` and `page_queue` serve the Hub's spawner, `sizes` servers that run, `own_sessions`
+  their owners, `requests` people with jobs, and `job_reports` their runners.
+* `engine` is the seam to a scheduler: its `contract`, the `outlook` on a snapshot, and the planner of
+  `core` behind both (`local`).
 * `state` holds the `registry` of leases and jobs, the database (`store`) and measurements.
 """

@@ -41,8 +41,9 @@ from jupyter_gpushare.broker import respawn as respawning
 from jupyter_gpushare.broker.control.announcer import Announcer
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.loop import Loop
-from jupyter_gpushare.broker.control.request_policy import overrides_text
-from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.control.project_numbers import overrides_text
+from jupyter_gpushare.broker.engine.contract import Engine
+from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.broker.http import metrics, routes
 from jupyter_gpushare.broker.http.access import Access
 from jupyter_gpushare.broker.http.base import Control, OAuthCallback, Service, Site
@@ -52,7 +53,6 @@ from jupyter_gpushare.broker.http.pages import AdminPage, DecisionsCsv, UsageCsv
 from jupyter_gpushare.broker.http.routes import ROUTES, pattern
 from jupyter_gpushare.broker.http.secret_files import secret_file, tls_context
 from jupyter_gpushare.broker.http.sockets import Addresses, Sockets
-from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.respawn import Heartbeat
 from jupyter_gpushare.broker.settings import BrokerTraits
 from jupyter_gpushare.broker.state.registry import Registry

@@ -251,6 +251,11 @@ class Lease:
     pair_key: str = ""  # owner and command: what `Cluster.parted` names it by
     turns: int = 0  # times it got capacity after `Settings.starvation_guard_s` of waiting
 
+    @property
+    def can_be_guest(self) -> bool:
+        """Whether it can run on what another job holds, and give that back at any moment."""
+        return self.size.device_count == 1 and self.survival.suspends and self.borrow
+
 
 def held_by(lease: Lease) -> int:
     """Thousandths of each of its devices that ``lease`` holds, or will hold when it resumes."""

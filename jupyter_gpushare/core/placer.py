@@ -79,6 +79,10 @@ class Placer:
         """Whether part of ``placement`` is claimed by suspended sessions."""
         return any(unclaimed(self._state.capacities[u]) < placement.held_milli for u in placement.devices)
 
+    def borrows(self, job: Lease, placement: Placement, *, lent: bool) -> bool:
+        """Whether ``job`` holds ``placement`` only until others need it; ``lent``: part of it is claimed."""
+        return job.borrow and (lent or not self._state.account(job).fits_quota(placement.size_milli))
+
     def fits_ever(self, lease: Lease) -> bool:
         """Whether ``lease`` fits on the usable devices if they are empty."""
         key = lease.size, lease.consolidate

@@ -249,7 +249,7 @@ class JobQueues:
             ranks = queue.waiting[shape] = []
         insort(ranks, rank)
         self._waiting_at[lease.id] = shape, rank
-        if lease.share and lease.borrow and shape[1].suspends and lease.size.device_count == 1:
+        if lease.share and lease.can_be_guest and shape[1].suspends:
             self._sharing.add(lease.id)
         self._review_promise(lease.id)
         if (user := (lease.project, lease.user)) in self._behind:

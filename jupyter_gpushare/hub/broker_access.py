@@ -1,4 +1,4 @@
-"""The Hub's connection to the broker: the token's file, the pinned certificate, one pool per event loop."""
+"""The Hub and the broker: the token, the pinned certificate, one pool per event loop, a start's request."""
 
 from __future__ import annotations
 
@@ -6,19 +6,32 @@ import asyncio
 import contextlib
 import logging
 import os
+import re
 import stat
 import weakref
+from abc import abstractmethod
 from collections.abc import Awaitable, Coroutine
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from traitlets.config import LoggingConfigurable
 
 from jupyter_gpushare.channel import api_url
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.errors import GpuShareError, NotSetUp, RequestError
+from jupyter_gpushare.errors import BrokerUnavailable, GpuShareError, NotSetUp, RequestError
+from jupyter_gpushare.hub import options
+from jupyter_gpushare.hub.refusals import BROKER_DOWN, NOT_SET_UP, refusal
 from jupyter_gpushare.private_files import read_private
-from jupyter_gpushare.protocol.wire import NOT_THE_SPAWNER, UNVERIFIED_CHANNEL, Health, SpawnFault
+from jupyter_gpushare.protocol.wire import (
+    NOT_THE_SPAWNER,
+    UNVERIFIED_CHANNEL,
+    GpuRequest,
+    Health,
+    SpawnFault,
+    SpawnGrant,
+    SpawnRequest,
+    replace,
+)
 
 if TYPE_CHECKING:
     from jupyterhub.spawner import Spawner as _SpawnerBase
@@ -26,6 +39,10 @@ else:
     _SpawnerBase = LoggingConfigurable  # the spawner itself may not be the base of a mixin
 
 T = TypeVar("T")
+# Names of servers that run jobs; their command comes from the broker.
+JOB_SERVER_NAME = re.compile(r"j[a-z0-9]{10}-[0-9]+")
+# Seconds a server without GPU waits for the broker.
+_NO_GPU_TIMEOUT_S = 2.0
 _NOT_SET_UP = "the Hub's GPU service is not set up (see the Hub's log)"
 # What to change where the broker answers 404 to the spawner.
 WRONG_PATH = (
@@ -159,6 +176,88 @@ class BrokerAccess(_SpawnerBase):
     broker_certificate_file: str
     broker_token_file: str
     broker_timeout_s: float
+
+    user: Any  # from the spawner class that this one is combined with
+    user_options: dict[str, Any]
+
+    # Whether `server_uid` is that of a system user, who is the user's alone: what was queued by another
+    # system user of the same name does not start.
+    own_uid: ClassVar[bool] = False
+    # Whether the broker may hold a lease for this server; unknown after a restart of the Hub.
+    _lease_possible = True
+
+    @abstractmethod
+    def server_uid(self) -> int:
+        """Return the uid that the server's processes will have."""
+
+    @abstractmethod
+    def patience_s(self) -> float:
+        """Return how many seconds a start with a GPU waits for the broker's answer."""
+
+    @abstractmethod
+    def excluded_nodes(self) -> list[str]:
+        """Return the nodes of a cluster that this server cannot run on."""
+
+    @abstractmethod
+    def may_gain(self) -> bool:
+        """Return whether a server that starts without a GPU can get one while it runs."""
+
+    @abstractmethod
+    def sees_all_gpus(self) -> bool:
+        """Return whether the server's processes can open the device file of any GPU of the machine."""
+
+    def _identity(self) -> tuple[str, str, list[str]]:
+        return self.user.name, self.name, sorted(group.name for group in self.user.groups)
+
+    def _request(self, wanted: GpuRequest | None) -> SpawnRequest:
+        """Return what the broker is told of this server and its owner; ``wanted`` None: no GPU."""
+        user, server, groups = self._identity()
+        return SpawnRequest(
+            user=user,
+            server=server,
+            groups=groups,
+            uid=self.server_uid(),
+            options=wanted,
+            created=self.user.created,
+            own_uid=self.own_uid,
+        )
+
+    async def _ask(self, request: GpuRequest | None) -> SpawnGrant | None:
+        """Return the broker's grant; None: no GPU requested, and the broker is unreachable.
+
+        Raises:
+            SpawnException: refused, for a reason the user can read.
+        """
+        user, server, _ = self._identity()
+        needed = request is not None or JOB_SERVER_NAME.fullmatch(server) is not None
+        try:
+            patience_s = self.patience_s() if needed else _NO_GPU_TIMEOUT_S
+            body = replace(
+                self._request(request),
+                admin=bool(self.user.admin),
+                not_nodes=self.excluded_nodes(),
+                may_gain=self.may_gain(),
+                sees_all_gpus=self.sees_all_gpus(),
+                ticket=options.ticket(self.user_options),
+                patience_s=patience_s,
+            )
+            self._lease_possible = True
+            async with asyncio.timeout(patience_s):
+                client = self._broker_client()
+                return await self._answer(
+                    client.post("spawner/start", body, SpawnGrant, repeatable=True, timeout_s=patience_s)
+                )
+        except RequestError as error:
+            self._lease_possible = False
+            raise refusal(str(error), error.reason, error.status) from None
+        except (BrokerUnavailable, TimeoutError) as error:
+            self.log.warning(
+                "user=%s server=%s broker unreachable: %s", user, server, str(error) or "no answer in time"
+            )
+            if needed:
+                said = NOT_SET_UP if isinstance(error, NotSetUp) else BROKER_DOWN
+                raise refusal(said, "broker_unavailable", 503) from None
+            return None
 
     def _broker_client(self) -> BrokerClient:
         """Return the Hub's connection to the broker.

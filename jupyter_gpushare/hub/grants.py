@@ -1,21 +1,24 @@
-"""What a grant changes in a server: its variables and its memory limit."""
+"""What a grant changes in a server: its command, its variables, its memory limit, the time of its end."""
 
 from __future__ import annotations
 
 import os
 import re
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from traitlets import Bool
-from traitlets.config import LoggingConfigurable
 
-from jupyter_gpushare.channel import writer_of
+from jupyter_gpushare import channel
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.hub.broker_access import BrokerAccess
+from jupyter_gpushare.hub.refusals import BAD_GRANT, refusal
 from jupyter_gpushare.native import PRELOAD_NAME
-from jupyter_gpushare.protocol.wire import SpawnGrant
+from jupyter_gpushare.protocol.wire import SpawnGrant, encode_ascii
 
 # ---- the variables that a grant may set in a server: names and shapes of values, checked by the Hub
 # The Hub, often root, puts the broker's answer into the environment of a process
@@ -45,6 +48,8 @@ ALLOWED: Mapping[str, re.Pattern[str]] = MappingProxyType(
     }
 )
 _MAX_VALUE_LENGTH = 8_192
+# The runner's time after its command has ended: killing descendants, reporting.
+_RUNNER_MARGIN_S = 20.0
 
 
 def checked(given: Mapping[str, str]) -> dict[str, str]:
@@ -61,7 +66,7 @@ def checked(given: Mapping[str, str]) -> dict[str, str]:
             raise GpuShareError(f"a grant may not set {name} to {value[:100]!r}")
     library = Path(given.get("LD_PRELOAD", "/"))
     # One that is not here lies in the image of a container.
-    if library.is_file() and (why := writer_of(library.resolve(), {0, os.geteuid()})):
+    if library.is_file() and (why := channel.writer_of(library.resolve(), {0, os.geteuid()})):
         raise GpuShareError(f"{library} may not be loaded into servers: {why}")
     return dict(given)
 
@@ -81,8 +86,8 @@ def saved_bytes(grant: SpawnGrant | None) -> int:
     return grant.memory_limit_bytes + grant.memory_limit_bytes // 20
 
 
-class MemoryForSleep(LoggingConfigurable):
-    """Part of `GPUShareMixin`."""
+class GrantedServer(BrokerAccess):
+    """The part of `GPUShareMixin` that starts a server with its grant."""
 
     add_gpu_memory_to_mem_limit = Bool(
         True,
@@ -95,8 +100,68 @@ class MemoryForSleep(LoggingConfigurable):
         """,
     ).tag(config=True)
 
+    job_cmd: list[str]
+
     # From the spawner class that this one is combined with.
     mem_limit: int | None
+    cmd: list[str]
+
+    _grant: SpawnGrant | None = None
+    _environment: dict[str, str] = {}
+    _asking = False  # the broker has not answered yet
+
+    @abstractmethod
+    def _add_progress(self, percent: int, message: str) -> None: ...
+
+    async def _start_with(self, grant: SpawnGrant | None) -> Any:
+        """Start the server, or the runner of a job, as the holder of a grant.
+
+        Raises:
+            SpawnException: as `take_grant`.
+        """
+        self.take_grant(grant)
+        if grant is not None and grant.message:
+            self._add_progress(40, grant.message)
+        self._asking = False
+        if grant is None or grant.job is None:
+            return await self._start_server()
+        site_cmd = self.cmd
+        self.cmd = self.job_cmd
+        try:
+            return await self._start_server()
+        finally:
+            self.cmd = site_cmd
+
+    def take_grant(self, grant: SpawnGrant | None) -> None:
+        """Make the broker's answer that of this start: its variables, and a job's grace period.
+
+        Raises:
+            SpawnException: it sets a variable that a grant may not set.
+        """
+        self._grant = grant
+        self._environment = self._checked_environment(grant)
+        self._set_stop_grace(grant.job.grace_s if grant is not None and grant.job is not None else None)
+
+    def _checked_environment(self, grant: SpawnGrant | None) -> dict[str, str]:
+        """Return the variables that the grant sets.
+
+        Raises:
+            SpawnException: one that a grant may not set; the log names it.
+        """
+        api = self.server_broker_url or self.broker_url
+        try:
+            given = checked(grant.env) if grant is not None else {}
+            if api.startswith("https://") and (certificate := self.certificate()):
+                given[channel.CERTIFICATE_VARIABLE] = certificate
+        except GpuShareError as error:
+            self._tell_administrator(str(error))
+            raise refusal(BAD_GRANT, "bad_grant", 503) from None
+        return {**given, "GPUSHARE_API_URL": channel.api_url(api)}
+
+    async def _start_server(self) -> Any:
+        """Start the server with the grant that is there by now, as the class beneath does."""
+        with self.memory_for_sleep(self._grant):
+            return await super().start()
 
     @contextmanager
     def memory_for_sleep(self, grant: SpawnGrant | None) -> Iterator[None]:
@@ -108,3 +173,47 @@ class MemoryForSleep(LoggingConfigurable):
             yield
         finally:
             self.mem_limit = site
+
+    def get_args(self) -> list[str]:
+        """Return the arguments of the server, or of the runner where the grant has a job."""
+        grant = self._grant
+        if grant is None or grant.job is None:
+            args: list[str] = super().get_args()
+            return args
+        # Nothing of a notebook server's.  The runner hides its environment: from this argument a
+        # device helper without root learns its lease (gpu/leases/processes.py).
+        return [f"GPUSHARE_LEASE={grant.lease}"]
+
+    def get_env(self) -> dict[str, str]:
+        """Return the environment of the server with that of its grant."""
+        env: dict[str, str] = super().get_env()
+        for name in ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "GPUSHARE_MEMORY_LIMIT", "GPUSHARE_JOB"):
+            env.pop(name, None)
+        given, grant = dict(self._environment), self._grant
+        ours, theirs = given.pop("LD_PRELOAD", ""), env.get("LD_PRELOAD", "")
+        env.update(given)
+        if ours:
+            # First in order, so that the site's libraries resolve the driver through it.
+            env["LD_PRELOAD"] = f"{ours}:{theirs}" if theirs else ours
+        if grant is None or grant.lease is None:
+            return {**env, "CUDA_VISIBLE_DEVICES": ""}
+        if grant.job is not None:
+            env["GPUSHARE_JOB"] = encode_ascii(grant.job)
+            for name in ("JUPYTERHUB_ROOT_DIR", "JUPYTERHUB_DEFAULT_URL"):
+                env.pop(name, None)
+        return env
+
+    def get_state(self) -> dict[str, Any]:
+        """Return what the Hub stores, with the grace period of a job."""
+        state: dict[str, Any] = super().get_state()
+        if self._grant is not None and self._grant.job is not None:
+            state["gpushare_grace_s"] = self._grant.job.grace_s
+        return state
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take over what the Hub stored, with the grace period of a job."""
+        super().load_state(state)
+        self._set_stop_grace(state.get("gpushare_grace_s"))
+
+    def _set_stop_grace(self, grace_s: float | None) -> None:
+        self.stop_grace_s = 0.0 if grace_s is None else grace_s + _RUNNER_MARGIN_S

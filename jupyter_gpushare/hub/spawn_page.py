@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
-import re
-from abc import abstractmethod
 from collections.abc import Awaitable
-from typing import Any, ClassVar
+from typing import Any
 from urllib.parse import unquote
 
 from jupyter_gpushare.errors import BrokerUnavailable, InvalidRequest, NotSetUp, RequestError, TooMany
 from jupyter_gpushare.hub import options, picker
-from jupyter_gpushare.hub.broker_access import BrokerAccess
+from jupyter_gpushare.hub.broker_access import JOB_SERVER_NAME, BrokerAccess
 from jupyter_gpushare.hub.refusals import JOB_NAME, refusal
-from jupyter_gpushare.protocol.wire import GpuRequest, Offers, SpawnRequest, SpawnWait
+from jupyter_gpushare.protocol.wire import Offers, SpawnWait
 
-# Names of servers that run jobs; their command comes from the broker.
-JOB_SERVER_NAME = re.compile(r"j[a-z0-9]{10}-[0-9]+")
 _MAX_PROJECTS_SHOWN = 8
 # Sent by the script of an open page: `_OFFERS`, `_LEAVE`, or the options of the size that it waits for
 # (JSON, percent-encoded).
@@ -31,19 +27,6 @@ class SpawnPage(BrokerAccess):
     """Form and options of a spawner; subclasses say how to ask the broker, and for which user."""
 
     offers_timeout_s: float
-
-    user: Any  # from the spawner class that this one is combined with
-
-    # Whether `server_uid` is that of a system user, who is the user's alone: what was queued by another
-    # system user of the same name does not start.
-    own_uid: ClassVar[bool] = False
-
-    @abstractmethod
-    def server_uid(self) -> int:
-        """Return the uid that the server would run as."""
-
-    @abstractmethod
-    def _identity(self) -> tuple[str, str, list[str]]: ...
 
     async def get_options_form(self) -> str:
         """Return the site's own form, if any, and below it the size picker.
@@ -67,19 +50,6 @@ class SpawnPage(BrokerAccess):
         # The Hub leaves the handler of the last page here, also when it shows a failed form again.
         handler = getattr(self, "handler", None)
         return "" if handler is None else str(handler.request.headers.pop(_LIVE_HEADER, ""))
-
-    def _request(self, wanted: GpuRequest | None) -> SpawnRequest:
-        """Return what the broker is told of this server and its owner; ``wanted`` None: no GPU."""
-        user, server, groups = self._identity()
-        return SpawnRequest(
-            user=user,
-            server=server,
-            groups=groups,
-            uid=self.server_uid(),
-            options=wanted,
-            created=self.user.created,
-            own_uid=self.own_uid,
-        )
 
     async def _place_in_queue(self, live: str) -> picker.WaitingPlace | None:
         """Keep the place of this server in the queue of sessions, or give it up; None: it has none."""

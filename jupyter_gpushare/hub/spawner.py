@@ -31,24 +31,20 @@ from jupyterhub.traitlets import Command
 from traitlets import Float, TraitError, Unicode, default, validate
 
 from jupyter_gpushare import channel
-from jupyter_gpushare.errors import BrokerStopped, BrokerUnavailable, GpuShareError, NotSetUp, RequestError
-from jupyter_gpushare.hub import distinct, grants, options
+from jupyter_gpushare.errors import BrokerStopped, GpuShareError, RequestError
+from jupyter_gpushare.hub import distinct, options
 from jupyter_gpushare.hub.compat import SpawnException, keep_failure_count
-from jupyter_gpushare.hub.grants import MemoryForSleep
-from jupyter_gpushare.hub.refusals import BAD_GRANT, BROKER_DOWN, NOT_SET_UP, SHARED_RESOURCE, refusal
-from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME, SpawnPage
-from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnStop, encode_ascii, replace
+from jupyter_gpushare.hub.grants import GrantedServer
+from jupyter_gpushare.hub.refusals import SHARED_RESOURCE, refusal
+from jupyter_gpushare.hub.spawn_page import SpawnPage
+from jupyter_gpushare.protocol.wire import GpuRequest, SpawnStop
 
 # Scope that permits submitting jobs, defined by the site (see jupyterhub_config.py).
 JOBS_SCOPE = "custom:gpushare:jobs"
-# The runner's time after its command has ended: killing descendants, reporting.
-_RUNNER_MARGIN_S = 20.0
-# Seconds a server without GPU waits for the broker.
-_NO_GPU_TIMEOUT_S = 2.0
 _RELEASE_TIMEOUT_S = 3.0
 
 
-class GPUShareMixin(SpawnPage, MemoryForSleep):
+class GPUShareMixin(SpawnPage, GrantedServer):
     """Mixin in front of any spawner class: ``class X(GPUShareMixin, LocalProcessSpawner)``."""
 
     broker_url = Unicode(
@@ -130,16 +126,8 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         """,
     ).tag(config=True)
 
-    # From the spawner class that this one is combined with.
-    cmd: list[str]
-
-    _grant: SpawnGrant | None = None
-    _environment: dict[str, str] = {}
-    # Whether the broker may hold a lease for this server; unknown after a restart of the Hub.
-    _lease_possible = True
     _stopped_by_hub = False  # else its server ended by itself
     _events: tuple[dict[str, Any], ...] = ()
-    _asking = False
 
     @validate("broker_url", "server_broker_url")
     def _check_broker_url(self, proposal: Any) -> str:
@@ -173,9 +161,6 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         return scopes
 
     # ---- the broker --------------------------------------------------------------
-
-    def _identity(self) -> tuple[str, str, list[str]]:
-        return self.user.name, self.name, sorted(group.name for group in self.user.groups)
 
     def server_uid(self) -> int:
         """Return the uid that the server's processes will have; spawners that change it override this."""
@@ -225,43 +210,6 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         """
         return False
 
-    async def _ask(self, request: GpuRequest | None) -> SpawnGrant | None:
-        """Return the broker's grant; None: no GPU requested, and the broker is unreachable.
-
-        Raises:
-            SpawnException: refused, for a reason the user can read.
-        """
-        user, server, _ = self._identity()
-        needed = request is not None or JOB_SERVER_NAME.fullmatch(server) is not None
-        try:
-            patience_s = self.patience_s() if needed else _NO_GPU_TIMEOUT_S
-            body = replace(
-                self._request(request),
-                admin=bool(self.user.admin),
-                not_nodes=self.excluded_nodes(),
-                may_gain=self.may_gain(),
-                sees_all_gpus=self.sees_all_gpus(),
-                ticket=options.ticket(self.user_options),
-                patience_s=patience_s,
-            )
-            self._lease_possible = True
-            async with asyncio.timeout(patience_s):
-                client = self._broker_client()
-                return await self._answer(
-                    client.post("spawner/start", body, SpawnGrant, repeatable=True, timeout_s=patience_s)
-                )
-        except RequestError as error:
-            self._lease_possible = False
-            raise refusal(str(error), error.reason, error.status) from None
-        except (BrokerUnavailable, TimeoutError) as error:
-            self.log.warning(
-                "user=%s server=%s broker unreachable: %s", user, server, str(error) or "no answer in time"
-            )
-            if needed:
-                said = NOT_SET_UP if isinstance(error, NotSetUp) else BROKER_DOWN
-                raise refusal(said, "broker_unavailable", 503) from None
-            return None
-
     # ---- a start -----------------------------------------------------------------
 
     async def start(self) -> Any:
@@ -279,45 +227,12 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
             request = self._requested()
             if request is not None:
                 self._add_progress(10, "Asking for your GPU.")
-            grant = await self._ask(request)
-            self.take_grant(grant)
-            if grant is not None and grant.message:
-                self._add_progress(40, grant.message)
-            self._asking = False
-            if grant is not None and grant.job is not None:
-                return await self._start_job(grant)
-            return await self._start_server()
+            return await self._start_with(await self._ask(request))
         except SpawnException:
             keep_failure_count(self)
             raise
         finally:
             self._asking = False
-
-    def take_grant(self, grant: SpawnGrant | None) -> None:
-        """Make the broker's answer that of this start: its variables, and a job's grace period.
-
-        Raises:
-            SpawnException: it sets a variable that a grant may not set.
-        """
-        self._grant = grant
-        self._environment = self._checked_environment(grant)
-        self._set_stop_grace(grant.job.grace_s if grant is not None and grant.job is not None else None)
-
-    def _checked_environment(self, grant: SpawnGrant | None) -> dict[str, str]:
-        """Return the variables that the grant sets.
-
-        Raises:
-            SpawnException: one that a grant may not set; the log names it.
-        """
-        api = self.server_broker_url or self.broker_url
-        try:
-            given = grants.checked(grant.env) if grant is not None else {}
-            if api.startswith("https://") and (certificate := self.certificate()):
-                given[channel.CERTIFICATE_VARIABLE] = certificate
-        except GpuShareError as error:
-            self._tell_administrator(str(error))
-            raise refusal(BAD_GRANT, "bad_grant", 503) from None
-        return {**given, "GPUSHARE_API_URL": channel.api_url(api)}
 
     def _requested(self) -> GpuRequest | None:
         try:
@@ -331,48 +246,6 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
         if not callable(self.apply_user_options):
             user_options = {name: value for name, value in user_options.items() if name not in options.OWN}
         await super()._run_apply_user_options(user_options)
-
-    async def _start_server(self) -> Any:
-        """Start the server with the grant that is there by now, as the class beneath does."""
-        with self.memory_for_sleep(self._grant):
-            return await super().start()
-
-    async def _start_job(self, grant: SpawnGrant) -> Any:
-        site_cmd = self.cmd
-        self.cmd = self.job_cmd
-        try:
-            return await self._start_server()
-        finally:
-            self.cmd = site_cmd
-
-    def get_args(self) -> list[str]:
-        """Return the arguments of the server, or of the runner where the grant has a job."""
-        grant = self._grant
-        if grant is None or grant.job is None:
-            args: list[str] = super().get_args()
-            return args
-        # Nothing of a notebook server's.  The runner hides its environment: from this argument a
-        # device helper without root learns its lease (gpu/leases/processes.py).
-        return [f"GPUSHARE_LEASE={grant.lease}"]
-
-    def get_env(self) -> dict[str, str]:
-        """Return the environment of the server with that of its grant."""
-        env: dict[str, str] = super().get_env()
-        for name in ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "GPUSHARE_MEMORY_LIMIT", "GPUSHARE_JOB"):
-            env.pop(name, None)
-        given, grant = dict(self._environment), self._grant
-        ours, theirs = given.pop("LD_PRELOAD", ""), env.get("LD_PRELOAD", "")
-        env.update(given)
-        if ours:
-            # First in order, so that the site's libraries resolve the driver through it.
-            env["LD_PRELOAD"] = f"{ours}:{theirs}" if theirs else ours
-        if grant is None or grant.lease is None:
-            return {**env, "CUDA_VISIBLE_DEVICES": ""}
-        if grant.job is not None:
-            env["GPUSHARE_JOB"] = encode_ascii(grant.job)
-            for name in ("JUPYTERHUB_ROOT_DIR", "JUPYTERHUB_DEFAULT_URL"):
-                env.pop(name, None)
-        return env
 
     def _add_progress(self, percent: int, message: str) -> None:
         self._events = (
@@ -445,21 +318,6 @@ class GPUShareMixin(SpawnPage, MemoryForSleep):
             self.log.exception("poll of %s:%s failed; taken for alive", self.user.name, self.name)
             return None
         return status
-
-    def get_state(self) -> dict[str, Any]:
-        """Return what the Hub stores, with the grace period of a job."""
-        state: dict[str, Any] = super().get_state()
-        if self._grant is not None and self._grant.job is not None:
-            state["gpushare_grace_s"] = self._grant.job.grace_s
-        return state
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what the Hub stored, with the grace period of a job."""
-        super().load_state(state)
-        self._set_stop_grace(state.get("gpushare_grace_s"))
-
-    def _set_stop_grace(self, grace_s: float | None) -> None:
-        self.stop_grace_s = 0.0 if grace_s is None else grace_s + _RUNNER_MARGIN_S
 
 
 distinct.check_at_start()

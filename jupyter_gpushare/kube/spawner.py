@@ -20,9 +20,9 @@ from traitlets import Dict, Enum, Float, List, Unicode, default
 from jupyter_gpushare import channel
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.hub import options
+from jupyter_gpushare.hub.broker_access import JOB_SERVER_NAME
 from jupyter_gpushare.hub.compat import SpawnException
 from jupyter_gpushare.hub.refusals import BAD_GRANT, NOT_PLACED, OWN_GPU, SITE_SETTING, refusal
-from jupyter_gpushare.hub.spawn_page import JOB_SERVER_NAME
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 from jupyter_gpushare.kube.pod import (
     NODE_NAME,

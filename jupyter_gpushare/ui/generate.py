@@ -52,6 +52,11 @@ def wire_module() -> str:
     kinds: dict[str, str] = {}
     for root in ROOTS:
         _declare(root, kinds)
+    names = " | ".join(f"'{name}'" for name in ("project", *wire.ASKED_TERMS))
+    kinds["IOffersQuery"] = (
+        "/** What is asked about a job that is not submitted yet; empty: as the broker has it. */\n"
+        f"export type IOffersQuery = {{ readonly [name in {names}]: string }};\n"
+    )
     intro = (
         "/**\n * Messages of the broker and of the user's server, from `jupyter_gpushare/protocol/wire`.\n"
         " * Senders include every field, also those with a default.\n */\n"

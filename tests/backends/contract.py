@@ -20,7 +20,8 @@ from datetime import UTC, datetime
 import pytest
 
 from jupyter_gpushare.backends.base import DeviceBackend, Hub, Prepared, ServerKey
-from jupyter_gpushare.broker.engine import Engine, Explanation
+from jupyter_gpushare.broker.engine.contract import Engine
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.core.model import Cluster, Device, Grant, Kind, Lease, Project, State, Why
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import HelperError, InvalidRequest

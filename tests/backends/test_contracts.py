@@ -27,8 +27,8 @@ from jupyter_gpushare.backends.helper_client import (
 from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.backends.local import LocalDevices
 from jupyter_gpushare.broker.control.fenced_hub import FencedHub
-from jupyter_gpushare.broker.engine import Engine
-from jupyter_gpushare.broker.local_engine import LocalEngine
+from jupyter_gpushare.broker.engine.contract import Engine
+from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.core.model import Cluster
 from jupyter_gpushare.errors import HelperError

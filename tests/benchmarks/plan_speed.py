@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 
-from jupyter_gpushare.broker.local_engine import gc_paused
+from jupyter_gpushare.broker.engine.local import gc_paused
 from jupyter_gpushare.core.model import (
     DEFAULT_ORDER,
     DEFAULT_POLICY,

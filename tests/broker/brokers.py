@@ -16,10 +16,12 @@ import sqlalchemy as sa
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.loop import Loop
+from jupyter_gpushare.broker.engine.local import LocalEngine
+from jupyter_gpushare.broker.http import spawner
 from jupyter_gpushare.broker.http.base import Control
-from jupyter_gpushare.broker.local_engine import LocalEngine
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
+from jupyter_gpushare.broker.state.session_queue import QueuePlace
 from jupyter_gpushare.broker.state.store import Store
 from jupyter_gpushare.broker.state.tables import Change
 from jupyter_gpushare.broker.state.usage import own_milli
@@ -62,7 +64,9 @@ class Broker:
         self.loop = Loop(self.registry, self.engine, self.devices, self.hub, tickets)
         control = self.control = Control.of(self.loop)
         self.request_policy, self.requests = control.request_policy, control.requests
-        self.admission = control.admission
+        self.job_reports, self.own_sessions = control.job_reports, control.own_sessions
+        self.project_numbers = control.project_numbers
+        self.sessions, self.sizes = control.sessions, control.sizes
         self.views = Views(self.registry, self.engine, self.loop.faults)
         self._running: asyncio.Task[None] | None = None
 
@@ -90,6 +94,17 @@ class Broker:
         if self.registry.journal.failed.done():
             self.registry.journal.failed.exception()
         self.store.close()
+
+    # ---- requests of the Hub's spawner
+
+    async def start(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
+        return await spawner.start(self.control, request)
+
+    async def wait(self, request: wire.SpawnRequest) -> QueuePlace | None:
+        return await spawner.wait(self.control, request)
+
+    async def stop(self, request: wire.SpawnStop) -> None:
+        await spawner.stop(self.control, request)
 
     # ---- short ways to look
 

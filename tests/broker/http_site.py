@@ -192,7 +192,7 @@ class Http:
 
     async def session(self, user: str = "ada") -> LeaseRecord:
         """Return the lease of a server of ``user`` that has started with half a GPU."""
-        await self.broker.admission.start(spawn(user, "1/2"))
+        await self.broker.start(spawn(user, "1/2"))
         record = self.broker.registry.by_server(user, "")
         return await self.broker.registry.advance(record, Started())
 

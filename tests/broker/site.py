@@ -177,7 +177,7 @@ class Site:
         """Start a server with a part of a GPU, and let its kernel use ``use`` of its limit."""
         request = spawn(user, size, server=server, project=project)
         request = wire.replace(request, created=self.moment(user))
-        grant = await self.ask(lambda b: b.admission.start(request))
+        grant = await self.ask(lambda b: b.start(request))
         self.servers[ServerKey(user, server)] = "ready"
         held = self.held[grant.lease]
         held.alive = True
@@ -202,7 +202,7 @@ class Site:
             held.alive, held.used, held.saved = False, {}, {}
         self.servers.pop(ServerKey(user, server), None)
         stop = wire.SpawnStop(user=user, server=server, by_hub=by_hub)
-        await self.ask(lambda b: b.admission.stop(stop))
+        await self.ask(lambda b: b.stop(stop))
 
     def owner(self, handle: str) -> tuple[str, str] | None:
         record = self.broker.registry.by_handle(handle) if self.broker else None
@@ -236,12 +236,12 @@ class Site:
     async def reports(self, user: str, *kernels: wire.KernelActivity) -> None:
         """Let a user's server say what its kernels do."""
         report = wire.ActivityReport(kernels=list(kernels))
-        await self.ask(lambda b: b.requests.activity(user, "", report))
+        await self.ask(lambda b: b.own_sessions.activity(user, "", report))
 
     async def report(self, job: JobRecord, **fields: Any) -> None:
         """Report for the first attempt of a job, as its runner."""
         assert self.broker is not None
-        await self.broker.requests.report(job.user, job.id, 1, wire.JobReport(**fields))
+        await self.broker.job_reports.report(job.user, job.id, 1, wire.JobReport(**fields))
 
     # ---- device memory
 
@@ -329,7 +329,7 @@ class Site:
         request = spawn(key.user, None, server=key.server, groups=self.groups.get(key.user, ()))
         request = wire.replace(request, ticket=ticket, created=self.moment(key.user))
         try:
-            grant = await self.ask(lambda b: b.admission.start(request))
+            grant = await self.ask(lambda b: b.start(request))
         except RequestError:  # refused: our spawner has no lease to give back
             self.servers.pop(key, None)
             return
@@ -338,7 +338,7 @@ class Site:
         held = self.held.get(grant.lease)
         if held is None:  # the runner finds no lease: it starts nothing
             self.servers.pop(key, None)
-            await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=key.user, server=key.server)))
+            await self.ask(lambda b: b.stop(wire.SpawnStop(user=key.user, server=key.server)))
             return
         run = Run(job=grant.job, user=key.user)
         run.task = asyncio.current_task()
@@ -351,7 +351,7 @@ class Site:
         finally:
             self.runs.remove(run)
         self.servers.pop(key, None)
-        await self.ask(lambda b: b.admission.stop(wire.SpawnStop(user=key.user, server=key.server)))
+        await self.ask(lambda b: b.stop(wire.SpawnStop(user=key.user, server=key.server)))
 
     async def _work(self, run: Run, held: Held) -> None:
         program = self.programs.get(run.job.id, Program())
@@ -401,7 +401,7 @@ class Site:
         while True:
             try:
                 return await self.ask(
-                    lambda b: b.requests.report(run.user, run.job.id, run.job.attempt, message)
+                    lambda b: b.job_reports.report(run.user, run.job.id, run.job.attempt, message)
                 )
             except DiskFull:
                 await asyncio.sleep(4.0)

@@ -231,7 +231,7 @@ async def test_a_period_that_does_not_exist_is_a_day(http):
 
 @pytest.mark.browser
 async def test_times_are_in_utc_until_the_only_script_writes_them_in_the_readers_zone(http, browser):
-    await http.broker.requests.keep(await http.session(), 30)
+    await http.broker.own_sessions.keep(await http.session(), 30)
     await http.broker.registry.record_notice(None, "watchdog", "notice.of", "<b>at 2031-05-06T14:20Z")
     answer = await http.ask("GET", f"{http.url}{PREFIX}", "root")
     at = "2031-05-06"
@@ -372,7 +372,7 @@ async def test_the_administrator_sees_what_each_user_holds_and_the_oldest_wait(h
 
 async def test_decisions_are_a_table_for_spreadsheets(http):
     registry = http.broker.registry
-    grant = await http.broker.admission.start(spawn("ada", "1/2"))
+    grant = await http.broker.start(spawn("ada", "1/2"))
     await registry.record_notice(None, "watchdog", "notice.of", 'a "strange, long"\nthing')
     await registry.record_notice(registry.by_handle(grant.lease), "note", "notice.of", "is here")
     rows = list(

@@ -65,9 +65,7 @@ async def test_no_share_is_asked_for_unless_the_site_says_so(site, broker):
 async def test_a_lease_has_the_part_of_the_time_that_it_has_of_each_device(site, mode):
     broker = await started(site, mode)
     ada, job = await running(site), await site.running("bo", "2", program=Program(work_s=1_000))
-    by_memory = await broker.admission.start(
-        wire.replace(spawn("cy", "1/4"), options=wire.GpuRequest(memory="16GB"))
-    )
+    by_memory = await broker.start(wire.replace(spawn("cy", "1/4"), options=wire.GpuRequest(memory="16GB")))
     of_job = site.held[broker.lease(job).handle]
     assert (ada.asked.compute_share, ada.asked.share) == (mode, 0.25)
     assert (of_job.asked.compute_share, of_job.asked.share) == (mode, 1.0)
@@ -81,7 +79,7 @@ async def test_a_lease_of_another_size_has_the_part_of_that_size(site, size):
     ada = await running(site)
     site.use(ada, {})
     record = broker.lease(ada.handle)
-    await broker.admission.change_size("ada", record.id, wire.SizeRequest(**size, borrow=True))
+    await broker.sizes.change("ada", record.id, wire.SizeRequest(**size, borrow=True))
     record = broker.lease(ada.handle)
     await until(lambda: not broker.lease(ada.handle).unprepared, 30)
     assert ada.asked.share == record.lease.held_milli / 1000

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.control import administration
-from jupyter_gpushare.broker.local_engine import LocalEngine
+from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.broker.state.records import MACHINE
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import RequestError
@@ -56,7 +56,7 @@ async def test_owners_there_are_asked_to_finish_and_no_server_starts(http):
     assert "This GPU takes nothing new. The administrator asks to have your server stopped by " in sentence
     await http.broker.loop.observer.measure()  # devices count as known for a few seconds
     with pytest.raises(RequestError, match="GPUs here take nothing new: an administrator"):
-        await http.broker.admission.start(spawn("bo", "1/4"))
+        await http.broker.start(spawn("bo", "1/4"))
     await http.broker.loop.observer.measure()
     offers = (await http.ask("GET", "offers", "bo")).json()["offers"]
     assert {offer["starts"] for offer in offers} == {"no"}
@@ -113,7 +113,7 @@ async def test_an_engine_that_cannot_keep_a_gpu_empty_refuses(http, monkeypatch)
 
 async def test_a_machine_that_is_emptied_stays_so_after_a_restart_and_its_jobs_wait(site, broker):
     await site.session("ada", "1/2")
-    await administration.drain(broker.registry, broker.admission.engine, MACHINE, None, "root")
+    await administration.drain(broker.registry, broker.engine, MACHINE, None, "root")
     job = await site.submit("bo", "1/2")
     await broker.end()
     registry = (await site.start_broker()).registry

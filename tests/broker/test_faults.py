@@ -44,17 +44,15 @@ async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetitio
     end = wire.JobReport(state="ended", exit_code=0)
     # The last ones end what the others are about.
     changes = {
-        "start of a session": lambda: broker.admission.start(spawn("ada", "1/8")),
+        "start of a session": lambda: broker.start(spawn("ada", "1/8")),
         "submit": lambda: requests.submit("bo", (project,), wire.JobRequest(command=["a"]), "key"),
         "retry": lambda: requests.retry(broker.job(ended), (project,)),
-        "keep": lambda: requests.keep(session, 5),
-        "lend": lambda: requests.lend(session),
-        "mark": lambda: requests.allow_sleep(session, False),
-        "project": lambda: broker.request_policy.change_project(
-            project, wire.ProjectChange(weight=2), "root"
-        ),
+        "keep": lambda: broker.own_sessions.keep(session, 5),
+        "lend": lambda: broker.own_sessions.lend(session),
+        "mark": lambda: broker.own_sessions.allow_sleep(session, False),
+        "project": lambda: broker.project_numbers.change(project, wire.ProjectChange(weight=2), "root"),
         "lending": lambda: broker.loop.lending.set("watch", "root"),
-        "reset of a project": lambda: broker.request_policy.reset_project(project, "root"),
+        "reset of a project": lambda: broker.project_numbers.reset(project, "root"),
         "drain": lambda: drain(broker.registry, broker.engine, "GPU-1", None, "root"),
         "end of a drain": lambda: undrain(broker.registry, "GPU-1", "root"),
         "place": lambda: place(broker.registry, broker.job(behind), wire.JobPlace(before=waiting.id)),
@@ -62,10 +60,10 @@ async def test_every_change_is_answered_after_its_commit_and_so_is_its_repetitio
             broker.request_policy, broker.job(waiting), (project,), wire.JobChange(priority=-1)
         ),
         "cancel of a waiting job": lambda: requests.cancel(broker.job(waiting)),
-        "begin of a job": lambda: requests.report("bo", starting.id, 1, begin),
-        "end of a job": lambda: requests.report("bo", running.id, 1, end),
+        "begin of a job": lambda: broker.job_reports.report("bo", starting.id, 1, begin),
+        "end of a job": lambda: broker.job_reports.report("bo", running.id, 1, end),
         "cancel": lambda: requests.cancel(broker.job(running)),
-        "end of a session": lambda: broker.admission.stop(wire.SpawnStop(user="bo", server="")),
+        "end of a session": lambda: broker.stop(wire.SpawnStop(user="bo", server="")),
     }
     for name, change in changes.items():
         with monkeypatch.context() as patch:

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.site(gpus=1)
 
 async def started(broker: Broker, user: str = "ada") -> str:
     """Start a server without a GPU; the name of the lease that it may get."""
-    grant = await broker.admission.start(wire.replace(spawn(user, None), may_gain=True))
+    grant = await broker.start(wire.replace(spawn(user, None), may_gain=True))
     assert grant.lease is None
     return grant.env["GPUSHARE_LEASE"]
 
@@ -27,7 +27,7 @@ async def started(broker: Broker, user: str = "ada") -> str:
 async def gain(broker: Broker, lease: str, server: str = "", **asked: Any) -> wire.SpawnGrant:
     asker = spawn("ada", None, server=server)
     lease_id = lease.removesuffix("-1")
-    grant = await broker.admission.change_size("ada", lease_id, wire.SizeRequest(**asked), asker)
+    grant = await broker.sizes.change("ada", lease_id, wire.SizeRequest(**asked), asker)
     assert grant is not None
     return grant
 
@@ -47,7 +47,7 @@ async def test_a_running_server_gets_the_lease_that_its_processes_name(site, bro
     # The page asks again where no answer came.
     assert await gain(broker, name, gpus="1/4") == grant
     assert broker.state(name) == "running"
-    await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
+    await broker.stop(wire.SpawnStop(user="ada", server=""))
     site.held[name].alive = False
     await until(lambda: not site.held, 60)
     with pytest.raises(Conflict, match="had a GPU and lost it"):
@@ -77,7 +77,7 @@ async def test_a_lease_that_ends_is_not_given_again(site, broker):
     await gain(broker, name, gpus="1/4")
     site.held[name].alive = True
     await until(lambda: broker.state(name) == "running", 30)
-    await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
+    await broker.stop(wire.SpawnStop(user="ada", server=""))
     assert broker.state(name) == "stopping"
     before = site.effects.count("prepare")
     with pytest.raises(Conflict, match="had a GPU and lost it"):
@@ -86,7 +86,7 @@ async def test_a_lease_that_ends_is_not_given_again(site, broker):
 
 
 async def test_names_that_no_start_gave_are_refused(site, broker):
-    bo = await broker.admission.start(spawn("bo", "1/4"))
+    bo = await broker.start(spawn("bo", "1/4"))
     for name in ("", "b1", "../../etc", "b0123456789-2", "j0123456789-1", "B012345678-1"):
         with pytest.raises(RequestError):
             await gain(broker, name, gpus="1/4")
@@ -94,7 +94,7 @@ async def test_names_that_no_start_gave_are_refused(site, broker):
     assert bo.lease is not None
     with pytest.raises(NotFound):
         await gain(broker, bo.lease, gpus="1/4")
-    await broker.admission.stop(wire.SpawnStop(user="bo", server=""))
+    await broker.stop(wire.SpawnStop(user="bo", server=""))
     assert broker.state(bo.lease) == "stopping"
     with pytest.raises(NotFound):
         await gain(broker, bo.lease, gpus="1/4")
@@ -134,10 +134,10 @@ async def test_a_helper_that_does_not_answer_leaves_no_lease(site, broker):
 
 async def test_without_a_helper_a_server_starts_all_the_same(site, broker):
     site.fault("reserve", HelperError("unreachable", "no answer"))
-    grant = await broker.admission.start(wire.replace(spawn("ada", None), may_gain=True))
+    grant = await broker.start(wire.replace(spawn("ada", None), may_gain=True))
     assert (grant.lease, grant.env) == (None, {})
     # A server of another kind of spawner gets nothing either.
-    assert (await broker.admission.start(spawn("bo", None))).env == {}
+    assert (await broker.start(spawn("bo", None))).env == {}
 
 
 async def test_a_server_asks_with_its_own_token_and_gets_the_uid_of_its_process(http):

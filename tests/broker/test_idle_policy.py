@@ -62,15 +62,15 @@ async def test_timeout_and_notice_are_those_of_the_project(site, broker):
 async def test_a_project_with_a_budget_of_its_own_counts_by_itself(site, broker):
     own = await site.session("cy", "1/4", project="vision")
     other = await site.session("cy", "1/4", server="other", project="nlp")
-    await broker.requests.keep(broker.lease(own.handle), 10)
+    await broker.own_sessions.keep(broker.lease(own.handle), 10)
     assert shown(broker, own).keep_left_minutes == pytest.approx(5)
     assert shown(broker, other).keep_left_minutes == pytest.approx(120)
     with pytest.raises(TooMany, match="5 more minutes"):
-        await broker.requests.keep(broker.lease(own.handle), 30)
-    await broker.requests.keep(broker.lease(other.handle), 100)
+        await broker.own_sessions.keep(broker.lease(own.handle), 30)
+    await broker.own_sessions.keep(broker.lease(other.handle), 100)
     assert keep_left(broker.registry, "cy") == pytest.approx(20)
     assert keep_left(broker.registry, "cy", "vision") == pytest.approx(5)
-    await broker.requests.keep(broker.lease(own.handle), 0)
+    await broker.own_sessions.keep(broker.lease(own.handle), 0)
     assert keep_left(broker.registry, "cy", "vision") == pytest.approx(15, abs=0.1)
 
 

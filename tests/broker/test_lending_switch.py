@@ -45,7 +45,7 @@ async def test_off_wakes_every_session_and_puts_none_to_sleep(site, broker):
     assert broker.state(job) != "running"
     assert "switched off" in broker.shown(ada.handle).sentence
     with pytest.raises(Conflict, match="switched off"):
-        await broker.requests.lend(broker.lease(ada.handle))
+        await broker.own_sessions.lend(broker.lease(ada.handle))
     await broker.loop.lending.set(LendingMode.ON, "root")
     await until(lambda: broker.shown(ada.handle).warned, IN_FORCE_S)
     await until(lambda: broker.state(ada.handle) != "running", 60)
@@ -122,14 +122,14 @@ async def test_memory_that_could_not_be_restored_is_counted(site, broker):
 
 async def test_a_session_marked_never_to_sleep_wakes_and_keeps_its_gpu_until_it_is_unmarked(site, broker):
     ada, _ = await site.lent(program=LONG)
-    await broker.requests.allow_sleep(broker.lease(ada.handle), False)
+    await broker.own_sessions.allow_sleep(broker.lease(ada.handle), False)
     await until(lambda: broker.state(ada.handle) == "running", 60)
     await broker.end()
     broker = await site.start_broker()
     await asyncio.sleep(600)
     assert broker.state(ada.handle) == "running"
     assert "marked never to be put to sleep" in broker.shown(ada.handle).sentence
-    await broker.requests.allow_sleep(broker.lease(ada.handle), True)
+    await broker.own_sessions.allow_sleep(broker.lease(ada.handle), True)
     await until(lambda: broker.state(ada.handle) == "suspended", 60)
 
 
@@ -137,12 +137,12 @@ async def test_only_a_project_with_the_right_keeps_sessions_from_sleep(site, bro
     bo = await site.session("bo", "1/2")
     job = await site.submit("bo", "1")
     with pytest.raises(NotAllowed, match="project nlp may not"):
-        await broker.requests.allow_sleep(broker.lease(bo.handle), False)
+        await broker.own_sessions.allow_sleep(broker.lease(bo.handle), False)
     with pytest.raises(Conflict, match="only sessions"):
-        await broker.requests.allow_sleep(broker.lease(job), False)
+        await broker.own_sessions.allow_sleep(broker.lease(job), False)
     # A right that the site takes away ends the marks that were made with it.
     ada = await site.session("ada", "1/2")
-    await broker.requests.allow_sleep(broker.lease(ada.handle), False)
+    await broker.own_sessions.allow_sleep(broker.lease(ada.handle), False)
     await broker.end()
     projects = tuple(replace(project, never_sleep=False) for project in site.policy.projects)
     site.policy = replace(site.policy, projects=projects)

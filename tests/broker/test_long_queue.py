@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker import local_engine
 from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.engine import local
 from jupyter_gpushare.core.model import Cluster, Grant, Plan
 from tests.broker.machine import Program
 from tests.broker.virtual_time import until
@@ -20,25 +20,25 @@ CLUSTER = cluster(SESSION, WAITING, idle_timeout_s=900.0)
 @pytest.fixture
 def planned(monkeypatch):
     """The times at which a plan was made."""
-    times, plan = [], local_engine.IncrementalPlanner.plan
+    times, plan = [], local.IncrementalPlanner.plan
 
     def counted(self, cluster: Cluster, now: float) -> Plan:
         times.append(now)
         return plan(self, cluster, now)
 
-    monkeypatch.setattr(local_engine.IncrementalPlanner, "plan", counted)
+    monkeypatch.setattr(local.IncrementalPlanner, "plan", counted)
     return times
 
 
 def test_the_same_snapshot_is_planned_once_until_the_review(planned):
-    engine = local_engine.LocalEngine()
+    engine = local.LocalEngine()
     for second in range(25):
         assert not engine.decide(replace(CLUSTER, lags_gpu_s={"p": float(second)}), 100.0 + second).actions
     assert planned == [100.0, 110.0, 120.0]
 
 
 def test_every_change_of_the_snapshot_is_planned(planned):
-    engine = local_engine.LocalEngine()
+    engine = local.LocalEngine()
     engine.decide(CLUSTER, 100.0)
     engine.decide(replace(CLUSTER, leases=(SESSION,)), 101.0)
     engine.decide(replace(CLUSTER, projects=(project("p", 0.5),)), 102.0)
@@ -46,7 +46,7 @@ def test_every_change_of_the_snapshot_is_planned(planned):
 
 
 def test_a_plan_is_made_anew_when_time_alone_changes_it(planned):
-    engine = local_engine.LocalEngine()
+    engine = local.LocalEngine()
     idle = replace(SESSION, idle_since_at=0.0, used_bytes=1)
     at = replace(CLUSTER, leases=(idle, WAITING))
     assert not engine.decide(at, 897.0).actions
@@ -56,7 +56,7 @@ def test_a_plan_is_made_anew_when_time_alone_changes_it(planned):
 
 
 def test_actions_are_decided_again_until_they_are_carried_out(planned):
-    engine = local_engine.LocalEngine()
+    engine = local.LocalEngine()
     free = replace(CLUSTER, leases=(WAITING,))
     for now in (100.0, 101.0):
         assert isinstance(engine.decide(free, now).actions[0], Grant)
@@ -72,7 +72,7 @@ async def test_an_idle_broker_with_a_queue_does_not_plan_every_second(site, brok
     planned.clear()
     ends = site.now + 100
     await until(lambda: site.now >= ends, 200)
-    assert len(planned) <= 100 / local_engine.KEEP_S + 2
+    assert len(planned) <= 100 / local.KEEP_S + 2
 
 
 async def test_waiting_jobs_are_in_the_snapshot_as_they_are_now(site):

@@ -53,7 +53,7 @@ def losses(site: Site) -> list[str]:
 
 async def ends(broker: Broker, how: str, code: int | None = None, kernel: str = KERNEL) -> None:
     end = wire.KernelEnd(id=kernel, how=how, ago_s=0.5, name="train.ipynb", code=code)  # type: ignore[arg-type]
-    await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[], ended=[end]))
+    await broker.own_sessions.activity("ada", "", wire.ActivityReport(kernels=[], ended=[end]))
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ async def test_a_job_gets_an_instance_of_its_profile_and_keeps_it_over_a_restart
 
 
 async def test_a_session_gets_an_instance_too(broker):
-    grant = await broker.admission.start(asks("ada", profile=PROFILE))
+    grant = await broker.start(asks("ada", profile=PROFILE))
     assert len(grant.devices) == 1
     assert "MIG 1g.10gb" in grant.message
 
@@ -46,7 +46,7 @@ async def test_what_is_not_there_is_refused_with_what_is(site, broker):
         with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
             await site.submit("bo", **wrong)
     with pytest.raises(InvalidRequest, match=r"there are MIG instances of profile 1g\.10gb\."):
-        await broker.admission.start(asks("ada", fraction="0.5"))
+        await broker.start(asks("ada", fraction="0.5"))
     assert not broker.registry.leases
 
 

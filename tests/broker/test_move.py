@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from jupyter_gpushare.broker.control import snapshot
-from jupyter_gpushare.broker.local_engine import LocalOutlook
+from jupyter_gpushare.broker.engine.local import LocalOutlook
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.views import history
 from jupyter_gpushare.core.model import Action, Cluster, Plan, Resume, Suspend, Why
@@ -236,7 +236,7 @@ async def test_only_a_job_that_may_is_planned_to_move(site, broker):
 
 
 async def test_a_session_within_walls_is_not_planned_to_move(site, broker):
-    grant = await broker.admission.start(wire.replace(spawn("ada", "1/2"), sees_all_gpus=False))
+    grant = await broker.start(wire.replace(spawn("ada", "1/2"), sees_all_gpus=False))
     site.held[grant.lease].alive = True
     assert not await planned(broker, broker.lease(grant.lease).id)
 

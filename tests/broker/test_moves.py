@@ -134,7 +134,7 @@ async def test_a_suspension_that_the_helper_rolled_back_is_seen(site, broker):
     job = await site.submit("bo", "1", program=Program(work_s=5))
     other = await site.submit("cy", "1", program=Program(work_s=1000))
     await until(lambda: broker.job(job).result, 60)
-    await broker.requests.lend(broker.lease(ada.handle))
+    await broker.own_sessions.lend(broker.lease(ada.handle))
     await until(lambda: broker.state(other) == "running", 120)
     assert broker.state(ada.handle) in ("running", "suspended")
     ada.phase, ada.saved = Phase.RUNNING, {}

@@ -91,8 +91,8 @@ async def test_a_server_that_ends_frees_its_capacity_within_two_seconds(site, br
 
 async def test_processes_that_outlive_their_server_are_killed_after_the_grace(site, broker):
     ada = await site.session("ada", "1/2")
-    await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
-    await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
+    await broker.stop(wire.SpawnStop(user="ada", server=""))
+    await broker.stop(wire.SpawnStop(user="ada", server=""))
     assert broker.state(ada.handle) == "stopping"
     await until(lambda: not broker.registry.leases, 60)
     assert f"signal SIGKILL all {ada.handle}" in site.effects

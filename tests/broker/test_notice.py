@@ -27,7 +27,7 @@ async def test_an_owner_that_keeps_the_gpu_after_the_notice_has_it(site, broker)
     await asyncio.sleep(600)
     await site.submit("bo", "2", program=Program(work_s=10_000))
     await until(lambda: broker.shown(ada.handle).warned, 10)
-    await broker.requests.keep(broker.lease(ada.handle), 10)
+    await broker.own_sessions.keep(broker.lease(ada.handle), 10)
     await asyncio.sleep(60)
     assert broker.lease(ada.handle).state == "running"
     assert not broker.shown(ada.handle).warned

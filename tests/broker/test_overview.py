@@ -69,7 +69,7 @@ async def test_a_kernel_that_is_busy_without_its_gpu_computes_nothing(site, brok
     assert overview(broker).now().computing == 0.5
     busy = [wire.KernelActivity(id="k", name="a.ipynb", busy=True, idle_s=0.0)]
     server = broker.lease(ada.handle).server
-    await broker.requests.activity("ada", server, wire.ActivityReport(kernels=busy))
+    await broker.own_sessions.activity("ada", server, wire.ActivityReport(kernels=busy))
     await asyncio.sleep(30)
     assert (overview(broker).now().computing, overview(broker).now().idle) == (0.0, 0.5)
 
@@ -165,7 +165,7 @@ async def test_a_project_that_waits_for_its_guarantee_reads_which_project_borrow
 
 async def test_more_guarantees_than_gpus_need_a_look(broker):
     assert not overview(broker).alerts()
-    await broker.request_policy.change_project("vision", wire.ProjectChange(quota=1.5, force=True), "root")
+    await broker.project_numbers.change("vision", wire.ProjectChange(quota=1.5, force=True), "root")
     assert [x.sentence for x in overview(broker).alerts()] == [
         "The projects are guaranteed 2.5 GPUs together, and there are 2: jobs share these by weight."
     ]
@@ -174,9 +174,9 @@ async def test_more_guarantees_than_gpus_need_a_look(broker):
 async def test_an_owner_that_keeps_an_idle_gpu_for_most_of_the_days_budget_is_seen(site, broker):
     ada = await site.session("ada", "1/2")
     budget = site.policy.keep_minutes_per_day
-    await broker.requests.keep(broker.lease(ada.handle), budget / 4)
+    await broker.own_sessions.keep(broker.lease(ada.handle), budget / 4)
     assert not overview(broker).alerts()
-    await broker.requests.keep(broker.lease(ada.handle), 0.75 * budget)
+    await broker.own_sessions.keep(broker.lease(ada.handle), 0.75 * budget)
     assert [x.sentence for x in overview(broker).alerts()] == [
         f"ada kept an idle GPU for {0.75 * budget:.0f} of {budget:g} minutes today."
     ]

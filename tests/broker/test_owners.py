@@ -648,7 +648,7 @@ async def test_a_name_with_a_slash_is_no_user_here(http, name):
         f"the name {name!r} has a slash: the GPU service knows no such user",
     )
     with pytest.raises(NotAllowed, match="has a slash"):
-        await http.broker.admission.start(spawn(name, "1/2"))
+        await http.broker.start(spawn(name, "1/2"))
     await http.broker.loop.ownership.look()
     assert name not in http.broker.registry.owners.of
 
@@ -732,7 +732,7 @@ async def test_a_service_with_the_name_of_a_user_sees_nothing_of_the_user(http):
 
 async def test_an_administrator_stops_a_session_of_an_absent_owner(http):
     request = wire.replace(spawn("bo", "1/2"), created=http.site.moment("bo"))
-    grant = await http.broker.admission.start(request)
+    grant = await http.broker.start(request)
     await http.broker.registry.advance(http.broker.registry.by_handle(grant.lease), Started())
     http.site.made["bo"] = NEW
     http.tokens["next"] = person("bo", "custom:gpushare:jobs")

@@ -10,7 +10,7 @@ import pytest
 
 from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.broker.control import snapshot
-from jupyter_gpushare.broker.local_engine import KEEP_S, LocalEngine
+from jupyter_gpushare.broker.engine.local import KEEP_S, LocalEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.records import Lags, UserLags
 from jupyter_gpushare.broker.state.transitions import Granted, StartFailed

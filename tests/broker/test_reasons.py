@@ -71,7 +71,7 @@ def reasons_in(path: Path) -> Iterator[str]:
 
 
 SOURCES = [*(PACKAGE / "gpu").rglob("*.py"), PACKAGE / "backends/hub.py", PACKAGE / "job/runner.py"]
-SOURCES += [PACKAGE / "broker/control" / name for name in ("effects.py", "loop.py", "admission.py")]
+SOURCES += [PACKAGE / "broker/control" / name for name in ("effects.py", "loop.py", "sessions.py")]
 FOUND = sorted({reason for path in SOURCES for reason in reasons_in(path)})
 
 

@@ -107,7 +107,7 @@ async def test_a_failed_start_is_not_repeated_while_a_process_on_its_gpu_does_no
         task.cancel()
     del site.servers[key]
     held.unread_since = site.now
-    await broker.admission.stop(wire.SpawnStop(user="bo", server=key.server))
+    await broker.stop(wire.SpawnStop(user="bo", server=key.server))
     await asyncio.sleep(60)
     assert broker.state(job) == "stopping"
     held.unread_since = 0.0

@@ -77,7 +77,7 @@ async def test_the_queue_has_a_bound_for_all_and_for_each(site):
 @pytest.mark.parametrize("server", ["jabcdefghij-1", "jabcdefghij-99"])
 async def test_an_unexpected_job_server_is_refused(broker, server):
     with pytest.raises(Conflict, match="gpushare submit") as refused:
-        await broker.admission.start(spawn("bo", None, server=server))
+        await broker.start(spawn("bo", None, server=server))
     assert refused.value.reason == "not_expected"
 
 
@@ -90,12 +90,12 @@ async def test_a_job_starts_only_for_its_user_its_attempt_and_its_moment(site):
     forged = [("ada", right), ("bo", f"j{job.id}-0"), ("bo", f"j{job.id}-2"), ("bo", f"j{job.id}-01")]
     for user, server in forged:
         with pytest.raises(Conflict) as refused:
-            await broker.admission.start(spawn(user, "1/2", server=server))
+            await broker.start(spawn(user, "1/2", server=server))
         assert refused.value.reason == "not_expected"
     assert not site.held
     ticket = broker.loop.effects.tickets.issue(ServerKey("bo", right))
     asked = wire.replace(spawn("bo", "1/4", server=right), ticket=ticket)
-    grant = await broker.admission.start(asked)
+    grant = await broker.start(asked)
     assert grant.job is not None
     assert grant.job.command == ["python", "train.py"]
     assert grant.memory_limit_bytes == 78_000_000_000  # as submitted, not as the start says
@@ -128,8 +128,8 @@ async def test_a_late_stop_of_attempt_1_does_not_hit_attempt_2(site, broker):
     await until(lambda: site.started[job.id] == 1)
     site.programs[job.id] = Program(work_s=50)
     await until(lambda: broker.lease(job).handle.endswith("-2") and broker.state(job) == "running")
-    await broker.admission.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
-    await broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=3))
+    await broker.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
+    await broker.job_reports.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=3))
     assert broker.state(job) == "running"
     assert broker.job(job).exit_code is None
     assert await broker.ended(job) == "succeeded"
@@ -139,7 +139,7 @@ async def test_a_late_stop_of_attempt_1_does_not_hit_attempt_2(site, broker):
 async def test_what_a_failed_job_printed_last_is_bounded_and_without_control_characters(site, broker):
     job = await site.running("bo", "1", program=Program(work_s=50))
     said = "\n".join(["Ended with exit code 1. It last printed:", "\x1b[2Ja\tb", *["x" * 999] * 99])
-    await broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=1, reason=said))
+    await broker.job_reports.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=1, reason=said))
     lines = broker.job(job).reason.split("\n")
     assert lines[:2] == ["Ended with exit code 1. It last printed:", "?[2Ja?b"]
     assert [len(line) for line in lines[2:]] == [300] * 4
@@ -150,7 +150,7 @@ async def test_a_report_that_comes_when_its_attempt_is_over_changes_nothing(site
     job = await site.submit("bo", "1")
     await until(lambda: broker.state(blocker) == "running")
     attempt = broker.lease(job).attempt
-    await broker.requests.report("bo", job.id, attempt, wire.JobReport(state="ended", exit_code=0))
+    await broker.job_reports.report("bo", job.id, attempt, wire.JobReport(state="ended", exit_code=0))
     assert broker.job(job).exit_code is None
     assert broker.state(job) == "pending"
 
@@ -159,7 +159,7 @@ async def test_a_job_of_another_is_not_there(site, broker):
     job = await site.submit("bo", "1")
     report = wire.JobReport(state="ended", exit_code=0)
     for attempt in (
-        lambda: broker.requests.report("ada", job.id, 1, report),
+        lambda: broker.job_reports.report("ada", job.id, 1, report),
         lambda: broker.requests.job("ada", job.id),
         lambda: broker.requests.job("bo", "nosuchjob1"),
     ):
@@ -253,7 +253,7 @@ async def test_a_runner_that_reports_its_end_is_told_what_becomes_of_the_job(sit
     await until(lambda: broker.state(failing) == broker.state(timed) == "running")
 
     async def told(job, state, attempt=1, **report):
-        return await broker.requests.report("bo", job.id, attempt, wire.JobReport(state=state, **report))
+        return await broker.job_reports.report("bo", job.id, attempt, wire.JobReport(state=state, **report))
 
     assert await told(failing, "progress", done=1.0) is None
     # A failed attempt that is tried again, then one that is not.
@@ -284,12 +284,12 @@ async def test_a_preempted_and_a_cancelled_job_are_told_apart_as_they_stop(site,
     job = await site.running("bo", "2", **options)
     cell = asyncio.create_task(site.gpu_cell(ada))
     await until(lambda: broker.state(job) == "stopping", 60)
-    said = await broker.requests.report("bo", job.id, 1, wire.JobReport(state="stopping"))
+    said = await broker.job_reports.report("bo", job.id, 1, wire.JobReport(state="stopping"))
     assert (said.state, said.reason) == ("queued", "It is back in the queue.")
     disk = SlowDisk(broker, monkeypatch)
     cancelled = asyncio.create_task(broker.requests.cancel(broker.job(job)))
     await asyncio.sleep(1)
-    told = asyncio.create_task(broker.requests.report("bo", job.id, 1, wire.JobReport(state="stopping")))
+    told = asyncio.create_task(broker.job_reports.report("bo", job.id, 1, wire.JobReport(state="stopping")))
     await asyncio.sleep(1)
     assert not told.done(), "a crash would lose what the runner was told"
     disk.release()

@@ -48,7 +48,7 @@ async def test_a_session_with_an_impossible_size_is_refused(broker, options, say
         user="ada", server="", groups=["vision"], uid=1000, options=wire.GpuRequest(**options)
     )
     with pytest.raises(RequestError, match=says):
-        await broker.admission.start(request)
+        await broker.start(request)
     assert broker.holds_nothing
 
 
@@ -113,7 +113,7 @@ async def test_parts_so_small_that_they_only_take_places_are_refused(site):
     with pytest.raises(InvalidRequest, match=r"at least 3\.\d GiB"):
         await site.submit("bo", memory="1GiB")
     with pytest.raises(InvalidRequest, match=r"at least 0\.05 GPU"):
-        await broker.admission.start(spawn("ada", "0.001"))
+        await broker.start(spawn("ada", "0.001"))
     await site.submit("bo", "0.05")
 
 
@@ -121,7 +121,7 @@ async def test_parts_so_small_that_they_only_take_places_are_refused(site):
 async def test_a_forged_exit_code_cannot_break_the_database(site, broker, code):
     job = await site.running("bo", "1", program=Program(work_s=100))
     with pytest.raises(InvalidRequest, match="exit_code"):
-        await broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=code))
+        await broker.job_reports.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=code))
     assert broker.job(job).exit_code is None
 
 
@@ -139,9 +139,9 @@ async def test_a_forged_exit_code_cannot_break_the_database(site, broker, code):
 )
 async def test_impossible_numbers_of_a_project_are_refused(broker, change):
     with pytest.raises(InvalidRequest):
-        await broker.request_policy.change_project("nlp", wire.ProjectChange(**change), "root")
+        await broker.project_numbers.change("nlp", wire.ProjectChange(**change), "root")
     with pytest.raises(NotFound):
-        await broker.request_policy.change_project("nosuch", wire.ProjectChange(weight=1), "root")
+        await broker.project_numbers.change("nosuch", wire.ProjectChange(weight=1), "root")
     assert broker.registry.overrides == {}
 
 
@@ -149,7 +149,7 @@ async def test_a_hint_from_the_future_or_the_far_past_harms_nothing(site, broker
     ada = await site.session("ada", "1/2")
     for idle_s in (-1e300, 1e300, float("inf")):
         kernels = [wire.KernelActivity(id="k" * 1000, busy=False, idle_s=idle_s, name="n" * 1000)] * 100
-        await broker.requests.activity("ada", "", wire.ActivityReport(kernels=kernels))
+        await broker.own_sessions.activity("ada", "", wire.ActivityReport(kernels=kernels))
     live = broker.registry.observations[broker.lease(ada.handle).id]
     assert live.kernel_active_at <= site.now
     assert len(live.kernels) <= 64

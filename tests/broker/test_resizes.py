@@ -31,7 +31,7 @@ async def running(site: Site, size: str = "1/4", **more: Any) -> Held:
 
 async def resize(broker: Broker, held: Held, **size: Any) -> None:
     record = broker.lease(held.handle)
-    assert await broker.admission.change_size(record.lease.user, record.id, wire.SizeRequest(**size)) is None
+    assert await broker.sizes.change(record.lease.user, record.id, wire.SizeRequest(**size)) is None
 
 
 def limit(held: Held) -> int:
@@ -66,7 +66,7 @@ async def test_what_a_session_gave_up_another_gets(site, broker):
     assert half(broker).starts == "soon"  # asleep
     await resize(broker, ada, gpus="0.5")
     assert half(broker).starts == "now"
-    grant = await broker.admission.start(spawn("bo", "1/2"))
+    grant = await broker.start(spawn("bo", "1/2"))
     assert (grant.asleep, grant.memory_limit_bytes) == (False, WHOLE // 2)
 
 
@@ -138,7 +138,7 @@ async def test_a_request_for_the_old_size_while_it_shrinks_sets_no_limit(site, b
     old, lease_id = wire.SizeRequest(gpus="1/2"), broker.lease(ada.handle).id
     for server in (spawn("ada", "1/2"), None):
         with pytest.raises(Conflict, match="being moved"):
-            await broker.admission.change_size("ada", lease_id, old, server)
+            await broker.sizes.change("ada", lease_id, old, server)
     await shrinks
     assert (limit(ada), broker.lease(ada.handle).lease.held_milli) == (WHOLE // 4, 250)
 
@@ -165,7 +165,7 @@ async def test_only_an_awake_session_of_a_part_of_a_gpu_changes(site, broker):
     job = await site.submit("bo", "1")
     with pytest.raises(Conflict, match="gpushare edit"):
         await resize(broker, Held(f"{job.lease_id}-1", 0, {}), gpus="0.5")
-    await broker.requests.lend(broker.lease(ada.handle))
+    await broker.own_sessions.lend(broker.lease(ada.handle))
     await site.submit("cy", "2", project="vision")
     await until(lambda: broker.state(ada.handle) == "suspended", 60)
     with pytest.raises(Conflict, match="awake"):
@@ -176,11 +176,11 @@ async def test_only_an_awake_session_of_a_part_of_a_gpu_changes(site, broker):
 async def test_a_mig_instance_has_the_size_that_it_has(broker):
     request = wire.GpuRequest(profile="1g.10gb")
     asked = wire.SpawnRequest(user="ada", server="", groups=["vision"], uid=1000, options=request)
-    grant = await broker.admission.start(asked)
+    grant = await broker.start(asked)
     record = broker.lease(grant.lease)
     assert not broker.views.lease(record).resizable
     with pytest.raises(Conflict, match="only when it starts") as said:
-        await broker.admission.change_size("ada", record.id, wire.SizeRequest(gpus="0.5"))
+        await broker.sizes.change("ada", record.id, wire.SizeRequest(gpus="0.5"))
     assert said.value.reason == "not_resizable"
 
 

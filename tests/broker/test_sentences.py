@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.engine import Outlook
+from jupyter_gpushare.broker.engine.outlook import Outlook
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import MoveResult, Overuse, Refusal, UnleasedProcess
 from jupyter_gpushare.wall_clock import seconds_between
@@ -51,7 +51,7 @@ async def test_a_session_that_no_job_could_use_is_not_told_that_it_is_lent(site,
 @pytest.mark.site(gpus=1)
 async def test_a_kept_session_is_warned_a_third_of_the_idle_timeout_before_it_may_be_lent(site, broker):
     ada = await site.session("ada", "1/2")
-    await broker.requests.keep(broker.lease(ada.handle), 30)
+    await broker.own_sessions.keep(broker.lease(ada.handle), 30)
     await site.submit("bo", "1")
 
     def status() -> wire.LeaseStatus:

@@ -37,7 +37,7 @@ async def test_a_spawner_that_cannot_read_its_token_is_in_health_and_on_the_page
 
 
 async def test_a_hub_that_gives_starts_up_too_early_is_in_health_until_it_does_not(http: Http):
-    http.broker.admission.engine.start_s = 98.0
+    http.broker.engine.start_s = 98.0
     start = {"user": "bo", "server": "", "groups": ["nlp"], "uid": 1000, "options": {"fraction": "1/4"}}
     for patience_s, said in ((30.0, 1), (2.0, 1), (150.0, 0)):
         body = start | {"patience_s": patience_s, "server": f"s{patience_s:.0f}"}

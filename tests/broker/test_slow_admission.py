@@ -9,8 +9,10 @@ from math import inf
 
 import pytest
 
-from jupyter_gpushare.broker.engine import Explanation, StartPhase, StartProgress
-from jupyter_gpushare.broker.local_engine import LocalEngine
+from jupyter_gpushare.broker.engine.contract import StartPhase, StartProgress
+from jupyter_gpushare.broker.engine.local import LocalEngine
+from jupyter_gpushare.broker.engine.outlook import Explanation
+from jupyter_gpushare.broker.http.spawner import lacks_patience
 from jupyter_gpushare.core.model import Cluster, Grant, Lease, Why
 from jupyter_gpushare.errors import Conflict, InvalidRequest
 from jupyter_gpushare.protocol import wire
@@ -62,7 +64,7 @@ class SlowAnswers:
 
 async def slow(site: Site) -> tuple[Broker, SlowAnswers]:
     broker, engine = await site.start_broker(), LocalEngine()
-    broker.admission.engine = engine
+    broker.sessions.engine = broker.request_policy.engine = engine
     return broker, SlowAnswers(engine)
 
 
@@ -70,12 +72,12 @@ async def test_the_page_is_told_how_far_a_start_is_and_nothing_before_and_after(
     broker, engine = await slow(site)
 
     def told() -> str:
-        return broker.admission.progress("ada", "").message
+        return broker.sessions.progress("ada", "").message
 
     assert told() == ""
-    starting = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/2")))
+    starting = asyncio.ensure_future(broker.start(spawn("ada", "1/2")))
     await until(lambda: told() == "Waiting for the cluster to place your GPU.", 5)
-    assert broker.admission.progress("bo", "").message == ""
+    assert broker.sessions.progress("bo", "").message == ""
     await until(lambda: told().endswith("what uses it ends or goes to sleep first, within 40 s."), 12)
     await until(lambda: "the cluster reserves it" in told(), 12)
     await until(lambda: "its node prepares it" in told(), 12)
@@ -86,9 +88,9 @@ async def test_the_page_is_told_how_far_a_start_is_and_nothing_before_and_after(
 
 async def test_a_server_that_ends_before_the_answer_gets_no_lease(site):
     broker, engine = await slow(site)
-    starting = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/2")))
+    starting = asyncio.ensure_future(broker.start(spawn("ada", "1/2")))
     await until(lambda: engine.phases, 5)
-    await broker.admission.stop(wire.SpawnStop(user="ada", server=""))
+    await broker.stop(wire.SpawnStop(user="ada", server=""))
     with pytest.raises(Conflict, match="given up"):
         await starting
     assert engine.cancelled == 1
@@ -108,11 +110,11 @@ async def test_a_server_that_ends_while_its_grant_is_stored_loses_it_after_the_c
         await store(changes)
         ended.append(changes)
 
-    starting = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/2")))
+    starting = asyncio.ensure_future(broker.start(spawn("ada", "1/2")))
     await asyncio.sleep(SlowAnswers.ANSWER_S - 1)
     broker.store.commit = commit
     await begun.wait()
-    stopping = asyncio.ensure_future(broker.admission.stop(wire.SpawnStop(user="ada", server="")))
+    stopping = asyncio.ensure_future(broker.stop(wire.SpawnStop(user="ada", server="")))
     await asyncio.sleep(1)
     assert not starting.done()
     assert not stopping.done()
@@ -126,9 +128,9 @@ async def test_a_server_that_ends_while_its_grant_is_stored_loses_it_after_the_c
 
 async def test_a_second_start_of_a_server_replaces_the_first_and_there_is_one_lease(site):
     broker, engine = await slow(site)
-    first = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/2")))
+    first = asyncio.ensure_future(broker.start(spawn("ada", "1/2")))
     await until(lambda: engine.phases, 5)
-    second = asyncio.ensure_future(broker.admission.start(spawn("ada", "1/4")))
+    second = asyncio.ensure_future(broker.start(spawn("ada", "1/4")))
     with pytest.raises(Conflict, match="given up"):
         await first
     grant = await second
@@ -146,30 +148,26 @@ async def test_nodes_without_capacity_for_the_server_are_named_to_the_engine(sit
         options=wire.GpuRequest(fraction="1/2"),
         not_nodes=["node-1", "node-2"],
     )
-    await broker.admission.start(request)
+    await broker.start(request)
     assert engine.asked == [("node-1", "node-2")]
 
 
 async def test_the_engine_answers_before_the_spawner_has_waited_too_long(site):
     broker, engine = await slow(site)
     request = wire.replace(spawn("ada", "1/2"), patience_s=150.0)
-    await broker.admission.start(request)
+    await broker.start(request)
     assert engine.within_s == pytest.approx(148.0, abs=1.0)
-    await broker.admission.start(spawn("bo", "1/4"))
+    await broker.start(spawn("bo", "1/4"))
     assert engine.within_s == inf
-    await broker.admission.start(wire.replace(spawn("cy", "1/8"), patience_s=1.0))
+    await broker.start(wire.replace(spawn("cy", "1/8"), patience_s=1.0))
     assert engine.within_s == 0.0
 
 
-async def test_a_start_timeout_that_is_too_short_is_named_with_what_to_set(site):
-    broker, _ = await slow(site)
-    admission = broker.admission
-    short = wire.replace(spawn("ada", "1/2"), patience_s=30.0)
-    assert admission.lacks_patience(short) == ""  # an engine that answers at once
-    admission.engine.start_s = 98.0
-    assert "start_timeout to at least 200, or seat_timeout to less" in admission.lacks_patience(short)
-    for enough in (100.0, 150.0, None):
-        assert admission.lacks_patience(wire.replace(short, patience_s=enough)) == ""
+def test_a_start_timeout_that_is_too_short_is_named_with_what_to_set():
+    assert lacks_patience(0.0, 30.0) == ""  # an engine that answers at once
+    assert "start_timeout to at least 200, or seat_timeout to less" in lacks_patience(98.0, 30.0)
+    for enough_s in (100.0, 150.0, None):
+        assert lacks_patience(98.0, enough_s) == ""
 
 
 async def test_a_start_for_which_a_gpu_is_being_freed_is_refused_with_advice_to_start_again(site):
@@ -180,7 +178,7 @@ async def test_a_start_for_which_a_gpu_is_being_freed_is_refused_with_advice_to_
 
     engine._admit = admit
     with pytest.raises(Conflict, match=r"being freed for it\. Start it again with the same size"):
-        await broker.admission.start(spawn("ada", "1/2"))
+        await broker.start(spawn("ada", "1/2"))
 
 
 @pytest.mark.parametrize("wrong", [-1, 1e10, "long", float("inf")])

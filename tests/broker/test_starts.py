@@ -61,7 +61,7 @@ async def test_a_start_that_the_hub_gave_up_is_not_tried_again_beside_what_came_
     held = site.held[f"j{job.id}-1"]
     held.alive = True  # ... and not what it had started
     site.use(held, dict(held.limits))
-    await broker.admission.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
+    await broker.stop(wire.SpawnStop(user="bo", server=f"j{job.id}-1"))
     assert broker.state(job) == "stopping"
     site.spawn_s = 0.2
     await asyncio.sleep(5)
@@ -101,7 +101,7 @@ async def test_a_node_without_capacity_for_its_server_is_left_out_of_the_next_tr
     for task in list(site._tasks):
         task.cancel()
     site.servers.clear()
-    await broker.admission.stop(wire.SpawnStop(user="bo", server=server, not_nodes=[node, "another"]))
+    await broker.stop(wire.SpawnStop(user="bo", server=server, not_nodes=[node, "another"]))
     assert (lease().state, [name for name, _ in lease().avoids]) == (State.PENDING, [node])
     assert lease().avoids[0][1] > site.now + 60
     site.spawn_s = 0.2
@@ -186,13 +186,13 @@ async def test_only_a_start_that_this_broker_asked_for_runs(site, broker, monkey
     ):
         request = wire.replace(spawn("bo", None, server=handle), ticket=ticket)
         with pytest.raises(Conflict) as refused:
-            await broker.admission.start(request)
+            await broker.start(request)
         assert refused.value.reason == reason, ticket[:80]
     assert broker.state(job) == "granted"
     assert broker.lease(job).attempt == 1
     assert not site.held
     request = wire.replace(spawn("bo", None, server=handle), ticket=asked[handle])
-    assert (await broker.admission.start(request)).lease == handle
+    assert (await broker.start(request)).lease == handle
 
 
 def test_a_new_token_of_the_spawner_does_not_refuse_a_start_that_is_under_way():

@@ -158,18 +158,18 @@ async def test_an_owner_lets_a_session_sleep_whose_cell_waits_until_its_next_cel
     ada, job = await site.lent(program=Program(work_s=3_000))
     record = broker.lease(ada.handle)
     with pytest.raises(Conflict, match="waits for its GPU"):
-        await broker.requests.stay_asleep(record)
+        await broker.own_sessions.stay_asleep(record)
     cell = asyncio.create_task(site.gpu_cell(ada))
     await until(lambda: broker.registry.observations[record.id].wanted, 10)
     other = wire.KernelActivity(id="other", busy=True, idle_s=0.0, runs=7)
     waits = wire.KernelActivity(id="k", busy=True, idle_s=0.0, runs=1)
-    await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[waits, other]))
-    await broker.requests.stay_asleep(broker.lease(ada.handle))
+    await broker.own_sessions.activity("ada", "", wire.ActivityReport(kernels=[waits, other]))
+    await broker.own_sessions.stay_asleep(broker.lease(ada.handle))
     await asyncio.sleep(120)
     assert (broker.state(ada.handle), broker.state(job)) == ("suspended", "running")
     # Beside another kernel, which is busy all the time; with and without a look between its cells.
     for busy, runs in looks:
         k = wire.KernelActivity(id="k", busy=busy, idle_s=0.0, runs=runs)
-        await broker.requests.activity("ada", "", wire.ActivityReport(kernels=[k, other]))
+        await broker.own_sessions.activity("ada", "", wire.ActivityReport(kernels=[k, other]))
     await until(lambda: broker.state(ada.handle) == "running", 60)
     await cell

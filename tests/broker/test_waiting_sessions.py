@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from jupyter_gpushare.broker.control import administration, snapshot
-from jupyter_gpushare.broker.local_engine import LocalEngine
+from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.session_queue import (
     BARRED_S,
@@ -38,7 +38,7 @@ def seen(broker: Broker, user: str, server: str = "") -> wire.SpawnWait:
 
 
 async def ask(broker: Broker, user: str, size: str | None = "1", **more: str) -> wire.SpawnWait | None:
-    place = await broker.admission.wait(spawn(user, size, **more))
+    place = await broker.wait(spawn(user, size, **more))
     return None if place is None else spawn_wait(broker.views, place)
 
 
@@ -48,12 +48,12 @@ async def test_a_session_waits_until_its_gpu_is_reserved_and_then_starts_on_it(s
     assert (found.state, found.position) == ("waiting", 1)
     assert found.sentence == "Number 1. Needs 1 GPU; 0 are free."
     with pytest.raises(Conflict):
-        await broker.admission.start(spawn("dan", "1", groups=("nlp",)))
+        await broker.start(spawn("dan", "1", groups=("nlp",)))
     await site.end_session("ada")
     await until(lambda: seen(broker, "bo").state == "ready", 10)
     assert seen(broker, "bo").sentence == "Your 1 GPU is reserved for 90 s: the server starts now."
     with pytest.raises(Conflict, match="Choose a smaller size"):
-        await broker.admission.start(spawn("dan", "1", groups=("nlp",)))
+        await broker.start(spawn("dan", "1", groups=("nlp",)))
     held = await site.session("bo", "1")
     assert broker.lease(held.handle).state is State.GRANTED
     assert broker.registry.session_queue.of("bo", "") is None
@@ -105,7 +105,7 @@ async def test_a_reservation_that_is_not_used_ends_and_the_next_one_starts(site,
     begun = site.now
     for _ in range(20):
         await asyncio.sleep(5)
-        place = await broker.admission.wait(spawn("dan", "1", groups=("nlp",)))
+        place = await broker.wait(spawn("dan", "1", groups=("nlp",)))
         if place.grant is not None:
             break
         await ask(broker, "bo")  # asking again makes no reservation longer
@@ -154,16 +154,16 @@ async def test_what_is_reserved_on_a_gpu_that_takes_nothing_new_is_not_used(brok
     await ask(broker, "bo")
     await until(lambda: seen(broker, "bo").state == "ready", 10)
     (device,) = broker.registry.devices.listed
-    await administration.drain(broker.registry, broker.admission.engine, device.uuid, None, "root")
+    await administration.drain(broker.registry, broker.engine, device.uuid, None, "root")
     with pytest.raises(Conflict, match="GPUs here take nothing new: an administrator"):
-        await broker.admission.start(spawn("bo", "1"))
+        await broker.start(spawn("bo", "1"))
     assert broker.holds_nothing
 
 
 async def test_a_start_without_gpu_gives_the_place_up(site, broker):
     await site.session("ada", "1")
     await ask(broker, "bo")
-    assert (await broker.admission.start(spawn("bo", None))).lease is None
+    assert (await broker.start(spawn("bo", None))).lease is None
     assert broker.registry.session_queue.leases() == ()
 
 
@@ -194,7 +194,7 @@ async def test_a_session_that_comes_later_does_not_take_what_one_waits_for(site)
     await site.end_session("bo")
     broker.registry.changed.clear()
     with pytest.raises(Conflict) as refused:
-        await broker.admission.start(spawn("eli", "1", groups=("nlp",)))
+        await broker.start(spawn("eli", "1", groups=("nlp",)))
     assert refused.value.reason == "no_capacity"
     await until(lambda: seen(broker, "dan").state == "ready", 10)
 
@@ -230,7 +230,7 @@ async def test_what_is_reserved_serves_no_start_of_another_size(site, broker):
     await ask(broker, "bo")
     await site.end_session("ada")
     await until(lambda: seen(broker, "bo").state == "ready", 10)
-    grant = await broker.admission.start(spawn("bo", "1/4"))
+    grant = await broker.start(spawn("bo", "1/4"))
     assert broker.lease(grant.lease).lease.held_milli == 250
     assert broker.registry.session_queue.leases() == ()
 
@@ -241,7 +241,7 @@ async def test_no_session_waits_on_an_engine_that_grants_only_what_starts(site, 
     monkeypatch.setattr(LocalEngine, "queues_sessions", KaiEngine.queues_sessions)
     with pytest.raises(Conflict, match="sessions do not wait here"):
         await ask(broker, "dan", groups=("nlp",))
-    leases = snapshot.cluster(broker.registry, broker.admission.engine, site.now).leases
+    leases = snapshot.cluster(broker.registry, broker.engine, site.now).leases
     assert {lease.user for lease in leases} == {"ada"}, "the engine hears of no place"
     assert await ask(broker, "bo", None) is None
 
@@ -249,7 +249,7 @@ async def test_no_session_waits_on_an_engine_that_grants_only_what_starts(site, 
 async def test_what_can_never_start_does_not_wait(broker):
     request = wire.replace(spawn("bo", "1"), options=wire.GpuRequest(gpus=2))
     with pytest.raises(InvalidRequest, match="the largest machine has 1"):
-        await broker.admission.wait(request)
+        await broker.wait(request)
     assert broker.registry.session_queue.leases() == ()
 
 
@@ -291,7 +291,7 @@ async def test_a_session_within_quota_may_start_asleep_on_what_is_lent(site):
 async def test_the_status_of_a_user_has_the_own_sessions_that_wait(http):
     await http.broker.loop.observer.measure()
     for project in ("vision", "nlp"):
-        await http.broker.admission.start(spawn("cy", "1", server=project, project=project))
+        await http.broker.start(spawn("cy", "1", server=project, project=project))
     assert await ask(http.broker, "bo") is not None
     (waits,) = (await http.ask("GET", "status", "bo")).json()["waiting"]
     assert (waits["server"], waits["size"], waits["position"]) == ("", "1 GPU", 1)

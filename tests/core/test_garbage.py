@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.local_engine import gc_paused
+from jupyter_gpushare.broker.engine.local import gc_paused
 from jupyter_gpushare.core.model import Order
 from jupyter_gpushare.core.planning.planner import dry_run, plan
 from jupyter_gpushare.sim.scenario import SRTF

@@ -57,6 +57,37 @@ def test_the_page_says_of_every_spawner_that_is_shipped_what_it_keeps_apart():
     assert sorted(re.findall(r"^\| `(gpushare-\w+)`", section, re.MULTILINE)) == sorted(shipped)
 
 
+# ---- docs/architecture.md counts the rooms of a start, and the files of an option of a job
+
+ARCHITECTURE = FIRST_GPU.with_name("architecture.md")
+PACKAGE = Path(__file__).resolve().parents[2] / "jupyter_gpushare"
+
+
+def test_a_start_passes_few_rooms_and_seldom_returns():
+    section = ARCHITECTURE.read_text().partition("### A server starts with")[2].partition("\n### ")[0]
+    rows = re.findall(r"^\| `([\w/]+\.py)` \| (.*) \|$", section, re.MULTILINE)
+    rooms = [room for room, _ in rows]
+    returns = len(rooms) - len(set(rooms))
+    assert f"{len(set(rooms))} modules, with {returns} returns" in section
+    assert len(set(rooms)) <= 13
+    assert returns <= 4
+    for room, told in rows:
+        for function in re.findall(r"^`(\w+)`", told):
+            assert f"def {function}(" in (PACKAGE / room).read_text(), (room, function)
+
+
+def test_an_option_of_a_job_touches_few_files():
+    section = ARCHITECTURE.read_text().partition("## What a new option")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| [\w ,`]+ \((\d+)\) \| (.*) \|$", section, re.MULTILINE)
+    for count, files in rows:
+        assert int(count) == len(re.findall(r"`[\w/]+\.\w+`|one migration", files))
+        for name in re.findall(r"`([\w/]+\.(?:py|tsx?))`", files):
+            assert re.search(r"\bborrow\b", (PACKAGE / name).read_text()), name
+    total = sum(int(count) for count, _ in rows)
+    assert f"{total} files by hand" in section
+    assert total <= 18
+
+
 # ---- docs/operations.md lists what a reload of the broker does not change ----
 
 OPERATIONS = Path(__file__).resolve().parents[2] / "docs" / "operations.md"

@@ -65,13 +65,13 @@ async def test_every_write_is_refused_at_once_and_changes_nothing(site, broker):
     before = dict(broker.registry.leases)
     writes = (
         lambda: broker.requests.cancel(broker.job(job)),
-        lambda: broker.requests.keep(broker.lease(ada.handle), 5),
-        lambda: broker.requests.lend(broker.lease(ada.handle)),
-        lambda: broker.request_policy.change_project("nlp", wire.ProjectChange(weight=2), "root"),
+        lambda: broker.own_sessions.keep(broker.lease(ada.handle), 5),
+        lambda: broker.own_sessions.lend(broker.lease(ada.handle)),
+        lambda: broker.project_numbers.change("nlp", wire.ProjectChange(weight=2), "root"),
         lambda: broker.requests.submit("bo", ("nlp",), wire.JobRequest(command=["a"]), None),
-        lambda: broker.admission.stop(wire.SpawnStop(user="ada", server="")),
+        lambda: broker.stop(wire.SpawnStop(user="ada", server="")),
         lambda: site.session("cy", "1/4", project="nlp"),
-        lambda: broker.requests.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=0)),
+        lambda: broker.job_reports.report("bo", job.id, 1, wire.JobReport(state="ended", exit_code=0)),
     )
     began = site.now
     for number, write in enumerate(writes):
@@ -188,7 +188,7 @@ async def test_of_a_reported_end_no_more_is_kept_than_is_stored(site, broker):
     await fill(broker)
     report = wire.JobReport(state="ended", exit_code=1, reason="long " * 100_000)
     with pytest.raises(DiskFull):
-        await broker.requests.report("bo", job.id, 1, report)
+        await broker.job_reports.report("bo", job.id, 1, report)
     end = broker.registry.observations[broker.lease(job).id].end
     assert end is not None
     assert len(end.reason) == 300
@@ -270,7 +270,7 @@ async def test_a_session_that_was_being_put_to_sleep_wakes_on_a_full_disk_and_st
     await site.submit("bo", "2", program=Program(work_s=5))
     if why == "lend_now":
         await until(lambda: broker.state(ada.handle) == "running", 10)
-        await broker.requests.lend(broker.lease(ada.handle))
+        await broker.own_sessions.lend(broker.lease(ada.handle))
     await until(lambda: broker.state(ada.handle) == "suspending", 600)
     disk = SmallDisk(broker.store)
     disk.fill_all()

@@ -15,7 +15,7 @@ from traitlets.config import Config
 
 from jupyter_gpushare import __version__
 from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.control.admission import ANSWER_S
+from jupyter_gpushare.broker.control.sessions import ANSWER_S
 from jupyter_gpushare.hub import compat, distinct
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 from jupyter_gpushare.kube.engine.kai import PLACE_S, SEAT_S

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from jupyter_gpushare.broker.engine import Explanation
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.core.model import (
     Action,
     CheckpointMode,

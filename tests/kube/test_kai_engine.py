@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from jupyter_gpushare.broker.engine import Explanation
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.core.model import (
     CheckpointMode,
     Grant,

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.broker.engine import Explanation, StartPhase
+from jupyter_gpushare.broker.engine.contract import StartPhase
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.core.model import Grant, Kind, Lease, Project, State, Why
 from jupyter_gpushare.kube.rules.seats import Seating
 from tests.kube.bed import NS, Bed, kube_bed

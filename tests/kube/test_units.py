@@ -10,7 +10,7 @@ from functools import partial
 
 import pytest
 
-from jupyter_gpushare.broker.engine import Explanation
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.core.model import (
     CheckpointMode,
     Grant,

@@ -1,1 +1,1 @@
-"""The control loop and everything that changes state: effects, admission, requests."""
+"""The control loop and everything that changes state: effects, sessions, sizes, jobs."""

@@ -8,7 +8,7 @@ from datetime import datetime, timedelta
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import DeviceBackend
 from jupyter_gpushare.broker.control.job_request import check_job
-from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.engine.contract import Engine
 from jupyter_gpushare.broker.state.records import MACHINE, Drain, Drains, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import altered_to

@@ -44,16 +44,18 @@ from jupyter_gpushare.broker.state.transitions import (
     loss_replaced,
     on_devices,
 )
-from jupyter_gpushare.core.model import State, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, State, Why
 from jupyter_gpushare.error_log import ErrorLog
 from jupyter_gpushare.errors import Conflict, DeviceError, DiskFull, HelperError, StoreError
-from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
+from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal, SetLimit
 from jupyter_gpushare.protocol.wire import Text
 
 log = logging.getLogger("gpushare.broker")
 
 Effect = Callable[[LeaseRecord], Coroutine[Any, Any, object]]
 
+_ASLEEP = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
 # Between two checks of a condition at the Hub.
 POLL_S = 1.0
 # A server without a process this long after its grant has not started.
@@ -313,10 +315,43 @@ class Effects:
             DeviceError: the driver refused.
         """
         observation = self.registry.observations[record.id]
-        request = snapshot.limit_request(self.registry, record, asleep=asleep)
+        request = _limit_request(self.registry, record, asleep=asleep)
         prepared = await self.devices.prepare(request)
         observation.share_asked = request.compute_share
         return prepared
+
+    async def grant(self, record: LeaseRecord) -> wire.SpawnGrant:
+        """Have the devices prepared for a server that starts, and return what it may use.
+
+        Raises:
+            Conflict: the device helper does not answer, or the driver refuses; a session has lost its lease.
+        """
+        asleep = record.state in _ASLEEP
+        try:
+            prepared = await self.prepare(record, asleep=asleep)
+        except (HelperError, DeviceError) as error:
+            log.warning("lease=%s prepare: %s", record.handle, error)
+            if record.state is State.GRANTED and not record.is_job:
+                await self.registry.advance(record, Released(reason=str(error)))
+            raise Conflict(
+                "the GPUs of this machine cannot be reached just now; a server without GPU starts anyway",
+                reason="devices_unknown",
+            ) from None
+        lease, limit_bytes = record.lease, sum(record.limits.values())
+        name = self.registry.devices.model_name(lease.devices)
+        return wire.SpawnGrant(
+            lease=record.handle,
+            kind=lease.kind,
+            env=dict(prepared.env),
+            devices=list(lease.devices),
+            node=prepared.node,
+            mounts=list(prepared.mounts),
+            memory_limit_bytes=limit_bytes,
+            asleep=asleep,
+            borrowed=lease.borrowed,
+            message=f"Your {lease.size.text} ({messages.gibibytes(limit_bytes)} of {name}) is "
+            + ("lent just now and comes with your first GPU cell." if asleep else "ready."),
+        )
 
     async def _start_anew(self, record: LeaseRecord) -> None:
         """Requeue a job after the loss of its device memory; it does not count as a failed attempt."""
@@ -515,6 +550,24 @@ class Effects:
         await registry.advance(record, ended, job=job)
         if job is not None:
             self.announcer.job("ended", job, result, why)
+
+
+def _limit_request(registry: Registry, record: LeaseRecord, *, asleep: bool) -> SetLimit:
+    """Return what the device helper is told about a lease."""
+    host = registry.leases.get(record.lease.host)
+    return SetLimit(
+        lease=record.handle,
+        uid=record.uid,
+        limits=dict(record.limits),
+        guaranteed=dict.fromkeys(record.limits, 0) if record.lease.borrowed else dict(record.limits),
+        suspended=asleep,
+        unattended=not record.is_job and not record.lease.borrowed,
+        stops=record.is_job and not record.lease.survival.suspends,
+        compute_share=registry.policy.compute_share,
+        share=record.lease.held_milli / WHOLE_GPU,
+        guest_of=host.handle if host is not None else "",
+        guest_bytes=record.guest_bytes if host is not None else 0,
+    )
 
 
 def _refused(refused: Refusal, reason: str) -> MoveResult:

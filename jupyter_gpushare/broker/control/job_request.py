@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import fields
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.state.policy import is_url
@@ -12,6 +13,8 @@ from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
 
+# Terms of a job that its lease has under the same name.
+_OF_LEASE = tuple(each.name for each in fields(Lease) if each.name in wire.JobTerms.__struct_fields__)
 MAX_RUN_S = 365 * 86_400.0
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
@@ -94,10 +97,8 @@ def job_lease(lease_id: str, user: str, project: str, request: wire.JobRequest, 
         kind=Kind.TRAIN,
         size=request.asked_size(),
         user=user,
-        priority=request.priority,
         survival=CheckpointMode(request.checkpoint),
-        borrow=request.borrow,
-        share=request.share,
+        **{name: getattr(request, name) for name in _OF_LEASE},
         submitted_at=now,
         queued_at=now,
         waits_since_at=now,

@@ -1,18 +1,23 @@
-"""The server of a training job starts: only after the job was granted, and by this broker's own request."""
+"""The server of a training job starts and ends.
+
+It starts only after the job was granted, and by this broker's own request.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Iterable
 
 from jupyter_gpushare.backends.base import ServerKey
 from jupyter_gpushare.broker.control.effects import Effects
 from jupyter_gpushare.broker.control.job_request import job_spec
+from jupyter_gpushare.broker.control.ownership import Ownership
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.transitions import started_as
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import Conflict, GpuShareError
 from jupyter_gpushare.protocol import wire
+from jupyter_gpushare.wall_clock import exact
 
 log = logging.getLogger("gpushare.broker")
 
@@ -21,15 +26,13 @@ _AVOID_S = 600.0
 
 
 class JobStarts:
-    """Starts of jobs' servers; ``prepare`` has the devices prepared, and makes the grant."""
+    """Starts and ends of jobs' servers."""
 
-    def __init__(
-        self, effects: Effects, prepare: Callable[[LeaseRecord], Awaitable[wire.SpawnGrant]]
-    ) -> None:
+    def __init__(self, effects: Effects, ownership: Ownership) -> None:
         self.registry = effects.registry
         self.devices = effects.devices
         self.effects = effects
-        self._prepare = prepare
+        self.ownership = ownership
 
     async def start(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
         """Return what the server of a job that was granted may use.
@@ -62,7 +65,7 @@ class JobStarts:
         else:
             await self.registry.journal.durable()
         try:
-            grant = await self._prepare(record)
+            grant = await self.effects.grant(record)
         except GpuShareError:
             # The spawner releases no lease that it was refused.
             current = self.registry.by_handle(request.server)
@@ -98,7 +101,20 @@ class JobStarts:
             reason="outdated_start",
         )
 
-    def avoid(self, record: LeaseRecord, not_nodes: Iterable[str]) -> None:
+    async def stop(self, request: wire.SpawnStop) -> None:
+        """Note that a job's server has ended; a repeated call changes nothing.
+
+        A running job reports its own end; otherwise the observer misses its processes.
+        """
+        user = self.ownership.find(request.user, exact(request.created)) or request.user
+        record = self.registry.by_server(user, request.server)
+        if record is None or record.state is State.STOPPING:
+            await self.registry.journal.durable()
+        elif record.state is State.GRANTED:
+            self._avoid(record, request.not_nodes)
+            await self.effects.start_failed(record, "the Hub could not start its server")
+
+    def _avoid(self, record: LeaseRecord, not_nodes: Iterable[str]) -> None:
         """Note for the next try of a job that the node of this one had no capacity for its server."""
         nodes = self.registry.devices.nodes_of(record.lease.devices)
         for node in nodes.intersection(not_nodes):

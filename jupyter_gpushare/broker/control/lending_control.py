@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
-from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.engine.contract import Engine
 from jupyter_gpushare.broker.state.records import LeaseRecord, LendingMode, LendingOverride
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.tables import Change

@@ -26,7 +26,7 @@ from jupyter_gpushare.broker.control.guests import GuestControl
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.observer import Metering, Observer
 from jupyter_gpushare.broker.control.ownership import Ownership
-from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.engine.contract import Engine
 from jupyter_gpushare.broker.state.culling import culler_of
 from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.broker.state.records import LeaseRecord
@@ -312,7 +312,7 @@ class Loop:
             case Grant() if record.state is State.RUNNING:
                 return move(record, Kept(why=action.why))
             case Grant():
-                return move(record, snapshot.granted(self.registry, record, action))
+                return move(record, self.registry.granted(record, action))
             case Suspend():
                 given_to = self._project_of(record, action.for_lease)
                 return move(

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import DeviceBackend
 from jupyter_gpushare.broker.control import losses, snapshot
-from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.engine.contract import Engine
 from jupyter_gpushare.broker.state.policy import beyond_machine
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry

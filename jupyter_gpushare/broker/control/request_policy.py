@@ -1,17 +1,17 @@
-"""Site policy for requests: projects, sizes, and whether the devices are known."""
+"""May this request be fulfilled: the rights of its project, the bounds of the site, the engine's answer."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from math import inf
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.engine import Engine
-from jupyter_gpushare.broker.state.policy import gpus_to_milli
-from jupyter_gpushare.broker.state.records import ProjectOverride
+from jupyter_gpushare.broker.control import snapshot
+from jupyter_gpushare.broker.engine.contract import Engine
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.core.model import WHOLE_GPU, Project
+from jupyter_gpushare.core.model import WHOLE_GPU, Grant, Kind, Lease, Why
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, InvalidRequest, NotAllowed, NotFound
 from jupyter_gpushare.protocol import wire
@@ -48,6 +48,10 @@ class RequestPolicy:
         if not mine:
             raise NotAllowed("you belong to no project that may use GPUs: ask the admin of this Hub")
         return mine[0]
+
+    def project_of(self, request: wire.SpawnRequest) -> str:
+        """As `choose_project`, for a session that starts."""
+        return self.choose_project(request.groups, request.options.project if request.options else None)
 
     def check_share(self, size: Size) -> None:
         """Enforce the minimum fraction, so that a few users cannot exhaust the lease slots.
@@ -100,121 +104,102 @@ class RequestPolicy:
                 reason="devices_unknown",
             )
 
-    async def change_project(self, name: str, change: wire.ProjectChange, by: str) -> None:
-        """Override the configured numbers of a project; the log of decisions names ``by``.
+    async def session(
+        self, request: wire.SpawnRequest, size: Size, lease_id: str, *, waits: bool = False
+    ) -> Lease:
+        """Return the lease that a session asks for; whether these devices can ever hold it is not checked.
 
         Raises:
-            NotFound: no such project.
-            InvalidRequest: a value is out of range.
-            Conflict: a higher guarantee with which those of all projects together exceed the
-                machine, not forced; or the engine takes these numbers from elsewhere.
+            RequestError: it can never start; the text is for the user.
         """
-        old = self.registry.overrides.get(name, ProjectOverride(name=name))
-        if change.weight is not None and not 0 <= change.weight <= 1000:
-            raise InvalidRequest("weight is a whole number from 0 to 1000, not %1", change.weight)
-        if change.priority_max is not None and not 0 <= change.priority_max <= 100:
-            raise InvalidRequest("priority_max is a whole number from 0 to 100, not %1", change.priority_max)
-        override = replace(
-            old,
-            priority_max=old.priority_max if change.priority_max is None else change.priority_max,
-            quota_milli=old.quota_milli if change.quota is None else gpus_to_milli(change.quota, "quota"),
-            weight=old.weight if change.weight is None else change.weight,
-            limit_milli=old.limit_milli if change.limit is None else gpus_to_milli(change.limit, "limit"),
+        project = self.project_of(request)
+        await self.known()
+        self.check_share(size)
+        now = self.registry.clock()
+        return Lease(
+            id=lease_id,
+            project=project,
+            kind=Kind.BUILD,
+            size=size,
+            user=request.user,
+            server=request.server,
+            waits=waits,
+            submitted_at=now,
+            queued_at=now,
+            waits_since_at=now,
         )
-        total_milli = self.registry.devices.total_milli
-        before, after = self._guaranteed_milli(old), self._guaranteed_milli(override)
-        if 0 < total_milli < after and before < after and not change.force:
-            raise Conflict(
-                "this machine has %2 GPUs, fewer than the %1 that the projects would be guaranteed together; "
-                "send force to set it all the same",
-                f"{after / WHOLE_GPU:g}",
-                f"{total_milli / WHOLE_GPU:g}",
-                reason="beyond_machine",
-            )
-        await self._override(override, by)
 
-    def _guaranteed_milli(self, override: ProjectOverride) -> int:
-        """What all projects are guaranteed together with this override, in thousandths of a GPU."""
+    async def admit(
+        self,
+        request: wire.SpawnRequest,
+        size: Size,
+        lease_id: str,
+        *,
+        until: float = inf,
+        first: wire.SizeRequest | None = None,
+    ) -> tuple[Lease, Grant]:
+        """Return the lease of a session that starts, and what the engine grants it.
+
+        No other task runs between the engine's answer and the return.
+
+        ``until``: the time (monotonic) at which it is refused at the latest.
+        ``first``: the request of a server that runs, for its first GPU.
+
+        Raises:
+            RequestError: refused; the text is for the user.
+        """
         registry = self.registry
-        overrides = {**registry.overrides, override.name: override}
-        projects = registry.policy.in_force(registry.devices.total_milli, overrides)
-        return sum(project.quota_milli for project in projects)
-
-    async def reset_project(self, name: str, by: str) -> None:
-        """Take the numbers of a project from the configuration again; a repeated call changes nothing.
-
-        Raises:
-            NotFound: no such project.
-            Conflict: the engine takes these numbers from elsewhere.
-        """
-        await self._override(ProjectOverride(name=name), by)
-
-    async def _override(self, override: ProjectOverride, by: str) -> None:
-        registry, name = self.registry, override.name
-        config = registry.policy.project_config(name)
-        if config is None:
-            raise NotFound("there is no project %1", repr(name[:60]))
-        old = registry.overrides.get(name)
-        if override == (old or ProjectOverride(name=name)):
-            await registry.journal.durable()
-            return
-        total_milli = registry.devices.total_milli
-        before, after = config.project(total_milli, old), config.project(total_milli, override)
-        self.engine.set_project(after)
-
-        key = "notice.project_unset" if override.is_empty else "notice.project_set"
-        notice = messages.text(
-            key,
-            messages.printable(by),
-            name,
-            *(
-                _numbers(project, registry.policy.priority_max(name, each))
-                for project, each in ((after, override), (before, old))
-            ),
+        lease = await self.session(request, size, lease_id)
+        if registry.by_server(lease.user, lease.server) is not None:
+            raise Conflict("this server has a GPU: change its size", reason="has_gpu")
+        if lease.id in registry.leases:
+            raise lost_gpu()
+        answer = await snapshot.admit(
+            registry, self.engine, lease, not_nodes=request.not_nodes, until=until, starts=first is None
         )
-        log.info("project=%s %s", name, messages.english(notice))
-        await registry.put_override(override, notice)
+        if isinstance(answer, Explanation):
+            raise _no_capacity(lease, answer, runs=first is not None)
+        if first is not None:
+            check_borrows(lease, size, borrows=answer.borrowed, allowed=first.borrow)
+            if any(uuid.startswith("MIG-") for uuid in answer.devices):
+                # The processes of a running server cannot be pointed at it.
+                raise Conflict(
+                    "here a server gets a part of a MIG device only when it starts: stop it, and start it "
+                    "with %1",
+                    size.text,
+                    reason="not_resizable",
+                )
+        return lease, answer
 
 
-def _numbers(project: Project, priority_max: int) -> wire.Text:
-    quota, weight = f"{project.quota_milli / WHOLE_GPU:g}", project.weight
-    numbers = messages.text("project.numbers", quota, weight)
-    if project.limit_milli is not None:
-        limit = f"{project.limit_milli / WHOLE_GPU:g}"
-        numbers = messages.text("project.numbers_limit", quota, weight, limit)
-    return messages.text("project.priority", numbers, priority_max) if priority_max else numbers
+def check_borrows(lease: Lease, size: Size, *, borrows: bool, allowed: bool) -> None:
+    """Return if a session may have a size with which it may be put to sleep for others.
 
-
-def overrides_text(registry: Registry) -> list[str]:
-    """Return one sentence per stored override: what it changes, and that it wins over the configuration.
-
-    Each number stands beside the configured one; a quota may be configured as a percentage.
+    Raises:
+        Conflict: the request does not allow that.
     """
-    notices = []
-    for name, override in sorted(registry.overrides.items()):
-        config = registry.policy.project_config(name)
-        if config is None:
-            notices.append(f"project {name} is not configured: numbers that were set for it have no effect")
-            continue
-        percent = config.quota_percent
-        quota = _gpus(config.quota_milli) if percent is None else f"{percent:g}%"
-        numbers = (
-            ("quota", _gpus(override.quota_milli), quota),
-            ("limit", _gpus(override.limit_milli), _gpus(config.limit_milli)),
-            ("weight", override.weight, config.weight),
-            ("priority_max", override.priority_max, config.priority_max),
+    if borrows and not allowed:
+        raise Conflict(
+            "with %1 this session is more than what project %2 is guaranteed: allow that it sleeps when "
+            "others need the GPU, or choose a smaller size",
+            size.text,
+            lease.project,
+            reason="would_borrow",
         )
-        parts = [
-            f"{what} {number} (configured: {configured})"
-            for what, number, configured in numbers
-            if number not in (None, "none")
-        ]
-        notices.append(
-            f"project {name}: {', '.join(parts)}, set by an administrator, wins over the configuration"
-            f" until `gpushare admin quota {name} --reset`"
-        )
-    return notices
 
 
-def _gpus(milli: int | None) -> str:
-    return "none" if milli is None else f"{milli / WHOLE_GPU:g}"
+def lost_gpu() -> Conflict:
+    """Return the refusal of a first GPU for a server that had one."""
+    return Conflict("this server had a GPU and lost it: stop it, and start it with a GPU")
+
+
+def _no_capacity(lease: Lease, answer: Explanation, *, runs: bool) -> Conflict:
+    """Return the refusal of a session, with what its user can do; ``runs``: its server runs already."""
+    why = messages.waiting(answer.why, needs=messages.needs_of(lease), free_milli=answer.free_milli)
+    if answer.why is Why.AWAITING_RELEASE:
+        advice = "%1 Start it again with the same size: it goes on from here."
+    elif runs:
+        advice = "%1 Choose a smaller size, or try again later."
+    else:
+        advice = "%1 Choose a smaller size, or start without a GPU."
+    return Conflict(advice, messages.english(why), reason="no_capacity")

@@ -1,40 +1,29 @@
-"""Requests of users and job runners: jobs, and actions on one's own session.
+"""Requests about jobs: submit, look ahead, cancel, submit again.
 
 A job is accepted into the queue; no request waits for capacity.  The HTTP
-handlers have checked scopes; this module checks which leases and jobs belong to
-the caller.
+handlers have checked scopes; this module checks which jobs belong to the caller.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 from collections.abc import Sequence
-from dataclasses import replace
-from math import floor
 
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
-from jupyter_gpushare.broker.control.ending import bounded, outcome_told, with_end
 from jupyter_gpushare.broker.control.job_request import check_job, default_name, job_lease, job_spec
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
-from jupyter_gpushare.broker.engine import Engine
-from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord, UsageRecord, random_id
-from jupyter_gpushare.broker.state.registry import Registry, keep_left
+from jupyter_gpushare.broker.engine.contract import Engine
+from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord, random_id
+from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import (
-    Started,
     Stopping,
     cancelled,
-    kept_until,
-    lent,
-    sleep_allowed,
 )
-from jupyter_gpushare.core import measure, order
 from jupyter_gpushare.core.model import State, Why
 from jupyter_gpushare.errors import (
     Conflict,
-    HelperError,
     InvalidRequest,
     KeyReused,
     NotAllowed,
@@ -42,14 +31,11 @@ from jupyter_gpushare.errors import (
     TooMany,
 )
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.wall_clock import seconds_to_midnight
 
 log = logging.getLogger("gpushare.broker")
 
 # Retry-After of a full queue: jobs end every few minutes.
 _QUEUE_RETRY_S = 60.0
-# Reports that are answered with what becomes of the job.
-_ENDS = frozenset({"stopping", "ended"})
 
 
 class RequestService:
@@ -66,8 +52,6 @@ class RequestService:
         self.engine = engine
         self.effects = effects
         self.request_policy = request_policy
-
-    # ---- jobs ----------------------------------------------------------------
 
     async def submit(
         self, user: str, groups: Sequence[str], request: wire.JobRequest, key: str | None
@@ -242,201 +226,6 @@ class RequestService:
         most = self.request_policy.most_priority(job.project)
         request = wire.replace(request, priority=min(request.priority, most))
         return await self.submit(job.user, groups, request, None)
-
-    async def report(
-        self, user: str, job_id: str, attempt: int, report: wire.JobReport
-    ) -> wire.JobOutcome | None:
-        """Store a runner's report of its attempt; a report of another attempt is ignored.
-
-        Returns what becomes of the job after ``stopping`` and ``ended``; None after the others.
-
-        Raises:
-            NotFound: the user has no such job.
-            InvalidRequest: an exit code that no process can have.
-        """
-        if report.exit_code is not None and not -64 <= report.exit_code <= 255:
-            raise InvalidRequest("exit_code is a number from 0 to 255, or a signal's, negative")
-        registry = self.registry
-        job = await self.job(user, job_id)
-        record = registry.leases.get(job.lease_id)
-        # A requeued lease keeps the number of its last attempt.
-        if record is None or record.attempt != attempt or record.state is State.PENDING:
-            await registry.journal.durable()
-            return outcome_told(record, job) if report.state in _ENDS else None
-        match report.state:
-            case "stopping":
-                await registry.journal.durable()
-                return outcome_told(record, job)
-            case "started":
-                if record.state is State.GRANTED:
-                    job = replace(job, started_at=job.started_at or registry.iso_now())
-                    await registry.advance(record, Started(), job=job)
-                    self.effects.announcer.job("started", job, "running")
-                else:
-                    await registry.journal.durable()
-            case "ended":
-                end = bounded(report)
-                registry.observations[record.id].end = end  # a full disk may refuse it
-                job = with_end(job, end, registry.iso_now())
-                if record.state is State.GRANTED:
-                    await registry.advance(record, Started(), job=job)
-                else:
-                    await registry.put_job(job)
-                return outcome_told(registry.leases.get(record.id), registry.jobs.get(job.id, job))
-            case "progress":
-                await self._progress(record, job, report)
-        return None
-
-    async def _progress(self, record: LeaseRecord, job: JobRecord, report: wire.JobReport) -> None:
-        """Store the progress of a job and what it shows of its remaining work; None withdraws it."""
-        registry, before = self.registry, job.measure
-        job = replace(job, done=report.done, total=report.total)
-        as_guest = registry.observations[record.id].guest_gpu_s
-        attained = order.attained_gpu_s(record.lease, registry.clock()) + as_guest
-        gpus = order.gpus(record.lease)
-        if report.done is None:
-            now = measure.withdrawn(before, attempt=record.attempt, attained_gpu_s=attained, gpus=gpus)
-            job = replace(job, measure=now)
-        elif report.total is not None and record.state is State.RUNNING:
-            seen = measure.Report(
-                attempt=record.attempt,
-                done=report.done,
-                total=report.total,
-                attained_gpu_s=attained,
-                gpus=gpus,
-            )
-            job = replace(job, measure=measure.after(before, seen))
-        if measure.on(record.lease, job.measure) != measure.on(record.lease, before):
-            registry.changed.set()
-        await registry.put_progress(job)
-        if notice := messages.measured(record.lease, before, job.measure):
-            await registry.record_notice(record, "progress", *notice)
-
-    # ---- what owners do with their lease -------------------------------------
-
-    async def activity(self, user: str, server: str, report: wire.ActivityReport) -> None:
-        """Store a server's report of its kernels, which only delays lending: users can forge it."""
-        record = self.registry.by_server(user, server)
-        if record is None or record.is_job:
-            return
-        observation, now = self.registry.observations[record.id], self.registry.clock()
-        busy = {k.id[:64]: k.runs for k in report.kernels[:1_000] if k.busy}
-        # Servers that started before an upgrade say only that they are busy.
-        requests = any(k.busy or k.handles_request for k in report.kernels)
-        changed = observation.report_kernels(busy, requests=requests, now=now)
-        idle = min((max(0.0, k.idle_s) for k in report.kernels), default=None)
-        if observation.kernel_busy:
-            observation.kernel_active_at = now
-        elif idle is not None:
-            observation.kernel_active_at = max(observation.kernel_active_at, min(now, now - idle))
-        observation.kernels = {k.id[:64]: k.name[:255] for k in report.kernels[:64]}
-        observation.kernel_ends_at = {
-            k.id[:64]: now + k.ends_in_s for k in report.kernels[:64] if k.ends_in_s is not None
-        }
-        observation.report_ends(report.ended, now)
-        if changed:
-            await self.registry.notify()
-
-    async def wake(self, record: LeaseRecord) -> None:
-        """Resume a suspended session as if it ran a GPU cell.
-
-        Raises:
-            Conflict: it is not asleep.
-        """
-        if record.state is not State.SUSPENDED or record.is_job:
-            raise Conflict("only a session that is asleep can be woken")
-        await self.registry.want(record)
-
-    async def stay_asleep(self, record: LeaseRecord) -> None:
-        """Let a session sleep that was to wake: its calls wait until the next cell, or until it is woken.
-
-        Raises:
-            Conflict: it does not wait for its GPU, or already gets its memory back.
-        """
-        observation = self.registry.observations[record.id]
-        if record.state is not State.SUSPENDED or record.is_job or not observation.wanted:
-            raise Conflict("only a session that waits for its GPU can stay asleep")
-        observation.decline()
-        log.info("lease=%s stays asleep", record.handle)
-        await self.registry.notify()
-
-    async def keep(self, record: LeaseRecord, minutes: float) -> None:
-        """Protect a session from suspension for ``minutes``, within the user's daily budget (`keep_budget`).
-
-        Only the extension of an earlier protection counts; 0 ends it, and what was left of it does not count.
-
-        Raises:
-            InvalidRequest: neither 0 nor 1 to 240 minutes.
-            TooMany: the day's budget is used up.
-        """
-        if minutes and not 1 <= minutes <= 240:
-            raise InvalidRequest("minutes is a number from 1 to 240, or 0, not %1", minutes)
-        lease, now = record.lease, self.registry.clock()
-        until = max(lease.keep_until_at, now + 60 * minutes)
-        longer_s = until - max(lease.keep_until_at, now)
-        if not minutes:
-            used_s = self.registry.usage.kept_s(self._today(), lease.user, lease.project)
-            until, longer_s = now, -min(used_s, max(0.0, lease.keep_until_at - now))
-        left = keep_left(self.registry, lease.user, lease.project)
-        if longer_s > 60 * left:
-            raise TooMany(
-                "you can keep your GPU for %1 more minutes today",
-                floor(left),
-                retry_after_s=seconds_to_midnight(self.registry.iso_now()),
-            )
-        kept = UsageRecord(day=self._today(), user=lease.user, project=lease.project, kept_s=longer_s)
-        await self.registry.edit(record, kept_until(until), self.registry.usage.count(kept))
-
-    def _today(self) -> str:
-        return self.registry.iso_now()[:10]
-
-    async def lend(self, record: LeaseRecord) -> None:
-        """Lend the GPU of a session at once, busy or not.
-
-        Raises:
-            Conflict: it is not awake.
-        """
-        if record.state is not State.RUNNING or record.is_job:
-            raise Conflict("only a session that is awake can be lent")
-        if self.registry.lending_switch.obstacle:
-            raise Conflict("lending is switched off, or only watched, on this machine", reason="lending_off")
-        await self.registry.edit(record, lent)
-
-    async def release(self, record: LeaseRecord) -> None:
-        """End the processes of a lease that keep GPU memory of dead ones.
-
-        Raises:
-            Conflict: none does, or the device helper does not end them.
-        """
-        sample = self.registry.observations[record.id].sample
-        keepers = [each.pid for each in sample.processes if each.keeps] if sample else []
-        if not keepers:
-            raise Conflict("no ended process of this session left GPU memory behind")
-        try:
-            await self.effects.devices.signal(record.handle, signal.SIGKILL, "keepers")
-        except HelperError as error:
-            raise Conflict("the processes were not ended: %1", str(error)) from None
-        log.info("lease=%s releases what an ended process left: processes %s end", record.handle, keepers)
-
-    async def allow_sleep(self, record: LeaseRecord, allowed: bool) -> None:
-        """Mark a session as never to be suspended, or take the mark away; a marked one that sleeps wakes.
-
-        Raises:
-            Conflict: it is a job.
-            NotAllowed: its project has no right to this.
-        """
-        if record.is_job:
-            raise Conflict("only sessions are marked; a job says with `checkpoint` how it is paused")
-        project = self.registry.policy.project_config(record.lease.project)
-        if not allowed and not (project is not None and project.never_sleep):
-            raise NotAllowed(
-                "project %1 may not keep sessions from sleep: the administrator gives that right "
-                "(never_sleep in GPUShareBroker.projects)",
-                record.lease.project,
-            )
-        record = await self.registry.edit(record, sleep_allowed(allowed=allowed))
-        if not allowed:
-            await self.registry.want(record)
 
 
 def _same(job: JobRecord, request: wire.JobRequest) -> JobRecord:

@@ -21,11 +21,12 @@ from dataclasses import replace
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.control.effects import Effects
-from jupyter_gpushare.broker.engine import Engine, NotResized
-from jupyter_gpushare.broker.engine import NewSize as Answer
+from jupyter_gpushare.broker.control.request_policy import check_borrows
+from jupyter_gpushare.broker.engine.contract import Engine, NotResized
+from jupyter_gpushare.broker.engine.contract import NewSize as Answer
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.transitions import Resized, limits_unset
-from jupyter_gpushare.core.model import WHOLE_GPU, Lease, State, Why
+from jupyter_gpushare.core.model import WHOLE_GPU, State, Why
 from jupyter_gpushare.core.size import Size, fraction_text
 from jupyter_gpushare.errors import Conflict, DeviceError, HelperError
 
@@ -110,7 +111,7 @@ class Resizes:
         return answer
 
     def _transition(self, record: LeaseRecord, size: Size, answer: Answer) -> Resized:
-        limits = snapshot.limits_of(self.registry, size, record.lease.devices, answer.held_milli)
+        limits = self.registry.devices.limits(size, record.lease.devices, answer.held_milli)
         return Resized(
             size=size,
             held_milli=answer.held_milli,
@@ -156,22 +157,6 @@ class Resizes:
                 if sample.lease == record.handle and sample.measured_at > since:
                     return sample.used_bytes
         return None
-
-
-def check_borrows(lease: Lease, size: Size, *, borrows: bool, allowed: bool) -> None:
-    """Return if a session may have a size with which it may be put to sleep for others.
-
-    Raises:
-        Conflict: the request does not allow that.
-    """
-    if borrows and not allowed:
-        raise Conflict(
-            "with %1 this session is more than what project %2 is guaranteed: allow that it sleeps when "
-            "others need the GPU, or choose a smaller size",
-            size.text,
-            lease.project,
-            reason="would_borrow",
-        )
 
 
 def _refused(answer: NotResized, held_milli: int, project: str) -> Conflict:

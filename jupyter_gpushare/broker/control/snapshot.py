@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 from hashlib import blake2b
 
-from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.engine.contract import Engine
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
-from jupyter_gpushare.broker.state.transitions import Granted, GrantedAsleep
+from jupyter_gpushare.broker.state.session_queue import ServerName
 from jupyter_gpushare.core import measure
 from jupyter_gpushare.core.idle import adaptive_timeout_s
 from jupyter_gpushare.core.model import (
@@ -25,9 +26,8 @@ from jupyter_gpushare.core.model import (
 )
 from jupyter_gpushare.core.order import ORDERS
 from jupyter_gpushare.core.planning import sharing
-from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol import wire
-from jupyter_gpushare.protocol.helper import LeaseSample, Phase, SetLimit
+from jupyter_gpushare.protocol.helper import LeaseSample, Phase
 
 # Shorter pauses between CUDA calls do not count as idle.
 _ACTIVE_S = 2.0
@@ -40,9 +40,11 @@ def cluster(
     extra: Iterable[Lease] = (),
     *,
     as_if_lending: bool = False,
+    but: ServerName | None = None,
 ) -> Cluster:
     """Return the snapshot at ``now``; ``extra`` are leases that are only considered.
 
+    ``but``: without the place of this server in the queue of sessions.
     ``as_if_lending``: with sessions that could be suspended if the lending mode were on.
     """
     placed = registry.index.placed.values()
@@ -52,7 +54,7 @@ def cluster(
         leases=(
             *(measured(registry, r, now, as_if_lending=as_if_lending) for r in placed),
             *registry.index.waiting(_version(registry), partial(_startable, registry)),
-            *(registry.session_queue.leases() if engine.queues_sessions else ()),
+            *(registry.session_queue.leases(but) if engine.queues_sessions else ()),
             *(_as_site_shares(registry, lease) for lease in extra),
         ),
         settings=registry.policy.settings(registry.devices.host_budget_bytes),
@@ -60,6 +62,26 @@ def cluster(
         behind=registry.fairness.behind,
         parted=registry.parted.pairs(now),
     )
+
+
+async def admit(
+    registry: Registry, engine: Engine, lease: Lease, *, not_nodes: Iterable[str], until: float, starts: bool
+) -> Grant | Explanation:
+    """Return what a session gets now: what was reserved for its start, else what the engine answers.
+
+    ``starts``: its server starts, and gives up its place in the queue of sessions.  As long as sessions
+    wait, a new one is behind them.  Other arguments and answer as in `Engine.admit`, until ``until``.
+
+    Raises:
+        InvalidRequest: it can never run here.
+    """
+    now, queue = registry.clock(), registry.session_queue
+    known = cluster(registry, engine, now, but=(lease.user, lease.server) if starts else None)
+    engine.check_request(known, lease)
+    if starts and (reserved := queue.take(lease, {each.uuid for each in known.devices if each.usable})):
+        return reserved
+    lease = replace(lease, waits=bool(queue.waiting()))
+    return await engine.admit(known, lease, now, not_nodes=not_nodes, within_s=max(0.0, until - now))
 
 
 def empty_machine(registry: Registry, engine: Engine) -> Cluster:
@@ -290,27 +312,6 @@ def sampled_since_entry(registry: Registry, record: LeaseRecord) -> bool:
     return registry.observations[record.id].measured_at > record.entered_at
 
 
-def granted(registry: Registry, record: LeaseRecord, action: Grant) -> Granted:
-    """Return the transition of a grant, with memory limits from the parts of the devices."""
-    limits = limits_of(registry, record.lease.size, action.devices, action.held_milli)
-    kind = GrantedAsleep if action.asleep else Granted
-    return kind(
-        why=action.why,
-        devices=action.devices,
-        held_milli=action.held_milli,
-        limits=limits,
-        borrowed=action.borrowed,
-        host=action.host,
-        guest_bytes=action.guest_bytes,
-    )
-
-
-def limits_of(registry: Registry, size: Size, devices: Iterable[str], held_milli: int) -> dict[str, int]:
-    """Return the memory limits of a lease that holds ``held_milli`` of each device, bytes per UUID."""
-    grantable = {d.uuid: d.grantable_bytes for d in registry.devices.for_planner()}
-    return {uuid: size.memory_bytes or grantable[uuid] * held_milli // WHOLE_GPU for uuid in devices}
-
-
 def share_differs(registry: Registry, record: LeaseRecord) -> bool:
     """Return whether the helper was asked for another share of time than is configured now.
 
@@ -320,21 +321,3 @@ def share_differs(registry: Registry, record: LeaseRecord) -> bool:
     if observation.share_asked is not None or observation.sample is None:
         return observation.share_asked not in (None, configured)
     return bool(observation.sample.share_reason) or observation.sample.compute_share is not configured
-
-
-def limit_request(registry: Registry, record: LeaseRecord, *, asleep: bool) -> SetLimit:
-    """Return what the device helper is told about a lease."""
-    host = registry.leases.get(record.lease.host)
-    return SetLimit(
-        lease=record.handle,
-        uid=record.uid,
-        limits=dict(record.limits),
-        guaranteed=dict.fromkeys(record.limits, 0) if record.lease.borrowed else dict(record.limits),
-        suspended=asleep,
-        unattended=not record.is_job and not record.lease.borrowed,
-        stops=record.is_job and not record.lease.survival.suspends,
-        compute_share=registry.policy.compute_share,
-        share=record.lease.held_milli / WHOLE_GPU,
-        guest_of=host.handle if host is not None else "",
-        guest_bytes=record.guest_bytes if host is not None else 0,
-    )

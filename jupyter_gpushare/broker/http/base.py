@@ -22,12 +22,19 @@ from jupyterhub.services.auth import HubOAuthCallbackHandler, HubOAuthenticated
 from tornado import iostream, web
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.control.admission import ServerAdmission
+from jupyter_gpushare.backends.base import DeviceBackend
+from jupyter_gpushare.broker.control.job_reports import JobReports
+from jupyter_gpushare.broker.control.job_starts import JobStarts
 from jupyter_gpushare.broker.control.lending_control import LendingControl
 from jupyter_gpushare.broker.control.loop import Loop
+from jupyter_gpushare.broker.control.own_sessions import OwnSessions
 from jupyter_gpushare.broker.control.ownership import Ownership
+from jupyter_gpushare.broker.control.project_numbers import ProjectNumbers
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy
 from jupyter_gpushare.broker.control.requests import RequestService
+from jupyter_gpushare.broker.control.sessions import Sessions
+from jupyter_gpushare.broker.control.sizes import Sizes
+from jupyter_gpushare.broker.engine.contract import Engine
 from jupyter_gpushare.broker.http.access import Access, Identity
 from jupyter_gpushare.broker.http.listener import GUARDS, CallerQueues, Rate
 from jupyter_gpushare.broker.state.observations import Faults
@@ -64,9 +71,16 @@ class Control:
     """What changes leases, jobs and policy."""
 
     registry: Registry
+    engine: Engine
+    devices: DeviceBackend
     request_policy: RequestPolicy
     requests: RequestService
-    admission: ServerAdmission
+    job_reports: JobReports
+    own_sessions: OwnSessions
+    project_numbers: ProjectNumbers
+    sessions: Sessions
+    sizes: Sizes
+    job_starts: JobStarts
     lending: LendingControl
     faults: Faults
     ownership: Ownership
@@ -76,11 +90,20 @@ class Control:
         """Return the parts that answer requests, built on those of ``loop``."""
         registry, engine, effects = loop.registry, loop.engine, loop.effects
         policy = RequestPolicy(registry, engine)
+        requests = RequestService(registry, engine, effects, policy)
+        sessions = Sessions(engine, effects, policy, loop.ownership)
         return cls(
             registry=registry,
+            engine=engine,
+            devices=effects.devices,
             request_policy=policy,
-            requests=RequestService(registry, engine, effects, policy),
-            admission=ServerAdmission(registry, engine, effects, policy, loop.ownership),
+            requests=requests,
+            job_reports=JobReports(requests),
+            own_sessions=OwnSessions(registry, effects.devices),
+            project_numbers=ProjectNumbers(registry, engine),
+            sessions=sessions,
+            sizes=Sizes(engine, effects, policy, sessions),
+            job_starts=JobStarts(effects, loop.ownership),
             lending=loop.lending,
             faults=loop.faults,
             ownership=loop.ownership,

@@ -89,20 +89,9 @@ class OffersHandler(Base):
         groups = await self.service.access.groups(identity)
         project = self.control.request_policy.choose_project(groups, self.get_query_argument("project", None))
         offers = self.service.views.offers(groups, project)
-        sizes = ("gpus", "memory", "profile")
-        gpus, memory, profile = (self.get_query_argument(name, "") or None for name in sizes)
-        if gpus or memory or profile:
-            borrow = self.get_query_argument("borrow", "1") != "0"
-            share = self.get_query_argument("share", "0") == "1"
-            asked = wire.JobRequest(
-                command=["-"],
-                gpus=gpus or "1",
-                memory=memory,
-                profile=profile,
-                project=project,
-                borrow=borrow,
-                share=share,
-            )
+        terms = wire.asked_terms({name: self.get_query_argument(name, "") for name in wire.ASKED_TERMS})
+        if not {"gpus", "memory", "profile"}.isdisjoint(terms):
+            asked = wire.JobRequest(command=["-"], project=project, **terms)
             offers = wire.replace(offers, job=await self.control.requests.outlook(identity.user, asked))
         self.answer(offers)
 
@@ -209,7 +198,7 @@ class JobReportHandler(Base):
             raise NotAllowed("only the server of this attempt may report about it")
         self.service.limits.reports.take(f"{identity.user}/{identity.server}")
         report = self.body(wire.JobReport)
-        outcome = await self.control.requests.report(identity.user, job_id, int(attempt), report)
+        outcome = await self.control.job_reports.report(identity.user, job_id, int(attempt), report)
         if outcome is None:
             self.set_status(204)
         else:
@@ -231,7 +220,9 @@ class ActivityHandler(Base):
         if identity.server is None:
             raise NotAllowed("only a server may report its kernels, with its own token")
         self.service.limits.reports.take(f"{identity.user}/{identity.server}")
-        await self.control.requests.activity(identity.user, identity.server, self.body(wire.ActivityReport))
+        await self.control.own_sessions.activity(
+            identity.user, identity.server, self.body(wire.ActivityReport)
+        )
         self.set_status(204)
 
 
@@ -273,28 +264,29 @@ async def act(handler: Base, record: LeaseRecord, action: str, identity: Identit
         RequestError: it is not possible now; the text says why.
         BrokerUnavailable: the Hub does not stop the server.
     """
-    requests, registry = handler.control.requests, handler.control.registry
+    control, registry = handler.control, handler.control.registry
+    own = control.own_sessions
     job = registry.job_of(record)
     await note_act(registry, record, action, identity.user)
     match action:
         case "resume":
-            await requests.wake(record)
+            await own.wake(record)
         case "stay-asleep":
-            await requests.stay_asleep(record)
+            await own.stay_asleep(record)
         case "keep":
-            await requests.keep(record, minutes)
+            await own.keep(record, minutes)
         case "lend":
-            await requests.lend(record)
+            await own.lend(record)
         case "release":
-            await requests.release(record)
+            await own.release(record)
         case "stop" if job is not None:
-            await requests.cancel(job)
+            await control.requests.cancel(job)
         case "stop" if record.lease.user in registry.owners.absent:  # the Hub would stop that of another user
             await registry.advance(record, Stopping(reason="an administrator released it"))
         case "stop":
             await handler.service.access.stop_server(ServerKey(record.lease.user, record.server))
         case _:
-            await requests.allow_sleep(record, action == "may-sleep")
+            await own.allow_sleep(record, action == "may-sleep")
 
 
 class KernelReleaseHandler(Base):
@@ -328,13 +320,13 @@ class ProjectHandler(Base):
 
     async def put(self, name: str) -> None:
         identity = await self.identify(ADMIN_SCOPE)
-        await self.control.request_policy.change_project(name, self.body(wire.ProjectChange), identity.user)
+        await self.control.project_numbers.change(name, self.body(wire.ProjectChange), identity.user)
         self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
 
     async def delete(self, name: str) -> None:
         """Take all changes of a project back."""
         identity = await self.identify(ADMIN_SCOPE)
-        await self.control.request_policy.reset_project(name, identity.user)
+        await self.control.project_numbers.reset(name, identity.user)
         self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
 
 
@@ -474,7 +466,7 @@ class LeaseSizeHandler(Base):
                 uid=uid,
                 options=wire.GpuRequest(project=request.project),
             )
-        grant = await self.control.admission.change_size(identity.user, lease_id, request, server)
+        grant = await self.control.sizes.change(identity.user, lease_id, request, server)
         lease = self.service.views.lease(self.control.registry.get(lease_id))
         self.answer(wire.SizedLease.of(lease, env=grant.env if grant else {}))
 
@@ -489,7 +481,7 @@ class DeviceDrainHandler(Base):
         identity = await self.identify(ADMIN_SCOPE)
         request = self.body(wire.DrainRequest) if self.content else wire.DrainRequest()
         await administration.drain(
-            self.control.registry, self.control.admission.engine, name, request.until, identity.user
+            self.control.registry, self.control.engine, name, request.until, identity.user
         )
         self.answer(self.service.views.devices(admin=True))
 
@@ -505,7 +497,7 @@ class UnleasedProcessHandler(Base):
     async def delete(self, name: str, process: str) -> None:
         identity = await self.identify(ADMIN_SCOPE)
         control = self.control
-        await end_process(control.registry, control.admission.devices, name, process, identity.user)
+        await end_process(control.registry, control.devices, name, process, identity.user)
         self.answer(self.service.views.devices(admin=True))
 
 

@@ -244,16 +244,16 @@ class AdminPage(Page):
                 await self._act(registry.get(given("lease", "")), wanted, identity)
             elif device := given("drain", ""):
                 await administration.drain(
-                    registry, service.control.admission.engine, device, self._finish_by(), identity.user
+                    registry, service.control.engine, device, self._finish_by(), identity.user
                 )
             elif process := given("end", ""):
                 await self._end_process(given("device", ""), process, identity)
             elif device := given("undrain", ""):
                 await administration.undrain(registry, device, identity.user)
             elif project := self.get_body_argument("reset", ""):
-                await service.control.request_policy.reset_project(project, identity.user)
+                await service.control.project_numbers.reset(project, identity.user)
             else:
-                await service.control.request_policy.change_project(
+                await service.control.project_numbers.change(
                     self.get_body_argument("project", ""), self._change(), identity.user
                 )
         except RequestError as error:
@@ -287,7 +287,7 @@ class AdminPage(Page):
         if not self.get_body_argument("sure", ""):
             raise InvalidRequest("say that it is to be ended: tick the box beside the button")
         control = self.control
-        await end_process(control.registry, control.admission.devices, device, process, identity.user)
+        await end_process(control.registry, control.devices, device, process, identity.user)
 
     def _finish_by(self) -> str | None:
         hours = self.get_body_argument("hours", "")

@@ -8,7 +8,11 @@ import socket
 from tornado import iostream
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.http.base import Base
+from jupyter_gpushare.broker.control import page_queue
+from jupyter_gpushare.broker.control.loop import is_job_server
+from jupyter_gpushare.broker.control.sessions import ANSWER_S
+from jupyter_gpushare.broker.http.base import Base, Control
+from jupyter_gpushare.broker.state.session_queue import QueuePlace
 from jupyter_gpushare.broker.views.views import spawn_wait
 from jupyter_gpushare.errors import NotAllowed, RequestError
 from jupyter_gpushare.listener import HUB
@@ -18,6 +22,51 @@ from jupyter_gpushare.protocol import wire
 # Sources of the spawner's faults in `Faults`, and the most that is kept of one.
 _SPAWNER, _PATIENCE = "spawner", "start_timeout of the spawner"
 _FAULT_CHARACTERS = 500
+
+
+# ---- each request goes to a session, or to a job by the name of its server; its owner is met first
+
+
+async def start(control: Control, request: wire.SpawnRequest) -> wire.SpawnGrant:
+    """Return what a server that is about to start may use.
+
+    Raises:
+        RequestError: it must not start; the text is for the user.
+        StoreError: the database failed; the broker ends.
+    """
+    await control.ownership.meet_start(request)
+    if is_job_server(request.server):
+        return await control.job_starts.start(request)
+    return await control.sessions.start(request)
+
+
+async def wait(control: Control, request: wire.SpawnRequest) -> QueuePlace | None:
+    """As `page_queue.wait`."""
+    await control.ownership.meet_start(request)
+    return await page_queue.wait(control.request_policy, request)
+
+
+async def stop(control: Control, request: wire.SpawnStop) -> None:
+    """Release the lease of a server that has ended for any reason; a repeated call changes nothing."""
+    if is_job_server(request.server):
+        await control.job_starts.stop(request)
+    else:
+        await control.sessions.stop(request)
+
+
+def lacks_patience(start_s: float, patience_s: float | None) -> str:
+    """Return what an administrator has to set where the Hub gives starts up too early; empty: nothing.
+
+    ``start_s`` as of `Engine.start_s`, ``patience_s`` as of `wire.SpawnRequest`.
+    """
+    needed_s = start_s + ANSWER_S
+    if not start_s or patience_s is None or patience_s >= needed_s:
+        return ""
+    return (
+        f"The Hub waits {patience_s:g} s for a GPU, half of c.Spawner.start_timeout, and place_timeout and "
+        f"seat_timeout of c.GPUShareKube let a start wait {start_s:g} s: it is refused "
+        f"earlier. Set start_timeout to at least {2 * needed_s:g}, or seat_timeout to less."
+    )
 
 
 class Spawner(Base):
@@ -66,17 +115,17 @@ class SpawnerStart(Spawner):
     async def get(self) -> None:
         """How far the start of a server is."""
         user, server = self.get_query_argument("user"), self.get_query_argument("server", "")
-        self.answer(self.control.admission.progress(user, server))
+        self.answer(self.control.sessions.progress(user, server))
 
     async def post(self) -> None:
         spawns, request = self.control.registry.tally.spawns, self.body(wire.SpawnRequest)
         if request.options is not None:  # for a server without a GPU the spawner waits less
-            if said := self.control.admission.lacks_patience(request):
+            if said := lacks_patience(self.control.engine.start_s, request.patience_s):
                 self.control.faults.found(_PATIENCE, said)
             else:
                 self.control.faults.mended(_PATIENCE)
         try:
-            grant = await self.control.admission.start(request)
+            grant = await start(self.control, request)
         except RequestError as error:
             spawns[error.reason] += 1
             raise
@@ -91,7 +140,7 @@ class SpawnerWait(Spawner):
     async def post(self) -> None:
         request = self.body(wire.SpawnRequest)
         self.service.limits.waits.take(request.user)
-        place = await self.control.admission.wait(request)
+        place = await wait(self.control, request)
         if place is None:
             self.set_status(204)
             return
@@ -120,5 +169,5 @@ class SpawnerStop(Spawner):
     """A server has ended."""
 
     async def post(self) -> None:
-        await self.control.admission.stop(self.body(wire.SpawnStop))
+        await stop(self.control, self.body(wire.SpawnStop))
         self.set_status(204)

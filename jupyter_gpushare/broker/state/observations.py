@@ -16,6 +16,7 @@ from jupyter_gpushare.core.model import HOLDS_CAPACITY, LEAVING, WHOLE_GPU, Stat
 from jupyter_gpushare.core.model import Device as PlannerDevice
 from jupyter_gpushare.core.pairs import Rates
 from jupyter_gpushare.core.planning.sharing import WATCHED_S
+from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.protocol.helper import (
     GUEST_SHARE,
     ComputeShare,
@@ -422,6 +423,11 @@ class DeviceObservations:
                 # Processes on a cluster, and those of a MIG instance, can open nothing else.
                 movable=device.movable and bool(self.inventory.host) and not device.profile,
             )
+
+    def limits(self, size: Size, uuids: Iterable[str], held_milli: int) -> dict[str, int]:
+        """Return the memory limits of a lease that holds ``held_milli`` of each device, bytes per UUID."""
+        grantable = {device.uuid: device.grantable_bytes for device in self.for_planner()}
+        return {uuid: size.memory_bytes or grantable[uuid] * held_milli // WHOLE_GPU for uuid in uuids}
 
     def model_name(self, uuids: Collection[str]) -> str:
         """Return the models of these devices, for people; empty when none is known."""

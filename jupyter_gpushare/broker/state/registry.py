@@ -38,10 +38,17 @@ from jupyter_gpushare.broker.state.records import (
 from jupyter_gpushare.broker.state.session_queue import SessionQueue
 from jupyter_gpushare.broker.state.store import Journal, Loaded, Store
 from jupyter_gpushare.broker.state.tables import Change
-from jupyter_gpushare.broker.state.transitions import Edit, Granted, ResumeDone, Transition, log_transition
+from jupyter_gpushare.broker.state.transitions import (
+    Edit,
+    Granted,
+    GrantedAsleep,
+    ResumeDone,
+    Transition,
+    log_transition,
+)
 from jupyter_gpushare.broker.state.usage import Counted, FairnessTracker, Meter, Tally, UsageSums
 from jupyter_gpushare.core import order
-from jupyter_gpushare.core.model import Kind, Lease, LeaseEvent, Notice, State, advance
+from jupyter_gpushare.core.model import Grant, Kind, Lease, LeaseEvent, Notice, State, advance
 from jupyter_gpushare.core.pairs import Parted
 from jupyter_gpushare.errors import Conflict, DiskFull, NotFound
 from jupyter_gpushare.protocol import wire
@@ -426,7 +433,7 @@ class Registry:
         await self.journal.commit(record, job)
         await self.notify()
 
-    async def add_granted(self, record: LeaseRecord, transition: Granted) -> LeaseRecord:
+    async def add_granted(self, record: LeaseRecord, grant: Grant) -> LeaseRecord:
         """Store a new session that is granted in the same step, so that no other lease gets its capacity.
 
         Raises:
@@ -434,8 +441,22 @@ class Registry:
             StoreError: the database failed; the broker ends.
         """
         self.journal.check()
+        transition = self.granted(record, grant)
         self._open(record)
         return await self.advance(record, transition)
+
+    def granted(self, record: LeaseRecord, grant: Grant) -> Granted:
+        """Return the transition of a grant, with memory limits from the parts of the devices."""
+        kind = GrantedAsleep if grant.asleep else Granted
+        return kind(
+            why=grant.why,
+            devices=grant.devices,
+            held_milli=grant.held_milli,
+            limits=self.devices.limits(record.lease.size, grant.devices, grant.held_milli),
+            borrowed=grant.borrowed,
+            host=grant.host,
+            guest_bytes=grant.guest_bytes,
+        )
 
     def _open(self, record: LeaseRecord) -> None:
         self.index.put(record)

@@ -53,9 +53,9 @@ class SessionQueue:
         # Servers that did not use their reservation, and until when they have no place; oldest first.
         self._barred: dict[ServerName, float] = {}
 
-    def leases(self) -> tuple[Lease, ...]:
-        """Return the leases of all places: pending, or holding what is reserved."""
-        return tuple(place.lease for place in self._places.values())
+    def leases(self, but: ServerName | None = None) -> tuple[Lease, ...]:
+        """Return the leases of all places but one: pending, or holding what is reserved."""
+        return tuple(place.lease for server, place in self._places.items() if server != but)
 
     def of(self, user: str, server: str) -> QueuePlace | None:
         """Return the place of a server."""

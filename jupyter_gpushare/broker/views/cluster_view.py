@@ -8,7 +8,7 @@ from functools import cached_property
 from math import inf
 
 from jupyter_gpushare.broker.control import snapshot
-from jupyter_gpushare.broker.engine import Engine
+from jupyter_gpushare.broker.engine.contract import Engine
 from jupyter_gpushare.broker.state.records import JobRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.usage import lent_milli

@@ -142,8 +142,7 @@ class LeaseView:
         if not self._registry.policy.share:
             return Consent.OFF
         hosts = lease.size.fraction_milli == WHOLE_GPU and not lease.size.profile
-        one = lease.size.device_count == 1 and not lease.size.profile
-        comes = one and lease.survival.suspends and lease.borrow  # a guest is on what others hold
+        comes = lease.can_be_guest and not lease.size.profile
         if hosts and comes:
             return Consent.SHARE
         return Consent.HOST if hosts else Consent.COME if comes else Consent.NO_EFFECT

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 from jupyter_gpushare import __version__, messages
 from jupyter_gpushare.broker.control.ending import result_state
-from jupyter_gpushare.broker.engine import Engine, Offer
+from jupyter_gpushare.broker.engine.contract import Engine
+from jupyter_gpushare.broker.engine.outlook import Offer
 from jupyter_gpushare.broker.state.observations import Faults
 from jupyter_gpushare.broker.state.records import DecisionRecord, JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry, keep_left

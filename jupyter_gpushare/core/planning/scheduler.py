@@ -466,8 +466,7 @@ class SchedulingRound:
             if may_reserve and self._is_bypass_over(job) and self.reservations.reserve_for(job):
                 return Why.RESERVED if serving.starved else Why.NOT_BYPASSED
             return plan
-        # A job that does not borrow needs more than capacity: none of it may be lent.
-        self._evict(plan.victims, job, final=over or not job.borrow)
+        self._evict(plan.victims, job, final=over or plan.final)
         self._reserve(job, plan.placement)
         moved = (v.lease for v in plan.victims if v.why is Why.MOVED)
         self.reservations.reserve_targets(moved)
@@ -495,8 +494,7 @@ class SchedulingRound:
         if job.state is State.SUSPENDED:
             self._resume(job, placement, Why.CAPACITY_BACK)
         else:
-            beyond_quota = not state.account(job).fits_quota(placement.size_milli)
-            borrowed = job.borrow and (lent or beyond_quota)
+            borrowed = self.placer.borrows(job, placement, lent=lent)
             grant = Grant(
                 job.id, placement.devices, placement.held_milli, Why.FREE_CAPACITY, borrowed=borrowed
             )

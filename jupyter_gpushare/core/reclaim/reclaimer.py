@@ -50,6 +50,7 @@ class ReclaimPlan:
 
     placement: Placement
     victims: tuple[Victim, ...]
+    final: bool = False  # the victims are needed for more than their devices
 
 
 class Reclaimer:
@@ -169,7 +170,8 @@ class Reclaimer:
         placement = Placement(own or tuple(c.device.uuid for c in devices), need)
         reserve_bytes = self.state.host_memory_needed(job, placement.devices, need) if uses_lent else 0
         settled = self._with_host_memory(victims, reserve_bytes)
-        return settled if isinstance(settled, Why) else ReclaimPlan(placement, settled)
+        # A job that does not borrow needs more than capacity: none of it may be lent.
+        return settled if isinstance(settled, Why) else ReclaimPlan(placement, settled, final=not job.borrow)
 
     def _is_worth_it(self, job: Lease, victims: Iterable[Victim]) -> bool:
         """Whether ``job`` gains what the preemptions inside its project cost, in GPU-seconds."""

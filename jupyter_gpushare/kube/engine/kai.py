@@ -11,7 +11,8 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from math import inf
 
-from jupyter_gpushare.broker.engine import Engine, Explanation, Outlook, StartProgress
+from jupyter_gpushare.broker.engine.contract import Engine, StartProgress
+from jupyter_gpushare.broker.engine.outlook import Explanation, Outlook
 from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.model import Cluster, Grant, Lease, Plan, Project, Suspend
 from jupyter_gpushare.core.planning.planner import dry_run

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import cached_property
 from math import inf
 
-from jupyter_gpushare.broker.engine import Offer, Outlook
+from jupyter_gpushare.broker.engine.outlook import Offer, Outlook
 from jupyter_gpushare.core import explain
 from jupyter_gpushare.core.model import (
     HOLDS_CAPACITY,

@@ -30,7 +30,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from math import inf
 
-from jupyter_gpushare.broker.engine import Explanation, StartPhase, StartProgress
+from jupyter_gpushare.broker.engine.contract import StartPhase, StartProgress
+from jupyter_gpushare.broker.engine.outlook import Explanation
 from jupyter_gpushare.core.model import Cluster, Device, Grant, Lease, State, Why
 from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.kube.cluster.api_server import KubeError

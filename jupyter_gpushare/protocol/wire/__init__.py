@@ -27,6 +27,7 @@ from jupyter_gpushare.protocol.wire.codec import (
     replace,
 )
 from jupyter_gpushare.protocol.wire.jobs import (
+    ASKED_TERMS,
     MAX_COMMAND_ARGS,
     MAX_ENV,
     MAX_JOB_BYTES,
@@ -49,6 +50,7 @@ from jupyter_gpushare.protocol.wire.jobs import (
     JobTimeline,
     LaunchForm,
     LaunchRequest,
+    asked_terms,
 )
 from jupyter_gpushare.protocol.wire.spawner import (
     NOT_THE_SPAWNER,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -68,6 +69,22 @@ class JobTerms(Answer, frozen=True):
                 )
             return Size.of_profile(self.profile)
         return Size.of_gpus(self.gpus) if self.memory is None else Size.of_memory(self.memory)
+
+
+# Terms that a question about a job that is not submitted yet may name, as parameters of ``GET offers``.
+ASKED_TERMS = ("gpus", "memory", "profile", "borrow", "share")
+
+
+def asked_terms(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the `ASKED_TERMS` that parameters of a request name: texts, and ``0`` or ``1``."""
+    defaults, given = JobTerms(), dict[str, Any]()
+    for name in ASKED_TERMS:
+        text, default = parameters.get(name, ""), getattr(defaults, name)
+        if isinstance(default, bool):
+            given[name] = text != "0" if default else text == "1"
+        elif text:
+            given[name] = text
+    return given
 
 
 class JobRequest(JobTerms, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -2,10 +2,9 @@
 
 import { ISignal, Signal } from '@lumino/signaling';
 
-import type { IOffersQuery } from './requests';
 import { GPUS, MEMORY } from './sizes';
 import { durationOf, lines, nonEmpty, pairsOf, secondsOf } from './typed';
-import { CheckpointMode, IJob, IJobChange, ILaunchForm, ILaunchRequest, IOffers } from './wire';
+import { CheckpointMode, IJob, IJobChange, ILaunchForm, ILaunchRequest, IOffers, IOffersQuery } from './wire';
 import { trans } from './translate';
 
 /** As typed. */

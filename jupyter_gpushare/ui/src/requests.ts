@@ -19,16 +19,12 @@ import {
   ILaunchRequest,
   ILeaseStatus,
   IOffers,
+  IOffersQuery,
   ISizedLease,
   ISizeRequest
 } from './wire';
 
 export type LeaseVerb = 'resume' | 'stay-asleep' | 'keep' | 'lend';
-
-/** What is asked about a job that is not submitted yet; empty: as the broker has it. */
-export type IOffersQuery = {
-  readonly [name in 'project' | 'gpus' | 'memory' | 'profile' | 'borrow' | 'share']: string;
-};
 
 /** A refusal is an Error with the sentence of the broker or the server. */
 export class Requests {

@@ -1,8 +1,8 @@
 """The seam between the broker and a scheduler: `Engine` decides, the broker carries out.
 
-`local_engine.LocalEngine` decides with the planner of `core`.  An engine that
+`local.LocalEngine` decides with the planner of `core`.  An engine that
 follows a cluster's own scheduler is one more implementation of `Engine` and
-`Outlook`: nothing else in the broker imports a planner.
+`outlook.Outlook`: nothing else in the broker imports a planner.
 
 Every question takes the snapshot that it is about (`core.model.Cluster`).  Only
 `Engine.run`, `Engine.settle` and `Engine.admit` may wait.
@@ -12,37 +12,17 @@ from __future__ import annotations
 
 import abc
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from math import inf
 from typing import ClassVar
 
-from jupyter_gpushare.core import explain
-from jupyter_gpushare.core.explain import Offer, Use
-from jupyter_gpushare.core.model import Action, Cluster, Grant, Kind, Lease, Plan, Project, Suspend, Why
+from jupyter_gpushare.broker.engine.outlook import Explanation, Outlook
+from jupyter_gpushare.core.model import Cluster, Grant, Kind, Lease, Plan, Project, Suspend
 from jupyter_gpushare.core.resize import NewSize, NotResized
 from jupyter_gpushare.core.size import Size
 
-__all__ = [
-    "Engine",
-    "Explanation",
-    "NewSize",
-    "NotResized",
-    "Offer",
-    "Outlook",
-    "StartPhase",
-    "StartProgress",
-]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Explanation:
-    """Why a lease waits."""
-
-    why: Why
-    position: int | None  # among waiting jobs, 1 is next; None: not in the queue
-    free_milli: int  # free capacity of all usable devices
+__all__ = ["Engine", "NewSize", "NotResized", "StartPhase", "StartProgress"]
 
 
 class StartPhase(enum.StrEnum):
@@ -60,83 +40,6 @@ class StartProgress:
 
     phase: StartPhase
     within_s: float | None = None  # None: not known
-
-
-class Outlook(abc.ABC):
-    """What an engine knows about one snapshot; each value is computed at most once."""
-
-    def __init__(self, cluster: Cluster, now: float) -> None:
-        self._cluster = cluster
-        self._now = now
-
-    @property
-    @abc.abstractmethod
-    def actions(self) -> Iterable[Action]:
-        """What `Engine.decide` would begin now."""
-
-    @property
-    @abc.abstractmethod
-    def why(self) -> Mapping[str, Why]:
-        """Why each waiting lease waits, in the order of the queue."""
-
-    @property
-    @abc.abstractmethod
-    def position(self) -> Mapping[str, int]:
-        """Position of each waiting job that can start at all, 1 is next."""
-
-    @cached_property
-    def grants(self) -> Mapping[str, Grant]:
-        """Grants that `Engine.decide` would make now, by lease."""
-        return {action.lease: action for action in self.actions if isinstance(action, Grant)}
-
-    @property
-    @abc.abstractmethod
-    def free_milli(self) -> int:
-        """Free capacity of all usable devices, in thousandths of a GPU."""
-
-    @property
-    @abc.abstractmethod
-    def borrowed(self) -> Mapping[str, bool]:
-        """For every lease that holds capacity: whether it may be reclaimed."""
-
-    @property
-    @abc.abstractmethod
-    def lent(self) -> Mapping[str, tuple[str, ...]]:
-        """For every suspended session with a claim: the leases that use its capacity."""
-
-    @property
-    @abc.abstractmethod
-    def claims_milli(self) -> Mapping[str, int]:
-        """Capacity that is guaranteed to sessions, by device UUID."""
-
-    @property
-    def misplaced(self) -> Mapping[str, float]:
-        """Suspended leases that were given other devices than their memory returns to.
-
-        The value is the time (monotonic) at which each asks again, past ones left out.
-        """
-        return {}
-
-    @cached_property
-    def usage(self) -> Mapping[str, Use]:
-        """What each configured project holds, borrows, lends and waits for."""
-        return {use.project: use for use in explain.uses(self._cluster)}
-
-    @abc.abstractmethod
-    def smaller(self, lease: Lease) -> Size | None:
-        """Return the largest smaller size with which a waiting lease would start now; None: no size."""
-
-    @abc.abstractmethod
-    def offers(self, project: str, sizes: Iterable[Size]) -> tuple[Offer, ...]:
-        """Return what a new session of ``project`` would get now, one offer per size."""
-
-    def explain(self, lease_id: str) -> Explanation:
-        """Return why a lease waits; ``Why.NOT_WAITING`` when it does not."""
-        return Explanation(
-            why=self.why.get(lease_id, Why.NOT_WAITING),
-            position=self.position.get(lease_id),
-            free_milli=self.free_milli,
-        )
 
 
 class Engine(abc.ABC):

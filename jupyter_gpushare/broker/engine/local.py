@@ -10,14 +10,8 @@ from functools import cached_property
 from math import inf
 from typing import Generic, TypeVar
 
-from jupyter_gpushare.broker.engine import (
-    Engine,
-    Explanation,
-    NewSize,
-    NotResized,
-    Offer,
-    Outlook,
-)
+from jupyter_gpushare.broker.engine.contract import Engine, NewSize, NotResized
+from jupyter_gpushare.broker.engine.outlook import Explanation, Offer, Outlook
 from jupyter_gpushare.core import explain, resize
 from jupyter_gpushare.core.model import Action, Cluster, Grant, Kind, Lease, Plan, Project, Why
 from jupyter_gpushare.core.planning.planner import IncrementalPlanner, dry_run, plan
