@@ -1,4 +1,4 @@
-# Everything that is downloaded or built lies in .venv, jupyter_gpushare/native/lib, jupyter_gpushare/gpu/leases,
+# Everything that is downloaded or built lies in .venv, jupyter_gpushare/native/lib, jupyter_gpushare/gpu/os,
 # jupyter_gpushare/labextension and jupyter_gpushare/ui/node_modules; `make clean` removes it.
 #
 # Each step of the set-up leaves a stamp and names what it depends on, so that a
@@ -164,7 +164,7 @@ compilers:
 	fi
 
 clean:  ## remove what the other targets made
-	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/gpu/leases/pod_resources.binpb jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo $(GENERATED)
+	rm -rf $(VENV) dist build docs/_build jupyter_gpushare/native/lib jupyter_gpushare/gpu/os/pod_resources.binpb jupyter_gpushare/labextension $(UI)/lib $(UI)/node_modules $(UI)/tsconfig.tsbuildinfo $(GENERATED)
 
 # ---- the steps of the set-up -----------------------------------------------------
 
@@ -201,7 +201,7 @@ $(STAMPS)/docs: pyproject.toml constraints.txt | $(STAMPS)/package
 	touch $@
 
 # Editable, with the metadata of pyproject.toml; the wheel build compiles the C libraries and the kubelet's messages too.
-$(STAMPS)/package: pyproject.toml $(wildcard jupyter_gpushare/gpu/leases/*.proto) | $(STAMPS)/venv
+$(STAMPS)/package: pyproject.toml $(wildcard jupyter_gpushare/gpu/os/*.proto) | $(STAMPS)/venv
 	@$(STEP) "Installing JupyterHub, JupyterLab and this package into .venv" $(STAMPS)/package.log -- \
 	    $(PIP) --editable '.[demo,lab]' '$(UI_BUILDER)'
 	touch $@

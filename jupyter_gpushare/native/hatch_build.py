@@ -24,7 +24,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 _OLDEST_GLIBC = (2, 17)
 _VERSION = re.compile(r"\bGLIBC_(\d+)\.(\d+)")
 _LIB = "jupyter_gpushare/native/lib"
-_MESSAGES = "jupyter_gpushare/gpu/leases/pod_resources"
+_MESSAGES = "jupyter_gpushare/gpu/os/pod_resources"
 
 
 class NativeBuildHook(BuildHookInterface[Any]):

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
+from jupyter_gpushare.gpu.os.device_files import DeviceFiles
 from tests.gpu.machine import GIB, Machine, machine_in
 from tests.waiting import until
 

@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.seats import LOST_S, MARGIN_S, START_S, UNKNOWN_GRACE_S, SeatTable
 from jupyter_gpushare.gpu.moves.vacate import BROKER_S, FAILURES, RETRY_S, TERM_S, Evictions
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 from jupyter_gpushare.protocol.seats import Sit
 from tests.gpu.leases import lease_of

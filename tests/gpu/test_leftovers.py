@@ -17,7 +17,6 @@ import pytest
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
-from jupyter_gpushare.gpu.leases.device_files import DESCRIPTORS, DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import HIDDEN_SETTLES_S, DeviceStates, Verdict
 from jupyter_gpushare.gpu.leases.files import AccountFile, Slot, Taint
 from jupyter_gpushare.gpu.leases.journal import JournalRecord
@@ -26,6 +25,7 @@ from jupyter_gpushare.gpu.leases.leftovers import MOST, Leftovers
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
 from jupyter_gpushare.gpu.moves.steps import ProcessMoves
+from jupyter_gpushare.gpu.os.device_files import DESCRIPTORS, DeviceFiles
 from jupyter_gpushare.gpu.service.requests import Requests
 from jupyter_gpushare.protocol.helper import Signal
 from tests.gpu.leases import lease_of, process_of

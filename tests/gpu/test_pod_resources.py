@@ -14,8 +14,8 @@ import grpc
 import pytest
 
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.gpu.leases import pod_resources
-from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods, Unreadable
+from jupyter_gpushare.gpu.os import pod_resources
+from jupyter_gpushare.gpu.os.pod_resources import KubeletPods, Unreadable
 from jupyter_gpushare.protocol.seats import GpuPod
 
 

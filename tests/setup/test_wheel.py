@@ -82,7 +82,7 @@ def test_type_checkers_use_its_annotations(names):
 
 
 def test_it_brings_the_messages_of_the_kubelet_and_the_kernel_of_demo_gpu(names):
-    assert {"jupyter_gpushare/gpu/leases/pod_resources.binpb", "jupyter_gpushare/demo_gpu.ptx"} <= names
+    assert {"jupyter_gpushare/gpu/os/pod_resources.binpb", "jupyter_gpushare/demo_gpu.ptx"} <= names
 
 
 def test_it_brings_the_migrations_of_the_database(names):

@@ -22,53 +22,22 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.gpu.leases.files import write_whole
-from jupyter_gpushare.gpu.leases.own_memory import Key
+from jupyter_gpushare.gpu.os.containers import CGROUP_BYTES, Mount, container_of, mount_root, mounts
+from jupyter_gpushare.gpu.os.files import write_whole
+from jupyter_gpushare.gpu.os.processes import Key
 
 log = logging.getLogger(__name__)
 
-CGROUP_BYTES = 8192
-MOUNTINFO_BYTES = 1 << 20
 # Containers that have or had a lease; the oldest without one make room for new ones.
 MAX_CONTAINERS = 1024
 # Of each container without a lease so many processes are looked at in each scan, the oldest first.
 MOST_LOOKS = 16
-
-_POD = re.compile(rb"pod([0-9a-f]{8}[-_]?(?:[0-9a-f]{4}[-_]?){3}[0-9a-f]{12})(?:\.slice)?(?=/|$)")
-# Names of Docker, Podman, containerd and CRI-O; not of conmon, which is a process of the engine.
-_ENGINE = re.compile(
-    rb"/(?:docker-|libpod-|nerdctl-|cri-containerd-|crio-)?([0-9a-f]{64})(?:\.scope)?(?=/|$)"
-)
-_ESCAPED = re.compile(rb"\\([0-7]{3})")
-_Mount = tuple[bytes, bytes, bytes]  # major:minor, root in that file system, mount point
-
-
-def container_of(cgroup: bytes, own: str = "") -> str:
-    """Return the UID of the pod, or the id of the container, in /proc/PID/cgroup; empty: neither.
-
-    A container inside the container ``own`` is told from it.
-    """
-    for line in cgroup.splitlines():
-        if found := _POD.search(line):
-            return found.group(1).decode().replace("_", "-")
-        names = [each.group(1).decode() for each in _ENGINE.finditer(line) if _is_roots(line, each)]
-        if own in names[:-1]:
-            names = names[names.index(own) + 1 :]
-        if names:
-            return names[0]
-    return ""
-
-
-def _is_roots(line: bytes, found: re.Match[bytes]) -> bool:
-    """Whether no service comes before: systemd may delegate that to its user (``user@1000.service``)."""
-    return b".service/" not in line[: found.start() + 1]
 
 
 class Containers:
@@ -78,7 +47,7 @@ class Containers:
         """``leases``: where the directories of leases are; ``file`` remembers the containers of this boot."""
         self._file = file
         self._boot_id = boot_id
-        self._device, self._root = _place(leases.resolve())
+        self._device, self._root = mount_root(leases.resolve())
         self._leases = self._read()  # by container
         self._guard = threading.Lock()
         self.own = container_of(procfs.read(0, "cgroup", CGROUP_BYTES))
@@ -134,7 +103,7 @@ class Containers:
         # Meanwhile the pid may have become that of another process.
         return lease if procfs.is_running(pid, start_ticks) else ""
 
-    def _lease_in(self, found: list[_Mount], leases: Collection[str]) -> str:
+    def _lease_in(self, found: list[Mount], leases: Collection[str]) -> str:
         prefix = self._root.rstrip(b"/") + b"/"
         for device, root, _ in found:
             if device == self._device and root.startswith(prefix):
@@ -164,30 +133,3 @@ class Containers:
             write_whole(self._file, json.dumps(stored).encode())
         except OSError as error:
             log.error("%s cannot be written, the next helper may miss containers: %s", self._file, error)
-
-
-def mounts(pid: int) -> list[_Mount]:
-    """Return the mounts that a process sees, as far as `MOUNTINFO_BYTES` tell; 0 is this process."""
-    raw = procfs.read(pid, "mountinfo", MOUNTINFO_BYTES)
-    found = []
-    for line in raw[: raw.rfind(b"\n") + 1].splitlines():
-        words = line.split(b" ", 5)
-        if len(words) == 6:
-            found.append((words[2], _unescaped(words[3]), _unescaped(words[4])))
-    return found
-
-
-def _place(folder: Path) -> tuple[bytes, bytes]:
-    """Return the file system of a folder of this process, and the folder's path within it."""
-    path = os.fsencode(folder)
-    device, root, longest = b"", path, -1
-    for at, within, point in mounts(0):
-        inside = path == point or path.startswith(point.rstrip(b"/") + b"/")
-        if inside and len(point) >= longest:  # the last of two on one point is the one on top
-            rest = path[len(point.rstrip(b"/")) :]
-            device, root, longest = at, within.rstrip(b"/") + rest, len(point)
-    return device, root
-
-
-def _unescaped(field: bytes) -> bytes:
-    return _ESCAPED.sub(lambda found: bytes([int(found.group(1), 8) & 255]), field)

@@ -15,8 +15,8 @@ from typing import Any
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gpu.driver.ladder import level_of, margin_bytes, reserve_bytes, strongest, weakest
 from jupyter_gpushare.gpu.driver.nvml import LEFT_OUT, DeviceReading, DriverGpu
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles, FileAccess
 from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.os.device_files import DeviceFiles, FileAccess
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import Level, Rung
 

@@ -26,7 +26,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import struct
 import threading
 from collections.abc import Iterable, Mapping
@@ -38,6 +37,8 @@ from typing import NamedTuple
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.gpu.os.files import open_regular, write_whole
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol import LIMIT_NAME
 
 DEVICES = 16
@@ -80,8 +81,6 @@ _ALL = (1 << 31) - 1
 _syscall = ctypes.CDLL(None).syscall
 
 _LEASE = re.compile(r"[a-z0-9-]{1,64}")
-
-Key = tuple[int, int]  # pid, start ticks
 
 
 class PagePhase(enum.IntEnum):
@@ -377,7 +376,7 @@ class LeaseDirectory:
 
     def phase(self) -> PagePhase | None:
         """The phase in the limit page; None when the page is missing or broken."""
-        if (fd := _open_regular(self._limit)) < 0:
+        if (fd := open_regular(self._limit)) < 0:
             return None
         try:
             head = os.pread(fd, LIMIT_HEAD.size, 0)
@@ -423,7 +422,7 @@ class LeaseDirectory:
 
     def reopen(self) -> None:
         """Open the account again: its user may have replaced it."""
-        fd = _open_regular(self._account)
+        fd = open_regular(self._account)
         if fd >= 0:
             _cut(fd)
         with self._guard:
@@ -473,7 +472,7 @@ class LeaseDirectory:
         if _SYS_FUTEX is None:
             return
         if (page := self._page) is None:
-            if (fd := _open_regular(self._limit, os.O_RDWR)) < 0:
+            if (fd := open_regular(self._limit, os.O_RDWR)) < 0:
                 return
             try:
                 page = self._page = mmap.mmap(fd, LIMIT_BYTES)
@@ -485,7 +484,7 @@ class LeaseDirectory:
         _syscall(_SYS_FUTEX, ctypes.c_void_p(ctypes.addressof(turn)), _FUTEX_WAKE, _ALL, None, None, 0)
 
     def _pwrite(self, value: bytes, at: int) -> None:
-        if (fd := _open_regular(self._limit, os.O_WRONLY)) < 0:
+        if (fd := open_regular(self._limit, os.O_WRONLY)) < 0:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._limit))
         try:
             os.pwrite(fd, value, at)
@@ -507,25 +506,6 @@ def _device_at(index: int) -> int:
     return LIMIT_HEAD.size + index * LIMIT_DEVICE.size
 
 
-def _open_regular(path: Path, access: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file; -1 for a link, a FIFO, a directory, another filesystem, nothing."""
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        # O_PATH asks no filesystem anything (open(2)); fdinfo answers from the kernel's memory (proc(5)).
-        folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-        stack.callback(os.close, folder)
-        found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        stack.callback(os.close, found)
-        if _mount(found) == _mount(folder) and stat.S_ISREG(os.fstat(found).st_mode):
-            return os.open(procfs.path(0, f"fd/{found}"), access | os.O_NONBLOCK | os.O_CLOEXEC)
-    return -1
-
-
-def _mount(fd: int) -> bytes:
-    """The mount that a descriptor is on, as proc(5) numbers it in fdinfo."""
-    lines = procfs.read(0, f"fdinfo/{fd}", 1024).splitlines()
-    return next((line for line in lines if line.startswith(b"mnt_id:")), b"")
-
-
 def _cut(fd: int) -> None:
     """Truncate an account that has grown: its file system is shared by all users.
 
@@ -541,38 +521,3 @@ def _cut(fd: int) -> None:
                 os.ftruncate(writable, ACCOUNT_BYTES)
             finally:
                 os.close(writable)
-
-
-def write_whole(
-    path: Path, content: bytes, mode: int = 0o600, uid: int | None = None, *, sync: bool = False
-) -> None:
-    """Write a file that is never seen half written, owned by ``uid`` (None: the user of this process).
-
-    ``sync``: it is on disk before this returns.
-
-    Raises:
-        OSError: the disk does not take it; the file is as it was.
-    """
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(content)
-            os.fchmod(fd, mode)
-            if uid is not None and uid != os.geteuid():
-                os.fchown(fd, uid, -1)
-            if sync:
-                file.flush()
-                os.fsync(fd)
-        new.rename(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-    if sync:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

@@ -29,91 +29,21 @@ a record of an earlier boot is removed with its lease.
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
-import logging
 import os
 import threading
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError, InvalidRequest
-from jupyter_gpushare.gpu.leases.files import check_lease, write_whole
+from jupyter_gpushare.gpu.leases.files import check_lease
+from jupyter_gpushare.gpu.leases.holders import Holders
+from jupyter_gpushare.gpu.os.files import write_or_overwrite
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import ErrorKind, Phase, SetLimit
 
-log = logging.getLogger(__name__)
-
-
-# ---- which users held a lease since the machine booted, and of which users a record of a lease was lost
-# The watchdog stops processes only of users that hold, or since boot held, a lease here,
-# and none of a user with a lost record: it does not know then which processes were in that lease.
-# A record is lost where the helper's own folder of a lease has none.  That a process names
-# a lease without a record shows nothing: every user can start one.
-
-# Users of one boot; of further ones no process is stopped.
-MAX_UIDS = 10_000
-
-
-class Holders:
-    """Kept in one file, so that it outlives the helper and not the boot."""
-
-    def __init__(self, path: Path, boot_id: str) -> None:
-        """Read the file; one of another boot, or a damaged one, counts as empty."""
-        self._path = path
-        self._boot_id = boot_id
-        self._guard = threading.Lock()
-        self.uids: frozenset[int] = frozenset()
-        self.with_lost_record: frozenset[int] = frozenset()
-        # A process that began earlier may have been in a lease that is not known here.
-        self.since_ticks = procfs.ticks(time.clock_gettime(time.CLOCK_BOOTTIME))
-        try:
-            stored = json.loads(path.read_bytes())
-            if stored["boot_id"] == boot_id:
-                self.since_ticks = int(stored.get("since_ticks", 0))
-                self.uids = frozenset(int(uid) for uid in stored["uids"])
-                self.with_lost_record = frozenset(int(uid) for uid in stored.get("with_lost_record", ()))
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-
-    def add(self, uid: int) -> None:
-        """Note that a user holds a lease."""
-        with self._guard:
-            if uid not in self.uids and len(self.uids) < MAX_UIDS:
-                self.uids |= {uid}
-                self._save()
-
-    def lose_record(self, uid: int) -> None:
-        """Note that a lease of this user has no record any more."""
-        with self._guard:
-            if uid not in self.with_lost_record:
-                self.with_lost_record |= {uid}
-                self._save()
-
-    def _save(self) -> None:
-        """Write the file; what the disk does not take is noted until this helper ends."""
-        stored = {
-            "boot_id": self._boot_id,
-            "since_ticks": self.since_ticks,
-            "uids": sorted(self.uids),
-            "with_lost_record": sorted(self.with_lost_record),
-        }
-        try:
-            write_whole(self._path, json.dumps(stored).encode())
-        except OSError as error:
-            log.warning("the holders of leases cannot be noted in %s: %s", self._path, error)
-
-
-# ---- the journal -------------------------------------------------------------
-
-# ENOSPC, and what a quota on the disk answers.
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_PAGE_BYTES = 4096
-_STAT_BLOCK_BYTES = 512  # stat(2), st_blocks
 _PID_BYTES = 32
 # Of the leases that self-tests make for themselves: no process of a user carries them.
 SELF_TEST_PREFIX = "canary-"
@@ -229,7 +159,7 @@ class StateDirectory:
                 f"epoch {epoch} is stale: a newer broker is at work (epoch {self.epoch})",
             )
         if epoch > self.epoch:
-            _replace(self._private / "epoch", f"{epoch}\n".encode(), sync=True)
+            write_or_overwrite(self._private / "epoch", f"{epoch}\n".encode(), sync=True)
             self.epoch = epoch
 
     def save(self, record: JournalRecord) -> None:
@@ -239,7 +169,7 @@ class StateDirectory:
             OSError: the disk does not take it.
         """
         written = {"boot_id": self.boot_id, **asdict(record)}
-        _replace(self._journal / record.asked.lease, json.dumps(written).encode())
+        write_or_overwrite(self._journal / record.asked.lease, json.dumps(written).encode())
 
     def forget(self, lease: str) -> None:
         """Remove the record of a lease."""
@@ -261,7 +191,7 @@ class StateDirectory:
             OSError: the disk does not take it.
         """
         with self._devices_guard:
-            _replace(self._private / "canary", json.dumps(saved).encode())
+            write_or_overwrite(self._private / "canary", json.dumps(saved).encode())
 
     def devices(self) -> dict[str, Any]:
         """What `save_devices` wrote last; empty when there is nothing."""
@@ -309,41 +239,3 @@ def _read_record(path: Path, boot_id: str) -> JournalRecord | None:
             f"{path} was written by another version ({error}): start that version of the helper again, or "
             "remove the file: what is suspended in this lease is then lost",
         ) from None
-
-
-def _replace(path: Path, content: bytes, sync: bool = False) -> None:
-    """Write a file as a whole, or on a full disk over the old one.
-
-    Raises:
-        OSError: the disk does not take it; the file is as it was.
-    """
-    try:
-        write_whole(path, content, sync=sync)
-    except OSError as error:
-        if error.errno not in _NO_SPACE or not _overwrite(path, content, sync):
-            raise
-
-
-def _overwrite(path: Path, content: bytes, sync: bool) -> bool:
-    """Write over a file within the blocks that it has, a page at most; False: they do not hold it.
-
-    More could be cut short by the full disk, after the old content is lost.
-
-    Raises:
-        OSError: the disk does not take it.
-    """
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        file = os.fstat(fd)
-        if max(file.st_size, len(content)) > min(_PAGE_BYTES, _STAT_BLOCK_BYTES * file.st_blocks):
-            return False
-        # Blanks at its end mean nothing: no second call has to shorten the file.
-        os.pwrite(fd, content.ljust(file.st_size), 0)
-        if sync:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-    return True

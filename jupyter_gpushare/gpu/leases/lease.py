@@ -28,6 +28,7 @@ from jupyter_gpushare.gpu.leases.files import (
 )
 from jupyter_gpushare.gpu.leases.journal import JournalRecord, Leftover, Parked
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import GUEST_SHARE, ComputeShare, Phase
 
 log = logging.getLogger(__name__)
@@ -60,8 +61,6 @@ MAX_WORK = 1 << 62  # an account says any number
 
 BACKOFF_S = 60.0
 MAX_BACKOFF_S = 3600.0
-
-Key = tuple[int, int]  # pid, start ticks
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,12 +18,13 @@ from collections.abc import Collection, Mapping, Sequence
 from heapq import nlargest
 
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import HIDDEN_SETTLES_S, DeviceStates
 from jupyter_gpushare.gpu.leases.journal import Leftover
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
-from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
+from jupyter_gpushare.gpu.os.device_files import DeviceFiles
+from jupyter_gpushare.gpu.os.process_memory import ProcessMemoryReader
+from jupyter_gpushare.gpu.os.processes import Key
 
 # Of a lease: the dead processes that are remembered, those with most memory, and the living ones of which
 # it is looked up whether they have a device open.
@@ -41,7 +42,7 @@ class Leftovers:
         self._processes = processes
         self._files = files
         self._devices = devices
-        self._images = OwnMemoryReader(self._image)
+        self._images = ProcessMemoryReader(self._image)
         # Of those with GPU state, as last seen: they may have called exec since they were first seen.
         self._last_images: dict[Key, tuple[int, ...]] = {}
 

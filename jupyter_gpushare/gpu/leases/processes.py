@@ -1,103 +1,69 @@
-"""Which processes belong to a lease, and signals to them that cannot hit another.
+"""Which processes belong to a lease.
 
-A process belongs to a lease when its user is the lease's user and
+A process belongs to a lease if it runs as the lease's user and
 
 1. one of its cgroups is named ``gpushare-<lease>`` (with or without a systemd suffix), or
-2. ``GPUSHARE_LEASE_DIR`` in its environment is the directory of the lease here, as for the preload
-   library, or that is not set and ``GPUSHARE_LEASE`` is the lease (another helper on this machine may have
-   leases of the same names), or, where the environment may not be read, one of its arguments is
-   ``GPUSHARE_LEASE=<lease>``, or
-3. its parent belonged to the lease when it was first seen, and it names none of its user (a child that
-   cleared its environment, or has that of an ended server).
-   This is remembered, so that a child that outlives its parent (double fork) stays.
+2. ``GPUSHARE_LEASE_DIR`` in its environment is the directory of the lease here.  Where that is not set,
+   ``GPUSHARE_LEASE`` counts; where the environment may not be read, an argument ``GPUSHARE_LEASE=<lease>``
+   does.  The directory counts first because another helper on this machine may have leases of the same
+   names.  Or
+3. its parent belonged to the lease when the process was first seen, and the process names no lease of its
+   user (a child that cleared its environment, or has the environment of an ended server).  This is
+   remembered, so that a child that outlives its parent (double fork) stays in the lease.
 
-The user is compared last: whatever a process writes into its own environment, it
-never joins another user's lease.  A process in a container belongs to the lease of its container, and
-nothing else counts (`containers`).
+The user is compared last: whatever a process writes into its environment, it never joins another user's
+lease.  A process in a container belongs to the lease of its container, and nothing else counts
+(`containers`).
 
-A process is (pid, start time), held open by a pidfd (`procfs`).  A pidfd that polls readable is an
-exit, zombies included, so exits are noticed without a scan.  At most half of the descriptors that the
-helper may open are pidfds; processes beyond that are looked up in each scan, so no user can exhaust them.
+The kernel is asked through `gpu.os.processes`; what lies in a process's own memory (environment and
+arguments) is read by `gpu.os.process_memory`.  A process that does not answer there is *unread*.  It belongs
+where its cgroup, its parent or `claim` puts it.  If none of them does, it may belong to any lease of its
+user, so none of these leases on the same devices may be taken as ended.  A scan waits at most `ANSWER_S`.
 
-A process that could not be looked at for want of descriptors or memory has not ended: that raises
-`OSError`, and the caller changes nothing.
-
-Environment and arguments lie in the process's own memory, and a process can keep a reader of them
-waiting (`own_memory`).  Such a process is *unread*: it belongs where its cgroup, its parent or `claim`
-says.  If none of them does, it may belong to any lease of its user, and none of these on the same devices
-may be taken as ended.  No scan waits longer than `own_memory.LOOK_S`.
-
-A scan must be cheap, because it runs every second: the names and inodes in /proc are one directory read;
-only a (pid, inode) that is new is opened, or one younger than `SETTLES_S`, which may be between fork and
-exec.  One on a device (`on_devices`) that belongs to no lease is looked at in each scan.
+A scan runs every second and must be cheap.  One read of /proc gives all pids and inodes.  Only a new
+(pid, inode) is opened, or one younger than `SETTLES_S`, which may be between fork and exec.  A process on a
+device (`on_devices`) that belongs to no lease is read in each scan.
 """
 
 from __future__ import annotations
 
-import logging
 import os
 import re
-import resource
-import select
-import threading
 import time
+from collections import Counter
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from operator import attrgetter
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.errors import HelperError
-from jupyter_gpushare.gpu.leases.containers import CGROUP_BYTES, Containers, container_of
-from jupyter_gpushare.gpu.leases.own_memory import LOOK_S, Key, OwnMemoryReader, Words, words
-
-log = logging.getLogger(__name__)
+from jupyter_gpushare.gpu.leases.containers import Containers
+from jupyter_gpushare.gpu.os.process_memory import ANSWER_S, ProcessMemoryReader, Words, words
+from jupyter_gpushare.gpu.os.processes import HeldProcesses, Key, ProcessFacts, read_facts
 
 MARK = b"GPUSHARE_LEASE="
 MARK_DIR = b"GPUSHARE_LEASE_DIR="
 SETTLES_S = 5.0
 # The first process of a container has its mounts at the latest then.
 CONTAINER_SETTLES_S = 60.0
-# Processes whose exit status is remembered: a move asks for those that ended within a driver call.
-EXITS_KEPT = 1024
 # The user in whose threads processes are read of all users that have no lease.
 _NO_LEASE = -1
 
-_TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _CGROUP = re.compile(rb"/gpushare-([a-z0-9-]{1,64})(?:\.scope|\.service|\.slice)?(?=/|\n|$)")
 _KERNEL = re.compile(rb"kernel-([0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12})\.json")
 
 
-@dataclass(frozen=True, slots=True)
-class Process:
-    """One process as it was when first seen (its lease when it settled)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process(ProcessFacts):
+    """One process as it was first seen, and the lease that it belonged to once it had settled."""
 
-    pid: int
-    start_ticks: int  # field 22 of /proc/PID/stat
-    started_at: float
-    uid: int
-    parent: int
-    name: str
-    kernel: str
+    kernel: str  # id of the Jupyter kernel that it runs, from its arguments
     carries: str  # the lease that its cgroup or environment names
-    lease: str  # the lease it belongs to, if the user is the lease's
-    inherited: str = ""  # else this one, under the same condition: that of its parent
-    is_runner: bool = False  # the runner of a job: its lease is among its arguments
-    unread: bool = False  # its environment and arguments did not answer
-    inner_pid: int = 0  # in the innermost pid namespace that it is in: the pid that it knows itself by
-    container: str = ""  # UID of its pod, or id of its container
-    image: tuple[int, ...] = ()  # `procfs.image` when first seen: of what it forks too, until exec
-
-    @property
-    def inner_key(self) -> Key:
-        """The key that it writes into the account of its lease."""
-        return self.inner_pid or self.pid, self.start_ticks
-
-    @property
-    def key(self) -> Key:
-        """Pid and start time, which together name one process of this boot."""
-        return self.pid, self.start_ticks
+    lease: str  # the lease that it belongs to, if it runs as the lease's user
+    inherited: str = ""  # otherwise its parent's lease, under the same condition
+    is_runner: bool = False  # the runner of a job: the lease is among its arguments
+    unread: bool = False  # its environment and arguments could not be read in time
 
 
 class _Known(NamedTuple):
@@ -108,40 +74,28 @@ class _Known(NamedTuple):
     read_at: float  # when the read of its memory that was used last began; 0: none was
 
 
-class Processes:
-    """All processes of this machine by lease; one reader at a time."""
+class Processes(HeldProcesses):
+    """All processes of this machine by lease; safe to use from several threads."""
 
     def __init__(self, leases: Path, containers: Containers | None = None) -> None:
-        """``leases`` is where the directories of this helper's leases are.
+        """``leases`` is the folder with the directories of this helper's leases.
 
         Raises:
             HelperError: the kernel gives no pidfds (kind ``kernel``).
         """
-        try:
-            os.close(os.pidfd_open(os.getpid()))
-        except OSError as error:
-            raise HelperError(
-                "kernel",
-                f"processes cannot be held by a pidfd here ({error.strerror}): "
-                "that needs Linux 5.3 or newer, and a container that allows pidfd_open",
-            ) from None
-        self._most_held = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2
-        # Both spellings of the path; a path that a process names is never resolved, which may block for ever.
+        super().__init__()
+        # Both spellings of the path.  A path that a process names is never resolved: that may block for ever.
         self._leases = frozenset({leases, leases.resolve()})
         self._known: dict[int, _Known] = {}  # by pid
-        self._memory = OwnMemoryReader(words)
+        self._memory = ProcessMemoryReader(words)
         self._containers = containers or Containers(leases)
         self.on_devices: Collection[int] = ()  # pids that the driver shows
-        # Unread processes of no known lease, in the last scan.
+        # Unread processes that belong to no known lease, as of the last scan.
         self.unread: tuple[Process, ...] = ()
-        self._guard = threading.Lock()  # held for moments only
-        self._begun = 0  # scans; each has a number
-        self._latest = 0  # the one that `_known` is of
-        self._pidfds: dict[Key, int] = {}
-        self._exits = select.epoll()
-        self._exit_statuses: dict[Key, int | None] = {}  # the newest `EXITS_KEPT`
+        self._scans_begun = 0  # each scan has a number
+        self._latest_scan = 0  # the one that `_known` is from
 
-    def scan(self, owners: Mapping[str, int], within_s: float = LOOK_S) -> dict[str, tuple[Process, ...]]:
+    def scan(self, owners: Mapping[str, int], within_s: float = ANSWER_S) -> dict[str, tuple[Process, ...]]:
         """The living processes of each lease, oldest first; ``owners`` has the uid of each lease.
 
         Processes that do not answer are waited for at most ``within_s``.
@@ -150,16 +104,16 @@ class Processes:
             OSError: no descriptor or memory is left to look.
         """
         with self._guard:
-            self._begun += 1
-            number, present = self._begun, procfs.pids()
+            self._scans_begun += 1
+            number, present = self._scans_begun, procfs.pids()
             before = {pid: known for pid, known in self._known.items() if known.inode == present.get(pid)}
         fresh = [pid for pid in present if pid not in before or not self._is_settled(before[pid], owners)]
         looked = self._look(fresh, before, set(owners.values()), within_s)
         inside = sorted((p for p, _ in looked if self.is_contained(p)), key=attrgetter("start_ticks"))
         self._containers.learn([(p.container, p.key) for p in inside], owners)
         with self._guard:
-            if number > self._latest:  # else a scan that began later has seen more
-                self._latest = number
+            if number > self._latest_scan:  # else a scan that began later has seen more
+                self._latest_scan = number
                 self._learn(present, fresh, looked, owners)
             return self._find(owners)
 
@@ -185,71 +139,6 @@ class Processes:
         known = self._known.get(pid)
         return known.process if known else None
 
-    def wait_exit(self, timeout_s: float) -> bool:
-        """Whether a process of a lease ended within ``timeout_s``; its status is kept for `exit_status`."""
-        try:
-            if not self._exits.poll(timeout_s, maxevents=1):
-                return False
-            with self._guard:
-                for key in self._ended():
-                    self._keep_status(key)
-        except OSError:  # no descriptor or memory is left to look
-            time.sleep(timeout_s)
-            return False
-        return True
-
-    def exit_status(self, key: Key) -> int | None:
-        """The status of a process of a lease that ended, as wait(2) encodes it; None: not known.
-
-        Raises:
-            OSError: no descriptor or memory is left to look.
-        """
-        with self._guard:
-            self._keep_status(key)
-            return self._exit_statuses.get(key)
-
-    def alive(self, key: Key) -> bool:
-        """Whether this process has not ended (a zombie has)."""
-        pidfd = procfs.open_pidfd(*key)
-        if pidfd is None:
-            return False
-        try:
-            return not procfs.has_ended(pidfd)
-        finally:
-            os.close(pidfd)
-
-    def signal(self, key: Key, number: int) -> bool:
-        """Send a signal to this process; False when it has ended."""
-        return procfs.send_signal(*key, number)
-
-    def image(self, pid: int) -> tuple[int, ...]:
-        """`procfs.image` of the process that has a pid now; zeros: it has ended, or that is not shown."""
-        fields = procfs.stat_fields(pid)
-        return procfs.image(fields) if fields else (0, 0)
-
-    def is_randomized(self, pid: int) -> bool:
-        """`procfs.is_randomized`, which may wait for a process: only in a thread of its user."""
-        return procfs.is_randomized(pid)
-
-    def core_filter(self, key: Key) -> int:
-        """The bit mask of mappings that a process writes into a core file (core(5)); -1 when unknown."""
-        try:
-            with open(procfs.path(key[0], "coredump_filter"), encoding="ascii") as file:
-                value = int(file.read(), 16)
-        except (OSError, ValueError):
-            return -1
-        return value if self.alive(key) else -1
-
-    def set_core_filter(self, key: Key, value: int) -> None:
-        """Set the bit mask of core(5); with 0 a core file holds no memory.  A failure is only logged."""
-        try:
-            with open(procfs.path(key[0], "coredump_filter"), "w", encoding="ascii") as file:
-                # Opened first: while this process lives, the file belongs to it.
-                if self.alive(key):
-                    file.write(f"{value:#x}")
-        except OSError as error:
-            log.warning("process %d: coredump_filter cannot be set: %s", key[0], error)
-
     def _look(
         self, fresh: list[int], before: Mapping[int, _Known], users: set[int], within_s: float
     ) -> list[tuple[Process, float]]:
@@ -258,7 +147,7 @@ class Processes:
         One that did not answer since ``before`` is unread; what it said then counts.  ``users`` have leases.
         """
         now = time.monotonic()
-        found = [process for pid in fresh if (process := _of_kernel(pid, now, self._containers.own))]
+        found = [process for pid in fresh if (process := _first_seen(pid, now, self._containers.own))]
         said = self._memory.read({p.key: p.uid if p.uid in users else _NO_LEASE for p in found}, within_s)
         looked = []
         for process in found:
@@ -266,7 +155,7 @@ class Processes:
             old = known.process if known and known.process.key == process.key else process
             read_at = known.read_at if known and known.process is old else 0.0
             if answer is not None and answer.began_at > read_at:
-                looked.append((_told(process, answer.value, self._leases), answer.began_at))
+                looked.append((_with_memory(process, answer.value, self._leases), answer.began_at))
             else:
                 process = replace(process, carries=old.carries, kernel=old.kernel, is_runner=old.is_runner)
                 looked.append((replace(process, unread=True), read_at))
@@ -330,15 +219,6 @@ class Processes:
             lease: tuple(sorted(each, key=lambda p: (p.start_ticks, p.pid))) for lease, each in found.items()
         }
 
-    def _keep_status(self, key: Key) -> None:
-        """Note how a held process ended; once it was waited for, older kernels have no status."""
-        pidfd = self._pidfds.get(key)
-        if pidfd is None or self._exit_statuses.get(key) is not None or not procfs.has_ended(pidfd):
-            return
-        self._exit_statuses[key] = procfs.exit_status(pidfd, *key)
-        while len(self._exit_statuses) > EXITS_KEPT:
-            del self._exit_statuses[next(iter(self._exit_statuses))]
-
     def _placed(self, process: Process, owners: Mapping[str, int]) -> Process:
         before = self._known.get(process.pid)
         was = before.process if before and before.process.key == process.key else None
@@ -350,34 +230,6 @@ class Processes:
             inherited = self._owner(parent.process, owners) or parent.process.lease
         return replace(process, lease=process.carries or inherited, inherited=inherited)
 
-    def _hold(self, key: Key) -> bool:
-        """Open a pidfd to watch for its exit, up to the bound; False when the process has ended."""
-        if key in self._pidfds:
-            return True
-        if len(self._pidfds) >= self._most_held:
-            return procfs.is_running(*key)
-        pidfd = procfs.open_pidfd(*key)
-        if pidfd is None:
-            return False
-        if procfs.has_ended(pidfd):  # a zombie that an earlier scan has released
-            os.close(pidfd)
-            return False
-        self._pidfds[key] = pidfd
-        self._exits.register(pidfd, select.EPOLLIN)
-        return True
-
-    def _release(self, held: set[Key]) -> None:
-        for key in [key for key in self._pidfds if key not in held]:
-            self._keep_status(key)
-            pidfd = self._pidfds.pop(key)
-            self._exits.unregister(pidfd)
-            os.close(pidfd)
-
-    def _ended(self) -> set[Key]:
-        """The held processes that have ended, zombies included."""
-        ready = {fd for fd, _ in self._exits.poll(0, maxevents=max(1, len(self._pidfds)))}
-        return {key for key, pidfd in self._pidfds.items() if pidfd in ready}
-
 
 def leader(processes: tuple[Process, ...]) -> Process | None:
     """The oldest process that carries the lease, and has a parent outside it."""
@@ -388,34 +240,28 @@ def leader(processes: tuple[Process, ...]) -> Process | None:
     return processes[0] if processes else None
 
 
-def _of_kernel(pid: int, now: float, own_container: str = "") -> Process | None:
-    """A process by what the kernel alone answers."""
-    fields = procfs.stat_fields(pid)
-    status = procfs.read(pid, "status", 4096) if fields else b""
-    if not (uids := _field(status, b"Uid:")):
+def keys_by_inner(processes: Collection[Process]) -> dict[Key, Key]:
+    """Return the key of each process by its inner key; none for an inner key that two processes have."""
+    count = Counter(process.inner_key for process in processes)
+    return {process.inner_key: process.key for process in processes if count[process.inner_key] == 1}
+
+
+def _first_seen(pid: int, now: float, own_container: str = "") -> Process | None:
+    """Return a process as the kernel describes it, with the lease that its cgroup names; None if it ended."""
+    if (found := read_facts(pid, now, own_container)) is None:
         return None
-    age_s = time.clock_gettime(time.CLOCK_BOOTTIME) - int(fields[procfs.START_TICKS]) / _TICKS_PER_S
-    # The innermost: a helper may make them below its own service, gpushare-helper.
-    cgroup = procfs.cgroup(pid, fields, CGROUP_BYTES)
+    facts, cgroup = found
+    # The innermost name counts: a helper may create the cgroups below its own service, gpushare-helper.
     cgroups = _CGROUP.findall(cgroup)
     carries = cgroups[-1].decode() if cgroups else ""
-    return Process(
-        pid=pid,
-        start_ticks=int(fields[procfs.START_TICKS]),
-        started_at=now - age_s,
-        uid=uids[0],
-        parent=int(fields[procfs.PARENT]),
-        name=procfs.read(pid, "comm", 64).decode(errors="replace").strip(),
-        kernel="",
-        carries=carries,
-        lease=carries,
-        inner_pid=(_field(status, b"NSpid:") or [pid])[-1],
-        container=container_of(cgroup, own_container),
-        image=procfs.image(fields),
-    )
+    return Process(**_fields(facts), kernel="", carries=carries, lease=carries)
 
 
-def _told(process: Process, said: Words, leases: frozenset[Path]) -> Process:
+def _fields(facts: ProcessFacts) -> dict[str, Any]:
+    return {field.name: getattr(facts, field.name) for field in fields(facts)}
+
+
+def _with_memory(process: Process, said: Words, leases: frozenset[Path]) -> Process:
     """A process with what its arguments and its environment say."""
     kernel = _KERNEL.search(said.command)
     carries = process.carries or _named_in(said, leases)
@@ -440,11 +286,3 @@ def _named_in(said: Words, leases: frozenset[Path]) -> str:
         return lease
     path = Path(os.path.normpath(directory))
     return path.name if path.parent in leases else ""
-
-
-def _field(status: bytes, name: bytes) -> list[int]:
-    """The numbers of one line of /proc/PID/status that was read whole; none where there is no such line."""
-    for line in status[: status.rfind(b"\n") + 1].splitlines():
-        if line.startswith(name):
-            return [int(word) for word in line.split()[1:]]
-    return []

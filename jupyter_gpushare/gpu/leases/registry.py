@@ -20,53 +20,24 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 from jupyter_gpushare.errors import HelperError, InvalidRequest
-from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
-from jupyter_gpushare.gpu.driver.nvml import DriverGpu, Nvml
-from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.cgroups import Cgroups
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
+from jupyter_gpushare.gpu.leases import cgroup_limits
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import DEVICES, LeaseDirectory, PagePhase, counters_of, uuid_bytes
-from jupyter_gpushare.gpu.leases.host import HostMemory
-from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, JournalRecord, StateDirectory
-from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key
-from jupyter_gpushare.gpu.leases.own_memory import LOOK_S
-from jupyter_gpushare.gpu.leases.pod_resources import KubeletPods
-from jupyter_gpushare.gpu.leases.processes import Process, Processes
-from jupyter_gpushare.gpu.leases.seats import SeatTable
+from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, JournalRecord
+from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.processes import Process, keys_by_inner
+from jupyter_gpushare.gpu.os.cgroups import Cgroups
+from jupyter_gpushare.gpu.os.process_memory import ANSWER_S
 from jupyter_gpushare.protocol.helper import Drop, Dropped, ErrorKind, LeaseFiles, Level, Phase, SetLimit
 
 log = logging.getLogger(__name__)
-
-
-# ---- the parts of one machine that every component of the device layer works with
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """One machine: driver, processes, state directory, host memory, events, device files."""
-
-    nvml: Nvml
-    checkpoint: Checkpoint
-    processes: Processes
-    state: StateDirectory
-    host: HostMemory
-    events: Events
-    files: DeviceFiles
-    seats: SeatTable = field(default_factory=SeatTable)
-    kubelet: KubeletPods | None = None  # of a node of a cluster
-    library: str = ""  # the preload library, where pods of this node find it
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the driver is the simulated one."""
-        return self.checkpoint.simulated_host_memory() is not None
 
 
 # ---- check what the broker asks for before a lease is created or changed -----
@@ -100,15 +71,6 @@ def check_limits(request: SetLimit, gpus: Iterable[DriverGpu]) -> None:
             raise InvalidRequest(f"guaranteed on {uuid[:80]!r} is 0 to its limit, not {soft_bytes}")
 
 
-# ---- by which keys the accounts of leases name their processes
-
-
-def keys_by_inner(processes: Collection[Process]) -> dict[Key, Key]:
-    """Return the keys of processes by those that they write into accounts; none that two of them have."""
-    count = Counter(process.inner_key for process in processes)
-    return {process.inner_key: process.key for process in processes if count[process.inner_key] == 1}
-
-
 # ---- the leases --------------------------------------------------------------
 
 MAX_LEASES = 256
@@ -117,7 +79,7 @@ HOLD_WAIT_S = 5.0
 # How long to wait for killed processes; one stuck in the kernel is left to the watchdog.
 END_PROCESSES_S = 1.0
 # How long the first look at all processes may take: nothing is measured yet.
-FIRST_LOOK_S = 1.0
+FIRST_SCAN_S = 1.0
 # A broker asks for a sample every second; one that has been silent for so long does not answer.
 SILENT_S = 5.0
 
@@ -147,7 +109,7 @@ class LeaseRegistry:
         with self._guard:
             return self._leases.get(name)
 
-    def scan(self, within_s: float = LOOK_S) -> dict[str, tuple[Process, ...]]:
+    def scan(self, within_s: float = ANSWER_S) -> dict[str, tuple[Process, ...]]:
         """The living processes of every lease, looked up now, oldest first.
 
         A process that does not answer belongs to a lease with an account or record that names it.
@@ -334,7 +296,7 @@ class LeaseRegistry:
         if not lease.is_guest:
             self.end_pair(lease.name)
         if lease.in_cgroup:
-            self._cgroups.limit(lease)
+            cgroup_limits.limit(lease, self._cgroups)
         if lease.phase is Phase.SUSPENDED:
             self.suspended.set()
 
@@ -378,12 +340,12 @@ class LeaseRegistry:
         lease.files.set_devices(devices)
         lease.write_kept()
         if lease.in_cgroup or all(self._devices.offers(uuid, Level.CGROUP) for uuid in devices):
-            self._cgroups.limit(lease)
+            cgroup_limits.limit(lease, self._cgroups)
             self._cgroups.lift(lease.name, left)
 
     def place(self, lease: HelperLease) -> None:
         """Put the processes of a lease into its cgroup, where the driver limits it."""
-        self._cgroups.place(lease)
+        cgroup_limits.place(lease, self._cgroups, self._machine.processes)
 
     def drop(self, request: Drop, epoch: int) -> Dropped:
         """Revoke a lease and forget it; an unknown one is no error.  The pair of a guest stays (`end_pair`).
@@ -425,7 +387,7 @@ class LeaseRegistry:
         journal = state.records()
         records = {name: record for name, record in journal.items() if record is not None}
         owners = {name: record.asked.uid for name, record in records.items()}
-        living = self._machine.processes.scan(owners, FIRST_LOOK_S)
+        living = self._machine.processes.scan(owners, FIRST_SCAN_S)
         for name, record in records.items():
             files, asked = LeaseDirectory(state.leases, name), record.asked
             if files.phase() in (None, PagePhase.REVOKED):
@@ -477,7 +439,7 @@ class LeaseRegistry:
 
     def _enforce(self, lease: HelperLease) -> None:
         if all(self._devices.offers(uuid, Level.CGROUP) for uuid in lease.limits):
-            self._cgroups.limit(lease)
+            cgroup_limits.limit(lease, self._cgroups)
 
     def _create(self, request: SetLimit) -> HelperLease:
         """A new lease; the caller holds the guard, so that two requests create one.

@@ -28,11 +28,12 @@ from dataclasses import dataclass, replace
 from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest
 from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import Key
 from jupyter_gpushare.gpu.leases.lease import HelperLease
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.steps import UNEXPLAINED_BYTES
 from jupyter_gpushare.gpu.moves.suspend import Mover, refusal
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import (
     Drop,
     Dropped,

@@ -23,11 +23,13 @@ from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import AccountFile, counters_of
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key, added
+from jupyter_gpushare.gpu.leases.lease import HelperLease, added
 from jupyter_gpushare.gpu.leases.leftovers import Leftovers
+from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import Process
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import (
     DeviceSample,
     EventKind,

@@ -36,7 +36,7 @@ from pathlib import Path
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
-from jupyter_gpushare.gpu.leases.files import write_whole
+from jupyter_gpushare.gpu.os.files import write_whole
 
 log = logging.getLogger(__name__)
 

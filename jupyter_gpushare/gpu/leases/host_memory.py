@@ -11,26 +11,13 @@ does what is reserved for a guest (`moves.guests`), which may have to leave at a
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 
-import psutil
-
-from jupyter_gpushare import procfs
 from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
-
-CGROUPS = "/sys/fs/cgroup"
-_CGROUP_FILE_BYTES = 8192
-# Where each version of cgroups keeps limit and usage, and what memory.stat calls cached files that
-# were not used lately: those are dropped when memory is needed.  cgroup-v2.rst, cgroup-v1/memory.rst
-# (its "no limit" is the largest multiple of a page below 2**63).
-_V2 = ("", "memory.max", "memory.current", "inactive_file")
-_V1 = ("/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_V1_NO_LIMIT_BYTES = 1 << 62
+from jupyter_gpushare.gpu.os import memory
 
 
 def with_overhead(saved_bytes: int) -> int:
@@ -53,12 +40,12 @@ class HostMemory:
     def total_bytes(self) -> int:
         """All memory of this host."""
         simulated = self._checkpoint.simulated_host_memory()
-        return simulated[0] if simulated else int(psutil.virtual_memory().total)
+        return simulated[0] if simulated else memory.total_bytes()
 
     def available_bytes(self) -> int:
         """Memory that can be taken without swapping, now."""
         simulated = self._checkpoint.simulated_host_memory()
-        return simulated[1] if simulated else int(psutil.virtual_memory().available)
+        return simulated[1] if simulated else memory.available_bytes()
 
     def budget_bytes(self) -> int:
         """How many bytes of suspended state all leases together may hold."""
@@ -71,7 +58,7 @@ class HostMemory:
         ``saved_bytes`` is what all leases hold already.  What is reserved for ``lease`` is for this.
         """
         need_bytes = with_overhead(sum(by_pid.values()))
-        free = {} if self._checkpoint.simulated_host_memory() else free_in_cgroups(by_pid)
+        free = {} if self._checkpoint.simulated_host_memory() else memory.free_in_cgroups(by_pid)
         with self._guard:
             reason = self._refusal(need_bytes, with_overhead(saved_bytes), free, lease)
             if not reason:
@@ -105,7 +92,7 @@ class HostMemory:
         """Why a memory limit of these processes cannot hold their device bytes beside them; "" if it can."""
         if self._checkpoint.simulated_host_memory():
             return ""
-        return _cgroup_refusal(with_overhead(sum(by_pid.values())), free_in_cgroups(by_pid))
+        return _cgroup_refusal(with_overhead(sum(by_pid.values())), memory.free_in_cgroups(by_pid))
 
     def _add(self, count: int, cgroups: Mapping[str, int]) -> None:
         self._promised_bytes += count
@@ -136,61 +123,3 @@ def _cgroup_refusal(need_bytes: int, left: Mapping[str, int]) -> str:
         return ""
     needs, has = compared(need_bytes, max(0, left_bytes))
     return f"the copy needs {needs} in the memory cgroup of the lease, {has} are left"
-
-
-def free_in_cgroups(pids: Iterable[int]) -> dict[str, int]:
-    """Bytes that each limited cgroup (v1 or v2) above these processes may still take, by its folder.
-
-    The root of the hierarchy may be a container's own cgroup, and then has a limit.
-    """
-    free: dict[str, int] = {}
-    for pid in pids:
-        for where, names in _cgroups_above(pid):
-            if where not in free and (left := _free_in(where, *names[1:])) is not None:
-                free[where] = left
-    return free
-
-
-def limit_bytes(pid: int) -> int | None:
-    """The tightest memory limit of the cgroups above a process (0: this one); None: there is none."""
-    limits = (_limit(f"{where}/{names[1]}") for where, names in _cgroups_above(pid))
-    return min((limit for limit in limits if limit is not None), default=None)
-
-
-def _cgroups_above(pid: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The folders of each cgroup of a process and those above it, with the names of its version."""
-    for line in procfs.read(pid, "cgroup", _CGROUP_FILE_BYTES).splitlines():
-        hierarchy, controllers, path = [*line.decode(errors="replace").split(":", 2), "", ""][:3]
-        if not path.startswith("/"):
-            continue
-        if hierarchy == "0":
-            names = _V2
-        elif "memory" in controllers.split(","):
-            names = _V1
-        else:
-            continue
-        for folder in (path, *map(str, Path(path).parents)):
-            yield f"{CGROUPS}{names[0]}{folder}", names
-
-
-def _limit(file: str) -> int | None:
-    with contextlib.suppress(OSError, ValueError):  # "max" is no number: no limit
-        count = int(Path(file).read_text(encoding="ascii"))
-        return count if count < _V1_NO_LIMIT_BYTES else None
-    return None
-
-
-def _free_in(folder: str, limit: str, usage: str, inactive: str) -> int | None:
-    """Bytes that one cgroup may still take; None without a limit."""
-    with contextlib.suppress(OSError, ValueError):
-        if (most := _limit(f"{folder}/{limit}")) is not None:
-            return most - int(Path(folder, usage).read_text(encoding="ascii")) + _stat(folder, inactive)
-    return None
-
-
-def _stat(folder: str, name: str) -> int:
-    with contextlib.suppress(OSError):
-        for line in Path(folder, "memory.stat").read_text(encoding="ascii").splitlines():
-            if line.startswith(f"{name} "):
-                return int(line.split()[1])
-    return 0

@@ -5,8 +5,8 @@ memory.  A process can hold that lock for as long as it likes, for example in mm
 a file of a FUSE filesystem with a server that does not answer, and the read waits.  So the
 processes of each user are read in threads of that user, and waited for together:
 
-* a caller waits `LOOK_S` at most; a later answer is kept for the next call;
-* a user with a thread that is stuck (in one process for `LOOK_S`) is not waited for;
+* a caller waits `ANSWER_S` at most; a later answer is kept for the next call;
+* a user with a thread that is stuck (in one process for `ANSWER_S`) is not waited for;
 * at most `THREADS_PER_USER` threads of a user are stuck.  Then its other processes are
   not read, until one returns; those of other users are.
 """
@@ -22,14 +22,14 @@ from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from jupyter_gpushare import procfs
+from jupyter_gpushare.gpu.os.processes import Key
 
-LOOK_S = 0.05
+ANSWER_S = 0.05
 THREADS_PER_USER = 4
 COMMAND_BYTES = 8192
 # A larger environment can hide the mark from us; the process tree still finds it.
 ENVIRON_BYTES = 256 << 10
 
-Key = tuple[int, int]  # pid, start ticks
 _Value = TypeVar("_Value")
 
 
@@ -57,7 +57,7 @@ class Reading(Generic[_Value]):
     began_at: float
 
 
-class OwnMemoryReader(Generic[_Value]):
+class ProcessMemoryReader(Generic[_Value]):
     """Reads processes without waiting long for any; several threads may ask."""
 
     def __init__(self, read: Callable[[int], _Value]) -> None:
@@ -71,12 +71,12 @@ class OwnMemoryReader(Generic[_Value]):
     def read(self, users: Mapping[Key, int], within_s: float | None = None) -> dict[Key, Reading[_Value]]:
         """The newest answer of each of these processes; ``users`` has the user of each.
 
-        One that does not answer within ``within_s`` (default `LOOK_S`) has an older answer, or none.
+        One that does not answer within ``within_s`` (default `ANSWER_S`) has an older answer, or none.
 
         Raises:
             OSError: no descriptor or memory is left to look.
         """
-        deadline = time.monotonic() + (LOOK_S if within_s is None else within_s)
+        deadline = time.monotonic() + (ANSWER_S if within_s is None else within_s)
         with self._guard:
             awaited = self._begin(users)
         for look in awaited:
@@ -112,7 +112,7 @@ class OwnMemoryReader(Generic[_Value]):
     def _look(self, keys: Sequence[Key]) -> _Look:
         look = _Look(keys)
         try:
-            threading.Thread(target=self._run, args=(look,), name="own-memory", daemon=True).start()
+            threading.Thread(target=self._run, args=(look,), name="process-memory", daemon=True).start()
         except RuntimeError as error:  # no thread can be started
             raise OSError(errno.ENOMEM, str(error)) from None
         return look
@@ -144,7 +144,7 @@ class _Look:
 
     def is_stuck(self) -> bool:
         """Whether it has been reading one process for so long that it may never end."""
-        return time.monotonic() - self.since >= LOOK_S
+        return time.monotonic() - self.since >= ANSWER_S
 
 
 def shares_memory_of_nccl(pid: int) -> bool:

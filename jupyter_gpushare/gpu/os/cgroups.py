@@ -14,18 +14,12 @@ cgroup is removed, as "MPS v3 Memory Partitioning" (docs.nvidia.com) asks for.
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver.nvml import NO_LIMIT, Nvml
-from jupyter_gpushare.gpu.leases.lease import HelperLease
-from jupyter_gpushare.gpu.leases.processes import Processes
-from jupyter_gpushare.protocol.helper import Phase
-
-log = logging.getLogger(__name__)
 
 PREFIX = "gpushare-"
 
@@ -33,10 +27,9 @@ PREFIX = "gpushare-"
 class Cgroups:
     """Creates the cgroups of leases; ``unavailable`` says why it cannot, or is empty."""
 
-    def __init__(self, root: Path | None, nvml: Nvml, processes: Processes) -> None:
+    def __init__(self, root: Path | None, nvml: Nvml) -> None:
         self._root = root or Path("/nonexistent")
         self._nvml = nvml
-        self._processes = processes
         if root is None:
             self.unavailable = "the helper was started without --cgroup-root"
         elif not (root / "cgroup.procs").is_file():
@@ -65,46 +58,15 @@ class Cgroups:
             self._nvml.set_memory_limits(uuid, str(path), soft_bytes, hard_bytes)
         return path
 
-    def limit(self, lease: HelperLease) -> None:
-        """Let the driver limit a lease, where it can; ``lease.in_cgroup`` says whether it does."""
-        # Memory that a suspended lease has lent must not stay guaranteed to it.
-        suspended = lease.phase is Phase.SUSPENDED
-        guaranteed = dict.fromkeys(lease.limits, 0) if suspended else lease.asked.guaranteed
-        try:
-            self.make(lease.name, lease.limits, guaranteed)
-            lease.in_cgroup = True
-        except (DeviceError, OSError) as error:
-            log.warning("lease=%s is not limited by the driver: %s", lease.name, error)
-            lease.in_cgroup = False
-        lease.placed = frozenset()
+    def join(self, name: str, pid: int) -> None:
+        """Move a process into the cgroup of a lease.
 
-    def place(self, lease: HelperLease) -> None:
-        """Move the processes of a lease into its cgroup; `HelperLease.in_cgroup` is false when one cannot.
-
-        A process in a container stays there: the engine's limits hold in the container's cgroup alone.
+        Raises:
+            ProcessLookupError: the process has ended.
+            OSError: the kernel does not move it.
         """
-        keys = frozenset(process.key for process in lease.processes)
-        if not lease.in_cgroup or keys <= lease.placed:
-            return
-        if any(self._processes.had_lease(process) for process in lease.processes):
-            log.warning("lease=%s is not limited by the driver: it is in a container", lease.name)
-            lease.in_cgroup = False
-            return
-        placed = lease.placed & keys
-        for key in keys - lease.placed:
-            if not self._processes.alive(key):
-                continue
-            try:
-                with (self.path(lease.name) / "cgroup.procs").open("a", encoding="ascii") as procs:
-                    procs.write(f"{key[0]}\n")
-            except ProcessLookupError:
-                continue
-            except OSError as error:
-                log.warning("lease=%s process %d is not limited by the driver: %s", lease.name, key[0], error)
-                lease.in_cgroup = False
-            else:
-                placed |= {key}
-        lease.placed = placed
+        with (self.path(name) / "cgroup.procs").open("a", encoding="ascii") as procs:
+            procs.write(f"{pid}\n")
 
     def remove(self, name: str, uuids: Iterable[str]) -> None:
         """Clear the limits of a cgroup and remove it, if no process is in it any more."""
