@@ -123,7 +123,7 @@ class Paper:
             state=self.directory,
             host=HostMemory(50, self),  # type: ignore[arg-type]
             events=made,
-            files=SimpleNamespace(let_in=lambda users: None, are_closed=False),
+            files=SimpleNamespace(admit=lambda users: None, are_closed=False),
             seats=SeatTable(),
         )
         cgroups: Any = SimpleNamespace(**dict.fromkeys(("remove", "sweep"), lambda *_: None))

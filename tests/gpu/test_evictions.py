@@ -45,7 +45,7 @@ class Node:
         registry: Any = SimpleNamespace(
             all=lambda: list(self.leases),
             living=self.living,
-            may_live=lambda lease: True,
+            may_be_alive=lambda lease: True,
             is_unattended=lambda: self.is_unattended,
         )
         mover: Any = SimpleNamespace(suspend=self._suspend)
@@ -211,7 +211,7 @@ def test_a_seat_that_comes_back_during_the_look_is_kept(node: Node, monkeypatch:
 
     # From here on only the look at the lost seats asks: the lease itself is looked at every `RETRY_S`.
     monkeypatch.setattr(node.evictions._registry, "living", returning)
-    monkeypatch.setattr(node.evictions._registry, "may_live", lambda lease: False)
+    monkeypatch.setattr(node.evictions._registry, "may_be_alive", lambda lease: False)
     node.evictions.look_at_all()
     assert [seat.connected for seat in node.seats.sample()] == [True]
 

@@ -19,21 +19,21 @@ from jupyter_gpushare.gpu.os.files import write_whole
 
 log = logging.getLogger(__name__)
 
-# Users of one boot; of further ones no process is stopped.
+# Users that one boot remembers; no process of a further user is stopped.
 MAX_UIDS = 10_000
 
 
 class Holders:
-    """Kept in one file, so that it outlives the helper and not the boot."""
+    """The users, in one file that outlives the helper but not the boot."""
 
     def __init__(self, path: Path, boot_id: str) -> None:
-        """Read the file; one of another boot, or a damaged one, counts as empty."""
+        """Read the file; a file of another boot or a damaged file counts as empty."""
         self._path = path
         self._boot_id = boot_id
         self._guard = threading.Lock()
         self.uids: frozenset[int] = frozenset()
         self.with_lost_record: frozenset[int] = frozenset()
-        # A process that began earlier may have been in a lease that is not known here.
+        # A process that began earlier may have been in a lease that this file does not know.
         self.since_ticks = procfs.ticks(time.clock_gettime(time.CLOCK_BOOTTIME))
         try:
             stored = json.loads(path.read_bytes())
@@ -52,14 +52,14 @@ class Holders:
                 self._save()
 
     def lose_record(self, uid: int) -> None:
-        """Note that a lease of this user has no record any more."""
+        """Note that a lease of this user has lost its record."""
         with self._guard:
             if uid not in self.with_lost_record:
                 self.with_lost_record |= {uid}
                 self._save()
 
     def _save(self) -> None:
-        """Write the file; what the disk does not take is noted until this helper ends."""
+        """Write the file; if the disk refuses it, the users are remembered until this helper ends."""
         stored = {
             "boot_id": self._boot_id,
             "since_ticks": self.since_ticks,

@@ -44,10 +44,11 @@ from jupyter_gpushare.gpu.os.processes import HeldProcesses, Key, ProcessFacts, 
 
 MARK = b"GPUSHARE_LEASE="
 MARK_DIR = b"GPUSHARE_LEASE_DIR="
+# A younger process may be between fork and exec.
 SETTLES_S = 5.0
-# The first process of a container has its mounts at the latest then.
+# By this age the first process of a container has its mounts.
 CONTAINER_SETTLES_S = 60.0
-# The user in whose threads processes are read of all users that have no lease.
+# Stands for all users without a lease: their processes are read in the same threads.
 _NO_LEASE = -1
 
 _CGROUP = re.compile(rb"/gpushare-([a-z0-9-]{1,64})(?:\.scope|\.service|\.slice)?(?=/|\n|$)")
@@ -67,11 +68,11 @@ class Process(ProcessFacts):
 
 
 class _Known(NamedTuple):
-    """What the scans know about a pid."""
+    """What the scans found out about a pid."""
 
     inode: int  # of its directory in /proc
     process: Process
-    read_at: float  # when the read of its memory that was used last began; 0: none was
+    read_at: float  # when the last read of its memory began, on time.monotonic(); 0 if there was none
 
 
 class Processes(HeldProcesses):
@@ -96,29 +97,30 @@ class Processes(HeldProcesses):
         self._latest_scan = 0  # the one that `_known` is from
 
     def scan(self, owners: Mapping[str, int], within_s: float = ANSWER_S) -> dict[str, tuple[Process, ...]]:
-        """The living processes of each lease, oldest first; ``owners`` has the uid of each lease.
+        """Return the living processes of each lease in ``owners``, oldest first.
 
-        Processes that do not answer are waited for at most ``within_s``.
+        ``owners`` has the uid of each lease.  The scan waits at most ``within_s`` seconds for processes
+        that do not answer.
 
         Raises:
-            OSError: no descriptor or memory is left to look.
+            OSError: no descriptor or memory is free.
         """
         with self._guard:
             self._scans_begun += 1
             number, present = self._scans_begun, procfs.pids()
             before = {pid: known for pid, known in self._known.items() if known.inode == present.get(pid)}
         fresh = [pid for pid in present if pid not in before or not self._is_settled(before[pid], owners)]
-        looked = self._look(fresh, before, set(owners.values()), within_s)
-        inside = sorted((p for p, _ in looked if self.is_contained(p)), key=attrgetter("start_ticks"))
+        read = self._read(fresh, before, set(owners.values()), within_s)
+        inside = sorted((p for p, _ in read if self.is_contained(p)), key=attrgetter("start_ticks"))
         self._containers.learn([(p.container, p.key) for p in inside], owners)
         with self._guard:
-            if number > self._latest_scan:  # else a scan that began later has seen more
+            if number > self._latest_scan:  # otherwise a later scan has already stored its result
                 self._latest_scan = number
-                self._learn(present, fresh, looked, owners)
+                self._learn(present, fresh, read, owners)
             return self._find(owners)
 
     def claim(self, key: Key, lease: str, uid: int) -> bool:
-        """Note that a process of a user belongs to a lease; return whether it did not before."""
+        """Note that a process of a user belongs to a lease; return whether that is new."""
         with self._guard:
             known = self._known.get(key[0])
             if known is None or known.process.key != key or known.process.uid != uid:
@@ -127,62 +129,63 @@ class Processes(HeldProcesses):
             return known.process.lease != lease
 
     def is_contained(self, process: Process) -> bool:
-        """Whether a process is in a container, which alone decides on its lease."""
+        """Return whether a process is in a container, which then decides its lease."""
         return self._containers.decides(process.container)
 
     def had_lease(self, process: Process) -> bool:
-        """Whether a process is in a container of ours: one that has or had a lease."""
+        """Return whether a process is in a container that has or had a lease."""
         return self.is_contained(process) and bool(self._containers.lease_of(process.container))
 
     def find(self, pid: int) -> Process | None:
-        """The process with this pid, as the last scan saw it."""
+        """Return the process with this pid, as of the last scan."""
         known = self._known.get(pid)
         return known.process if known else None
 
-    def _look(
+    def _read(
         self, fresh: list[int], before: Mapping[int, _Known], users: set[int], within_s: float
     ) -> list[tuple[Process, float]]:
-        """These processes as they are now, each with the time of the read that says so.
+        """Read the ``fresh`` pids; return each process with the time at which the read of its memory began.
 
-        One that did not answer since ``before`` is unread; what it said then counts.  ``users`` have leases.
+        A process that has not answered since ``before`` is unread, and its earlier answer counts.
+        ``users`` are the users that have leases.
         """
         now = time.monotonic()
         found = [process for pid in fresh if (process := _first_seen(pid, now, self._containers.own))]
-        said = self._memory.read({p.key: p.uid if p.uid in users else _NO_LEASE for p in found}, within_s)
-        looked = []
+        answers = self._memory.read({p.key: p.uid if p.uid in users else _NO_LEASE for p in found}, within_s)
+        read = []
         for process in found:
-            known, answer = before.get(process.pid), said.get(process.key)
+            known, answer = before.get(process.pid), answers.get(process.key)
             old = known.process if known and known.process.key == process.key else process
             read_at = known.read_at if known and known.process is old else 0.0
             if answer is not None and answer.began_at > read_at:
-                looked.append((_with_memory(process, answer.value, self._leases), answer.began_at))
+                read.append((_with_memory(process, answer.value, self._leases), answer.began_at))
             else:
                 process = replace(process, carries=old.carries, kernel=old.kernel, is_runner=old.is_runner)
-                looked.append((replace(process, unread=True), read_at))
-        return looked
+                read.append((replace(process, unread=True), read_at))
+        return read
 
     def _learn(
         self,
         present: Mapping[int, int],
         fresh: list[int],
-        looked: list[tuple[Process, float]],
+        read: list[tuple[Process, float]],
         owners: Mapping[str, int],
     ) -> None:
-        """Replace what is known by what a scan saw."""
-        for pid in (self._known.keys() - present) | (set(fresh) - {process.pid for process, _ in looked}):
+        """Store what a scan read."""
+        for pid in (self._known.keys() - present) | (set(fresh) - {process.pid for process, _ in read}):
             self._known.pop(pid, None)
-        # Parents first, so that a whole new tree finds its lease in one scan.
-        for process, read_at in sorted(looked, key=lambda each: each[0].start_ticks):
+        # Parents first: a new tree of processes then gets its lease in one scan.
+        for process, read_at in sorted(read, key=lambda each: each[0].start_ticks):
             self._known[process.pid] = _Known(present[process.pid], self._placed(process, owners), read_at)
         unread = (known.process for known in self._known.values() if known.process.unread)
         self.unread = tuple(each for each in unread if not each.lease and not self.is_contained(each))
 
     def _is_settled(self, known: _Known, owners: Mapping[str, int]) -> bool:
-        """Whether neither a process's memory nor its mounts need a further look."""
+        """Return whether neither the memory nor the mounts of a process must be read again."""
         process = known.process
         if process.unread or (process.pid in self.on_devices and not self._owner(process, owners)):
             return False
-        # A child of a runner has the runner's arguments until it calls exec; a process may change its user.
+        # A runner's child has the runner's arguments until it calls exec, and a process may change its user.
         named = bool(process.carries) and not process.is_runner
         named &= owners.get(process.carries, process.uid) == process.uid
         if not named and known.read_at - process.started_at < SETTLES_S:
@@ -191,18 +194,18 @@ class Processes(HeldProcesses):
         return not is_new or time.monotonic() - process.started_at >= CONTAINER_SETTLES_S
 
     def _owner(self, process: Process, owners: Mapping[str, int]) -> str:
-        """Return the lease that a process belongs to; empty: none."""
+        """Return the lease that a process belongs to; empty if none."""
         if self.is_contained(process):
             lease = self._containers.lease_of(process.container)
             return lease if lease in owners else ""
         for lease in (process.lease, process.inherited):
-            # Users of containers may have one uid.
+            # The users of different containers may have the same uid.
             if owners.get(lease) == process.uid and not self._containers.has(lease):
                 return lease
         return ""
 
     def _find(self, owners: Mapping[str, int]) -> dict[str, tuple[Process, ...]]:
-        """The processes of each lease that have not ended."""
+        """Return the processes of each lease that have not ended, oldest first, and hold them."""
         ended = self._ended()
         found: dict[str, list[Process]] = {lease: [] for lease in owners}
         held: set[Key] = set()
@@ -221,9 +224,11 @@ class Processes(HeldProcesses):
 
     def _placed(self, process: Process, owners: Mapping[str, int]) -> Process:
         before = self._known.get(process.pid)
-        was = before.process if before and before.process.key == process.key else None
-        if was and (was.lease or was.inherited):
-            return replace(process, lease=process.carries or was.lease, inherited=was.inherited or was.lease)
+        earlier = before.process if before and before.process.key == process.key else None
+        if earlier and (earlier.lease or earlier.inherited):
+            return replace(
+                process, lease=process.carries or earlier.lease, inherited=earlier.inherited or earlier.lease
+            )
         parent = self._known.get(process.parent)
         inherited = ""
         if parent and parent.process.uid == process.uid:
@@ -232,7 +237,7 @@ class Processes(HeldProcesses):
 
 
 def leader(processes: tuple[Process, ...]) -> Process | None:
-    """The oldest process that carries the lease, and has a parent outside it."""
+    """Return the oldest process that carries the lease and has a parent outside it, else the oldest one."""
     pids = {process.pid for process in processes}
     for process in processes:
         if process.carries == process.lease and process.parent not in pids:
@@ -261,25 +266,26 @@ def _fields(facts: ProcessFacts) -> dict[str, Any]:
     return {field.name: getattr(facts, field.name) for field in fields(facts)}
 
 
-def _with_memory(process: Process, said: Words, leases: frozenset[Path]) -> Process:
-    """A process with what its arguments and its environment say."""
-    kernel = _KERNEL.search(said.command)
-    carries = process.carries or _named_in(said, leases)
+def _with_memory(process: Process, memory: Words, leases: frozenset[Path]) -> Process:
+    """Return a process with what its arguments and its environment name."""
+    kernel = _KERNEL.search(memory.command)
+    carries = process.carries or _named_in(memory, leases)
     return replace(
         process,
         kernel=kernel.group(1).decode() if kernel else "",
         carries=carries,
         lease=carries,
-        is_runner=bool(carries) and MARK + carries.encode() in said.command.split(b"\0"),
+        is_runner=bool(carries) and MARK + carries.encode() in memory.command.split(b"\0"),
     )
 
 
-def _named_in(said: Words, leases: frozenset[Path]) -> str:
-    """The lease that an environment names: by its directory below ``leases``, without one by its name.
+def _named_in(memory: Words, leases: frozenset[Path]) -> str:
+    """Return the lease that an environment names; empty if none.
 
-    A process that hides its environment (the runner of a job) has the name among its arguments.
+    Its directory below ``leases`` counts, or its name where no directory is set.  A process that hides its
+    environment (the runner of a job) has the name among its arguments.
     """
-    entries = (said.environ or said.command).split(b"\0")
+    entries = (memory.environ or memory.command).split(b"\0")
     lease = next((os.fsdecode(e.removeprefix(MARK)) for e in entries if e.startswith(MARK)), "")
     directory = next((os.fsdecode(e.removeprefix(MARK_DIR)) for e in entries if e.startswith(MARK_DIR)), "")
     if not directory:

@@ -135,7 +135,7 @@ class LeaseRegistry:
         """
         return self.scan().get(name, ())
 
-    def may_live(self, lease: HelperLease) -> bool:
+    def may_be_alive(self, lease: HelperLease) -> bool:
         """Whether a lease has processes now, or had some and those that do not answer may be its own.
 
         Raises:
@@ -265,12 +265,12 @@ class LeaseRegistry:
                 self._machine.state.holders.add(request.uid)
                 log.info("lease=%s created uid=%d phase=%s", lease.name, request.uid, lease.phase)
                 self._enforce(lease)
-                self.let_in()
+                self.admit_users()
                 self.suspended.set()
                 return LeaseFiles(directory=str(lease.files.path))
             with self.hold(lease, epoch):
                 self._change(lease, request)
-            self.let_in()
+            self.admit_users()
         except OSError as error:
             raise HelperError(ErrorKind.STATE, f"the lease cannot be written: {error}") from None
         return LeaseFiles(directory=str(lease.files.path))
@@ -282,14 +282,14 @@ class LeaseRegistry:
                 if uuid in lease.limits and not lease.in_cgroup:
                     self._enforce(lease)
 
-    def let_in(self) -> None:
+    def admit_users(self) -> None:
         """Let the users of leases, and no others, open the devices of their leases (`device_files`)."""
         with self._access_guard:
             users: dict[str, set[int]] = {}
             for lease in self.all():
                 for uuid in lease.limits:
                     users.setdefault(uuid, set()).add(lease.asked.uid)
-            self._machine.files.let_in(users)
+            self._machine.files.admit(users)
 
     def phase_changed(self, lease: HelperLease) -> None:
         """Adapt limits to a new phase, and let the wake detector look."""
@@ -341,7 +341,7 @@ class LeaseRegistry:
         lease.write_kept()
         if lease.in_cgroup or all(self._devices.offers(uuid, Level.CGROUP) for uuid in devices):
             cgroup_limits.limit(lease, self._cgroups)
-            self._cgroups.lift(lease.name, left)
+            self._cgroups.clear_limits(lease.name, left)
 
     def place(self, lease: HelperLease) -> None:
         """Put the processes of a lease into its cgroup, where the driver limits it."""
@@ -368,7 +368,7 @@ class LeaseRegistry:
             self._machine.state.forget(lease.name)
             with self._guard:
                 self._leases.pop(lease.name, None)
-        self.let_in()
+        self.admit_users()
         log.info("lease=%s dropped killed=%d", lease.name, len(killed))
         return Dropped(known=True)
 
@@ -411,7 +411,7 @@ class LeaseRegistry:
             lease.processes = living[lease.name]
             lease.lived = bool(lease.processes)
             lease.files.reopen()
-        self.let_in()
+        self.admit_users()
 
     def _remove_leftovers(self, stale: Collection[str]) -> None:
         """Remove what earlier boots, self-tests and half-dropped leases left; ``stale`` are names of records.
@@ -467,7 +467,7 @@ class LeaseRegistry:
     def _change(self, lease: HelperLease, request: SetLimit) -> None:
         if lease.asked.uid != request.uid:
             raise HelperError(ErrorKind.CONFLICT, f"lease {lease.name} belongs to uid {lease.asked.uid}")
-        if not self.may_live(lease):
+        if not self.may_be_alive(lease):
             self._replace(lease, request)
             return
         if list(lease.limits) != list(request.limits):

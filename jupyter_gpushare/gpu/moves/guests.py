@@ -111,7 +111,7 @@ class Guests:
             self._registry.end_pair(request.lease)
             return files
         _check(request)
-        lives = lease is not None and self._registry.may_live(lease)
+        lives = lease is not None and self._registry.may_be_alive(lease)
         if lease is not None and lease.is_guest:
             request = replace(request, suspended=False)  # it leaves by being suspended or dropped alone
         if lease.phase is Phase.SUSPENDED if lease and lives else request.suspended:

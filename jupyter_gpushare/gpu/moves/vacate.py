@@ -166,7 +166,7 @@ class Evictions:
         """Whether a lease has no device memory and can get none."""
         living = self._registry.living(lease.name)
         if not living and lease.phase in (Phase.RUNNING, Phase.SUSPENDED, Phase.LOST):
-            return not self._registry.may_live(lease)
+            return not self._registry.may_be_alive(lease)
         return lease.phase in (Phase.SUSPENDED, Phase.LOST) and self._shown(lease) == (set(), True)
 
     def _shown(self, lease: HelperLease) -> tuple[set[Key], bool]:

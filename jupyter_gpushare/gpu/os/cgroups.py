@@ -2,14 +2,13 @@
 
     <root>/gpushare-<lease>     the processes of one lease
 
-The root is given (``--cgroup-root``): a cgroup (v2) below which the helper may
-create others, such as one that systemd delegated.  A process that carries a lease is
-moved into the lease's cgroup, where its children then start; it cannot leave,
-because the files belong to the helper.  Until the next sample finds it, only the
-library limits it.
+The root (``--cgroup-root``) is a cgroup (v2) below which the helper may create others, such as one
+that systemd delegated.  The helper moves a process that carries a lease into the cgroup of the lease, and
+children of the process start there.  The process cannot leave, because the files belong to the helper.
+Until a sample has found the process, only the preload library limits it.
 
-The limits are set through NVML alone, never in ``dmem.*``, and cleared before a
-cgroup is removed, as "MPS v3 Memory Partitioning" (docs.nvidia.com) asks for.
+The limits are set only through NVML, never in ``dmem.*``, and cleared before a cgroup is removed, as
+"MPS v3 Memory Partitioning" (docs.nvidia.com) requires.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ PREFIX = "gpushare-"
 
 
 class Cgroups:
-    """Creates the cgroups of leases; ``unavailable`` says why it cannot, or is empty."""
+    """Cgroups by the name of a lease; ``unavailable`` says why none can be created, or is empty."""
 
     def __init__(self, root: Path | None, nvml: Nvml) -> None:
         self._root = root or Path("/nonexistent")
@@ -36,20 +35,22 @@ class Cgroups:
             self.unavailable = f"{root} is no cgroup (v2)"
         else:
             self.unavailable = ""
-            # On kernels from 6.14 on the driver counts through this controller; without it by itself.
+            # From Linux 6.14 on the driver counts through this controller; without it the driver counts itself.
             with suppress(OSError):
                 (root / "cgroup.subtree_control").write_text("+dmem", encoding="ascii")
 
     def path(self, name: str) -> Path:
-        """The cgroup of a lease."""
+        """Return the folder of a lease's cgroup."""
         return self._root / f"{PREFIX}{name}"
 
     def make(self, name: str, limits: Mapping[str, int], guaranteed: Mapping[str, int]) -> Path:
-        """The path of a cgroup, created or changed to these limits (bytes by device).
+        """Create a cgroup, or change its limits, and return its folder.
+
+        ``limits`` and ``guaranteed`` are bytes by device.
 
         Raises:
-            DeviceError: the driver cannot limit it.
-            OSError: it cannot be created.
+            DeviceError: the driver cannot limit the cgroup.
+            OSError: the cgroup cannot be created.
         """
         path = self.path(name)
         path.mkdir(exist_ok=True)
@@ -69,22 +70,22 @@ class Cgroups:
             procs.write(f"{pid}\n")
 
     def remove(self, name: str, uuids: Iterable[str]) -> None:
-        """Clear the limits of a cgroup and remove it, if no process is in it any more."""
+        """Clear the limits of a cgroup, and remove the cgroup if no process is in it."""
         path = self.path(name)
         if self.unavailable or not path.exists():
             return
-        self.lift(name, uuids)
-        with suppress(OSError):  # processes are still in it: the next helper tries again
+        self.clear_limits(name, uuids)
+        with suppress(OSError):  # processes are in it: the next helper tries again
             path.rmdir()
 
-    def lift(self, name: str, uuids: Iterable[str]) -> None:
+    def clear_limits(self, name: str, uuids: Iterable[str]) -> None:
         """Clear the limits of a cgroup on these devices."""
         for uuid in uuids:
             with suppress(DeviceError):
                 self._nvml.set_memory_limits(uuid, str(self.path(name)), 0, NO_LIMIT)
 
     def sweep(self, known: Iterable[str]) -> None:
-        """Remove the cgroups of leases that are not ``known`` any more."""
+        """Remove the cgroups of all leases except the ``known`` ones."""
         if self.unavailable:
             return
         names = set(known)

@@ -26,14 +26,14 @@ Mount = tuple[bytes, bytes, bytes]  # major:minor, root in that file system, mou
 
 
 def container_of(cgroup: bytes, own: str = "") -> str:
-    """Return the UID of the pod, or the id of the container, in /proc/PID/cgroup; empty: neither.
+    """Return the UID of the pod, or the id of the container, in a /proc/PID/cgroup; empty if in neither.
 
-    A container inside the container ``own`` is told from it.
+    ``own`` is the container of this process: a container inside it counts as another one.
     """
     for line in cgroup.splitlines():
         if found := _POD.search(line):
             return found.group(1).decode().replace("_", "-")
-        names = [each.group(1).decode() for each in _ENGINE.finditer(line) if _is_roots(line, each)]
+        names = [each.group(1).decode() for each in _ENGINE.finditer(line) if _is_of_root(line, each)]
         if own in names[:-1]:
             names = names[names.index(own) + 1 :]
         if names:
@@ -41,13 +41,13 @@ def container_of(cgroup: bytes, own: str = "") -> str:
     return ""
 
 
-def _is_roots(line: bytes, found: re.Match[bytes]) -> bool:
-    """Whether no service comes before: systemd may delegate that to its user (``user@1000.service``)."""
+def _is_of_root(line: bytes, found: re.Match[bytes]) -> bool:
+    """Return whether no service is above it: systemd may delegate one to a user (``user@1000.service``)."""
     return b".service/" not in line[: found.start() + 1]
 
 
 def mounts(pid: int) -> list[Mount]:
-    """Return the mounts that a process sees, as far as `MOUNTINFO_BYTES` tell; 0 is this process."""
+    """Return the mounts that a process sees, from the first `MOUNTINFO_BYTES`; pid 0 is this process."""
     raw = procfs.read(pid, "mountinfo", MOUNTINFO_BYTES)
     found = []
     for line in raw[: raw.rfind(b"\n") + 1].splitlines():
@@ -58,7 +58,7 @@ def mounts(pid: int) -> list[Mount]:
 
 
 def mount_root(folder: Path) -> tuple[bytes, bytes]:
-    """Return the file system of a folder of this process, and the folder's path within it."""
+    """Return the file system (major:minor) of a folder of this process, and the folder's path within it."""
     path = os.fsencode(folder)
     device, root, longest = b"", path, -1
     for at, within, point in mounts(0):

@@ -17,7 +17,10 @@ _STAT_BLOCK_BYTES = 512  # stat(2), st_blocks
 
 
 def open_regular(path: Path, access: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file; -1 for a link, a FIFO, a directory, another filesystem, nothing."""
+    """Return a descriptor of a regular file in its folder's file system; -1 for anything else.
+
+    A user may have put a link, a FIFO or a mount there: none of them is followed or waited for.
+    """
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
         # O_PATH asks no filesystem anything (open(2)); fdinfo answers from the kernel's memory (proc(5)).
         folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
@@ -30,7 +33,7 @@ def open_regular(path: Path, access: int = os.O_RDONLY) -> int:
 
 
 def _mount(fd: int) -> bytes:
-    """The mount that a descriptor is on, as proc(5) numbers it in fdinfo."""
+    """Return the line of fdinfo (proc(5)) that numbers the mount of a descriptor."""
     lines = procfs.read(0, f"fdinfo/{fd}", 1024).splitlines()
     return next((line for line in lines if line.startswith(b"mnt_id:")), b"")
 
@@ -38,12 +41,13 @@ def _mount(fd: int) -> bytes:
 def write_whole(
     path: Path, content: bytes, mode: int = 0o600, uid: int | None = None, *, sync: bool = False
 ) -> None:
-    """Write a file that is never seen half written, owned by ``uid`` (None: the user of this process).
+    """Replace a file at once, so that no reader sees a part of it.
 
-    ``sync``: it is on disk before this returns.
+    ``uid`` becomes its owner (default: the user of this process).  With ``sync`` the content is on disk
+    before this returns.
 
     Raises:
-        OSError: the disk does not take it; the file is as it was.
+        OSError: the disk refused it; the file is unchanged.
     """
     new = path.with_name(f".{path.name}.new")
     new.unlink(missing_ok=True)
@@ -71,10 +75,10 @@ def write_whole(
 
 
 def write_or_overwrite(path: Path, content: bytes, sync: bool = False) -> None:
-    """Write a file as a whole, or on a full disk over the old one.
+    """Replace a file at once; on a full disk write over the old file instead, if it fits into its blocks.
 
     Raises:
-        OSError: the disk does not take it; the file is as it was.
+        OSError: the disk refused it; the file is unchanged.
     """
     try:
         write_whole(path, content, sync=sync)
@@ -84,12 +88,12 @@ def write_or_overwrite(path: Path, content: bytes, sync: bool = False) -> None:
 
 
 def _overwrite(path: Path, content: bytes, sync: bool) -> bool:
-    """Write over a file within the blocks that it has, a page at most; False: they do not hold it.
+    """Write over a file within its blocks, one page at most; return False if they cannot hold the content.
 
-    More could be cut short by the full disk, after the old content is lost.
+    The full disk could cut a longer write short after the old content is lost.
 
     Raises:
-        OSError: the disk does not take it.
+        OSError: the disk refused it.
     """
     try:
         fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -99,7 +103,7 @@ def _overwrite(path: Path, content: bytes, sync: bool) -> bool:
         file = os.fstat(fd)
         if max(file.st_size, len(content)) > min(_PAGE_BYTES, _STAT_BLOCK_BYTES * file.st_blocks):
             return False
-        # Blanks at its end mean nothing: no second call has to shorten the file.
+        # Blanks at the end mean nothing, so that no second call has to shorten the file.
         os.pwrite(fd, content.ljust(file.st_size), 0)
         if sync:
             os.fsync(fd)

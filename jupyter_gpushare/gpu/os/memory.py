@@ -12,9 +12,9 @@ from jupyter_gpushare import procfs
 
 CGROUPS = "/sys/fs/cgroup"
 _CGROUP_FILE_BYTES = 8192
-# Where each version of cgroups keeps limit and usage, and what memory.stat calls cached files that
-# were not used lately: those are dropped when memory is needed.  cgroup-v2.rst, cgroup-v1/memory.rst
-# (its "no limit" is the largest multiple of a page below 2**63).
+# For each version of cgroups: its folder, the files with limit and usage, and the entry of memory.stat for
+# cached files that were not used lately, which the kernel drops when memory is needed.  See cgroup-v2.rst
+# and cgroup-v1/memory.rst (where "no limit" is the largest multiple of a page below 2**63).
 _V2 = ("", "memory.max", "memory.current", "inactive_file")
 _V1 = ("/memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _V1_NO_LIMIT_BYTES = 1 << 62
@@ -31,9 +31,9 @@ def available_bytes() -> int:
 
 
 def free_in_cgroups(pids: Iterable[int]) -> dict[str, int]:
-    """Bytes that each limited cgroup (v1 or v2) above these processes may still take, by its folder.
+    """Return the bytes that each limited cgroup above these processes may still take, by its folder.
 
-    The root of the hierarchy may be a container's own cgroup, and then has a limit.
+    The root of the hierarchy counts too: in a container it is the container's cgroup, and may have a limit.
     """
     free: dict[str, int] = {}
     for pid in pids:
@@ -44,13 +44,13 @@ def free_in_cgroups(pids: Iterable[int]) -> dict[str, int]:
 
 
 def limit_bytes(pid: int) -> int | None:
-    """The tightest memory limit of the cgroups above a process (0: this one); None: there is none."""
+    """Return the tightest memory limit, in bytes, above a process (0: this one); None if there is none."""
     limits = (_limit(f"{where}/{names[1]}") for where, names in _cgroups_above(pid))
     return min((limit for limit in limits if limit is not None), default=None)
 
 
 def _cgroups_above(pid: int) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """The folders of each cgroup of a process and those above it, with the names of its version."""
+    """Yield the folder of each cgroup above a process, with the names that its version uses."""
     for line in procfs.read(pid, "cgroup", _CGROUP_FILE_BYTES).splitlines():
         hierarchy, controllers, path = [*line.decode(errors="replace").split(":", 2), "", ""][:3]
         if not path.startswith("/"):
@@ -73,7 +73,7 @@ def _limit(file: str) -> int | None:
 
 
 def _free_in(folder: str, limit: str, usage: str, inactive: str) -> int | None:
-    """Bytes that one cgroup may still take; None without a limit."""
+    """Return the bytes that one cgroup may still take; None if it has no limit."""
     with contextlib.suppress(OSError, ValueError):
         if (maximum := _limit(f"{folder}/{limit}")) is not None:
             return maximum - int(Path(folder, usage).read_text(encoding="ascii")) + _stat(folder, inactive)

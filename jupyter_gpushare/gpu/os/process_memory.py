@@ -1,14 +1,14 @@
 """Read what lies in the memory of processes, such as their environment and arguments.
 
 For such a read (proc(5): environ, cmdline, maps) the kernel takes the lock of the process's
-memory.  A process can hold that lock for as long as it likes, for example in mmap(2) of
-a file of a FUSE filesystem with a server that does not answer, and the read waits.  So the
-processes of each user are read in threads of that user, and waited for together:
+memory.  The process can hold that lock without end, for example in mmap(2) of a file on a FUSE
+filesystem whose server does not answer, and the read waits meanwhile.  So each user's processes
+are read in threads of their own, and the caller waits for all these threads together:
 
-* a caller waits `ANSWER_S` at most; a later answer is kept for the next call;
-* a user with a thread that is stuck (in one process for `ANSWER_S`) is not waited for;
-* at most `THREADS_PER_USER` threads of a user are stuck.  Then its other processes are
-  not read, until one returns; those of other users are.
+* A caller waits `ANSWER_S` at most.  A later answer is kept for the next call.
+* A thread that has read one process for `ANSWER_S` is stuck.  No caller waits for its user.
+* At most `THREADS_PER_USER` threads of a user are stuck.  Until one of them returns, no other process
+  of that user is read; processes of other users are.
 """
 
 from __future__ import annotations
@@ -27,60 +27,61 @@ from jupyter_gpushare.gpu.os.processes import Key
 ANSWER_S = 0.05
 THREADS_PER_USER = 4
 COMMAND_BYTES = 8192
-# A larger environment can hide the mark from us; the process tree still finds it.
+# A larger environment may hide the name of the lease; the process then belongs to its parent's lease.
 ENVIRON_BYTES = 256 << 10
 
 _Value = TypeVar("_Value")
 
 
 class Words(NamedTuple):
-    """The arguments and the environment of a process; empty when it is gone or they may not be read."""
+    """Arguments and environment of a process; empty if it has ended or they may not be read."""
 
     command: bytes
     environ: bytes
 
 
 def words(pid: int) -> Words:
-    """The arguments and the environment of a process; waits for as long as it does not answer.
+    """Return the arguments and the environment of a process; wait until it answers.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     return Words(procfs.read(pid, "cmdline", COMMAND_BYTES), procfs.read(pid, "environ", ENVIRON_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class Reading(Generic[_Value]):
-    """What was read of a process, and when that read began (``time.monotonic()``)."""
+    """What was read from a process, and when that read began (``time.monotonic()``)."""
 
     value: _Value
     began_at: float
 
 
 class ProcessMemoryReader(Generic[_Value]):
-    """Reads processes without waiting long for any; several threads may ask."""
+    """Reads processes without a long wait for any of them; safe to use from several threads."""
 
     def __init__(self, read: Callable[[int], _Value]) -> None:
-        """``read`` reads the process with a pid; it raises nothing but `OSError`."""
+        """``read`` reads the process that has a pid; it may raise `OSError` only."""
         self._read = read
         self._guard = threading.Lock()  # held for moments only
-        self._looks: dict[int, list[_Look]] = {}  # by user, those that have not ended
+        self._batches: dict[int, list[_Batch]] = {}  # by user, the batches that have not ended
         self._answers: dict[Key, Reading[_Value]] = {}  # the newest of each process
         self._error: OSError | None = None
 
     def read(self, users: Mapping[Key, int], within_s: float | None = None) -> dict[Key, Reading[_Value]]:
-        """The newest answer of each of these processes; ``users`` has the user of each.
+        """Return the newest answer of each process in ``users``, which has the uid of each process.
 
-        One that does not answer within ``within_s`` (default `ANSWER_S`) has an older answer, or none.
+        A process that does not answer within ``within_s`` seconds (default `ANSWER_S`) has an older
+        answer, or none.
 
         Raises:
-            OSError: no descriptor or memory is left to look.
+            OSError: no descriptor or memory is free.
         """
         deadline = time.monotonic() + (ANSWER_S if within_s is None else within_s)
         with self._guard:
             awaited = self._begin(users)
-        for look in awaited:
-            look.ended.wait(max(0.0, deadline - time.monotonic()))
+        for batch in awaited:
+            batch.ended.wait(max(0.0, deadline - time.monotonic()))
         with self._guard:
             self._answers = {key: answer for key, answer in self._answers.items() if key in users}
             error, self._error = self._error, None
@@ -88,67 +89,69 @@ class ProcessMemoryReader(Generic[_Value]):
                 raise error
             return dict(self._answers)
 
-    def _begin(self, users: Mapping[Key, int]) -> list[_Look]:
-        """Start to read what is not being read; returns the looks that are worth a wait."""
-        for user, looks in list(self._looks.items()):
-            self._looks[user] = [look for look in looks if not look.ended.is_set()]
-            if not self._looks[user]:
-                del self._looks[user]
-        awaited: list[_Look] = []
+    def _begin(self, users: Mapping[Key, int]) -> list[_Batch]:
+        """Start to read the processes that no thread reads; return the batches that are worth a wait."""
+        for user, batches in list(self._batches.items()):
+            self._batches[user] = [batch for batch in batches if not batch.ended.is_set()]
+            if not self._batches[user]:
+                del self._batches[user]
+        awaited: list[_Batch] = []
         for user in set(users.values()):
-            looks = self._looks.setdefault(user, [])
-            stuck = [look for look in looks if look.is_stuck()]
-            for look in stuck:
-                look.overtaken = True
-            # What comes after the process that a stuck look hangs at is read by another one.
-            under_way = {key for look in looks for key in ([look.left[0]] if look in stuck else look.left)}
+            batches = self._batches.setdefault(user, [])
+            stuck = [batch for batch in batches if batch.is_stuck()]
+            for batch in stuck:
+                batch.overtaken = True
+            # Another thread reads the processes that a stuck one has not reached.
+            under_way = {
+                key for batch in batches for key in ([batch.left[0]] if batch in stuck else batch.left)
+            }
             keys = [key for key in users if users[key] == user and key not in under_way]
-            if keys and len(looks) < THREADS_PER_USER:
-                looks.append(self._look(keys))
+            if keys and len(batches) < THREADS_PER_USER:
+                batches.append(self._start(keys))
             if not stuck:
-                awaited += looks
+                awaited += batches
         return awaited
 
-    def _look(self, keys: Sequence[Key]) -> _Look:
-        look = _Look(keys)
+    def _start(self, keys: Sequence[Key]) -> _Batch:
+        batch = _Batch(keys)
         try:
-            threading.Thread(target=self._run, args=(look,), name="process-memory", daemon=True).start()
+            threading.Thread(target=self._run, args=(batch,), name="process-memory", daemon=True).start()
         except RuntimeError as error:  # no thread can be started
             raise OSError(errno.ENOMEM, str(error)) from None
-        return look
+        return batch
 
-    def _run(self, look: _Look) -> None:
+    def _run(self, batch: _Batch) -> None:
         """Read processes one after the other, in a thread of their user."""
         try:
-            while look.left and not look.overtaken:
-                look.since = time.monotonic()
-                key = look.left[0]
-                answer = Reading(self._read(key[0]), look.since)
+            while batch.left and not batch.overtaken:
+                batch.since = time.monotonic()
+                key = batch.left[0]
+                answer = Reading(self._read(key[0]), batch.since)
                 with self._guard:
                     self._answers[key] = answer
-                    look.left.popleft()
+                    batch.left.popleft()
         except OSError as error:
             self._error = error
         finally:
-            look.ended.set()
+            batch.ended.set()
 
 
-class _Look:
-    """One thread's work: processes, read one after the other."""
+class _Batch:
+    """The processes that one thread reads, one after the other."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
-        self.left = deque(keys)  # the first is being read,
-        self.since = time.monotonic()  # since then
-        self.overtaken = False  # another look reads the rest
+        self.left = deque(keys)  # the first is being read
+        self.since = time.monotonic()  # when the read of the first began
+        self.overtaken = False  # another thread reads the rest
         self.ended = threading.Event()
 
     def is_stuck(self) -> bool:
-        """Whether it has been reading one process for so long that it may never end."""
+        """Return whether the thread has read one process for `ANSWER_S`, so that it may never return."""
         return time.monotonic() - self.since >= ANSWER_S
 
 
 def shares_memory_of_nccl(pid: int) -> bool:
-    """Whether a process maps shared memory of NCCL ranks on one host (named in its src/transport/shm.cc)."""
+    """Return whether a process maps shared memory of NCCL ranks (named in NCCL's src/transport/shm.cc)."""
     try:
         with open(procfs.path(pid, "maps"), "rb") as maps:
             return any(b" /dev/shm/nccl-" in line for line in maps)

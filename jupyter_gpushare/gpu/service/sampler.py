@@ -170,7 +170,7 @@ class Sampler:
                 lease.measured_at = began_at
             self._lease(lease, shown, living.get(lease.name, ()))
         self._host_available_bytes = self._machine.host.available_bytes()
-        self._registry.let_in()  # the driver's tools may have opened the files again
+        self._registry.admit_users()  # the driver's tools may have opened the files again
         self._late, self._at = frozenset(self._machine.nvml.pending), began_at
         self._watchdog.compare(fresh, leases)
 
