@@ -222,7 +222,7 @@ class Paper:
         for lease in self.registry.all():
             lease.processes = living[lease.name]
             lease.account = lease.files.account()
-            lease.see_work(lease.account)
+            lease.count_work(lease.account)
             here = [self.programs[each.pid] for each in lease.processes if each.pid in self.programs]
             lease.held = {(each.pid, 1): {UUID: each.device_bytes} for each in here if each.device_bytes}
 

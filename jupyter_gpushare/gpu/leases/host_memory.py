@@ -1,12 +1,15 @@
-"""Host memory for suspended state: how much there is, and how much a suspension may take.
+"""Host memory for suspended state: the budget of all leases, and what a suspension may take of it.
 
-A suspension needs its device bytes and 5 % in host memory (assumed, not measured on
-a GPU: the driver's overhead is not published), within three bounds: the budget (a
-part of all memory, for all leases together), what the host has available, and the
-memory limit of each cgroup above the process, where the driver allocates the bytes
-(NVIDIA/cuda-checkpoint issue 33: in the target process).  Memory promised to a
-suspension in progress counts as taken, so that two at once cannot count on the same, and so
-does what is reserved for a guest (`moves.guests`), which may have to leave at any moment.
+A suspension needs host memory for its device bytes and 5 % more.  (The 5 % are assumed: NVIDIA does not
+publish the driver's overhead, and we have not measured it on a GPU.)  Three bounds apply:
+
+* the budget, a part of the machine's memory for all leases together;
+* the memory that the machine has available;
+* the memory limit of each cgroup above the process, because the driver allocates the bytes in the
+  target process (NVIDIA/cuda-checkpoint issue 33).
+
+Memory promised to a suspension in progress counts as taken, so that two suspensions cannot use the same
+bytes.  So does the memory reserved for a guest (`moves.guests`), which may have to leave at any moment.
 """
 
 from __future__ import annotations
@@ -21,15 +24,15 @@ from jupyter_gpushare.gpu.os import memory
 
 
 def with_overhead(saved_bytes: int) -> int:
-    """Host bytes that a suspension of ``saved_bytes`` device bytes takes (assumed: 5 % more)."""
+    """Return the host bytes that a suspension of ``saved_bytes`` device bytes takes (5 % more, assumed)."""
     return saved_bytes + saved_bytes // 20
 
 
 class HostMemory:
-    """Answers whether host memory allows a suspension, and reserves it meanwhile."""
+    """Says whether host memory allows a suspension, and reserves it until the suspension is over."""
 
     def __init__(self, budget_percent: int, checkpoint: Checkpoint) -> None:
-        """The budget is a part of all memory; a simulated driver has a host memory of its own."""
+        """``budget_percent`` is a part of all memory; a simulated driver has its own host memory."""
         self._checkpoint = checkpoint
         self._percent = budget_percent
         self._guard = threading.Lock()
@@ -38,24 +41,24 @@ class HostMemory:
         self._reserved: dict[str, int] = {}  # bytes by the lease that is a guest
 
     def total_bytes(self) -> int:
-        """All memory of this host."""
+        """Return the bytes of memory that this machine has."""
         simulated = self._checkpoint.simulated_host_memory()
         return simulated[0] if simulated else memory.total_bytes()
 
     def available_bytes(self) -> int:
-        """Memory that can be taken without swapping, now."""
+        """Return the bytes of memory that can be taken now without swapping."""
         simulated = self._checkpoint.simulated_host_memory()
         return simulated[1] if simulated else memory.available_bytes()
 
     def budget_bytes(self) -> int:
-        """How many bytes of suspended state all leases together may hold."""
+        """Return the bytes of suspended state that all leases together may hold."""
         return self.total_bytes() * self._percent // 100
 
     @contextmanager
     def promise(self, by_pid: Mapping[int, int], saved_bytes: int, lease: str = "") -> Iterator[str]:
-        """Reserve memory for the bytes of these processes; yields why there is not enough, or "".
+        """Reserve memory for the device bytes of these processes; yield why there is not enough, or "".
 
-        ``saved_bytes`` is what all leases hold already.  What is reserved for ``lease`` is for this.
+        ``saved_bytes`` are the suspended bytes of all leases.  Memory reserved for ``lease`` may be used.
         """
         need_bytes = with_overhead(sum(by_pid.values()))
         free = {} if self._checkpoint.simulated_host_memory() else memory.free_in_cgroups(by_pid)
@@ -71,9 +74,10 @@ class HostMemory:
                     self._add(-need_bytes, free)
 
     def reserve(self, lease: str, count: int, saved_bytes: int) -> str:
-        """Reserve memory for as many device bytes of a guest, in place of what is; why not, or "".
+        """Reserve memory for ``count`` device bytes of a guest; return why there is not enough, or "".
 
-        ``saved_bytes`` is what all leases hold already.
+        This replaces an earlier reservation for the guest.  ``saved_bytes`` are the suspended bytes of all
+        leases.
         """
         need_bytes = with_overhead(count)
         with self._guard:
@@ -82,14 +86,14 @@ class HostMemory:
         return reason
 
     def keep_reserved(self, lease: str, count: int) -> None:
-        """Reserve memory for device bytes of a guest that runs (0: none), whether it is there or not."""
+        """Reserve memory for ``count`` device bytes of a running guest, even without enough; 0 ends it."""
         with self._guard:
             self._reserved = {k: v for k, v in self._reserved.items() if k != lease}
             if count:
                 self._reserved[lease] = with_overhead(count)
 
     def too_small(self, by_pid: Mapping[int, int]) -> str:
-        """Why a memory limit of these processes cannot hold their device bytes beside them; "" if it can."""
+        """Return why a memory limit of these processes cannot also hold their device bytes; "" if it can."""
         if self._checkpoint.simulated_host_memory():
             return ""
         return _cgroup_refusal(with_overhead(sum(by_pid.values())), memory.free_in_cgroups(by_pid))

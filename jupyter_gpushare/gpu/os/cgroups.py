@@ -35,7 +35,7 @@ class Cgroups:
             self.unavailable = f"{root} is no cgroup (v2)"
         else:
             self.unavailable = ""
-            # From Linux 6.14 on the driver counts through this controller; without it the driver counts itself.
+            # From Linux 6.14 on the driver counts through this controller; without it, by itself.
             with suppress(OSError):
                 (root / "cgroup.subtree_control").write_text("+dmem", encoding="ascii")
 

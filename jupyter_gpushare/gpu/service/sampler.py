@@ -241,7 +241,7 @@ class Sampler:
                 computing = True
         lease.held, lease.account = held, account
         outside = frozenset(key for key in held if account is None or key not in account.slots)
-        lease.see_work(account)
+        lease.count_work(account)
         lease.outside, lease.goes_around = outside, bool(outside & lease.outside)
         # The account and the driver's answer match only where no allocation happened in between.
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
