@@ -35,7 +35,7 @@ from jupyter_gpushare.gpu.leases.files import (
     VERSION,
     PagePhase,
 )
-from jupyter_gpushare.gpu.leases.host import limit_bytes
+from jupyter_gpushare.gpu.os.memory import limit_bytes
 from jupyter_gpushare.messages import LEVELS, gibibytes
 from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.protocol import wire

@@ -74,7 +74,7 @@ def checked(given: Mapping[str, str]) -> dict[str, str]:
 # ---- host memory -------------------------------------------------------------
 # Host memory for sessions that sleep: GPU memory that is suspended moves into its server's memory limit.
 #
-# The device helper suspends nothing that does not fit into the limit (`gpu/leases/host.py`), so a
+# The device helper suspends nothing that does not fit into the limit (`gpu/leases/host_memory.py`), so a
 # site would have to add the largest GPU part to `mem_limit`, for users without a GPU as well.
 
 

@@ -131,7 +131,7 @@ def test_a_file_lease_on_an_account_that_has_grown_keeps_the_helper_waiting_for_
     )
     try:
         assert holder.stdout.readline() == "held\n"
-        fd = files._open_regular(account)
+        fd = files.open_regular(account)
         began_at = time.monotonic()
         files._cut(fd)
         assert time.monotonic() - began_at < 2.0
@@ -140,7 +140,7 @@ def test_a_file_lease_on_an_account_that_has_grown_keeps_the_helper_waiting_for_
     finally:
         holder.kill()
         holder.communicate()
-    fd = files._open_regular(account)
+    fd = files.open_regular(account)
     files._cut(fd)
     os.close(fd)
     assert account.stat().st_size == files.ACCOUNT_BYTES

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jupyter_gpushare.gpu.leases.containers import container_of
+from jupyter_gpushare.gpu.os.containers import container_of
 from tests.gpu.machine import WORKER, Machine, Worker
 
 _HIERARCHIES = ("unified", "", "freezer", "pids")

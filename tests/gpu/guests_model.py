@@ -22,10 +22,10 @@ from jupyter_gpushare.errors import DeviceError, HelperError
 from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases import files, journal
+from jupyter_gpushare.gpu.leases import files, holders
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase, Taint
-from jupyter_gpushare.gpu.leases.host import HostMemory, with_overhead
+from jupyter_gpushare.gpu.leases.host_memory import HostMemory, with_overhead
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.processes import Process
@@ -34,6 +34,7 @@ from jupyter_gpushare.gpu.leases.seats import SeatTable
 from jupyter_gpushare.gpu.moves import guests, reservations, steps, suspend
 from jupyter_gpushare.gpu.moves.guests import Guests
 from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.os import files as os_files
 from jupyter_gpushare.protocol.helper import Drop, Level, Phase, Rung, SetLimit
 from tests.gpu.leases import process_of
 
@@ -122,12 +123,10 @@ class Paper:
             state=self.directory,
             host=HostMemory(50, self),  # type: ignore[arg-type]
             events=made,
-            files=SimpleNamespace(let_in=lambda users: None, are_closed=False),
+            files=SimpleNamespace(admit=lambda users: None, are_closed=False),
             seats=SeatTable(),
         )
-        cgroups: Any = SimpleNamespace(
-            **dict.fromkeys(("limit", "remove", "sweep", "place"), lambda *_: None)
-        )
+        cgroups: Any = SimpleNamespace(**dict.fromkeys(("remove", "sweep"), lambda *_: None))
         devices = DeviceStates((GPU,))
         ladder = (Rung(level=Level.PRELOAD, offered=True),)
         devices.set_verdict(UUID, Verdict(suspendable=True, ladder=ladder, context_bytes=CONTEXT_BYTES))
@@ -177,7 +176,8 @@ class Paper:
         patch.setattr(LeaseDirectory, "account", touching(_ACCOUNT))
         patch.setattr(LeaseDirectory, "revoke", touching(_REVOKE))
         patch.setattr(files, "write_whole", touching(_WRITE_WHOLE))
-        patch.setattr(journal, "write_whole", touching(_WRITE_WHOLE))
+        patch.setattr(os_files, "write_whole", touching(_WRITE_WHOLE))
+        patch.setattr(holders, "write_whole", touching(_WRITE_WHOLE))
 
     def sleep(self, seconds: float) -> None:
         self.at += seconds
@@ -222,7 +222,7 @@ class Paper:
         for lease in self.registry.all():
             lease.processes = living[lease.name]
             lease.account = lease.files.account()
-            lease.see_work(lease.account)
+            lease.count_work(lease.account)
             here = [self.programs[each.pid] for each in lease.processes if each.pid in self.programs]
             lease.held = {(each.pid, 1): {UUID: each.device_bytes} for each in here if each.device_bytes}
 

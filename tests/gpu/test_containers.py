@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.gpu.leases.containers import Containers, container_of, mounts
+from jupyter_gpushare.gpu.leases.containers import Containers
 from jupyter_gpushare.gpu.leases.files import (
     ACCOUNT_BYTES,
     ACCOUNT_HEAD,
@@ -24,8 +24,8 @@ from jupyter_gpushare.gpu.leases.files import (
     LeaseDirectory,
     PagePhase,
 )
-from jupyter_gpushare.gpu.leases.processes import Process
-from jupyter_gpushare.gpu.leases.registry import keys_by_inner
+from jupyter_gpushare.gpu.leases.processes import Process, keys_by_inner
+from jupyter_gpushare.gpu.os.containers import container_of, mounts
 from jupyter_gpushare.gpu.service import options
 from tests.gpu.containers import engine_cgroup, escaped, in_container, pod_cgroup
 from tests.gpu.leases import process_of
@@ -178,7 +178,7 @@ def test_only_the_beginning_of_a_very_long_list_of_mounts_is_read(
     started.append(held)
     whole = mounts(held.pid)
     assert str(tmp_path).encode() in [point for _, _, point in whole]
-    monkeypatch.setattr("jupyter_gpushare.gpu.leases.containers.MOUNTINFO_BYTES", 100)
+    monkeypatch.setattr("jupyter_gpushare.gpu.os.containers.MOUNTINFO_BYTES", 100)
     assert len(mounts(held.pid)) < len(whole)  # and no part of a line
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
+from jupyter_gpushare.gpu.os.device_files import DeviceFiles
 from tests.gpu.machine import GIB, Machine, machine_in
 from tests.waiting import until
 
@@ -194,10 +194,10 @@ def test_a_killed_helper_leaves_the_files_closed_and_the_next_one_knows_their_ri
 
 
 @as_root
-def test_the_user_of_a_self_test_is_let_in_while_it_runs(tmp_path: Path, folder: Path) -> None:
+def test_the_user_of_a_self_test_is_admitted_while_it_runs(tmp_path: Path, folder: Path) -> None:
     gpus = [DriverGpu(f"GPU-{n}", n, "H100", 80 * GIB, mig=False, minor=n) for n in range(2)]
     files = DeviceFiles(folder, gpus, tmp_path / "device-files", "boot", owns=True)
-    files.let_in({"GPU-0": [ADA]})
+    files.admit({"GPU-0": [ADA]})
     if not has_lists(folder / "nvidia0"):
         pytest.skip("no access lists on the file system of the folder for temporary files")
     with files.tested_by(["GPU-0"], CYD):

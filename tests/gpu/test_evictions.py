@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.seats import LOST_S, MARGIN_S, START_S, UNKNOWN_GRACE_S, SeatTable
 from jupyter_gpushare.gpu.moves.vacate import BROKER_S, FAILURES, RETRY_S, TERM_S, Evictions
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 from jupyter_gpushare.protocol.seats import Sit
 from tests.gpu.leases import lease_of
@@ -44,7 +45,7 @@ class Node:
         registry: Any = SimpleNamespace(
             all=lambda: list(self.leases),
             living=self.living,
-            may_live=lambda lease: True,
+            may_be_alive=lambda lease: True,
             is_unattended=lambda: self.is_unattended,
         )
         mover: Any = SimpleNamespace(suspend=self._suspend)
@@ -210,7 +211,7 @@ def test_a_seat_that_comes_back_during_the_look_is_kept(node: Node, monkeypatch:
 
     # From here on only the look at the lost seats asks: the lease itself is looked at every `RETRY_S`.
     monkeypatch.setattr(node.evictions._registry, "living", returning)
-    monkeypatch.setattr(node.evictions._registry, "may_live", lambda lease: False)
+    monkeypatch.setattr(node.evictions._registry, "may_be_alive", lambda lease: False)
     node.evictions.look_at_all()
     assert [seat.connected for seat in node.seats.sample()] == [True]
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.gpu.leases import host
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.host import HostMemory, with_overhead
+from jupyter_gpushare.gpu.leases.host_memory import HostMemory, with_overhead
 from jupyter_gpushare.gpu.moves.suspend import SuspendBlockers
+from jupyter_gpushare.gpu.os import memory as machine_memory
 from tests.gpu.leases import lease_of
 
 GIB = 1 << 30
@@ -22,8 +22,8 @@ GIB = 1 << 30
 def memory(monkeypatch: pytest.MonkeyPatch) -> HostMemory:
     """100 GiB, of which 60 are available, for no cgroup has a limit."""
     seen = SimpleNamespace(total=100 * GIB, available=60 * GIB)
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: seen)
-    monkeypatch.setattr(host, "free_in_cgroups", lambda pids: {})
+    monkeypatch.setattr(machine_memory.psutil, "virtual_memory", lambda: seen)
+    monkeypatch.setattr(machine_memory, "free_in_cgroups", lambda pids: {})
     real: Any = SimpleNamespace(simulated_host_memory=lambda: None)
     return HostMemory(50, real)
 
@@ -50,13 +50,13 @@ def test_what_is_promised_counts_as_taken_until_it_is_done(memory: HostMemory) -
 
 def test_what_the_host_has_left_bounds_it(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
     low = SimpleNamespace(total=100 * GIB, available=5 * GIB)
-    monkeypatch.setattr(host.psutil, "virtual_memory", lambda: low)
+    monkeypatch.setattr(machine_memory.psutil, "virtual_memory", lambda: low)
     assert "are available" in refusal(memory, {1: 5 * GIB})
     assert refusal(memory, {1: 4 * GIB}) == ""
 
 
 def test_the_cgroup_of_the_lease_bounds_it(memory: HostMemory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "free_in_cgroups", lambda pids: {"/a": 20 * GIB, "/a/b": 8 * GIB})
+    monkeypatch.setattr(machine_memory, "free_in_cgroups", lambda pids: {"/a": 20 * GIB, "/a/b": 8 * GIB})
     assert refusal(memory, {1: 5 * GIB, 2: 2 * GIB}) == ""
     assert "memory cgroup of the lease" in refusal(memory, {1: 5 * GIB, 2: 4 * GIB})
 
@@ -64,7 +64,7 @@ def test_the_cgroup_of_the_lease_bounds_it(memory: HostMemory, monkeypatch: pyte
 def test_two_processes_of_different_leases_share_the_limit_of_their_cgroup(
     memory: HostMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "free_in_cgroups", lambda pids: {"/slice": 10 * GIB})
+    monkeypatch.setattr(machine_memory, "free_in_cgroups", lambda pids: {"/slice": 10 * GIB})
     with memory.promise({1: 6 * GIB}, 0) as first:
         assert first == ""
         assert "memory cgroup of the lease" in refusal(memory, {2: 6 * GIB})
@@ -76,7 +76,7 @@ class Cgroups:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, folder: Path, own: str) -> None:
         self._folder = folder
-        monkeypatch.setattr(host, "CGROUPS", str(folder))
+        monkeypatch.setattr(machine_memory, "CGROUPS", str(folder))
         monkeypatch.setattr(procfs, "read", lambda pid, name, limit_bytes: f"{own}\n".encode())
 
     def add(self, path: str, limit: int | str, current: int, inactive_file: int = 0) -> None:
@@ -95,7 +95,7 @@ class Cgroups:
 
 
 def free() -> int | None:
-    return min(host.free_in_cgroups([1]).values(), default=None)
+    return min(machine_memory.free_in_cgroups([1]).values(), default=None)
 
 
 def test_the_tightest_cgroup_above_a_process_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,7 +111,7 @@ def test_the_tightest_cgroup_above_a_process_counts(tmp_path: Path, monkeypatch:
 def test_a_limit_that_cannot_hold_the_copy_makes_a_lease_not_suspendable(
     memory: HostMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(host, "free_in_cgroups", lambda pids: {"/a": 20 * GIB, "/a/b": 8 * GIB})
+    monkeypatch.setattr(machine_memory, "free_in_cgroups", lambda pids: {"/a": 20 * GIB, "/a/b": 8 * GIB})
     assert memory.too_small({1: 5 * GIB, 2: 2 * GIB}) == ""
     small = memory.too_small({1: 5 * GIB, 2: 4 * GIB})
     assert "memory cgroup of the lease" in small
@@ -126,10 +126,10 @@ def test_a_limit_that_cannot_hold_the_copy_makes_a_lease_not_suspendable(
 
 def test_the_tightest_limit_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cgroups = Cgroups(monkeypatch, tmp_path, "0::/user/ada")
-    assert host.limit_bytes(0) is None
+    assert machine_memory.limit_bytes(0) is None
     cgroups.add("/user/ada", 10 * GIB, 1 * GIB)
     cgroups.add("/user", 4 * GIB, 1 * GIB)
-    assert host.limit_bytes(0) == 4 * GIB
+    assert machine_memory.limit_bytes(0) == 4 * GIB
 
 
 def test_the_limit_of_a_container_counts_which_sees_its_own_cgroup_as_the_root(

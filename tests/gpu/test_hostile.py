@@ -14,10 +14,10 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu.leases import own_memory
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory, PagePhase
-from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader
 from jupyter_gpushare.gpu.leases.processes import Processes
+from jupyter_gpushare.gpu.os import process_memory
+from jupyter_gpushare.gpu.os.process_memory import ProcessMemoryReader
 from tests.gpu.machine import GIB, PATIENCE_S, WORKER, Machine, Worker, until
 from tests.hanging import HangingFile, hanging_process, why_not
 
@@ -31,21 +31,21 @@ def with_fuse(test: Callable[..., None]) -> Callable[..., None] | None:
 
 
 def threads() -> int:
-    return sum(thread.name == "own-memory" for thread in threading.enumerate())
+    return sum(thread.name == "process-memory" for thread in threading.enumerate())
 
 
 def test_a_user_holds_four_threads_at_most_and_no_other_user() -> None:
     answers, before = threading.Event(), threads()
-    reader = OwnMemoryReader(lambda pid: pid < 100 and answers.wait())
+    reader = ProcessMemoryReader(lambda pid: pid < 100 and answers.wait())
     eves, others = {(pid, 1): 1 for pid in range(1, 10)}, {(101, 1): 2, (102, 1): 3}
 
     def hold_all() -> bool:
         assert reader.read(eves | others).keys() <= others.keys()
-        return threads() - before == own_memory.THREADS_PER_USER
+        return threads() - before == process_memory.THREADS_PER_USER
 
     until(hold_all, "they hold all that they may")
     for _ in range(3):
-        time.sleep(own_memory.LOOK_S)
+        time.sleep(process_memory.ANSWER_S)
         until(lambda: reader.read(eves | others).keys() == others.keys(), "others are read")
     until(hold_all, "the others have ended")
     answers.set()
@@ -173,7 +173,7 @@ def test_a_new_helper_knows_the_suspended_processes_of_a_lease_that_do_not_answe
 
 def test_a_late_answer_is_used_by_the_next_look() -> None:
     answers, asked = threading.Event(), {(1, 1): 1}
-    reader = OwnMemoryReader(lambda pid: answers.wait())
+    reader = ProcessMemoryReader(lambda pid: answers.wait())
     assert reader.read(asked, 0.0) == {}
     before = time.monotonic()
     answers.set()

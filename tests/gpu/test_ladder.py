@@ -16,8 +16,9 @@ from jupyter_gpushare.backends.helper_client import HelperClient, SocketAddress
 from jupyter_gpushare.backends.local import LocalDevices, holder_environment
 from jupyter_gpushare.gpu.driver.ladder import ladder_of, level_of, strongest, weakest
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
-from jupyter_gpushare.gpu.leases.cgroups import Cgroups
+from jupyter_gpushare.gpu.leases import cgroup_limits
 from jupyter_gpushare.gpu.leases.processes import Processes
+from jupyter_gpushare.gpu.os.cgroups import Cgroups
 from jupyter_gpushare.procfs import start_ticks
 from jupyter_gpushare.protocol.helper import Level, SetLimit
 from tests.gpu.leases import lease_of, process_of
@@ -34,14 +35,14 @@ def test_only_the_very_process_is_put_into_a_leases_cgroup(tmp_path: Path, later
     (root / "cgroup.procs").touch()
     nvml: Any = SimpleNamespace(set_memory_limits=lambda *limits: None)
     processes = Processes(tmp_path)
-    cgroups = Cgroups(root, nvml, processes)
+    cgroups = Cgroups(root, nvml)
     lease = lease_of(limits={"GPU-1": 1})
-    cgroups.limit(lease)
+    cgroup_limits.limit(lease, cgroups)
     with subprocess.Popen(["cat"], stdin=subprocess.PIPE) as child:
         # The one that was seen may have ended since, and its pid may have gone to another.
         seen = start_ticks(child.pid) - later
         lease.processes = (process_of(child.pid, seen),)
-        cgroups.place(lease)
+        cgroup_limits.place(lease, cgroups, processes)
         members = cgroups.path("ada") / "cgroup.procs"
         written = members.read_text() if members.exists() else ""
         assert written == ("" if later else f"{child.pid}\n")
@@ -159,7 +160,7 @@ def test_a_driver_that_takes_a_limit_and_does_not_keep_it_is_found_out(tmp_path:
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     code = (
-        "from pathlib import Path; from jupyter_gpushare.gpu.leases.cgroups import Cgroups\n"
+        "from pathlib import Path; from jupyter_gpushare.gpu.os.cgroups import Cgroups\n"
         "make = Cgroups.make\n"
         f"Cgroups.make = lambda *given: make(*given) and Path({str(elsewhere)!r})"
     )

@@ -17,15 +17,15 @@ import pytest
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
-from jupyter_gpushare.gpu.leases.device_files import DESCRIPTORS, DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import HIDDEN_SETTLES_S, DeviceStates, Verdict
 from jupyter_gpushare.gpu.leases.files import AccountFile, Slot, Taint
 from jupyter_gpushare.gpu.leases.journal import JournalRecord
 from jupyter_gpushare.gpu.leases.lease import HelperLease, parked_of
-from jupyter_gpushare.gpu.leases.leftovers import MOST, Leftovers
+from jupyter_gpushare.gpu.leases.leftovers import MAX_TRACKED, Leftovers
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
 from jupyter_gpushare.gpu.moves.steps import ProcessMoves
+from jupyter_gpushare.gpu.os.device_files import DESCRIPTORS, DeviceFiles
 from jupyter_gpushare.gpu.service.requests import Requests
 from jupyter_gpushare.protocol.helper import Signal
 from tests.gpu.leases import lease_of, process_of
@@ -419,13 +419,13 @@ def test_what_was_left_while_a_record_is_written_is_written_next(fails: bool) ->
 
 def test_any_number_of_the_living_and_of_the_dead_is_remembered_within_a_bound() -> None:
     scene = Scene()
-    forks = [process(1000 + n, 110) for n in range(2 * MOST)]
+    forks = [process(1000 + n, 110) for n in range(2 * MAX_TRACKED)]
     pids, kept = scene.sees(*forks)
-    assert (len(pids), kept) == (MOST, 8 * GIB)
-    small = [process(100 + n, 120) for n in range(2 * MOST)]
+    assert (len(pids), kept) == (MAX_TRACKED, 8 * GIB)
+    small = [process(100 + n, 120) for n in range(2 * MAX_TRACKED)]
     scene.lease.processes += tuple(small)
     scene.lease.held = {each.key: {"GPU-1": MIB} for each in small}
-    assert scene.sees(*forks, used=20 * GIB)[1] == 8 * GIB + (MOST - 1) * MIB
+    assert scene.sees(*forks, used=20 * GIB)[1] == 8 * GIB + (MAX_TRACKED - 1) * MIB
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ def test_the_innermost_cgroup_names_the_lease(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(
         procfs, "read", lambda pid, name, most: path.encode() if name == "cgroup" else read(pid, name, most)
     )
-    found = found_by._of_kernel(os.getpid(), 0.0)
+    found = found_by._first_seen(os.getpid(), 0.0)
     assert found is not None
     assert found.carries == "ada"
 

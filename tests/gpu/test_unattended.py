@@ -16,16 +16,16 @@ import pytest
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases import registry as leases
-from jupyter_gpushare.gpu.leases.cgroups import Cgroups
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
 from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.leases.machine import Machine as Parts
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
-from jupyter_gpushare.gpu.leases.registry import Machine as Parts
 from jupyter_gpushare.gpu.leases.seats import SeatTable
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.moves.wake import UnattendedResumes, resume_unrecorded
+from jupyter_gpushare.gpu.os.cgroups import Cgroups
+from jupyter_gpushare.gpu.os.device_files import DeviceFiles
 from jupyter_gpushare.protocol.helper import Drop, MoveResult, Phase, Refusal, SetLimit
 from tests.gpu.machine import GIB, Machine, Refused, machine_in, until
 
@@ -95,7 +95,7 @@ class Helper:
         self.living: dict[str, tuple[object, ...]] = {}  # processes by lease
         parts.processes.scan = lambda uids, *_: {uid: self.living.get(uid, ()) for uid in uids}
         self.processes = parts.processes
-        cgroups = Cgroups(None, machine.nvml, machine.processes)
+        cgroups = Cgroups(None, machine.nvml)
         self.registry = LeaseRegistry(machine, DeviceStates(gpus), cgroups)
         self.moves = Moves()
         self.resumes = UnattendedResumes(self.registry, cast("Mover", self.moves))

@@ -18,7 +18,7 @@ from jupyter_gpushare.gpu.checks import unleased
 from jupyter_gpushare.gpu.checks.unleased import StopRules, UnleasedProcesses
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.journal import Holders
+from jupyter_gpushare.gpu.leases.holders import Holders
 from jupyter_gpushare.gpu.leases.processes import Processes
 from tests.gpu.containers import engine_cgroup
 from tests.gpu.leases import lease_of

@@ -20,7 +20,7 @@ from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
 from jupyter_gpushare.gpu.leases import files
-from jupyter_gpushare.gpu.leases.journal import Holders
+from jupyter_gpushare.gpu.leases.holders import Holders
 from jupyter_gpushare.gpu.leases.lease import parked_of
 from jupyter_gpushare.native import build
 from jupyter_gpushare.procfs import start_ticks

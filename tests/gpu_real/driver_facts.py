@@ -195,7 +195,7 @@ def a_new_thread_and_a_new_module_wake(site: Site, command: str) -> None:
 
 
 def the_host_memory_of_a_checkpoint_has_an_overhead(site: Site) -> None:
-    """Resident memory of the process, per byte that was checkpointed (`leases.host` assumes 5 % more)."""
+    """Resident memory of the process, per checkpointed byte (`leases.host_memory` assumes 5 % more)."""
     site.needs_suspending()
     size = 4 * site.scale_bytes
     site.needs_memory(size)

@@ -15,7 +15,7 @@ import pytest
 from traitlets.config import Config
 
 from jupyter_gpushare.core.model import Kind
-from jupyter_gpushare.gpu.leases.host import with_overhead
+from jupyter_gpushare.gpu.leases.host_memory import with_overhead
 from jupyter_gpushare.hub import GPUShareLocalSpawner, GPUShareSimpleSpawner
 from jupyter_gpushare.hub.compat import SpawnException
 from jupyter_gpushare.hub.limits import LimitedProcesses

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from jupyter_gpushare.gpu.leases import host
+from jupyter_gpushare.gpu.leases.host_memory import HostMemory
+from jupyter_gpushare.gpu.os import memory as machine_memory
 from jupyter_gpushare.hub import GPUShareLocalSpawner
 from jupyter_gpushare.hub.limits import LimitedProcesses
 from tests.hub.test_limits import spawner
@@ -118,10 +119,10 @@ def test_the_helper_counts_what_the_memory_limit_of_a_process_has_left(root: Pat
     made = spawner(cgroup_root=str(root), mem_limit=LIMIT_BYTES, lease="ada-1")
     with start(made, TAKE, str(LIMIT_BYTES // 2)) as process:
         assert said(process) == "held\n"
-        assert host.limit_bytes(process.pid) == LIMIT_BYTES
-        left = host.free_in_cgroups([process.pid])[f"{root}/gpushare-ada-1"]
+        assert machine_memory.limit_bytes(process.pid) == LIMIT_BYTES
+        left = machine_memory.free_in_cgroups([process.pid])[f"{root}/gpushare-ada-1"]
         assert 0 < left <= LIMIT_BYTES // 2
         real: Any = SimpleNamespace(simulated_host_memory=lambda: None)
-        memory = host.HostMemory(50, real)
+        memory = HostMemory(50, real)
         assert memory.too_small({process.pid: LIMIT_BYTES // 8}) == ""
         assert "in the memory cgroup of the lease" in memory.too_small({process.pid: LIMIT_BYTES})

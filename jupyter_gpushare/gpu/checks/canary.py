@@ -44,13 +44,13 @@ from jupyter_gpushare.gpu.driver import denied, probe
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
 from jupyter_gpushare.gpu.driver.ladder import ladder_of
 from jupyter_gpushare.gpu.driver.nvml import NOT_OFFERED, DriverGpu
-from jupyter_gpushare.gpu.leases.cgroups import Cgroups
 from jupyter_gpushare.gpu.leases.devices import Verdict
 from jupyter_gpushare.gpu.leases.files import AccountFile, LeaseDirectory, PagePhase
 from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX
-from jupyter_gpushare.gpu.leases.lease import Key
-from jupyter_gpushare.gpu.leases.registry import Machine
+from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
+from jupyter_gpushare.gpu.os.cgroups import Cgroups
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import Level
 
 log = logging.getLogger(__name__)

@@ -16,7 +16,8 @@ from jupyter_gpushare.gpu.checks.canary import NO_OTHER, Canary
 from jupyter_gpushare.gpu.checks.health import HealthChecks
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases.devices import UNTESTED, DeviceStates, Verdict
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.protocol.helper import EventKind
 
 log = logging.getLogger(__name__)

@@ -46,9 +46,10 @@ from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.journal import Holders
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
+from jupyter_gpushare.gpu.leases.holders import Holders
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import ErrorKind, EventKind, UnleasedProcess
 
 log = logging.getLogger(__name__)

@@ -34,8 +34,9 @@ from jupyter_gpushare.gibibytes import compared, gibibytes
 from jupyter_gpushare.gpu.checks.unleased import TOLERANCE_BYTES, UnleasedProcesses
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.processes import Process, Processes, leader
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import EventKind, Overuse, Phase, WatchdogAction
 
 log = logging.getLogger(__name__)

@@ -1,1 +1,1 @@
-"""Leases of one machine: files, journal, processes, device states, host memory."""
+"""Leases of one machine: their files, journal, processes, devices, seats and reserved host memory."""

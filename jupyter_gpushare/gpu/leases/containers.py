@@ -1,20 +1,16 @@
-"""The containers of this machine, pods among them, and the lease of each.
+"""The lease of each container of this machine; a pod counts as one container.
 
-All users of containers may have one uid, and a user's process may make namespaces of its own, change
-its root and drop its environment.  It cannot leave the cgroup of its container.  So a container belongs to
-a lease when the directory of the lease is mounted in it, and from then on every process in its cgroup
-does.  A process of any other container belongs to no lease, whatever it says.
+All users of containers may have one uid.  A user's process may make its own namespaces, change its root
+and drop its environment, but it cannot leave the cgroup of its container (`gpu.os.containers`).  So a
+container belongs to a lease if the directory of the lease is mounted in it.  From then on every process in
+its cgroup belongs to the lease.  A process of any other container belongs to no lease, whatever it claims.
 
-* On Kubernetes the outermost ``pod<UID>`` in /proc/PID/cgroup names the pod, with all its containers.
-  Elsewhere the outermost container id of an engine does (64 hexadecimal digits: Docker, Podman).
-  Cgroups that a user may create are below, or below a service that systemd delegates to the user.
-* A mount is compared by its file system (major:minor) and by its root within that, both from
-  /proc/PID/mountinfo.  The kernel answers; no path below /proc/PID/root is resolved, which a user
-  controls.  Mounts that a user made in a user namespace of its own do not count.
+A mount is compared by its file system (major:minor) and by its root within that, both from
+/proc/PID/mountinfo.  The kernel answers that; no path below /proc/PID/root, which a user controls, is
+resolved.  Mounts that a user made in a user namespace of its own do not count.
 
-What was found is written to a private file, so that the next helper knows it too: by then the first
-process of the container may have left its mounts.  It is kept when the lease has ended: what runs
-in the container then has no lease.
+The answers are written to a private file, because the first process of a container may have left its
+mounts when the next helper starts.  They outlive the lease: what runs in its container then has no lease.
 """
 
 from __future__ import annotations
@@ -22,89 +18,58 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import threading
 from collections import Counter
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
 from jupyter_gpushare import procfs
-from jupyter_gpushare.gpu.leases.files import write_whole
-from jupyter_gpushare.gpu.leases.own_memory import Key
+from jupyter_gpushare.gpu.os.containers import CGROUP_BYTES, Mount, container_of, mount_root, mounts
+from jupyter_gpushare.gpu.os.files import write_whole
+from jupyter_gpushare.gpu.os.processes import Key
 
 log = logging.getLogger(__name__)
 
-CGROUP_BYTES = 8192
-MOUNTINFO_BYTES = 1 << 20
-# Containers that have or had a lease; the oldest without one make room for new ones.
+# Containers that have or had a lease.  The oldest ones whose lease has ended make room for new ones.
 MAX_CONTAINERS = 1024
-# Of each container without a lease so many processes are looked at in each scan, the oldest first.
-MOST_LOOKS = 16
-
-_POD = re.compile(rb"pod([0-9a-f]{8}[-_]?(?:[0-9a-f]{4}[-_]?){3}[0-9a-f]{12})(?:\.slice)?(?=/|$)")
-# Names of Docker, Podman, containerd and CRI-O; not of conmon, which is a process of the engine.
-_ENGINE = re.compile(
-    rb"/(?:docker-|libpod-|nerdctl-|cri-containerd-|crio-)?([0-9a-f]{64})(?:\.scope)?(?=/|$)"
-)
-_ESCAPED = re.compile(rb"\\([0-7]{3})")
-_Mount = tuple[bytes, bytes, bytes]  # major:minor, root in that file system, mount point
-
-
-def container_of(cgroup: bytes, own: str = "") -> str:
-    """Return the UID of the pod, or the id of the container, in /proc/PID/cgroup; empty: neither.
-
-    A container inside the container ``own`` is told from it.
-    """
-    for line in cgroup.splitlines():
-        if found := _POD.search(line):
-            return found.group(1).decode().replace("_", "-")
-        names = [each.group(1).decode() for each in _ENGINE.finditer(line) if _is_roots(line, each)]
-        if own in names[:-1]:
-            names = names[names.index(own) + 1 :]
-        if names:
-            return names[0]
-    return ""
-
-
-def _is_roots(line: bytes, found: re.Match[bytes]) -> bool:
-    """Whether no service comes before: systemd may delegate that to its user (``user@1000.service``)."""
-    return b".service/" not in line[: found.start() + 1]
+# Of each container without a lease, each scan reads the mounts of this many processes, oldest first.
+MAX_READS = 16
 
 
 class Containers:
-    """The leases of the containers of a machine; several threads may ask and `learn`."""
+    """The lease of each container; safe to use from several threads."""
 
     def __init__(self, leases: Path, file: Path | None = None, boot_id: str = "") -> None:
-        """``leases``: where the directories of leases are; ``file`` remembers the containers of this boot."""
+        """``leases`` is the folder of the directories of leases; ``file`` keeps the answers of this boot."""
         self._file = file
         self._boot_id = boot_id
-        self._device, self._root = _place(leases.resolve())
+        self._device, self._root = mount_root(leases.resolve())
         self._leases = self._read()  # by container
         self._guard = threading.Lock()
         self.own = container_of(procfs.read(0, "cgroup", CGROUP_BYTES))
 
     def decides(self, container: str) -> bool:
-        """Return whether the container of a process alone decides on its lease: any but the helper's own."""
+        """Return whether a container decides the lease of its processes: all but the helper's own do."""
         return bool(container) and container != self.own
 
     def lease_of(self, container: str) -> str:
-        """Return the lease that a container has or had; empty: none is known."""
+        """Return the lease that a container has or had; empty if none is known."""
         return self._leases.get(container, "")
 
     def has(self, lease: str) -> bool:
-        """Return whether a lease is of a container: no process outside it belongs to that lease."""
+        """Return whether a lease has a container; then no process outside it belongs to the lease."""
         return lease in self._leases.values()
 
     def learn(self, seen: Iterable[tuple[str, Key]], leases: Collection[str]) -> None:
-        """Look for the directories of ``leases`` in containers.
+        """Note the containers in which the directory of one of ``leases`` is mounted.
 
-        ``seen`` has containers with processes in them, the oldest first.
+        ``seen`` has each container with a process in it, oldest process first.
         """
         found: dict[str, str] = {}
-        looks = Counter[str]()
+        reads = Counter[str]()
         for container, key in seen:
-            looks[container] += 1
-            if container in self._leases or container in found or looks[container] > MOST_LOOKS:
+            reads[container] += 1
+            if container in self._leases or container in found or reads[container] > MAX_READS:
                 continue
             if lease := self._mounted_in(key, leases):
                 found[container] = lease
@@ -126,15 +91,15 @@ class Containers:
             log.info("lease=%s container=%s", lease, container)
 
     def _mounted_in(self, key: Key, leases: Collection[str]) -> str:
-        """Return the lease with its directory mounted by root where a process is; empty: none."""
+        """Return the lease whose directory root mounted in the mounts of a process; empty if none."""
         pid, start_ticks = key
         if procfs.maker(pid, "mnt") != procfs.maker(0, "user"):
             return ""
         lease = self._lease_in(mounts(pid), leases)
-        # Meanwhile the pid may have become that of another process.
+        # Another process may have got the pid meanwhile.
         return lease if procfs.is_running(pid, start_ticks) else ""
 
-    def _lease_in(self, found: list[_Mount], leases: Collection[str]) -> str:
+    def _lease_in(self, found: list[Mount], leases: Collection[str]) -> str:
         prefix = self._root.rstrip(b"/") + b"/"
         for device, root, _ in found:
             if device == self._device and root.startswith(prefix):
@@ -164,30 +129,3 @@ class Containers:
             write_whole(self._file, json.dumps(stored).encode())
         except OSError as error:
             log.error("%s cannot be written, the next helper may miss containers: %s", self._file, error)
-
-
-def mounts(pid: int) -> list[_Mount]:
-    """Return the mounts that a process sees, as far as `MOUNTINFO_BYTES` tell; 0 is this process."""
-    raw = procfs.read(pid, "mountinfo", MOUNTINFO_BYTES)
-    found = []
-    for line in raw[: raw.rfind(b"\n") + 1].splitlines():
-        words = line.split(b" ", 5)
-        if len(words) == 6:
-            found.append((words[2], _unescaped(words[3]), _unescaped(words[4])))
-    return found
-
-
-def _place(folder: Path) -> tuple[bytes, bytes]:
-    """Return the file system of a folder of this process, and the folder's path within it."""
-    path = os.fsencode(folder)
-    device, root, longest = b"", path, -1
-    for at, within, point in mounts(0):
-        inside = path == point or path.startswith(point.rstrip(b"/") + b"/")
-        if inside and len(point) >= longest:  # the last of two on one point is the one on top
-            rest = path[len(point.rstrip(b"/")) :]
-            device, root, longest = at, within.rstrip(b"/") + rest, len(point)
-    return device, root
-
-
-def _unescaped(field: bytes) -> bytes:
-    return _ESCAPED.sub(lambda found: bytes([int(found.group(1), 8) & 255]), field)

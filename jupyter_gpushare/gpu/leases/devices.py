@@ -1,8 +1,7 @@
 """What is known about each device beyond its properties: self-test, service, reserve, failures.
 
-The checks write here, the moves and the registry read.  Verdicts, hidden bytes and
-deaths hold for one boot and one driver (`saved`, `load`); a helper that is stopped, not
-killed, forgets the deaths.
+The checks write here; the moves and the registry read.  Verdicts, hidden bytes and deaths hold for one
+boot and one driver (`saved`, `load`).  A helper that is stopped, not killed, forgets the deaths.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from typing import Any
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gpu.driver.ladder import level_of, margin_bytes, reserve_bytes, strongest, weakest
 from jupyter_gpushare.gpu.driver.nvml import LEFT_OUT, DeviceReading, DriverGpu
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles, FileAccess
 from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.os.device_files import DeviceFiles, FileAccess
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import Level, Rung
 
-# A process that ends in Lock, Checkpoint or Restore may have had another reason once.
+# One process may have ended in Lock, Checkpoint or Restore for another reason.
 DEATHS_TOLERATED = 1
-# More than this part of a device that no process explains is a tenant that the driver does not list.
+# If no process explains more than 1/HIDDEN_PART of a device, a tenant that the driver does not list has it.
 HIDDEN_PART = 8
-# For so long the used bytes and the list of processes may disagree after a free (`canary.SHOWN_TIMEOUT_S`).
+# After a free, used bytes and the list of processes may disagree this long (`canary.SHOWN_TIMEOUT_S`).
 HIDDEN_SETTLES_S = 5.0
 
 
@@ -39,10 +38,10 @@ class Verdict:
     ladder: tuple[Rung, ...] = ()
     suspend_bytes_per_s: int = 0
     resume_bytes_per_s: int = 0
-    grown_bytes: int = 0  # bytes that the child held after the cycle beyond those before
+    grown_bytes: int = 0  # bytes that the child held after the cycle in addition to those before
     context_bytes: int = 0  # bytes that the driver showed of the child beyond what the library counted
-    final: bool = True  # False: it could not be tested now, test again
-    denied: bool = False  # the driver denied it to this helper: the next one tests again
+    final: bool = True  # False: it could not be tested now and must be tested again
+    denied: bool = False  # the driver denied it to this helper; the next helper tests again
     movable: bool = False  # the child was then restored on another device of the same model
     move_reason: str = ""  # why not
     move_final: bool = True  # False: a move could not be tested now, test again
@@ -54,12 +53,12 @@ class Verdict:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing is left to be tested again."""
+        """Whether nothing must be tested again."""
         return self.final and self.move_final
 
     @property
     def is_kept(self) -> bool:
-        """Whether it holds for the next helper on the same boot and driver."""
+        """Whether the next helper on the same boot and driver takes it over."""
         return self.final and not self.denied
 
     def offers(self, level: Level) -> bool:
@@ -80,7 +79,7 @@ class DeviceStates:
         self._verdicts: dict[str, Verdict] = {}
         self._out_of_service: dict[str, str] = {}
         self._hidden_bytes: dict[str, int] = {}
-        # Of devices with fewer hidden bytes than that: since when, and the most since then.
+        # Devices that show fewer hidden bytes: since when, and the maximum since then.
         self._fewer_hidden: dict[str, tuple[float, int]] = {}
         self._deaths: dict[str, int] = {}
         self._doubted: set[str] = set()
@@ -100,7 +99,7 @@ class DeviceStates:
         self._doubted.discard(uuid)
 
     def ladder(self, uuid: str) -> tuple[Rung, ...]:
-        """All levels of a device: what its self-test saw, and whether others may open its file now."""
+        """Return all levels of a device, as its self-test found and as the access to its file allows now."""
         rungs = self.verdict(uuid).ladder
         return with_access(rungs, self._files.access(uuid)) if self._files else rungs
 
@@ -113,9 +112,9 @@ class DeviceStates:
         return self.verdict(uuid).offers(level)
 
     def turns_obstacle(self, lease: HelperLease, *, proves_end: bool) -> str:
-        """Why a lease cannot share the time of its devices in turns; "" if it can.
+        """Return why a lease cannot share the time of its devices in turns; "" if it can.
 
-        ``proves_end``: as in `Checkpoint`.
+        ``proves_end`` is `Checkpoint.proves_end`.
         """
         if not proves_end:
             return "its driver cannot tell when a process has nothing left to run (before CUDA 12.5)"
@@ -144,7 +143,7 @@ class DeviceStates:
         """Why a device is out of service; "" when it is not."""
         if uuid in self._out_of_service:
             return self._out_of_service[uuid]
-        # A lease of an earlier helper may have one that is not there any more.
+        # A lease of an earlier helper may have a device that is gone.
         return "" if uuid in self._gpus else LEFT_OUT
 
     def set_out_of_service(self, uuid: str, reason: str) -> None:
@@ -158,16 +157,16 @@ class DeviceStates:
     # Suspension
 
     def count_death(self, uuid: str) -> int:
-        """How many processes ended within a driver call of a suspension on a device, with this one."""
+        """Count a process that ended in a driver call of a move on a device; return the number so far."""
         self._deaths[uuid] = self._deaths.get(uuid, 0) + 1
         return self._deaths[uuid]
 
     def forget_deaths(self) -> None:
-        """Try devices again on which processes ended: an administrator stopped the helper."""
+        """Try devices again on which processes ended, because an administrator stopped the helper."""
         self._deaths.clear()
 
     def suspend_blocker(self, uuid: str) -> str:
-        """Why nothing on a device can be suspended; "" if it can."""
+        """Return why nothing on a device can be suspended; "" if it can."""
         if reason := self.out_of_service(uuid):
             return f"the device is out of service: {reason}"
         if (deaths := self._deaths.get(uuid, 0)) > DEATHS_TOLERATED:
@@ -178,7 +177,7 @@ class DeviceStates:
         return self.verdict(uuid).reason
 
     def move_obstacle(self, uuid: str) -> str:
-        """Why what sleeps on a device cannot resume on another one, or on it from another; "" if it can."""
+        """Return why a suspended lease cannot move to or from a device; "" if it can."""
         if self._files and self._files.are_closed:
             return "only the users of leases may open the device files (--own-device-files)"
         if reason := self.out_of_service(uuid):
@@ -189,12 +188,12 @@ class DeviceStates:
     # Memory
 
     def measure_hidden(self, uuid: str, usage: DeviceReading, at: float) -> bool:
-        """Note what a device does not show as free though no listed process holds it.
+        """Note the hidden bytes of a device: neither free nor held by a listed process.
 
-        On an idle H100 that is the driver's own memory and what graphics sessions hold.  The first
-        sample may also count memory of a process that ended.  So it falls to the most that the
-        samples of `HIDDEN_SETTLES_S` show, and never rises.  ``at`` is when this one was taken,
-        in seconds.  Returns whether it fell.
+        On an idle H100 these are the driver's own memory and that of graphics sessions.  The first sample
+        may also count memory of a process that has ended.  So the number falls to the maximum of the
+        samples of `HIDDEN_SETTLES_S`, and never rises.  ``at`` is the time of this sample, in seconds.
+        Return whether the number fell.
         """
         if None in usage.processes.values() or usage.unexplained_bytes < 0:
             self._fewer_hidden.pop(uuid, None)
@@ -203,38 +202,38 @@ class DeviceStates:
         if found >= self._hidden_bytes.setdefault(uuid, found):
             self._fewer_hidden.pop(uuid, None)
             return False
-        since, most = self._fewer_hidden.get(uuid, (at, found))
-        self._fewer_hidden[uuid] = since, max(most, found)
+        since, maximum = self._fewer_hidden.get(uuid, (at, found))
+        self._fewer_hidden[uuid] = since, max(maximum, found)
         if at - since < HIDDEN_SETTLES_S:
             return False
         _, self._hidden_bytes[uuid] = self._fewer_hidden.pop(uuid)
         return True
 
     def reserve_bytes(self, gpu: DriverGpu) -> int:
-        """Bytes of a device that are never granted, so that a full lease can be restored (`ladder`)."""
+        """Return the bytes of a device that are never granted, so that a full lease can be restored."""
         return reserve_bytes(gpu, self.hidden_bytes(gpu.uuid))
 
     def grantable_bytes(self, gpu: DriverGpu) -> int:
-        """Bytes of a device that leases may get together."""
+        """Return the bytes of a device that all leases together may get."""
         return gpu.memory_bytes - self.reserve_bytes(gpu)
 
     def hidden_bytes(self, uuid: str) -> int:
-        """Bytes that a device shows as used when it is empty."""
-        # Where the driver hides what processes hold, theirs would count as hidden; nothing is restored there.
+        """Return the bytes that a device shows as used when it is empty."""
+        # Where the driver hides the bytes of processes, those would count here; nothing is restored there.
         return 0 if self.is_blind(uuid) else self._hidden_bytes.get(uuid, 0)
 
     def margin_bytes(self, uuid: str, saved_bytes: int) -> int:
-        """Bytes that must be free beyond the saved ones before a restore (`ladder`)."""
+        """Return the bytes that must be free in addition to the saved ones before a restore."""
         return margin_bytes(saved_bytes, self.verdict(uuid).grown_bytes)
 
     # Limits
 
     def contexts(self, uuids: Iterable[str]) -> dict[str, int]:
-        """Bytes of one context on each device, as its self-test saw it; 0 while that is not known."""
+        """Return the bytes of one context on each device, from its self-test; 0 while that is unknown."""
         return {uuid: self.verdict(uuid).context_bytes for uuid in uuids}
 
     def level_of(self, lease: HelperLease) -> Level:
-        """The level that enforces the limits of a lease now; of several devices the weakest."""
+        """Return the level that enforces the limits of a lease now: the weakest of its devices."""
         levels = []
         for uuid, limit_bytes in lease.limits.items():
             if gpu := self._gpus.get(uuid):
@@ -245,7 +244,7 @@ class DeviceStates:
     # What outlives the helper
 
     def saved(self) -> dict[str, Any]:
-        """What `load` reads again for the same boot and driver."""
+        """Return the state that `load` takes over on the same boot and driver."""
         return {
             "key": self._key,
             "devices": {uuid: asdict(each) for uuid, each in list(self._verdicts.items()) if each.is_kept},
@@ -254,7 +253,7 @@ class DeviceStates:
         }
 
     def load(self, saved: dict[str, Any], key: str) -> None:
-        """Take over what an earlier helper saved under the same ``key`` (boot and driver), nothing else."""
+        """Take over the state of an earlier helper if its ``key`` (boot and driver) is the same."""
         self._key = key
         if saved.get("key") != key:
             return
@@ -269,7 +268,7 @@ class DeviceStates:
 
 
 def with_access(rungs: tuple[Rung, ...], access: FileAccess) -> tuple[Rung, ...]:
-    """The rungs of a device with the one of a whole device as its file allows."""
+    """Return the rungs of a device; that of the whole device is offered only if its file is closed."""
     return tuple(
         replace(rung, offered=not access.reason, reason=access.reason, by=access.by)
         if rung.level is Level.WHOLE_GPU and rung.offered

@@ -6,13 +6,12 @@ The layout is that of native/gpushare_lease.h; tests hold the two together.
   changed field by field with pwrite, so that a process that has it mapped sees each
   field either old or new.  The lease's user cannot write it.
 * ``account`` belongs to the user: mapped and written by every process of the lease.
-  The user can replace it by anything: a shorter file, a FIFO, a link, false counts, a
-  mutex that stays locked, a filesystem of its own that never answers (FUSE can be mounted
-  on a file).  So the helper never leaves its own filesystem for it, never maps it (a truncated map kills the
-  reader), never locks it and never follows it: it preads a fixed number of bytes from
-  a regular file, and truncates one that has grown, which would fill the file system.
-  Its content is used for its own lease only: to notice that the user wants the GPU,
-  and to explain.  The safety of other leases never depends on it.
+  The user can replace it by anything: a shorter file, a FIFO, a link, false counts, a mutex that stays
+  locked, or a FUSE filesystem mounted on it that never answers.  So the helper opens it only as a regular
+  file on its own filesystem, reads a fixed number of bytes with pread, and never maps it (a truncated map
+  kills the reader), locks it or follows a link.  It truncates an account that has grown, which would fill
+  the file system.  The content is used only for the account's own lease: to notice that the user wants the
+  GPU, and to explain.  The safety of other leases never depends on it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ import os
 import platform
 import re
 import shutil
-import stat
 import struct
 import threading
 from collections.abc import Iterable, Mapping
@@ -38,6 +36,8 @@ from typing import NamedTuple
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import InvalidRequest
+from jupyter_gpushare.gpu.os.files import open_regular, write_whole
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol import LIMIT_NAME
 
 DEVICES = 16
@@ -48,7 +48,7 @@ ACCOUNT_MAGIC = 0x41535047
 
 ACCOUNT_NAME = "account"
 
-# What a turn is in the limit page: none, or a number of the change, twice, and HELD where launches wait.
+# A turn in the limit page is NO_TURNS, or twice the number of the change, plus HELD where launches wait.
 NO_TURNS = 0
 HELD = 1
 
@@ -73,15 +73,13 @@ SLOT_USED = struct.Struct(f"<{DEVICES}Q")
 USED_IN_SLOT = 72
 ACCOUNT_BYTES = ACCOUNT_HEAD.size + SLOTS * SLOT.size
 
-# futex(2): who waits for a turn is woken.  Elsewhere it looks again every 20 ms.
+# futex(2) wakes the threads that wait for a turn.  On other machines they check every 20 ms.
 _SYS_FUTEX = {"x86_64": 202, "aarch64": 98}.get(platform.machine())
 _FUTEX_WAKE = 1
 _ALL = (1 << 31) - 1
 _syscall = ctypes.CDLL(None).syscall
 
 _LEASE = re.compile(r"[a-z0-9-]{1,64}")
-
-Key = tuple[int, int]  # pid, start ticks
 
 
 class PagePhase(enum.IntEnum):
@@ -127,16 +125,16 @@ class Slot:
     calls: int  # every call that may wait while suspended, both of these included
     queries: int  # calls that programs poll: streams, events, pointers, contexts, captures
     used_bytes: tuple[int, ...]  # by index in the limit page
-    writer: Key  # as the process wrote itself: never changes
+    writer: Key  # the key that the process wrote itself; it never changes
 
 
 class TurnSlot(NamedTuple):
-    """What decides about turns in the entry of one process."""
+    """The part of a process's entry that decides about turns."""
 
     key: Key  # as this process names it
     wants_memory: int  # grows while a call of it waits for bytes that are kept for another lease
     work: int  # calls, counted again when they go on after a wait
-    settled: int  # their number with which nothing of it was left on a device
+    settled: int  # the number of calls at which nothing of it was left on a device
     waiting: int  # threads that wait for a turn
     looking: int  # 1: the library's own thread is in the driver
 
@@ -149,14 +147,14 @@ class AccountFile:
     slots: Mapping[Key, Slot]  # by process, as this process names it
 
     def held(self) -> dict[Key, tuple[int, ...]]:
-        """Bytes by device index for each process."""
+        """Return the bytes of each process by device index."""
         return {key: slot.used_bytes for key, slot in self.slots.items()}
 
     def counters(self) -> Counters:
-        """The counters of each process, named as it wrote itself.
+        """Return the counters by the key that each process wrote itself.
 
-        The host's pid of a process in a pid namespace is known only while it lives, and a
-        counter outlives it: the names must be the same before and after.
+        A counter outlives its process, but the host's pid of a process in a pid namespace is known only
+        while the process lives; the written key stays the same.
         """
         slots = self.slots.values()
         return Counters(
@@ -211,7 +209,7 @@ def counters_of(account: AccountFile | None) -> Counters:
 
 
 def check_lease(lease: str) -> str:
-    """The lease's name, if it can be the name of a directory.
+    """Return the lease's name if it can be the name of a directory.
 
     Raises:
         InvalidRequest: it is not ``[a-z0-9-]{1,64}``.
@@ -238,7 +236,7 @@ def uuid_bytes(uuid: str) -> bytes:
 
 
 def parse_account(raw: bytes) -> AccountFile | None:
-    """The account in the bytes of its file; None when it is not one."""
+    """Return the account in these bytes of its file; None if they are no account."""
     if len(raw) != ACCOUNT_BYTES:
         return None
     magic, version, denied = ACCOUNT_HEAD.unpack_from(raw)
@@ -266,9 +264,9 @@ class LeaseDirectory:
         self._limit = self.path / LIMIT_NAME
         self._account = self.path / ACCOUNT_NAME
         self._account_fd = -1
-        self._turn_bytes = SLOT.size * SLOTS  # of the account that `turn_slots` reads
+        self._turn_bytes = SLOT.size * SLOTS  # bytes of the account that `turn_slots` reads
         self._page: mmap.mmap | None = None  # the limit page, for the address of the turn alone
-        # Keys of the account of processes that know themselves by another pid than this process does.
+        # By key in the account: the key here, of processes in a pid namespace.
         self._host_keys: dict[Key, Key] = {}
         # The sampling and the waking thread share the descriptor.
         self._guard = threading.Lock()
@@ -285,13 +283,12 @@ class LeaseDirectory:
     ) -> None:
         """Create the directory with a limit page and an account owned by ``uid``.
 
-        ``ahead_us`` is above 0 where its processes may get turns.
-        ``contexts`` are bytes by device that are charged from the start; ``names`` the UUIDs by which
-        processes of the lease know its devices, in their order (default: their own).
-        ``kept`` are bytes of its limits by device that another lease has for now.
+        ``limits``, ``contexts`` and ``kept`` are bytes by device: ``contexts`` are charged from the start;
+        another lease has ``kept`` for now.  ``names`` are the UUIDs by which processes know the devices, in
+        their order (default: the devices' own).  ``ahead_us`` is above 0 if the processes may get turns.
 
-        An existing account is kept; an existing page is replaced as a whole, which is only
-        right for a lease that no process carries.
+        An existing account is kept.  An existing page is replaced as a whole: no process may carry the
+        lease then.
 
         Raises:
             OSError: it cannot be written.
@@ -312,7 +309,7 @@ class LeaseDirectory:
             write_whole(self._account, head.ljust(ACCOUNT_BYTES, b"\0"), uid=uid)
 
     def owner(self) -> int:
-        """Return the uid of the lease: only root may change who owns its account.
+        """Return the uid of the lease, from the owner of its account, which only root can change.
 
         Raises:
             OSError: there is no account.
@@ -320,7 +317,7 @@ class LeaseDirectory:
         return os.lstat(self._account).st_uid
 
     def set_phase(self, phase: PagePhase) -> None:
-        """Write what the processes of the lease may do; where their calls wait, they have no turns.
+        """Write what the processes of the lease may do; while their calls wait, they have no turns.
 
         Raises:
             OSError: the page is missing.
@@ -333,7 +330,7 @@ class LeaseDirectory:
             self._wake()
 
     def set_turn(self, turn: int, ahead_us: int) -> None:
-        """Write the turn of the lease, and the microseconds of work that may be in flight; wake who waits.
+        """Write the turn of the lease and the microseconds of work that may be in flight; wake its threads.
 
         Raises:
             OSError: the page is missing.
@@ -351,7 +348,7 @@ class LeaseDirectory:
         self._pwrite(struct.pack("<Q", limit_bytes), _device_at(index) + LIMIT_IN_DEVICE)
 
     def set_kept(self, index: int, kept_bytes: int) -> None:
-        """Write how much of the limit on a device another lease has for now.
+        """Write the bytes of the limit on a device that another lease has for now.
 
         Raises:
             OSError: the page is missing.
@@ -359,7 +356,7 @@ class LeaseDirectory:
         self._pwrite(struct.pack("<Q", kept_bytes), _device_at(index) + KEPT_IN_DEVICE)
 
     def set_devices(self, uuids: Iterable[str]) -> None:
-        """Write the UUIDs of the devices that the lease has now, in their order; their names stay.
+        """Write the UUIDs of the lease's devices, in their order; the names that processes know stay.
 
         Raises:
             OSError: the page is missing.
@@ -368,7 +365,7 @@ class LeaseDirectory:
             self._pwrite(uuid_bytes(uuid), _device_at(index))
 
     def set_context(self, index: int, context_bytes: int) -> None:
-        """Charge bytes that the driver shows beyond the account (contexts).
+        """Charge the bytes of contexts, which the driver shows in addition to the account.
 
         Raises:
             OSError: the page is missing.
@@ -376,8 +373,8 @@ class LeaseDirectory:
         self._pwrite(struct.pack("<Q", context_bytes), _device_at(index) + CONTEXT_IN_DEVICE)
 
     def phase(self) -> PagePhase | None:
-        """The phase in the limit page; None when the page is missing or broken."""
-        if (fd := _open_regular(self._limit)) < 0:
+        """Return the phase in the limit page; None if the page is missing or broken."""
+        if (fd := open_regular(self._limit)) < 0:
             return None
         try:
             head = os.pread(fd, LIMIT_HEAD.size, 0)
@@ -389,7 +386,7 @@ class LeaseDirectory:
         return PagePhase(value) if value in iter(PagePhase) else None
 
     def raw_account(self) -> bytes:
-        """The bytes of the account as last looked up; fewer than a whole one when it is broken."""
+        """Return the bytes of the account opened last; fewer than `ACCOUNT_BYTES` if it is broken."""
         with self._guard:
             if self._account_fd < 0:
                 return b""
@@ -399,10 +396,10 @@ class LeaseDirectory:
                 return b""
 
     def turn_slots(self, *, everyone: bool = False) -> list[TurnSlot]:
-        """Return the entries of the account as last looked up, also of processes that have ended.
+        """Return the entries of the account opened last, those of ended processes included.
 
-        It is read hundreds of times a second: without ``everyone`` as many entries as were in use, and some
-        more, so that a new process may be missed until the next sample.
+        This runs hundreds of times a second.  Without ``everyone`` it reads the entries in use and some
+        more, so that it may miss a new process until the next sample.
         """
         with self._guard:
             if self._account_fd < 0:
@@ -422,8 +419,8 @@ class LeaseDirectory:
         return found
 
     def reopen(self) -> None:
-        """Open the account again: its user may have replaced it."""
-        fd = _open_regular(self._account)
+        """Open the account again, because its user may have replaced it."""
+        fd = open_regular(self._account)
         if fd >= 0:
             _cut(fd)
         with self._guard:
@@ -433,21 +430,21 @@ class LeaseDirectory:
             os.close(old)
 
     def account(self) -> AccountFile | None:
-        """The account as it is now; None when it is broken."""
+        """Return the account as it is now; None if it is broken."""
         self.reopen()
         return self.parse(self.raw_account())
 
     def parse(self, raw: bytes) -> AccountFile | None:
-        """The account in these bytes, its processes named by the pids of this process; None: it is broken."""
+        """Return the account in these bytes, with the host's pids of processes; None if it is broken."""
         account, keys = parse_account(raw), self._host_keys
         if account is None or not keys:
             return account
         return replace(account, slots={keys.get(key, key): slot for key, slot in account.slots.items()})
 
     def know(self, keys: Mapping[Key, Key]) -> None:
-        """Note the keys of living processes by those that they write into the account.
+        """Note the key of each living process by the key that it writes into the account.
 
-        Those of processes that have ended are kept as long as there is space: their slots stay.
+        Keys of ended processes are kept while there is space, because their slots stay.
         """
         both = self._host_keys | {inner: key for inner, key in keys.items() if inner != key}
         surplus = len(both) - 2 * SLOTS
@@ -469,11 +466,11 @@ class LeaseDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _wake(self) -> None:
-        """Wake all that wait for a turn.  The page is not read through its mapping: it may be shorter."""
+        """Wake all threads that wait for a turn.  The mapping is not read: the file may be shorter."""
         if _SYS_FUTEX is None:
             return
         if (page := self._page) is None:
-            if (fd := _open_regular(self._limit, os.O_RDWR)) < 0:
+            if (fd := open_regular(self._limit, os.O_RDWR)) < 0:
                 return
             try:
                 page = self._page = mmap.mmap(fd, LIMIT_BYTES)
@@ -485,7 +482,7 @@ class LeaseDirectory:
         _syscall(_SYS_FUTEX, ctypes.c_void_p(ctypes.addressof(turn)), _FUTEX_WAKE, _ALL, None, None, 0)
 
     def _pwrite(self, value: bytes, at: int) -> None:
-        if (fd := _open_regular(self._limit, os.O_WRONLY)) < 0:
+        if (fd := open_regular(self._limit, os.O_WRONLY)) < 0:
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(self._limit))
         try:
             os.pwrite(fd, value, at)
@@ -494,7 +491,7 @@ class LeaseDirectory:
 
 
 def words_of(taints: Iterable[Taint]) -> str:
-    """Taints in words, such as "managed memory, CUDA IPC"; empty for none."""
+    """Return taints in words, such as "managed memory, CUDA IPC"; empty if there are none."""
     found = Taint(0)
     for taint in taints:
         found |= taint
@@ -507,31 +504,11 @@ def _device_at(index: int) -> int:
     return LIMIT_HEAD.size + index * LIMIT_DEVICE.size
 
 
-def _open_regular(path: Path, access: int = os.O_RDONLY) -> int:
-    """A descriptor of a regular file; -1 for a link, a FIFO, a directory, another filesystem, nothing."""
-    with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        # O_PATH asks no filesystem anything (open(2)); fdinfo answers from the kernel's memory (proc(5)).
-        folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
-        stack.callback(os.close, folder)
-        found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
-        stack.callback(os.close, found)
-        if _mount(found) == _mount(folder) and stat.S_ISREG(os.fstat(found).st_mode):
-            return os.open(procfs.path(0, f"fd/{found}"), access | os.O_NONBLOCK | os.O_CLOEXEC)
-    return -1
-
-
-def _mount(fd: int) -> bytes:
-    """The mount that a descriptor is on, as proc(5) numbers it in fdinfo."""
-    lines = procfs.read(0, f"fdinfo/{fd}", 1024).splitlines()
-    return next((line for line in lines if line.startswith(b"mnt_id:")), b"")
-
-
 def _cut(fd: int) -> None:
-    """Truncate an account that has grown: its file system is shared by all users.
+    """Truncate an account that has grown, because all users share its file system.
 
-    A user with a file lease on it (fcntl(2)) keeps truncate(2) waiting for up to
-    `fs.lease-break-time`, 45 s.  With O_NONBLOCK open(2) fails at once, and breaks the
-    lease: the account is cut a later time.
+    A user with a file lease on it (fcntl(2)) can make truncate(2) wait up to `fs.lease-break-time`, 45 s.
+    With O_NONBLOCK open(2) fails at once and breaks the lease; the next call truncates the account.
     """
     found = os.fstat(fd)
     if found.st_size > ACCOUNT_BYTES and found.st_nlink == 1:
@@ -541,38 +518,3 @@ def _cut(fd: int) -> None:
                 os.ftruncate(writable, ACCOUNT_BYTES)
             finally:
                 os.close(writable)
-
-
-def write_whole(
-    path: Path, content: bytes, mode: int = 0o600, uid: int | None = None, *, sync: bool = False
-) -> None:
-    """Write a file that is never seen half written, owned by ``uid`` (None: the user of this process).
-
-    ``sync``: it is on disk before this returns.
-
-    Raises:
-        OSError: the disk does not take it; the file is as it was.
-    """
-    new = path.with_name(f".{path.name}.new")
-    new.unlink(missing_ok=True)
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(fd, "wb") as file:
-            file.write(content)
-            os.fchmod(fd, mode)
-            if uid is not None and uid != os.geteuid():
-                os.fchown(fd, uid, -1)
-            if sync:
-                file.flush()
-                os.fsync(fd)
-        new.rename(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            new.unlink(missing_ok=True)
-        raise
-    if sync:
-        folder = os.open(path.parent, os.O_RDONLY | os.O_CLOEXEC)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)

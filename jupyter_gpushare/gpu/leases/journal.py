@@ -2,133 +2,63 @@
 
     <state dir>/               0711, on disk
         private/               0700
-            lock               held while a helper runs here: there is only one
-            epoch              the highest epoch ever seen, written before its effect
+            lock               locked while a helper runs here, so that there is only one
+            epoch              the highest epoch ever seen, written before it takes effect
             canary             self-test verdicts and device states of this boot and driver
-            holders            users that held a lease in this boot (`Holders`)
-            pods               on Kubernetes: the leases of pods in this boot (`pods`)
+            holders            users that held a lease in this boot (`holders`)
+            containers         the leases of containers in this boot (`containers`)
             unit-pool          on Kubernetes: exists while seats count by number (`seats`)
             journal/<lease>    one record per lease, written before and after each step
     <lease dir>/<lease>/       limit page and account, see `files`
 
-The lease directory belongs in memory (/run): processes write their account at each
-CUDA call, which on a disk faults at each write-back and fails when the disk is full.
-It must outlive the helper, not the boot.  Without one given it is <state dir>/leases.
+The lease directory belongs in memory (/run).  Processes write their account at each CUDA call; on a
+disk such a write faults at each write-back, and fails when the disk is full.  The lease directory must
+outlive the helper but not the boot.  Its default is <state dir>/leases.
 
-The journal holds what the driver cannot be asked: the user of a lease, its limits,
-which processes are being moved and how many bytes they saved.  In which state they
-are is asked from the driver (GetState), never read from here.
+The journal holds what the driver does not know: the user of a lease, its limits, which processes are
+being moved and how many bytes they saved.  The state of a process is always asked from the driver
+(GetState), never read from the journal.
 
-Every file is replaced as a whole.  On a full disk one of at most a page is written over the
-old one instead, which takes no further space where blocks are written in place (ext4, XFS,
-tmpfs); a kill does not cut the write of one page short.  Only the epoch is synced to disk: it
-must outlive a power cut.  Device memory, and with it everything else here, does not;
-a record of an earlier boot is removed with its lease.
+Every file is replaced as a whole.  On a full disk, a file of at most one page is overwritten instead.
+That takes no further space where blocks are written in place (ext4, XFS, tmpfs), and a kill does not cut
+the write of one page short.  Only the epoch is synced to disk, because it must outlive a power cut.  Device
+memory does not outlive one, so nothing else here has to.  A record of an earlier boot is removed with its
+lease.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import json
-import logging
 import os
 import threading
-import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from jupyter_gpushare import procfs
 from jupyter_gpushare.errors import HelperError, InvalidRequest
-from jupyter_gpushare.gpu.leases.files import check_lease, write_whole
+from jupyter_gpushare.gpu.leases.files import check_lease
+from jupyter_gpushare.gpu.leases.holders import Holders
+from jupyter_gpushare.gpu.os.files import write_or_overwrite
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import ErrorKind, Phase, SetLimit
 
-log = logging.getLogger(__name__)
-
-
-# ---- which users held a lease since the machine booted, and of which users a record of a lease was lost
-# The watchdog stops processes only of users that hold, or since boot held, a lease here,
-# and none of a user with a lost record: it does not know then which processes were in that lease.
-# A record is lost where the helper's own folder of a lease has none.  That a process names
-# a lease without a record shows nothing: every user can start one.
-
-# Users of one boot; of further ones no process is stopped.
-MAX_UIDS = 10_000
-
-
-class Holders:
-    """Kept in one file, so that it outlives the helper and not the boot."""
-
-    def __init__(self, path: Path, boot_id: str) -> None:
-        """Read the file; one of another boot, or a damaged one, counts as empty."""
-        self._path = path
-        self._boot_id = boot_id
-        self._guard = threading.Lock()
-        self.uids: frozenset[int] = frozenset()
-        self.with_lost_record: frozenset[int] = frozenset()
-        # A process that began earlier may have been in a lease that is not known here.
-        self.since_ticks = procfs.ticks(time.clock_gettime(time.CLOCK_BOOTTIME))
-        try:
-            stored = json.loads(path.read_bytes())
-            if stored["boot_id"] == boot_id:
-                self.since_ticks = int(stored.get("since_ticks", 0))
-                self.uids = frozenset(int(uid) for uid in stored["uids"])
-                self.with_lost_record = frozenset(int(uid) for uid in stored.get("with_lost_record", ()))
-        except (OSError, ValueError, KeyError, TypeError):
-            pass
-
-    def add(self, uid: int) -> None:
-        """Note that a user holds a lease."""
-        with self._guard:
-            if uid not in self.uids and len(self.uids) < MAX_UIDS:
-                self.uids |= {uid}
-                self._save()
-
-    def lose_record(self, uid: int) -> None:
-        """Note that a lease of this user has no record any more."""
-        with self._guard:
-            if uid not in self.with_lost_record:
-                self.with_lost_record |= {uid}
-                self._save()
-
-    def _save(self) -> None:
-        """Write the file; what the disk does not take is noted until this helper ends."""
-        stored = {
-            "boot_id": self._boot_id,
-            "since_ticks": self.since_ticks,
-            "uids": sorted(self.uids),
-            "with_lost_record": sorted(self.with_lost_record),
-        }
-        try:
-            write_whole(self._path, json.dumps(stored).encode())
-        except OSError as error:
-            log.warning("the holders of leases cannot be noted in %s: %s", self._path, error)
-
-
-# ---- the journal -------------------------------------------------------------
-
-# ENOSPC, and what a quota on the disk answers.
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-_PAGE_BYTES = 4096
-_STAT_BLOCK_BYTES = 512  # stat(2), st_blocks
 _PID_BYTES = 32
-# Of the leases that self-tests make for themselves: no process of a user carries them.
+# Self-tests make leases with this prefix for themselves; no process of a user carries one.
 SELF_TEST_PREFIX = "canary-"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parked:
-    """A process that is being moved or is suspended, with its bytes by device."""
+    """A process that is being moved or is suspended, with the bytes that it saved by device."""
 
     pid: int
     start_ticks: int
     saved_bytes: dict[str, int]
     core_filter: int = -1  # /proc/PID/coredump_filter before it was suspended; -1: not changed
-    out_of_step: bool = False  # lost because the driver fails at every call about it
-    # Where the driver checkpointed it, in the order of the lease's devices; empty: on those of the lease.
+    out_of_step: bool = False  # lost because every driver call about it fails
+    # The devices on which the driver checkpointed it, in the lease's order; empty: those of the lease.
     devices: tuple[str, ...] = ()
 
     @property
@@ -139,7 +69,7 @@ class Parked:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Leftover:
-    """What a dead process held by device, while a process that it forked keeps it (`leftovers`)."""
+    """Device memory of a dead process that a process forked from it keeps (`leftovers`)."""
 
     pid: int
     start_ticks: int
@@ -156,7 +86,7 @@ class Leftover:
 class JournalRecord:
     """One lease in the journal."""
 
-    asked: SetLimit  # what the broker asked for last
+    asked: SetLimit  # the last request of the broker
     phase: Phase
     parked: tuple[Parked, ...] = ()
     lost: tuple[Parked, ...] = ()
@@ -165,9 +95,9 @@ class JournalRecord:
     # Counters at the moment of suspension: pid, start ticks, calls and queries of each process.
     counted: tuple[tuple[int, int, int, int], ...] = ()
     unconfirmed: bool = False
-    # UUIDs by which its processes know its devices, in their order; empty: its own.
+    # UUIDs by which its processes know its devices, in their order; empty: the devices' own UUIDs.
     names: tuple[str, ...] = ()
-    # While it resumes on other devices: those that it had before, in their order.
+    # While it resumes on other devices: its devices before that, in their order.
     moves_from: tuple[str, ...] = ()
     ended_as_guest: bool = False  # as `LeaseSample.ended_as_guest`
 
@@ -176,7 +106,7 @@ class StateDirectory:
     """The state directory, locked until this process ends."""
 
     def __init__(self, path: Path, boot_id: str, leases: Path | None = None) -> None:
-        """Create and lock the directory; ``leases`` is the lease directory, if it is elsewhere.
+        """Create and lock the directory; ``leases`` is the lease directory (default: within ``path``).
 
         Raises:
             HelperError: another helper runs on it (kind ``running``), or it
@@ -212,13 +142,13 @@ class StateDirectory:
             raise HelperError(
                 "running", f"another device helper (process {holder}) already works on {path}"
             ) from None
-        with contextlib.suppress(OSError):  # a full disk; it only names this helper to a second one
+        with contextlib.suppress(OSError):  # a full disk; the pid only tells a second helper which one runs
             os.pwrite(self._lock_fd, str(os.getpid()).ljust(_PID_BYTES).encode(), 0)
         self.epoch = self._read_epoch()
         self.holders = Holders(self._private / "holders", boot_id)
 
     def raise_epoch(self, epoch: int) -> None:
-        """Remember an epoch, on disk before this returns.
+        """Store an epoch; it is on disk before this returns.
 
         Raises:
             HelperError: it is below the highest one (kind ``stale_epoch``).
@@ -229,28 +159,30 @@ class StateDirectory:
                 f"epoch {epoch} is stale: a newer broker is at work (epoch {self.epoch})",
             )
         if epoch > self.epoch:
-            _replace(self._private / "epoch", f"{epoch}\n".encode(), sync=True)
+            write_or_overwrite(self._private / "epoch", f"{epoch}\n".encode(), sync=True)
             self.epoch = epoch
 
     def save(self, record: JournalRecord) -> None:
         """Write the record of a lease.
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: the disk refused it.
         """
         written = {"boot_id": self.boot_id, **asdict(record)}
-        _replace(self._journal / record.asked.lease, json.dumps(written).encode())
+        write_or_overwrite(self._journal / record.asked.lease, json.dumps(written).encode())
 
     def forget(self, lease: str) -> None:
         """Remove the record of a lease."""
         (self._journal / lease).unlink(missing_ok=True)
 
     def records(self) -> dict[str, JournalRecord | None]:
-        """The journal by name; None: no record of this boot, but older, cut short by a power cut, or none.
+        """Return the record of each file in the journal by name.
+
+        It is None for a file that is no record of this boot: older, or cut short by a power cut.
 
         Raises:
-            HelperError: a record of this boot cannot be read (kind ``state``): its lease may be
-                suspended, so it is not forgotten.
+            HelperError: a record of this boot cannot be read (kind ``state``).  Its lease may be suspended,
+                so the record is not skipped.
         """
         return {path.name: _read_record(path, self.boot_id) for path in sorted(self._journal.iterdir())}
 
@@ -261,10 +193,10 @@ class StateDirectory:
             OSError: the disk does not take it.
         """
         with self._devices_guard:
-            _replace(self._private / "canary", json.dumps(saved).encode())
+            write_or_overwrite(self._private / "canary", json.dumps(saved).encode())
 
     def devices(self) -> dict[str, Any]:
-        """What `save_devices` wrote last; empty when there is nothing."""
+        """Return what `save_devices` wrote last; empty if it wrote nothing."""
         try:
             value = json.loads((self._private / "canary").read_bytes())
         except (OSError, ValueError):
@@ -286,7 +218,7 @@ class StateDirectory:
 
 
 def _read_record(path: Path, boot_id: str) -> JournalRecord | None:
-    """The record in a file; None: it is none, cut short, or of another boot.
+    """Return the record in a file; None if it is cut short, of another boot, or no record.
 
     Raises:
         HelperError: it is of this boot and cannot be read (kind ``state``).
@@ -309,41 +241,3 @@ def _read_record(path: Path, boot_id: str) -> JournalRecord | None:
             f"{path} was written by another version ({error}): start that version of the helper again, or "
             "remove the file: what is suspended in this lease is then lost",
         ) from None
-
-
-def _replace(path: Path, content: bytes, sync: bool = False) -> None:
-    """Write a file as a whole, or on a full disk over the old one.
-
-    Raises:
-        OSError: the disk does not take it; the file is as it was.
-    """
-    try:
-        write_whole(path, content, sync=sync)
-    except OSError as error:
-        if error.errno not in _NO_SPACE or not _overwrite(path, content, sync):
-            raise
-
-
-def _overwrite(path: Path, content: bytes, sync: bool) -> bool:
-    """Write over a file within the blocks that it has, a page at most; False: they do not hold it.
-
-    More could be cut short by the full disk, after the old content is lost.
-
-    Raises:
-        OSError: the disk does not take it.
-    """
-    try:
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return False
-    try:
-        file = os.fstat(fd)
-        if max(file.st_size, len(content)) > min(_PAGE_BYTES, _STAT_BLOCK_BYTES * file.st_blocks):
-            return False
-        # Blanks at its end mean nothing: no second call has to shorten the file.
-        os.pwrite(fd, content.ljust(file.st_size), 0)
-        if sync:
-            os.fsync(fd)
-    finally:
-        os.close(fd)
-    return True

@@ -2,9 +2,9 @@
 
     RUNNING -> SUSPENDING -> SUSPENDED -> RESUMING -> RUNNING
 
-A move that fails goes back to the phase that it came from.  When the driver
-lost the GPU state of a process, the lease is LOST until that process has ended.  Only
-`HelperLease.enter` changes the phase, and only along `TRANSITIONS`.
+A move that fails returns to the phase before it.  When the driver has lost the GPU state of a process,
+the lease is LOST until that process has ended.  Only `HelperLease.enter` changes the phase, and only along
+`TRANSITIONS`.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from jupyter_gpushare.gpu.leases.files import (
 )
 from jupyter_gpushare.gpu.leases.journal import JournalRecord, Leftover, Parked
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import GUEST_SHARE, ComputeShare, Phase
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ TRANSITIONS: Mapping[Phase, frozenset[Phase]] = MappingProxyType(
     }
 )
 
-# What the processes of a lease may do in each phase.  After a loss the other processes go on.
+# What the processes of a lease may do in each phase.  After a loss the other processes continue.
 PAGE = MappingProxyType(
     {
         Phase.RUNNING: PagePhase.RUNNING,
@@ -53,20 +54,18 @@ PAGE = MappingProxyType(
     }
 )
 
-# What a process may have in flight in its first turn; the turns say it from then on.
+# Microseconds of work that may be in flight in a process's first turn; later turns set their own.
 AHEAD_US = 20_000
 
-MAX_WORK = 1 << 62  # an account says any number
+MAX_WORK = 1 << 62  # an account may hold any number
 
 BACKOFF_S = 60.0
 MAX_BACKOFF_S = 3600.0
 
-Key = tuple[int, int]  # pid, start ticks
-
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """Why the driver failed to move a process, and until when it is not tried again."""
+    """Why the driver failed to move a process, and when the move may be tried again (monotonic, seconds)."""
 
     reason: str
     until: float
@@ -88,7 +87,7 @@ class HelperLease:
     def __init__(self, record: JournalRecord, files: LeaseDirectory) -> None:
         self.name = record.asked.lease
         self.asked = record.asked
-        self.unconfirmed = record.unconfirmed  # it was resumed unrecorded, and no broker has confirmed that
+        self.unconfirmed = record.unconfirmed  # no broker has confirmed its unrecorded resume
         # The highest limits so far: memory allocated under them stays after a lower limit.
         self.peak_limits = dict(record.asked.limits)
         self.files = files
@@ -99,21 +98,21 @@ class HelperLease:
         self.guests: dict[str, tuple[str, int]] = {}  # by device: the guest there, and the bytes that it has
         self.ended_as_guest = record.ended_as_guest
         self._page_guard = threading.Lock()
-        self._pauses = 0  # restores beside it, for which its allocations wait
+        self._pauses = 0  # restores on its devices, for which its allocations wait
         self.dropped = False
-        # A driver call hung or failed during a move: to be settled later.
+        # A driver call hung or failed during a move; `Mover.settle` ends the move later.
         self.unsettled = False
         self.unsaved = False  # the last record could not be written
 
         # While not RUNNING: processes that are locked or checkpointed, and the counters at suspension.
         self.parked = {each.key: each for each in record.parked}
         self.lost = {each.key: each for each in record.lost}
-        # Since when every call of the driver fails about a process that is being moved.
+        # By process that is being moved: since when every driver call about it has failed.
         self.failing: dict[Key, float] = {}
-        # What dead processes held, and the processes that keep it (`leftovers`).
+        # Memory of dead processes, and the living processes that keep it (`leftovers`).
         self.left: dict[Key, Leftover] = {each.key: each for each in record.left}
         self.keepers: tuple[Process, ...] = ()
-        self.free_since = 0.0  # since when its devices show nothing of that any more; 0: they do
+        self.free_since = 0.0  # since when its devices show none of that memory; 0: they still do
         # Living processes that a failed checkpoint may have damaged.
         self.damaged = set(record.damaged)
         self.baseline = Counters(
@@ -121,12 +120,12 @@ class HelperLease:
         )
         self.wanted = False
         self.queries_only = False
-        self.stalled = False  # a process seems to wait in a call that is not counted
-        self.stays_for = ""  # why it was not resumed while no broker answered, as last logged
+        self.stalled = False  # a process seems to wait in a call that the library does not count
+        self.stays_for = ""  # the last logged reason why it was not resumed while no broker answered
         self.wanted_published_at = 0.0
         self.compared_account = b""  # the account as the wake detector last compared it
 
-        # As last measured.
+        # As of the last sample.
         self.measured_at = 0.0
         self.processes: tuple[Process, ...] = ()
         self.held: dict[Key, dict[str, int]] = {}  # bytes by process and device
@@ -134,20 +133,20 @@ class HelperLease:
         self.account: AccountFile | None = None
         self.active_at = time.monotonic()
         self.memory_too_small = ""  # why its memory limit cannot hold its device memory
-        self.lived = False  # a process of it was seen
-        # Since when processes of its user on its devices, which may be its own, do not answer; 0: they do.
+        self.lived = False  # it has had a process
+        # Since when unread processes on its devices may belong to it; 0: there are none.
         self.unread_since = 0.0
-        self.killed = False  # the broker ends it: every process of it that was found got SIGKILL
-        self.had_runner = False  # of a job: it was seen
+        self.killed = False  # the broker ended it: SIGKILL was sent to every process that was found
+        self.had_runner = False  # of a job: its runner was seen
         self.contexts: dict[str, int] = {}  # bytes by device as charged in the limit page
         self.in_cgroup = False  # whether the driver itself limits it
         self.placed: frozenset[Key] = frozenset()  # its processes in that cgroup
         self.failures: dict[Key, Failure] = {}
         self.time_share = HelperTimeShare()
-        self.work = 0  # calls that its processes counted as work so far, also those that have ended
-        self._worked: dict[Key, int] = {}  # those of each process, as last seen
-        # Processes with device memory that the library did not count in the last sample, and whether one of
-        # them was there in the sample before.
+        self.work = 0  # work calls that its processes have counted so far, ended processes included
+        self._worked: dict[Key, int] = {}  # work calls of each process in the last sample
+        # Processes whose device memory the library did not count in the last sample, and whether one of them
+        # was also in the sample before it.
         self.outside: frozenset[Key] = frozenset()
         self.goes_around = False
 
@@ -168,13 +167,16 @@ class HelperLease:
 
     @property
     def shares_time(self) -> tuple[ComputeShare, float]:
-        """How it is to share the time of its devices, and its part: with a guest, or as one, 9 to 1."""
+        """How it shares the time of its devices, and its part: 9 to 1 between a host and its guest."""
         if self.is_guest or self.guests:
             return ComputeShare.FAIR, GUEST_SHARE if self.is_guest else 1 - GUEST_SHARE
         return self.asked.compute_share, self.asked.share
 
     def kept_bytes_of(self, uuid: str) -> int:
-        """Bytes of its limit on a device that another lease has: its guest, or as a guest all the rest."""
+        """Return the bytes of its limit on a device that another lease has.
+
+        Of a host these are its guest's bytes; of a guest, all bytes except its own.
+        """
         if self.asked.guest_of:
             return max(0, self.limits[uuid] - self.asked.guest_bytes)
         return self.guests[uuid][1] if uuid in self.guests and uuid in self.limits else 0
@@ -202,15 +204,15 @@ class HelperLease:
 
     @property
     def out_of_step(self) -> dict[str, int]:
-        """Devices with a process of the lease with which the driver is out of step, and its pid."""
+        """By device: the pid of a process of the lease about which every driver call fails."""
         found = [each for each in list(self.lost.values()) if each.out_of_step]
         return {uuid: each.pid for each in found for uuid in each.saved_bytes or self.limits}
 
     def counted_bytes(self, account: AccountFile | None, uuid: str, keys: Iterable[Key]) -> dict[Key, int]:
-        """Bytes that the library counts for these processes on a device, contexts not included.
+        """Return the bytes that the library counts for these processes on a device, without contexts.
 
-        The owner can write anything there.  The library never counts more than the highest
-        limit for all processes together: beyond that none of it is used.
+        The owner can write any number there.  The library never counts more than the highest limit for all
+        processes together; if the account does, none of its numbers is used.
         """
         limits = list(self.limits)
         if account is None or uuid not in limits:
@@ -223,7 +225,7 @@ class HelperLease:
     def claim(self, processes: Processes) -> bool:
         """Claim processes of its user that its record names, and unread ones that its account names.
 
-        The owner can write any process into the account.  Returns whether one did not count as its own.
+        The owner can write any process into the account.  Return whether a claim is new.
         """
         claimed = {*self.parked, *self.lost, *self.damaged}
         if unread := {process.key for process in processes.unread if process.uid == self.asked.uid}:
@@ -233,18 +235,18 @@ class HelperLease:
         return bool(changed)
 
     def allowed_bytes(self, uuid: str) -> int:
-        """What it may hold on a device now."""
+        """Return the bytes that it may hold on a device now."""
         if self.phase is Phase.SUSPENDED or uuid not in self.limits:
             return 0
         return self.limits[uuid] - (self.kept_bytes_of(uuid) if self.asked.guest_of else 0)
 
     def borrows(self, uuid: str) -> bool:
-        """Whether any of its memory on a device may be reclaimed."""
+        """Return whether it has memory on a device that may be reclaimed."""
         limit_bytes = self.limits.get(uuid, 0)
         return self.asked.guaranteed.get(uuid, limit_bytes) < limit_bytes
 
     def enter(self, phase: Phase) -> Phase:
-        """Change the phase and the limit page; returns the phase before.
+        """Change the phase and the limit page; return the phase before.
 
         Raises:
             ValueError: the table has no such transition; nothing changed.
@@ -268,9 +270,9 @@ class HelperLease:
         return before
 
     def put_on(self, devices: Iterable[str]) -> None:
-        """Give it other devices, each in the place of its own: limits, charges and what is parked follow.
+        """Replace its devices, in their order; limits, charges and saved bytes move to the new devices.
 
-        The limit page is written by `HelperLease.files`.
+        The caller writes the limit page (`files`).
         """
         before, devices = tuple(self.limits), tuple(devices)
         place = dict(zip(before, devices, strict=True))
@@ -291,8 +293,8 @@ class HelperLease:
         with self._page_guard:
             self.contexts, self.asked, self.parked = moved(self.contexts), asked, parked
 
-    def see_work(self, account: AccountFile | None) -> None:
-        """Count the work of its processes, as their account shows it: what one of them takes back is not."""
+    def count_work(self, account: AccountFile | None) -> None:
+        """Add the work that its account shows since the last sample; a counter that fell adds nothing."""
         if account is None:
             return
         done = {slot.writer: slot.work for slot in account.slots.values()}
@@ -300,7 +302,7 @@ class HelperLease:
         self.work, self._worked = min(self.work + added_work, MAX_WORK), done
 
     def write_kept(self) -> None:
-        """Write into the limit page what is kept for other leases; one that is missing is logged."""
+        """Write into the limit page the bytes kept for other leases; a missing page is logged."""
         with self._page_guard:
             try:
                 for index, uuid in enumerate(self.limits):
@@ -309,9 +311,10 @@ class HelperLease:
                 log.error("lease=%s its limit page cannot be written: %s", self.name, error)
 
     def charge_context(self, index: int, uuid: str, context_bytes: int) -> None:
-        """Charge bytes that the driver shows on its device at a position beyond the account (contexts).
+        """Charge the bytes of contexts, which the driver shows in addition to the account.
 
-        Nothing where the lease has another device there by now.
+        ``index`` is the position of device ``uuid``; if the lease now has another device there, nothing
+        changes.
 
         Raises:
             OSError: the limit page is missing.
@@ -322,20 +325,20 @@ class HelperLease:
                 self.files.set_context(index, context_bytes)
 
     def create_files(self, contexts: Mapping[str, int]) -> None:
-        """Write its limit page anew, as no process carries it, with bytes by device charged for contexts.
+        """Create its limit page; no process may carry the lease.  ``contexts`` are bytes by device.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the page cannot be written.
         """
         self.contexts = dict(contexts)
         phase = PAGE[self.phase]
         kept = {uuid: self.kept_bytes_of(uuid) for uuid in self.limits}
         self.files.create(self.asked.uid, self.limits, phase, contexts, self.names, self.ahead_us, kept)
         if self.shares_time[0] is ComputeShare.STRICT:
-            self.take_turn(HELD, self.ahead_us)  # a cap holds from the first launch on
+            self.take_turn(HELD, self.ahead_us)  # its share is a cap from the first launch on
 
     def block(self, key: Key, reason: str) -> None:
-        """Keep a process from being suspended for a while, twice as long each time it fails again."""
+        """Do not suspend a process for `BACKOFF_S`; each further failure doubles the wait."""
         now = time.monotonic()
         before = self.failures.get(key)
         wait_s = min(2 * before.wait_s, MAX_BACKOFF_S) if before else BACKOFF_S
@@ -344,7 +347,7 @@ class HelperLease:
 
     @contextmanager
     def allocations_paused(self) -> Iterator[None]:
-        """Make its processes wait before they allocate; what they hold and run goes on."""
+        """Make its processes wait before they allocate; they keep their memory and continue to run."""
         self._pause(1)
         try:
             yield
@@ -358,9 +361,9 @@ class HelperLease:
                 self._write_page()
 
     def take_turn(self, turn: int, ahead_us: int) -> bool:
-        """Write its turn, and the microseconds of work that may be in flight in it, if its processes run.
+        """Write its turn, and the microseconds of work that may be in flight in it.
 
-        False: they do not, or the limit page is missing.
+        Return False if its processes do not run or the limit page is missing.
         """
         with self._page_guard:
             if self.phase is not Phase.RUNNING or self.dropped:
@@ -379,7 +382,7 @@ class HelperLease:
             log.error("lease=%s its limit page cannot be written: %s", self.name, error)
 
     def record(self) -> JournalRecord:
-        """The journal record of the lease."""
+        """Return the journal record of the lease."""
         return JournalRecord(
             asked=self.asked,
             phase=self.phase,
@@ -396,7 +399,7 @@ class HelperLease:
 
 
 def added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Return the sums of bytes by device."""
+    """Return the sum of these bytes by device."""
     total = Counter[str]()
     for part in parts:
         total.update(part)
@@ -404,7 +407,7 @@ def added(parts: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def parked_of(keys: Mapping[Key, Mapping[str, int]]) -> dict[Key, Parked]:
-    """Journal entries of processes, from their bytes by device."""
+    """Return the journal entry of each process, from its bytes by device."""
     return {
         (pid, start): Parked(pid=pid, start_ticks=start, saved_bytes=dict(saved))
         for (pid, start), saved in keys.items()

@@ -1,15 +1,17 @@
 """Device memory that outlives its process, because a process that it forked keeps it.
 
-A forked process has the descriptors of ``/dev/nvidia*`` of its parent until it calls exec: a worker of
-PyTorch's DataLoader, for example.  When the parent ends, the driver keeps its memory until the last
-of them is closed (NVIDIA-NeMo/Megatron-Bridge pull request 5984: 51 descriptors, 1,135 MiB), and lists
-the dead process (GaTech-RL2/EgoVerse pull request 682) or none.
+A forked process, such as a worker of PyTorch's DataLoader, has its parent's descriptors of
+``/dev/nvidia*`` until it calls exec.  When the parent ends, the driver keeps the parent's memory until the
+last of these descriptors is closed (NVIDIA-NeMo/Megatron-Bridge pull request 5984: 51 descriptors,
+1,135 MiB).  It then lists the dead process (GaTech-RL2/EgoVerse pull request 682) or no process.
 
-So what each process held is remembered in every sample.  When one with memory ends, the living ones that
-have its image, are younger, have a device open and no GPU state of their own keep its memory: its
-*keepers*.  None is named while a device of the lease does not say who has memory there: they may be killed.
-It is counted to the lease as far as the device shows that much of no living process, and forgotten once
-the device has not for `HIDDEN_SETTLES_S`: used bytes and processes are asked one after the other.
+So every sample remembers what each process held.  When a process with memory ends, its *keepers* are the
+living processes that have its image, are younger, have a device open and have no GPU state of their own.
+Keepers may be killed, so none is named while a device of the lease does not say who has memory there.
+
+The memory is charged to the lease as far as the device shows that many bytes of no living process.  It is
+forgotten once the device has not shown them for `HIDDEN_SETTLES_S`, because used bytes and processes are
+read one after the other.
 """
 
 from __future__ import annotations
@@ -18,31 +20,32 @@ from collections.abc import Collection, Mapping, Sequence
 from heapq import nlargest
 
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import HIDDEN_SETTLES_S, DeviceStates
 from jupyter_gpushare.gpu.leases.journal import Leftover
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
-from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.processes import Process, Processes
+from jupyter_gpushare.gpu.os.device_files import DeviceFiles
+from jupyter_gpushare.gpu.os.process_memory import ProcessMemoryReader
+from jupyter_gpushare.gpu.os.processes import Key
 
-# Of a lease: the dead processes that are remembered, those with most memory, and the living ones of which
-# it is looked up whether they have a device open.
-MOST = 64
-# Less may be the driver's own.
-LEAST_BYTES = 64 << 20
+# Of each lease, at most this many dead processes are remembered (those with the most memory), and at most
+# this many living ones are checked for an open device.
+MAX_TRACKED = 64
+# Fewer bytes may be the driver's own.
+MIN_BYTES = 64 << 20
 
 Living = Mapping[str, tuple[Process, ...]]  # by lease
 
 
 class Leftovers:
-    """Finds them sample after sample; `Sampler` calls it in its thread."""
+    """Finds the memory that dead processes left; `Sampler` calls it with each sample, in its thread."""
 
     def __init__(self, processes: Processes, files: DeviceFiles, devices: DeviceStates) -> None:
         self._processes = processes
         self._files = files
         self._devices = devices
-        self._images = OwnMemoryReader(self._image)
-        # Of those with GPU state, as last seen: they may have called exec since they were first seen.
+        self._images = ProcessMemoryReader(self._image)
+        # Images of processes with GPU state in the last sample: they may have called exec since their first.
         self._last_images: dict[Key, tuple[int, ...]] = {}
 
     def find(
@@ -53,13 +56,13 @@ class Leftovers:
         late: Collection[str],
         at: float,
     ) -> None:
-        """Note what processes left that ended since the last sample, and which living ones keep it.
+        """Note the memory of processes that ended since the last sample, and which living ones keep it.
 
         The sample was taken at ``at``, in seconds; the usages of ``late`` devices are older.  A process
-        that does not say in time what it has open counts as a keeper, until `keepers_of`.
+        whose open files could not be read in time counts as a keeper until `keepers_of` checks it.
 
         Raises:
-            OSError: no descriptor or memory is left to look; nothing is noted.
+            OSError: no descriptor or memory is free; nothing is noted.
         """
         left = {lease: self._left(lease, living.get(lease.name, ())) for lease in leases}
         answered = usages.keys() - set(late)
@@ -72,9 +75,11 @@ class Leftovers:
             if found and lease.measured_at and lease.limits.keys() <= answered
         }
         users = {each.key: each.uid for found in forks.values() for each in found}
-        said = self._images.read(users) if users else {}
+        answers = self._images.read(users) if users else {}
         keepers = {
-            lease: tuple(each for each in found if each.key not in said or said[each.key].value == each.image)
+            lease: tuple(
+                each for each in found if each.key not in answers or answers[each.key].value == each.image
+            )
             for lease, found in forks.items()
         }
         self._last_images = {
@@ -93,24 +98,24 @@ class Leftovers:
         shares = {uuid: self._shares(kept, uuid, usage) for uuid, usage in usages.items()}
         for lease in leases:
             held = {uuid: by_lease[lease] for uuid, by_lease in shares.items()}
-            lease.left_bytes = {uuid: count for uuid, count in held.items() if count >= LEAST_BYTES}
+            lease.left_bytes = {uuid: count for uuid, count in held.items() if count >= MIN_BYTES}
             devices = {uuid for each in kept[lease].values() for uuid in each.held_bytes}
             is_free = lease in forks and not lease.left_bytes and devices <= usages.keys()
             _note(lease, kept[lease], keepers.get(lease, ()), is_free, at)
 
     def _image(self, pid: int) -> tuple[int, ...]:
-        """What a process that may be a keeper has as its image now; empty: it is none."""
+        """Return the image of a process that may be a keeper; empty if it is none."""
         if not self._files.are_open_in(pid) or not self._processes.is_randomized(pid):
             return ()
         return self._processes.image(pid)
 
     def _last_image(self, process: Process) -> tuple[int, ...]:
-        """The image of a process now, or where that has just ended, as last seen."""
+        """Return the image of a process now, or its last one if it has just ended."""
         now = self._processes.image(process.pid)
         return now if any(now) else self._last_images.get(process.key, process.image)
 
     def _without_siblings(self, found: Sequence[Process], living: tuple[Process, ...]) -> tuple[Process, ...]:
-        """Those of these forks that no living process forked, which called exec since it was first seen."""
+        """Return these forks without those of a living process that called exec after it was first seen."""
         others = {process.pid for process in living} - {each.pid for each in found}
         keepers: list[Process] = []
         for each in found:  # oldest first
@@ -121,7 +126,7 @@ class Leftovers:
         return tuple(keepers)
 
     def _left(self, lease: HelperLease, living: tuple[Process, ...]) -> dict[Key, Leftover]:
-        """What processes of a lease left: those noted before, and those that ended since."""
+        """Return the leftovers of a lease: those noted before, and those of processes that ended since."""
         present = {process.key for process in living}
         ended = {
             process.key: Leftover(
@@ -140,9 +145,10 @@ class Leftovers:
     def _shares(
         self, left: Mapping[HelperLease, Mapping[Key, Leftover]], uuid: str, usage: DeviceReading
     ) -> dict[HelperLease, int]:
-        """Bytes of a device that the dead processes of each lease still hold.
+        """Return the bytes of a device that the dead processes of each lease still hold.
 
-        What the device shows beyond all that it lists is shared out once, to who had most first.
+        The bytes that the device shows beyond those of listed processes are given out once; the lease with
+        the most leftovers comes first.
         """
         counts = {
             lease: sum(each.held_bytes.get(uuid, 0) for each in found.values())
@@ -159,16 +165,16 @@ class Leftovers:
         return shares
 
     def _is_dead(self, key: Key) -> bool:
-        """Whether what the driver lists under a pid is this dead process, and no later one."""
+        """Return whether the pid that the driver lists is this dead process, and no later one."""
         known = self._processes.find(key[0])
         return known is None or known.key == key
 
 
 def keepers_of(lease: HelperLease, processes: Processes) -> tuple[Process, ...]:
-    """Return the keepers of a lease that have not called exec since they were found, to be signalled now.
+    """Return the keepers of a lease that have not called exec since they were found; they may be signalled.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     keepers = lease.keepers if lease.left_bytes else ()
     return tuple(each for each in keepers if processes.image(each.pid) == each.image)
@@ -177,7 +183,7 @@ def keepers_of(lease: HelperLease, processes: Processes) -> tuple[Process, ...]:
 def _note(
     lease: HelperLease, left: dict[Key, Leftover], keepers: tuple[Process, ...], is_free: bool, at: float
 ) -> None:
-    """Note what was left of a lease, unless its devices have shown nothing of it for long enough."""
+    """Note the leftovers of a lease, or forget them once its devices have shown none for long enough."""
     if not is_free:
         lease.free_since = 0.0
     elif not lease.free_since or left.keys() - lease.left.keys():
@@ -191,11 +197,11 @@ def _note(
 
 
 def _largest(left: Mapping[Key, Leftover]) -> dict[Key, Leftover]:
-    return dict(nlargest(MOST, left.items(), key=lambda item: sum(item[1].held_bytes.values())))
+    return dict(nlargest(MAX_TRACKED, left.items(), key=lambda item: sum(item[1].held_bytes.values())))
 
 
 def _with_state(lease: HelperLease, living: Living, usages: Mapping[str, DeviceReading]) -> set[Key]:
-    """The processes of a lease that have GPU state of their own, or had in the last sample."""
+    """Return the processes of a lease that have their own GPU state, or had it in the last sample."""
     pids = {pid for usage in usages.values() for pid, count in usage.processes.items() if count != 0}
     shown = (process.key for process in living.get(lease.name, ()) if process.pid in pids)
     slots = lease.account.slots if lease.account else {}
@@ -206,10 +212,10 @@ def _with_state(lease: HelperLease, living: Living, usages: Mapping[str, DeviceR
 def _forks(
     left: Mapping[Key, Leftover], living: tuple[Process, ...], with_state: set[Key]
 ) -> tuple[Process, ...]:
-    """The living processes of a lease that a dead one may have forked, without GPU state of their own.
+    """Return the living processes without GPU state that a dead process of the lease may have forked.
 
-    Not those that a living process forked that the dead one did not, as its parent, or that has GPU state
-    of its own: they have the same image.
+    A process may have the same image because a living one forked it: one that is older than the dead
+    process, or has its own GPU state.  Such a process is left out, and so are those that it forked.
     """
     begun: dict[tuple[int, ...], int] = {}
     for each in left.values():
@@ -224,4 +230,4 @@ def _forks(
             others.add(process.pid)
         else:
             found.append(process)
-    return tuple(found[:MOST])
+    return tuple(found[:MAX_TRACKED])

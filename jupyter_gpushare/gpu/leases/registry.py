@@ -1,15 +1,13 @@
 """The leases of this machine: created, changed, dropped, and adopted at start.
 
-A thread that changes or moves a lease holds it (`LeaseRegistry.hold`) and is then
-fenced by the broker's epoch again: a request of an old broker that waited does
-nothing.  A lease is written to the journal before its files are created, and
-removed from it after they are gone, so that the next helper finds out what a
-killed one left half done.
+A thread that changes or moves a lease holds it (`LeaseRegistry.hold`).  After the wait the broker's epoch is
+checked again, so that a waiting request of an old broker does nothing.  A lease is in the journal before
+its files are created, and until they are removed, so that the next helper sees what a killed helper left
+half done.
 
-While no broker answers, or it cannot store anything, the helper may resume a lease that
-no broker has recorded as awake (`moves.wake`).  A broker may have granted the same
-capacity meanwhile: until it confirms that resume, no other lease gets a limit, or is
-resumed, that does not fit beside it.
+While no broker answers, or the broker cannot store anything, the helper may resume a lease that no broker
+has recorded as awake (`moves.wake`).  A broker may have granted the same capacity meanwhile.  So until it
+confirms the resume, no other lease that does not fit beside the resumed one gets a limit or is resumed.
 """
 
 from __future__ import annotations
@@ -20,75 +18,35 @@ import os
 import signal
 import threading
 import time
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Protocol
+from dataclasses import replace
 
 from jupyter_gpushare.errors import HelperError, InvalidRequest
-from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
-from jupyter_gpushare.gpu.driver.nvml import DriverGpu, Nvml
-from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.cgroups import Cgroups
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
+from jupyter_gpushare.gpu.driver.nvml import DriverGpu
+from jupyter_gpushare.gpu.leases import cgroup_limits
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import DEVICES, LeaseDirectory, PagePhase, counters_of, uuid_bytes
-from jupyter_gpushare.gpu.leases.host import HostMemory
-from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, JournalRecord, StateDirectory
-from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key
-from jupyter_gpushare.gpu.leases.own_memory import LOOK_S
-from jupyter_gpushare.gpu.leases.processes import Process, Processes
-from jupyter_gpushare.gpu.leases.seats import SeatTable
+from jupyter_gpushare.gpu.leases.journal import SELF_TEST_PREFIX, JournalRecord
+from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.processes import Process, keys_by_inner
+from jupyter_gpushare.gpu.os.cgroups import Cgroups
+from jupyter_gpushare.gpu.os.process_memory import ANSWER_S
 from jupyter_gpushare.protocol.helper import Drop, Dropped, ErrorKind, LeaseFiles, Level, Phase, SetLimit
-from jupyter_gpushare.protocol.seats import GpuPod
 
 log = logging.getLogger(__name__)
-
-
-# ---- the parts of one machine that every component of the device layer works with
-
-
-class GpuPods(Protocol):
-    """The pods of a node of a cluster that have GPUs (`kube.node.pod_resources`)."""
-
-    def pods(self) -> tuple[GpuPod, ...] | None:
-        """Return them; None: they are not known."""
-
-    def run(self) -> None:
-        """Keep them up to date, for ever."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Machine:
-    """One machine: driver, processes, state directory, host memory, events, device files."""
-
-    nvml: Nvml
-    checkpoint: Checkpoint
-    processes: Processes
-    state: StateDirectory
-    host: HostMemory
-    events: Events
-    files: DeviceFiles
-    seats: SeatTable = field(default_factory=SeatTable)
-    kubelet: GpuPods | None = None  # of a node of a cluster
-    library: str = ""  # the preload library, where pods of this node find it
-
-    @property
-    def simulated(self) -> bool:
-        """Whether the driver is the simulated one."""
-        return self.checkpoint.simulated_host_memory() is not None
 
 
 # ---- check what the broker asks for before a lease is created or changed -----
 
 
 def check_limits(request: SetLimit, gpus: Iterable[DriverGpu]) -> None:
-    """Return if the limits of a request make sense on these devices.
+    """Check the limits of a request against these devices.
 
     Raises:
-        InvalidRequest: they do not.
-        HelperError: this helper may not write files of that user.
+        InvalidRequest: a limit is invalid.
+        HelperError: this helper may not create files for that user.
     """
     if request.uid < 0 or (os.geteuid() != 0 and request.uid != os.geteuid()):
         raise HelperError(
@@ -111,25 +69,16 @@ def check_limits(request: SetLimit, gpus: Iterable[DriverGpu]) -> None:
             raise InvalidRequest(f"guaranteed on {uuid[:80]!r} is 0 to its limit, not {soft_bytes}")
 
 
-# ---- by which keys the accounts of leases name their processes
-
-
-def keys_by_inner(processes: Collection[Process]) -> dict[Key, Key]:
-    """Return the keys of processes by those that they write into accounts; none that two of them have."""
-    count = Counter(process.inner_key for process in processes)
-    return {process.inner_key: process.key for process in processes if count[process.inner_key] == 1}
-
-
 # ---- the leases --------------------------------------------------------------
 
 MAX_LEASES = 256
 # How long a change of a lease waits for a move in progress.
 HOLD_WAIT_S = 5.0
-# How long to wait for killed processes; one stuck in the kernel is left to the watchdog.
+# How long a drop waits for killed processes; the watchdog handles one that is stuck in the kernel.
 END_PROCESSES_S = 1.0
-# How long the first look at all processes may take: nothing is measured yet.
-FIRST_LOOK_S = 1.0
-# A broker asks for a sample every second; one that has been silent for so long does not answer.
+# How long the first scan may wait for processes that do not answer: no sample is due yet.
+FIRST_SCAN_S = 1.0
+# A broker asks for a sample every second.  After this long without a request it counts as unreachable.
 SILENT_S = 5.0
 
 
@@ -145,26 +94,26 @@ class LeaseRegistry:
         self._access_guard = threading.Lock()
         self._leases: dict[str, HelperLease] = {}
         self._heard_at = time.monotonic()
-        # Set when a lease may be suspended that was not before.
+        # Set when a lease may have become suspended.
         self.suspended = threading.Event()
 
     def all(self) -> list[HelperLease]:
-        """The leases known now."""
+        """Return all leases."""
         with self._guard:
             return list(self._leases.values())
 
     def get(self, name: str) -> HelperLease | None:
-        """The lease of this name, if it is known."""
+        """Return the lease of this name; None if there is none."""
         with self._guard:
             return self._leases.get(name)
 
-    def scan(self, within_s: float = LOOK_S) -> dict[str, tuple[Process, ...]]:
-        """The living processes of every lease, looked up now, oldest first.
+    def scan(self, within_s: float = ANSWER_S) -> dict[str, tuple[Process, ...]]:
+        """Scan now; return the living processes of every lease, oldest first.
 
-        A process that does not answer belongs to a lease with an account or record that names it.
+        A process that does not answer belongs to the lease whose account or record names it.
 
         Raises:
-            OSError: no descriptor or memory is left to look.
+            OSError: no descriptor or memory is free.
         """
         processes, leases = self._machine.processes, self.all()
         owners = {lease.name: lease.asked.uid for lease in leases}
@@ -177,32 +126,32 @@ class LeaseRegistry:
         return found
 
     def living(self, name: str) -> tuple[Process, ...]:
-        """The living processes of a lease, looked up now, oldest first.
+        """Scan now; return the living processes of a lease, oldest first.
 
         Raises:
-            OSError: no descriptor or memory is left to look.
+            OSError: no descriptor or memory is free.
         """
         return self.scan().get(name, ())
 
-    def may_live(self, lease: HelperLease) -> bool:
-        """Whether a lease has processes now, or had some and those that do not answer may be its own.
+    def may_be_alive(self, lease: HelperLease) -> bool:
+        """Return whether a lease has living processes, or had some and unread processes may belong to it.
 
         Raises:
-            OSError: no descriptor or memory is left to look.
+            OSError: no descriptor or memory is free.
         """
         if self.living(lease.name):
             return True
         return bool(lease.processes) and self.has_unread(lease.asked.uid)
 
     def has_unread(self, uid: int) -> bool:
-        """Whether a process of a user did not answer at the last look: it may be of any of its leases."""
+        """Return whether a process of a user was unread in the last scan; any of its leases may have it."""
         return any(process.uid == uid for process in self._machine.processes.unread)
 
     def fence(self, epoch: int) -> None:
-        """Accept this epoch and newer ones only, from now on and after a restart.
+        """Accept only this epoch and newer ones, from now on and after a restart.
 
         Raises:
-            HelperError: a newer one has been seen, or it cannot be written.
+            HelperError: a newer epoch has been seen, or this one cannot be written.
         """
         with self._epoch_guard:
             before = self._machine.state.epoch
@@ -215,14 +164,14 @@ class LeaseRegistry:
             log.info("epoch %d->%d", before, epoch)
 
     def is_unattended(self) -> bool:
-        """Whether no broker has sent a request for `SILENT_S`."""
+        """Return whether no broker has sent a request for `SILENT_S`."""
         return time.monotonic() - self._heard_at >= SILENT_S
 
     def claim(self, lease: HelperLease, *, asked: bool) -> bool:
-        """Whether a held lease may be resumed unrecorded; then it counts as `HelperLease.unconfirmed`.
+        """Return whether a held lease may be resumed unrecorded; mark it as `HelperLease.unconfirmed` if so.
 
-        It may if the broker asks for it (``asked``) or does not answer, and if, beside what is on its
-        devices or about to be, its limits fit and no lease is there that only borrows.
+        The broker must ask for it (``asked``) or be unreachable.  The limits of the lease must fit beside the
+        leases that are on its devices or about to be, and none of those may borrow memory there.
         """
         with self._guard:
             if lease.dropped or not (asked or self.is_unattended()):
@@ -236,7 +185,7 @@ class LeaseRegistry:
             return lease.unconfirmed
 
     def confirm(self, lease: HelperLease) -> None:
-        """Note that the broker knows of a resume without it."""
+        """Note that the broker knows of an unrecorded resume."""
         if not lease.unconfirmed:
             return
         lease.unconfirmed = False
@@ -246,7 +195,10 @@ class LeaseRegistry:
             lease.unsaved = True
 
     def conflict(self, name: str, limits: Mapping[str, int]) -> str:
-        """Why a lease may not get these limits now, or "": its seat, or one that the broker does not know."""
+        """Return why a lease may not get these limits now; "" if it may.
+
+        It has no connected seat with these devices, or a lease that was resumed unrecorded needs the memory.
+        """
         if not self._machine.seats.may_gain(name, limits):
             return f"no seat of lease {name} with its devices is connected on this node"
         with self._guard:
@@ -259,17 +211,17 @@ class LeaseRegistry:
         return f"lease {unknown[0]} was resumed on its device while no broker answered"
 
     def _on_devices(self, name: str) -> list[HelperLease]:
-        """The other leases that hold device memory, may soon, or are being moved."""
+        """Return the other leases that hold device memory, may hold it soon, or are being moved."""
         leases = self._leases.values()
         there = [each for each in leases if each.phase is not Phase.SUSPENDED or each.moving.locked()]
-        # What a guest has is in its host's limit, while that counts here.
+        # While a host counts here, its limit includes its guest's memory.
         hosts = {each.name: each.limits for each in leases if each in there or each.name == name}
         guests = [each for each in there if each.is_guest and each.asked.guest_of in hosts]
         within = [each for each in guests if each.limits.keys() & hosts[each.asked.guest_of].keys()]
         return [each for each in there if each.name != name and each not in within]
 
     def _fits(self, limits: Mapping[str, int], beside: list[HelperLease]) -> bool:
-        """Whether the limits of all these leases fit together on each device."""
+        """Return whether these limits fit beside those of the other leases on each device."""
         grantable = {
             gpu.uuid: gpu.memory_bytes - self._devices.reserve_bytes(gpu) for gpu in self._machine.nvml.gpus
         }
@@ -280,10 +232,10 @@ class LeaseRegistry:
 
     @contextmanager
     def hold(self, lease: HelperLease, epoch: int) -> Iterator[None]:
-        """Hold a lease; the epoch is compared again after the wait.
+        """Hold a lease; the epoch is checked again after the wait.
 
         Raises:
-            HelperError: it is being moved (``busy``), gone, or the epoch is stale by now.
+            HelperError: the lease is being moved (``busy``) or was dropped, or the epoch is stale by now.
         """
         if not lease.moving.acquire(timeout=HOLD_WAIT_S):
             raise HelperError(ErrorKind.BUSY, f"lease {lease.name} is being moved")
@@ -296,11 +248,11 @@ class LeaseRegistry:
             lease.moving.release()
 
     def set_limit(self, request: SetLimit, epoch: int) -> LeaseFiles:
-        """The files of a lease, created or changed to the limits asked for.
+        """Create a lease, or change its limits; return its files.
 
         Raises:
-            InvalidRequest: the limits make no sense on this machine.
-            HelperError: it cannot be done now, or the state directory cannot be written.
+            InvalidRequest: a limit is invalid on this machine.
+            HelperError: the lease cannot be changed now, or the state directory cannot be written.
         """
         check_limits(request, self._machine.nvml.gpus)
         try:
@@ -314,43 +266,43 @@ class LeaseRegistry:
                 self._machine.state.holders.add(request.uid)
                 log.info("lease=%s created uid=%d phase=%s", lease.name, request.uid, lease.phase)
                 self._enforce(lease)
-                self.let_in()
+                self.admit_users()
                 self.suspended.set()
                 return LeaseFiles(directory=str(lease.files.path))
             with self.hold(lease, epoch):
                 self._change(lease, request)
-            self.let_in()
+            self.admit_users()
         except OSError as error:
             raise HelperError(ErrorKind.STATE, f"the lease cannot be written: {error}") from None
         return LeaseFiles(directory=str(lease.files.path))
 
     def enforce_on(self, uuid: str) -> None:
-        """Let the driver limit the leases on a device that were created before its self-test passed."""
+        """Have the driver limit the leases that were created before the self-test of their device passed."""
         if self._devices.offers(uuid, Level.CGROUP):
             for lease in self.all():
                 if uuid in lease.limits and not lease.in_cgroup:
                     self._enforce(lease)
 
-    def let_in(self) -> None:
-        """Let the users of leases, and no others, open the devices of their leases (`device_files`)."""
+    def admit_users(self) -> None:
+        """Let only the users of leases open the devices of their leases (`gpu.os.device_files`)."""
         with self._access_guard:
             users: dict[str, set[int]] = {}
             for lease in self.all():
                 for uuid in lease.limits:
                     users.setdefault(uuid, set()).add(lease.asked.uid)
-            self._machine.files.let_in(users)
+            self._machine.files.admit(users)
 
     def phase_changed(self, lease: HelperLease) -> None:
-        """Adapt limits to a new phase, and let the wake detector look."""
+        """Adapt the limits of a lease to its new phase, and wake the wake detector."""
         if not lease.is_guest:
             self.end_pair(lease.name)
         if lease.in_cgroup:
-            self._cgroups.limit(lease)
+            cgroup_limits.limit(lease, self._cgroups)
         if lease.phase is Phase.SUSPENDED:
             self.suspended.set()
 
     def guests_of(self, host: HelperLease) -> dict[str, tuple[str, int]]:
-        """The guests of a lease by device, with their bytes; also one that was there before it."""
+        """Return the guests of a lease and their bytes, by device; a guest may be older than its host."""
         return {
             uuid: (guest.name, guest.asked.guest_bytes)
             for guest in self.all()
@@ -360,7 +312,7 @@ class LeaseRegistry:
         }
 
     def begin_pair(self, host: HelperLease, uuid: str, guest: str, count: int) -> bool:
-        """Keep bytes of a lease for its guest; False: it was replaced or dropped meanwhile."""
+        """Keep ``count`` bytes of a host for its guest; return False if the host was replaced or dropped."""
         with self._guard:
             if self._leases.get(host.name) is not host:
                 return False
@@ -369,7 +321,7 @@ class LeaseRegistry:
             return True
 
     def end_pair(self, guest: str) -> None:
-        """Give hosts their memory back that a guest had, which has left, and what was reserved for it."""
+        """Give a host back the memory of a guest that has left, and end the guest's reservation."""
         self._machine.host.keep_reserved(guest, 0)
         with self._guard:
             for host in self._leases.values():
@@ -378,7 +330,7 @@ class LeaseRegistry:
                     host.write_kept()
 
     def put_on(self, lease: HelperLease, devices: Iterable[str]) -> None:
-        """Give a held lease other devices in the place of its own, with all that limits it there.
+        """Replace the devices of a held lease, with its limits on them.
 
         Raises:
             OSError: its limit page is missing.
@@ -389,26 +341,26 @@ class LeaseRegistry:
         lease.files.set_devices(devices)
         lease.write_kept()
         if lease.in_cgroup or all(self._devices.offers(uuid, Level.CGROUP) for uuid in devices):
-            self._cgroups.limit(lease)
-            self._cgroups.lift(lease.name, left)
+            cgroup_limits.limit(lease, self._cgroups)
+            self._cgroups.clear_limits(lease.name, left)
 
     def place(self, lease: HelperLease) -> None:
-        """Put the processes of a lease into its cgroup, where the driver limits it."""
-        self._cgroups.place(lease)
+        """Move the processes of a lease into its cgroup, if the driver limits it."""
+        cgroup_limits.place(lease, self._cgroups, self._machine.processes)
 
     def drop(self, request: Drop, epoch: int) -> Dropped:
-        """Revoke a lease and forget it; an unknown one is no error.  The pair of a guest stays (`end_pair`).
+        """Revoke a lease and forget it; an unknown lease is no error.  A guest's pair stays until `end_pair`.
 
         Raises:
-            HelperError: it is being moved, or the epoch is stale.
+            HelperError: the lease is being moved, or the epoch is stale.
         """
         lease = self.get(request.lease)
         if lease is None:
             return Dropped(known=False)
         with self.hold(lease, epoch):
-            # Without their lease no request could ever resume these: they would wait for ever.
-            signal_all = self._machine.processes.signal
-            killed = [key for key in lease.parked if signal_all(key, signal.SIGKILL)]
+            # Without their lease no request could resume these processes: they would wait for ever.
+            send = self._machine.processes.signal
+            killed = [key for key in lease.parked if send(key, signal.SIGKILL)]
             lease.dropped = True
             lease.files.revoke()
             if request.end_processes:
@@ -417,12 +369,12 @@ class LeaseRegistry:
             self._machine.state.forget(lease.name)
             with self._guard:
                 self._leases.pop(lease.name, None)
-        self.let_in()
+        self.admit_users()
         log.info("lease=%s dropped killed=%d", lease.name, len(killed))
         return Dropped(known=True)
 
     def _end_processes(self, lease: HelperLease) -> list[tuple[int, int]]:
-        """Kill the processes that name a lease, until none does; return their identities."""
+        """Kill the processes of a lease until none is left or `END_PROCESSES_S` is over; return keys."""
         processes, killed = self._machine.processes, []
         until = time.monotonic() + END_PROCESSES_S
         while (left := self.living(lease.name)) and time.monotonic() < until:
@@ -431,17 +383,17 @@ class LeaseRegistry:
         return killed
 
     def adopt(self) -> None:
-        """Take over the leases of the helper before; moves in progress are left to `Mover.settle`."""
+        """Take over the leases of the previous helper; `Mover.settle` ends moves that were in progress."""
         state = self._machine.state
         journal = state.records()
         records = {name: record for name, record in journal.items() if record is not None}
         owners = {name: record.asked.uid for name, record in records.items()}
-        living = self._machine.processes.scan(owners, FIRST_LOOK_S)
+        living = self._machine.processes.scan(owners, FIRST_SCAN_S)
         for name, record in records.items():
             files, asked = LeaseDirectory(state.leases, name), record.asked
             if files.phase() in (None, PagePhase.REVOKED):
                 if not living[name] and not self.has_unread(asked.uid):
-                    # Not finished being created, or not finished being dropped.
+                    # Its creation or its drop was not finished.
                     files.revoke()
                     state.forget(name)
                     continue
@@ -453,19 +405,19 @@ class LeaseRegistry:
                 files.create(asked.uid, asked.limits, PAGE[record.phase], names=record.names)
             self._leases[name] = HelperLease(record, files)
             state.holders.add(asked.uid)
-        self._remove_leftovers(journal.keys() - records.keys())
+        self._remove_stale(journal.keys() - records.keys())
         self._cgroups.sweep(self._leases)
         living = self.scan()
         for lease in self.all():
             lease.processes = living[lease.name]
             lease.lived = bool(lease.processes)
             lease.files.reopen()
-        self.let_in()
+        self.admit_users()
 
-    def _remove_leftovers(self, stale: Collection[str]) -> None:
-        """Remove what earlier boots, self-tests and half-dropped leases left; ``stale`` are names of records.
+    def _remove_stale(self, stale: Collection[str]) -> None:
+        """Remove the directories and ``stale`` records of earlier boots, self-tests and half-dropped leases.
 
-        The limit of a lease without a record stays in force: processes of its user are not stopped.
+        A lease that has a directory but no record keeps its limit, and its processes are not stopped.
         """
         state = self._machine.state
         for path in list(state.leases.iterdir()):
@@ -488,14 +440,14 @@ class LeaseRegistry:
 
     def _enforce(self, lease: HelperLease) -> None:
         if all(self._devices.offers(uuid, Level.CGROUP) for uuid in lease.limits):
-            self._cgroups.limit(lease)
+            cgroup_limits.limit(lease, self._cgroups)
 
     def _create(self, request: SetLimit) -> HelperLease:
-        """A new lease; the caller holds the guard, so that two requests create one.
+        """Create a lease; the caller holds the guard, so that two requests create only one.
 
         Raises:
             HelperError: `MAX_LEASES` exist.
-            OSError: it cannot be written; nothing of it is left.
+            OSError: the lease cannot be written; nothing of it is left.
         """
         if len(self._leases) >= MAX_LEASES:
             raise HelperError(ErrorKind.CONFLICT, f"{MAX_LEASES} leases exist: drop some first")
@@ -516,7 +468,7 @@ class LeaseRegistry:
     def _change(self, lease: HelperLease, request: SetLimit) -> None:
         if lease.asked.uid != request.uid:
             raise HelperError(ErrorKind.CONFLICT, f"lease {lease.name} belongs to uid {lease.asked.uid}")
-        if not self.may_live(lease):
+        if not self.may_be_alive(lease):
             self._replace(lease, request)
             return
         if list(lease.limits) != list(request.limits):
@@ -538,7 +490,7 @@ class LeaseRegistry:
         lease.write_kept()
 
     def _replace(self, lease: HelperLease, request: SetLimit) -> None:
-        """Give a lease that no process carries other limits, devices or another phase."""
+        """Replace the limits, devices and phase of a lease that no process carries."""
         record = _record_of(request)
         same = replace(lease.asked, suspended=request.suspended) == request
         if (
@@ -550,7 +502,7 @@ class LeaseRegistry:
             return
         new = HelperLease(record, lease.files)
         new.moving = lease.moving
-        # Calls counted by earlier processes must not wake the later ones.
+        # Calls that earlier processes counted must not wake later ones.
         new.baseline = counters_of(new.files.account())
         self._machine.state.save(new.record())
         with self._guard:  # no pair begins or ends meanwhile

@@ -1,7 +1,7 @@
-"""Seats of this node (`protocol.seats`), and until when a lease without one may hold device memory.
+"""Seats of this node (`protocol.seats`), and how long a lease without a seat may hold device memory.
 
-A seat counts for an attempt of its lease with devices that are all among its own; on a node of a unit
-pool, where the broker chooses the devices of leases, with as many devices as its own.
+A seat counts for an attempt of its lease if it has all devices of the attempt.  On a node of a unit pool,
+where the broker chooses the devices of leases, it counts if it has at least as many devices.
 
 ========================  ==================================================================
 seat of a lease           the lease
@@ -10,12 +10,12 @@ connected                 may have device memory
 lost for less than        keeps it, gets none back
 `LOST_S`
 lost for longer, or       is suspended; from `MARGIN_S` before the end of the seat's grace on
-asked to vacate           the processes that still hold memory are ended
-none                      the same: it counts as lost when the helper noticed it, with `UNKNOWN_GRACE_S`
+asked to vacate           processes that still hold memory are ended
+none                      the same, as if lost when the helper noticed it, with `UNKNOWN_GRACE_S`
 ========================  ==================================================================
 
-A helper that has just started waits `START_S` for the seats of the leases that it found.
-All times are of `time.monotonic()`: a change of the wall clock moves no deadline.
+A helper that has just started waits `START_S` for the seats of the leases that it adopted.
+All times are on `time.monotonic()`, so that a change of the wall clock moves no deadline.
 """
 
 from __future__ import annotations
@@ -35,21 +35,21 @@ from jupyter_gpushare.protocol.seats import SeatSample, Sit
 LOST_S = 5.0
 START_S = 10.0
 MARGIN_S = 10.0
-# Of a lease without a known seat: that may have ended long ago, and its capacity be another's.
+# Grace of a lease without a known seat: the seat may have ended long ago and given its GPU to another.
 UNKNOWN_GRACE_S = 30.0
 MAX_SEATS = 256
 MAX_DEVICES = 16
-_MOST_GRACE_S = 3600.0
+_MAX_GRACE_S = 3600.0
 _NAME = re.compile(r"[a-z0-9-]{1,63}")
 
 
 @dataclass(slots=True)
 class _Seat:
-    """One seat; at most one of the two times is read: the request to vacate wins."""
+    """One seat.  If both times are set, the request to vacate counts."""
 
     sit: Sit
-    lost_at: float | None = None  # since when it is not connected
-    grace_ends_at: float | None = None  # it has asked to vacate
+    lost_at: float | None = None  # when it lost its connection; None: it is connected
+    grace_ends_at: float | None = None  # when it is killed, once it has asked to vacate
 
 
 class SeatTable:
@@ -68,11 +68,11 @@ class SeatTable:
         self.by_number = file is not None and file.exists()
         self._guard = threading.Lock()
         self._seats: dict[str, _Seat] = {}
-        self._missed: dict[str, float] = {}  # handles of leases without a seat, and since when
+        self._missed: dict[str, float] = {}  # by handle of a lease without a seat: since when
         self._started_at = clock()
 
     def count(self, by_number: bool) -> None:
-        """Let seats stand for any devices, as many as they have, or for their own alone; remembered.
+        """Have seats count by the number of their devices, or by their devices; the next helper knows it.
 
         Raises:
             HelperError: it cannot be written.
@@ -91,8 +91,8 @@ class SeatTable:
         """Connect a seat; ``epoch`` is the highest of a broker that the helper has seen.
 
         Raises:
-            InvalidRequest: a field makes no sense.
-            HelperError: a newer broker is at work, the seat is connected already, or there are too many.
+            InvalidRequest: a field is invalid.
+            HelperError: a newer broker is at work, the seat is connected already, or `MAX_SEATS` exist.
         """
         _check(request)
         if request.epoch < epoch and not request.returns:
@@ -112,13 +112,13 @@ class SeatTable:
                 seat.grace_ends_at = ends_at if earlier is None else min(ends_at, earlier)
 
     def vacate(self, seat: str, left_s: float) -> None:
-        """Note that a seat leaves, and that it is killed after ``left_s``."""
+        """Note that a seat leaves, and will be killed after ``left_s`` seconds."""
         with self._guard:
             if (found := self._seats.get(seat)) is not None:
                 found.grace_ends_at = self._clock() + max(0.0, min(left_s, found.sit.grace_s))
 
     def lose(self, seat: str) -> None:
-        """Note that a seat is not connected any more."""
+        """Note that a seat has lost its connection."""
         with self._guard:
             if (found := self._seats.get(seat)) is not None:
                 found.lost_at = self._clock()
@@ -154,7 +154,7 @@ class SeatTable:
             return not seats and now - self._started_at < START_S
 
     def ends_at(self, handle: str, devices: Collection[str]) -> float:
-        """Return from when on the processes of a lease that keeps memory without a seat are ended."""
+        """Return when the processes of a lease that keeps memory without a seat must be ended."""
         with self._guard:
             seats = self._of(handle, devices)
             if not seats:
@@ -163,7 +163,7 @@ class SeatTable:
             return max(_grace_end(seat) for seat in seats) - MARGIN_S
 
     def lost(self) -> list[tuple[str, float, str]]:
-        """Return the seats that are not connected, each with when it was lost and the id of its lease."""
+        """Return each seat that lost its connection: its name, when that was, and the id of its lease."""
         with self._guard:
             return [
                 (name, seat.lost_at, seat.sit.lease)
@@ -172,12 +172,12 @@ class SeatTable:
             ]
 
     def keep_missed(self, handles: list[str]) -> None:
-        """Forget what is noted about leases that are not among these."""
+        """Forget since when leases have no seat, except these."""
         with self._guard:
             self._missed = {name: at for name, at in self._missed.items() if name in handles}
 
     def sample(self) -> tuple[SeatSample, ...]:
-        """Return all seats as the broker reads them."""
+        """Return all seats for the broker's sample."""
         with self._guard:
             return tuple(
                 SeatSample(
@@ -219,8 +219,8 @@ def _check(request: Sit) -> None:
         raise InvalidRequest("the name of a seat has 1 to 63 of [a-z0-9-]")
     if not 0 <= request.epoch < 1 << 63:
         raise InvalidRequest("an epoch is a whole number of at least 0")
-    if not MARGIN_S < request.grace_s <= _MOST_GRACE_S:
-        raise InvalidRequest(f"a grace is more than {MARGIN_S:.0f} and at most {_MOST_GRACE_S:.0f} seconds")
+    if not MARGIN_S < request.grace_s <= _MAX_GRACE_S:
+        raise InvalidRequest(f"a grace is more than {MARGIN_S:.0f} and at most {_MAX_GRACE_S:.0f} seconds")
     devices = request.devices
     if not 1 <= len(devices) <= MAX_DEVICES or len(set(devices)) != len(devices):
         raise InvalidRequest(f"a seat has 1 to {MAX_DEVICES} different devices")

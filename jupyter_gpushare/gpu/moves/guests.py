@@ -29,11 +29,12 @@ from dataclasses import dataclass, replace
 from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest
 from jupyter_gpushare.gibibytes import compared
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import Key
 from jupyter_gpushare.gpu.leases.lease import HelperLease
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.steps import UNEXPLAINED_BYTES
 from jupyter_gpushare.gpu.moves.suspend import Mover, refusal
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import (
     Drop,
     Dropped,
@@ -111,7 +112,7 @@ class Guests:
             self._registry.end_pair(request.lease)
             return files
         _check(request)
-        lives = lease is not None and self._registry.may_live(lease)
+        lives = lease is not None and self._registry.may_be_alive(lease)
         if lease is not None and lease.is_guest:
             request = replace(request, suspended=False)  # it leaves by being suspended or dropped alone
         if lease.phase is Phase.SUSPENDED if lease and lives else request.suspended:

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.lease import HelperLease
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 
 
 class Places:

@@ -40,9 +40,11 @@ from jupyter_gpushare.gpu.driver.checkpoint import NotAsked, ProcessState
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import AccountFile
 from jupyter_gpushare.gpu.leases.journal import Parked
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.lease import HelperLease
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import EventKind, Phase, Refusal
 
 log = logging.getLogger(__name__)

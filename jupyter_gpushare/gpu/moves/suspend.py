@@ -36,12 +36,14 @@ from jupyter_gpushare.gpu.driver.checkpoint import ProcessState
 from jupyter_gpushare.gpu.driver.known import note_of
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import NO_TURNS, AccountFile, counters_of, words_of
-from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, Key, added, parked_of
-from jupyter_gpushare.gpu.leases.own_memory import OwnMemoryReader, shares_memory_of_nccl
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.lease import PAGE, HelperLease, added, parked_of
+from jupyter_gpushare.gpu.leases.machine import Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.places import Places
 from jupyter_gpushare.gpu.moves.reservations import FREE_WAIT_S, MemoryReservations, MoveRefused
 from jupyter_gpushare.gpu.moves.steps import LOCK_TOOK_LONG, ProcessMoves
+from jupyter_gpushare.gpu.os.process_memory import ProcessMemoryReader, shares_memory_of_nccl
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Phase, Refusal
 
 log = logging.getLogger(__name__)
@@ -148,7 +150,7 @@ class Mover:
         self._registry = registry
         self._devices = devices
         self.blockers = SuspendBlockers(machine, devices)
-        self._sharing = OwnMemoryReader(shares_memory_of_nccl)
+        self._sharing = ProcessMemoryReader(shares_memory_of_nccl)
         self._processes = ProcessMoves(machine, registry, devices, drain)
         self._reservations = MemoryReservations(machine.nvml, devices, registry)
         self._places = Places(machine, registry, devices)

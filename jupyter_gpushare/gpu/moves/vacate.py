@@ -23,12 +23,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.errors import DeviceError
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.leftovers import keepers_of
+from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import leader
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.leases.seats import lease_id
 from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import EventKind, Phase
 from jupyter_gpushare.protocol.seats import SeatOutcome, Vacated
 
@@ -164,7 +166,7 @@ class Evictions:
         """Whether a lease has no device memory and can get none."""
         living = self._registry.living(lease.name)
         if not living and lease.phase in (Phase.RUNNING, Phase.SUSPENDED, Phase.LOST):
-            return not self._registry.may_live(lease)
+            return not self._registry.may_be_alive(lease)
         return lease.phase in (Phase.SUSPENDED, Phase.LOST) and self._shown(lease) == (set(), True)
 
     def _shown(self, lease: HelperLease) -> tuple[set[Key], bool]:

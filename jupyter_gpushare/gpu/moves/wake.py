@@ -23,9 +23,10 @@ from collections.abc import Iterable
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key
+from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.suspend import UNFINISHED, Mover, refusal
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Phase, Refusal
 
 log = logging.getLogger(__name__)

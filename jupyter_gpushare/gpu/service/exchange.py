@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from jupyter_gpushare.errors import DeviceError, HelperError, InvalidRequest
 from jupyter_gpushare.gpu.events import Events, Watcher
-from jupyter_gpushare.gpu.leases.registry import Machine
+from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.moves.vacate import Evictions
 from jupyter_gpushare.gpu.service.lines import Closed, Lines
 from jupyter_gpushare.gpu.service.requests import Requests

@@ -33,19 +33,20 @@ from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.checkpoint import Checkpoint
 from jupyter_gpushare.gpu.driver.nvml import Nvml
 from jupyter_gpushare.gpu.events import Events
-from jupyter_gpushare.gpu.leases.cgroups import Cgroups
 from jupyter_gpushare.gpu.leases.containers import Containers
-from jupyter_gpushare.gpu.leases.device_files import DeviceFiles
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.host import HostMemory
+from jupyter_gpushare.gpu.leases.host_memory import HostMemory
 from jupyter_gpushare.gpu.leases.journal import StateDirectory
+from jupyter_gpushare.gpu.leases.machine import GpuPods, Machine
 from jupyter_gpushare.gpu.leases.processes import Processes
-from jupyter_gpushare.gpu.leases.registry import GpuPods, LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.leases.seats import MAX_SEATS, SeatTable
 from jupyter_gpushare.gpu.moves.guests import Guests
 from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.gpu.moves.vacate import Evictions
 from jupyter_gpushare.gpu.moves.wake import UnattendedResumes, WakeDetector
+from jupyter_gpushare.gpu.os.cgroups import Cgroups
+from jupyter_gpushare.gpu.os.device_files import DeviceFiles
 from jupyter_gpushare.gpu.service.exchange import Exchange, SeatSocket
 from jupyter_gpushare.gpu.service.options import HelperOptions, parse
 from jupyter_gpushare.gpu.service.requests import Requests
@@ -99,7 +100,7 @@ class Helper:
             library=str(install_preload(options.library_dir)) if options.library_dir else "",
         )
         machine, own_pids = self._machine, {os.getpid()}
-        cgroups = Cgroups(options.cgroup_root, machine.nvml, machine.processes)
+        cgroups = Cgroups(options.cgroup_root, machine.nvml)
         self._devices = DeviceStates(machine.nvml.gpus, machine.files)
         self._registry = LeaseRegistry(machine, self._devices, cgroups)
         self._health = HealthChecks(machine.nvml, machine.events, self._registry, self._devices)

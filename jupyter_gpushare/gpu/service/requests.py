@@ -26,8 +26,9 @@ from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import LeaseDirectory, check_lease
 from jupyter_gpushare.gpu.leases.lease import HelperLease
 from jupyter_gpushare.gpu.leases.leftovers import keepers_of
+from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import leader
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.guests import Guests
 from jupyter_gpushare.gpu.moves.suspend import Mover, refusal
 from jupyter_gpushare.gpu.moves.wake import resume_unrecorded

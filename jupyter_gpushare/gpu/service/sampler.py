@@ -23,11 +23,13 @@ from jupyter_gpushare.gpu.checks.watchdog import Watchdog
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import AccountFile, counters_of
-from jupyter_gpushare.gpu.leases.lease import HelperLease, Key, added
+from jupyter_gpushare.gpu.leases.lease import HelperLease, added
 from jupyter_gpushare.gpu.leases.leftovers import Leftovers
+from jupyter_gpushare.gpu.leases.machine import Machine
 from jupyter_gpushare.gpu.leases.processes import Process
-from jupyter_gpushare.gpu.leases.registry import LeaseRegistry, Machine
+from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 from jupyter_gpushare.gpu.moves.suspend import Mover
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.protocol.helper import (
     DeviceSample,
     EventKind,
@@ -168,7 +170,7 @@ class Sampler:
                 lease.measured_at = began_at
             self._lease(lease, shown, living.get(lease.name, ()))
         self._host_available_bytes = self._machine.host.available_bytes()
-        self._registry.let_in()  # the driver's tools may have opened the files again
+        self._registry.admit_users()  # the driver's tools may have opened the files again
         self._late, self._at = frozenset(self._machine.nvml.pending), began_at
         self._watchdog.compare(fresh, leases)
 
@@ -239,7 +241,7 @@ class Sampler:
                 computing = True
         lease.held, lease.account = held, account
         outside = frozenset(key for key in held if account is None or key not in account.slots)
-        lease.see_work(account)
+        lease.count_work(account)
         lease.outside, lease.goes_around = outside, bool(outside & lease.outside)
         # The account and the driver's answer match only where no allocation happened in between.
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:

@@ -22,9 +22,10 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
-from jupyter_gpushare.gpu.leases.files import HELD, NO_TURNS, Key
+from jupyter_gpushare.gpu.leases.files import HELD, NO_TURNS
 from jupyter_gpushare.gpu.leases.lease import HelperLease, HelperTimeShare
 from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
+from jupyter_gpushare.gpu.os.processes import Key
 from jupyter_gpushare.gpu.turns.ring import LINGER_S, Contender, Turn, TurnRing
 from jupyter_gpushare.protocol.helper import ComputeShare, Phase
 

@@ -1,6 +1,6 @@
-"""Pods of this node that have GPUs: what the kubelet's API of pod resources lists.
+"""Pods of this node that have GPUs, as the kubelet's pod resources API lists them.
 
-It is gRPC on a unix socket of the node, with the messages of `pod_resources.proto`.
+The API is gRPC on a unix socket of the node, with the messages of `pod_resources.proto`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jupyter_gpushare.protocol.seats import GpuPod
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 5.0
-# Without an answer for so long, the pods are not known any more.
+REFRESH_S = 5.0
+# When the kubelet has not answered for this long, the last list of pods no longer counts.
 STALE_S = 30.0
 ANSWER_S = 5.0
 MAX_BYTES = 4 << 20
@@ -29,10 +29,10 @@ class Unreadable(Exception):
 
 
 class KubeletPods:
-    """Pods with GPUs as the kubelet listed them last; `run` keeps them up to date."""
+    """Pods with GPUs as the kubelet last listed them; `run` keeps the list up to date."""
 
     def __init__(self, path: Path) -> None:
-        """``path``: socket of the kubelet.
+        """``path`` is the socket of the kubelet.
 
         Raises:
             GpuShareError: grpcio or protobuf is not installed.
@@ -44,29 +44,29 @@ class KubeletPods:
         self._failure = ""
 
     def pods(self) -> tuple[GpuPod, ...] | None:
-        """Return the pods that have GPUs; None: the kubelet has not answered for `STALE_S`."""
+        """Return the pods that have GPUs, or None if the kubelet has not answered for `STALE_S`."""
         return self._known if time.monotonic() - self._at < STALE_S else None
 
     def run(self) -> None:
-        """Look every `LOOK_S`, for ever."""
+        """Refresh the list every `REFRESH_S`, for ever."""
         while True:
-            self.look()
-            time.sleep(LOOK_S)
+            self.refresh()
+            time.sleep(REFRESH_S)
 
-    def look(self) -> None:
-        """Ask the kubelet once; a failure is logged when it is new."""
+    def refresh(self) -> None:
+        """Ask the kubelet once; a failure is logged unless it is the same as before."""
         try:
-            self._known, self._at, self._failure = self.listed(), time.monotonic(), ""
+            self._known, self._at, self._failure = self.ask(), time.monotonic(), ""
         except Unreadable as error:
             if str(error) != self._failure:
                 log.warning("%s does not list the pods with GPUs: %s", self._path, error)
             self._failure = str(error)
 
-    def listed(self) -> tuple[GpuPod, ...]:
-        """Return the pods with GPUs as the kubelet lists them now, `MAX_PODS` at most.
+    def ask(self) -> tuple[GpuPod, ...]:
+        """Ask the kubelet for the pods with GPUs.
 
         Raises:
-            Unreadable: there is no good answer within `ANSWER_S`, or it is too long.
+            Unreadable: no valid answer came within `ANSWER_S`, or it has more than `MAX_PODS` pods.
         """
         import grpc
 
@@ -81,7 +81,7 @@ class KubeletPods:
 
 
 def _response_class() -> Any:
-    """Return the class of ``ListPodResourcesResponse``, from what the build made of `pod_resources.proto`.
+    """Return the class of ``ListPodResourcesResponse``, which the build compiled from `pod_resources.proto`.
 
     Raises:
         GpuShareError: grpcio or protobuf is not installed.

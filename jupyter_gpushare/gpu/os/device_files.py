@@ -1,22 +1,22 @@
-"""Access to the device files of GPUs (``/dev/nvidiaN``): their users, and what enforces it.
+"""Access to the device files of GPUs (``/dev/nvidiaN``): who may open them, and what enforces that.
 
-NVIDIA's driver makes them with mode 0666, so that every user may open every GPU.  With
-``--own-device-files`` the helper closes them, and lets in the users of leases, each on the
-devices of its leases and until the lease ends, by what the file system allows:
+NVIDIA's driver creates the files with mode 0666, so that every user may open every GPU.  With
+``--own-device-files`` the helper closes them.  It then admits the users of each device, by what the
+file system allows:
 
-    access list  root and the users of leases there (system.posix_acl_access, acl(5))
-    owner        without access lists: the only user with leases there owns the file, 0600
-    none         without access lists, and several users have leases there: 0666
+    access list  root and the users of the device (system.posix_acl_access, acl(5))
+    owner        without access lists, one user: that user owns the file, mode 0600
+    none         without access lists, several users: mode 0666
 
-Without it the helper only looks.  Files that are open already stay open, also after a lease ends.
-A lease that is suspended keeps its access: cuInit of its new processes does not wait for it to wake.
+Without the option the helper only reads the modes.  A file that a process has open stays open.
+The user of a suspended lease stays admitted: cuInit of a new process does not wait until the lease wakes.
 
-The files that CUDA needs of all users stay as they are: ``nvidiactl`` and ``nvidia-uvm``.  That
-they give no memory of a GPU without its own file is inferred from Slurm and LSF, which constrain
-the files of GPUs alone.  nvidia-modprobe, which the driver's libraries start as root when they need
-it, sets the mode and owner again (mknod_helper in modprobe-utils/nvidia-modprobe-utils.c of
-NVIDIA/nvidia-modprobe) unless the module's parameter ModifyDeviceFiles is 0 (kernel-open/nvidia/
-nv-reg.h of NVIDIA/open-gpu-kernel-modules), so each sample looks at them again.
+``nvidiactl`` and ``nvidia-uvm`` stay as they are, because CUDA needs them for every user.  Slurm and LSF
+constrain only the files of GPUs; from that we infer that the other two files give no memory of a GPU.
+The driver's libraries may start nvidia-modprobe as root, which sets mode and owner again (mknod_helper
+in modprobe-utils/nvidia-modprobe-utils.c of NVIDIA/nvidia-modprobe) unless the module's parameter
+ModifyDeviceFiles is 0 (kernel-open/nvidia/nv-reg.h of NVIDIA/open-gpu-kernel-modules).  So each sample
+checks the files again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from pathlib import Path
 
 from jupyter_gpushare import procfs
 from jupyter_gpushare.gpu.driver.nvml import DriverGpu
-from jupyter_gpushare.gpu.leases.files import write_whole
+from jupyter_gpushare.gpu.os.files import write_whole
 
 log = logging.getLogger(__name__)
 
@@ -45,14 +45,14 @@ _ACL = "system.posix_acl_access"
 _HEAD, _ENTRY, _VERSION, _NO_ID = struct.Struct("<I"), struct.Struct("<HHI"), 2, 0xFFFFFFFF
 _OWNER, _USER, _GROUP, _MASK, _OTHER = 0x01, 0x02, 0x04, 0x10, 0x20
 _READ_WRITE = 6
-# So many descriptors of a process are looked at.
+# Of each process, at most this many descriptors are read.
 DESCRIPTORS = 1024
 _WITHOUT_LISTS = (errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS)
 
 
 @dataclass(frozen=True, slots=True)
 class Rights:
-    """Owner, mode and access list (hexadecimal, empty: none) of a file."""
+    """Owner, mode and access list of a file; the list is hexadecimal, and empty if there is none."""
 
     uid: int
     gid: int
@@ -61,10 +61,10 @@ class Rights:
 
     @classmethod
     def of(cls, path: Path) -> Rights:
-        """Return those of a file.
+        """Return the rights of a file.
 
         Raises:
-            OSError: it is not there.
+            OSError: the file is missing.
         """
         found, acl = path.stat(), b""
         with contextlib.suppress(OSError):
@@ -72,10 +72,10 @@ class Rights:
         return cls(found.st_uid, found.st_gid, stat.S_IMODE(found.st_mode), acl.hex())
 
     def put(self, path: Path) -> None:
-        """Give them to a file.
+        """Set these rights on a file.
 
         Raises:
-            OSError: it is not there, or does not take them.
+            OSError: the file is missing, or its file system refuses them.
         """
         found = path.stat()
         if (found.st_uid, found.st_gid) != (self.uid, self.gid):
@@ -88,8 +88,8 @@ class Rights:
         path.chmod(self.mode)
 
 
-def _listed(users: Collection[int]) -> str:
-    """The access list that lets the owner and ``users`` in."""
+def _access_list(users: Collection[int]) -> str:
+    """Return the access list, in hexadecimal, that admits the owner and ``users``."""
     entries = [(_OWNER, _READ_WRITE, _NO_ID), *((_USER, _READ_WRITE, uid) for uid in sorted(users))]
     entries += [(_GROUP, 0, _NO_ID), (_MASK, _READ_WRITE, _NO_ID), (_OTHER, 0, _NO_ID)]
     return (_HEAD.pack(_VERSION) + b"".join(_ENTRY.pack(*entry) for entry in entries)).hex()
@@ -97,7 +97,7 @@ def _listed(users: Collection[int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class FileAccess:
-    """Who may open the file of a device: ``by`` enforces it, or ``reason`` says why every user may."""
+    """Who may open a device's file: ``by`` names what enforces it, or ``reason`` says why every user may."""
 
     by: str = ""
     reason: str = ""
@@ -109,20 +109,20 @@ class DeviceFiles:
     def __init__(
         self, folder: Path | None, gpus: Collection[DriverGpu], saved: Path, boot_id: str, owns: bool
     ):
-        """``folder`` is /dev, or None: there are no device files (the simulated driver).
+        """``folder`` is /dev, or None where there are no device files (the simulated driver).
 
-        ``saved`` keeps the rights that the files had before, until `restore`.
+        The file ``saved`` keeps the rights that the device files had before, until `restore`.
         """
         self._owns = owns
         self._saved, self._boot_id = saved, boot_id
         self._paths = {gpu.uuid: folder / f"nvidia{gpu.minor}" for gpu in gpus} if folder else {}
-        # As processes see them, also in a container.  The state of the simulated driver stands for its files.
+        # Paths as processes see them, also in a container.  The simulated driver has its state file instead.
         simulated = os.environ.get("GPUSHARE_SIM_STATE", "")
         self._names = {f"/dev/{path.name}" for path in self._paths.values()}
         self._names |= {os.path.realpath(simulated)} if simulated else set()
         self._guard = threading.Lock()
         self._users: Mapping[str, Collection[int]] = {}
-        # Devices that are tested, and the test's user.
+        # The devices that are being tested, and the uid of the test.
         self._tested: tuple[Collection[str], int] | None = None
         self._seen: dict[Path, tuple[tuple[int, int], Rights]] = {}
         self._access: dict[str, FileAccess] = {}
@@ -132,35 +132,35 @@ class DeviceFiles:
 
     @property
     def are_closed(self) -> bool:
-        """Whether this helper lets only the users of leases in."""
+        """Whether this helper admits only the given users."""
         return self._owns
 
     def access(self, uuid: str) -> FileAccess:
-        """Who may open the file of a device, as last seen."""
+        """Return who may open the file of a device, as of the last check."""
         return self._access.get(uuid, FileAccess())
 
     def are_open_in(self, pid: int) -> bool:
-        """Whether a process has any of them open; one with more than `DESCRIPTORS` open files counts as such.
+        """Return whether a process has a device file open, or more than `DESCRIPTORS` files.
 
-        Reads names alone, so that no file system of a user is waited for.
+        Only names are read, so that the caller never waits for a user's file system.
 
         Raises:
-            OSError: no descriptor or memory is left to look.
+            OSError: no descriptor or memory is free.
         """
         numbers = procfs.descriptors(pid, DESCRIPTORS + 1)
         return len(numbers) > DESCRIPTORS or any(
             procfs.opened(pid, number) in self._names for number in numbers
         )
 
-    def let_in(self, users: Mapping[str, Collection[int]]) -> None:
-        """Let in the users of leases, by device, and no others; nothing is changed without ``owns``."""
+    def admit(self, users: Mapping[str, Collection[int]]) -> None:
+        """Admit these uids, by device, and no others; without ``owns`` only check the files."""
         with self._guard:
             self._users = users
             self._apply()
 
     @contextmanager
     def tested_by(self, uuids: Collection[str], uid: int) -> Iterator[None]:
-        """Let in a user for the self-test of devices."""
+        """Admit a user for the self-test of these devices."""
         with self._guard:
             self._tested = uuids, uid
             self._apply()
@@ -172,7 +172,7 @@ class DeviceFiles:
                 self._apply()
 
     def restore(self) -> None:
-        """Give the files the rights that they had before the first helper of this boot closed them."""
+        """Restore the rights that the files had before the first helper of this boot closed them."""
         with self._guard:
             self._owns = False
             for path, rights in self._originals.items():
@@ -187,7 +187,7 @@ class DeviceFiles:
         for path in set(self._paths.values()):
             uuids = [uuid for uuid, each in self._paths.items() if each == path]
             try:
-                access = self._close(path, uuids) if self._owns else _look(path)
+                access = self._close(path, uuids) if self._owns else _check(path)
             except OSError as error:
                 access = FileAccess(reason=f"{path} cannot be closed to other users: {error.strerror}")
             if access != self._access.get(uuids[0]):
@@ -236,7 +236,7 @@ def _closed(users: set[int], lists: bool) -> Rights:
     if not users:
         return Rights(uid, gid, 0o600)
     if lists:
-        return Rights(uid, gid, 0o660, _listed(users))
+        return Rights(uid, gid, 0o660, _access_list(users))
     return Rights(users.pop(), gid, 0o600) if len(users) == 1 else Rights(uid, gid, 0o666)
 
 
@@ -248,7 +248,7 @@ def _has_lists(path: Path) -> bool:
     return True
 
 
-def _look(path: Path) -> FileAccess:
+def _check(path: Path) -> FileAccess:
     try:
         mode = stat.S_IMODE(path.stat().st_mode)
     except OSError as error:

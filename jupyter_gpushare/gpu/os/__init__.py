@@ -1,0 +1,1 @@
+"""What the device layer asks the operating system: processes, pods, cgroups, files.  Knows no lease."""
