@@ -20,7 +20,9 @@ STAMPS := $(VENV)/stamps
 # Runs a command with its output in a log file and says every few seconds how far it is.
 STEP := $(BIN)/python demo/step.py
 # Development tools have the versions of constraints.txt; what sites install has ranges.
-PIP := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --constraint $(CURDIR)/constraints.txt
+# In the environment pip finds it also for what builds this package (pip 25.3 and newer by the second name).
+PINNED := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt
+PIP := env $(PINNED) $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 # Major 5 needs Node 20; JupyterHub 6 is tested with it upstream.
 CHP_VERSION := 5.3.0
 # Brings jlpm and builds the JupyterLab extension.
@@ -149,10 +151,10 @@ test-gpu:  ## measure a real NVIDIA GPU, PART=1 to 5 of it, results in OUT; need
 
 build: compilers $(STAMPS)/builder $(GENERATED)  ## build sdist and wheels into dist/; RELEASE=1 fails where the wheel of a machine is missing
 	@rm -rf dist
-	$(VENV)/builder/bin/python -m build --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
+	$(PINNED) $(VENV)/builder/bin/python -m build --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
 	# For 64-bit Arm too, where Debian's cross compiler (gcc-aarch64-linux-gnu) is installed.
 	if command -v $(ARM_CC) >/dev/null; then
-	    CC=$(ARM_CC) $(VENV)/builder/bin/python -m build --wheel --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
+	    CC=$(ARM_CC) $(PINNED) $(VENV)/builder/bin/python -m build --wheel --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
 	fi
 	ls dist
 	for machine in $(if $(RELEASE),x86_64 aarch64); do
@@ -195,7 +197,7 @@ $(STAMPS)/venv:
 # For `make build` alone; the build itself brings what it needs (see pyproject.toml).
 $(STAMPS)/builder: | $(STAMPS)/venv
 	@$(BIN)/python -m venv $(VENV)/builder
-	$(VENV)/builder/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt build
+	$(PINNED) $(VENV)/builder/bin/python -m pip install --quiet --disable-pip-version-check build
 	touch $@
 
 $(STAMPS)/docs: pyproject.toml constraints.txt | $(STAMPS)/package
@@ -230,7 +232,7 @@ $(STAMPS)/oldest-hub: | $(STAMPS)/package
 # Torch needs other versions of NVIDIA's packages than constraints.txt has.
 $(STAMPS)/trainers: | $(STAMPS)/package
 	@rm -rf $(VENV)/trainers
-	$(STEP) "Installing $(TRAINERS) for the tests" $(STAMPS)/trainers.log -- $(filter-out --constraint $(CURDIR)/constraints.txt,$(PIP)) --target $(VENV)/trainers $(TRAINERS)
+	$(STEP) "Installing $(TRAINERS) for the tests" $(STAMPS)/trainers.log -- $(filter-out PIP_%,$(PIP)) --target $(VENV)/trainers $(TRAINERS)
 	touch $@
 
 # Node for the Hub's proxy and for building the JupyterLab extension: the system's, when it is

