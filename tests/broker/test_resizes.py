@@ -184,6 +184,7 @@ async def test_a_mig_instance_has_the_size_that_it_has(broker):
     assert said.value.reason == "not_resizable"
 
 
+@pytest.mark.oracle
 @pytest.mark.parametrize("size", ["1/2", "1/8"])
 @pytest.mark.parametrize("die_after", range(1, 9))
 async def test_a_broker_that_dies_at_any_step_leaves_record_and_helper_agreed(site, broker, size, die_after):

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import nbformat
+import pytest
 
 from jupyter_gpushare.protocol.wire import LaunchRequest
 from jupyter_gpushare.server.launch import job_of
@@ -156,6 +157,7 @@ def test_starting_the_name_of_a_job_by_hand_is_refused_before_any_form(hub: Hub)
     assert not hub.broker.asked
 
 
+@pytest.mark.oracle
 def test_a_job_survives_a_kill_of_the_hub_and_is_stopped_by_the_next_one(hub: Hub) -> None:
     code = "trap 'echo saved; exit 0' TERM; echo $$; while :; do sleep 0.1; done"
     pid = int(run_job(hub, "sh", "-c", code))
@@ -168,6 +170,7 @@ def test_a_job_survives_a_kill_of_the_hub_and_is_stopped_by_the_next_one(hub: Hu
     assert "saved" in log(hub)
 
 
+@pytest.mark.oracle
 def test_a_killed_runner_takes_its_command_along_and_the_lease_is_given_back(hub: Hub) -> None:
     pid = int(run_job(hub, "sh", "-c", "echo $$; exec sleep 600"))
     os.kill(hub.state("ada", NAME)["pid"], signal.SIGKILL)

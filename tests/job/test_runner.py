@@ -249,6 +249,7 @@ def test_background_children_get_sigterm_first(start: Start) -> None:
     assert "child saved" in job.log
 
 
+@pytest.mark.oracle
 def test_a_killed_runner_takes_its_command_along(start: Start) -> None:
     job = start("sh", "-c", "echo $$; exec sleep 600")
     job.printed("\n")

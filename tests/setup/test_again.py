@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 from tests import order
+from tests.again import is_oracle
 from tests.setup.test_common_fixtures import ROOT, run_pytest
 
 # Fails beside others: workers of pytest-xdist know their number.
@@ -94,10 +95,23 @@ def test_the_longest_file_runs_first_and_stored_files_exist(tmp_path, monkeypatc
     assert [item.path.name for item in items] == ["a.py", "a.py", "b.py", "new.py"]
 
 
+HELD = [
+    (row, file, test)
+    for row in (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    for file, test in re.findall(r"`(tests/\S+\.py)::(\w+)`", row)
+]
+
+
 def test_what_holds_a_promise_or_a_journey_is_in_make_test():
-    named = re.findall(r"`(tests/\S+\.py)::(\w+)`", (ROOT / "CONTRIBUTING.md").read_text())
-    assert len(named) > 30
-    for file, test in named:
+    assert len(HELD) > 30
+    for _, file, test in HELD:
         above, found, _ = (ROOT / file).read_text().partition(f"def {test}(")
         assert found, f"{file} has no {test}"
         assert "@pytest.mark.long\n" not in above[above.rindex("\n\n") :], f"{test} is in make test-long only"
+        whole = re.search(r"^pytestmark = (\[[^]]*|.*)\bmark\.long\b", above, re.MULTILINE)
+        assert not whole, f"{file} is in make test-long only"
+
+
+def test_what_holds_one_of_the_first_three_promises_is_never_run_again():
+    held = {file for row, file, _ in HELD if re.match(r"\| P[123]:", row)}
+    assert [file for file in sorted(held) if not is_oracle(ROOT / file, ROOT)] == []
