@@ -128,7 +128,7 @@ class DemoHub(Reached):
                 start_new_session=True,
             )
         self._starts += 1
-        until("the hub and its broker answer", self._healthy, 180)
+        until("the hub and its broker answer", self._healthy)
 
     def _healthy(self) -> bool:
         assert self._process is not None
@@ -280,7 +280,7 @@ class Person:
             raise Refused(answer.json()["message"])
 
         until("the start is accepted", accepted)
-        until("the server is ready", self.server_ready, 180)
+        until("the server is ready", self.server_ready)
 
     def server_ready(self, server: str = "") -> bool:
         answer = self.http.get(f"/hub/api/users/{self.name}")

@@ -17,11 +17,13 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from tests.e2e.demo import DemoHub, until
 from tests.ui.pages import is_complaint, sign_in
+from tests.waiting import PATIENCE_S
 
 PICTURES = os.environ.get("GPUSHARE_PICTURES")
 
-# A busy machine is slow; what holds is seen at once anyhow.
-expect.set_options(timeout=60_000)
+# Sessions sleep later for pictures.
+PAGE_MS = 150_000 if PICTURES else 1000 * PATIENCE_S
+expect.set_options(timeout=PAGE_MS)
 
 ALLOCATE = """from jupyter_gpushare import demo_gpu
 gpu = demo_gpu.open()
@@ -71,7 +73,7 @@ class Visitor:
         self.hub = hub
         self.name = name
         self.page: Page = browser.new_context(viewport={"width": 1280, "height": 800}).new_page()
-        self.page.set_default_timeout(120_000)
+        self.page.set_default_timeout(PAGE_MS)
         self.new = True
         self.complaints: list[str] = []
         self.page.on(
@@ -105,7 +107,7 @@ class Visitor:
             page.wait_for_timeout(1_000)  # colours fade
             page.screenshot(path=Path(str(PICTURES)) / f"spawn-page-{theme}.png")
         page.get_by_role("button", name="Start").click()
-        page.wait_for_url(f"**/user/{self.name}/lab**", timeout=120_000)
+        page.wait_for_url(f"**/user/{self.name}/lab**")
         self.settle()
 
     def settle(self) -> None:
@@ -224,14 +226,14 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
 
     # Ada is at lunch: a warning, then sleep.  She keeps her page open; that keeps nothing awake.
     banner = ada.page.locator(".gpushare-banner:visible")
-    expect(banner).to_contain_text("Your variables stay.", timeout=90_000)
+    expect(banner).to_contain_text("Your variables stay.")
     expect(banner.get_by_role("button", name="Keep it 30 min")).to_be_visible()
     # Said once: the sidebar beside it has the badge and the same buttons.
     expect(ada.panel).to_contain_text("Lent in")
     expect(ada.panel).not_to_contain_text("Your variables stay.")
     expect(ada.toasts).not_to_contain_text("Your GPU is lent in")
     ada.picture("day-warned")
-    expect(ada.page.locator(".gpushare-banner:visible")).to_contain_text("Asleep", timeout=90_000)
+    expect(ada.page.locator(".gpushare-banner:visible")).to_contain_text("Asleep")
     ada.picture("day-asleep")
 
     # Bo sees it run, cell by cell; his page may be loaded again at any time.
@@ -248,7 +250,7 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
 
     # Ada is back: a GPU cell runs within seconds, on what she had.
     ada.run_cell(INTACT)
-    expect(ada.page.locator(".jp-OutputArea-output").last).to_contain_text("intact: True", timeout=90_000)
+    expect(ada.page.locator(".jp-OutputArea-output").last).to_contain_text("intact: True")
     expect(ada.toasts).to_contain_text("Your GPU is back")
     expect(ada.panel.get_by_role("meter", name="GPU memory")).to_have_attribute("aria-valuetext", MEMORY)
     ada.picture("day-back")
@@ -260,11 +262,11 @@ def test_two_people_share_two_gpus_by_clicks_alone(hub: DemoHub, browser: Browse
     hub.kill_broker()
 
     # She idles again; his job goes on where it was, and ends.
-    expect(ada.page.locator(".gpushare-status button")).to_contain_text("Asleep", timeout=150_000)
+    expect(ada.page.locator(".gpushare-status button")).to_contain_text("Asleep")
     expect(detail.locator("header")).to_contain_text("Running")
     bo.picture("day-resumed")
     (bo.home / "enough").touch()
-    expect(detail).to_contain_text("Done", timeout=150_000)
+    expect(detail).to_contain_text("Done")
     expect(bo.toasts).to_contain_text("train.ipynb: Done")
     detail.get_by_role("tab", name="Timeline").click()
     expect(detail.locator(".gpushare-timeline")).to_contain_text("Resumed")

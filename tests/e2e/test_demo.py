@@ -18,8 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.demo import ROOT, DemoHub, Person, until
-
-PATIENCE_S = 180.0
+from tests.waiting import PATIENCE_S
 
 
 class Launched(DemoHub):
@@ -44,7 +43,7 @@ class Launched(DemoHub):
                 stdin=subprocess.DEVNULL,
                 start_new_session=True,
             )
-        until("the box is shown", lambda: "Ctrl-C" in self.terminal or self._process.poll(), PATIENCE_S)
+        until("the box is shown", lambda: "Ctrl-C" in self.terminal or self._process.poll())
 
 
 @pytest.fixture
@@ -54,19 +53,19 @@ def demo(tmp_path: Path) -> Iterator[Launched]:
         launched.start()
         yield launched
     finally:
-        launched.stop(PATIENCE_S)
+        launched.stop()
         until("everything has ended", lambda: not launched.processes(), 30)
 
 
 def see_an_ended_job_leave_the_hubs_list(person: Person) -> None:
     job = person.ask("jobs", "POST", json={"command": ["true"], "gpus": "0.25"})
-    until("the job has ended", lambda: person.job(job["id"])["state"] == "succeeded", PATIENCE_S)
+    until("the job has ended", lambda: person.job(job["id"])["state"] == "succeeded")
 
     def servers() -> set[str]:
         user = person.http.get(f"/hub/api/users/{person.name}", params={"include_stopped_servers": "true"})
         return set(user.json()["servers"])
 
-    until("the Hub lists the job no more", lambda: servers() == {""}, PATIENCE_S)
+    until("the Hub lists the job no more", lambda: servers() == {""})
 
 
 def test_the_box_shows_the_address_that_the_hub_has_by_its_configuration(

@@ -56,8 +56,8 @@ def spawn_in_browser(hub: DemoHub, browser: Browser, name: str, label: str) -> N
     card.check()
     picture(page, "spawn-page")
     page.get_by_role("button", name="Start").click()
-    page.wait_for_url(f"**/user/{name}/lab**", timeout=120_000)
-    page.wait_for_selector("#jp-main-dock-panel", timeout=120_000)
+    page.wait_for_url(f"**/user/{name}/lab**", timeout=1000 * PATIENCE_S)
+    page.wait_for_selector("#jp-main-dock-panel", timeout=1000 * PATIENCE_S)
     picture(page, "lab")
     page.close()
 

@@ -6,7 +6,6 @@ import os
 import pwd
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,6 @@ from jupyter_gpushare.hub import (
 from jupyter_gpushare.hub.contract import breaches, main
 from jupyter_gpushare.hub.docker import GPUShareDockerSpawner
 from jupyter_gpushare.hub.systemd import GPUShareSystemdSpawner
-from tests.hub import conftest
 from tests.hub.conftest import SIMPLE, running_hub
 
 ME = pwd.getpwuid(os.getuid()).pw_name
@@ -186,10 +184,8 @@ def test_a_site_runs_the_contract_on_its_own_configuration(tmp_path, capsys):
     ],
 )
 def test_the_hub_does_not_start_with_a_class_that_cannot_tell_servers_apart(
-    tmp_path, monkeypatch, spawner, setting, remedy
+    tmp_path, spawner, setting, remedy
 ):
-    # It is the end of the Hub that is waited for, however long a busy machine takes.
-    monkeypatch.setattr(conftest, "wait_for", partial(conftest.wait_for, patience_s=120))
     with pytest.raises(pytest.fail.Exception) as ended, running_hub(spawner, tmp_path, extra=setting):
         pass
     assert "the Hub ended" in str(ended.value)
@@ -199,8 +195,7 @@ def test_the_hub_does_not_start_with_a_class_that_cannot_tell_servers_apart(
     assert "Traceback" not in log
 
 
-def test_the_hub_does_not_start_without_the_certificate_of_a_broker_over_https(tmp_path, monkeypatch):
-    monkeypatch.setattr(conftest, "wait_for", partial(conftest.wait_for, patience_s=120))
+def test_the_hub_does_not_start_without_the_certificate_of_a_broker_over_https(tmp_path):
     setting = 'c.GPUShareMixin.broker_url = "https://127.0.0.1:8004/services/gpushare"'
     with pytest.raises(pytest.fail.Exception) as ended, running_hub(SIMPLE, tmp_path, extra=setting):
         pass
