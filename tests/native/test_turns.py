@@ -364,8 +364,8 @@ def test_no_context_is_looked_into_that_has_ended(tmp_path: Path, end: str) -> N
         until(lambda: kernel.ask("told('records')") > 3)
         kernel.run("cuda.cuCtxGetCurrent(ctypes.byref(green))")
         kernel.run(f"cuda.cuCtxSetCurrent(None); assert {end} == 0")
-        kernel.run("threading.Thread(target=cuda.cuLaunchKernel).start()")
         before = kernel.ask("told('records')")
+        kernel.run("threading.Thread(target=cuda.cuLaunchKernel).start()")
         until(lambda: kernel.ask("told('records')") > before)
         assert kernel.ask("told('ended'), told('used_after_end')") == [1, 0]
 
