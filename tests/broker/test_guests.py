@@ -293,7 +293,7 @@ async def test_the_progress_of_a_guest_is_measured_against_what_it_got(site, bro
     held(site, broker, guest).measured_share = 0.3
     for percent in range(0, 36, 5):
         report = wire.JobReport(state="progress", done=float(percent), total=100.0)
-        await broker.requests._progress(broker.lease(guest), broker.job(guest), report)
+        await broker.job_reports._progress(broker.lease(guest), broker.job(guest), report)
         await asyncio.sleep(300)
     assert broker.state(guest) == "running"
     measured = broker.job(guest).measure
