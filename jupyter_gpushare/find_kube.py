@@ -21,11 +21,18 @@ def find_kube(module: str) -> ModuleType:
     """Return a module of the folder ``kube``, such as ``broker`` or ``node.seat``.
 
     Raises:
-        GpuShareError: this installation has no such folder; the text says what to install.
+        GpuShareError: this installation lacks the folder, or a package that the module needs; the text says
+            what to install.
     """
     if not is_installed():
         raise GpuShareError(
             "this installation has no folder jupyter_gpushare/kube, which Kubernetes needs: "
             'pip install --force-reinstall "jupyter-gpushare[kube]"'
         )
-    return importlib.import_module(f"{PACKAGE}.{module}")
+    try:
+        return importlib.import_module(f"{PACKAGE}.{module}")
+    except ModuleNotFoundError as error:
+        raise GpuShareError(
+            'Kubernetes needs packages that are missing here (%1): pip install "jupyter-gpushare[kube]"',
+            error,
+        ) from error

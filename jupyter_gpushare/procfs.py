@@ -71,7 +71,7 @@ def read(pid: int, name: str, limit_bytes: int) -> bytes:
     """The first ``limit_bytes`` of a file of a process; empty when it is gone or may not be read.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     found = bytearray()  # of one read, or of several: the kernel answers ``mountinfo`` in parts
     try:
@@ -88,7 +88,7 @@ def descriptors(pid: int, limit: int) -> list[str]:
     """The open descriptors of a process, ``limit`` at most; none when it is gone or may not be read.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     try:
         with os.scandir(path(pid, "fd")) as entries:
@@ -113,7 +113,7 @@ def stat_fields(pid: int) -> list[bytes]:
     The name in brackets may hold any byte, so fields are counted from the last bracket.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     raw = read(pid, "stat", _STAT_BYTES)
     return raw[raw.rfind(b")") + 2 :].split() if b")" in raw else []
@@ -123,7 +123,7 @@ def start_ticks(pid: int) -> int:
     """The start time of a process in clock ticks since boot; -1 when there is none.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     fields = stat_fields(pid)
     return int(fields[START_TICKS]) if fields else -1
@@ -136,7 +136,7 @@ def image(fields: list[bytes]) -> tuple[int, int]:
     draws none, they tell nothing: zeros.  ``fields`` are `stat_fields`.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     program, stack = int(fields[START_CODE]), int(fields[START_STACK])
     return (program, stack) if stack and int(_RANDOMIZE.read_bytes()) else (0, 0)
@@ -148,7 +148,7 @@ def is_randomized(pid: int) -> bool:
     Waits while the process is in exec, which it can make last.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     return not int(read(pid, "personality", 16) or b"0", 16) & _ADDR_NO_RANDOMIZE
 
@@ -164,7 +164,7 @@ def is_running(pid: int, started_ticks: int) -> bool:
     Needs no descriptor that stays open; `has_ended` of a pidfd answers the same.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     fields = stat_fields(pid)
     if not fields or int(fields[START_TICKS]) != started_ticks:
@@ -177,7 +177,7 @@ def open_pidfd(pid: int, started_ticks: int) -> int | None:
     """A pidfd of the process with this pid and start time, to be closed; None when it is gone.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -211,7 +211,7 @@ def exit_status(pidfd: int, pid: int, started_ticks: int) -> int | None:
     for through its pidfd, from Linux 6.15 on.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     fields = stat_fields(pid)
     if fields and fields[STATE] == b"Z" and int(fields[START_TICKS]) == started_ticks:
@@ -232,7 +232,7 @@ def maker(pid: int, namespace: str) -> int | None:
     kernel answers 0 for what is not in a user namespace of its own; a user can make others alone.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     found = bytearray(4)
     with contextlib.ExitStack() as opened:
@@ -256,7 +256,7 @@ def cgroup(pid: int, fields: list[bytes], limit_bytes: int) -> bytes:
     With cgroup v1 a process whose first thread has ended shows none of its cgroups, and its others do.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     if fields[STATE] == b"Z" and int(fields[THREADS]) > 1:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError, ProcessLookupError):
@@ -271,7 +271,7 @@ def send_signal(pid: int, started_ticks: int, number: int) -> bool:
 
     Raises:
         PermissionError: it belongs to another user.
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     pidfd = open_pidfd(pid, started_ticks)
     if pidfd is None:

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import stat
 import weakref
 from abc import abstractmethod
@@ -23,6 +22,7 @@ from jupyter_gpushare.hub import options
 from jupyter_gpushare.hub.refusals import BROKER_DOWN, NOT_SET_UP, refusal
 from jupyter_gpushare.private_files import read_private
 from jupyter_gpushare.protocol.wire import (
+    JOB_SERVER_NAME,
     NOT_THE_SPAWNER,
     UNVERIFIED_CHANNEL,
     GpuRequest,
@@ -39,8 +39,6 @@ else:
     _SpawnerBase = LoggingConfigurable  # the spawner itself may not be the base of a mixin
 
 T = TypeVar("T")
-# Names of servers that run jobs; their command comes from the broker.
-JOB_SERVER_NAME = re.compile(r"j[a-z0-9]{10}-[0-9]+")
 # Seconds a server without GPU waits for the broker.
 _NO_GPU_TIMEOUT_S = 2.0
 _NOT_SET_UP = "the Hub's GPU service is not set up (see the Hub's log)"

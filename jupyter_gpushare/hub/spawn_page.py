@@ -11,9 +11,9 @@ from urllib.parse import unquote
 
 from jupyter_gpushare.errors import BrokerUnavailable, InvalidRequest, NotSetUp, RequestError, TooMany
 from jupyter_gpushare.hub import options, picker
-from jupyter_gpushare.hub.broker_access import JOB_SERVER_NAME, BrokerAccess
+from jupyter_gpushare.hub.broker_access import BrokerAccess
 from jupyter_gpushare.hub.refusals import JOB_NAME, refusal
-from jupyter_gpushare.protocol.wire import Offers, SpawnWait
+from jupyter_gpushare.protocol.wire import JOB_SERVER_NAME, Offers, SpawnWait
 
 _MAX_PROJECTS_SHOWN = 8
 # Sent by the script of an open page: `_OFFERS`, `_LEAVE`, or the options of the size that it waits for

@@ -223,6 +223,7 @@ class GPUShareMixin(SpawnPage, GrantedServer):
         self._asking = True
         self._stopped_by_hub = False
         try:
+            await self.prepare_start()
             self._refuse_shared_resource()
             request = self._requested()
             if request is not None:
@@ -233,6 +234,9 @@ class GPUShareMixin(SpawnPage, GrantedServer):
             raise
         finally:
             self._asking = False
+
+    async def prepare_start(self) -> None:
+        """Apply settings of this server that the broker has to know; here there are none."""
 
     def _requested(self) -> GpuRequest | None:
         try:

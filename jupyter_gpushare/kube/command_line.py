@@ -25,8 +25,8 @@ from jupyter_gpushare.cli.options import JSON
 from jupyter_gpushare.cli.output import print_json
 from jupyter_gpushare.command_line import Option, Parser, Verb
 from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.find_kube import find_kube
 from jupyter_gpushare.kube.broker import queue_projects
-from jupyter_gpushare.kube.checks.canary import NAME, canary
 from jupyter_gpushare.kube.checks.cluster import examine
 from jupyter_gpushare.kube.checks.hub import BrokerPod, hub_checks, not_examined
 from jupyter_gpushare.kube.checks.surroundings import parse_list
@@ -70,7 +70,8 @@ def check(broker: GPUShareBroker, args: argparse.Namespace) -> int:
     hub = hub_checks(parse_list(_read(args.hub)), _broker_pod(broker, kube)) if args.hub else not_examined()
     checks = asyncio.run(examine(kube, queue_projects(policy), _levels(policy)))
     if args.canary:
-        checks += named({NAME: asyncio.run(canary(kube))})
+        canary = find_kube("checks.canary")
+        checks += named({canary.NAME: asyncio.run(canary.canary(kube))})
     return report(checks + hub, as_json=args.json)
 
 

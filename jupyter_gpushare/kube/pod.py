@@ -135,7 +135,10 @@ def complaint(pod: Mapping[str, Any], place: PodPlace | None, runtime: Runtime) 
 
 
 def joined(pod: Mapping[str, Any]) -> str:
-    """Return the setting with which a pod is not apart from its node and from other pods; or empty."""
+    """Return the setting by which a server is not apart from its node and from other pods; or empty.
+
+    Sidecars and init containers of the site may be privileged: JupyterHub's chart has such ones.
+    """
     spec = pod["spec"]
     if (spec["containers"][0].get("securityContext") or {}).get("privileged"):
         return "securityContext.privileged"

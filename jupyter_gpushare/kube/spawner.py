@@ -20,7 +20,6 @@ from traitlets import Dict, Enum, Float, List, Unicode, default
 from jupyter_gpushare import channel
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.hub import options
-from jupyter_gpushare.hub.broker_access import JOB_SERVER_NAME
 from jupyter_gpushare.hub.compat import SpawnException
 from jupyter_gpushare.hub.refusals import BAD_GRANT, NOT_PLACED, OWN_GPU, SITE_SETTING, refusal
 from jupyter_gpushare.hub.spawner import GPUShareMixin
@@ -36,7 +35,7 @@ from jupyter_gpushare.kube.pod import (
     outside,
     shaped,
 )
-from jupyter_gpushare.protocol.wire import GpuRequest, SpawnGrant, SpawnProgress
+from jupyter_gpushare.protocol.wire import JOB_SERVER_NAME, GpuRequest, SpawnGrant, SpawnProgress
 
 # A node without capacity for a server is left out of its next starts for so long.
 _AVOID_S = 600.0
@@ -118,6 +117,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
 
     # Nodes without capacity for a server, and until when: the Hub forgets the object of a failed start.
     _avoided: ClassVar[dict[tuple[str, str, str], float]] = {}
+    _hub_waits_s = 0.0  # as `start_timeout` was when the Hub began to wait for this start
 
     @property
     def is_job(self) -> bool:
@@ -139,8 +139,11 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         return uid
 
     def patience_s(self) -> float:
-        """Return half of `start_timeout`: the broker waits for the cluster's scheduler and for a seat."""
-        return float(self.start_timeout) / 2
+        """Return half of `start_timeout`: the broker waits for the cluster's scheduler and for a seat.
+
+        It is the site's `start_timeout`, by which the Hub waits already when a profile sets another.
+        """
+        return self._hub_waits_s / 2
 
     def excluded_nodes(self) -> list[str]:
         """Return the nodes that had no capacity for this server at its last starts."""
@@ -243,11 +246,11 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
             pod.spec.affinity = on_node(plain["spec"].get("affinity"), place.node)
         return pod
 
-    async def start(self) -> Any:
-        """As `GPUShareMixin.start`; the profile is applied before the broker is told the `uid`."""
+    async def prepare_start(self) -> None:
+        """Apply the profile, so that the broker is told the `uid` that the pod gets."""
+        self._hub_waits_s = float(self.start_timeout)
         with self._home_and_profile():
             await self.load_user_options()
-        return await super().start()
 
     @contextmanager
     def _home_and_profile(self) -> Iterator[None]:
@@ -267,7 +270,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         site_hook = self.modify_pod_hook
         self.modify_pod_hook = lambda _, pod: self._checked(site_hook, pod)
         self._start_future = None  # of the last start; `progress` looks at it
-        # `start` has applied the profile; twice, it may add the same volumes again.
+        # `prepare_start` has applied the profile; applied twice, it could add the same volumes again.
         self.load_user_options = _do_nothing
         try:
             with self._home_and_profile():

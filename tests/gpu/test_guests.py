@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.gpu.leases import files
-from jupyter_gpushare.gpu.moves.guests import Guests
+from jupyter_gpushare.gpu.moves.guests import GONE_S, Guests, _Departure
 from jupyter_gpushare.protocol.helper import Level
 from tests.gpu.machine import GIB, WORKER, Machine, Refused, Worker, machine_in
 from tests.gpu.test_turns_of_leases import LAUNCHER, got
@@ -173,7 +173,7 @@ def test_what_a_guest_held_that_was_dropped_as_it_began_is_waited_for(tmp_path: 
 
 def test_a_host_waits_longer_than_a_request_for_a_guest_that_was_dropped(tmp_path: Path) -> None:
     for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,free-delay=1500"):
-        machine.start(before="from jupyter_gpushare.gpu.moves import guests; guests.GONE_S = 0.1")
+        machine.start(before="from jupyter_gpushare.gpu.moves import guests; GONE_S = 0.1")
         host = machine.session("host", WHOLE, mib=30 * MIB_OF_GIB)
         start_guest(machine, gib=18).kill()
         machine.ask("drop", lease="guest", end_processes=True)
@@ -310,6 +310,26 @@ def test_a_guest_with_the_arguments_of_a_runner_is_killed_all_the_same(machine: 
     assert guest.do("taint") == "0"
     assert host.do("alloc 35000") == "0"
     assert guest.process.wait(10) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(("killed_s_ago", "killed"), [(0.0, [2, 3]), (GONE_S, [1, 2, 3])])
+def test_what_looks_like_a_runner_is_spared_for_some_seconds_only(
+    killed_s_ago: float, killed: list[int]
+) -> None:
+    """It may be the program that starts the others anew."""
+    found = [SimpleNamespace(pid=pid, key=pid, is_runner=pid < 3) for pid in (1, 2, 3)]
+    signalled: list[int] = []
+    machine: Any = SimpleNamespace(
+        nvml=SimpleNamespace(processes=lambda uuid: {2: 0}),
+        processes=SimpleNamespace(signal=lambda key, number: signalled.append(key)),
+    )
+    registry: Any = SimpleNamespace(living=lambda name: found)
+    guest: Any = SimpleNamespace(name="guest", limits={"GPU-0": 0}, ended_as_guest=True)
+    nothing: Any = None
+    now = time.monotonic()
+    departure = _Departure(now, killed_at=now - killed_s_ago)
+    Guests(machine, registry, nothing, nothing)._kill(guest, departure, "refused")
+    assert signalled == killed
 
 
 def test_a_guest_that_does_not_come_to_rest_is_tried_again(pair: tuple[Machine, Worker, Worker]) -> None:

@@ -14,7 +14,7 @@ from packaging.utils import canonicalize_name
 PACKAGE = "jupyter-gpushare"
 OF_SITES = {"", "demo", "docker", "kube", "lab", "node", "postgres", "systemd"}
 OF_DEVELOPERS = {"docs", "test"}
-HEAD = "# Made by `make pins`: versions of the development tools, for tests and checks only.\n"
+HEAD = "# Made by `make pins`: versions of the tools for tests, checks, documentation and builds here.\n"
 
 
 def required(name: str, extras: set[str]) -> set[tuple[str, frozenset[str]]]:

@@ -37,6 +37,7 @@ from jupyter_gpushare.core.model import HOLDS_CAPACITY, WHOLE_GPU, Grant, Requeu
 from jupyter_gpushare.error_log import ErrorLog
 from jupyter_gpushare.errors import Conflict, DeviceError, DiskFull, HelperError, StoreError, Superseded
 from jupyter_gpushare.protocol.helper import ErrorKind, Phase
+from jupyter_gpushare.protocol.wire import JOB_SERVER_NAME
 
 log = logging.getLogger("gpushare.broker")
 
@@ -417,6 +418,5 @@ class Loop:
 
 
 def is_job_server(name: str) -> bool:
-    """Return whether a server has a name that only the broker gives: ``j`` + 10 characters + attempt."""
-    head, dash, attempt = name.rpartition("-")
-    return bool(dash) and attempt.isdigit() and len(head) == 11 and head[0] == "j" and head[1:].isalnum()
+    """Return whether a server has a name that only the broker gives."""
+    return JOB_SERVER_NAME.fullmatch(name) is not None

@@ -142,7 +142,7 @@ class RequestPolicy:
 
         No other task runs between the engine's answer and the return.
 
-        ``until``: the time (monotonic) at which it is refused at the latest.
+        ``until``: deadline (monotonic); without a grant by then the start is refused.
         ``first``: the request of a server that runs, for its first GPU.
 
         Raises:

@@ -50,14 +50,15 @@ class Sessions:
         self._admitting: dict[tuple[str, str], tuple[str, asyncio.Task[LeaseRecord]]] = {}
         self._committing: set[str] = set()  # leases of them that the engine granted
 
-    async def start(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
+    async def start(self, request: wire.SpawnRequest, until: float = inf) -> wire.SpawnGrant:
         """Return what the server of a session that is about to start may use.
+
+        ``until``: deadline (monotonic); without a grant by then the start is refused.
 
         Raises:
             RequestError: it must not start; the text is for the user.
             StoreError: the database failed; the broker ends.
         """
-        until = self.registry.clock() + (inf if request.patience_s is None else request.patience_s - ANSWER_S)
         await self._give_up(request.user, request.server)
         await self._release_previous(request.user, request.server)
         size = request.options.size() if request.options else None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from jupyter_gpushare.broker.control.effects import Effects
+from jupyter_gpushare.broker.control.loop import is_job_server
 from jupyter_gpushare.broker.control.request_policy import RequestPolicy, lost_gpu
 from jupyter_gpushare.broker.control.resizes import Resizes
 from jupyter_gpushare.broker.control.sessions import Sessions
@@ -14,7 +15,7 @@ from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, NotFound
 from jupyter_gpushare.protocol import wire
 
-# Leases of servers that started without a GPU: see `Sessions.start`.
+# Leases of servers that started without a GPU: see `Sessions._reserved`.
 _RESERVED = re.compile(r"b[a-z0-9]{10}")
 
 
@@ -71,7 +72,11 @@ class Sizes:
     ) -> wire.SpawnGrant:
         if not self.engine.resizes:
             raise _not_resizable()
-        if not _RESERVED.fullmatch(lease_id) or await self.registry.store.has_lease(lease_id):
+        if (
+            is_job_server(server.server)
+            or not _RESERVED.fullmatch(lease_id)
+            or await self.registry.store.has_lease(lease_id)
+        ):
             raise lost_gpu()
         return await self.effects.grant(await self.sessions.admit(server, size, lease_id, first=request))
 

@@ -44,7 +44,7 @@ def cluster(
 ) -> Cluster:
     """Return the snapshot at ``now``; ``extra`` are leases that are only considered.
 
-    ``but``: without the place of this server in the queue of sessions.
+    ``but`` leaves out the place of this server in the queue of sessions.
     ``as_if_lending``: with sessions that could be suspended if the lending mode were on.
     """
     placed = registry.index.placed.values()

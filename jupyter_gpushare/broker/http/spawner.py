@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+from math import inf
 
 from tornado import iostream
 
@@ -34,10 +35,12 @@ async def start(control: Control, request: wire.SpawnRequest) -> wire.SpawnGrant
         RequestError: it must not start; the text is for the user.
         StoreError: the database failed; the broker ends.
     """
+    patience_s = inf if request.patience_s is None else request.patience_s - ANSWER_S
+    until = control.registry.clock() + patience_s
     await control.ownership.meet_start(request)
     if is_job_server(request.server):
         return await control.job_starts.start(request)
-    return await control.sessions.start(request)
+    return await control.sessions.start(request, until)
 
 
 async def wait(control: Control, request: wire.SpawnRequest) -> QueuePlace | None:

@@ -21,7 +21,8 @@ from jupyter_gpushare.protocol.helper import Level, Rung
 
 # One process may have ended in Lock, Checkpoint or Restore for another reason.
 DEATHS_TOLERATED = 1
-# If no process explains more than 1/HIDDEN_PART of a device, a tenant that the driver does not list has it.
+# Of the bytes that no process explains, what exceeds 1/HIDDEN_PART of the device belongs to a tenant that
+# the driver does not list.
 HIDDEN_PART = 8
 # After a free, used bytes and the list of processes may disagree this long (`canary.SHOWN_TIMEOUT_S`).
 HIDDEN_SETTLES_S = 5.0
@@ -53,7 +54,7 @@ class Verdict:
 
     @property
     def is_complete(self) -> bool:
-        """Whether nothing must be tested again."""
+        """Whether nothing needs to be tested again."""
         return self.final and self.move_final
 
     @property

@@ -266,7 +266,7 @@ class LeaseDirectory:
         self._account_fd = -1
         self._turn_bytes = SLOT.size * SLOTS  # bytes of the account that `turn_slots` reads
         self._page: mmap.mmap | None = None  # the limit page, for the address of the turn alone
-        # By key in the account: the key here, of processes in a pid namespace.
+        # The key on the host, by the key that a process in a pid namespace writes.
         self._host_keys: dict[Key, Key] = {}
         # The sampling and the waking thread share the descriptor.
         self._guard = threading.Lock()

@@ -86,7 +86,7 @@ class HostMemory:
         return reason
 
     def keep_reserved(self, lease: str, count: int) -> None:
-        """Reserve memory for ``count`` device bytes of a running guest, even without enough; 0 ends it."""
+        """Reserve memory for ``count`` device bytes of a running guest, however little is free; 0 ends it."""
         with self._guard:
             self._reserved = {k: v for k, v in self._reserved.items() if k != lease}
             if count:

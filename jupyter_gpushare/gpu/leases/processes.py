@@ -18,7 +18,8 @@ lease.  A process in a container belongs to the lease of its container, and noth
 The kernel is asked through `gpu.os.processes`; what lies in a process's own memory (environment and
 arguments) is read by `gpu.os.process_memory`.  A process that does not answer there is *unread*.  It belongs
 where its cgroup, its parent or `claim` puts it.  If none of them does, it may belong to any lease of its
-user, so none of these leases on the same devices may be taken as ended.  A scan waits at most `ANSWER_S`.
+user, so none of these leases on the same devices may be taken as ended.  A scan waits `ANSWER_S`
+unless it is given another time.
 
 A scan runs every second and must be cheap.  One read of /proc gives all pids and inodes.  Only a new
 (pid, inode) is opened, or one younger than `SETTLES_S`, which may be between fork and exec.  A process on a
@@ -181,7 +182,7 @@ class Processes(HeldProcesses):
         self.unread = tuple(each for each in unread if not each.lease and not self.is_contained(each))
 
     def _is_settled(self, known: _Known, owners: Mapping[str, int]) -> bool:
-        """Return whether neither the memory nor the mounts of a process must be read again."""
+        """Return whether neither the memory nor the mounts of a process need to be read again."""
         process = known.process
         if process.unread or (process.pid in self.on_devices and not self._owner(process, owners)):
             return False

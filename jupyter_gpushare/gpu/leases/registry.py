@@ -374,7 +374,7 @@ class LeaseRegistry:
         return Dropped(known=True)
 
     def _end_processes(self, lease: HelperLease) -> list[tuple[int, int]]:
-        """Kill the processes of a lease until none is left or `END_PROCESSES_S` is over; return keys."""
+        """Kill the processes of a lease until none is left, for `END_PROCESSES_S` at most; return their keys."""
         processes, killed = self._machine.processes, []
         until = time.monotonic() + END_PROCESSES_S
         while (left := self.living(lease.name)) and time.monotonic() < until:
@@ -417,7 +417,8 @@ class LeaseRegistry:
     def _remove_stale(self, stale: Collection[str]) -> None:
         """Remove the directories and ``stale`` records of earlier boots, self-tests and half-dropped leases.
 
-        A lease that has a directory but no record keeps its limit, and its processes are not stopped.
+        A lease that has a directory but no record keeps its limit, and no process of its user
+        is stopped.
         """
         state = self._machine.state
         for path in list(state.leases.iterdir()):

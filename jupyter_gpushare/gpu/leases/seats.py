@@ -72,7 +72,7 @@ class SeatTable:
         self._started_at = clock()
 
     def count(self, by_number: bool) -> None:
-        """Have seats count by the number of their devices, or by their devices; the next helper knows it.
+        """Have seats count by the number of their devices, or by their devices; the choice is stored.
 
         Raises:
             HelperError: it cannot be written.
@@ -172,7 +172,7 @@ class SeatTable:
             ]
 
     def keep_missed(self, handles: list[str]) -> None:
-        """Forget since when leases have no seat, except these."""
+        """Forget the leases without a seat, except these."""
         with self._guard:
             self._missed = {name: at for name, at in self._missed.items() if name in handles}
 

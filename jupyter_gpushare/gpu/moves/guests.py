@@ -345,7 +345,7 @@ class Guests:
             patience_s = BUSY_S if moved.refused is Refusal.BUSY else REFUSED_S
             if time.monotonic() - departure.refused_at >= patience_s:
                 departure.killed_at = departure.killed_at or time.monotonic()
-                self._kill(guest, moved.reason)
+                self._kill(guest, departure, moved.reason)
         except Exception:  # the outermost loop of this thread: the host waits
             log.exception("lease=%s cannot be taken off the device of its host", guest.name)
         finally:
@@ -376,14 +376,17 @@ class Guests:
                 found |= self._machine.nvml.processes(uuid).keys()
         return found
 
-    def _kill(self, guest: HelperLease, reason: str) -> None:
+    def _kill(self, guest: HelperLease, departure: _Departure, reason: str) -> None:
         """Kill what a guest runs, but not its runner: that reports, and the broker starts the job again.
 
-        Every program can take the arguments of a runner.  A runner uses no device, which the driver shows.
+        Every program can take the arguments of a runner.  A real runner uses no device, and the driver shows
+        which processes do.  A guest that is still there `GONE_S` after the first kill loses its runner too:
+        what looks like one may start programs anew.
         """
-        on_devices = self._on_devices(guest)
-        living = self._registry.living(guest.name)
-        ended = [each for each in living if not each.is_runner or each.pid in on_devices]
+        ended = list(self._registry.living(guest.name))
+        if time.monotonic() - departure.killed_at < GONE_S:
+            on_devices = self._on_devices(guest)
+            ended = [each for each in ended if not each.is_runner or each.pid in on_devices]
         if ended and not guest.ended_as_guest:
             guest.ended_as_guest = True  # before the runner can report
             self._mover.save_again(guest)

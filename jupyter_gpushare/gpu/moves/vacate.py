@@ -134,7 +134,7 @@ class Evictions:
         """Return what became of the attempts of a lease when its seat leaves; None: memory is left.
 
         Raises:
-            OSError: no descriptor or memory is left to look.
+            OSError: no descriptor or memory is free.
         """
         leases = [lease for lease in self._registry.all() if lease_id(lease.name) == seat_lease]
         if leases and all(self._machine.seats.may_keep(lease.name, lease.limits) for lease in leases):

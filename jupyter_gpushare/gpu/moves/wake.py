@@ -68,7 +68,7 @@ class StallDetector:
         """Those of the processes that have been stalled for `STALLED_S`; call it about every second.
 
         Raises:
-            OSError: no descriptor or memory is left to look.
+            OSError: no descriptor or memory is free.
         """
         found = []
         for key in keys:
@@ -269,7 +269,7 @@ def _ended_beside(registry: LeaseRegistry, lease: HelperLease) -> list[HelperLea
     Nothing of them lives but, of a job, its runner, which uses no GPU: it reports the end, or the start.
 
     Raises:
-        OSError: no descriptor or memory is left to look.
+        OSError: no descriptor or memory is free.
     """
     living = registry.scan()
     return [

@@ -1,1 +1,2 @@
-"""What the device layer asks the operating system: processes, pods, cgroups, files.  Knows no lease."""
+"""What the device layer asks the operating system: processes, memory, cgroups, containers,
+device files.  Imports nothing of the leases."""

@@ -42,7 +42,10 @@ def container_of(cgroup: bytes, own: str = "") -> str:
 
 
 def _is_of_root(line: bytes, found: re.Match[bytes]) -> bool:
-    """Return whether no service is above it: systemd may delegate one to a user (``user@1000.service``)."""
+    """Return whether no service's cgroup is above.
+
+    systemd may delegate one to a user (``user@1000.service``).
+    """
     return b".service/" not in line[: found.start() + 1]
 
 

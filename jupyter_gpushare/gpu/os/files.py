@@ -1,4 +1,4 @@
-"""Open and replace files beside users who may exchange them, and on a disk that may be full."""
+"""Open and replace files that users may replace at any time, and on a disk that may be full."""
 
 from __future__ import annotations
 

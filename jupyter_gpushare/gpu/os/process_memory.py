@@ -5,7 +5,7 @@ memory.  The process can hold that lock without end, for example in mmap(2) of a
 filesystem whose server does not answer, and the read waits meanwhile.  So each user's processes
 are read in threads of their own, and the caller waits for all these threads together:
 
-* A caller waits `ANSWER_S` at most.  A later answer is kept for the next call.
+* A caller waits `ANSWER_S` unless it gives another time.  A later answer is kept for the next call.
 * A thread that has read one process for `ANSWER_S` is stuck.  No caller waits for its user.
 * At most `THREADS_PER_USER` threads of a user are stuck.  Until one of them returns, no other process
   of that user is read; processes of other users are.

@@ -6,7 +6,7 @@ an exit is noticed without a scan.  At most half of the descriptors that this pr
 pidfds, so that no user can exhaust them.  Processes beyond that are looked up in each scan.
 
 "It has ended" and "it could not be looked at" are different answers: without a free descriptor or memory
-the functions here raise `OSError`, and the caller must change nothing.
+`read_facts`, `alive`, `signal` and `exit_status` raise `OSError`, and the caller must change nothing.
 """
 
 from __future__ import annotations

@@ -125,7 +125,7 @@ async def _rights(cluster: CheckedCluster) -> Check:
 
 
 async def _kai(cluster: CheckedCluster) -> Check | None:
-    """Whether KAI-Scheduler is installed."""
+    """Return the fault if KAI-Scheduler is not installed."""
     try:
         await cluster.client.list(POD_GROUPS, cluster.kube.namespace)
         await cluster.client.list(QUEUES)
@@ -138,7 +138,7 @@ async def _kai(cluster: CheckedCluster) -> Check | None:
 
 
 async def _missing_queues(cluster: CheckedCluster) -> Check | None:
-    """Whether every project has its Queues."""
+    """Return the fault if a project lacks its Queues."""
     if lost := missing(cluster.projects, await _queues_there(cluster)):
         return fail(f"The cluster has no queue {', '.join(lost)}.", f"run {_APPLY}")
     return None
@@ -204,7 +204,7 @@ async def _sharing(cluster: CheckedCluster) -> Check:
 
 
 async def _whole_gpus_only(cluster: CheckedCluster) -> Check | None:
-    """Whether KAI gives out parts of GPUs."""
+    """Return the fault if KAI gives out whole GPUs only."""
     if await shares_gpus(cluster.client):
         return None
     return fail(
@@ -281,7 +281,7 @@ async def _one_broker(cluster: CheckedCluster) -> Check:
 
 
 async def _no_helper(cluster: CheckedCluster) -> Check | None:
-    """Whether there is a pod of a device helper, be it one that is just being started."""
+    """Return the fault if there is no pod of a device helper, not even one that starts."""
     kube = cluster.kube
     if (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items:
         return None

@@ -41,7 +41,7 @@ class Following:
         self._misplaced: Mapping[str, Misplaced] = {}  # return seats on other devices
 
     def decide(self, cluster: Cluster, now: float) -> Plan:
-        """Return what leases do now; nothing as long as the cluster is not known."""
+        """Return what leases do now; nothing until the cluster is known."""
         if not self._seats.is_known:
             return Plan(())
         cluster = self.seen(cluster)
@@ -64,14 +64,14 @@ class Following:
         return cluster, self.demands(cluster, now), seats
 
     def outlook(self, cluster: Cluster, now: float) -> KaiOutlook:
-        """Return the answers about a snapshot."""
+        """Return the outlook on a snapshot."""
         seats = self._seats.seats() if self._seats.is_known else {}
         cluster = self.seen(cluster)
         seats = assigned(cluster, seats, now, frozenset(self.placed)).seats
         return KaiOutlook(cluster, seats, self.sleepable(), self._misplaced, now)
 
     def sleepable(self) -> frozenset[str]:
-        """Return the nodes on which leases can be suspended; none while the cluster is silent."""
+        """Return the nodes on which leases can be suspended; none while the API server does not answer."""
         return self._nodes() if self._seats.age_s <= STALE_S else frozenset()
 
     def seen(self, cluster: Cluster) -> Cluster:
@@ -86,7 +86,7 @@ class Following:
         return demands(cluster, self.sleepable(), now, self._restarting)
 
     def begin(self, lease_id: str, cluster: Cluster) -> None:
-        """Keep the seats of a start; ``cluster``: what it knows as long as nothing was decided."""
+        """Keep the seats of a start; ``cluster``: the snapshot to use until a first decision."""
         self._decided = self._decided or cluster
         self.starting[lease_id] = float("inf")
 
@@ -101,7 +101,7 @@ class Following:
         return self.seen(self._decided)
 
     def forget(self, cluster: Cluster, now: float) -> None:
-        """Forget the starts that a snapshot has, or that are kept no longer, and jobs that stopped."""
+        """Drop starts that have arrived in the snapshot or have expired, and jobs that stopped."""
         arrived = {lease.id for lease in cluster.leases}
         self.starting = {x: at for x, at in self.starting.items() if x not in arrived and now < at}
         self.placed = {x: lease for x, lease in self.placed.items() if x in self.starting}

@@ -113,10 +113,8 @@ class KaiEngine(Engine):
         placed = self.outlook(cluster, now).grants
         waiting = replace(cluster, leases=tuple(x for x in cluster.leases if x.id not in placed))
         planned = dry_run(self._following.seen(waiting), now).run().actions
-        sleepable, nodes = (
-            self._following.sleepable(),
-            {device.uuid: device.node for device in cluster.devices},
-        )
+        sleepable = self._following.sleepable()
+        nodes = {device.uuid: device.node for device in cluster.devices}
         there = {x.id: {nodes.get(uuid) for uuid in x.devices} for x in cluster.leases}
         return tuple(a for a in planned if isinstance(a, Suspend) and there[a.lease] <= sleepable)
 

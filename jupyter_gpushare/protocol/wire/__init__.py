@@ -28,6 +28,7 @@ from jupyter_gpushare.protocol.wire.codec import (
 )
 from jupyter_gpushare.protocol.wire.jobs import (
     ASKED_TERMS,
+    JOB_SERVER_NAME,
     MAX_COMMAND_ARGS,
     MAX_ENV,
     MAX_JOB_BYTES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
@@ -12,6 +13,8 @@ from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol.wire.codec import Answer, Message, Text
 
+# Names of servers that run jobs: ``j`` and 10 characters of the job's id, ``-``, and the attempt.
+JOB_SERVER_NAME = re.compile(r"j[a-z0-9]{10}-[0-9]+")
 MAX_COMMAND_ARGS = 1_000
 MAX_ENV = 200
 # A job's command and environment travel in one environment variable: at most 128 KiB
