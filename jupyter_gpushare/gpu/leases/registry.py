@@ -374,7 +374,7 @@ class LeaseRegistry:
         return Dropped(known=True)
 
     def _end_processes(self, lease: HelperLease) -> list[tuple[int, int]]:
-        """Kill the processes of a lease until none is left, for `END_PROCESSES_S` at most; return their keys."""
+        """Kill the processes of a lease, for `END_PROCESSES_S` at most; return their keys."""
         processes, killed = self._machine.processes, []
         until = time.monotonic() + END_PROCESSES_S
         while (left := self.living(lease.name)) and time.monotonic() < until:
