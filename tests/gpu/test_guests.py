@@ -173,7 +173,7 @@ def test_what_a_guest_held_that_was_dropped_as_it_began_is_waited_for(tmp_path: 
 
 def test_a_host_waits_longer_than_a_request_for_a_guest_that_was_dropped(tmp_path: Path) -> None:
     for machine in machine_in(tmp_path, spec="1xH100-80GB,host=512GiB,free-delay=1500"):
-        machine.start(before="from jupyter_gpushare.gpu.moves import guests; GONE_S = 0.1")
+        machine.start(before="from jupyter_gpushare.gpu.moves import guests; guests.GONE_S = 0.1")
         host = machine.session("host", WHOLE, mib=30 * MIB_OF_GIB)
         start_guest(machine, gib=18).kill()
         machine.ask("drop", lease="guest", end_processes=True)

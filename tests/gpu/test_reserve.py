@@ -7,6 +7,8 @@ import signal
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,7 @@ from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.leases.devices import DeviceStates, Verdict
 from jupyter_gpushare.gpu.leases.files import AccountFile, Slot, Taint
 from jupyter_gpushare.gpu.moves.suspend import needed_bytes
+from jupyter_gpushare.gpu.service.sampler import Sampler
 from tests.gpu.leases import lease_of
 from tests.gpu.machine import GIB, MIB, Machine, Worker, machine_in, until
 
@@ -185,3 +188,21 @@ def test_the_first_context_of_a_lease_is_charged_before_it_is_made(tmp_path: Pat
         while worker.do("alloc 64") == "0":
             assert machine.sim.device_used(0) <= limit_bytes
         assert machine.sim.device_used(0) > limit_bytes - 128 * MIB
+
+
+@pytest.mark.parametrize(("shown", "charged"), [([5, 1, 1], [1, 1, 1]), ([5, 5, 2], [1, 5, 2])])
+def test_a_rise_of_what_contexts_take_is_charged_when_it_is_seen_twice(
+    shown: list[int], charged: list[int]
+) -> None:
+    """Memory that came and went between two looks at the account is no context: nobody is denied for it."""
+    lease = lease_of("ada", {"a": 80 * GIB})
+    lease.files = SimpleNamespace(set_context=lambda *_: None)  # type: ignore[assignment]
+    lease.contexts = {"a": GIB}
+    sampler: Any = SimpleNamespace(_states=SimpleNamespace(contexts=lambda devices: {"a": GIB}))
+    account: Any = SimpleNamespace(held=dict)
+    found = []
+    for gib in shown:
+        lease.held = {(1, 1): {"a": gib * GIB}}
+        Sampler._charge_contexts(sampler, lease, account)
+        found.append(lease.contexts["a"] // GIB)
+    assert found == charged

@@ -139,6 +139,7 @@ class HelperLease:
         self.killed = False  # the broker ended it: SIGKILL was sent to every process that was found
         self.had_runner = False  # of a job: its runner was seen
         self.contexts: dict[str, int] = {}  # bytes by device as charged in the limit page
+        self.beyond: dict[str, int] = {}  # bytes by device beyond the account, as last measured
         self.in_cgroup = False  # whether the driver itself limits it
         self.placed: frozenset[Key] = frozenset()  # its processes in that cgroup
         self.failures: dict[Key, Failure] = {}

@@ -270,13 +270,24 @@ class Sampler:
         return found | {p.pid: counted[p.key] for p in hidden if counted.get(p.key)}
 
     def _charge_contexts(self, lease: HelperLease, account: AccountFile) -> None:
-        """Charge to the limit what the driver shows beyond the account: contexts, at least the first one."""
+        """Charge to the limit what the driver shows beyond the account: contexts, at least the first one.
+
+        A rise is charged once two passes have shown it: memory that came after the account was read and went
+        before it was read again is seen by the driver alone, in one pass.
+        """
         keys = {process.key for process in lease.processes}
         limits = lease.limits
-        first, used = self._states.contexts(limits), lease.used_bytes
+        first, used = self._states.contexts(limits), added(lease.held.values())
         for index, uuid in enumerate(limits):
             counted = sum(held[index] for key, held in account.held().items() if key in keys)
-            beyond = max(0, used[uuid] - counted) if used.get(uuid) else first[uuid]
+            left_bytes = lease.left_bytes.get(uuid, 0)
+            if used.get(uuid):
+                charged = lease.contexts.get(uuid, 0) - left_bytes
+                before = lease.beyond.get(uuid, charged)
+                lease.beyond[uuid] = max(0, used[uuid] - counted)
+                beyond = left_bytes + min(lease.beyond[uuid], max(before, charged))
+            else:
+                beyond = left_bytes or first[uuid]
             if abs(beyond - lease.contexts.get(uuid, 0)) >= CONTEXT_STEP_BYTES:
                 with suppress(FileNotFoundError):  # dropped meanwhile
                     lease.charge_context(index, uuid, beyond)
