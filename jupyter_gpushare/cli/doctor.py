@@ -98,8 +98,8 @@ WATCHDOG = {
 }
 
 
-class Told(NamedTuple):
-    """What the broker told of the user and of its machine."""
+class BrokerAnswers(NamedTuple):
+    """What the broker answered about the user and its machine."""
 
     status: wire.Status
     devices: wire.Devices
@@ -113,19 +113,19 @@ class DoctorFacts:
     environment: Mapping[str, str]
     broker: Check
     token: Found = ()
-    told: Told | None = None  # None: the broker told nothing
+    answers: BrokerAnswers | None = None  # None: the broker answered nothing
 
     @property
     def simulated(self) -> bool:
         """Whether the broker's devices are simulated."""
-        return self.told is not None and self.told.devices.simulated
+        return self.answers is not None and self.answers.devices.simulated
 
     @property
     def lease(self) -> wire.LeaseStatus | None:
         """The lease of this environment; its name there ends in the number of the start (``-3``)."""
         wanted = self.environment.get("GPUSHARE_LEASE", "")
         names = {wanted, wanted.rpartition("-")[0]} - {""}
-        leases = self.told.status.leases if self.told else ()
+        leases = self.answers.status.leases if self.answers else ()
         return next((lease for lease in leases if lease.id in names), None)
 
 
@@ -173,7 +173,7 @@ def _facts(url: str, token: str, environment: Mapping[str, str]) -> DoctorFacts:
         except BrokerUnavailable:
             return facts
     known = ok(f"The broker knows you as {status.user}.")
-    return replace(facts, token=known, told=Told(status, devices, lending))
+    return replace(facts, token=known, answers=BrokerAnswers(status, devices, lending))
 
 
 def check_health(health: wire.Health) -> Check:
@@ -480,12 +480,12 @@ def _read(path: str) -> str | None:
 # ---- all checks --------------------------------------------------------------
 
 
-def _told(probe: Callable[[Told], Found]) -> Probe[DoctorFacts]:
-    return lambda facts: probe(facts.told) if facts.told else ()
+def _answered(probe: Callable[[BrokerAnswers], Found]) -> Probe[DoctorFacts]:
+    return lambda facts: probe(facts.answers) if facts.answers else ()
 
 
 def _real(probe: Callable[[str], Found]) -> Probe[DoctorFacts]:
-    return _told(lambda told: () if told.devices.simulated else probe(told.devices.driver))
+    return _answered(lambda found: () if found.devices.simulated else probe(found.devices.driver))
 
 
 def _preload(facts: DoctorFacts) -> Found:
@@ -504,27 +504,29 @@ def _held(probe: Callable[[DoctorFacts], Found]) -> Probe[DoctorFacts]:
 
 
 def _leased(probe: Callable[[wire.LeaseStatus, str], Found]) -> Probe[DoctorFacts]:
-    return lambda facts: probe(facts.lease, facts.told.devices.watchdog) if facts.lease and facts.told else ()
+    return lambda facts: (
+        probe(facts.lease, facts.answers.devices.watchdog) if facts.lease and facts.answers else ()
+    )
 
 
 CHECKS: dict[str, Probe[DoctorFacts]] = {
     "broker": lambda facts: facts.broker,
     "token": lambda facts: facts.token,
-    "devices": _told(lambda told: check_devices(told.status, told.devices)),
-    "moves": _told(lambda told: check_moves(told.devices)),
+    "devices": _answered(lambda found: check_devices(found.status, found.devices)),
+    "moves": _answered(lambda found: check_moves(found.devices)),
     "suspension": _real(check_published),
     "permission": _real(lambda _: ok(PERMISSION)),
     "programs": _real(check_programs),
     "maintenance": _real(lambda _: ok(MAINTENANCE)),
-    "enforcement": _told(lambda told: check_ladders(told.devices)),
-    "lending": _told(lambda told: check_lending(told.lending)),
-    "projects": _told(lambda told: check_projects(told.status, told.devices)),
+    "enforcement": _answered(lambda found: check_ladders(found.devices)),
+    "lending": _answered(lambda found: check_lending(found.lending)),
+    "projects": _answered(lambda found: check_projects(found.status, found.devices)),
     "driver": lambda facts: check_driver(
         _driver(), facts.simulated, facts.environment.get("GPUSHARE_SIMULATE", "")
     ),
     "scrubbing": lambda facts: check_scrubbing(_read(_DRIVER_SETTINGS), facts.simulated),
     "device files": lambda facts: check_device_files(
-        _read(_DRIVER_SETTINGS), facts.told.devices if facts.told else None
+        _read(_DRIVER_SETTINGS), facts.answers.devices if facts.answers else None
     ),
     "environment": lambda facts: check_environment(facts.environment, facts.lease),
     "origin": lambda facts: check_origin(facts.environment),

@@ -111,6 +111,9 @@ async def test_processes_that_outlive_their_server_are_killed_after_the_grace(si
         ("kabcdefghij-1", False),
         ("", False),
         ("-1", False),
+        ("jABCDEFGHIJ-1", False),  # to the Hub it is a session
+        ("jabcdefghij-\u0662", False),
+        ("jabcdefghi\u00e9-1", False),
     ],
 )
 def test_names_of_job_servers_are_told_from_others(name, ours):

@@ -288,8 +288,8 @@ def test_a_wrong_setting_of_the_simulated_driver_is_named(tmp_path):
 
 
 def test_on_a_real_driver_doctor_names_the_programs_that_are_not_limited_or_suspended():
-    told = doctor.Told(STATUS, changed(DEVICES, driver="599.10"), LENDING)
-    facts = doctor.DoctorFacts(environment={}, broker=ok(""), told=told)
+    answers = doctor.BrokerAnswers(STATUS, changed(DEVICES, driver="599.10"), LENDING)
+    facts = doctor.DoctorFacts(environment={}, broker=ok(""), answers=answers)
     names = ("suspension", "permission", "programs", "maintenance")
     found = named({name: doctor.CHECKS[name](facts) for name in names})
     checks = {check.name: check.message for check in found}

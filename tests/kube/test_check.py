@@ -18,6 +18,8 @@ from traitlets.config import Config
 
 from jupyter_gpushare.cli import main
 from jupyter_gpushare.core.model import Project
+from jupyter_gpushare.errors import GpuShareError
+from jupyter_gpushare.find_kube import find_kube
 from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
 from jupyter_gpushare.kube.cluster.api_server import KubeError
 from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
@@ -186,3 +188,13 @@ class TestKubeconfig:
     def test_a_certificate_that_is_none(self):
         with pytest.raises(KubeError, match="cannot be used"):
             Address(url="https://k", ca_pem="nonsense").tls()
+
+
+def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):
+    for name in [each for each in sys.modules if each.split(".")[0] == "kubernetes_asyncio"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "kubernetes_asyncio", None)
+    for name in ("checks.canary", "pod"):
+        monkeypatch.delitem(sys.modules, f"jupyter_gpushare.kube.{name}", raising=False)
+    with pytest.raises(GpuShareError, match=r"kubernetes_asyncio.*jupyter-gpushare\[kube\]"):
+        find_kube("checks.canary")

@@ -261,6 +261,18 @@ async def test_the_memory_limit_of_the_profile_holds_the_gpu_memory_while_it_sle
     assert int(server["resources"]["limits"]["memory"]) == 2 * GIB
 
 
+async def test_the_broker_waits_as_long_as_the_hub_does_whatever_a_profile_sets(make):
+    """The Hub begins to wait before a profile is applied."""
+
+    async def applied() -> None:
+        spawner.start_timeout, spawner.uid = 600, 1001
+
+    spawner = make(start_timeout=60)
+    spawner.load_user_options = applied
+    await spawner.prepare_start()
+    assert (spawner.patience_s(), spawner.server_uid()) == (30.0, 1001)
+
+
 async def test_a_jobs_command_reaches_it_with_its_dollars_and_its_grace_is_the_pods(make):
     spawner = make("j0123456789-1")
     spawner.cmd = spawner.job_cmd
