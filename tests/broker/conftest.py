@@ -18,11 +18,13 @@ import psycopg
 import pytest
 
 from jupyter_gpushare.broker.state.store import Store
+from tests.broker import processes
 from tests.broker.brokers import Broker
 from tests.broker.http_site import Http
 from tests.broker.processes import Brokers
 from tests.broker.site import Site
 from tests.broker.virtual_time import VirtualLoop
+from tests.forks import Forks, forks
 from tests.ports import free_ports
 from tests.waiting import PATIENCE_S
 
@@ -50,9 +52,16 @@ async def broker(site: Site) -> Broker:
     return await site.start_broker()
 
 
+@pytest.fixture(scope="module")
+def imported_broker() -> Iterator[Forks]:
+    """Brokers without their imports, which take longer than most tests."""
+    with forks(processes.IMPORTS, os.environ) as made:
+        yield made
+
+
 @pytest.fixture
-def brokers(tmp_path: Path) -> Iterator[Brokers]:
-    made = Brokers(tmp_path, free_ports())
+def brokers(tmp_path: Path, imported_broker: Forks) -> Iterator[Brokers]:
+    made = Brokers(tmp_path, free_ports(), imported_broker)
     yield made
     made.close()
 

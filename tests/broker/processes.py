@@ -7,20 +7,47 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import IO
 
 import httpx
 
+from tests.forks import Forked, Forks
 from tests.waiting import PATIENCE_S
 
 BROKER = [sys.executable, "-m", "jupyter_gpushare.cli", "broker"]
+IMPORTS = "import jupyter_gpushare.broker.app, jupyter_gpushare.cli, sqlalchemy.dialects.sqlite.pysqlite"
+RUN = "from jupyter_gpushare.cli import main; raise SystemExit(main())"
+
+
+class ForkedBroker:
+    """A broker that a `Forks` started; as the `subprocess.Popen` of the others."""
+
+    def __init__(self, process: Forked, stderr: IO[str]) -> None:
+        self._process = process
+        self.stderr = stderr
+        self.pid, self.poll, self.wait = process.pid, process.poll, process.wait
+        self.send_signal, self.terminate, self.kill = process.send_signal, process.terminate, process.kill
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.returncode
+
+    def communicate(self, timeout: float | None = None) -> tuple[None, str]:
+        self.wait(timeout)
+        self.stderr.seek(0)
+        return None, self.stderr.read()
 
 
 class Brokers:
-    """Starts brokers as the Hub would, without a Hub; ends them with the test."""
+    """Starts brokers as the Hub would, without a Hub; ends them with the test.
 
-    def __init__(self, folder: Path, port: int) -> None:
+    With ``forks`` a broker is a fork of a process that has imported it, except under ``--respawn``.
+    """
+
+    def __init__(self, folder: Path, port: int, forks: Forks | None = None) -> None:
         self.folder, self.port = folder, port
-        self.started: list[subprocess.Popen[str]] = []
+        self._forks = forks
+        self.started: list[subprocess.Popen[str] | ForkedBroker] = []
 
     def service_environment(self, port=None):
         return {
@@ -34,14 +61,15 @@ class Brokers:
         }
 
     def start(self, *arguments, port=None, state="state", **environment):
-        service = self.service_environment(port) | environment
-        broker = subprocess.Popen(
-            [*BROKER, "--state-dir", str(self.folder / state), *arguments],
-            env=os.environ | service,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        words = ["--state-dir", str(self.folder / state), *arguments]
+        env = os.environ | self.service_environment(port) | environment
+        if self._forks is None or "--respawn" in words:
+            broker = subprocess.Popen(
+                [*BROKER, *words], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
+            )
+        else:
+            said = (self.folder / f"broker-{len(self.started)}.log").open("w+")
+            broker = ForkedBroker(self._forks.start(RUN, ["broker", *words], env=env, stderr=said), said)
         self.started.append(broker)
         return broker
 
@@ -66,3 +94,4 @@ class Brokers:
             if broker.poll() is None:
                 os.killpg(broker.pid, signal.SIGKILL)
             broker.communicate()
+            broker.stderr.close()
