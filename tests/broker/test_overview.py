@@ -124,7 +124,7 @@ async def test_what_the_gpus_did_is_on_disk_and_outlives_a_broker(site, broker):
 
 
 async def test_idle_sessions_and_what_the_watchdog_saw_need_a_look(site, monkeypatch):
-    monkeypatch.setattr("jupyter_gpushare.broker.views.overview.LATELY_HOURS", 2)
+    monkeypatch.setattr("jupyter_gpushare.broker.views.overview.LATELY_HOURS", 0.5)
     broker = await site.start_broker()
     ada = await site.session("ada", "1/2")
     cy = await site.session("cy", "1/2")
@@ -137,7 +137,7 @@ async def test_idle_sessions_and_what_the_watchdog_saw_need_a_look(site, monkeyp
     }
     site.emit(EventKind.UNLEASED_PROCESS, reason="a process without a lease uses GPU-0")
     await until(lambda: any("without a lease" in x.sentence for x in overview(broker).alerts()), 30)
-    await asyncio.sleep(2.1 * 3600)
+    await asyncio.sleep(0.6 * 3600)
     assert not any("without a lease" in x.sentence for x in overview(broker).alerts())
 
 

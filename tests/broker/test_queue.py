@@ -90,7 +90,7 @@ async def test_priority_above_0_is_a_right_of_the_project(site):
 
 async def test_equal_jobs_of_a_project_take_turns_by_the_service_they_received(site, broker):
     """Least attained service: the long job has had its share, the short one comes first, nothing is lost."""
-    long = await site.running("bo", "2", program=Program(work_s=8_000))
+    long = await site.running("bo", "2", program=Program(work_s=4_000))
     await asyncio.sleep(1_000)  # 2,000 GPU-seconds: still in the first queue
     short = await site.submit("bo", "2", program=Program(work_s=100))
     await asyncio.sleep(60)
@@ -98,7 +98,7 @@ async def test_equal_jobs_of_a_project_take_turns_by_the_service_they_received(s
     await asyncio.sleep(700)  # 3,250 are over
     await until(lambda: broker.job(short).result == "succeeded", 300)
     assert broker.job(long).result == ""
-    await until(lambda: broker.job(long).result == "succeeded", 8_000)
+    await until(lambda: broker.job(long).result == "succeeded", 4_000)
     assert broker.job(long).preemptions == 1
 
 

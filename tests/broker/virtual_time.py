@@ -57,8 +57,13 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
 
 async def until(condition: Callable[[], Any], within_s: float = 600.0, step_s: float = 0.05) -> None:
-    """Return when ``condition`` holds; fail when it does not within virtual seconds."""
-    end = asyncio.get_running_loop().time() + within_s
+    """Return when ``condition`` holds; fail when it does not within virtual seconds.
+
+    The steps grow with the time that has passed, to ten times ``step_s`` after 500 s.
+    """
+    loop = asyncio.get_running_loop()
+    began = loop.time()
     while not condition():
-        assert asyncio.get_running_loop().time() < end, "the condition never came true"
-        await asyncio.sleep(step_s)
+        passed_s = loop.time() - began
+        assert passed_s < within_s, "the condition never came true"
+        await asyncio.sleep(step_s * max(1.0, min(10.0, passed_s / 50.0)))

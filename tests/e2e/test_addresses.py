@@ -124,6 +124,7 @@ def test_a_hub_below_a_path_with_ipv6_behind_a_proxy(below: BehindProxy) -> None
     assert "same address as all users" in page
 
 
+@pytest.mark.long
 def test_a_hub_with_subdomains_behind_a_proxy(apart: BehindProxy) -> None:
     page = see_the_pages(apart, "https://ada.hub.test/user/ada/")
     assert "same address as all users" not in page

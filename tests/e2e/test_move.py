@@ -105,6 +105,7 @@ def devices_of(person: Person, job: str) -> list[int]:
     return [numbers.index(uuid) for uuid in lease["devices"]]
 
 
+@pytest.mark.long
 @pytest.mark.browser
 @pytest.mark.timeout(300)
 def test_a_suspended_job_moves_to_the_other_gpu_while_its_own_is_held(

@@ -17,7 +17,7 @@ from jupyter_gpushare.gpu.moves.guests import Guests
 from jupyter_gpushare.protocol.helper import EventKind
 from tests.gpu.guests_model import GIB, Paper, history
 
-HISTORIES = int(os.environ.get("GPUSHARE_TEST_GUESTS", "25"))
+HISTORIES = int(os.environ.get("GPUSHARE_TEST_GUESTS", "15"))
 
 
 @pytest.mark.long_form

@@ -37,7 +37,7 @@ from jupyter_gpushare.gpu.moves.suspend import Mover
 from jupyter_gpushare.protocol.helper import Phase, Refusal
 from tests.gpu.leases import lease_of, process_of
 
-HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "150"))
+HISTORIES = int(os.environ.get("GPUSHARE_TEST_HISTORIES", "60"))
 GIB = 1 << 30
 MIB = 1 << 20
 UUID = "GPU-00112233-4455-6677-8899-aabbccddeeff"

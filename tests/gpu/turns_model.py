@@ -11,6 +11,7 @@ import random
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from math import inf
 
 from jupyter_gpushare.gpu.turns.ring import Contender, Turn, TurnRing
@@ -35,23 +36,22 @@ class Program:
     launched_at: float = 0.0
     waits: bool = False
 
-    @property
-    def in_flight_s(self) -> float:
-        return sum(self.queue)
-
-    def launch(self, at: float, turn: Turn, ahead_s: float) -> None:
+    def launch(self, at: float, turn: Turn, ahead_s: Callable[[], float]) -> None:
+        """Launch what fits; ``ahead_s`` is called for the maximum in flight only while turns are taken."""
         wants = self.wants(at)
         self.waits = wants and turn is Turn.HELD
         if not wants or turn is Turn.HELD:
             return
-        most_s = QUEUE_S if turn is Turn.NONE else ahead_s
+        maximum_s = QUEUE_S if turn is Turn.NONE else ahead_s()
+        in_flight_s = sum(self.queue)
         while (
             self.todo
-            and self.in_flight_s < most_s
-            and (not self.queue or self.in_flight_s + self.kernel_s <= most_s)
+            and in_flight_s < maximum_s
+            and (not self.queue or in_flight_s + self.kernel_s <= maximum_s)
         ):
             self.todo -= 1
             self.queue.append(self.kernel_s)
+            in_flight_s += self.kernel_s
             self.launched_at = at
 
     def run(self, at: float, served_s: float) -> float:
@@ -122,10 +122,10 @@ class TurnMachine:
             pause_s = DRAINING_POLL_S if self.ring.is_draining else CONTESTED_POLL_S
             self._look_at = self.at + (0.005 if self._random.random() > 0.99 else pause_s)
         for name, lease in self.leases.items():
-            for program in lease.programs:
-                ahead_s = self.ring.ahead_s(name) if name in self.turn else 0.0
-                if not lease.asleep:
-                    program.launch(self.at, self.turn.get(name, Turn.NONE), ahead_s)
+            if not lease.asleep:
+                turn = self.turn.get(name, Turn.NONE)
+                for program in lease.programs:
+                    program.launch(self.at, turn, partial(self.ring.ahead_s, name))
             self._measure_wait(lease)
         self._serve()
         self.at += self.tick_s
@@ -169,7 +169,7 @@ class TurnMachine:
             self.leases[name].turns += turn is Turn.OPEN and before.get(name) is not Turn.OPEN
 
     def _measure_wait(self, lease: Lease) -> None:
-        if not any(p.waits and not p.queue for p in lease.programs) or any(p.queue for p in lease.programs):
+        if not any(p.waits for p in lease.programs) or any(p.queue for p in lease.programs):
             lease.waits_since = None
             return
         lease.waits_since = self.at if lease.waits_since is None else lease.waits_since
@@ -184,7 +184,7 @@ class Trainer(Program):
         self._kernels, self._pause_s = kernels, pause_s
         self._pauses_until: float | None = None
 
-    def launch(self, at: float, turn: Turn, ahead_s: float) -> None:
+    def launch(self, at: float, turn: Turn, ahead_s: Callable[[], float]) -> None:
         if not self.todo and not self.queue:
             if self._pauses_until is None:
                 self._pauses_until = at + self._pause_s

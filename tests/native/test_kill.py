@@ -11,9 +11,9 @@ from tests.native.worker import Worker
 from tests.simulator import ACCOUNT_BYTES, GIB, Lease, Simulator
 
 SOURCE = Path(__file__).with_name("kill.c")
-KILLS = 1000
+KILLS = 400
 # Each with a new account, so that the first opening is cut short too.
-ACCOUNTS = 10
+ACCOUNTS = 4
 
 
 @pytest.fixture(scope="module")
@@ -21,7 +21,7 @@ def killer(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return compiled(tmp_path_factory.mktemp("kill") / "kill", "-std=gnu11", "-O2", "-Wall", SOURCE)
 
 
-def test_a_thousand_kills_leave_the_account_right(machine: Simulator, half: Lease, killer: Path) -> None:
+def test_hundreds_of_kills_leave_the_account_right(machine: Simulator, half: Lease, killer: Path) -> None:
     env = machine.env(**half.env())
     env["VICTIM_PRELOAD"] = env.pop("LD_PRELOAD")
     had_memory = 0

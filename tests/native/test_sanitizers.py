@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
 import platform
 import shutil
+import subprocess
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -92,11 +96,31 @@ def test_calls_that_overlap_end_no_record_in_use_and_give_back_their_own(tmp_pat
 
 def compile_preload_into(program: Path, source: str, flags: list[str], *libraries: str) -> Path:
     """A program of a test's source and the preload library's own sources."""
-    preload = next(library for library in build.LIBRARIES if "preload" in library.output)
-    sources = [build.NATIVE / each for each in preload.sources]
     flags = [*build.STRICT, *flags, "-DGPUSHARE_DLSYM=hooked_dlsym", f"-I{build.NATIVE}"]
     more = ["-pthread", "-Wl,--no-as-needed", *libraries]
-    return compiled(program, *flags, *sources, Path(__file__).parent / source, *more)
+    return compiled(program, *flags, *preload_objects(tuple(flags)), Path(__file__).parent / source, *more)
+
+
+@functools.cache
+def preload_objects(flags: tuple[str, ...]) -> list[Path]:
+    """Compile the sources of the preload library, once for all tests with these flags."""
+    folder = Path(tempfile.mkdtemp(prefix="gpushare-objects-"))
+    atexit.register(shutil.rmtree, folder)
+    preload = next(library for library in build.LIBRARIES if "preload" in library.output)
+    sources = [build.NATIVE / each for each in preload.sources]
+    subprocess.run([*build.compiler(), *flags, "-c", *sources], cwd=folder, check=True)
+    objects = sorted(folder.glob("*.o"))
+    assert len(objects) == len(sources)
+    return objects
+
+
+@functools.cache
+def driver_folder(flags: tuple[str, ...]) -> Path:
+    """Compile the simulated driver, once for all tests with these flags; return where it is."""
+    folder = Path(tempfile.mkdtemp(prefix="gpushare-driver-"))
+    atexit.register(shutil.rmtree, folder)
+    driver = next(library for library in build.LIBRARIES if library.output == "sim/libcuda.so.1")
+    return build.compile_library(driver, folder, flags).parent
 
 
 def flags_of(kind: str, folder: Path) -> list[str]:
@@ -123,11 +147,9 @@ def test_the_libraries_are_clean(tmp_path: Path, kind: str) -> None:
     flags = flags_of(kind, tmp_path)
     machine = Simulator(tmp_path, "2xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
     lease = Lease(tmp_path / "lease", [(machine.uuid(1), GIB)])
-    driver = next(library for library in build.LIBRARIES if library.output == "sim/libcuda.so.1")
-    build.compile_library(driver, tmp_path, flags)
     program = compile_preload_into(tmp_path / "harness", "harness.c", flags)
     env = machine.env(GPUSHARE_LEASE="test", GPUSHARE_LEASE_DIR=str(lease.folder), CUDA_VISIBLE_DEVICES="0,1")
-    env |= {"LD_LIBRARY_PATH": str(tmp_path / "sim"), **OPTIONS}
+    env |= {"LD_LIBRARY_PATH": str(driver_folder(tuple(flags))), **OPTIONS}
     done = run(*without_aslr(), program, env=env)
     assert done.returncode == 0, done.stderr[-6000:]
     assert machine.device_peak(1) > 0 == machine.device_peak(0) == machine.device_used(1)
@@ -145,12 +167,10 @@ def test_threads_are_clean_while_the_limit_page_changes(tmp_path: Path, kind: st
     machine = Simulator(tmp_path, "1xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
     lease = Lease(tmp_path / "lease", [(machine.uuid(0), GIB)])
     lease.set_turn(0)
-    driver = next(library for library in build.LIBRARIES if library.output == "sim/libcuda.so.1")
-    build.compile_library(driver, tmp_path, flags)
     program = compile_preload_into(tmp_path / source, f"{source}.c", flags)
     env = machine.env(**lease.env())
     del env["LD_PRELOAD"]  # it is in the program
-    env |= {"LD_LIBRARY_PATH": str(tmp_path / "sim"), **OPTIONS}
+    env |= {"LD_LIBRARY_PATH": str(driver_folder(tuple(flags))), **OPTIONS}
     done = run(*without_aslr(), program, "2", lease.folder / "limit", env=env)
     assert done.returncode == 0, done.stderr[-6000:]
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
+from check_jsonschema import main
+from click.testing import CliRunner
 
 ROOT = Path(__file__).resolve().parents[2]
 FORGE = ROOT / ".github"
@@ -24,16 +24,8 @@ CHECKED = {
 
 @pytest.mark.parametrize("schema", CHECKED)
 def test_the_files_for_the_forge_follow_their_schema(schema):
-    command = [
-        sys.executable,
-        "-m",
-        "check_jsonschema",
-        "--builtin-schema",
-        schema,
-        *map(str, CHECKED[schema]),
-    ]
-    checked = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
+    checked = CliRunner().invoke(main, ["--builtin-schema", schema, *map(str, CHECKED[schema])])
+    assert checked.exit_code == 0, checked.output
 
 
 def test_workflows_run_commands_of_this_repository():

@@ -19,6 +19,7 @@ from tests.setup.conftest import build
 
 COMPILE_TOOLS = ("cc", "gcc", "as", "ld", "readelf", "sh")
 LABEXTENSION = "jupyter_gpushare/labextension"
+LONG = pytest.mark.long
 
 
 @pytest.fixture
@@ -93,7 +94,7 @@ def test_the_wheel_from_it_is_the_wheel_from_the_checkout_without_node_npm_and_g
         assert sorted(ours.namelist()) == sorted(theirs.namelist())
 
 
-@pytest.mark.long
+@LONG
 def test_pip_installs_it_into_an_empty_environment_without_node(sdist, tmp_path, bare):
     folder = tmp_path / "env"
     venv.create(folder, with_pip=False)
@@ -137,7 +138,15 @@ def test_without_the_extension_and_without_node_nothing_is_built_and_the_reason_
     assert not (tmp_path / "dist").exists() or not list((tmp_path / "dist").iterdir())
 
 
-@pytest.mark.parametrize("lost", ["package.json", "digests.txt", "static", "static/style.js"])
+@pytest.mark.parametrize(
+    "lost",
+    [
+        "package.json",
+        pytest.param("digests.txt", marks=LONG),
+        pytest.param("static", marks=LONG),
+        "static/style.js",
+    ],
+)
 def test_a_build_that_lost_a_file_is_not_packed(source_tree, tmp_path, bare, lost):
     path = source_tree / LABEXTENSION / lost
     shutil.rmtree(path) if path.is_dir() else path.unlink()

@@ -80,15 +80,13 @@ async def test_the_sidebar_is_accessible_in_every_theme_narrow_and_still(page, l
         await use_theme(page, theme)
         lab.say(golden("status_active"))
         await expect(panel).to_contain_text("Your 1/2 GPU is in use.")
-        await accessible(page, ".gpushare-panel")
-        await accessible(page, ".gpushare-status")
+        await accessible(page, ".gpushare-panel", ".gpushare-status")
         assert await panel.evaluate(TOO_WIDE) == []
         await picture(page, f"panel-narrow-{theme.split()[-1].lower()}")
         lab.say(golden("status_warned"))
         await expect(panel).to_contain_text("Lent in 5 min")
         await expect(page.locator(".gpushare-banner")).to_contain_text("2 jobs are waiting")
-        for selector in (".gpushare-panel", ".gpushare-banner", ".gpushare-status"):
-            await accessible(page, selector)
+        await accessible(page, ".gpushare-panel", ".gpushare-banner", ".gpushare-status")
         assert await panel.evaluate(TOO_WIDE) == []
         assert await page.evaluate(MOVING) == []
         await picture(page, f"panel-narrow-warned-{theme.split()[-1].lower()}")
