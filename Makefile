@@ -88,8 +88,12 @@ help:  ## say what there is
 
 setup: $(STAMPS)/package $(STAMPS)/native $(STAMPS)/proxy-$(CHP_VERSION) $(STAMPS)/ui  ## set the demo up in .venv
 
-# First the packages of the extension, so that `setup` keeps them.
-setup-test: $(STAMPS)/node_modules setup $(STAMPS)/test  ## set up what the tests and checks need as well
+# Packages of Node beside those of Python.  Both come before `setup`, which keeps those of the extension.
+setup-test: $(STAMPS)/package $(BIN)/node  ## set up what the tests and checks need as well
+	@$(MAKE) --silent --no-print-directory $(addprefix $(STAMPS)/,node_modules proxy-$(CHP_VERSION)) & of_node=$$!
+	$(MAKE) --silent --no-print-directory $(addprefix $(STAMPS)/,test docs oldest-hub native) || { wait; exit 1; }
+	wait $$of_node
+	$(MAKE) --silent --no-print-directory setup
 
 hub: $(STAMPS)/venv demo-check setup  ## start the demo JupyterHub on http://127.0.0.1:8000 (Ctrl-C ends it)
 	@exec $(BIN)/python demo/hub.py

@@ -59,7 +59,7 @@ def run(label: str, log: Path, command: Sequence[str], *, every_s: float = EVERY
         print("\n".join(last_lines(log, _TAIL_LINES)), file=sys.stderr)
         print(f"{label}: failed with status {status}; all of its output: {log}", file=sys.stderr)
         return status if status > 0 else 128 - status
-    print(f"  done in {time.monotonic() - began_at:.0f} s", flush=True)
+    print(f"{label}: done in {time.monotonic() - began_at:.0f} s", flush=True)
     return 0
 
 

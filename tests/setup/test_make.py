@@ -186,7 +186,7 @@ def test_a_step_of_the_set_up_says_every_few_seconds_how_far_it_is(tmp_path):
     assert first == "Doing it ..."
     assert said
     assert all(re.fullmatch(r"  \d+ s  half of it", line) for line in said)
-    assert re.fullmatch(r"  done in \d+ s", last)
+    assert re.fullmatch(r"Doing it: done in \d+ s", last)
 
 
 def test_a_step_that_fails_shows_its_output_and_where_all_of_it_is(tmp_path):
