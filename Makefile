@@ -126,7 +126,7 @@ check-python:
 	lint-imports --no-logo
 
 check-core:
-	@PATH=$(BIN):$$PATH python -m pytest $(RULE_TESTS) -q --durations=30 --cov=jupyter_gpushare.core --cov=jupyter_gpushare.kube.rules --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
+	@PATH=$(BIN):$$PATH python -m pytest $(RULE_TESTS) -n 2 --dist worksteal -q --durations=30 --cov=jupyter_gpushare.core --cov=jupyter_gpushare.kube.rules --cov-branch --cov-fail-under=100 --cov-report=term-missing:skip-covered
 
 check-pages: docs
 	@export PATH=$(BIN):$$PATH

@@ -22,8 +22,8 @@ from tests.broker.machine import Program
 from tests.broker.site import Site
 from tests.broker.virtual_time import in_virtual_time, until
 
-# Every fifth step, to be quick; GPUSHARE_EVERY_STEP=1 tries them all.
-STRIDE = 1 if os.environ.get("GPUSHARE_EVERY_STEP") else 5
+# Every seventh step, to be quick; GPUSHARE_EVERY_STEP=1 tries them all.
+STRIDE = 1 if os.environ.get("GPUSHARE_EVERY_STEP") else 7
 ROUNDS = int(os.environ.get("GPUSHARE_TEST_ROUNDS", "5"))
 SEED = random.randrange(1 << 32) if "GPUSHARE_TEST_ROUNDS" in os.environ else 20261128
 REFUSED = (Refusal.NO_MEMORY, Refusal.BUSY, Refusal.NOT_SUSPENDABLE)
