@@ -1,4 +1,4 @@
-"""The engine and the devices of a Kubernetes cluster, put together from `GPUShareKube`."""
+"""The engine and the devices of a Kubernetes cluster, built from `GPUShareKube`."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from traitlets.config import Configurable
 from jupyter_gpushare.broker.state.policy import Policy
 from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError, InvalidRequest
-from jupyter_gpushare.kube.checks.cluster import lacks
+from jupyter_gpushare.kube.checks.cluster import find_missing
 from jupyter_gpushare.kube.cluster.api_server import KubeError
 from jupyter_gpushare.kube.cluster.client import ApiClient
 from jupyter_gpushare.kube.cluster.helpers import Helpers
@@ -23,15 +23,15 @@ from jupyter_gpushare.kube.settings import GPUShareKube
 
 log = logging.getLogger("gpushare.broker")
 
-# An API server that does not answer at a start is not waited for: what runs goes on without it.
+# A broker starts even if the API server does not answer within this time: running work needs no API server.
 _CHECK_S = 10.0
 
 
 async def connect(broker: Configurable, policy: Policy, epoch: Callable[[], int]) -> KubeCluster:
-    """Return the cluster that a broker's configuration names, once it was examined.
+    """Return the cluster that a broker's configuration names, after examining it.
 
     Raises:
-        GpuShareError: a setting is missing, or something in the cluster; the text says what.
+        GpuShareError: a setting or a part of the cluster is missing; the text names it.
     """
     projects = queue_projects(policy)
     cluster = KubeCluster(GPUShareKube(parent=broker), epoch)
@@ -44,10 +44,10 @@ async def connect(broker: Configurable, policy: Policy, epoch: Callable[[], int]
 
 
 class KubeCluster:
-    """What a broker with ``engine = "kai"`` works with."""
+    """The engine, devices and connections of a broker with ``engine = "kai"``."""
 
     def __init__(self, kube: GPUShareKube, epoch: Callable[[], int]) -> None:
-        """Raise `GpuShareError` where a setting is missing or a file cannot be read."""
+        """Raise `GpuShareError` if a setting is missing or a file cannot be read."""
         if not kube.seat_image:
             raise GpuShareError("c.GPUShareKube.seat_image is not set: it is the image of the device helper")
         self._client = ApiClient(kube.address())
@@ -66,14 +66,14 @@ class KubeCluster:
         )
 
     async def check(self, projects: Sequence[Project]) -> None:
-        """Return when the cluster has what sessions need, or cannot be asked.
+        """Check that the cluster has what sessions need; only log it if the API server does not answer.
 
         Raises:
-            GpuShareError: the text names everything that is missing.
+            GpuShareError: something is missing; the text names all of it.
         """
         try:
             async with asyncio.timeout(_CHECK_S):
-                missing = await lacks(self._client, self._kube, projects)
+                missing = await find_missing(self._client, self._kube, projects)
         except (KubeError, TimeoutError) as error:
             log.warning("the cluster cannot be examined: %s", str(error) or "no answer in time")
             return
@@ -91,7 +91,7 @@ class KubeCluster:
 
 
 def queue_projects(policy: Policy) -> list[Project]:
-    """Return the configured projects with numbers that a Queue can have.
+    """Return the configured projects with quotas in GPUs, as Queues need them.
 
     Raises:
         InvalidRequest: a quota is a percentage.

@@ -1,7 +1,7 @@
-"""``gpushare kube``: what an administrator of a Kubernetes cluster prepares, and whether it is right.
+"""``gpushare kube``: commands for the administrator of a Kubernetes cluster.
 
-``queues`` prints the Queues and priority classes of the configured projects; ``check`` examines a
-cluster, and starts nothing but a canary, where it is asked to.  Both read the broker's configuration.
+``queues`` prints the Queues and priority classes of the configured projects.  ``check`` examines a
+cluster; it starts nothing, except a canary with ``--canary``.  Both read the broker's configuration.
 """
 
 from __future__ import annotations
@@ -46,10 +46,10 @@ kubectl -n jhub get deployments,persistentvolumeclaims,networkpolicies -o json |
 
 
 def configured(file: Path) -> GPUShareBroker:
-    """Return a broker with its configuration, which does not run.
+    """Return a broker with the configuration of a file, without running it.
 
     Raises:
-        TraitError: a setting is wrong, or the file cannot be read.
+        TraitError: a setting is invalid, or the file cannot be read.
     """
     broker = GPUShareBroker()
     broker.initialize(["--config", str(file)])
@@ -65,7 +65,7 @@ def print_queues(broker: GPUShareBroker, args: argparse.Namespace) -> int:
 
 
 def check(broker: GPUShareBroker, args: argparse.Namespace) -> int:
-    """Examine the cluster: API server, rights, Queues, KAI's settings, nodes."""
+    """Examine the cluster: its API server, the broker's rights, Queues, KAI's settings and nodes."""
     policy, kube = broker.policy(), GPUShareKube(parent=broker)
     hub = hub_checks(parse_list(_read(args.hub)), _broker_pod(broker, kube)) if args.hub else not_examined()
     checks = asyncio.run(examine(kube, queue_projects(policy), _levels(policy)))
@@ -81,7 +81,7 @@ def _levels(policy: Policy) -> int:
 
 
 def _read(file: str) -> bytes:
-    """Return the content of a file; of standard input for ``-``.
+    """Return the content of a file, or of standard input for ``-``.
 
     Raises:
         GpuShareError: it cannot be read.
@@ -93,7 +93,7 @@ def _read(file: str) -> bytes:
 
 
 def _own_address() -> str:
-    """Return the address of this pod; empty outside a cluster, or where its name has none."""
+    """Return the IP address of this pod; empty outside a cluster, or if its name has no address."""
     if "KUBERNETES_SERVICE_HOST" in os.environ:
         with contextlib.suppress(OSError):
             return socket.gethostbyname(socket.gethostname())
@@ -131,7 +131,7 @@ VERBS = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Entry of ``gpushare kube``."""
+    """Run ``gpushare kube``; return its exit code."""
     parser = Parser(
         prog="gpushare kube",
         description="GPUs of a Kubernetes cluster with KAI-Scheduler.",

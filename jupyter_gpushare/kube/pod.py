@@ -1,16 +1,16 @@
-"""Pods of servers and jobs on Kubernetes: what the lease of a server changes in the pod of its spawner.
+"""Pods of servers and jobs on Kubernetes: the changes that a lease needs in the pod of its spawner.
 
 ===========================  =============================================================
-what                         how
+a lease needs                the pod gets
 ===========================  =============================================================
-the node of the lease        a required affinity with its name, and the site's tolerations
+its node                     a required affinity with the node's name, and the site's tolerations
 its files and its library    ``hostPath`` mounts, under the same path inside and outside
-its GPUs                     named in the form that the site's runtime wants (`Form`)
+its GPUs                     their names in the form that the site's runtime expects (`Form`)
 no GPU without a lease       ``NVIDIA_VISIBLE_DEVICES=void`` in every container, whatever its
                              image says, and no runtime class for GPUs
 ===========================  =============================================================
 
-A pod of a server never requests a GPU: the seat of its lease does, and the cluster would count it twice.
+The pod of a server never requests a GPU.  The seat of its lease does, so the cluster would count it twice.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ VISIBLE = "NVIDIA_VISIBLE_DEVICES"
 VOID = "void"
 _CDI_KIND = "k8s.device-plugin.nvidia.com/gpu"
 _NRI_ANNOTATION = "nvidia.cdi.k8s.io/container."
-# Of a GPU for the pod itself, in KAI-Scheduler (docs/gpu-sharing/README.md, v0.16.8).
+# Annotations that request a GPU for the pod itself (KAI-Scheduler v0.16.8, docs/gpu-sharing/README.md).
 _KAI_REQUESTS = ("gpu-fraction", "gpu-memory", "gpu-fraction-num-devices")
 NODE_NAME = re.compile(r"[a-z0-9]([-a-z0-9.]{0,251}[a-z0-9])?")
 
 
 class Form(enum.StrEnum):
-    """How a site's container runtime is told which GPUs a container gets."""
+    """How a pod names the GPUs of a container to the site's container runtime."""
 
     CDI = "cdi"  # NVIDIA_VISIBLE_DEVICES with names of CDI: the default of NVIDIA's GPU operator
     UUID = "uuid"  # NVIDIA_VISIBLE_DEVICES with UUIDs: the runtime's legacy mode
@@ -44,24 +44,24 @@ class Form(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PodPlace:
-    """Where a server with a lease runs, and what it gets there."""
+    """The node of a server with a lease, and the devices and mounts that it gets there."""
 
     node: str
     devices: tuple[str, ...]  # UUIDs
-    mounts: Mapping[str, bool]  # paths of the node, and whether they are read-only
+    mounts: Mapping[str, bool]  # whether each mount is read-only, by its path on the node
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Runtime:
-    """What a site says about containers with GPUs."""
+    """The site's settings for containers with GPUs."""
 
     form: Form
     runtime_class: str
     tolerations: Sequence[Mapping[str, Any]]
 
 
-def shaped(pod: Any, place: PodPlace | None, runtime: Runtime) -> Any:
-    """Return a spawner's pod with what a lease needs; ``place`` None: the server has no lease."""
+def adapt(pod: Any, place: PodPlace | None, runtime: Runtime) -> Any:
+    """Change a spawner's pod as its lease needs and return it; ``place`` is None without a lease."""
     spec = pod.spec
     for container in (*spec.containers, *(spec.init_containers or ())):
         _set_variable(container, VISIBLE, VOID)
@@ -88,23 +88,23 @@ def shaped(pod: Any, place: PodPlace | None, runtime: Runtime) -> Any:
 
 
 def on_node(affinity: Mapping[str, Any] | None, node: str) -> dict[str, Any]:
-    """Return the affinity of a pod, as the API has it, that also requires a node by its name.
+    """Return the affinity of a pod, in the API's form, with a requirement for this node.
 
-    A node's label ``kubernetes.io/hostname`` may differ from its name.
+    The requirement names the node, because its label ``kubernetes.io/hostname`` may differ from its name.
     """
-    pods = affinity or {}
-    nodes = pods.get("nodeAffinity") or {}
-    terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
-    named = {"key": "metadata.name", "operator": "In", "values": [node]}
-    # One of the terms has to hold.
-    bound = [{**term, "matchFields": [*term.get("matchFields", ()), named]} for term in terms]
-    return {**pods, "nodeAffinity": {**nodes, _REQUIRED: {"nodeSelectorTerms": bound}}}
+    whole = affinity or {}
+    of_nodes = whole.get("nodeAffinity") or {}
+    terms = (of_nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
+    has_name = {"key": "metadata.name", "operator": "In", "values": [node]}
+    # A node that matches one of the terms is enough, so each term gets the requirement.
+    bound = [{**term, "matchFields": [*term.get("matchFields", ()), has_name]} for term in terms]
+    return {**whole, "nodeAffinity": {**of_nodes, _REQUIRED: {"nodeSelectorTerms": bound}}}
 
 
-def complaint(pod: Mapping[str, Any], place: PodPlace | None, runtime: Runtime) -> str:
-    """Return why a pod, as the API server would get it, must not be created; empty: nothing is wrong.
+def find_fault(pod: Mapping[str, Any], place: PodPlace | None, runtime: Runtime) -> str:
+    """Return why a pod must not be created; empty if it may be.
 
-    Profiles and hooks of the site have changed it by now.
+    ``pod`` is in the API's form, after the site's profile and hook have changed it.
     """
     spec, metadata = pod["spec"], pod["metadata"]
     containers = [*spec["containers"], *spec.get("initContainers", ())]
@@ -122,22 +122,22 @@ def complaint(pod: Mapping[str, Any], place: PodPlace | None, runtime: Runtime) 
     for name in _KAI_REQUESTS:
         if name in metadata.get("annotations", {}):
             return f"it has the annotation {name}: the seat of its lease has it"
-    if place is not None and (lost := _lost(spec, place, runtime)):
-        return f"it lost what its lease needs: {lost}"
+    if place is not None and (missing := _find_missing(spec, place, runtime)):
+        return f"it lost what its lease needs: {missing}"
     if place is None and is_gpu_class(spec.get("runtimeClassName"), runtime):
         return f"it has no lease, and its runtime class is {spec['runtimeClassName']}"
-    given = "" if place is None or runtime.form is Form.ANNOTATION else _names(place.devices, runtime.form)
+    names = "" if place is None or runtime.form is Form.ANNOTATION else _names(place.devices, runtime.form)
     for number, container in enumerate(containers):
-        wanted = given if given and not number else VOID
-        if _variables(container).get(VISIBLE) != wanted:
-            return f"{VISIBLE} of its container {container['name']} is not {wanted}"
+        expected = names if names and not number else VOID
+        if _variables(container).get(VISIBLE) != expected:
+            return f"{VISIBLE} of its container {container['name']} is not {expected}"
     return ""
 
 
-def joined(pod: Mapping[str, Any]) -> str:
-    """Return the setting by which a server is not apart from its node and from other pods; or empty.
+def find_unisolated(pod: Mapping[str, Any]) -> str:
+    """Return the setting that removes a server's isolation from its node and other pods; empty if none.
 
-    Sidecars and init containers of the site may be privileged: JupyterHub's chart has such ones.
+    The site's sidecars and init containers may be privileged: JupyterHub's chart has some.
     """
     spec = pod["spec"]
     if (spec["containers"][0].get("securityContext") or {}).get("privileged"):
@@ -145,8 +145,8 @@ def joined(pod: Mapping[str, Any]) -> str:
     return next((name for name in ("hostPID", "hostIPC", "hostNetwork") if spec.get(name)), "")
 
 
-def _lost(spec: Mapping[str, Any], place: PodPlace, runtime: Runtime) -> str:
-    """Return the runtime class or a mount of a lease that a pod does not have; empty: it has all."""
+def _find_missing(spec: Mapping[str, Any], place: PodPlace, runtime: Runtime) -> str:
+    """Return the runtime class or mount of a lease that a pod lacks; empty if it has all."""
     if runtime.runtime_class and spec.get("runtimeClassName") != runtime.runtime_class:
         return f"the runtime class {runtime.runtime_class}"
     sources = {each["name"]: (each.get("hostPath") or {}).get("path") for each in spec.get("volumes") or ()}
@@ -161,18 +161,18 @@ def _lost(spec: Mapping[str, Any], place: PodPlace, runtime: Runtime) -> str:
 
 
 def is_gpu_class(name: str | None, runtime: Runtime) -> bool:
-    """Return whether a runtime class gives GPUs: that of the site, or one of the GPU operator's."""
+    """Return whether a runtime class gives access to GPUs: the site's class or one of the GPU operator."""
     return bool(name) and (name == runtime.runtime_class or str(name).startswith("nvidia"))
 
 
-def outside(path: str, folders: Sequence[str]) -> bool:
-    """Return whether a path of a node lies in none of these folders."""
-    wanted = PurePosixPath(path)
-    return ".." in wanted.parts or not any(PurePosixPath(each) in wanted.parents for each in folders)
+def is_outside(path: str, folders: Sequence[str]) -> bool:
+    """Return whether a path on a node lies in none of these folders."""
+    pure = PurePosixPath(path)
+    return ".." in pure.parts or not any(PurePosixPath(each) in pure.parents for each in folders)
 
 
-def escaped(value: str) -> str:
-    """Return the value of a variable in which Kubernetes expands no ``$(NAME)`` and no ``$$``."""
+def escape(value: str) -> str:
+    """Return the value of a variable so that Kubernetes expands no ``$(NAME)`` or ``$$`` in it."""
     return value.replace("$", "$$")
 
 
@@ -181,7 +181,7 @@ def _names(devices: Sequence[str], form: Form) -> str:
 
 
 def _set_variable(container: Any, name: str, value: str) -> None:
-    # Of a site's own containers they are dicts.
+    # The entries are dicts in containers that the site configures.
     others = [e for e in container.env or () if (e["name"] if isinstance(e, dict) else e.name) != name]
     container.env = [*others, models.V1EnvVar(name=name, value=value)]
 

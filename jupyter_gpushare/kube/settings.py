@@ -1,4 +1,4 @@
-"""Traits of the engine for Kubernetes: the API server, seats, and how long a start waits."""
+"""Traits of the engine for Kubernetes: the API server, seats, and the timeouts of a start."""
 
 from __future__ import annotations
 
@@ -126,10 +126,10 @@ class GPUShareKube(Configurable):
         return str(proposal.value).rstrip("/")
 
     def address(self) -> ApiServer:
-        """Return the API server that is configured.
+        """Return the configured API server.
 
         Raises:
-            KubeError: none is, or its file cannot be read; the text says what to change.
+            KubeError: none is configured, or its file cannot be read; the text says what to change.
         """
         if self.api_server:
             return ApiServer(
@@ -140,10 +140,10 @@ class GPUShareKube(Configurable):
         return ApiServer.of_kubeconfig(Path(self.kubeconfig)) if self.kubeconfig else ApiServer.of_pod()
 
     def helpers(self) -> HelperPods:
-        """Return where the device helpers are, and what the broker shows them.
+        """Return how to find the device helpers, and the broker's certificates for them.
 
         Raises:
-            GpuShareError: a certificate or the key is not configured, or cannot be used.
+            GpuShareError: a certificate or the key is not configured or not usable.
         """
         files = {}
         for name in ("certificate", "key", "ca"):
@@ -160,7 +160,7 @@ class GPUShareKube(Configurable):
         )
 
     def seat(self) -> SeatPod:
-        """Return what all seats have in common."""
+        """Return the settings that all seats have in common."""
         return SeatPod(
             namespace=self.namespace,
             scheduler_name=self.scheduler_name,

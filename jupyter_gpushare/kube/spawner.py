@@ -1,7 +1,7 @@
-"""`gpushare-kube`: a pod for every server, by KubeSpawner, on the node where its lease has GPUs.
+"""`gpushare-kube`: KubeSpawner with a pod for each server on the node where its lease has GPUs.
 
-The broker has a seat placed by the cluster's scheduler before it answers, which takes seconds; the page
-says how far that is.  What follows from the answer for the pod is in `pod`.
+The broker answers once the cluster's scheduler has placed a seat, which takes seconds.  Meanwhile the page
+shows the progress.  `pod` applies the answer to the pod.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ from jupyter_gpushare.kube.pod import (
     Form,
     PodPlace,
     Runtime,
-    complaint,
-    escaped,
-    joined,
+    adapt,
+    escape,
+    find_fault,
+    find_unisolated,
+    is_outside,
     on_node,
-    outside,
-    shaped,
 )
 from jupyter_gpushare.protocol.wire import JOB_SERVER_NAME, GpuRequest, SpawnGrant, SpawnProgress
 
-# A node without capacity for a server is left out of its next starts for so long.
-_AVOID_S = 600.0
-_LOOK_S = 0.2
-_TELL_S = 1.0
+# A server's next starts skip a node that had no capacity for it, for this time.
+_NODE_RETRY_S = 600.0
+_POLL_S = 0.2
+_PROGRESS_POLL_S = 1.0
 
 
 class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
-    """Servers in pods that see the GPUs of their lease only."""
+    """Runs servers in pods that see only the GPUs of their lease."""
 
     gpu_names = Enum(
         [form.value for form in Form],
@@ -115,9 +115,10 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
     def _default_uid(self) -> int:
         return 1000  # of the Jupyter Docker Stacks, and of Zero to JupyterHub
 
-    # Nodes without capacity for a server, and until when: the Hub forgets the object of a failed start.
+    # When a node may be tried again, by user, server and node.  On the class, because the Hub drops the
+    # spawner object of a failed start.
     _avoided: ClassVar[dict[tuple[str, str, str], float]] = {}
-    _hub_waits_s = 0.0  # as `start_timeout` was when the Hub began to wait for this start
+    _hub_timeout_s = 0.0  # `start_timeout` when the Hub began to wait for this start
 
     @property
     def is_job(self) -> bool:
@@ -130,7 +131,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         """Return `uid`.
 
         Raises:
-            SpawnException: it is not a number, so that the broker cannot be told; the log says so.
+            SpawnException: it is not a number, so the broker cannot use it; the log says so.
         """
         uid = self.uid(self) if callable(self.uid) else self.uid
         if not isinstance(uid, int):
@@ -139,43 +140,44 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         return uid
 
     def patience_s(self) -> float:
-        """Return half of `start_timeout`: the broker waits for the cluster's scheduler and for a seat.
+        """Return half of `start_timeout`, in which the broker waits for a seat.
 
-        It is the site's `start_timeout`, by which the Hub waits already when a profile sets another.
+        A profile may change `start_timeout` later, but the Hub already waits with the site's value.
         """
-        return self._hub_waits_s / 2
+        return self._hub_timeout_s / 2
 
     def excluded_nodes(self) -> list[str]:
-        """Return the nodes that had no capacity for this server at its last starts."""
+        """Return the nodes that had no capacity for this server in its last starts."""
         for key in [key for key, until in self._avoided.items() if until < time.monotonic()]:
             del self._avoided[key]
         return sorted(node for user, server, node in self._avoided if (user, server) == self._identity()[:2])
 
     async def _ask(self, request: GpuRequest | None) -> SpawnGrant | None:
-        """As `GPUShareMixin._ask`; the page meanwhile says how far the broker is."""
-        telling = asyncio.ensure_future(self._tell_progress())
+        """Call `GPUShareMixin._ask`; the page meanwhile shows the broker's progress."""
+        progress = asyncio.ensure_future(self._show_progress())
         try:
             return await super()._ask(request)
         finally:
-            telling.cancel()
-            await asyncio.gather(telling, return_exceptions=True)
+            progress.cancel()
+            await asyncio.gather(progress, return_exceptions=True)
 
-    async def _tell_progress(self) -> None:
-        (user, server, _), told = self._identity(), ""
+    async def _show_progress(self) -> None:
+        (user, server, _), last_message = self._identity(), ""
         while True:
-            await asyncio.sleep(_TELL_S)
-            with suppress(GpuShareError):  # the start itself says what is wrong
+            await asyncio.sleep(_PROGRESS_POLL_S)
+            with suppress(GpuShareError):  # the start itself reports the error
                 params = {"user": user, "server": server}
-                said = await self._broker_client().get("spawner/start", SpawnProgress, params=params)
-                if said.message not in ("", told):
-                    told = said.message
-                    self._add_progress(25, told)
+                progress = await self._broker_client().get("spawner/start", SpawnProgress, params=params)
+                if progress.message not in ("", last_message):
+                    last_message = progress.message
+                    self._add_progress(25, last_message)
 
     def take_grant(self, grant: SpawnGrant | None) -> None:
-        """As `GPUShareMixin.take_grant`; also checks what a grant says of nodes.
+        """Call `GPUShareMixin.take_grant`, and check the node and the mounts of the grant.
 
         Raises:
-            SpawnException: it names no node, or a folder that is none of `host_dirs`; the log says so.
+            SpawnException: the node has no valid name, or a mount is in none of `host_dirs`; the log
+                says which.
         """
         super().take_grant(grant)
         place = self._place()
@@ -185,7 +187,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
             return
         elif not NODE_NAME.fullmatch(place.node):
             wrong = f"a grant may not name the node {place.node[:100]!r}: the broker's engine must be kai"
-        elif stray := next((path for path in place.mounts if outside(path, self.host_dirs)), ""):
+        elif stray := next((path for path in place.mounts if is_outside(path, self.host_dirs)), ""):
             wrong = f"a grant may not mount {stray[:200]!r}: it is in none of GPUShareKubeSpawner.host_dirs"
         else:
             return
@@ -193,11 +195,11 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         raise refusal(BAD_GRANT, "bad_grant", 503)
 
     def _place(self) -> PodPlace | None:
-        grant, given = self._grant, self._environment
+        grant, environment = self._grant, self._environment
         if grant is None or grant.lease is None:
             return None
         mounts = {mount.path: mount.read_only for mount in grant.mounts}
-        devices = tuple(given.get("CUDA_VISIBLE_DEVICES", "").split(","))
+        devices = tuple(environment.get("CUDA_VISIBLE_DEVICES", "").split(","))
         return PodPlace(node=grant.node, devices=devices, mounts=mounts)
 
     @property
@@ -211,50 +213,51 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
     # ---- the pod -------------------------------------------------------------
 
     def get_env(self) -> dict[str, Any]:
-        """Return the environment; a job's description reaches it as it is."""
+        """Return the environment, with a job's description escaped so that it reaches the job unchanged."""
         env = super().get_env()
-        return env | {name: escaped(env[name]) for name in ("GPUSHARE_JOB",) if name in env}
+        return env | {name: escape(env[name]) for name in ("GPUSHARE_JOB",) if name in env}
 
     async def get_pod_manifest(self) -> Any:
-        """Return the pod of the site's settings and profile, with what its lease needs."""
+        """Return the pod of the site's settings and profile, adapted to its lease."""
         job = self._grant.job if self._grant is not None else None
         pod = await super().get_pod_manifest()
         if job is not None:
-            # Of what ends the pod beside the Hub, such as a node that is drained.
+            # For deletions by others than the Hub, such as the drain of a node.
             pod.spec.termination_grace_period_seconds = int(self.stop_grace_s)
-        return shaped(pod, self._place(), self._runtime)
+        return adapt(pod, self._place(), self._runtime)
 
     async def _checked(self, site_hook: Any, pod: Any) -> Any:
-        """Return the pod as the site's hook left it.
+        """Apply the site's hook to a pod, check the pod and return it with the affinity to its node.
 
         Raises:
-            SpawnException: it asks for GPUs itself, or lost what its lease needs; the log says which.
+            SpawnException: the pod is not isolated, requests GPUs itself or lacks something that its
+                lease needs; the log says which.
         """
         if site_hook is not None:
             pod = await maybe_future(site_hook(self, pod))
         plain: Mapping[str, Any] = self.api.api_client.sanitize_for_serialization(pod)
-        if setting := joined(plain):
+        if setting := find_unisolated(plain):
             self._tell_administrator(
                 f"the pod would have {setting}, and users could get at each other's servers: remove it from "
                 "c.KubeSpawner, its profile or modify_pod_hook"
             )
             raise refusal(SITE_SETTING, "site_setting", 503)
-        if wrong := complaint(plain, self._place(), self._runtime):
-            self._tell_administrator(f"{wrong}; look at the profile and c.KubeSpawner.modify_pod_hook")
+        if fault := find_fault(plain, self._place(), self._runtime):
+            self._tell_administrator(f"{fault}; look at the profile and c.KubeSpawner.modify_pod_hook")
             raise refusal(OWN_GPU, "own_gpu", 409)
         if (place := self._place()) is not None:
             pod.spec.affinity = on_node(plain["spec"].get("affinity"), place.node)
         return pod
 
     async def prepare_start(self) -> None:
-        """Apply the profile, so that the broker is told the `uid` that the pod gets."""
-        self._hub_waits_s = float(self.start_timeout)
+        """Apply the profile, so that the broker gets the same `uid` as the pod."""
+        self._hub_timeout_s = float(self.start_timeout)
         with self._home_and_profile():
             await self.load_user_options()
 
     @contextmanager
     def _home_and_profile(self) -> Iterator[None]:
-        """Give a job the home volume and the profile of its owner's own server."""
+        """Give a job the home volume and the profile of its owner's default server, in this context."""
         site_options = self.user_options
         if self.is_job:
             own = self.user.spawners[""]
@@ -266,15 +269,15 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
             self.user_options = site_options
 
     async def _start_server(self) -> Any:
-        """Start the pod; one with a lease that is not placed within `holder_timeout` is refused."""
+        """Start the pod; refuse the start if a pod with a lease is not placed within `holder_timeout`."""
         site_hook = self.modify_pod_hook
         self.modify_pod_hook = lambda _, pod: self._checked(site_hook, pod)
-        self._start_future = None  # of the last start; `progress` looks at it
-        # `prepare_start` has applied the profile; applied twice, it could add the same volumes again.
+        self._start_future = None  # `progress` must not read that of the last start
+        # `prepare_start` has applied the profile; a second time could add the same volumes again.
         self.load_user_options = _do_nothing
         try:
             with self._home_and_profile():
-                if (place := self._place()) is None:  # any node will do, one that is still to be added too
+                if (place := self._place()) is None:  # any node is fine, even one that is not added yet
                     return await super()._start_server()
                 return await self._start_at(place, super()._start_server())
         finally:
@@ -295,21 +298,21 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
             await asyncio.gather(started, placed, return_exceptions=True)
 
     async def _wait_until_placed(self) -> bool:
-        """Return whether the pod was placed on a node; False after `holder_timeout`."""
-        known_at: float | None = None
+        """Return True once the pod is placed on a node, or False after `holder_timeout`."""
+        seen_at: float | None = None
         while True:
             pods = self.pod_reflector.pods if self.pod_reflector is not None else {}
             pod = pods.get(f"{self.namespace}/{self.pod_name}")
             if pod is not None and "deletionTimestamp" not in pod["metadata"]:
-                known_at = time.monotonic() if known_at is None else known_at
+                seen_at = time.monotonic() if seen_at is None else seen_at
                 if pod["spec"].get("nodeName"):
                     return True
-                if time.monotonic() - known_at > self.holder_timeout:
+                if time.monotonic() - seen_at > self.holder_timeout:
                     return False
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
 
     def _not_placed(self, place: PodPlace) -> SpawnException:
-        self._avoided[*self._identity()[:2], place.node] = time.monotonic() + _AVOID_S
+        self._avoided[*self._identity()[:2], place.node] = time.monotonic() + _NODE_RETRY_S
         self.log.warning("pod %s was not placed on the node %s of its lease", self.pod_name, place.node)
         return refusal(NOT_PLACED, "not_placed", 503)
 
@@ -323,7 +326,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
             self.delete_grace_period = site_grace_s
 
     async def delete_forever(self) -> None:
-        """Delete the server's volume; that of a job is its owner's home, and stays."""
+        """Delete the server's volume; keep that of a job, which is its owner's home."""
         if not self.is_job:
             await super().delete_forever()
 

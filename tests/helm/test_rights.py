@@ -8,7 +8,7 @@ from traitlets.config import Config
 
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.core.size import Size
-from jupyter_gpushare.kube.checks.cluster import examine, lacks
+from jupyter_gpushare.kube.checks.cluster import examine, find_missing
 from jupyter_gpushare.kube.cluster.client import POD_GROUPS, PODS
 from jupyter_gpushare.kube.cluster.objects import SeatPod, pod_group, seat_pod
 from jupyter_gpushare.kube.rules.seats import Demand, Request, SeatClass
@@ -66,7 +66,7 @@ async def test_the_broker_needs_each_of_its_rights_and_lacks_none(chart: Chart, 
         await works(bed)
         await creates_again(bed)
         kube = GPUShareKube(namespace=NS, helper_selector="app=x")
-        await lacks(bed.client, kube, [VISION, NLP])
+        await find_missing(bed.client, kube, [VISION, NLP])
         (tmp_path / "token").write_text("t")
         given = {"api_server": bed.server.url, "token_file": str(tmp_path / "token"), "seat_image": "i"}
         checks = await examine(GPUShareKube(config=Config(GPUShareKube=given)), [VISION, NLP], 3)

@@ -317,7 +317,7 @@ def test_a_shard_moves_pods_unless_it_spreads_or_is_told_not_to(spec: Json, move
     ids=str,
 )
 def test_a_rule_lets_ranges_of_ports_of_its_protocol(port: dict[str, Any], is_let: bool):
-    assert msgspec.convert(port, PolicyPort).lets({8004}) is is_let
+    assert msgspec.convert(port, PolicyPort).allows({8004}) is is_let
 
 
 async def test_the_command_reads_the_hubs_namespace_from_a_file(

@@ -18,7 +18,7 @@ from jupyter_gpushare.hub import distinct
 from jupyter_gpushare.hub.compat import SpawnException
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 from jupyter_gpushare.kube import spawner as spawning
-from jupyter_gpushare.kube.pod import escaped, outside
+from jupyter_gpushare.kube.pod import escape, is_outside
 from jupyter_gpushare.kube.spawner import GPUShareKubeSpawner
 from jupyter_gpushare.protocol.wire import HostMount, JobSpec, SpawnGrant, SpawnProgress
 from tests.certificates import make_certificate
@@ -281,7 +281,7 @@ async def test_a_jobs_command_reaches_it_with_its_dollars_and_its_grace_is_the_p
     (server,) = pod["spec"]["containers"]
     given = variables(server)["GPUSHARE_JOB"]
     assert json.loads(given.replace("$$", "$"))["command"] == JOB.command
-    assert given == escaped(given.replace("$$", "$"))
+    assert given == escape(given.replace("$$", "$"))
     assert pod["spec"]["terminationGracePeriodSeconds"] >= 60
     assert server["args"] == [*spawner.job_cmd, "GPUSHARE_LEASE=abc-1"]
 
@@ -335,7 +335,7 @@ async def test_only_a_pod_with_a_lease_has_to_be_placed_soon(make, monkeypatch, 
 
 
 async def test_the_page_says_how_far_the_broker_is(make, monkeypatch):
-    monkeypatch.setattr(spawning, "_TELL_S", 0.0)
+    monkeypatch.setattr(spawning, "_PROGRESS_POLL_S", 0.0)
     spawner, answers = make(), asyncio.Event()
     says = ["", "It is placed.", GpuShareError("no answer"), "It is placed.", "Others leave."]
 
@@ -381,6 +381,6 @@ async def test_the_user_id_of_a_site_is_a_number_or_a_function_of_one(make):
 
 
 def test_a_folder_is_outside_unless_it_lies_below_one_of_the_sites():
-    assert not outside("/run/gpushare/leases/a", ["/run/gpushare"])
+    assert not is_outside("/run/gpushare/leases/a", ["/run/gpushare"])
     for path in ("/run/gpushare", "/run/gpushare/../x/y", "/run/gpushare2/a", "/etc/passwd", "/"):
-        assert outside(path, ["/run/gpushare"]), path
+        assert is_outside(path, ["/run/gpushare"]), path

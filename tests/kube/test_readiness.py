@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from jupyter_gpushare.core.model import Project
-from jupyter_gpushare.kube.checks.cluster import lacks, shares_gpus
+from jupyter_gpushare.kube.checks.cluster import find_missing, shares_gpus
 from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
 from jupyter_gpushare.kube.cluster.client import ApiClient
 from jupyter_gpushare.kube.cluster.helpers import HelperPods, Helpers
@@ -63,14 +63,14 @@ async def client(server: ApiServer) -> AsyncIterator[ApiClient]:
 
 
 async def test_a_complete_cluster_lacks_nothing(client: ApiClient):
-    assert await lacks(client, KUBE, [VISION]) == []
+    assert await find_missing(client, KUBE, [VISION]) == []
 
 
 async def test_each_thing_that_is_missing_is_named_with_its_remedy(server: ApiServer, client: ApiClient):
     server.store.delete("queues", "", "vision-train")
     server.store.patch("configs", "", "kai-config", {"spec": {"admission": {"gpuSharing": None}}})
     server.store.delete("pods", NS, "helper-a", grace_s=0)
-    queue, sharing, helper = await lacks(client, KUBE, [VISION])
+    queue, sharing, helper = await find_missing(client, KUBE, [VISION])
     assert "no queue vision-train: run gpushare kube queues" in queue
     assert "whole GPUs only" in sharing
     assert "admission.gpuSharing" in sharing
@@ -82,7 +82,7 @@ async def test_a_cluster_without_kai_is_told_to_install_it(
     client: ApiClient, monkeypatch: pytest.MonkeyPatch, plural: str
 ):
     monkeypatch.delitem(store.KINDS, next(key for key in store.KINDS if key[2] == plural))
-    (said,) = await lacks(client, KUBE, [VISION])
+    (said,) = await find_missing(client, KUBE, [VISION])
     assert "install KAI-Scheduler" in said
 
 

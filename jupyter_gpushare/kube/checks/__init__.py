@@ -1,1 +1,1 @@
-"""Whether a cluster has what sessions need: ``gpushare kube check``, and the start of a broker."""
+"""Checks that a cluster has what sessions need: for ``gpushare kube check`` and the start of a broker."""

@@ -1,8 +1,8 @@
-"""The canary of ``gpushare kube check --canary``: a pod that is told a GPU as a server is.
+"""The canary of ``gpushare kube check --canary``: a pod that gets a GPU in the same way as a server.
 
-It requests no GPU, like the pod of a server, and asks the driver which it sees.  Each form of
-``c.GPUShareKubeSpawner.gpu_names`` is tried until one works: what settings of the GPU operator make of
-it is known only then.
+Like the pod of a server, it requests no GPU.  It asks the driver which GPUs it sees.  The check tries each
+form of ``c.GPUShareKubeSpawner.gpu_names`` until one works, because only a pod shows the effect of the GPU
+operator's settings.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from jupyter_gpushare.cli.checks import Check, fail, ok, warn
 from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.kube.cluster.client import PODS, ApiClient
 from jupyter_gpushare.kube.cluster.helpers import Helpers
-from jupyter_gpushare.kube.pod import Form, PodPlace, Runtime, on_node, shaped
+from jupyter_gpushare.kube.pod import Form, PodPlace, Runtime, adapt, on_node
 from jupyter_gpushare.kube.settings import GPUShareKube
 from jupyter_gpushare.protocol.helper import Hello, Inventory
 
 NAME = "canary"
-# With an image that the node has: the device helper runs there.
+# The node already has the image: its device helper runs it.
 PATIENCE_S = 60.0
-_LOOK_S = 0.5
+_POLL_S = 0.5
 
 
 async def canary(kube: GPUShareKube, patience_s: float = PATIENCE_S) -> Check:
-    """Return which form shows a pod exactly the GPU that it was told.
+    """Return a check that says which form gives a pod exactly its GPU.
 
     Raises:
         KubeError: no API server is configured, or its file cannot be read.
@@ -53,18 +53,18 @@ async def canary(kube: GPUShareKube, patience_s: float = PATIENCE_S) -> Check:
 
 
 async def _gpu(client: ApiClient, kube: GPUShareKube) -> tuple[str, str]:
-    """Return the node with most GPUs, where seeing too many shows, and one of them."""
+    """Return the node with the most GPUs and one of its GPUs; with several, a pod may see too many."""
     pods = (await client.list(PODS, kube.namespace, kube.helper_selector)).items
     helpers = Helpers(client, kube.helpers()).of(pods)
-    found = {node: (await _inventory(address)).devices for node, address in sorted(helpers.items())}
-    if not any(found.values()):
+    devices = {node: (await _inventory(address)).devices for node, address in sorted(helpers.items())}
+    if not any(devices.values()):
         raise GpuShareError("no device helper has a GPU")
-    node = max(found, key=lambda each: len(found[each]))
-    return node, found[node][0].uuid
+    node = max(devices, key=lambda each: len(devices[each]))
+    return node, devices[node][0].uuid
 
 
 async def _inventory(address: HelperAddress) -> Inventory:
-    """Ask with the epoch of the broker that the helper obeys, which stays the newest."""
+    """Return the inventory of a helper; ask with its broker's epoch, so that it still obeys that broker."""
     epoch = 0
     with closing(HelperClient(address, lambda: epoch)) as client:
         epoch = (await client.ask("hello", None, Hello)).epoch
@@ -72,7 +72,7 @@ async def _inventory(address: HelperAddress) -> Inventory:
 
 
 async def _pod(kube: GPUShareKube, form: Form, node: str, uuid: str) -> dict[str, Any]:
-    """Return the pod; without the label of seats, so that no broker takes it for one."""
+    """Return the pod, without the label of seats, so that no broker takes it for one."""
     container: Any = models.V1Container(name=NAME, image=kube.seat_image, args=[NAME, uuid])
     container.resources = kube.seat_resources
     spec: Any = models.V1PodSpec(
@@ -86,7 +86,7 @@ async def _pod(kube: GPUShareKube, form: Form, node: str, uuid: str) -> dict[str
     name = f"gpushare-canary-{secrets.token_hex(8)}"
     pod = models.V1Pod(api_version="v1", kind="Pod", metadata=models.V1ObjectMeta(name=name), spec=spec)
     place = PodPlace(node=node, devices=(uuid,), mounts={})
-    shaped(pod, place, Runtime(form=form, runtime_class=kube.seat_runtime_class, tolerations=()))
+    adapt(pod, place, Runtime(form=form, runtime_class=kube.seat_runtime_class, tolerations=()))
     async with models.ApiClient() as api:
         plain: dict[str, Any] = api.sanitize_for_serialization(pod)
     plain["spec"]["affinity"] = on_node(None, node)
@@ -94,7 +94,7 @@ async def _pod(kube: GPUShareKube, form: Form, node: str, uuid: str) -> dict[str
 
 
 async def _sees(client: ApiClient, kube: GPUShareKube, pod: dict[str, Any], patience_s: float) -> bool:
-    """Return whether the pod ends and says that it sees its GPU alone; it is deleted in any case."""
+    """Create a pod, return whether it succeeds, so sees only its GPU, and delete it in any case."""
     name = pod["metadata"]["name"]
     try:
         await client.create(PODS, kube.namespace, pod)
@@ -104,7 +104,7 @@ async def _sees(client: ApiClient, kube: GPUShareKube, pod: dict[str, Any], pati
                 found = next((each for each in pods if each.metadata.name == name), None)
                 if found is None or found.has_ended:
                     return found is not None and found.status.phase == "Succeeded"
-                await asyncio.sleep(_LOOK_S)
+                await asyncio.sleep(_POLL_S)
     except TimeoutError:
         return False
     finally:

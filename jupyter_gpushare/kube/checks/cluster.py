@@ -1,7 +1,7 @@
-"""The checks of ``gpushare kube check``: one `Check` per thing of a cluster that can be wrong.
+"""The checks of ``gpushare kube check``: one `Check` for each part of a cluster that can be wrong.
 
-They ask the API server only, with the rights that the broker has.  A broker that starts uses those
-without which no session with a GPU can start (`lacks`).
+They ask only the API server and the device helpers, with the broker's rights.  A broker runs the checks at
+its start without which no session with a GPU can start (`find_missing`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from jupyter_gpushare.kube.settings import GPUShareKube
 from jupyter_gpushare.protocol.helper import Hello
 
 _KAI = "scheduling.run.ai"
-# Verb, group and resource of what broker and checks cannot do without: in its namespace, in the cluster.
+# Verb, group and resource of the rights that broker and checks need, in the namespace and in the cluster.
 _ALL = ("get", "list", "watch", "create", "patch", "delete")
 RIGHTS = (
     *((verb, "", "pods") for verb in _ALL),
@@ -51,7 +51,7 @@ CLUSTER_RIGHTS = (
     ("list", "", "nodes"),
     ("watch", "", "nodes"),
 )
-# Of NVIDIA's container toolkit: whether a container without a request for a GPU may name its GPUs.
+# Setting of NVIDIA's container toolkit: whether a container that requests no GPU may name its GPUs.
 ENV_ACCEPTED = "ACCEPT_NVIDIA_VISIBLE_DEVICES_ENVVAR_WHEN_UNPRIVILEGED"
 _NOT_FOUND, _FORBIDDEN = 404, 403
 _NO_RIGHT = "give this account the right to read it"
@@ -60,7 +60,7 @@ _APPLY = "gpushare kube queues --config FILE | kubectl apply -f -"
 
 @dataclass(frozen=True, slots=True)
 class CheckedCluster:
-    """What the checks look at."""
+    """The input of each check.  ``levels`` is the number of LAS queues of jobs."""
 
     client: ApiClient
     kube: GPUShareKube
@@ -69,7 +69,7 @@ class CheckedCluster:
 
 
 async def examine(kube: GPUShareKube, projects: Sequence[Project], levels: int) -> list[Check]:
-    """Return one check per thing that can be wrong, with the remedy.
+    """Run all checks; return one `Check` each, with the remedy.
 
     Raises:
         KubeError: no API server is configured, or its file cannot be read.
@@ -82,11 +82,11 @@ async def examine(kube: GPUShareKube, projects: Sequence[Project], levels: int) 
         await client.close()
 
 
-async def lacks(client: ApiClient, kube: GPUShareKube, projects: Sequence[Project]) -> list[str]:
-    """Return one sentence for each thing without which no session with a GPU can start; empty: all is there.
+async def find_missing(client: ApiClient, kube: GPUShareKube, projects: Sequence[Project]) -> list[str]:
+    """Return one sentence for each missing part without which no session with a GPU can start.
 
     Raises:
-        KubeError: the API server does not answer, or refuses to say.
+        KubeError: the API server does not answer, or denies access.
     """
     cluster = CheckedCluster(client, kube, projects, levels=0)
     if fault := await _kai(cluster):
@@ -96,7 +96,7 @@ async def lacks(client: ApiClient, kube: GPUShareKube, projects: Sequence[Projec
 
 
 def _in_one(check: Check) -> str:
-    """Return what is wrong and its remedy as one clause."""
+    """Return the fault and its remedy as one clause."""
     return f"{check.message[0].lower()}{check.message[1:].rstrip('.')}: {check.advice}"
 
 
@@ -139,27 +139,27 @@ async def _kai(cluster: CheckedCluster) -> Check | None:
 
 async def _missing_queues(cluster: CheckedCluster) -> Check | None:
     """Return the fault if a project lacks its Queues."""
-    if lost := missing(cluster.projects, await _queues_there(cluster)):
-        return fail(f"The cluster has no queue {', '.join(lost)}.", f"run {_APPLY}")
+    if names := missing(cluster.projects, await _list_queues(cluster)):
+        return fail(f"The cluster has no queue {', '.join(names)}.", f"run {_APPLY}")
     return None
 
 
-async def _queues_there(cluster: CheckedCluster) -> dict[str, Queue]:
+async def _list_queues(cluster: CheckedCluster) -> dict[str, Queue]:
     return {queue.metadata.name: queue for queue in (await cluster.client.list(QUEUES)).items}
 
 
 async def _queues(cluster: CheckedCluster) -> Check:
     if fault := await _kai(cluster) or await _missing_queues(cluster):
         return fault
-    there = await _queues_there(cluster)
-    if wrong := misplaced(cluster.projects, there):
+    existing = await _list_queues(cluster)
+    if wrong := misplaced(cluster.projects, existing):
         places = ", ".join(f"{name} ({f'below {parent}' if parent else 'a root'})" for name, parent in wrong)
         return fail(
             f"Queues have another parent than they need: {places}. An idle session below its project "
             "would be protected by the quota of the project and never lent; a returning one would wait.",
             f"delete them, then run {_APPLY}",
         )
-    differing = [p.name for p in cluster.projects if in_force(p, there) != p]
+    differing = [p.name for p in cluster.projects if in_force(p, existing) != p]
     if differing:
         text = f"The Queue of project {', '.join(differing)} has other numbers than the configuration."
         return warn(text, f"the Queue's numbers count; to set those configured: {_APPLY}")
@@ -167,12 +167,14 @@ async def _queues(cluster: CheckedCluster) -> Check:
 
 
 async def _priority_classes(cluster: CheckedCluster) -> Check:
-    there = {found.metadata.name for found in (await cluster.client.list(PRIORITY_CLASSES)).items}
-    lost = [
-        c["metadata"]["name"] for c in priority_classes(cluster.levels) if c["metadata"]["name"] not in there
+    existing = {each.metadata.name for each in (await cluster.client.list(PRIORITY_CLASSES)).items}
+    names = [
+        c["metadata"]["name"]
+        for c in priority_classes(cluster.levels)
+        if c["metadata"]["name"] not in existing
     ]
-    if lost:
-        return fail(f"The cluster has no priority class {', '.join(lost)}.", f"run {_APPLY}")
+    if names:
+        return fail(f"The cluster has no priority class {', '.join(names)}.", f"run {_APPLY}")
     return ok("All are there.")
 
 
@@ -190,13 +192,14 @@ async def _consolidation(cluster: CheckedCluster) -> Check:
 
 
 def consolidates(shard: OtherObject) -> bool:
-    """Return whether KAI moves running pods to make a newcomer fit: unless it spreads, or is told not to.
+    """Return whether KAI moves running pods to make room for a new one.
 
-    So in KAI-Scheduler d5bc503a, ``pkg/apis/kai/v1/schedulingshard_types.go`` (setDefaultActions).
+    The default is to do so, unless the shard spreads pods (KAI-Scheduler d5bc503a,
+    ``pkg/apis/kai/v1/schedulingshard_types.go``, setDefaultActions).
     """
-    said = shard.field("actions", "consolidation", "enabled")
+    setting = shard.field("actions", "consolidation", "enabled")
     spreads = "spread" in (shard.field("placementStrategy", resource) for resource in ("gpu", "cpu"))
-    return not spreads if said is None else bool(said)
+    return not spreads if setting is None else bool(setting)
 
 
 async def _sharing(cluster: CheckedCluster) -> Check:
@@ -204,7 +207,7 @@ async def _sharing(cluster: CheckedCluster) -> Check:
 
 
 async def _whole_gpus_only(cluster: CheckedCluster) -> Check | None:
-    """Return the fault if KAI gives out whole GPUs only."""
+    """Return the fault if KAI gives out only whole GPUs."""
     if await shares_gpus(cluster.client):
         return None
     return fail(
@@ -214,25 +217,25 @@ async def _whole_gpus_only(cluster: CheckedCluster) -> Check | None:
 
 
 async def shares_gpus(client: ApiClient) -> bool:
-    """Return whether KAI gives out parts of GPUs; True where this account may not see its settings.
+    """Return whether KAI gives out parts of GPUs; True if this account may not read KAI's settings.
 
-    They are off unless its Config says otherwise (KAI-Scheduler v0.16.8,
-    ``pkg/apis/kai/v1/admission/admission.go``, SetDefaultsWhereNeeded).
+    The default of its Config is off (KAI-Scheduler v0.16.8, ``pkg/apis/kai/v1/admission/admission.go``,
+    SetDefaultsWhereNeeded).
 
     Raises:
-        KubeError: the API server does not answer, or refuses to say.
+        KubeError: the API server does not answer, or denies access.
     """
     try:
         configs = (await client.list(CONFIGS)).items
     except KubeError as error:
-        if error.status in (_NOT_FOUND, _FORBIDDEN):  # installed without its operator; not for this account
+        if error.status in (_NOT_FOUND, _FORBIDDEN):  # installed without its operator; no right to read it
             return True
         raise
     return not configs or any(config.field("admission", "gpuSharing") for config in configs)
 
 
 async def _variable(cluster: CheckedCluster) -> Check:
-    """Whether a server may be told its GPUs in NVIDIA_VISIBLE_DEVICES."""
+    """Check that NVIDIA_VISIBLE_DEVICES can name the GPUs of a server."""
     for found in await _listed(cluster, CONFIGS):
         if found.field("admission", "blockNvidiaVisibleDevices"):
             return fail(
@@ -257,7 +260,7 @@ async def _variable(cluster: CheckedCluster) -> Check:
 
 
 async def _listed(cluster: CheckedCluster, kind: Resource[OtherObject]) -> list[OtherObject]:
-    """All objects of a kind; none where the cluster does not have it."""
+    """Return all objects of a kind; none if the cluster does not know the kind."""
     try:
         return (await cluster.client.list(kind)).items
     except KubeError as error:
@@ -281,7 +284,7 @@ async def _one_broker(cluster: CheckedCluster) -> Check:
 
 
 async def _no_helper(cluster: CheckedCluster) -> Check | None:
-    """Return the fault if there is no pod of a device helper, not even one that starts."""
+    """Return the fault if no pod of a device helper exists, not even one that is starting."""
     kube = cluster.kube
     if (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items:
         return None
@@ -298,12 +301,12 @@ def _no_helper_runs(kube: GPUShareKube) -> Check:
 async def _helpers(cluster: CheckedCluster) -> Check:
     kube = cluster.kube
     try:
-        site = kube.helpers()
+        settings = kube.helpers()
     except GpuShareError as error:
         return fail(
             f"{error}.", "give the broker a certificate, its key and their authority (docs/kubernetes.md)"
         )
-    helpers = Helpers(cluster.client, site)
+    helpers = Helpers(cluster.client, settings)
     pods = (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items
     addresses = helpers.of(pods)
     if not addresses:
@@ -328,28 +331,28 @@ async def _answers(address: HelperAddress) -> bool:
 
 async def _nodes(cluster: CheckedCluster) -> Check:
     nodes = (await cluster.client.list(NODES)).items
-    having = {node.metadata.name: count for node in nodes if (count := _gpus(node))}
-    if not having:
+    counts = {node.metadata.name: count for node in nodes if (count := _gpus(node))}
+    if not counts:
         return fail(
             f"No node has {GPU_RESOURCE} to allocate.",
             "install NVIDIA's GPU operator, or its device plugin",
         )
     pools = {node.metadata.name for node in nodes if node.metadata.labels.get(LABEL) in ("1", "2", "4", "8")}
-    several = sorted(name for name, count in having.items() if count > 1 and name not in pools)
+    several = sorted(name for name, count in counts.items() if count > 1 and name not in pools)
     if several:
         return warn(
-            f"{len(having)} nodes with GPUs. Those with several ({', '.join(several[:5])}): only sessions "
+            f"{len(counts)} nodes with GPUs. Those with several ({', '.join(several[:5])}): only sessions "
             "that have all GPUs of their node are lent.",
             f"nothing, if that is enough; else make them unit pools: kubectl label node NAME {LABEL}=1, or "
             "2, 4, 8 for as many parts of each GPU (docs/kubernetes.md)",
         )
-    said = f"{len(having)} nodes with GPUs, {len(pools)} of them unit pools; the others have one GPU each."
-    return ok(said if pools else f"{len(having)} nodes with one GPU each.")
+    mixed = f"{len(counts)} nodes with GPUs, {len(pools)} of them unit pools; the others have one GPU each."
+    return ok(mixed if pools else f"{len(counts)} nodes with one GPU each.")
 
 
 def _gpus(node: Node) -> int:
-    said = node.status.allocatable.get(GPU_RESOURCE, "0")
-    return int(said) if said.isascii() and said.isdigit() else 0
+    text = node.status.allocatable.get(GPU_RESOURCE, "0")
+    return int(text) if text.isascii() and text.isdigit() else 0
 
 
 async def _seats(cluster: CheckedCluster) -> Check:

@@ -1,6 +1,6 @@
-"""Checks of the Hub's namespace, from what ``kubectl get -o json`` prints of it.
+"""Checks of the Hub's namespace, from the output of ``kubectl get -o json``.
 
-The broker has no right to read there, and needs none: an administrator pipes the objects in.
+The broker has no right to read that namespace and needs none: an administrator pipes the objects in.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAMESPACE = "kubernetes.io/metadata.name"
 
 @dataclass(frozen=True, slots=True)
 class BrokerPod:
-    """Where network policies find the broker; ``address`` may be unknown (empty)."""
+    """The broker as network policies refer to it; ``address`` is empty if unknown."""
 
     namespace: str
     address: str
@@ -33,7 +33,7 @@ class BrokerPod:
 
 
 def hub_checks(objects: Sequence[OtherObject], broker: BrokerPod) -> list[Check]:
-    """Return one check per thing in the Hub's namespace that can be wrong.
+    """Return one check for each part of the Hub's namespace that can be wrong.
 
     Raises:
         KubeError: a network policy is malformed.
@@ -48,7 +48,7 @@ def hub_checks(objects: Sequence[OtherObject], broker: BrokerPod) -> list[Check]
 
 
 def not_examined() -> list[Check]:
-    """Return that the Hub's namespace was not examined, and how to do it."""
+    """Return a check that says that the Hub's namespace was not examined, and how to examine it."""
     advice = f"{COMMAND} | gpushare kube check --hub -"
     return named({"hub": warn("The Hub's namespace was not examined.", advice)})
 
@@ -83,48 +83,52 @@ def _homes(claims: list[OtherObject]) -> Check:
 
 
 def _network(policies: list[NetworkPolicySpec], broker: BrokerPod) -> Check:
-    cut = [
+    blocked = [
         f"{component} to the broker's port {port}"
         for component, port in (
             ("singleuser-server", broker.tls_port),
             ("hub", broker.tls_port),
             ("proxy", broker.http_port),
         )
-        if not _is_let(policies, component, "Egress", broker, {port})
+        if not _is_allowed(policies, component, "Egress", broker, {port})
     ]
-    if not _is_let(policies, "hub", "Ingress", broker, {8081, "http"}):
-        cut.append("the broker to the Hub's port 8081")
-    if cut:
+    if not _is_allowed(policies, "hub", "Ingress", broker, {8081, "http"}):
+        blocked.append("the broker to the Hub's port 8081")
+    if blocked:
         return fail(
-            f"Network policies of the Hub's namespace cut: {', '.join(cut)}.",
+            f"Network policies of the Hub's namespace cut: {', '.join(blocked)}.",
             "add the rules of helm-values/z2jh.yaml (networkPolicy)",
         )
     return ok("Its network policies let the Hub, its proxy and servers reach the broker.")
 
 
-def _is_let(
-    policies: list[NetworkPolicySpec], component: str, way: str, broker: BrokerPod, ports: set[int | str]
+def _is_allowed(
+    policies: list[NetworkPolicySpec],
+    component: str,
+    direction: str,
+    broker: BrokerPod,
+    ports: set[int | str],
 ) -> bool:
-    mine = [
+    matching = [
         each
         for each in policies
         if each.pod_selector.matches({_COMPONENT: component, "app": "jupyterhub"} | _release(each))
-        and way in each.policy_types
+        and direction in each.policy_types
     ]
-    rules = [rule for spec in mine for rule in (spec.egress if way == "Egress" else spec.ingress)]
-    return not mine or any(_lets(rule, way, broker, ports) for rule in rules)
+    rules = [rule for spec in matching for rule in (spec.egress if direction == "Egress" else spec.ingress)]
+    return not matching or any(_allows(rule, direction, broker, ports) for rule in rules)
 
 
 def _release(policy: NetworkPolicySpec) -> dict[str, str]:
-    """Labels that a policy selects beside the component: those of its release."""
-    wanted = policy.pod_selector.match_labels
-    return {key: value for key, value in wanted.items() if key != _COMPONENT}
+    """Return the labels of a policy's release: those that it selects besides the component."""
+    labels = policy.pod_selector.match_labels
+    return {key: value for key, value in labels.items() if key != _COMPONENT}
 
 
-def _lets(rule: PolicyRule, way: str, broker: BrokerPod, ports: set[int | str]) -> bool:
-    peers = rule.to if way == "Egress" else rule.from_
-    at_port = not rule.ports or any(each.lets(ports) for each in rule.ports)
-    return at_port and (not peers or any(_is_broker(peer, broker) for peer in peers))
+def _allows(rule: PolicyRule, direction: str, broker: BrokerPod, ports: set[int | str]) -> bool:
+    peers = rule.to if direction == "Egress" else rule.from_
+    allows_port = not rule.ports or any(each.allows(ports) for each in rule.ports)
+    return allows_port and (not peers or any(_is_broker(peer, broker) for peer in peers))
 
 
 def _is_broker(peer: Peer, broker: BrokerPod) -> bool:

@@ -1,4 +1,4 @@
-"""Objects of the Hub's namespace, as kubectl prints them, and what its network policies let through."""
+"""Objects of the Hub's namespace, as kubectl prints them, and the rules of its network policies."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Expression(Struct, frozen=True):
     values: list[str] = []
 
     def matches(self, labels: dict[str, str]) -> bool:
-        """Return whether labels meet it."""
+        """Return whether labels meet this requirement."""
         match self.operator:
             case "Exists":
                 return self.key in labels
@@ -37,7 +37,7 @@ class Selector(Struct, frozen=True):
     match_expressions: list[Expression] = []
 
     def matches(self, labels: dict[str, str]) -> bool:
-        """Return whether labels meet all of it."""
+        """Return whether labels meet all requirements."""
         equal = self.match_labels.items() <= labels.items()
         return equal and all(each.matches(labels) for each in self.match_expressions)
 
@@ -58,14 +58,14 @@ class Peer(Struct, frozen=True):
 
 
 class PolicyPort(Struct, frozen=True):
-    """A port of a rule, by number or name; None: every port.  ``end_port``: the last of a range."""
+    """A port of a rule, by number or name; None is every port.  ``end_port`` is the last of a range."""
 
     port: int | str | None = None
     end_port: int | None = None
     protocol: str = "TCP"
 
-    def lets(self, ports: set[int | str]) -> bool:
-        """Return whether TCP to one of these ports is let through."""
+    def allows(self, ports: set[int | str]) -> bool:
+        """Return whether the rule allows TCP to one of these ports."""
         if self.protocol != "TCP":
             return False
         if self.port is None or self.port in ports:
@@ -79,7 +79,7 @@ class PolicyPort(Struct, frozen=True):
 
 
 class PolicyRule(Struct, frozen=True):
-    """One rule: peers and ports; a side that names none means all."""
+    """One rule; an empty list of peers or ports means all."""
 
     to: list[Peer] = []
     from_: list[Peer] = msgspec.field(default_factory=list, name="from")
@@ -87,7 +87,7 @@ class PolicyRule(Struct, frozen=True):
 
 
 class NetworkPolicySpec(Struct, frozen=True):
-    """What may reach the selected pods, and what they may reach."""
+    """The traffic that the selected pods may receive and send."""
 
     pod_selector: Selector = Selector()
     policy_types: tuple[str, ...] = ("Ingress",)
@@ -103,25 +103,25 @@ def parse_list(content: bytes) -> list[OtherObject]:
     """Return the objects in a list that ``kubectl get -o json`` printed.
 
     Raises:
-        KubeError: it is no such list.
+        KubeError: the content is not such a list.
     """
     try:
         return msgspec.json.decode(content, type=_PrintedList).items
     except msgspec.MsgspecError as error:
-        raise _no_list(error) from None
+        raise _malformed(error) from None
 
 
 def network_policies(objects: Iterable[OtherObject]) -> list[NetworkPolicySpec]:
-    """Return the network policies among objects.
+    """Return the network policies among these objects.
 
     Raises:
-        KubeError: one of them is malformed.
+        KubeError: a network policy is malformed.
     """
     try:
         return [msgspec.convert(x.spec, NetworkPolicySpec) for x in objects if x.kind == "NetworkPolicy"]
     except msgspec.MsgspecError as error:
-        raise _no_list(error) from None
+        raise _malformed(error) from None
 
 
-def _no_list(error: msgspec.MsgspecError) -> KubeError:
+def _malformed(error: msgspec.MsgspecError) -> KubeError:
     return KubeError(f"this is not what kubectl get -o json prints: {error}")

@@ -1,7 +1,7 @@
 """The engine that follows KAI-Scheduler.
 
-* `following` asks the rules what leases do because of what KAI granted.
-* `changing` makes and deletes seats, so that they are those that leases need.
-* `starting` admits a session: its seat, until that is connected, and its units.
-* `outlook` answers why leases wait and what is free; `kai` puts all together.
+* `following` applies the rules: it turns KAI's grants into actions of leases.
+* `changing` creates and deletes seats until they are the seats that leases need.
+* `starting` admits a session: it waits for a connected seat, then for the units.
+* `outlook` answers why leases wait and what is free; `kai` combines these parts.
 """

@@ -1,4 +1,4 @@
-"""Make the seats of the cluster those that leases need, one change after the other."""
+"""Bring the seats of the cluster to those that leases need, one change at a time."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from jupyter_gpushare.kube.rules.follow import Change, Create, reconcile
 
 log = logging.getLogger("gpushare.broker")
 
-# Between two tries to take over the seats of an older broker.
+# Time between two attempts to take over the seats of an older broker.
 _TAKE_OVER_S = 1.0
 
 
 class Changing:
-    """Creates, retargets and deletes seats for the last snapshot that it got.
+    """Creates, retargets and deletes seats for the last snapshot that `settle` got (``cluster``).
 
-    ``cluster``: that snapshot.  ``failure``: why a change failed last; empty: none did.
+    ``failure`` is the last error of a change; empty if there is none.
     """
 
     def __init__(self, seats: KubeSeats, following: Following, clock: Callable[[], float]) -> None:
@@ -32,10 +32,10 @@ class Changing:
         self._clock = clock
         self.cluster: Cluster | None = None
         self.failure = ""
-        self._failed: dict[str, float] = {}  # leases and seats with a failed change: not tried again before
+        self._failed: dict[str, float] = {}  # when a failed change may be tried again, by lease or seat
 
     def settle(self, cluster: Cluster) -> None:
-        """Change seats for this snapshot from now on."""
+        """Change seats to match this snapshot from now on."""
         self.cluster = cluster
         self._seats.notify()
 
@@ -66,7 +66,7 @@ class Changing:
                 await self._seats.wait(0.1)
 
     async def _next_change(self) -> Change | None:
-        """Return the most urgent change; None: the seats are those that leases need, or a change waits.
+        """Return the most urgent change; None if there is none that may be tried now.
 
         Raises:
             KubeError: seats of an older broker cannot be taken over.
@@ -78,8 +78,8 @@ class Changing:
         self._failed = {key: at for key, at in self._failed.items() if now < at}
         self._following.forget(self.cluster, now)
         cluster, needed, seats = self._following.needed(self.cluster, now)
-        there = {lease: mine for lease, mine in seats.items() if lease not in self._following.starting}
-        changes = reconcile(cluster, needed.by_lease, there)
+        settled = {lease: mine for lease, mine in seats.items() if lease not in self._following.starting}
+        changes = reconcile(cluster, needed.by_lease, settled)
         return next((change for change in changes if _key(change) not in self._failed), None)
 
 

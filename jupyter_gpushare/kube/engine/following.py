@@ -1,4 +1,4 @@
-"""What KAI-Scheduler granted, and what leases do because of it."""
+"""Turn KAI-Scheduler's grants into actions of leases."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ log = logging.getLogger("gpushare.broker")
 
 
 class Following:
-    """Follows the seats of a cluster with the rules, and keeps what these need from one round to the next.
+    """Applies the rules to the seats of a cluster, and keeps their state from one round to the next.
 
-    ``starting``: leases of starts under way, and the time until which their seats are kept.
-    ``placed``: those of them that have units of a pool.
+    ``starting`` has the leases of starts in progress, with the time until which their seats are kept.
+    ``placed`` has those of them that have units of a pool.
     """
 
     def __init__(
@@ -30,26 +30,26 @@ class Following:
         sleepable: Callable[[], frozenset[str]],
         foreign: Callable[[], Mapping[str, str]],
     ) -> None:
-        """``sleepable`` and ``foreign`` are those of `KaiEngine`."""
+        """Take ``sleepable`` and ``foreign`` as `KaiEngine` does."""
         self._seats = seats
-        self._nodes = sleepable
+        self._sleepable = sleepable
         self._foreign = foreign
         self.starting: dict[str, float] = {}
         self.placed: dict[str, Lease] = {}
-        self._decided: Cluster | None = None  # as it will be once the last decision is carried out
+        self._decided: Cluster | None = None  # the cluster after the last decision is carried out
         self._restarting: set[str] = set()  # jobs that a returning owner displaced; they keep their seats
         self._misplaced: Mapping[str, Misplaced] = {}  # return seats on other devices
 
     def decide(self, cluster: Cluster, now: float) -> Plan:
-        """Return what leases do now; nothing until the cluster is known."""
+        """Return the actions of leases that are due now; none until the cluster is known."""
         if not self._seats.is_known:
             return Plan(())
         cluster = self.seen(cluster)
-        found = assigned(cluster, self._seats.seats(), now, frozenset(self.placed))
-        cluster = self._delayed(cluster, found.seats, now)
-        plan = follow(cluster, found.seats, now)
+        assignment = assigned(cluster, self._seats.seats(), now, frozenset(self.placed))
+        cluster = self._delayed(cluster, assignment.seats, now)
+        plan = follow(cluster, assignment.seats, now)
         followed = {action.lease for action in plan.actions}
-        displaced = tuple(action for action in found.actions if action.lease not in followed)
+        displaced = tuple(action for action in assignment.actions if action.lease not in followed)
         self._restarting.update(action.lease for action in displaced if isinstance(action, Requeue))
         plan = replace(plan, actions=(*displaced, *plan.actions))
         self._decided = _after(cluster, plan)
@@ -57,7 +57,7 @@ class Following:
         return replace(plan, next_at=min(times, default=None))
 
     def needed(self, cluster: Cluster, now: float) -> tuple[Cluster, Demands, Seats]:
-        """Return the cluster as the rules see it, the seats that its leases need, and those there are."""
+        """Return the cluster as the rules see it, the seats that its leases need, and the existing seats."""
         cluster = self.seen(cluster)
         seats = assigned(cluster, self._seats.seats(), now, frozenset(self.placed)).seats
         cluster = self._delayed(cluster, seats, now)
@@ -72,12 +72,12 @@ class Following:
 
     def sleepable(self) -> frozenset[str]:
         """Return the nodes on which leases can be suspended; none while the API server does not answer."""
-        return self._nodes() if self._seats.age_s <= STALE_S else frozenset()
+        return self._sleepable() if self._seats.age_s <= STALE_S else frozenset()
 
     def seen(self, cluster: Cluster) -> Cluster:
-        """Return the cluster with its unit pools, and with the starts that have units there."""
-        there = {lease.id for lease in cluster.leases}
-        starts = (lease for lease in self.placed.values() if lease.id not in there)
+        """Return the cluster with its unit pools marked and the starts that have units in them added."""
+        ids = {lease.id for lease in cluster.leases}
+        starts = (lease for lease in self.placed.values() if lease.id not in ids)
         known = replace(cluster, leases=(*cluster.leases, *starts)) if self.placed else cluster
         return marked(known, self._seats.units, self._foreign())
 
@@ -86,7 +86,7 @@ class Following:
         return demands(cluster, self.sleepable(), now, self._restarting)
 
     def begin(self, lease_id: str, cluster: Cluster) -> None:
-        """Keep the seats of a start; ``cluster``: the snapshot to use until a first decision."""
+        """Keep the seats of a start; ``cluster`` is used until the first decision."""
         self._decided = self._decided or cluster
         self.starting[lease_id] = float("inf")
 
@@ -96,30 +96,30 @@ class Following:
         self.placed.pop(lease_id, None)
 
     def latest(self) -> Cluster:
-        """Return the cluster as it will be once the last decision is carried out."""
+        """Return the cluster as it will be after the last decision is carried out."""
         assert self._decided is not None
         return self.seen(self._decided)
 
     def forget(self, cluster: Cluster, now: float) -> None:
-        """Drop starts that have arrived in the snapshot or have expired, and jobs that stopped."""
+        """Forget starts that have expired or are in the snapshot now, and displaced jobs that stopped."""
         arrived = {lease.id for lease in cluster.leases}
         self.starting = {x: at for x, at in self.starting.items() if x not in arrived and now < at}
         self.placed = {x: lease for x, lease in self.placed.items() if x in self.starting}
-        stop = {x.id for x in cluster.leases if x.state in (State.GRANTED, State.RUNNING, State.STOPPING)}
-        self._restarting &= stop
+        still = {x.id for x in cluster.leases if x.state in (State.GRANTED, State.RUNNING, State.STOPPING)}
+        self._restarting &= still
 
     def _delayed(self, cluster: Cluster, seats: Seats, now: float) -> Cluster:
-        """Return the cluster in which leases with a misplaced return seat ask for another one later."""
+        """Return the cluster in which leases with a misplaced return seat wait before the next request."""
         known = note_misplaced(cluster, seats, self._misplaced, now)
-        for lease, found in known.items():
-            if found != self._misplaced.get(lease):
-                log.info("lease=%s seat on other devices asks_again_in_s=%.0f", lease, found.pause_s)
+        for lease, seat in known.items():
+            if seat != self._misplaced.get(lease):
+                log.info("lease=%s seat on other devices asks_again_in_s=%.0f", lease, seat.pause_s)
         self._misplaced = known
         return delayed(cluster, known)
 
 
 def _after(cluster: Cluster, plan: Plan) -> Cluster:
-    """Return the cluster in which leases have what a plan grants them."""
+    """Return the cluster after the grants and resumes of a plan."""
     actions = {action.lease: action for action in plan.actions}
 
     def moved(lease: Lease) -> Lease:

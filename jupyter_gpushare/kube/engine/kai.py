@@ -1,7 +1,7 @@
-"""The engine of a Kubernetes cluster: KAI-Scheduler decides, and this follows the seats that it grants.
+"""The engine of a Kubernetes cluster: KAI-Scheduler decides, and this engine follows the seats it grants.
 
-`kube.rules` says what follows; here it is asked (`following`), carried out (`changing`, `starting`) and
-explained (`outlook`).
+`kube.rules` has the rules.  `following` applies them, `changing` and `starting` carry them out, and
+`outlook` explains the result.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ SEAT_S = 90.0
 
 
 class KaiEngine(Engine):
-    """Decides what KAI-Scheduler decided.
+    """Follows the decisions of KAI-Scheduler.
 
-    ``sleepable``: nodes on which a helper can suspend leases now.
+    ``sleepable`` returns the nodes on which a helper can suspend leases now.
     """
 
     drains = False
@@ -48,7 +48,7 @@ class KaiEngine(Engine):
         seat_s: float = SEAT_S,
         foreign: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """``foreign``: pods with GPUs that are not ours, by node, as a sentence has them."""
+        """Take in ``foreign`` a function that names other owners' pods with GPUs by node, for sentences."""
         self._seats = seats
         self._following = Following(seats, sleepable, foreign)
         self._changing = Changing(seats, self._following, clock)
@@ -57,7 +57,7 @@ class KaiEngine(Engine):
         self._configured: tuple[Project, ...] = ()
 
     async def run(self) -> None:
-        """Follow the cluster and settle what leases need until cancelled.
+        """Follow the cluster and change seats until cancelled.
 
         Raises:
             Superseded: a newer broker is at work; the process must end for good.
@@ -89,7 +89,7 @@ class KaiEngine(Engine):
     # ---- questions -----------------------------------------------------------
 
     def check_request(self, cluster: Cluster, lease: Lease) -> None:
-        """Return if KAI can ever place this lease.
+        """Refuse a lease that KAI can never place.
 
         Raises:
             InvalidRequest: its project cannot be a queue, or no node takes its size.
@@ -106,27 +106,28 @@ class KaiEngine(Engine):
         return self._following.outlook(cluster, now)
 
     def would_suspend(self, cluster: Cluster, now: float) -> tuple[Suspend, ...]:
-        """Return what the planner of `core` would suspend for the jobs that KAI has not placed.
+        """Return what `core`'s planner would suspend for the jobs that KAI has not placed.
 
-        KAI decides about seats only, and the seat of a session that is not lent is never offered to it.
+        KAI cannot answer this: it decides only about seats, and it never gets the seat of a session that
+        is not lent.
         """
         placed = self.outlook(cluster, now).grants
         waiting = replace(cluster, leases=tuple(x for x in cluster.leases if x.id not in placed))
         planned = dry_run(self._following.seen(waiting), now).run().actions
         sleepable = self._following.sleepable()
         nodes = {device.uuid: device.node for device in cluster.devices}
-        there = {x.id: {nodes.get(uuid) for uuid in x.devices} for x in cluster.leases}
-        return tuple(a for a in planned if isinstance(a, Suspend) and there[a.lease] <= sleepable)
+        used = {x.id: {nodes.get(uuid) for uuid in x.devices} for x in cluster.leases}
+        return tuple(a for a in planned if isinstance(a, Suspend) and used[a.lease] <= sleepable)
 
     def projects(self, configured: tuple[Project, ...]) -> tuple[Project, ...]:
         self._configured = configured
         return tuple(in_force(project, self._seats.queues) for project in configured)
 
     def set_project(self, project: Project) -> None:
-        """Refuse.
+        """Refuse the change.
 
         Raises:
-            Conflict: the numbers are those of the Queue, which the text names.
+            Conflict: always; the text names the Queue that has the numbers.
         """
         raise Conflict("the numbers of %1 are those of the cluster's Queue %1: change it there", project.name)
 

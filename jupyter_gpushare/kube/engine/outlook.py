@@ -1,4 +1,4 @@
-"""What KAI-Scheduler decided about one snapshot: why leases wait, what is free, what could start."""
+"""KAI-Scheduler's decisions for one snapshot: why leases wait, what is free, what could start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _PROBE = "-"
 
 
 class KaiOutlook(Outlook):
-    """Answers from one snapshot and the seats at that moment."""
+    """Answers questions from one snapshot and its seats."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class KaiOutlook(Outlook):
 
     @cached_property
     def _free(self) -> Mapping[str, int]:
-        used = dict.fromkeys((device.uuid for device in self._cluster.devices if device.usable), WHOLE_GPU)
+        free = dict.fromkeys((device.uuid for device in self._cluster.devices if device.usable), WHOLE_GPU)
         for lease in self._cluster.leases:
             for uuid in lease.devices if lease.state in HOLDS_CAPACITY else ():
-                if uuid in used:
-                    used[uuid] -= held_by(lease)
-        return {uuid: max(0, left) for uuid, left in used.items()}
+                if uuid in free:
+                    free[uuid] -= held_by(lease)
+        return {uuid: max(0, milli) for uuid, milli in free.items()}
 
     @cached_property
     def why(self) -> Mapping[str, Why]:
@@ -97,14 +97,14 @@ class KaiOutlook(Outlook):
 
     @cached_property
     def position(self) -> Mapping[str, int]:
-        """Position among the waiting jobs of the same project."""
-        jobs = {x.id: x.project for x in self._cluster.leases if x.kind is Kind.TRAIN}
-        numbers: dict[str, int] = {}
-        found: dict[str, int] = {}
+        """The position of each waiting job in its project."""
+        projects = {x.id: x.project for x in self._cluster.leases if x.kind is Kind.TRAIN}
+        counts: dict[str, int] = {}
+        positions: dict[str, int] = {}
         for lease_id in self.why:
-            if lease_id in jobs:
-                numbers[jobs[lease_id]] = found[lease_id] = numbers.get(jobs[lease_id], 0) + 1
-        return found
+            if lease_id in projects:
+                counts[projects[lease_id]] = positions[lease_id] = counts.get(projects[lease_id], 0) + 1
+        return positions
 
     @property
     def free_milli(self) -> int:
@@ -135,14 +135,14 @@ class KaiOutlook(Outlook):
         return claimed_milli(self._cluster, self._claimants)
 
     def smaller(self, lease: Lease) -> Size | None:
-        """Return None: which smaller size would start, KAI does not say."""
+        """Return None: KAI does not say which smaller size would start."""
         return None
 
     def offers(self, project: str, sizes: Iterable[Size]) -> tuple[Offer, ...]:
         return tuple(self._offer(project, size) for size in sizes)
 
     def _offer(self, project: str, size: Size) -> Offer:
-        """Return what free capacity says; KAI may also take it from leases over their quota."""
+        """Return the offer by free capacity alone; KAI may also take capacity from leases over quota."""
         probe = Lease(id=_PROBE, project=project, kind=Kind.BUILD, size=size, queued_at=self._now)
         considered = replace(self._cluster, leases=(*self._cluster.leases, probe))
         demand = demands(considered, self._sleepable, self._now).by_lease[_PROBE]

@@ -1,4 +1,4 @@
-"""A session's start on a cluster: its seat, from the creation until it is connected.
+"""A session's start on a cluster: its seat, from creation until it is connected.
 
 =====================================  ============  =====================  ==============================
 KAI and the node say                   phase         the start waits        then it is refused
@@ -6,19 +6,19 @@ KAI and the node say                   phase         the start waits        then
 nothing                                `PLACING`     ``place_s``            there is no capacity
 KAI cannot place it                    `PLACING`     ``stands_s``           with KAI's reason
 KAI evicts others for it, or promised  `FREEING`     ``seat_s`` from the    its capacity is being freed;
-it what leaves anyway                                decision on, in all    its seat stays until then
-KAI has chosen its node, and reserves  `RESERVING`                          a GPU is out of order
-a GPU that is to be shared
+it capacity that is being freed                      decision, in total     its seat stays until then
+KAI has chosen its node and reserves   `RESERVING`                          a GPU is out of order
+a GPU that will be shared
 it is bound to a node                  `CONNECTING`                         a GPU is out of order
 it is connected, its units are in use  `FREEING`                            there is no capacity
 =====================================  ============  =====================  ==============================
 
-KAI says that it cannot place a seat at the end of a cycle, in which it has also tried to evict, of every
-seat that waits then; one that is promised capacity does not wait (v0.16.8,
-``pkg/scheduler/framework/session.go:473-482``, ``pkg/scheduler/api/podgroup_info/job_info.go:388-390``).
-So a refusal comes within a cycle and not after ``place_s`` only.  It is not taken at once: the next
-cycle may evict where this one did not, as minimum run times end, and as KAI adds fractions up in random
-order.  And it is never taken back (`PodGroup.refusals`): after the decision it says nothing.
+At the end of a cycle KAI writes a refusal to every seat that still waits; by then it has also tried to evict.
+A seat with promised capacity does not wait (v0.16.8, ``pkg/scheduler/framework/session.go:473-482``,
+``pkg/scheduler/api/podgroup_info/job_info.go:388-390``).  So a refusal comes within a cycle, earlier than
+``place_s``.  A start does not accept it at once: minimum run times end, and KAI adds fractions in random
+order, so the next cycle may evict where this one did not.  KAI never withdraws a refusal
+(`PodGroup.refusals`), so it means nothing after the decision.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ from jupyter_gpushare.kube.rules.seats import Demand, Seat, SeatClass, Seating, 
 
 log = logging.getLogger("gpushare.broker")
 
-# Looks again at least so often, for what no news tell of.
+# Maximum time between two checks, because not every change wakes `KubeSeats.wait`.
 ROUND_S = 5.0
-# A refusal counts once it has stood for so long: KAI's sums of fractions are floats in random order, so
-# that what fails in one cycle may succeed in the next.
+# A refusal counts after it has stood this long: KAI sums fractions as floats in random order, so that a seat
+# may fail in one cycle and succeed in the next.
 STANDS_S = 2.0
-# Names of seats given up that a seat remembers: of its last tries.
-_TRIES = 8
+# A seat remembers the names of this many abandoned seats: those of the last attempts.
+_MAX_ATTEMPTS = 8
 
 
 class Start:
-    """One start.  ``until`` is when it is refused, in the time of the event loop."""
+    """One start.  ``until`` is when it is refused, in the event loop's time."""
 
     def __init__(
         self, seats: KubeSeats, *, place_s: float, seat_s: float, stands_s: float, within_s: float
@@ -69,15 +69,15 @@ class Start:
         self._is_decided = False
 
     async def place(self, demand: Demand, devices: Iterable[Device]) -> Seat | Why:
-        """Create the seat and return it once it is connected, or why the start is refused."""
+        """Create the seat; return it once it is connected, or why the start is refused."""
         try:
             async with asyncio.timeout_at(self.until):
                 self._name = await self._seats.create(demand, devices)
                 seat = await self._answered()
         except TimeoutError:
-            if (found := self._seats.seat(self._name)) is None or not self._is_promised(found):
+            if (late := self._seats.seat(self._name)) is None or not self._is_promised(late):
                 return Why.NO_CAPACITY
-            seat = found
+            seat = late
         except KubeError as error:
             log.warning("lease=%s has no seat: %s", demand.lease, error)
             return Why.NO_CAPACITY
@@ -92,7 +92,7 @@ class Start:
             return self._too_late()
 
     def progress(self) -> StartProgress:
-        """Return how far it is."""
+        """Return the phase of the start and the seconds until it ends, if known."""
         seat = self._seats.seat(self._name)
         if seat is None or not (self._is_decided or self._is_answered(seat)):
             return StartProgress(StartPhase.PLACING)
@@ -104,7 +104,7 @@ class Start:
         return StartProgress(StartPhase.FREEING, max(0.0, ends_at - time.time()) if ends_at else None)
 
     async def _answered(self) -> Seat:
-        """Wait until KAI has decided for the seat, or its refusal has stood for ``stands_s``."""
+        """Return the seat once KAI has accepted it, or once its refusal has stood for ``stands_s``."""
         while True:
             seat = await self._wait_for(lambda s: self._is_answered(s) or s.why)
             if self._is_answered(seat):
@@ -117,17 +117,17 @@ class Start:
                     return seat
 
     def _is_answered(self, seat: Seat) -> bool:
-        """Return whether KAI does something for the seat."""
+        """Return whether KAI has chosen a node for the seat or evicts others for it."""
         is_chosen = seat.seating is not Seating.WAITING or seat.is_binding
         return is_chosen or bool(evicted_for(self._seats.seats(), seat))
 
     def _is_promised(self, seat: Seat) -> bool:
-        """Return whether KAI does something for it, or can only have promised it what seats leave behind."""
+        """Return whether KAI has accepted the seat, or probably promised it the capacity of leaving seats."""
         return self._is_answered(seat) or (seat.why is None and self._do_others_leave())
 
     def _do_others_leave(self) -> bool:
-        every = (s for mine in self._seats.seats().values() for s in mine)
-        return any(s.seating is Seating.LEAVING and s.node for s in every)
+        seats = (s for mine in self._seats.seats().values() for s in mine)
+        return any(s.seating is Seating.LEAVING and s.node for s in seats)
 
     def _too_late(self) -> Why:
         seat = self._seats.seat(self._name)
@@ -144,7 +144,7 @@ class Start:
 
 
 class Starting:
-    """Starts of sessions; ``place_s`` and ``seat_s`` are those of `KaiEngine`, ``stands_s`` of `Start`."""
+    """Starts sessions; ``place_s`` and ``seat_s`` are as in `KaiEngine`, ``stands_s`` as in `Start`."""
 
     def __init__(
         self,
@@ -170,13 +170,13 @@ class Starting:
         not_nodes: Iterable[str] = (),
         within_s: float = inf,
     ) -> Grant | Explanation:
-        """As `Engine.admit`.
+        """Implement `Engine.admit`.
 
         Raises:
             Conflict: the cluster has no queue for the project.
         """
-        if lost := missing((p for p in cluster.projects if p.name == lease.project), self._seats.queues):
-            raise Conflict("the cluster has no queue %1: an administrator creates it", lost[0])
+        if names := missing((p for p in cluster.projects if p.name == lease.project), self._seats.queues):
+            raise Conflict("the cluster has no queue %1: an administrator creates it", names[0])
         cluster = self._following.seen(cluster)
         considered = replace(cluster, leases=(*cluster.leases, lease))
         demand = self._following.demands(considered, now).by_lease[lease.id]
@@ -190,7 +190,7 @@ class Starting:
             within_s=within_s,
         )
         try:
-            placed = await start.place(await self._instead(demand, cluster), cluster.devices)
+            placed = await start.place(await self._take_over(demand, cluster), cluster.devices)
             if not isinstance(placed, Why):
                 placed = await self._take_units(lease, demand, placed, start.until)
         except BaseException:
@@ -202,7 +202,7 @@ class Starting:
             await self._withdraw(lease.id)
             free_milli = self._following.outlook(cluster, now).free_milli
             return Explanation(why=placed, position=None, free_milli=free_milli)
-        # Until the lease is in a snapshot, which it is right after its grant was committed.
+        # Keep the seat until the lease is in a snapshot, right after its grant is committed.
         self._following.starting[lease.id] = self._clock() + ROUND_S
         held = {d.uuid: d.demand_milli(lease.size) for d in cluster.devices}
         return Grant(
@@ -214,33 +214,33 @@ class Starting:
         )
 
     def progress(self, lease_id: str) -> StartProgress | None:
-        """Return how far a start is; None: none of this lease is under way."""
+        """Return the progress of a lease's start; None if it has none."""
         start = self._under_way.get(lease_id)
         return None if start is None else start.progress()
 
-    async def _instead(self, demand: Demand, cluster: Cluster) -> Demand:
-        """Return the demand of a start that takes over what KAI frees for one that was given up.
+    async def _take_over(self, demand: Demand, cluster: Cluster) -> Demand:
+        """Return the demand, changed to take over the capacity that KAI frees for an abandoned start.
 
-        KAI would evict again for a second seat beside that one, so the seat of the other start goes first.
+        The abandoned seat is deleted first: KAI would evict again for a second seat beside it.
         """
-        seats, asks = self._seats.seats(), request(demand.size, cluster.devices)
+        seats, requested = self._seats.seats(), request(demand.size, cluster.devices)
         known = {*self._following.starting, *(lease.id for lease in cluster.leases)}
         for seat in (s for lease, mine in seats.items() if lease not in known for s in mine):
-            fits = seat.terms == terms(demand) and seat.asks == asks
+            fits = seat.terms == terms(demand) and seat.asks == requested
             if fits and set(demand.not_nodes) <= set(seat.not_nodes) and is_awaited(seats, seat):
                 self._following.starting[seat.lease] = self._clock() + ROUND_S  # no other start takes it over
-                if not await self._take_away(seat.name):
+                if not await self._delete_waiting(seat.name):
                     continue
-                return replace(demand, instead_of=(seat.name, *seat.instead_of)[:_TRIES])
+                return replace(demand, instead_of=(seat.name, *seat.instead_of)[:_MAX_ATTEMPTS])
         return demand
 
-    async def _take_away(self, name: str) -> bool:
-        """Return whether a seat that waits is deleted; KAI may be writing to it just then."""
+    async def _delete_waiting(self, name: str) -> bool:
+        """Delete a waiting seat and return whether it is gone; KAI may be writing to it meanwhile."""
         try:
             for _ in range(3):
                 await self._seats.delete(name)
-                found = self._seats.seat(name)
-                if found is None or found.seating is not Seating.WAITING:
+                seat = self._seats.seat(name)
+                if seat is None or seat.seating is not Seating.WAITING:
                     return True
                 await self._seats.wait(1.0)
         except KubeError as error:
@@ -248,7 +248,7 @@ class Starting:
         return False
 
     async def _take_units(self, lease: Lease, demand: Demand, seat: Seat, until: float) -> Seat | Why:
-        """Return a connected seat with its units, once these are free; on a node without units as it is."""
+        """Return a connected seat with its units once they are free; unchanged on a node without units."""
         if seat.seating is not Seating.PLACED or not set(seat.devices) <= {
             device.uuid for device in self._following.latest().devices
         }:
@@ -276,7 +276,7 @@ class Starting:
         return replace(seat, devices=gpus)
 
     def _choose(self, demand: Demand, seat: Seat) -> tuple[str, ...] | Why | None:
-        """Return GPUs for a start; () on a node without units, None: too few are free yet."""
+        """Return GPUs for a start; () on a node without units, None while too few are free."""
         cluster = self._following.latest()
         pool = pools_of(cluster, claimants(cluster), frozenset(self._following.placed)).get(seat.node)
         if seat.node in obstacles(cluster):
@@ -295,7 +295,7 @@ class Starting:
         return pool is not None and pool.is_free(lease)
 
     async def _withdraw(self, lease_id: str) -> None:
-        """Delete the seats of a refused start; what fails here, or is awaited, a later round deletes."""
+        """Delete the seats of a refused start; a later round deletes awaited ones and those that fail."""
         try:
             for _ in range(2):  # the pod, then its PodGroup
                 seats = self._seats.seats()
@@ -310,7 +310,7 @@ class Starting:
 
 
 def _is_settled(seat: Seat) -> bool:
-    """Return whether a seat is connected, or will never be; a node may be faster than the news of its pod."""
+    """Return whether a seat is connected or never will be."""
     if seat.seating is Seating.PLACED:
         return bool(seat.devices)
     return seat.seating is not Seating.WAITING
