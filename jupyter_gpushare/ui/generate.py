@@ -1,7 +1,7 @@
-"""Write the TypeScript that follows from Python code: ``python jupyter_gpushare/ui/generate.py``.
+"""Generate TypeScript from Python code: ``python jupyter_gpushare/ui/generate.py``.
 
-`FILES` maps each generated file to its function.  `build` and the Makefile run it before they read
-the sources; git does not keep what it writes.
+`FILES` maps each generated file to its function.  `build` and the Makefile run this module before they read
+the sources.  The generated files are not in git.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jupyter_gpushare.protocol import wire
 UI = Path(__file__).resolve().parent
 SOURCES = UI / "src"
 HEADER = "/* eslint-disable */\n// Written by jupyter_gpushare/ui/generate.py; do not edit.\n"
-# Messages that the page sends or receives; the messages inside them follow.
+# Messages that the page sends or receives; the messages inside them are added.
 ROOTS: tuple[type[msgspec.Struct], ...] = (
     wire.Status,
     wire.JobList,
@@ -54,7 +54,7 @@ def wire_module() -> str:
         _declare(root, kinds)
     names = " | ".join(f"'{name}'" for name in ("project", *wire.ASKED_TERMS))
     kinds["IOffersQuery"] = (
-        "/** What is asked about a job that is not submitted yet; empty: as the broker has it. */\n"
+        "/** The query about a job that is not submitted yet; an empty value is the broker's default. */\n"
         f"export type IOffersQuery = {{ readonly [name in {names}]: string }};\n"
     )
     intro = (
@@ -65,7 +65,7 @@ def wire_module() -> str:
 
 
 def _declare(kind: type[msgspec.Struct], kinds: dict[str, str]) -> None:
-    """Add the declaration of ``kind`` and of all types inside it."""
+    """Add the declarations of ``kind`` and of all types inside it."""
     name = f"I{kind.__name__}"
     if name in kinds:
         return
@@ -84,7 +84,7 @@ def _declare(kind: type[msgspec.Struct], kinds: dict[str, str]) -> None:
 
 
 def comments_of(kind: type[msgspec.Struct]) -> dict[str, str]:
-    """Return the comments behind the fields of a message, by field."""
+    """Return the comment after each field of a message, by field."""
     kinds = [each for each in reversed(kind.__mro__) if issubclass(each, msgspec.Struct)]
     source = "".join(inspect.getsource(each) for each in kinds if each is not msgspec.Struct)
     return dict(re.findall(r"^    (\w+): .*?  # (.*)$", source, re.MULTILINE))
@@ -96,7 +96,7 @@ def _comment(text: str, indent: str) -> str:
 
 
 def _type(hint: object, kinds: dict[str, str]) -> str:
-    """Return the TypeScript of a type, declaring what it names."""
+    """Return the TypeScript of a type, and declare the types that it names."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " | ".join(_type(kind, kinds) for kind in inner)
@@ -123,12 +123,12 @@ def _type(hint: object, kinds: dict[str, str]) -> str:
 
 
 def catalogue_module() -> str:
-    """Return ``src/catalogue.ts``: a translated template per key of `messages.TEMPLATES`.
+    """Return ``src/catalogue.ts``: a translated template for each key of `messages.TEMPLATES`.
 
-    Templates are literals in calls of ``trans.__`` and ``trans._n``, where the tools that collect
-    strings for translators find them.
+    Templates are literals in calls of ``trans.__`` and ``trans._n``, because the tools that collect
+    strings for translators look there.
     """
-    made = refusals()
+    refusal_texts = refusals()
     lines = [
         HEADER + "\nimport type { TranslationBundle } from '@jupyterlab/translation';",
         "\nimport { isoText } from './locale';",
@@ -137,7 +137,7 @@ def catalogue_module() -> str:
         "  readonly [key: string]: (trans: TranslationBundle, args: readonly string[]) => string;",
         "} = {",
     ]
-    for key, template in [*TEMPLATES.items(), *zip(made, made, strict=True)]:
+    for key, template in [*TEMPLATES.items(), *zip(refusal_texts, refusal_texts, strict=True)]:
         if isinstance(template, tuple):
             one, many = map(_quoted, template)
             call = f"trans._n({one}, {many}, Number(args[0]))"
@@ -163,7 +163,7 @@ def refusals() -> list[str]:
 
 
 def _sources_of_errors() -> list[Path]:
-    """Return the modules with errors that a user's server or the broker answers."""
+    """Return the modules that make the errors in answers of a user's server or the broker."""
     package = UI.parent
     folders = (package / name for name in ("broker", "protocol/wire", "server"))
     return [
@@ -174,7 +174,7 @@ def _sources_of_errors() -> list[Path]:
 
 
 def template_of(node: ast.AST) -> ast.expr | None:
-    """Return the argument that is the template, if ``node`` makes an error that reaches a page."""
+    """Return the template argument of ``node`` if it makes an error that reaches a page."""
     if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Name)):
         return None
     if node.func.id == "Refused":
@@ -186,13 +186,13 @@ def template_of(node: ast.AST) -> ast.expr | None:
 
 
 def sizes_module() -> str:
-    """Return ``src/sizes.ts``: which sizes `core.size` reads, and how `gibibytes` writes memory."""
+    """Return ``src/sizes.ts``: the sizes that `core.size` accepts and the memory format of `gibibytes`."""
     return (
-        f"{HEADER}\n/** `0.5`, `1/2` or `2` GPUs; the broker says what is too small or too many. */\n"
+        f"{HEADER}\n/** `0.5`, `1/2` or `2` GPUs; the broker checks minimum and maximum. */\n"
         f"export const GPUS = {_expression(GPUS_PATTERN)};\n"
         "\n/** An amount of memory: 20GiB, 500MB or a number of bytes. */\n"
         f"export const MEMORY = {_expression(MEMORY_PATTERN)};\n"
-        f"\n/** Bytes of the unit that every amount of memory is shown in. */\nexport const GIB = {GIB};\n"
+        f"\n/** Bytes of the unit in which memory is shown. */\nexport const GIB = {GIB};\n"
         "\n/** Amounts below this many GiB have one digit after the point. */\n"
         f"export const TENTHS_BELOW = {TENTHS_BELOW};\n"
     )
@@ -215,7 +215,7 @@ FILES: Mapping[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    """Write every file that differs and print its path; exit code 0."""
+    """Write every file that differs and print its path; return exit code 0."""
     for name, text_of in FILES.items():
         path, text = SOURCES / name, text_of()
         if not path.is_file() or path.read_text(encoding="utf-8") != text:

@@ -1,4 +1,4 @@
-/** What can be done with a lease, and how; the same in panel, banner and notifications. */
+/** The actions on a lease, shared by panel, banner and notifications. */
 
 import { Notification } from '@jupyterlab/apputils';
 
@@ -14,16 +14,16 @@ export interface Action {
   readonly verb: LeaseVerb;
   readonly label: string;
   readonly caption: string;
-  /** The one that most people want now. */
+  /** Whether this is the action that most people want now. */
   readonly accent: boolean;
-  /** Does it; a refusal is shown as a notification. */
+  /** Runs the action; a notification shows a refusal. */
   readonly run: () => Promise<void>;
 }
 
 export class Actions {
   constructor(private readonly _gpu: Pick<IGpuModel, 'model' | 'options'>) {}
 
-  /** Returns what makes sense for a lease as it is now. */
+  /** Returns the actions that make sense in the lease's current phase. */
   of(lease: ILeaseStatus): Action[] {
     switch (phaseOf(lease)) {
       case 'warned':
@@ -73,7 +73,7 @@ export class Actions {
     return { verb, label, caption, accent, run };
   }
 
-  /** As many as were chosen, and no more than the day has left. */
+  /** Returns the chosen minutes, limited to those left today. */
   private _minutes(): number {
     const left = Math.floor(this._left() ?? Infinity);
     const chosen = this._gpu.options().keepMinutes;
@@ -95,7 +95,7 @@ export class Actions {
         );
   }
 
-  /** Says until when the GPU is kept and what is left of the day's minutes, and offers to undo it. */
+  /** Shows until when the GPU is kept and the minutes left today, and offers to undo it. */
   private _receipt(): void {
     const until = this._gpu.model.lease?.keep_until ?? null;
     if (until === null) {
@@ -113,7 +113,7 @@ export class Actions {
     });
   }
 
-  /** Returns whether it was done. */
+  /** Sends the change; returns whether it succeeded. */
   private _do(verb: LeaseVerb, minutes = this._minutes()): Promise<boolean> {
     return attempt(() => this._gpu.model.change(verb, minutes));
   }

@@ -1,8 +1,8 @@
-/** What a user asked for, and the answer when it is refused. */
+/** Actions of the user, with a notification when one is refused. */
 
 import { Notification } from '@jupyterlab/apputils';
 
-/** Does something, and returns whether it was done; a refusal is shown as a notification. */
+/** Runs an action and returns whether it succeeded; a notification shows a refusal. */
 export async function attempt(action: () => Promise<unknown>): Promise<boolean> {
   try {
     await action();

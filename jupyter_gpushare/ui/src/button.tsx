@@ -1,10 +1,10 @@
-/** A button that never drops the keyboard's focus. */
+/** A button that never loses the keyboard focus. */
 
 import React from 'react';
 
 interface IButtonProps {
   readonly className: string;
-  /** Nothing happens at a click; it can still be reached. */
+  /** A click does nothing, but the keyboard still reaches the button. */
   readonly off?: boolean;
   readonly run: () => void;
   readonly title?: string;
@@ -13,7 +13,7 @@ interface IButtonProps {
   readonly children: React.ReactNode;
 }
 
-/** Returns whether what a button began is still under way, and the function that begins it. */
+/** Returns whether a button's action is running, and the function that starts one. */
 export function useBusy(): [boolean, (action: () => Promise<void>) => void] {
   const [busy, setBusy] = React.useState(false);
   const begin = async (action: () => Promise<void>): Promise<void> => {
@@ -24,15 +24,15 @@ export function useBusy(): [boolean, (action: () => Promise<void>) => void] {
   return [busy, action => void begin(action)];
 }
 
-/** A browser takes the focus from a disabled button, and from one that goes: the area around it gets it then. */
+/** Unlike a disabled or removed button, it keeps the focus, or passes it to the area around it. */
 export function Button(props: IButtonProps): JSX.Element {
   const { off = false, run, ...more } = props;
   const button = React.useRef<HTMLButtonElement>(null);
   React.useLayoutEffect(() => {
-    const mine = button.current!;
+    const node = button.current!;
     return () => {
-      if (mine === document.activeElement) {
-        mine.closest<HTMLElement>('[tabindex="-1"]')?.focus();
+      if (node === document.activeElement) {
+        node.closest<HTMLElement>('[tabindex="-1"]')?.focus();
       }
     };
   }, []);

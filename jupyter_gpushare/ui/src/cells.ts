@@ -1,6 +1,6 @@
 /**
- * One line below a running cell while its GPU comes back: only on the page, never in
- * the notebook's file; gone when the cell ends or the GPU is there.
+ * One line below a running cell while its GPU comes back.  It is on the page only, never in the
+ * notebook's file, and disappears when the cell ends or the GPU is back.
  */
 
 import { Cell } from '@jupyterlab/cells';
@@ -12,10 +12,10 @@ import type { IPlace } from './sight';
 import type { IGpuModel } from './tokens';
 import { wakingSteps } from './messages';
 
-/** A shorter resume shows no line. */
+/** A resume shows the line only after this time. */
 const AFTER_MS = 2000;
 /** Kernel states after which running cells never report their end. */
-const OVER: ReadonlySet<string> = new Set(['restarting', 'autorestarting', 'terminating', 'dead']);
+const ENDING: ReadonlySet<string> = new Set(['restarting', 'autorestarting', 'terminating', 'dead']);
 
 export class CellLines {
   constructor(
@@ -32,14 +32,14 @@ export class CellLines {
     _gpu.model.changed.connect(() => this._follow());
   }
 
-  /** Drops the cells of a kernel that ends: JupyterLab emits no signal for them. */
+  /** Forgets the cells of a kernel that ends, because JupyterLab emits no signal for them. */
   watch({ content, sessionContext }: NotebookPanel): void {
     const forget = (): void => {
       this._running.forget(content);
       this._follow();
     };
     sessionContext.kernelChanged.connect(forget);
-    sessionContext.statusChanged.connect((_, status) => OVER.has(status) && forget());
+    sessionContext.statusChanged.connect((_, status) => ENDING.has(status) && forget());
   }
 
   private _follow(): void {

@@ -1,18 +1,18 @@
-/** A week by day, as its bars show it. */
+/** The days of a week, for the bars that show them. */
 
 import type { IHistory } from './wire';
 
 export const WEEK_DAYS = 7;
 
-/** What was used and given to others, of all projects together. */
+/** GPU time used and lent on one day, in all projects together. */
 export interface IDay {
-  /** `2031-05-06`, in UTC as the broker counts. */
+  /** `2031-05-06`, in UTC like the broker's days. */
   readonly day: string;
   readonly usedGpuS: number;
   readonly lentGpuS: number;
 }
 
-/** Returns the seven days that end with the day of `now` (ISO, UTC), oldest first; those without use are 0. */
+/** Returns the seven days up to that of `now` (ISO, UTC), oldest first; a day without use has zeros. */
 export function daysOf(week: IHistory, now: string): IDay[] {
   const today = Date.parse(`${now.slice(0, 10)}T00:00:00Z`);
   return Array.from({ length: WEEK_DAYS }, (_, index) => {

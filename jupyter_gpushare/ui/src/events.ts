@@ -1,25 +1,25 @@
-/** The broker's events, which come through Jupyter's. */
+/** The broker's events, received through Jupyter's event stream. */
 
 import { EventManager, ServerConnection } from '@jupyterlab/services';
 
 const EVENTS = 'https://jupyter-gpushare.readthedocs.io/events/';
 
 /**
- * Calls `news` for every event of ours, and when their stream opens (again): what was
- * missed until then has to be asked for.
+ * Calls `changed` for each of our events and whenever the stream opens, because earlier events are
+ * missed.
  */
-export function listen(settings: ServerConnection.ISettings, news: () => void): EventManager {
-  // JupyterLab's own manager of events does not tell when it is connected again.
+export function listen(settings: ServerConnection.ISettings, changed: () => void): EventManager {
+  // JupyterLab's own event manager has no signal for a reconnection.
   class Socket extends settings.WebSocket {
     constructor(url: string | URL, protocols?: string | string[]) {
       super(url, protocols);
-      this.addEventListener('open', news);
+      this.addEventListener('open', changed);
     }
   }
   const events = new EventManager({ serverSettings: { ...settings, WebSocket: Socket } });
   events.stream.connect((_, event) => {
     if (event.schema_id.startsWith(EVENTS)) {
-      news();
+      changed();
     }
   });
   return events;

@@ -1,4 +1,4 @@
-/** The plugins; each can be disabled alone. */
+/** The plugins; each can be disabled separately. */
 
 import {
   ILayoutRestorer,
@@ -50,18 +50,18 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
     const requests = new Requests(app.serviceManager.serverSettings);
     const model = new GpuModel(requests);
     // A hidden page sends no requests; it refreshes when it becomes visible.
-    const look = (): void => {
+    const refresh = (): void => {
       if (document.visibilityState === 'visible') {
         void model.refresh();
       }
     };
-    listen(app.serviceManager.serverSettings, look);
+    listen(app.serviceManager.serverSettings, refresh);
     document.addEventListener('visibilitychange', () => {
       if (document.visibilityState === 'visible') {
         void model.refreshAfterAbsence();
       }
     });
-    // JupyterLab's tabs keep a click from the browser, which then takes the last key for how we came here.
+    // JupyterLab's tabs hide clicks from the browser, which then treats the last key as the last input.
     for (const type of ['pointerdown', 'keydown']) {
       document.addEventListener(type, () => (document.body.dataset.gpushareLast = type), true);
     }
@@ -77,7 +77,7 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
         settings.changed.connect(follow);
         follow();
       })
-      .catch(() => undefined); // the defaults do
+      .catch(() => undefined); // the defaults stay
     return {
       model,
       requests,
@@ -205,7 +205,7 @@ const statusBar: JupyterFrontEndPlugin<void> = {
   description: 'The shared GPU in the status bar.',
   autoStart: true,
   requires: [IGpuModel],
-  // Notebook 7 has none.
+  // Notebook 7 has no status bar.
   optional: [IStatusBar],
   activate: (
     app: JupyterFrontEnd,
@@ -284,22 +284,22 @@ const notifications: JupyterFrontEndPlugin<void> = {
         toasts.show(notice);
       }
     });
-    // What became of jobs since the last page saw them.
+    // Notices for jobs that changed since the last page load.
     void state?.fetch(SEEN_KEY).then(seen => {
       if (seen !== undefined) {
         gpu.model.catchUp(seen as unknown as ISeenJobs);
       }
-      let kept = JSON.stringify(seen);
-      const keep = (): void => {
+      let saved = JSON.stringify(seen);
+      const save = (): void => {
         const now = gpu.model.state;
-        const text = now.kind === 'ready' ? JSON.stringify(seenJobs(now.status.jobs)) : kept;
-        if (text !== kept) {
-          kept = text;
+        const text = now.kind === 'ready' ? JSON.stringify(seenJobs(now.status.jobs)) : saved;
+        if (text !== saved) {
+          saved = text;
           void state.save(SEEN_KEY, JSON.parse(text) as ReadonlyJSONObject);
         }
       };
-      gpu.model.changed.connect(keep);
-      keep();
+      gpu.model.changed.connect(save);
+      save();
     });
   }
 };

@@ -1,4 +1,4 @@
-/** Answers at once when a kernel that waits for its GPU is interrupted or restarted. */
+/** Notifies at once when a kernel that waits for its GPU is interrupted or restarted. */
 
 import { Notification } from '@jupyterlab/apputils';
 import { NotebookPanel } from '@jupyterlab/notebook';
@@ -9,19 +9,19 @@ import { GpuModel } from './model';
 import { phaseOf } from './state';
 import { ILeaseStatus } from './wire';
 
-// Kernel > Interrupt (`kernelmenu:interrupt`) executes one of these.
+// The menu item Kernel > Interrupt (`kernelmenu:interrupt`) executes one of these commands.
 const INTERRUPT: ReadonlySet<string> = new Set(['notebook:interrupt-kernel', 'console:interrupt-kernel']);
 const CLOSE_MS = 10_000;
 
 export class Interrupts {
-  /** ``isNeeded``: whether a kernel other than this one is busy, and may wait for the GPU as well. */
+  /** `isNeeded` returns whether another kernel than the given one is busy and may wait for the GPU. */
   constructor(
     private readonly _model: GpuModel,
     private readonly _actions: Actions,
     private readonly _isNeeded: (restarted: string) => boolean,
   ) {}
 
-  /** To be called with each command of JupyterLab. */
+  /** Must be called with each command of JupyterLab. */
   onCommand(id: string): void {
     const lease = INTERRUPT.has(id) ? this._waiting() : null;
     if (lease !== null) {
@@ -30,15 +30,15 @@ export class Interrupts {
     }
   }
 
-  /** Follows the kernel of a notebook: a restart ends the waiting of its cells. */
+  /** Watches the kernel of a notebook for restarts, after which no cell waits. */
   watch({ sessionContext }: NotebookPanel): void {
-    let isTold = false; // JupyterLab says it more than once, also after other states
+    let isNotified = false; // JupyterLab signals a restart more than once, also after other states
     sessionContext.statusChanged.connect((_, status) => {
-      if (status === 'restarting' && !isTold) {
-        isTold = true;
+      if (status === 'restarting' && !isNotified) {
+        isNotified = true;
         void this._onRestart(sessionContext.session?.kernel?.id ?? '');
       } else if (status === 'idle' || status === 'busy') {
-        isTold = false;
+        isNotified = false;
       }
     });
   }

@@ -1,4 +1,4 @@
-/** One job: what it is, what can be done with it, what it prints, and every pause with its reason. */
+/** One job in detail: its facts, actions, log, and a timeline with the reason of every pause. */
 
 import { UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
@@ -15,9 +15,9 @@ import { duration, environmentText, jobBadge, momentText, oneLine, sharedText } 
 import { timeText } from './locale';
 import { trans } from './translate';
 
-/** Distance that counts as scrolled to the end: scroll positions may be fractional. */
+/** At most this distance from the end counts as the end, because scroll positions may be fractional. */
 const END_PX = 4;
-const PRINTS: ReadonlySet<string> = new Set(['starting', 'running', 'stopping']);
+const MAY_PRINT: ReadonlySet<string> = new Set(['starting', 'running', 'stopping']);
 
 export interface IDetailProps {
   readonly job: IJob;
@@ -25,9 +25,9 @@ export interface IDetailProps {
   readonly retry: (job: IJob) => Promise<void>;
   /** Opens the dialog that changes a job in the queue. */
   readonly edit: (job: IJob) => void;
-  /** The job of mine before (-1) or behind (1) it in the queue. */
+  /** Returns my job before (-1) or behind (1) it in the queue. */
   readonly neighbour: (job: IJob, step: -1 | 1) => IJob | null;
-  /** Moves a job by one among mine. */
+  /** Moves a job by one place among my jobs. */
   readonly move: (job: IJob, step: -1 | 1) => Promise<void>;
   readonly duplicate: (job: IJob) => void;
   /** Opens the notebook that the job writes. */
@@ -100,7 +100,7 @@ function Buttons(props: IDetailProps): JSX.Element {
   );
   const output = job.source?.output ?? '';
   const isOver = ENDED.has(job.state);
-  // Every button keeps its place, so that a second click never meets another one.
+  // Every button keeps its place, so that a second click never hits another button.
   return (
     <span className="gpushare-actions">
       <UseSignal signal={props.stops.changed}>
@@ -131,12 +131,12 @@ function LogView(props: IDetailProps): JSX.Element {
   const { job } = props;
   const [attempt, setAttempt] = React.useState(0);
   const [follow, setFollow] = React.useState(true);
-  const [wanted, setWanted] = React.useState('');
+  const [query, setQuery] = React.useState('');
   const box = React.useRef<HTMLPreElement>(null);
   const { log, reads, refusal } = useLog(props, attempt, box);
-  const onScroll = useEnd(box, follow && wanted === '', [log, reads], setFollow);
+  const onScroll = useEnd(box, follow && query === '', [log, reads], setFollow);
   const kept = log.kept ?? [];
-  const found = log.find(wanted);
+  const found = log.find(query);
   return (
     <>
       <div className="gpushare-tools">
@@ -145,9 +145,9 @@ function LogView(props: IDetailProps): JSX.Element {
           {trans.__('Follow')}
         </label>
         <Search
-          wanted={wanted}
+          query={query}
           found={found.length}
-          change={setWanted}
+          change={setQuery}
           show={n => box.current?.querySelectorAll('mark')[n]?.scrollIntoView({ block: 'nearest' })}
         />
         {kept.length > 1 && <Attempts kept={kept} attempt={attempt} change={setAttempt} />}
@@ -163,7 +163,7 @@ function LogView(props: IDetailProps): JSX.Element {
         ref={box}
         className="gpushare-log"
         role="log"
-        // Not read out as it grows.
+        // Screen readers do not read it out as it grows.
         aria-live="off"
         tabIndex={0}
         aria-label={trans.__('Log of %1', job.name)}
@@ -171,13 +171,13 @@ function LogView(props: IDetailProps): JSX.Element {
       >
         {log.isCut && <i>{trans.__('The beginning is left out here; the download has all that is kept.')}{'\n'}</i>}
         {log.lines.length === 0 && <i>{emptyText(job, log.kept)}</i>}
-        {wanted === '' ? log.lines.join('\n') : <Marked lines={log.lines} found={new Set(found)} />}
+        {query === '' ? log.lines.join('\n') : <Marked lines={log.lines} found={new Set(found)} />}
       </pre>
     </>
   );
 }
 
-/** Reads the log of an attempt for as long as it is shown; `reads` counts the pieces. */
+/** Reads the log of an attempt while it is shown; `reads` counts the pieces. */
 function useLog(
   { job, requests }: IDetailProps,
   attempt: number,
@@ -194,7 +194,7 @@ function useLog(
       keepReading(log, {
         // Neither the page nor the tab is hidden.
         isSeen: () => document.visibilityState === 'visible' && box.current?.offsetParent !== null,
-        grows: PRINTS.has(job.state),
+        grows: MAY_PRINT.has(job.state),
         onRead: (isMore, error) => {
           setRefusal(error);
           setRead(n => (isMore ? n + 1 : n));
@@ -206,8 +206,8 @@ function useLog(
 }
 
 /**
- * Keeps the end of a box in sight while it `follows`, whenever its `content` changes.
- * Returns the handler of scroll events, by which a user ends that or begins it again.
+ * Keeps the end of a box in sight when its `content` changes, while it `follows`.
+ * Returns the handler of scroll events, with which a user stops or resumes following.
  */
 function useEnd(
   box: React.RefObject<HTMLElement>,
@@ -222,13 +222,13 @@ function useEnd(
       current!.scrollTop = current!.scrollHeight;
     }
     const { scrollTop, clientHeight, scrollHeight } = current!;
-    // A position that is not ours is a user's, until its event has come.
+    // A position that we did not set is a user's; keep ours until its scroll event arrives.
     seen.current = { scrollTop: follows ? scrollTop : seen.current.scrollTop, clientHeight, scrollHeight };
   };
-  // Before it is drawn: no scroll event comes between new text and this.
+  // Runs before the drawing, so no scroll event comes between new text and this.
   React.useLayoutEffect(settle, [follows, ...content]);
   React.useLayoutEffect(() => {
-    // Another size, and a tab that is shown again, leave it elsewhere.  The observer also calls once at its
+    // A new size, or a tab that is shown again, changes the position.  The observer also calls once at its
     // start, when a user may have scrolled already.
     let { clientWidth, clientHeight } = box.current!;
     const observer = new ResizeObserver(() => {
@@ -245,7 +245,7 @@ function useEnd(
     const { scrollTop, clientHeight, scrollHeight } = box.current!;
     const before = seen.current;
     seen.current = { scrollTop, clientHeight, scrollHeight };
-    // The event comes with the next frame.  Where the height has changed since, the position is not a user's choice.
+    // The event comes with the next frame.  If the height has changed since, the user did not choose the position.
     const isSame = clientHeight === before.clientHeight && scrollHeight === before.scrollHeight;
     if (isSame && scrollTop !== before.scrollTop) {
       setFollow(scrollTop + clientHeight >= scrollHeight - END_PX);
@@ -254,14 +254,14 @@ function useEnd(
 }
 
 function Search(props: {
-  wanted: string;
-  /** Number of lines. */
+  query: string;
+  /** Number of lines with the text. */
   found: number;
-  change: (wanted: string) => void;
+  change: (query: string) => void;
   /** Scrolls to one of these lines. */
   show: (n: number) => void;
 }): JSX.Element {
-  const { wanted, found } = props;
+  const { query, found } = props;
   const [at, setAt] = React.useState(0);
   const next = (step: number): void => {
     if (found > 0) {
@@ -277,14 +277,14 @@ function Search(props: {
         className="jp-mod-styled"
         aria-label={trans.__('Search the log')}
         placeholder={trans.__('Search')}
-        value={wanted}
+        value={query}
         onChange={event => {
           props.change(event.target.value);
           setAt(0);
         }}
         onKeyDown={event => event.key === 'Enter' && next(event.shiftKey ? -1 : 1)}
       />
-      {wanted !== '' && (
+      {query !== '' && (
         <span className="gpushare-muted" role="status">
           {trans._n('%1 line', '%1 lines', found)}
         </span>

@@ -1,4 +1,4 @@
-/** My training jobs, all of them, in the main area: a list that holds thousands, and one job in detail. */
+/** All my training jobs, in the main area: a list for thousands of jobs, and one job in detail. */
 
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import { ISignal, Signal } from '@lumino/signaling';
@@ -15,12 +15,13 @@ import { duration, jobBadge, oneLine, progressAndTimeText, sentence } from './me
 import { WaitingSessions } from './waitingsessions';
 import { trans } from './translate';
 
-/** Pixels; rows have one height, so that only those in sight are drawn. */
+/** All rows have this height, so that only those in sight are drawn. */
 const ROW_PX = 44;
-/** Of a list up to this width, whose reasons take three lines (`base.css` has both numbers). */
+/** A list up to this width has higher rows, with three lines for reasons (`base.css` has both numbers). */
 const [NARROW_PX, NARROW_ROW_PX] = [600, 76];
-const BEYOND = 8;
-/** With Alt: moves a job in the queue. */
+/** Rows drawn above and below those in sight. */
+const EXTRA_ROWS = 8;
+/** Keys that, with Alt, move a job in the queue. */
 const STEPS: { readonly [key: string]: -1 | 1 } = { ArrowUp: -1, ArrowDown: 1 };
 
 export interface IJobActions extends Omit<IDetailProps, 'job' | 'trans'> {
@@ -144,7 +145,7 @@ export class JobList extends ReactWidget {
     );
   }
 
-  /** Marks a job for what is done with several, or takes the mark away. */
+  /** Marks a job for actions on several jobs, or removes the mark. */
   private readonly _toggle = (id: string): void => {
     if (!this._marked.delete(id)) {
       this._marked.add(id);
@@ -237,7 +238,7 @@ function Rows(props: {
   const rowPx = width <= NARROW_PX ? NARROW_ROW_PX : ROW_PX;
   useFocusOn(selected, scroller);
   const at = jobs.findIndex(job => job.id === selected);
-  // The detail below takes height away: the selected row stays in sight.
+  // Keep the selected row in sight when the detail below takes some of the height.
   React.useLayoutEffect(() => {
     if (at !== -1) {
       showRow(scroller.current!, at, rowPx);
@@ -303,7 +304,7 @@ function Rows(props: {
   );
 }
 
-/** The column headers: a click sorts by a column, another one the other way round. */
+/** The column headers: a click sorts by a column, a second click in the other direction. */
 function Heads({ model }: { model: JobsModel }): JSX.Element {
   const { view } = model;
   const columns: [Column, string][] = [
@@ -338,7 +339,7 @@ function Heads({ model }: { model: JobsModel }): JSX.Element {
   );
 }
 
-/** Returns the size of an element, as it is now. */
+/** Returns the current size of an element. */
 function useSize(element: React.RefObject<HTMLElement>): { height: number; width: number } {
   const [size, setSize] = React.useState({ height: 600, width: Infinity });
   React.useEffect(() => {
@@ -361,7 +362,7 @@ function useFocusOn(selected: string | null, scroller: React.RefObject<HTMLEleme
   }, [selected]);
 }
 
-/** Returns the row that a key leads to from row `at` (-1: none); undefined: not a key of the list. */
+/** Returns the row that a key selects from row `at` (-1 is none); undefined for other keys. */
 function target(key: string, at: number, rows: number, page: number): number | undefined {
   const rowOf: { [key: string]: number } = {
     ArrowDown: at + 1,
@@ -386,8 +387,8 @@ function showRow(scroller: HTMLElement, n: number, rowPx: number): void {
 
 /** Returns the rows to draw: those in sight, and the one that the keyboard reaches. */
 function drawn(rows: number, top: number, height: number, rowPx: number, reached: number): number[] {
-  const first = Math.max(0, Math.floor(top / rowPx) - BEYOND);
-  const last = Math.min(rows, Math.ceil((top + height) / rowPx) + BEYOND);
+  const first = Math.max(0, Math.floor(top / rowPx) - EXTRA_ROWS);
+  const last = Math.min(rows, Math.ceil((top + height) / rowPx) + EXTRA_ROWS);
   const found = Array.from({ length: Math.max(0, last - first) }, (_, n) => first + n);
   return reached < rows && !found.includes(reached) ? [...found, reached] : found;
 }
@@ -441,7 +442,7 @@ interface IRowProps {
   readonly toggle: (id: string) => void;
 }
 
-/** Answers are new objects each time; a row is drawn again when it would look different. */
+/** Returns whether two rows look the same: each answer has new objects, which need no new drawing. */
 function sameRow(a: IRowProps, b: IRowProps): boolean {
   const keys = ['id', 'name', 'state', 'shared', 'reason', 'position', 'waited_s', 'ran_s', 'done', 'total'] as const;
   const same = a.n === b.n && a.px === b.px && a.selected === b.selected && a.reached === b.reached && a.marked === b.marked;

@@ -1,4 +1,4 @@
-/** Several jobs of the list at once: their mark, and the buttons for those that are marked. */
+/** Several jobs of the list at once: their check boxes, and the buttons for marked jobs. */
 
 import { UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
@@ -10,10 +10,10 @@ import { hasBegun, Stops } from './stops';
 import { IJob } from './wire';
 import { trans } from './translate';
 
-/** A dialog names so many jobs. */
-const NAMED = 10;
+/** A dialog names at most this many jobs. */
+const MAX_NAMED = 10;
 
-/** Whether there is something to do with a job together with others. */
+/** Returns whether a job can be stopped together with others. */
 export function canBeMarked(job: IJob): boolean {
   return !ENDED.has(job.state);
 }
@@ -27,7 +27,7 @@ export function Mark(props: {
   return (
     <input
       type="checkbox"
-      // The row has the keyboard: Space marks it.
+      // The row has the keyboard focus; Space marks it.
       tabIndex={-1}
       aria-label={trans.__('Select %1', job.name)}
       checked={props.marked}
@@ -68,15 +68,15 @@ export function MarkedJobs(props: {
   );
 }
 
-/** What is lost when these jobs are stopped. */
+/** Returns the text about what is lost when these jobs are stopped. */
 export function lossOf(jobs: readonly IJob[]): JSX.Element | string {
   if (jobs.length === 1) {
     return stopText(jobs[0]!);
   }
-  const more = jobs.length - NAMED;
+  const more = jobs.length - MAX_NAMED;
   return (
     <ul className="gpushare-losses">
-      {jobs.slice(0, NAMED).map(job => (
+      {jobs.slice(0, MAX_NAMED).map(job => (
         <li key={job.id}>
           <b>{job.name}</b> {hasBegun(job) ? stopText(job) : trans.__('It has not begun: nothing is lost.')}
         </li>

@@ -26,12 +26,12 @@ export type JobsState =
   | { readonly kind: 'refused'; readonly message: string }
   | { readonly kind: 'ready'; readonly jobs: readonly IJob[] };
 
-/** Living ones first, waiting ones in the order in which they start, others newest first. */
+/** Unfinished jobs first; waiting jobs by start order, others newest first. */
 export const FIRST_VIEW: IView = { text: '', show: 'all', column: 'state', descending: false };
 
 const FAILED: ReadonlySet<string> = new Set(['failed', 'timed_out']);
-const MOST_JOBS = 2000;
-/** Between two fetches for jobs that the status does not tell of. */
+const MAX_JOBS = 2000;
+/** Minimum time between two fetches for jobs that the status leaves out. */
 const AGAIN_MS = 30_000;
 const ORDER = ['running', 'starting', 'stopping', 'suspended', 'queued', 'failed', 'timed_out', 'succeeded', 'cancelled'];
 
@@ -45,18 +45,18 @@ const KEYS: { readonly [column in Column]: (job: IJob) => number | string } = {
   submitted: job => job.submitted_at
 };
 
-/** Part of a job that is done, 0 to 1; -1: it does not say. */
+/** Returns the part of a job that is done, 0 to 1; -1 if unknown. */
 function progressOf(job: IJob): number {
   return job.done === null || job.total === null || job.total <= 0 ? -1 : job.done / job.total;
 }
 
-/** GPUs as a number, to sort by; 0 where memory or a MIG instance was asked for. */
+/** Returns a job's GPUs as a number to sort by; 0 for memory or a MIG instance. */
 function gpusOf(job: IJob): number {
   const [part, whole = '1'] = job.memory === null && job.profile === null ? job.gpus.split('/') : ['0'];
   return Number(part) / Number(whole);
 }
 
-/** Returns the jobs that a view shows, in its order; equals: the next to start first, then the newest. */
+/** Returns the jobs of a view in its order; equal jobs by start order, then newest first. */
 export function viewOf(jobs: readonly IJob[], view: IView): IJob[] {
   const words = view.text.toLowerCase().split(/\s+/).filter(Boolean);
   const shown = jobs.filter(job => {
@@ -83,12 +83,12 @@ export function viewOf(jobs: readonly IJob[], view: IView): IJob[] {
   });
 }
 
-/** Whether a job is in its owner's own order: it waits and has not begun. */
+/** Returns whether the owner can reorder a job: it waits and has never started. */
 export function isInOrder(job: IJob): boolean {
   return job.state === 'queued' && job.attempt === 0;
 }
 
-/** Returns the owner's job before (-1) or behind (1) `job` in the queue, of its project and priority. */
+/** Returns the owner's job before (-1) or behind (1) `job` in the queue, with its project and priority. */
 export function neighbourOf(jobs: Iterable<IJob>, job: IJob, step: -1 | 1): IJob | null {
   const mine = Array.from(jobs).filter(
     other => isInOrder(other) && other.project === job.project && other.priority === job.priority
@@ -131,7 +131,7 @@ export class JobsModel {
     return neighbourOf(this._jobs.values(), job, step);
   }
 
-  /** Takes a job as the broker just answered it: the next status may not tell of one that has ended. */
+  /** Stores a job from an answer of the broker, because the next status may leave out an ended job. */
   put(job: IJob): void {
     if (this._state.kind === 'ready') {
       this._jobs.set(job.id, job);
@@ -150,7 +150,7 @@ export class JobsModel {
   private async _refresh(): Promise<void> {
     this._fetchedAt = Date.now();
     try {
-      const jobs = await this._fetch(MOST_JOBS);
+      const jobs = await this._fetch(MAX_JOBS);
       this._jobs = new Map(jobs.map(job => [job.id, job]));
       this._become({ kind: 'ready', jobs });
     } catch (error) {
@@ -166,7 +166,7 @@ export class JobsModel {
     if (state.kind === 'unreachable') {
       this._wasSilent = true;
     } else if (state.kind === 'ready') {
-      // A list that could not be fetched is fetched with the next news.
+      // A list that could not be fetched is fetched after the next change.
       if (this._wasSilent || this._state.kind === 'refused' || this._isBehind(state.status.jobs)) {
         this._wasSilent = false;
         void this.refresh();

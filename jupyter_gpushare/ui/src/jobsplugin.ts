@@ -71,7 +71,7 @@ export const jobsPlugin: JupyterFrontEndPlugin<void> = {
       palette?.addItem({ command, category: trans.__('Shared GPU') });
     }
     void restorer?.restore(jobs.tracker, { command: CommandIDs.jobs, name: () => 'gpushare-jobs' });
-    // Not before it is known that there is a broker.
+    // The launcher has no entry until a broker is known.
     const offer = (): void => {
       if (gpu.model.state.kind === 'ready') {
         gpu.model.changed.disconnect(offer);
@@ -104,21 +104,21 @@ class Jobs {
     private readonly _browsers: IFileBrowserFactory | null
   ) {}
 
-  /** Of all lists of jobs, one after the other: what is held back outlives a list. */
+  /** Shared by all lists of jobs, because a delayed stop outlives its list. */
   private _stops: Stops | null = null;
-  /** Of the list that was opened last. */
+  /** The model of the list that was opened last. */
   private _list: JobsModel | null = null;
 
   readonly tracker = new WidgetTracker<MainAreaWidget<JobList>>({ namespace: 'gpushare-jobs' });
 
-  /** The file that is selected in the file browser, if it can be run. */
+  /** Returns the file selected in the file browser, if it can be run. */
   chosenFile(): string | null {
     const items = Array.from(this._browsers?.tracker.currentWidget?.selectedItems() ?? []);
     const path = items.length === 1 ? items[0]!.path : '';
     return RUNNABLE.test(path) ? this._app.serviceManager.contents.localPath(path) : null;
   }
 
-  /** The file of the open document, saved, if it can be run. */
+  /** Saves the open document and returns its file, if it can be run. */
   async openFile(): Promise<string | null> {
     const context = (this._app.shell.currentWidget as IDocumentWidget | null)?.context;
     if (context === undefined || !RUNNABLE.test(context.path ?? '')) {
@@ -130,7 +130,7 @@ class Jobs {
     return context.localPath;
   }
 
-  /** Opens the dialog; tells what was submitted. */
+  /** Opens the dialog and notifies about the submitted job. */
   async launch(fields: Partial<IFields>): Promise<void> {
     const [launch, { showLaunchDialog }] = await Promise.all([
       import('./launch'),
@@ -138,13 +138,13 @@ class Jobs {
     ]);
     const { requests } = this._gpu;
     const model = new launch.LaunchModel({
-      ...this._asking(),
+      ...this._dialogOptions(),
       fields,
       launchForm: path => requests.launchForm(path),
       launch: (request, key) => requests.launch(request, key)
     });
     const job = await showLaunchDialog(model);
-    // What the dialog was opened from may be gone.
+    // The element that opened the dialog may be gone.
     if (document.activeElement === document.body) {
       this._app.shell.currentWidget?.activate();
     }
@@ -153,8 +153,8 @@ class Jobs {
     }
   }
 
-  /** What every dialog about a job asks with. */
-  private _asking(): Pick<LaunchModel.IOptions, 'offers' | 'projects' | 'isHidden'> {
+  /** Returns the options that every dialog about a job has. */
+  private _dialogOptions(): Pick<LaunchModel.IOptions, 'offers' | 'projects' | 'isHidden'> {
     const { requests, model: gpu } = this._gpu;
     return {
       offers: query => requests.offers(query),
@@ -163,7 +163,7 @@ class Jobs {
     };
   }
 
-  /** Opens the list, with a job if one is named. */
+  /** Opens the list, and selects a job unless it is null. */
   async open(job: string | null): Promise<void> {
     let widget = this.tracker.find(() => true);
     if (widget === undefined || widget.isDisposed) {
@@ -173,7 +173,7 @@ class Jobs {
     if (!widget.isAttached) {
       this._app.shell.add(widget, 'main');
       if (!widget.isAttached) {
-        // Notebook 7 keeps its main area for one document, and gives no height to what is below it.
+        // Notebook 7 keeps its main area for one document and gives no height to the area below.
         this._app.shell.add(widget, 'down');
         balancePanels(widget);
       }
@@ -224,7 +224,7 @@ class Jobs {
     widget.title.label = trans.__('Training jobs');
     widget.title.icon = chipIcon;
     widget.title.closable = true;
-    // The toolbar of a main area widget would be empty.
+    // The toolbar is empty.
     (widget.toolbar as Widget).hide();
     return widget;
   }
@@ -233,18 +233,18 @@ class Jobs {
   private async _edit(job: IJob): Promise<void> {
     const { showEditDialog } = await import('./launchdialog');
     const { requests } = this._gpu;
-    await showEditDialog(job, this._asking(), change => requests.changeJob(job.id, change));
+    await showEditDialog(job, this._dialogOptions(), change => requests.changeJob(job.id, change));
     await this._gpu.model.refresh();
   }
 
-  /** Asks whether to stop jobs, with what would be lost. */
+  /** Asks whether to stop jobs, and says what would be lost. */
   private async _confirmStop(jobs: readonly IJob[]): Promise<boolean> {
     const { lossOf } = await import('./jobmarks');
     const isOne = jobs.length === 1;
     const answer = await showDialog({
       title: isOne ? trans.__('Stop %1?', jobs[0]!.name) : trans._n('Stop %1 job?', 'Stop %1 jobs?', jobs.length),
       body: lossOf(jobs),
-      // The second of two clicks on "Stop" falls beside the dialog: it must not close it.
+      // The second click of a double click on "Stop" hits outside the dialog and must not close it.
       hasClose: false,
       defaultButton: 0,
       buttons: [
@@ -255,13 +255,13 @@ class Jobs {
     return answer.button.accept;
   }
 
-  /** Offers to undo a stop; returns what takes the offer away. */
+  /** Offers to undo a stop; returns the function that removes the offer. */
   private _offerUndo(jobs: readonly IJob[], undo: () => void): () => void {
-    const said =
+    const message =
       jobs.length === 1
         ? trans.__('%1 leaves the queue.', jobs[0]!.name)
         : trans._n('%1 job leaves the queue.', '%1 jobs leave the queue.', jobs.length);
-    const id = Notification.info(said, {
+    const id = Notification.info(message, {
       autoClose: false,
       actions: [{ label: trans.__('Undo'), displayType: 'accent', callback: undo }]
     });

@@ -7,7 +7,7 @@ import { durationOf, lines, nonEmpty, pairsOf, secondsOf } from './typed';
 import { CheckpointMode, IJob, IJobChange, ILaunchForm, ILaunchRequest, IOffers, IOffersQuery } from './wire';
 import { trans } from './translate';
 
-/** As typed. */
+/** The fields as typed. */
 export interface IFields {
   readonly path: string;
   readonly command: string;
@@ -25,27 +25,27 @@ export interface IFields {
   readonly profile: string;
   readonly project: string;
   readonly name: string;
-  /** May start on GPUs that others own. */
+  /** The job may start on GPUs that others own. */
   readonly borrow: boolean;
-  /** Once suspended, may resume on other GPUs than it had. */
+  /** A suspended job may resume on other GPUs. */
   readonly move: boolean;
-  /** May share its GPU with another job; shown where the site lets jobs do so. */
+  /** The job may share its GPU with another job; shown if the site allows it. */
   readonly share: boolean;
   readonly checkpoint: CheckpointMode;
-  /** Tell when it ends or is paused. */
+  /** Notify the user when the job ends or is paused. */
   readonly notify: boolean;
   /** A webhook that the job's server calls; empty: none. */
   readonly notifyUrl: string;
   readonly retries: string;
   /** A duration such as `4 h`; empty: none. */
   readonly maxRun: string;
-  /** Within the project; no field in the dialog of a new job, set only when one is duplicated. */
+  /** Priority within the project; no field in the dialog of a new job, set only by a duplicate. */
   readonly priority: string;
-  /** Seconds between SIGTERM and SIGKILL; null: the site's default. No form field either. */
+  /** Seconds between SIGTERM and SIGKILL; null is the site's default.  No form field either. */
   readonly grace: number | null;
 }
 
-/** Fields of one kind. */
+/** The names of the fields with one type. */
 export type FieldOf<T> = {
   [field in keyof IFields]: IFields[field] extends T ? field : never;
 }[keyof IFields];
@@ -78,6 +78,7 @@ export const BLANK: IFields = {
   grace: null
 };
 
+/** Time between the last change of a field and the request for the outlook. */
 const ASK_AFTER_MS = 300;
 /** Refresh interval of the outlook while the dialog is visible. */
 const ASK_AGAIN_MS = 10_000;
@@ -112,7 +113,7 @@ export function fieldsOf(job: IJob): Partial<IFields> {
   };
 }
 
-/** The variables that its owner chose: one more is set for every job from this page. */
+/** Returns the variables that the owner chose, without the one that this page sets for every job. */
 export function chosenVariables(job: IJob): string[] {
   return job.variables.filter(name => name !== 'PYTHONUNBUFFERED');
 }
@@ -121,7 +122,7 @@ function quoted(word: string): string {
   return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replace(/'/g, `'"'"'`)}'`;
 }
 
-/** Returns the variables without a value; the server fills in its own. */
+/** Returns the variables without a value; the server fills in its own values. */
 export function takenFromServer(fields: IFields): string[] {
   return nonEmpty(fields.variables).filter(line => !line.includes('='));
 }
@@ -196,7 +197,7 @@ export function requestOf(fields: IFields): ILaunchRequest {
   };
 }
 
-/** Returns what differs; null: as it is. */
+/** Returns the change from a job to a request; null keeps a field. */
 export function changeOf(job: IJob, request: ILaunchRequest): IJobChange {
   const sizes = ['gpus', 'memory', 'profile'] as const;
   const sameSize = sizes.every(size => request[size] === job[size]);
@@ -245,17 +246,17 @@ export class LaunchModel {
     return this._offers?.projects ?? this._options.projects();
   }
 
-  /** Whether jobs may share a GPU here. */
+  /** Whether jobs may share a GPU at this site. */
   get shares(): boolean {
     return this._offers?.shares ?? false;
   }
 
-  /** The live line above the button: what is free, or why the job would be refused; empty: none. */
+  /** The live line above the button: when the job would start, or why it would be refused; or empty. */
   get outlook(): string {
     return this._outlook;
   }
 
-  /** Error message about an unreadable file or a refused job; empty: none. */
+  /** Error message about an unreadable file or a refused job; or empty. */
   get refusal(): string {
     return this._refusal;
   }
@@ -268,7 +269,7 @@ export class LaunchModel {
     return problemsOf(this._fields);
   }
 
-  /** The problems to show: that no program is named is one once a program was typed or the job submitted. */
+  /** The problems to show.  A missing program is shown only after the user typed one or submitted. */
   get shownProblems(): Problems {
     const { command, ...others } = this.problems;
     return command === undefined || this._tried ? this.problems : others;
@@ -315,7 +316,7 @@ export class LaunchModel {
       return null;
     }
     this._tried = true;
-    if (!this._isRight()) {
+    if (!this._isValid()) {
       this._changed.emit();
       return null;
     }
@@ -326,7 +327,7 @@ export class LaunchModel {
       if (this._read !== this._fields.path) {
         await this.readFile();
       }
-      if (this._read !== this._fields.path || !this._isRight()) {
+      if (this._read !== this._fields.path || !this._isValid()) {
         return null;
       }
       const request = requestOf(this._fields);
@@ -347,7 +348,7 @@ export class LaunchModel {
     Signal.clearData(this);
   }
 
-  /** Sets key and time of a request: those of equal requests are equal. */
+  /** Sets key and time of a request; equal requests get equal ones. */
   private _identify(request: ILaunchRequest): void {
     const text = JSON.stringify(request);
     if (text !== this._sent) {
@@ -359,7 +360,7 @@ export class LaunchModel {
     }
   }
 
-  private _isRight(): boolean {
+  private _isValid(): boolean {
     return Object.keys(this.problems).length === 0;
   }
 
@@ -379,7 +380,7 @@ export class LaunchModel {
     }, after_ms);
   }
 
-  /** `again`: the previous outlook stays visible until the answer arrives. */
+  /** Asks for the outlook; with `again`, the previous one stays visible until the answer arrives. */
   private async _ask(again: boolean): Promise<void> {
     const { size, gpus, memory, profile, project, borrow, share, checkpoint } = this._fields;
     const problems = this.problems;
@@ -401,7 +402,7 @@ export class LaunchModel {
         memory: size === 'memory' ? memory.trim().replace(/\s/g, '') : '',
         profile: size === 'profile' ? profile : '',
         borrow: borrow ? '' : '0',
-        // Only what is suspended becomes a guest.
+        // Only a job that can be suspended becomes a guest.
         share: share && checkpoint.startsWith('suspend') ? '1' : ''
       });
       this._offers = offers;
@@ -425,7 +426,7 @@ export class LaunchModel {
   private _at = '';
   private _fields: IFields;
   private _form: ILaunchForm | null = null;
-  /** The path that `_form` is of, as typed. */
+  /** The path of `_form`, as typed. */
   private _read: string | null = null;
   private _offers: IOffers | null = null;
   private _outlook = '';
@@ -445,7 +446,7 @@ export namespace LaunchModel {
     readonly launch: (request: ILaunchRequest, key: string) => Promise<IJob>;
     /** Projects of the user, until the first offer arrives. */
     readonly projects: () => readonly string[];
-    /** Whether the page is hidden: then the outlook is not refreshed. */
+    /** Returns whether the page is hidden; the outlook is then not refreshed. */
     readonly isHidden?: () => boolean;
   }
 }

@@ -1,4 +1,4 @@
-/** Dialogs with fields: that of a new job, with the live line above the button, and that of one in the queue. */
+/** Dialogs with fields: for a new job, with the live line above the button, and for a job in the queue. */
 
 import { Dialog } from '@jupyterlab/apputils';
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
@@ -19,11 +19,11 @@ import { CheckpointMode, IJob, IJobChange, ILaunchForm } from './wire';
 import { checkpointLabel, checkpointText, duration } from './messages';
 import { trans } from './translate';
 
-/** What a dialog shows and changes, what is wrong with it, and the refusal of the last try. */
+/** The model of a dialog: its fields, their problems, and the refusal of the last attempt. */
 export interface IForm<T>
   extends Pick<LaunchModel, 'fields' | 'set' | 'shownProblems' | 'projects' | 'refusal' | 'busy' | 'dispose'> {
   readonly changed: ISignal<unknown, unknown>;
-  /** Resolves to null when it was refused. */
+  /** Resolves to null if refused. */
   submit(): Promise<T | null>;
 }
 
@@ -46,7 +46,7 @@ export function showEditDialog(
   options: Pick<LaunchModel.IOptions, 'offers' | 'projects' | 'isHidden'>,
   send: (change: IJobChange) => Promise<IJob>
 ): Promise<IJob | null> {
-  // Its file is not read: only what follows can be changed.
+  // The file is not read: only the fields below can be changed.
   const form: ILaunchForm = {
     path: job.source?.path ?? '',
     kind: 'command',
@@ -77,7 +77,7 @@ export function showEditDialog(
   ));
 }
 
-/** Shows a form until it was submitted; returns what came of it, or null when the dialog was closed. */
+/** Shows a form until it is submitted; returns the answer, or null when the dialog was closed. */
 export async function showForm<T>(
   model: IForm<T>,
   title: string,
@@ -88,7 +88,7 @@ export async function showForm<T>(
   dialog.addClass('gpushare-launch-dialog');
   await dialog.launch();
   model.dispose();
-  // A cancel after submission waits for the answer, which tells what was done.
+  // A cancel after submission waits for the answer, because the submission may have succeeded.
   await dialog.submitting;
   return dialog.answer;
 }
@@ -110,13 +110,13 @@ class FormDialog<T> extends Dialog<void> {
     });
   }
 
-  /** What came of the submission. */
+  /** The answer to the submission. */
   answer: T | null = null;
 
-  /** Until nothing is under way. */
+  /** Resolves when no submission is running. */
   submitting: Promise<unknown> = Promise.resolve();
 
-  /** JupyterLab looked for the first field before there was one, and takes every Enter for a yes. */
+  /** JupyterLab looked for the first field before it existed, and submits on every Enter. */
   override handleEvent(event: Event): void {
     if (event instanceof KeyboardEvent && event.type === 'keydown' && event.target instanceof Element) {
       const fields = Array.from(this.node.querySelectorAll<HTMLElement>('.gpushare-launch input, .jp-Dialog-button'));
@@ -199,7 +199,7 @@ function JobForm(props: IJobPartProps): JSX.Element {
   );
 }
 
-/** Shown where there is a choice. */
+/** Shown if there is a choice of projects. */
 export function Project({ model }: IPartProps): JSX.Element | null {
   const { project } = model.fields;
   return project === '' || model.projects.every(name => name === project) ? null : (
@@ -224,10 +224,10 @@ function MaxRun({ model }: IPartProps): JSX.Element {
   );
 }
 
-/** What runs: a file with its arguments or parameters, or a command. */
+/** The program: a file with its arguments or parameters, or a command. */
 function Program({ model }: IJobPartProps): JSX.Element {
   const { fields } = model;
-  // A cell's code has lines, and stays what it was.
+  // Code from a cell keeps its lines.
   const [rows] = React.useState(() => Math.min(12, fields.command.split('\n').length));
   return (
     <>
@@ -264,7 +264,7 @@ function Program({ model }: IJobPartProps): JSX.Element {
   );
 }
 
-/** Fields that are seldom needed. */
+/** Rarely needed fields. */
 function More({ model }: IJobPartProps): JSX.Element {
   const { path } = model.fields;
   // Opens when a field inside is invalid, and stays open until the user closes it.
@@ -310,7 +310,7 @@ function More({ model }: IJobPartProps): JSX.Element {
   );
 }
 
-/** What the job gets without a field of its own. */
+/** Settings of the job that have no field in this dialog. */
 function Unseen({ model }: IJobPartProps): JSX.Element {
   const { fields } = model;
   const taken = takenFromServer(fields);
@@ -333,7 +333,7 @@ function Unseen({ model }: IJobPartProps): JSX.Element {
   );
 }
 
-/** `outlook`: the live line of a job that would be submitted now; `busy`: what is shown meanwhile. */
+/** The lines above the button: `outlook` for a new job, the refusal, and `busy` during a submission. */
 export function Verdict(props: IPartProps & { outlook?: string; busy: string }): JSX.Element {
   const { model, outlook, busy } = props;
   return (
@@ -415,9 +415,9 @@ function Select(props: {
   const { model, field, label, hint } = props;
   const id = `gpushare-launch-${field}`;
   const chosen = model.fields[field];
-  // A browser would show the first option for one that is not there any more.
-  const isThere = props.options.some(([value]) => value === chosen);
-  const options = isThere ? props.options : [...props.options, [chosen, chosen] as const];
+  // If the chosen option no longer exists, a browser would show the first one instead.
+  const exists = props.options.some(([value]) => value === chosen);
+  const options = exists ? props.options : [...props.options, [chosen, chosen] as const];
   return (
     <div className="gpushare-field">
       <label htmlFor={id}>{label}</label>

@@ -1,12 +1,12 @@
-/** Numbers and times as the reader's place writes them; the only module that asks how. */
+/** Numbers and times in the reader's locale; the only module that uses it. */
 
-/** `120`, `1,234.568`, `0.000123`: at most three digits behind the point, or three that count. */
+/** `120`, `1,234.568`, `0.000123`: at most three decimal places; three significant digits below 1. */
 export function numberText(value: number): string {
   const digits = Math.abs(value) < 1 ? { maximumSignificantDigits: 3 } : { maximumFractionDigits: 3 };
   return value.toLocaleString([], digits);
 }
 
-/** `14:20`, or `14:20:07`, as the reader's place writes it; another day than today is there too: `6 May, 14:20`. */
+/** `14:20`, or `14:20:07`, in the reader's locale; with the day unless it is today: `6 May, 14:20`. */
 export function timeText(moment: Date, seconds = false, now = new Date()): string {
   const time = {
     hour: 'numeric',
@@ -25,12 +25,12 @@ export function timeText(moment: Date, seconds = false, now = new Date()): strin
   });
 }
 
-/** Returns a time in a sentence (ISO 8601), with seconds where it has them. */
+/** Returns an ISO 8601 time as text in a sentence, with seconds if it has them. */
 export function isoText(at: string): string {
   return timeText(new Date(at), /T\d\d:\d\d:/.test(at));
 }
 
-/** `Tue`, or `Tue 6 May`: a day in UTC, as people here write it. */
+/** `Tue`, or `Tue 6 May`: a day in UTC, in the reader's locale. */
 export function weekday(day: string, date = false): string {
   return new Date(`${day}T00:00:00Z`).toLocaleDateString([], {
     weekday: 'short',

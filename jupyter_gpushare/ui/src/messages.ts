@@ -9,18 +9,18 @@ import type { GpuState, Notice, Phase } from './state';
 import type { CheckpointMode, IHistory, IJob, ILeaseStatus, IProjectUse } from './wire';
 import { trans } from './translate';
 
-/** `6.8` below ten, `40` above: GiB without the unit, as Python's `gibibytes`. */
+/** `6.8` below ten, `40` above: GiB without the unit, like Python's `gibibytes`. */
 export function gibibytes(bytes: number): string {
   const value = bytes / GIB;
   return value > 0 && value < TENTHS_BELOW ? value.toFixed(1) : value.toFixed(0);
 }
 
-/** `6.8 GiB`: an amount of memory, as the broker's sentences have it. */
+/** `6.8 GiB`: an amount of memory, in the format of the broker's sentences. */
 export function memory(bytes: number): string {
   return CATALOGUE['memory']!(trans, [gibibytes(bytes)]);
 }
 
-/** `0.5`, `2`: GPUs from thousandths of a GPU. */
+/** `0.5`, `2`: a number of GPUs, from thousandths. */
 export function gpus(milli: number): string {
   return String(milli / 1000);
 }
@@ -42,7 +42,7 @@ export function asSentence(text: string): string {
   return /[.!?]$/.test(begun) ? begun : `${begun}.`;
 }
 
-/** `1/2 GPU 6.8/40 GiB Active`; empty: show nothing. */
+/** `1/2 GPU 6.8/40 GiB Active`; empty to show nothing. */
 export function statusText(state: GpuState): string {
   switch (state.kind) {
     case 'loading':
@@ -56,7 +56,7 @@ export function statusText(state: GpuState): string {
 }
 
 function leaseText(lease: ILeaseStatus): string {
-  // While it sleeps, the last measurement may be from before.
+  // While the lease sleeps, the last measurement may be older than the sleep.
   const used = gibibytes(lease.memory_saved_bytes > 0 ? 0 : lease.memory_used_bytes);
   return trans.__(
     '%1 %2/%3 %4',
@@ -96,7 +96,7 @@ export function wantsAttention(state: GpuState, phase: Phase | null): boolean {
   return state.kind === 'unreachable' || phase === 'warned' || phase === 'waking' || phase === 'lost';
 }
 
-/** What a meter of GPU memory says aloud. */
+/** The text of the GPU memory meter for screen readers. */
 export function memoryText(lease: ILeaseStatus): string {
   if (lease.memory_saved_bytes > 0) {
     return trans.__('%1 in RAM', memory(lease.memory_saved_bytes));
@@ -108,7 +108,7 @@ export function memoryText(lease: ILeaseStatus): string {
   );
 }
 
-/** The numbers of a project, and the colour that each has in its bar. */
+/** The numbers of a project, with the colour of each in the bar. */
 export function projectParts(
   project: IProjectUse
 ): { readonly text: string; readonly kind: 'mark' | 'used' | 'borrowed' | 'lent' | null }[] {
@@ -129,7 +129,7 @@ export function projectParts(
   return parts;
 }
 
-/** What the bar of a project says aloud. */
+/** The text of a project's bar for screen readers. */
 export function projectText(project: IProjectUse): string {
   return projectParts(project)
     .map(part => part.text)
@@ -165,7 +165,7 @@ export function jobBadge(job: IJob): string {
   }
 }
 
-/** Returns what a job that shares a GPU does there and keeps of its speed; empty: it does not. */
+/** Returns with which job a job shares its GPU and its remaining speed; empty if it does not share. */
 export function sharedText(job: IJob): string {
   if (job.shared === '') {
     return '';
@@ -176,13 +176,13 @@ export function sharedText(job: IJob): string {
   return kept === null ? text : trans.__('%1; %2 % of its own speed', text, Math.round(kept));
 }
 
-/** A reason for one line: its first line, and of more than one the last. */
+/** A reason as one line: its first line, and its last if there are more. */
 export function oneLine(reason: string): string {
   const lines = reason.split('\n');
   return lines.length === 1 ? reason : `${lines[0]} ${lines[lines.length - 1]!.trim()}`;
 }
 
-/** `120 of 1,000`, `120 done`; empty: the job does not say. */
+/** `120 of 1,000`, `120 done`; empty if the job does not report progress. */
 export function progressText(job: IJob): string {
   if (job.done === null) {
     return '';
@@ -192,7 +192,7 @@ export function progressText(job: IJob): string {
     : trans.__('%1 of %2', numberText(job.done), numberText(job.total));
 }
 
-/** `120 of 1,000, about 2 h left`: progress, and the time left where the reason does not tell the end. */
+/** `120 of 1,000, about 2 h left`: progress, and the time left unless the reason has the end. */
 export function progressAndTimeText(job: IJob): string {
   const progress = progressText(job);
   return job.left_s === null || job.ends_in !== null
@@ -208,7 +208,7 @@ export function keptText(until: string, leftMinutes: number | null): string {
     : trans.__('Your GPU stays with you until %1. %2 min of that are left today.', time, Math.floor(leftMinutes));
 }
 
-/** What stopping a job that has begun would lose. */
+/** What a stop of a running job would lose. */
 export function stopText(job: IJob): string {
   const ran = duration(job.ran_s);
   const parts = [
@@ -222,10 +222,10 @@ export function stopText(job: IJob): string {
   return parts.join(' ');
 }
 
-/** Returns the environment of a job; empty: the command decides. */
+/** Returns the environment of a job; empty if the command decides. */
 export function environmentText(job: IJob): string {
   if (job.source === null) {
-    // Of `%%gpujob` it is the Python of the kernel.
+    // A job of `%%gpujob` runs the kernel's Python.
     const program = job.command[0] ?? '';
     return /^\/.*\/python[0-9.]*$/.test(program) ? program : '';
   }
@@ -267,7 +267,7 @@ function backText(seconds: number | null, hasLost: boolean): string {
     : trans.__('Your GPU is back after %1. Nothing was lost.', duration(Math.max(1, seconds)));
 }
 
-/** Returns the warning, short: JupyterLab cuts a notification at 140 characters. */
+/** Returns a short warning: JupyterLab cuts a notification after 140 characters. */
 function warningText(lease: ILeaseStatus): string {
   if (lease.memory_used_bytes === 0) {
     return trans.__(
@@ -309,13 +309,13 @@ function jobsText(ended: readonly IJob[], paused: readonly IJob[]): string {
   return trans.__('Training jobs: %1.', parts.filter(Boolean).join(', '));
 }
 
-/** `6.4`, `120`: GPU-hours from GPU-seconds. */
+/** `6.4`, `120`: a number of GPU-hours, from GPU-seconds. */
 export function gpuHours(seconds: number): string {
   const hours = seconds / 3600;
   return hours > 0 && hours < 9.95 ? hours.toFixed(1) : hours.toFixed(0);
 }
 
-/** `6.4 GPU-hours`, `12 GPU-minutes`: what was used or given, never nothing. */
+/** `6.4 GPU-hours`, `12 GPU-minutes`: an amount of GPU time above 0. */
 function gpuTime(seconds: number): string {
   if (seconds < 60) {
     return trans.__('less than 1 GPU-minute');
@@ -348,7 +348,7 @@ export function weekText(week: IHistory): string {
   );
 }
 
-/** What the chart of a week says aloud. */
+/** The text of a week's chart for screen readers. */
 export function daysText(days: readonly IDay[]): string {
   const each = days.map(({ day, usedGpuS, lentGpuS }) =>
     trans.__('%1: %2 used, %3 given to others', weekday(day, true), gpuHours(usedGpuS), gpuHours(lentGpuS))
@@ -408,7 +408,7 @@ export function restartedText(ends: boolean): string {
     : trans.__('The kernel restarts; the GPU comes back meanwhile.');
 }
 
-/** Returns the current step of a resume in short, beside the broker's sentence. */
+/** Returns the current step of a resume, to show after the broker's sentence. */
 export function wakingStep(lease: ILeaseStatus, seconds: number): string {
   if (lease.memory_saved_bytes === 0) {
     return trans.__('%1 s so far.', Math.floor(seconds));
@@ -421,7 +421,7 @@ export function gapText(bytes: number): string {
   return trans.__('[%1 bytes of this log were not kept]', bytes);
 }
 
-/** Returns what the disk did not take of a log while its job runs. */
+/** Returns the sentence about bytes of a running job's log that could not be written to disk. */
 export function leftOutText(bytes: number, why: string): string {
   return trans.__('%1 bytes of this log were not written: %2. The job keeps the last 64 KiB while it runs.', bytes, why);
 }

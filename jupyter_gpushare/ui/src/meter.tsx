@@ -1,4 +1,4 @@
-/** Bars and a line, drawn by hand: small, in the colours of the theme, read aloud. */
+/** Bars and a line as plain elements: small, in the theme's colours, with text for screen readers. */
 
 import React from 'react';
 
@@ -9,7 +9,7 @@ export function Meter(props: {
   text: string;
   max: number;
   parts: readonly { value: number; kind: string }[];
-  /** Where a line is drawn across. */
+  /** Value at which a line crosses the bar. */
   mark?: number;
 }): JSX.Element {
   const max = props.max > 0 ? props.max : 1;
@@ -41,7 +41,7 @@ export function Meter(props: {
 const WIDTH = 240;
 const HEIGHT = 36;
 
-/** Ten minutes as a line; `text` says what it shows. */
+/** Ten minutes as a line; `text` describes it for screen readers. */
 export function Sparkline(props: { samples: readonly ISample[]; text: string }): JSX.Element {
   return (
     <svg

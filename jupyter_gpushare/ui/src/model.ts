@@ -26,16 +26,16 @@ import {
 import { ILeaseStatus, IStatus } from './wire';
 
 /** Longest interval between two polls while the broker is unreachable. */
-const MOST_MS = 300_000;
+const MAX_INTERVAL_MS = 300_000;
 
-/** Time-out of a poll; the server itself waits 3 s for the broker. */
-const PATIENCE_MS = 30_000;
+/** Timeout of a poll; the server itself waits 3 s for the broker. */
+const TIMEOUT_MS = 30_000;
 
 export class GpuModel implements IDisposable {
   constructor(private readonly _requests: Pick<Requests, 'status' | 'changeLease'>) {
     this._poll = new Poll<void>({
       name: 'jupyter-gpushare:status',
-      frequency: this._pace(this._intervalMs),
+      frequency: this._frequency(this._intervalMs),
       standby: 'when-hidden',
       linger: 0,
       factory: () => (this._asking = this._ask())
@@ -46,7 +46,7 @@ export class GpuModel implements IDisposable {
     return this._state;
   }
 
-  /** The lease of this server, as far as it is known; null: none. */
+  /** The lease of this server; null if it has none or it is unknown. */
   get lease(): ILeaseStatus | null {
     return this._state.kind === 'ready' ? this._state.lease : null;
   }
@@ -77,24 +77,24 @@ export class GpuModel implements IDisposable {
     }
   }
 
-  /** When the lease of this server began to wake, in milliseconds; null: it does not, or was not seen to begin. */
+  /** When the lease began to wake, in milliseconds; null if it is not waking, or its beginning was not seen. */
   get wakingSince(): number | null {
     return this._wakingSince;
   }
 
-  /** Utilization of this server's lease, ten minutes back. */
+  /** Utilization of this server's lease in the last ten minutes. */
   readonly samples = new Samples();
 
-  /** Draws all widgets anew, with other settings. */
+  /** Draws all widgets again, after a change of settings. */
   redraw(): void {
     this._changed.emit(this._state);
   }
 
-  /** How often figures are fetched. */
+  /** Interval between two polls. */
   set intervalMs(value: number) {
     this._intervalMs = value;
     if (this._state.kind !== 'unreachable') {
-      this._poll.frequency = this._pace(value);
+      this._poll.frequency = this._frequency(value);
     }
   }
 
@@ -133,7 +133,7 @@ export class GpuModel implements IDisposable {
   private async _ask(): Promise<void> {
     let state: GpuState;
     const asking = new AbortController();
-    const patience = setTimeout(() => asking.abort(), PATIENCE_MS);
+    const timeout = setTimeout(() => asking.abort(), TIMEOUT_MS);
     try {
       state = stateOf(await this._requests.status(asking.signal));
     } catch {
@@ -141,13 +141,13 @@ export class GpuModel implements IDisposable {
       const since = before.kind === 'unreachable' && before.source === 'server' ? before.since : new Date(Date.now());
       state = { kind: 'unreachable', since, source: 'server' };
     } finally {
-      clearTimeout(patience);
+      clearTimeout(timeout);
     }
     if (this.isDisposed) {
       return;
     }
     const { interval } = this._poll.frequency;
-    this._poll.frequency = this._pace(state.kind === 'unreachable' ? 2 * interval : this._intervalMs);
+    this._poll.frequency = this._frequency(state.kind === 'unreachable' ? 2 * interval : this._intervalMs);
     this._become(state);
     if (state.kind === 'off') {
       void this._poll.stop();
@@ -155,8 +155,8 @@ export class GpuModel implements IDisposable {
   }
 
   /** Lumino's back-off is random and does not stay at its maximum. */
-  private _pace(interval_ms: number): IPoll.Frequency {
-    const max = Math.max(MOST_MS, this._intervalMs);
+  private _frequency(interval_ms: number): IPoll.Frequency {
+    const max = Math.max(MAX_INTERVAL_MS, this._intervalMs);
     return { interval: Math.min(interval_ms, max), backoff: false, max };
   }
 
@@ -170,7 +170,7 @@ export class GpuModel implements IDisposable {
     }
     this._changed.emit(state);
     if (state.kind === 'ready') {
-      this._tell(state.status, state.lease);
+      this._notify(state.status, state.lease);
     }
   }
 
@@ -187,7 +187,7 @@ export class GpuModel implements IDisposable {
   }
 
   /** Compares with the last answer, also across an outage, and emits notices. */
-  private _tell(status: IStatus, lease: ILeaseStatus | null): void {
+  private _notify(status: IStatus, lease: ILeaseStatus | null): void {
     const last = this._last;
     const phase = lease === null ? null : phaseOf(lease);
     if (last !== null && last.lease === lease?.id && last.phase !== null) {
@@ -209,7 +209,7 @@ export class GpuModel implements IDisposable {
     this._away = false;
   }
 
-  /** Seconds that the resume took, also when it ended while the page was hidden. */
+  /** Returns the seconds that the resume took, even if it ended while the page was hidden. */
   private _wokeIn(status: IStatus, lease: ILeaseStatus): number | null {
     if (this._wakingSince === null) {
       return null;
@@ -227,6 +227,6 @@ export class GpuModel implements IDisposable {
   private _seenBefore: ISeenJobs | null = null;
   private _last: { jobs: ISeenJobs; lease: string | null; phase: Phase | null } | null = null;
   private _wakingSince: number | null = null;
-  /** Whether polls were missing since the last answer. */
+  /** Whether polls were skipped or failed since the last answer. */
   private _away = false;
 }

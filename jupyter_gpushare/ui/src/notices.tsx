@@ -1,4 +1,4 @@
-/** Around a suspension: notifications, and a banner above every open notebook. */
+/** Notifications before and after a suspension, and a banner above every open notebook. */
 
 import { Notification } from '@jupyterlab/apputils';
 import { NotebookPanel } from '@jupyterlab/notebook';
@@ -14,7 +14,7 @@ import type { ILeaseStatus } from './wire';
 import { noticeText, wakingStep } from './messages';
 import { trans } from './translate';
 
-const LEAST_PX = 40;
+const MIN_PX = 40;
 const PADDING_PX = 10;
 const TOASTS = {
   warned: { type: 'warning', autoClose: false, hasActions: true },
@@ -25,7 +25,7 @@ const TOASTS = {
 } as const;
 const BANNER_PHASES: ReadonlySet<string> = new Set(['warned', 'falling-asleep', 'asleep', 'waking', 'lost']);
 
-/** Shows a notification for each notice, one of a lease at a time. */
+/** Shows a notification for each notice, at most one about a lease at a time. */
 export class Toasts {
   constructor(
     private readonly _gpu: IGpuModel,
@@ -79,12 +79,12 @@ export class Toasts {
     this._shown = Notification.emit(text, type, { autoClose, actions });
   }
 
-  /** Updates the notification while its phase lasts: "in 5 min" is soon outdated. */
+  /** Updates the notification during its phase, because "in 5 min" is soon outdated. */
   private _follow(): void {
     const { lease, state } = this._gpu.model;
     const isHidden = state.kind === 'unreachable' || (this._kind !== 'back' && this._isShownElsewhere());
     if (isHidden && this._shown !== null) {
-      // It may be wrong where the state is unknown.
+      // The notification may be wrong while the state is unknown.
       this._withdrawn = Notification.manager.has(this._shown);
       Notification.dismiss(this._shown);
       this._shown = null;
@@ -110,7 +110,7 @@ export class Toasts {
   }
 
   private _shown: string | null = null;
-  /** Whether the notification went without having been dismissed. */
+  /** Whether the notification was removed without the user's dismissal. */
   private _withdrawn = false;
   private _text = '';
   private _kind: keyof typeof TOASTS = 'warned';
@@ -130,9 +130,9 @@ export class Banner extends ReactWidget {
     this.node.setAttribute('aria-label', trans.__('GPU of this notebook'));
     this.hide();
     const isInSight = (): boolean => _notebook.isVisible;
-    const says = (): boolean => isInSight() && _gpu.options().banner && hasBanner(_gpu.model.lease);
+    const hasSentence = (): boolean => isInSight() && _gpu.options().banner && hasBanner(_gpu.model.lease);
     this._places = [
-      _gpu.sentence.add('banner', _notebook.node, says),
+      _gpu.sentence.add('banner', _notebook.node, hasSentence),
       _gpu.steps.add('banner', _notebook.node, isInSight)
     ];
     _gpu.model.changed.connect(this._follow, this);
@@ -141,7 +141,7 @@ export class Banner extends ReactWidget {
     this._follow();
   }
 
-  /** Adds a banner above a notebook, disposed with the notebook. */
+  /** Adds a banner above a notebook; it is disposed with the notebook. */
   static addTo(
     notebook: NotebookPanel,
     gpu: IGpuModel,
@@ -156,10 +156,10 @@ export class Banner extends ReactWidget {
     super.dispose();
   }
 
-  /** Sets the height from the text, because a content header has none of its own. */
+  /** Sets the height from the text, because a content header has no height of its own. */
   private _fit(): void {
     const text = this.node.firstElementChild;
-    const height = text === null ? '' : `${Math.max(LEAST_PX, text.clientHeight + PADDING_PX)}px`;
+    const height = text === null ? '' : `${Math.max(MIN_PX, text.clientHeight + PADDING_PX)}px`;
     if (this.node.style.minHeight !== height) {
       this.node.style.minHeight = height;
       this.parent?.fit();
@@ -209,7 +209,7 @@ export class Banner extends ReactWidget {
   }
 }
 
-/** Both steps of waking, counted while it lasts. */
+/** The current step of waking, with the seconds so far. */
 function Seconds(props: { model: IGpuModel['model'] }): JSX.Element | null {
   const [, tick] = React.useState(0);
   React.useEffect(() => {

@@ -1,4 +1,4 @@
-/** The sidebar: state, sentence and action; memory; projects; my jobs; what happened. */
+/** The sidebar: state, sentence and actions; memory; projects; my jobs; events. */
 
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import React from 'react';
@@ -29,15 +29,15 @@ const SHOWN_EVENTS = 8;
 
 const WEEK_EVERY_MS = 300_000;
 
-/** What the panel can do beyond the lease of this server. */
+/** Actions of the panel that need other parts of JupyterLab. */
 export interface IPanelLinks {
-  /** Frees the GPU memory of a kernel, after asking. */
+  /** Frees the GPU memory of a kernel, after a confirmation. */
   readonly release: (lease: ILeaseStatus, process: IProcessUse) => Promise<void>;
-  /** Changes the size of this server's GPU part, or gets its first one, after asking which. */
+  /** Asks for a size, then changes this server's GPU part or gets its first one. */
   readonly resize: (lease: ILeaseStatus | null) => Promise<void>;
-  /** Where servers are stopped and started; null outside of a Hub. */
+  /** Opens the Hub control panel; null outside a Hub. */
   readonly hub: (() => void) | null;
-  /** Null where the jobs' plugin is disabled. */
+  /** Null if the plugin of the jobs is disabled. */
   readonly jobs: IJobLinks | null;
 }
 
@@ -90,7 +90,7 @@ export class GpuPanel extends ReactWidget {
           this._week = week;
           this.update();
         })
-        .catch(() => undefined) // the rest of the panel says whether the broker is silent
+        .catch(() => undefined) // the rest of the panel shows whether the broker is unreachable
         .finally(() => (this._isAsking = false));
     }
   }
@@ -181,7 +181,7 @@ export class GpuPanel extends ReactWidget {
     );
   }
 
-  /** The sentence, unless a place that is more specific shows it. */
+  /** The sentence, unless a more specific place shows it. */
   private _sentence(state: GpuState): JSX.Element | null {
     const place = this._gpu.sentence.place();
     return place === null || place === this._place ? <p role="status">{sentence(state)}</p> : null;
@@ -194,7 +194,7 @@ export class GpuPanel extends ReactWidget {
   private _isAsking = false;
 }
 
-/** The buttons for what can be done now; none while one of them is under way. */
+/** The buttons for the current actions; all are off while one of the actions runs. */
 export function ActionRow(props: { actions: readonly Action[] }): JSX.Element | null {
   const [busy, begin] = useBusy();
   if (props.actions.length === 0) {
@@ -258,7 +258,7 @@ function Memory(props: {
   );
 }
 
-/** The part of the GPU's time that this server got, with a mark at the part that it was granted. */
+/** The share of GPU time that this server got, with a mark at its granted share. */
 function TimeShare({ lease }: { lease: ILeaseStatus }): JSX.Element | null {
   const { share, share_percent: granted, measured_share_percent: measured } = lease;
   if (share === '') {
@@ -286,7 +286,7 @@ function TimeShare({ lease }: { lease: ILeaseStatus }): JSX.Element | null {
   );
 }
 
-/** Utilization, where it is measured for this server alone; memory is the meter above. */
+/** Utilization, if it is measured for this server alone. */
 function History(props: {
   lease: ILeaseStatus;
   samples: readonly ISample[];
@@ -328,7 +328,7 @@ function Process(props: {
   const [busy, begin] = useBusy();
   return (
     <div className="gpushare-row gpushare-muted">
-      {/* "(ended)" is the end of the name: it wraps. */}
+      {/* A name that ends in "(ended)" wraps instead of being cut. */}
       <span className={process.keeps ? '' : 'gpushare-name'} title={name}>
         {name}
       </span>

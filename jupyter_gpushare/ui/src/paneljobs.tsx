@@ -1,4 +1,4 @@
-/** My training jobs in the sidebar: five of them, and the way to all. */
+/** My training jobs in the sidebar: five of them, and a link to all. */
 
 import React from 'react';
 
@@ -17,7 +17,7 @@ export interface IJobLinks {
 
 export function Jobs(props: {
   jobs: readonly IJob[];
-  /** False where the list of jobs shows them. */
+  /** False if the list of jobs shows the reasons. */
   hasReasons: boolean;
   links: IJobLinks | null;
 }): JSX.Element {

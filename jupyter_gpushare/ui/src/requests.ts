@@ -1,4 +1,4 @@
-/** The only way out of the page: requests to the user's own server, below `gpushare/`. */
+/** All requests of the page; they go to the user's own server, below `gpushare/`. */
 
 import { URLExt } from '@jupyterlab/coreutils';
 import { ServerConnection } from '@jupyterlab/services';
@@ -26,13 +26,13 @@ import {
 
 export type LeaseVerb = 'resume' | 'stay-asleep' | 'keep' | 'lend';
 
-/** A refusal is an Error with the sentence of the broker or the server. */
+/** Each request rejects with an Error that has the sentence of the broker or the server. */
 export class Requests {
   constructor(
     private readonly _settings: ServerConnection.ISettings,
   ) {}
 
-  /** Everything that is mine. */
+  /** Returns the user's leases, jobs and projects. */
   status(signal: AbortSignal): Promise<StatusAnswer> {
     return this._get<StatusAnswer>('status', signal);
   }
@@ -43,18 +43,18 @@ export class Requests {
     return this._send('POST', `leases/${encodeURIComponent(lease)}/${verb}`, body);
   }
 
-  /** Gives a lease another size, or this server, which has none, its first; resolves once kernels may use it. */
+  /** Resizes a lease, or gets the server's first one if it is null; resolves once kernels may use it. */
   resize(lease: ILeaseStatus | null, size: ISizeRequest): Promise<ISizedLease> {
     return this._send('PUT', `leases/${encodeURIComponent(lease?.id ?? 'own')}/size`, size);
   }
 
-  /** Frees the GPU memory of a kernel: restarts it. */
+  /** Restarts a kernel to free its GPU memory. */
   releaseKernel(lease: string, kernel: string): Promise<unknown> {
     const [a, b] = [lease, kernel].map(encodeURIComponent);
     return this._send('POST', `leases/${a}/kernels/${b}/release`);
   }
 
-  /** Ends the processes of a lease that keep GPU memory of ended ones. */
+  /** Ends the processes of a lease that keep GPU memory of ended kernels. */
   releaseLeft(lease: string): Promise<unknown> {
     return this._send('POST', `leases/${encodeURIComponent(lease)}/release`);
   }
@@ -80,7 +80,7 @@ export class Requests {
     return this._send('DELETE', `jobs/${encodeURIComponent(job)}`);
   }
 
-  /** Changes a job in the queue; null: as it is. */
+  /** Changes a job in the queue; null keeps a field. */
   changeJob(job: string, change: IJobChange): Promise<IJob> {
     return this._send('PUT', `jobs/${encodeURIComponent(job)}`, change);
   }
@@ -100,12 +100,12 @@ export class Requests {
     return this._get<ILaunchForm>(`launch${URLExt.objectToQueryString({ path })}`);
   }
 
-  /** Submits what the dialog says; the same `key` again is the same job. */
+  /** Submits a job; a repeated `key` refers to the same job. */
   launch(request: ILaunchRequest, key: string): Promise<IJob> {
     return this._send('POST', 'launch', request, { 'Idempotency-Key': key });
   }
 
-  /** A piece of a log; an offset below zero counts from the end, attempt 0 is the newest. */
+  /** Returns a piece of a log; a negative offset counts from the end, attempt 0 is the newest. */
   async log(job: string, attempt: number, offset: number): Promise<ILogPiece> {
     const query = attempt > 0 ? { attempt, offset } : { offset };
     const path = `jobs/${encodeURIComponent(job)}/log${URLExt.objectToQueryString(query)}`;
@@ -122,7 +122,7 @@ export class Requests {
     };
   }
 
-  /** The address of a whole log as a file. */
+  /** Returns the address of a whole log as a file. */
   logUrl(job: string, attempt: number): string {
     const query = URLExt.objectToQueryString(attempt > 0 ? { attempt, download: 1 } : { download: 1 });
     return URLExt.join(this._settings.baseUrl, 'gpushare/jobs', job, 'log') + query;
@@ -139,7 +139,7 @@ export class Requests {
     body?: unknown,
     headers?: Record<string, string>
   ): Promise<T> {
-    // A job that is stopped while the page goes is stopped all the same.
+    // The stop of a job must be sent even while the page closes.
     const keepalive = method === 'DELETE';
     const init = { method, headers, keepalive, body: body === undefined ? undefined : JSON.stringify(body) };
     return translated((await (await this._fetch(path, init)).json()) as T);
@@ -149,18 +149,18 @@ export class Requests {
     const url = URLExt.join(this._settings.baseUrl, 'gpushare') + `/${path}`;
     const response = await ServerConnection.makeRequest(url, init, this._settings);
     if (!response.ok) {
-      const said = messageOf(await response.text());
-      throw new Error(said ?? `${response.status} ${response.statusText}`);
+      const message = messageOf(await response.text());
+      throw new Error(message ?? `${response.status} ${response.statusText}`);
     }
     return response;
   }
 }
 
-/** Returns the translated message of a refusal; undefined: another program has answered. */
+/** Returns the translated message of a refusal; undefined if another program answered. */
 export function messageOf(text: string): string | undefined {
   try {
-    const said = translated(JSON.parse(text) as Partial<IErrorAnswer>).message;
-    return said === undefined ? undefined : asSentence(said);
+    const message = translated(JSON.parse(text) as Partial<IErrorAnswer>).message;
+    return message === undefined ? undefined : asSentence(message);
   } catch {
     return undefined;
   }

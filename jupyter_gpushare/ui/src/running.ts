@@ -1,9 +1,9 @@
-/** Which cells run or wait for others of their notebook.  Knows no widget. */
+/** The cells that run or wait for others in their notebook.  No widgets here. */
 
 import type { IDisposable } from '@lumino/disposable';
 
 export class Running<Cell extends Pick<IDisposable, 'isDisposed'>, Notebook> {
-  /** Notes a cell that was requested to run: behind all others, also when it ran before. */
+  /** Adds a cell that was requested to run, behind all others, even if it ran before. */
   add(cell: Cell, notebook: Notebook): void {
     this._notebooks.delete(cell);
     this._notebooks.set(cell, notebook);
@@ -13,19 +13,20 @@ export class Running<Cell extends Pick<IDisposable, 'isDisposed'>, Notebook> {
     this._notebooks.delete(cell);
   }
 
-  /** Nothing of a notebook runs any more. */
+  /** Forgets the cells of a notebook, because none runs any more. */
   forget(notebook: Notebook): void {
-    for (const [cell, its] of this._notebooks) {
-      if (its === notebook) {
+    for (const [cell, owner] of this._notebooks) {
+      if (owner === notebook) {
         this._notebooks.delete(cell);
       }
     }
   }
 
-  /** The first cell of each notebook: the others wait for it.  JupyterLab does not tell of deleted ones. */
+  /** Returns the first cell of each notebook, for which the others wait. */
   first(): Cell[] {
     const first = new Map<Notebook, Cell>();
     for (const [cell, notebook] of this._notebooks) {
+      // JupyterLab emits no signal for a deleted cell.
       if (cell.isDisposed) {
         this._notebooks.delete(cell);
       } else if (!first.has(notebook)) {

@@ -1,24 +1,24 @@
-/** Utilization of the last ten minutes; at most `MOST`, whatever the poll interval. */
+/** Utilization of the last ten minutes, in at most `MAX_SAMPLES`, for any poll interval. */
 
 export interface ISample {
-  /** Milliseconds. */
+  /** In milliseconds. */
   readonly at: number;
-  /** 0 also while it is not measured: asleep, and on a shared device (NVML reports it per device). */
+  /** Also 0 if not measured: asleep, or on a shared device (NVML reports utilization per device). */
   readonly percent: number;
 }
 
 const WINDOW_MS = 600_000;
-const MOST = 300;
+const MAX_SAMPLES = 300;
 
 export class Samples {
   get all(): readonly ISample[] {
     return this._samples;
   }
 
-  /** Adds a sample; replaces the last one when that is too recent. */
+  /** Adds a sample; it replaces the last one if that is too recent. */
   add(sample: ISample): void {
     const before = this._samples[this._samples.length - 2];
-    const kept = before !== undefined && sample.at - before.at < WINDOW_MS / MOST ? -1 : undefined;
+    const kept = before !== undefined && sample.at - before.at < WINDOW_MS / MAX_SAMPLES ? -1 : undefined;
     this._samples = this._samples
       .slice(0, kept)
       .filter(old => sample.at - old.at <= WINDOW_MS)

@@ -1,46 +1,46 @@
 /**
- * Shows a message in one place: in the most specific one that is in sight.
+ * Shows a message in one place: the most specific one in sight.
  *
- * From the most to the least specific: a waiting cell, the banner above a notebook, the
- * list of jobs, the sidebar.  Where none of them is in sight, a notification or the
- * tooltip of the status bar shows it.
+ * From the most to the least specific, the places are a waiting cell, the banner above a notebook,
+ * the list of jobs and the sidebar.  If none is in sight, a notification or the tooltip of the
+ * status bar shows the message.
  */
 
 import { ISignal, Signal } from '@lumino/signaling';
 
 const RANKS = { cell: 0, banner: 1, jobs: 2, sidebar: 3 } as const;
 
-/** A place where a message can be shown; dispose of it with its element. */
+/** A place that can show a message; dispose of it together with its element. */
 export interface IPlace {
   readonly kind: keyof typeof RANKS;
-  /** The element that has to be in sight. */
+  /** The element that must be in sight. */
   readonly node: Element;
-  /** Whether it shows the message as it is now at all. */
-  readonly says: () => boolean;
+  /** Returns whether the place would show the message now. */
+  readonly shows: () => boolean;
   readonly dispose: () => void;
 }
 
-/** Decides which of the places of one message shows it. */
+/** Decides which place shows a message. */
 export class Sight {
-  /** Emitted when other places are in sight. */
+  /** Emitted when the places in sight change. */
   get changed(): ISignal<this, void> {
     return this._changed;
   }
 
   /** Adds a place. */
-  add(kind: IPlace['kind'], node: Element, says: IPlace['says']): IPlace {
-    const place: IPlace = { kind, node, says, dispose: () => this._remove(place) };
+  add(kind: IPlace['kind'], node: Element, shows: IPlace['shows']): IPlace {
+    const place: IPlace = { kind, node, shows, dispose: () => this._remove(place) };
     this._places.add(place);
     this._observer.observe(node);
     return place;
   }
 
-  /** Returns the place that shows the message; null: none of them. */
+  /** Returns the place that shows the message; null if none does. */
   place(): IPlace | null {
-    const able = [...this._places].filter(place => this._inSight.has(place.node) && place.says());
+    const able = [...this._places].filter(place => this._inSight.has(place.node) && place.shows());
     const best = Math.min(...able.map(({ kind }) => RANKS[kind]));
     const equal = able.filter(({ kind }) => RANKS[kind] === best);
-    // It stays where it is: two notebooks side by side do not hand it to and fro.
+    // The last place keeps the message, so that it does not alternate between two notebooks side by side.
     const stays = equal.find(place => place === this._last) ?? equal[0] ?? null;
     return (this._last = stays);
   }

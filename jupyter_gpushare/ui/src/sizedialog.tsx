@@ -1,4 +1,4 @@
-/** The dialogs that make the GPU part of a running server larger or smaller, or get its first one. */
+/** The dialogs that resize the GPU part of a running server, or get its first one. */
 
 import { Dialog, Notification, showDialog } from '@jupyterlab/apputils';
 import { Signal } from '@lumino/signaling';
@@ -12,9 +12,9 @@ import { ILeaseStatus, ISizedLease, ISizeRequest } from './wire';
 import { trans } from './translate';
 
 /**
- * Asks for a size and sends it; null is a server without a GPU, which gets its first one.
+ * Asks for a size and sends it; a server without a GPU (`lease` is null) gets its first one.
  *
- * Where the size is fixed while a server runs, says that instead.
+ * If the size is fixed while the server runs, explains that instead.
  */
 export async function resize(
   lease: ILeaseStatus | null,
@@ -75,12 +75,12 @@ async function explain(lease: ILeaseStatus, hub: (() => void) | null): Promise<v
   }
 }
 
-/** What is chosen in an open dialog: a size as `gpus`, a project, whether to borrow. */
+/** The choice in an open dialog: a size as `gpus`, a project, and whether to borrow. */
 class Choice implements IForm<ISizedLease> {
   constructor(
-    /** Those to choose from; the first is preselected. */
+    /** The projects to choose from; the first is preselected. */
     readonly projects: readonly string[],
-    /** Resolves once the size is there. */
+    /** Resolves once the server has the size. */
     private readonly _send: (size: ISizeRequest) => Promise<ISizedLease>
   ) {
     this.fields = { ...BLANK, gpus: '', borrow: false, project: projects[0] ?? '' };

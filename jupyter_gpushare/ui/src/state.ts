@@ -1,8 +1,8 @@
-/** State of the user's GPU: what an answer of the server means, and what changed since the last one. */
+/** State of the user's GPU from the server's answers, and the changes between two answers. */
 
 import { IJob, ILeaseStatus, IStatus } from './wire';
 
-/** Answer of `GET gpushare/status`: without the broker's status while it is unreachable. */
+/** Answer of `GET gpushare/status`; it lacks the broker's status while the broker is unreachable. */
 export type StatusAnswer =
   | { readonly enabled: false }
   | {
@@ -15,13 +15,13 @@ export type StatusAnswer =
       readonly enabled: true;
       readonly server: string;
       readonly unreachable_since: null;
-      /** Without a GPU, this server can get one while it runs. */
+      /** Whether this server, without a GPU, can get one while it runs. */
       readonly may_gain: boolean;
     } & IStatus);
 
 export type GpuState =
   | { readonly kind: 'loading' }
-  /** This server has no broker: all widgets are hidden. */
+  /** This server has no broker, so all widgets are hidden. */
   | { readonly kind: 'off' }
   /** `source` does not answer: the broker, or the Jupyter server itself. */
   | { readonly kind: 'unreachable'; readonly since: Date; readonly source: 'broker' | 'server' }
@@ -29,7 +29,7 @@ export type GpuState =
       readonly kind: 'ready';
       readonly status: IStatus;
       readonly lease: ILeaseStatus | null;
-      /** It has no GPU, and can get one while it runs. */
+      /** Whether the server has no GPU and can get one while it runs. */
       readonly mayGain: boolean;
     };
 
@@ -42,7 +42,7 @@ export type Phase =
   | 'falling-asleep'
   | 'asleep'
   | 'waking'
-  /** The driver could not bring its memory back. */
+  /** The driver could not restore its memory. */
   | 'lost'
   | 'ended';
 
@@ -51,16 +51,16 @@ export type Notice =
   | { readonly kind: 'warned'; readonly lease: ILeaseStatus }
   | { readonly kind: 'asleep'; readonly lease: ILeaseStatus }
   | { readonly kind: 'waking'; readonly lease: ILeaseStatus }
-  /** `seconds` since it began to wake; null where that was not seen. */
+  /** `seconds` since it began to wake; null if that was not seen. */
   | { readonly kind: 'back'; readonly lease: ILeaseStatus; readonly seconds: number | null }
-  /** Its memory could not be brought back. */
+  /** Its memory could not be restored. */
   | { readonly kind: 'lost'; readonly lease: ILeaseStatus }
-  /** A warning, or a loss, that no longer holds. */
+  /** A warning or a loss no longer holds. */
   | { readonly kind: 'cleared' }
   | { readonly kind: 'job-ended'; readonly job: IJob }
-  /** Preempted: suspended or back in the queue; `again`: it has started once more since. */
+  /** Preempted: suspended or back in the queue.  `again`: it has started again since then. */
   | { readonly kind: 'job-paused'; readonly job: IJob; readonly again: boolean }
-  /** More than `MOST_NOTICES` events in one answer. */
+  /** More than `MAX_NOTICES` events in one answer. */
   | { readonly kind: 'jobs'; readonly ended: readonly IJob[]; readonly paused: readonly IJob[] };
 
 export const ENDED: ReadonlySet<string> = new Set(['succeeded', 'failed', 'cancelled', 'timed_out']);
@@ -91,7 +91,7 @@ export function phaseOf(lease: ILeaseStatus): Phase {
   }
 }
 
-/** Returns the notice for a change of phase; null: none. */
+/** Returns the notice for a change of phase; null if there is none. */
 export function leaseNotice(
   before: Phase,
   lease: ILeaseStatus,
@@ -110,20 +110,20 @@ export function leaseNotice(
   return before === 'warned' || before === 'lost' ? { kind: 'cleared' } : null;
 }
 
-/** The part of an answer that the next one is compared with. */
+/** The part of an answer that is compared with the next one. */
 export interface ISeenJobs {
-  /** How often each job that had not ended had been paused, and had begun. */
+  /** The numbers of pauses and starts of each job that has not ended. */
   readonly living: { readonly [id: string]: Pick<IJob, 'preemptions' | 'attempt'> };
-  /** When the newest was submitted; empty: there was none. */
+  /** When the newest job was submitted; empty if there is none. */
   readonly newest: string;
-  /** When the last one ended; empty: none had. */
+  /** When the last job ended; empty if none has. */
   readonly lastEnd: string;
 }
 
 const UNSEEN = { preemptions: 0, attempt: 0 };
 
 /** More events than this are shown as one notice. */
-const MOST_NOTICES = 3;
+const MAX_NOTICES = 3;
 
 /** Returns the input of `jobNotices` for the next answer; equal as long as no job changes. */
 export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
@@ -138,12 +138,12 @@ export function seenJobs(jobs: readonly IJob[]): ISeenJobs {
 
 /** Returns a notice for each job that ended or was paused since `before`, new jobs included. */
 export function jobNotices(before: ISeenJobs, now: readonly IJob[]): Notice[] {
-  const isNews = (job: IJob): boolean =>
+  const isNew = (job: IJob): boolean =>
     job.submitted_at > before.newest || (job.ended_at !== null && job.ended_at > before.lastEnd);
   const ended: IJob[] = [];
   const paused: Extract<Notice, { kind: 'job-paused' }>[] = [];
   for (const job of now) {
-    const seen = before.living[job.id] ?? (isNews(job) ? UNSEEN : null);
+    const seen = before.living[job.id] ?? (isNew(job) ? UNSEEN : null);
     if (seen === null || !job.notify) {
       continue;
     }
@@ -153,7 +153,7 @@ export function jobNotices(before: ISeenJobs, now: readonly IJob[]): Notice[] {
       paused.push({ kind: 'job-paused', job, again: job.attempt > Math.max(1, seen.attempt) });
     }
   }
-  if (ended.length + paused.length > MOST_NOTICES) {
+  if (ended.length + paused.length > MAX_NOTICES) {
     return [{ kind: 'jobs', ended, paused: paused.map(notice => notice.job) }];
   }
   return [...ended.map(job => ({ kind: 'job-ended', job }) as const), ...paused];

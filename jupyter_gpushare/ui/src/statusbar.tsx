@@ -1,4 +1,4 @@
-/** `1/2 GPU 6.8/40 GiB Active`, coloured only when it wants attention. */
+/** `1/2 GPU 6.8/40 GiB Active` in the status bar, coloured only when it needs attention. */
 
 import { ReactWidget, UseSignal } from '@jupyterlab/ui-components';
 import { ISignal, Signal } from '@lumino/signaling';
@@ -20,7 +20,7 @@ export class StatusItem extends ReactWidget {
     _gpu.sentence.changed.connect(() => this.update(), this);
   }
 
-  /** Whether there is something to show. */
+  /** Whether there is text to show. */
   get isActive(): boolean {
     return statusText(this._gpu.model.state) !== '';
   }

@@ -1,6 +1,6 @@
 /**
- * Stops jobs: asks first where work would be lost.  A job that has not begun is taken out of
- * the queue after `UNDO_MS`, in which it can be undone.  No widgets here.
+ * Stops jobs.  If work may be lost, asks first.  A job that has not begun leaves the queue after
+ * `UNDO_MS`, in which the user can undo the stop.  No widgets here.
  */
 
 import { ISignal, Signal } from '@lumino/signaling';
@@ -12,11 +12,11 @@ import { IJob } from './wire';
 export const UNDO_MS = 5000;
 
 export interface IStopOptions {
-  /** Stops a job at the broker; tells of a refusal itself. */
+  /** Sends the stop of a job to the broker, and notifies about a refusal. */
   readonly send: (job: IJob) => Promise<void>;
-  /** Asks whether to stop jobs of which one has begun, and may lose work. */
+  /** Asks whether to stop jobs, at least one of which has begun and may lose work. */
   readonly confirm: (jobs: readonly IJob[]) => Promise<boolean>;
-  /** Says that jobs leave the queue, and offers to undo that; returns what takes the offer away. */
+  /** Says that jobs leave the queue and offers to undo that; returns the function that removes the offer. */
   readonly offerUndo: (jobs: readonly IJob[], undo: () => void) => () => void;
 }
 
@@ -32,20 +32,20 @@ export class Stops {
     private readonly _options: IStopOptions
   ) {
     gpu.changed.connect((_, state) => this._follow(state));
-    // A page that goes sends what it still holds back.
-    globalThis.addEventListener?.('pagehide', () => [...this._waiting.values()].forEach(({ job }) => this._leave(job)));
+    // A page that closes sends the stops that it still delays.
+    globalThis.addEventListener?.('pagehide', () => [...this._waiting.values()].forEach(({ job }) => this._finish(job)));
   }
 
   get changed(): ISignal<this, void> {
     return this._changed;
   }
 
-  /** Whether a stop of this job is being asked about, held back or sent. */
+  /** Whether a stop of this job is being confirmed, delayed or sent. */
   isStopping(job: IJob): boolean {
     return this._busy.has(job.id);
   }
 
-  /** Stops jobs; does nothing about one of which an earlier stop is under way. */
+  /** Stops jobs; skips those that are already stopping. */
   async stop(...jobs: readonly IJob[]): Promise<void> {
     const fresh = jobs.filter(job => !this._busy.has(job.id));
     fresh.forEach(job => this._become(job, true));
@@ -53,37 +53,37 @@ export class Stops {
       fresh.forEach(job => this._become(job, false));
       return;
     }
-    this._holdBack(fresh.filter(job => !hasBegun(job)));
+    this._delay(fresh.filter(job => !hasBegun(job)));
     await Promise.all(fresh.filter(hasBegun).map(job => this._send(job)));
   }
 
-  private _holdBack(jobs: readonly IJob[]): void {
+  private _delay(jobs: readonly IJob[]): void {
     if (jobs.length === 0) {
       return;
     }
-    const held = new Set(jobs);
+    const delayed = new Set(jobs);
     const undo = (): void => {
       jobs.filter(job => this._take(job)).forEach(job => this._become(job, false));
     };
-    const takeAway = this._options.offerUndo(jobs, undo);
+    const removeOffer = this._options.offerUndo(jobs, undo);
     for (const job of jobs) {
       const withdraw = (): void => {
-        held.delete(job);
-        if (held.size === 0) {
-          takeAway();
+        delayed.delete(job);
+        if (delayed.size === 0) {
+          removeOffer();
         }
       };
-      this._waiting.set(job.id, { job, timer: setTimeout(() => this._leave(job), UNDO_MS), withdraw });
+      this._waiting.set(job.id, { job, timer: setTimeout(() => this._finish(job), UNDO_MS), withdraw });
     }
   }
 
-  private _leave(job: IJob): void {
+  private _finish(job: IJob): void {
     if (this._take(job)) {
       void this._send(job);
     }
   }
 
-  /** Ends the time in which a stop can be undone; false: it was over. */
+  /** Ends the time in which a stop can be undone; returns false if it was over. */
   private _take(job: IJob): boolean {
     const waiting = this._waiting.get(job.id);
     if (waiting === undefined) {
@@ -106,7 +106,7 @@ export class Stops {
   /** A job that begins in the meantime is stopped at once. */
   private _follow(state: GpuState): void {
     if (state.kind === 'ready') {
-      state.status.jobs.filter(hasBegun).forEach(job => this._leave(job));
+      state.status.jobs.filter(hasBegun).forEach(job => this._finish(job));
     }
   }
 
@@ -124,7 +124,7 @@ export class Stops {
   private readonly _waiting = new Map<string, IWaiting>();
 }
 
-/** Whether a job may have work to lose. */
+/** Returns whether a job may have work to lose. */
 export function hasBegun(job: IJob): boolean {
   return job.state !== 'queued' || job.attempt > 0;
 }

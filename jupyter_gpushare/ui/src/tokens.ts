@@ -14,13 +14,13 @@ export const IGpuModel = new Token<IGpuModel>(
 export interface IGpuModel {
   readonly model: GpuModel;
   readonly requests: Requests;
-  /** Where the sentence about the GPU is shown. */
+  /** Decides where the sentence about the GPU is shown. */
   readonly sentence: Sight;
-  /** Where the steps of waking are counted. */
+  /** Decides where the steps of waking are counted. */
   readonly steps: Sight;
-  /** Where the reasons of jobs are shown. */
+  /** Decides where the reasons of jobs are shown. */
   readonly reasons: Sight;
-  /** What the user set; read again each time. */
+  /** Returns the user's current settings. */
   readonly options: () => IOptions;
 }
 

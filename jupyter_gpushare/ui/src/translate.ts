@@ -1,6 +1,6 @@
 /**
- * The page's language, and the broker's sentences in it: they come as English text, and as
- * keys with arguments.
+ * The page's language, and the broker's sentences in it.  A sentence arrives as English text and
+ * as a key with arguments.
  */
 
 import type { TranslationBundle } from '@jupyterlab/translation';
@@ -25,8 +25,8 @@ function translation(text: IText): string | null {
 const SUFFIX = '_texts';
 
 /**
- * Returns an answer of the server with each `x` replaced by the translation of its
- * `x_texts`.  The English text stays where the broker sent no keys, or an unknown one.
+ * Returns an answer of the server, with each `x` replaced by the translation of its `x_texts`.
+ * The English text stays if the broker sent no key or an unknown one.
  */
 export function translated<T>(answer: T): T {
   if (Array.isArray(answer)) {

@@ -1,4 +1,4 @@
-/** What people type: lines, durations, sizes.  No widgets here. */
+/** Parsing of typed text: lines, durations, sizes.  No widgets here. */
 
 import { GPUS, MEMORY } from './sizes';
 import { ISizeRequest } from './wire';
@@ -8,13 +8,13 @@ const DURATION = /^(\d+(?:\.\d+)?)\s*(s|min|m|h|d)$/;
 const SECONDS: { readonly [unit: string]: number } = { s: 1, m: 60, min: 60, h: 3600, d: 86_400 };
 const UNITS = ['d', 'h', 'min'] as const;
 
-/** Returns the seconds of a text; null: it is no duration. */
+/** Returns the seconds of a duration as typed; null if it is none. */
 export function secondsOf(text: string): number | null {
   const found = DURATION.exec(text.trim());
   return found === null ? null : Number(found[1]) * SECONDS[found[2]!]!;
 }
 
-/** Returns a text that `secondsOf` reads as these seconds; empty for null. */
+/** Returns the text from which `secondsOf` reads these seconds; empty for null. */
 export function durationOf(seconds: number | null): string {
   if (seconds === null) {
     return '';
@@ -34,7 +34,7 @@ export function lines(pairs: { readonly [name: string]: string }): string {
 export function pairsOf(text: string): { [name: string]: string } | null {
   const pairs: { [name: string]: string } = {};
   for (const line of nonEmpty(text)) {
-    // As Python has names, in any script.
+    // A Python name, in any script.
     const match = /^([\p{XIDS}_]\p{XIDC}*)\s*=\s*(.*)$/u.exec(line);
     if (match === null) {
       return null;
@@ -44,7 +44,7 @@ export function pairsOf(text: string): { [name: string]: string } | null {
   return pairs;
 }
 
-/** Returns the lines with text, trimmed. */
+/** Returns the lines that have text, trimmed. */
 export function nonEmpty(text: string): string[] {
   return text
     .split('\n')
@@ -52,12 +52,12 @@ export function nonEmpty(text: string): string[] {
     .filter(line => line !== '');
 }
 
-/** Returns the request for a size as typed; null: it is none. */
+/** Returns the request for a size as typed; null if it is none. */
 export function sizeOf(text: string, borrow: boolean, project: string | null): ISizeRequest | null {
   const size = text.replace(/\s/g, '');
   if (GPUS.test(size)) {
     return { gpus: size, memory: null, borrow, project };
   }
-  // A number alone is a number of GPUs.
+  // A number without a unit is a number of GPUs.
   return MEMORY.test(size) && /[a-z]/i.test(size) ? { gpus: null, memory: size, borrow, project } : null;
 }

@@ -1,4 +1,4 @@
-/** Servers of the user that wait for a GPU on the spawn page, in the sidebar and above the list of jobs. */
+/** The user's servers that wait for a GPU on the spawn page; shown in the sidebar and above the jobs. */
 
 import React from 'react';
 
@@ -8,7 +8,7 @@ import { trans } from './translate';
 
 export function WaitingSessions(props: {
   sessions: readonly IWaitingSession[];
-  /** False where the list of jobs shows them. */
+  /** False if the list of jobs shows the reasons. */
   hasReasons: boolean;
 }): JSX.Element | null {
   const { sessions } = props;

@@ -1,4 +1,4 @@
-/** Usage of the last seven days: a sentence, and bars for each day on demand. */
+/** Usage in the last seven days: a sentence, and bars for each day on demand. */
 
 import React from 'react';
 
@@ -9,10 +9,10 @@ import { weekday } from './locale';
 import { daysText, gpuHours, weekText } from './messages';
 import { trans } from './translate';
 
-/** Share of the width of a day, for each of its two bars. */
+/** Width of each of a day's two bars, as a part of the day's width. */
 const BAR = 0.38;
 
-/** `now`: the broker's clock, which says which day is the last. */
+/** `now` is the time of the broker's clock, which determines the last day. */
 export function Week({ week, now }: { week: IHistory; now: string }): JSX.Element {
   const [open, setOpen] = React.useState(false);
   return (
@@ -29,11 +29,11 @@ export function Week({ week, now }: { week: IHistory; now: string }): JSX.Elemen
   );
 }
 
-/** Used and lent GPU-hours of each day as two bars; the scale reaches to the longest. */
+/** Used and lent GPU-hours of each day as two bars; the scale ends at the longest bar. */
 function Days({ days }: { days: readonly IDay[] }): JSX.Element {
-  const most = Math.max(1, ...days.flatMap(day => [day.usedGpuS, day.lentGpuS]));
+  const max = Math.max(1, ...days.flatMap(day => [day.usedGpuS, day.lentGpuS]));
   const bar = (kind: string, x: number, seconds: number): JSX.Element => (
-    <rect key={kind} data-kind={kind} x={x} y={1 - seconds / most} width={BAR} height={seconds / most} />
+    <rect key={kind} data-kind={kind} x={x} y={1 - seconds / max} width={BAR} height={seconds / max} />
   );
   return (
     <>
@@ -57,7 +57,7 @@ function Days({ days }: { days: readonly IDay[] }): JSX.Element {
             </g>
           ))}
         </svg>
-        <span>{gpuHours(most)}</span>
+        <span>{gpuHours(max)}</span>
         <span>{gpuHours(0)}</span>
         <div className="gpushare-weekdays">
           {days.map(({ day }) => (

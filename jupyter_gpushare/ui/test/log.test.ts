@@ -11,7 +11,7 @@ class File {
   first = 1;
   asked: [number, number][] = [];
   most = 1000;
-  /** Where what is kept begins. */
+  /** Offset of the first byte that is kept. */
   lost = 0;
 
   leftOut = 0;
@@ -38,12 +38,12 @@ describe('Log', () => {
   it('reads on where it was, and completes a line', async () => {
     const file = new File();
     const log = logOf(file);
-    expect(await log.readOn()).toBe(false);
+    expect(await log.readNext()).toBe(false);
     file.text = 'one\ntw';
-    expect(await log.readOn()).toBe(true);
+    expect(await log.readNext()).toBe(true);
     expect(log.lines).toEqual(['one', 'tw']);
     file.text += 'o\nthree\n';
-    await log.readOn();
+    await log.readNext();
     expect(log.lines).toEqual(['one', 'two', 'three', '']);
     expect(file.asked).toEqual([
       [0, -FIRST_BYTES],
@@ -57,12 +57,12 @@ describe('Log', () => {
     const file = new File();
     const log = logOf(file);
     file.leftOut = 6;
-    await log.readOn();
+    await log.readNext();
     expect(log.lack).toBe(
       '6 bytes of this log were not written: No space left. The job keeps the last 64 KiB while it runs.'
     );
     file.leftOut = 0;
-    await log.readOn();
+    await log.readNext();
     expect(log.lack).toBe('');
   });
 
@@ -70,9 +70,9 @@ describe('Log', () => {
     const file = new File();
     const log = logOf(file);
     file.text = 'one\ntwo\n';
-    expect(await Promise.all([log.readOn(), log.readOn()])).toEqual([true, true]);
+    expect(await Promise.all([log.readNext(), log.readNext()])).toEqual([true, true]);
     expect(log.lines).toEqual(['one', 'two', '']);
-    expect(await log.readOn()).toBe(false);
+    expect(await log.readNext()).toBe(false);
   });
 
   it('shows a bar once, however often it was drawn', async () => {
@@ -80,7 +80,7 @@ describe('Log', () => {
     const log = logOf(file);
     for (const text of ['\r 10%|#', '\r 20%|##', '\r 30%|###']) {
       file.text += text;
-      await log.readOn();
+      await log.readNext();
     }
     expect(log.lines).toEqual([' 30%|###']);
   });
@@ -94,7 +94,7 @@ describe('Log', () => {
     const log = logOf(file);
     for (const piece of pieces) {
       file.text += piece;
-      await log.readOn();
+      await log.readNext();
     }
     expect(log.lines).toEqual([' 20%|##', '']);
   });
@@ -105,7 +105,7 @@ describe('Log', () => {
     const log = logOf(file);
     for (const text of ['x'.repeat(60_000), 'y'.repeat(60_000), 'end']) {
       file.text += text;
-      await log.readOn();
+      await log.readNext();
     }
     expect(log.lines).toEqual([`${'x'.repeat(5_533)}${'y'.repeat(60_000)}end`]);
     expect(log.isCut).toBe(true);
@@ -117,7 +117,7 @@ describe('Log', () => {
     const log = logOf(file);
     for (let n = 0; n < 60; n++) {
       file.text += `${'x'.repeat(100_000)} ${n}\n`;
-      await log.readOn();
+      await log.readNext();
     }
     expect(log.lines.join('').length).toBeLessThan(5e6);
     expect(log.lines.slice(-2)).toEqual([`${'x'.repeat(100_000)} 59`, '']);
@@ -129,7 +129,7 @@ describe('Log', () => {
     file.text = 'x\n'.repeat(FIRST_BYTES);
     file.most = 10 * FIRST_BYTES;
     const log = logOf(file);
-    await log.readOn();
+    await log.readNext();
     expect(log.isCut).toBe(true);
     expect(log.lines.length).toBeLessThanOrEqual(10_000);
   });
@@ -138,14 +138,14 @@ describe('Log', () => {
     const file = new File();
     const log = logOf(file);
     file.text = 'one\ntw';
-    await log.readOn();
+    await log.readNext();
     file.text += 'o\nthree\nfour\n';
     file.lost = 8;
-    await log.readOn();
+    await log.readNext();
     expect(log.lines).toEqual(['one', 'tw', '[2 bytes of this log were not kept]', 'three', 'four', '']);
     expect(log.isCut).toBe(false);
     file.text += 'five\n';
-    await log.readOn();
+    await log.readNext();
     expect(log.lines.slice(-2)).toEqual(['five', '']);
   });
 
@@ -153,14 +153,14 @@ describe('Log', () => {
     const file = new File();
     file.text = 'first';
     const [newest, fixed] = [logOf(file), logOf(file, 1)];
-    await newest.readOn();
-    await fixed.readOn();
+    await newest.readNext();
+    await fixed.readNext();
     file.text = 'second';
     file.attempts = 2;
-    await newest.readOn();
-    await newest.readOn();
+    await newest.readNext();
+    await newest.readNext();
     expect(newest.lines).toEqual(['second']);
-    await fixed.readOn();
+    await fixed.readNext();
     expect(fixed.kept).toEqual([1, 2]);
     expect(fixed.lines[0]).toMatch(/^first/);
   });
@@ -170,11 +170,11 @@ describe('Log', () => {
     file.text = 'x\n'.repeat(FIRST_BYTES);
     file.most = 10 * FIRST_BYTES;
     const log = logOf(file);
-    await log.readOn();
+    await log.readNext();
     file.text = 'second';
     file.attempts = 2;
-    await log.readOn();
-    await log.readOn();
+    await log.readNext();
+    await log.readNext();
     expect(log.lines).toEqual(['second']);
     expect(log.isCut).toBe(false);
   });
@@ -185,11 +185,11 @@ describe('Log', () => {
     file.first = 3;
     const log = logOf(file);
     expect(log.kept).toBeNull();
-    await log.readOn();
+    await log.readNext();
     expect(log.kept).toEqual([3, 4, 5]);
     file.attempts = file.first = 0;
     const gone = logOf(file);
-    await gone.readOn();
+    await gone.readNext();
     expect(gone.kept).toEqual([]);
   });
 
@@ -197,7 +197,7 @@ describe('Log', () => {
     const file = new File();
     file.text = 'Loss 1\nacc 2\nloss 3';
     const log = logOf(file);
-    await log.readOn();
+    await log.readNext();
     expect(log.find('LOSS')).toEqual([0, 2]);
     expect(log.find('')).toEqual([]);
   });
@@ -212,7 +212,7 @@ describe('keepReading', () => {
     vi.useRealTimers();
   });
 
-  /** Reads a file; `after` says how often it was asked for in so many seconds. */
+  /** Reads a file; `after` returns the number of its requests in this many seconds. */
   function begin(file: File, change: Partial<IReading> = {}) {
     const before = file.asked.length;
     const stop = keepReading(logOf(file), {

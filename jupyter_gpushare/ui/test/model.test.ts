@@ -162,12 +162,12 @@ describe('GpuModel', () => {
   let asked = 0;
   const changed: string[][] = [];
 
-  /** Under way now, and at most; a slow answer takes a turn of the timers. */
+  /** Requests in flight now, and their maximum; a slow answer takes a turn of the timers. */
   let open = 0;
   let most = 0;
   let slow = false;
 
-  /** An answer with a lease that began to run so many seconds before. */
+  /** An answer with a lease that began to run this many seconds before. */
   function awakeFor(seconds: number): StatusAnswer {
     const since_at = new Date(Date.parse(ANSWERS.active.at) - 1000 * seconds).toISOString();
     return { ...ANSWERS.active, leases: [{ ...ANSWERS.active.leases[0]!, since_at }] };

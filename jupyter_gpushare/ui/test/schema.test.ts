@@ -1,4 +1,4 @@
-/** What JupyterLab is told in `schema/` agrees with the plugins, and is told nowhere else. */
+/** The settings in `schema/` agree with the plugins, and are defined nowhere else. */
 
 import ts from 'typescript';
 import { describe, expect, it } from 'vitest';
@@ -12,7 +12,7 @@ const SOURCES = ts.sys
   .map(path => ts.sys.readFile(path)!)
   .join('\n');
 
-/** Every `"command"` in a schema, however deep. */
+/** Every `"command"` in a schema, at any depth. */
 function commandsOf(schema: unknown): string[] {
   return Array.from(JSON.stringify(schema).matchAll(/"command":"([^"]+)"/g), match => match[1]!);
 }

@@ -1,11 +1,11 @@
-/** Every string that people read goes through the translator, as a literal, in the words that we use. */
+/** Every string that people read goes through the translator, as a literal, in the project's words. */
 
 import ts from 'typescript';
 import { describe, expect, it } from 'vitest';
 
 const SOURCES = new URL('../src', import.meta.url).pathname;
 const SHOWN = new Set(['title', 'label', 'caption', 'aria-label', 'alt']);
-/** Never shown: what a plugin is for, and what kind of widget a panel is. */
+/** Strings that are never shown: the purpose of a plugin, and the kind of a panel's widget. */
 const NOT_SHOWN = new Set(['description', 'type']);
 const AVOIDED = /\b(reclaim|evict|oom|pending|cull|preempt)/i;
 
@@ -14,7 +14,7 @@ interface IFound {
   readonly bare: string[];
 }
 
-/** Looks through one module. */
+/** Checks the strings of one module. */
 function stringsOf(path: string): IFound {
   const found: IFound = { translated: [], bare: [] };
   const source = ts.createSourceFile(path, ts.sys.readFile(path)!, ts.ScriptTarget.Latest, true);

@@ -2,7 +2,7 @@ import type { TranslationBundle } from '@jupyterlab/translation';
 
 import { speak } from '../src/translate';
 
-/** English, as JupyterLab's own null translator has it. */
+/** English, from JupyterLab's own null translator. */
 export const trans = {
   __: (text: string, ...args: unknown[]) => fill(text, args),
   _n: (one: string, many: string, n: number, ...args: unknown[]) => fill(n === 1 ? one : many, [n, ...args])

@@ -8,7 +8,7 @@ import { ANSWERS, JOBS, OFFERS, TIMELINE } from './answers';
 import type { IText } from '../src/wire';
 import { trans } from './trans';
 
-/** A language that turns words into capitals and keeps places and order of arguments. */
+/** A language that capitalizes words and keeps the positions of arguments. */
 const LOUD = {
   __: (text: string, ...args: string[]) => trans.__(text.toUpperCase(), ...args),
   _n: (one: string, many: string, n: number) => trans._n(one.toUpperCase(), many.toUpperCase(), n)
