@@ -1,8 +1,7 @@
-"""Where the compiled libraries are: the preload library and the simulated driver.
+"""Paths of the compiled libraries: the preload library and the simulated driver.
 
-The C sources lie beside this file; `jupyter_gpushare.native.build` compiles them
-into ``lib/`` when the package is installed.  Only paths are handed out here: a
-caller that puts them into a process's environment loads nothing itself.
+The C sources are beside this file; `jupyter_gpushare.native.build` compiles them into ``lib/`` when the
+package is installed.  This module only returns paths for a process's environment and loads nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ SIMULATED_NAMES = ("libcuda.so.1", "libnvidia-ml.so.1")
 
 
 def lib_dir() -> Path:
-    """The folder of the compiled libraries.
+    """Return the folder of the compiled libraries.
 
     Raises:
         GpuShareError: they have not been built.
@@ -38,22 +37,22 @@ def lib_dir() -> Path:
 
 
 def preload_path() -> Path:
-    """The library for LD_PRELOAD that keeps a lease within its memory.
+    """Return the path of the library for LD_PRELOAD that keeps a lease within its memory.
 
     Raises:
         GpuShareError: it is not built, or its path cannot be part of LD_PRELOAD,
-            where blanks and colons separate entries.
+            where spaces and colons separate entries.
     """
     return _loadable(lib_dir() / PRELOAD_NAME)
 
 
 def install_preload(folder: Path) -> Path:
-    """Copy the preload library into a folder and return its path there, which its contents name.
+    """Copy the preload library into a folder and return its path there, which contains its hash.
 
-    Earlier versions stay: processes that begin in a running pod still name theirs.
+    Earlier versions stay, because new processes in a running pod still use their path.
 
     Raises:
-        GpuShareError: it is not built, or it cannot be written.
+        GpuShareError: the library is not built, or the copy cannot be written.
     """
     content = preload_path().read_bytes()
     path = _loadable(folder / f"{hashlib.sha256(content).hexdigest()[:16]}-{PRELOAD_NAME}")
@@ -70,7 +69,7 @@ def install_preload(folder: Path) -> Path:
 
 
 def sim_dir() -> Path:
-    """The folder for LD_LIBRARY_PATH that holds the simulated driver.
+    """Return the folder for LD_LIBRARY_PATH that has the simulated driver.
 
     Raises:
         GpuShareError: it is not built, or its path cannot be part of LD_LIBRARY_PATH.

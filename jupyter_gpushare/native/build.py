@@ -1,8 +1,8 @@
 """Compile the C libraries: ``python -m jupyter_gpushare.native.build``.
 
-Needs a C compiler and nothing else: no CUDA headers, no driver, only Python's
-standard library.  A library is compiled when one of its sources (or this file)
-is newer, under another name first, so that a process never loads half a file.
+The build needs only a C compiler and Python's standard library: no CUDA headers, no driver.  A library is
+compiled if one of its sources (or this file) is newer.  It first has another name, so that no process loads
+half a file.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from jupyter_gpushare.errors import GpuShareError
 
 NATIVE = Path(__file__).resolve().parent
 
-# Without -Werror: a compiler that is newer than the sources may warn of more.  The tests add it.
+# There is no -Werror, because a newer compiler may have new warnings.  The tests add it.
 STRICT = ("-std=c11", "-O2", "-Wall", "-Wextra", "-Wshadow", "-Wconversion")
 SHARED = ("-fvisibility=hidden", "-fPIC", "-shared", "-pthread", "-Wl,-z,defs")
-# The libraries that some functions are in before glibc 2.34 (old_glibc.h).
+# The libraries that had some functions before glibc 2.34 (old_glibc.h).
 OLD_GLIBC = ("-Wl,--no-as-needed", "-l:libdl.so.2", "-l:libpthread.so.0")
 
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """One shared object: where it goes below ``lib/`` and what it is made of."""
+    """One shared object: its path below ``lib/``, its sources and its linker flags."""
 
     output: str
     sources: tuple[str, ...]
@@ -40,7 +40,7 @@ def _sources(*patterns: str) -> tuple[str, ...]:
     return tuple(sorted(str(path.relative_to(NATIVE)) for each in patterns for path in NATIVE.glob(each)))
 
 
-# Both simulated libraries have the devices, their time, their processes and the cgroups.
+# Both simulated libraries share the devices, their time, their processes and the cgroups.
 _SHARED_BY_BOTH = _sources(*(f"simulator/sim_{part}.c" for part in ("gpu", "time", "moves", "spec", "group")))
 _NVML = _sources("simulator/sim_nvml*.c")
 
@@ -48,7 +48,7 @@ LIBRARIES = (
     Library(
         "sim/libcuda.so.1",
         tuple(source for source in _sources("simulator/*.c") if source not in _NVML),
-        # Its own calls stay its own, also where a preloaded library has the same names.
+        # -Bsymbolic: its calls of its own functions stay inside, even if a preloaded library has the names.
         ("-Wl,-soname,libcuda.so.1", "-Wl,-Bsymbolic", *OLD_GLIBC),
     ),
     Library(
@@ -65,29 +65,29 @@ LIBRARIES = (
 
 
 def compiler() -> tuple[str, ...]:
-    """The C compiler's command line, from ``CC`` or plain ``cc``."""
+    """Return the C compiler's command line, from ``CC`` or plain ``cc``."""
     return tuple(shlex.split(os.environ.get("CC", ""))) or ("cc",)
 
 
 def own_machine() -> str:
-    """Architecture of this machine, as in the tags of wheels: ``x86_64``."""
+    """Return the architecture of this machine as in the tags of wheels: ``x86_64``."""
     return os.uname().machine
 
 
 def machine() -> str:
-    """Architecture that the C compiler compiles for; this machine's where the compiler does not say."""
+    """Return the architecture that the C compiler targets; this machine's if the compiler does not say."""
     try:
         command = [*compiler(), "-dumpmachine"]
-        said = subprocess.run(
+        triplet = subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=False
         ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return own_machine()
-    return said.strip().partition("-")[0] or own_machine()
+    return triplet.strip().partition("-")[0] or own_machine()
 
 
 def is_current(library: Library, folder: Path) -> bool:
-    """Whether a library exists and is not older than anything it is made of."""
+    """Return whether a library exists and is not older than any of its inputs."""
     output = folder / library.output
     if not output.is_file():
         return False
@@ -98,10 +98,10 @@ def is_current(library: Library, folder: Path) -> bool:
 
 
 def compile_library(library: Library, folder: Path, extra_flags: Sequence[str] = ()) -> Path:
-    """The freshly compiled library below ``folder``.
+    """Compile a library and return its path below ``folder``.
 
     Raises:
-        GpuShareError: there is no compiler, or it refused; the text holds its output.
+        GpuShareError: there is no compiler, or it failed; the text has its output.
     """
     output = folder / library.output
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -127,10 +127,10 @@ def compile_library(library: Library, folder: Path, extra_flags: Sequence[str] =
 
 
 def build(folder: Path | None = None) -> tuple[Path, ...]:
-    """Everything that had to be compiled; empty when all was current.
+    """Compile the libraries that are not current, and return their paths.
 
     Raises:
-        GpuShareError: as `compile_library`, or this is not Linux.
+        GpuShareError: a compilation failed (see `compile_library`), or this is not Linux.
     """
     if not sys.platform.startswith("linux"):
         raise GpuShareError(f"the libraries work with the Linux driver only, not on {sys.platform}")
@@ -139,7 +139,7 @@ def build(folder: Path | None = None) -> tuple[Path, ...]:
 
 
 def main() -> int:
-    """Exit code of the command line: 0 when the libraries are there, 1 with a reason."""
+    """Run the command; return exit code 0 if the libraries are built, or print why not and return 1."""
     try:
         made = build()
     except GpuShareError as error:

@@ -1,7 +1,7 @@
 /* The part of the CUDA driver API's and NVML's binary interface that this folder uses.
  *
- * Own declarations, so that no CUDA header is needed to build.  Sources: the CUDA Driver
- * API reference 13.0 (docs.nvidia.com/cuda/cuda-driver-api: type names, enum values, struct
+ * The build uses these declarations instead of CUDA headers.  Sources: the CUDA Driver API
+ * reference 13.0 (docs.nvidia.com/cuda/cuda-driver-api: type names, enum values, struct
  * members) and the NVML API reference r580 (docs.nvidia.com/deploy/nvml-api).  Values and
  * layouts are part of those ABIs and never change for a published name.
  */
@@ -66,13 +66,13 @@ enum {
     CU_MEM_LOCATION_TYPE_DEVICE = 1,
     CU_MEM_LOCATION_TYPE_HOST = 2,
     CU_MEM_LOCATION_TYPE_HOST_NUMA = 3,
-    CU_MEM_LOCATION_TYPE_INVISIBLE = 5,              /* cuda.h 13.5, as the next */
+    CU_MEM_LOCATION_TYPE_INVISIBLE = 5,              /* this and the next: cuda.h 13.5 */
     CU_MEM_LOCATION_TYPE_DEVICE_LOCALITY_DOMAIN = 6,
 };
 
 typedef struct {
     int type;
-    int id; /* of a locality domain: the device in the lowest byte, the domain in the next */
+    int id; /* for a locality domain: the device in the lowest byte, the domain in the next */
 } CUmemLocation;
 
 enum { CU_MEM_ALLOCATION_TYPE_PINNED = 1, CU_MEM_ALLOCATION_TYPE_MANAGED = 2 /* cuda.h 13.0 */ };

@@ -1,10 +1,10 @@
-"""Hatchling's build hook: wheel and sdist are complete, or are not built.
+"""Hatchling's build hook: adds the built files to wheel and sdist, or stops the build.
 
-A wheel gets the C libraries, compiled for the machine that the compiler targets, the
-kubelet's messages and the JupyterLab extension; an sdist gets the extension, so that a wheel is built from it
-without Node.  The libraries belong to one machine architecture but to no Python
-version: the tag is ``py3-none-<platform>``.  An editable installation gets all
-but the extension (`make setup` builds it afterwards).
+A wheel gets the C libraries, compiled for the architecture that the compiler targets, the kubelet's
+messages and the JupyterLab extension.  An sdist gets the extension, so that a wheel is built from it
+without Node.  The libraries depend on the architecture but not on the Python version, so the tag is
+``py3-none-<platform>``.  An editable installation gets all but the extension, which `make setup` builds
+afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 from grpc_tools import protoc
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-# manylinux2014 (PEP 599): the oldest C library that a tag of today names.
+# manylinux2014 (PEP 599): the oldest C library with a tag that is still in use.
 _OLDEST_GLIBC = (2, 17)
 _VERSION = re.compile(r"\bGLIBC_(\d+)\.(\d+)")
 _LIB = "jupyter_gpushare/native/lib"
@@ -28,18 +28,18 @@ _MESSAGES = "jupyter_gpushare/kube/node/pod_resources"
 
 
 class NativeBuildHook(BuildHookInterface[Any]):
-    """Called by hatchling before it collects a wheel's or an sdist's files."""
+    """The hook that hatchling calls before it collects the files of a wheel or an sdist."""
 
     def dependencies(self) -> list[str]:
-        """Packages that this build needs beside hatchling: none where the extension is current."""
+        """Return the packages that this build needs besides hatchling; none if the extension is current."""
         return list(self._module("ui").requirements())
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        """Build what is missing or old, and tag the wheel.
+        """Build missing or outdated files, and tag the wheel.
 
         Raises:
-            GpuShareError: the C compiler is missing or refused.
-            OSError: protoc refused; it has printed why.
+            GpuShareError: the C compiler is missing or failed.
+            OSError: protoc failed; it has printed why.
             BuildFailed: the extension could not be built.
         """
         if version != "editable":
@@ -58,7 +58,7 @@ class NativeBuildHook(BuildHookInterface[Any]):
             build_data["force_include"].update({str(source): target for source, target in files.items()})
 
     def _library_folder(self, native: ModuleType, version: str) -> Path:
-        """Folder of the libraries: the package's own; one beside it for another machine."""
+        """Return the folder of the libraries: that of the package, or another for another architecture."""
         machine = native.machine()
         if version == "editable" or machine == native.own_machine():
             return Path(self.root, _LIB)
@@ -85,10 +85,10 @@ class NativeBuildHook(BuildHookInterface[Any]):
 
 
 def platform_tag(machine: str, libraries: list[Path]) -> str:
-    """Tag of the platform that the libraries load on: ``manylinux2014_x86_64.manylinux_2_17_x86_64``.
+    """Return the libraries' platform tag: ``manylinux2014_x86_64.manylinux_2_17_x86_64``.
 
-    The version is that of the newest glibc symbol which a library needs, 2.17 at least;
-    libraries without a glibc symbol (another C library) get ``linux_<machine>``.
+    The version is that of the newest glibc symbol that a library needs, at least 2.17.  Libraries without
+    a glibc symbol (for another C library) get ``linux_<machine>``.
 
     Raises:
         GpuShareError: readelf is missing or cannot read a library.
@@ -102,7 +102,7 @@ def platform_tag(machine: str, libraries: list[Path]) -> str:
 
 
 def glibc_versions(library: Path) -> set[tuple[int, int]]:
-    """Versions of glibc that define the symbols a library needs.
+    """Return the versions of glibc that define the symbols a library needs.
 
     Raises:
         GpuShareError: readelf is missing or cannot read the library.
@@ -111,9 +111,9 @@ def glibc_versions(library: Path) -> set[tuple[int, int]]:
 
     command = ["readelf", "--version-info", "--wide", str(library)]
     try:
-        said = subprocess.run(
+        output = subprocess.run(
             command, capture_output=True, encoding="utf-8", errors="replace", timeout=60, check=True
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise GpuShareError(f"readelf (package binutils) cannot read {library}: {error}") from error
-    return {(int(major), int(minor)) for major, minor in _VERSION.findall(said)}
+    return {(int(major), int(minor)) for major, minor in _VERSION.findall(output)}

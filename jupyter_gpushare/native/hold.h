@@ -1,4 +1,4 @@
-/* Holds a mutex to the end of the block. */
+/* Holds a mutex until the end of the block. */
 #ifndef GPUSHARE_HOLD_H
 #define GPUSHARE_HOLD_H
 

@@ -1,14 +1,14 @@
 /* Binds the libraries to glibc 2.17 (RHEL 7, 2014), so that they load in older containers.
  *
  * A library of LD_PRELOAD that needs a newer version than the container's glibc stops every program
- * there before main() ("version GLIBC_2.34 not found"); only a missing file is ignored.  glibc 2.34
- * moved the functions of libdl and libpthread into libc under new versions, and keeps the old ones
- * (sourceware.org/glibc, NEWS of 2.34): those are named here, and build.py links the libraries of
- * before 2.34.  stat and sscanf have got new versions too (2.33, 2.38) and are not used.
- * tests/native/test_glibc.py reads the built libraries.
+ * before main() ("version GLIBC_2.34 not found"); only a missing file is ignored.  glibc 2.34 moved
+ * the functions of libdl and libpthread into libc under new versions and keeps the old versions
+ * (sourceware.org/glibc, NEWS of 2.34).  This file selects the old ones, and build.py links the
+ * libraries from before 2.34.  stat and sscanf have new versions too (2.33, 2.38) and are not used.
+ * tests/native/test_glibc.py checks the built libraries.
  *
- * Included by every C file of the library, and by the simulated driver, so that a wheel with both
- * has the tag manylinux2014; not with sanitizers, which replace some of these.
+ * Every C file of the preload library and the simulated driver includes this file, so that a wheel with
+ * both has the tag manylinux2014.  It binds nothing with sanitizers, which replace some of these functions.
  */
 #ifndef GPUSHARE_OLD_GLIBC_H
 #define GPUSHARE_OLD_GLIBC_H
@@ -21,7 +21,7 @@
 #define GPUSHARE_ROBUST "GLIBC_2.17"
 #endif
 
-#pragma weak dlvsym /* not in musl: preload_symbols.c */
+#pragma weak dlvsym /* musl lacks it (preload_symbols.c) */
 
 #ifndef GPUSHARE_DLSYM
 #define GPUSHARE_BIND(name, version) __asm__(".symver " #name ", " #name "@" version)

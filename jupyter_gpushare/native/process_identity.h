@@ -1,8 +1,8 @@
-/* The identity of a process: a pid alone is reused, a pid with its start time is not.
+/* The identity of a process: its pid and start time, because a pid alone is reused.
  *
  * proc(5): /proc/PID/stat, field 3 state, 20 num_threads, 22 starttime.  The driver
- * frees a process's memory before it becomes a zombie, so a zombie counts as gone;
- * a leader that left its other threads running is no zombie (num_threads > 1).
+ * frees a process's memory before it becomes a zombie, so a zombie counts as gone.
+ * A leader that ended before its other threads is not a zombie (num_threads > 1).
  */
 #ifndef GPUSHARE_PROCESS_IDENTITY_H
 #define GPUSHARE_PROCESS_IDENTITY_H
@@ -18,7 +18,7 @@
 #endif
 enum { PROC_PATH_BYTES = 256 };
 
-/* Start time in clock ticks, or 0 when there is no such living process. */
+/* Returns the start time in clock ticks, or 0 if there is no such living process. */
 static inline uint64_t process_start_ticks(int32_t pid)
 {
     char path[PROC_PATH_BYTES], text[1024];
@@ -31,7 +31,7 @@ static inline uint64_t process_start_ticks(int32_t pid)
     if (got <= 0)
         return 0;
     text[got] = 0;
-    const char *at = strrchr(text, ')'); /* the name may hold anything, so from its end */
+    const char *at = strrchr(text, ')'); /* the name may contain anything, so start after its end */
     if (!at || at[1] != ' ' || !at[2])
         return 0;
     char state = at[2];

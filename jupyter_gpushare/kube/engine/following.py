@@ -105,8 +105,8 @@ class Following:
         arrived = {lease.id for lease in cluster.leases}
         self.starting = {x: at for x, at in self.starting.items() if x not in arrived and now < at}
         self.placed = {x: lease for x, lease in self.placed.items() if x in self.starting}
-        still = {x.id for x in cluster.leases if x.state in (State.GRANTED, State.RUNNING, State.STOPPING)}
-        self._restarting &= still
+        active = {x.id for x in cluster.leases if x.state in (State.GRANTED, State.RUNNING, State.STOPPING)}
+        self._restarting &= active
 
     def _delayed(self, cluster: Cluster, seats: Seats, now: float) -> Cluster:
         """Return the cluster in which leases with a misplaced return seat wait before the next request."""

@@ -190,7 +190,7 @@ class Starting:
             within_s=within_s,
         )
         try:
-            placed = await start.place(await self._take_over(demand, cluster), cluster.devices)
+            placed = await start.place(await self._take_over_abandoned(demand, cluster), cluster.devices)
             if not isinstance(placed, Why):
                 placed = await self._take_units(lease, demand, placed, start.until)
         except BaseException:
@@ -218,7 +218,7 @@ class Starting:
         start = self._under_way.get(lease_id)
         return None if start is None else start.progress()
 
-    async def _take_over(self, demand: Demand, cluster: Cluster) -> Demand:
+    async def _take_over_abandoned(self, demand: Demand, cluster: Cluster) -> Demand:
         """Return the demand, changed to take over the capacity that KAI frees for an abandoned start.
 
         The abandoned seat is deleted first: KAI would evict again for a second seat beside it.

@@ -1,27 +1,27 @@
 /* Every function of the driver that the preload library replaces, once.
  *
- *   HOOK(TYPED, name, version)   written out in preload*.c: accounting, sizes, taints, routing; with the
- *                       version that cuGetProcAddress has it by, where there is one (cudaTypedefs.h of 13.5)
- *   HOOK(WORK, name)    counted as work (a launch, a copy), waits while another lease has its turn, then a jump
- *   HOOK(HOST, name)    counted as work (host memory), then a jump
- *   HOOK(CALL, name)    counted as a call that may wait, then a jump
- *   HOOK(QUERY, name)   counted as a query, then a jump: what programs poll
- *   HOOK(GATE, name)    counted as a call, waits as allocations do, then a jump
+ *   HOOK(TYPED, name, version)   written in preload*.c: accounting, sizes, taints, routing; with its version
+ *                       in cuGetProcAddress, if it has one (cudaTypedefs.h of 13.5)
+ *   HOOK(WORK, name)    counts as work (a launch, a copy), waits while another lease has its turn, then jumps
+ *   HOOK(HOST, name)    counts as work (host memory), then jumps
+ *   HOOK(CALL, name)    counts as a call that may wait, then jumps
+ *   HOOK(QUERY, name)   counts as a query (a function that programs poll), then jumps
+ *   HOOK(GATE, name)    counts as a call, waits like an allocation, then jumps
  *   HOOK(REFUSE, name)  denied to a lease: allocations with 32-bit sizes from before CUDA 3.2
  *
- * Each of them waits while the lease is suspended, before the driver is called.
- * preload_stubs.S makes all but the first out of the name alone, so a new function is one entry.
+ * Each hook waits while the lease is suspended, before it calls the driver.
+ * preload_stubs.S makes all kinds but the first from the name, so a new function is one entry.
  *
- * Which calls wait while a process is locked is documented only as those that "launch work,
+ * Only this is documented about the calls that wait while a process is locked: they "launch work,
  * manage resources, or otherwise impact GPU state" (README of github.com/NVIDIA/cuda-checkpoint).
  * A call that waits uncounted never wakes its lease; a call counted in vain costs one copy.  So
- * every function of cuda.h is here except the few that read what is settled at cuInit:
+ * the list has every function of cuda.h except the few that read values settled at cuInit:
  * cuDriverGetVersion, cuDeviceGet* of properties, cuGetError*, cuGetExportTable and
  * cuCtxGet{Current,Device,ApiVersion} (tests/native/test_cuda_names.py).
- * Names: cuda.h of CUDA 12.9 and 13.5, and older variants that the driver still exports;
- * _ptsz and _ptds are those for per-thread default streams.
+ * Names are from cuda.h of CUDA 12.9 and 13.5, with older variants that the driver still exports;
+ * _ptsz and _ptds variants are for per-thread default streams.
  *
- * No include guard; also included by the assembler, so nothing but HOOK lines below. */
+ * There is no include guard.  The assembler also includes this file, so only HOOK lines may follow. */
 HOOK(TYPED, cuInit, 2000) HOOK(TYPED, cuGetProcAddress, 11030) HOOK(TYPED, cuGetProcAddress_v2, 12000)
 HOOK(TYPED, cuMemAlloc_v2, 3020) HOOK(TYPED, cuMemAllocPitch_v2, 3020) HOOK(TYPED, cuMemAllocManaged, 6000)
 HOOK(TYPED, cuMemFree_v2, 3020) HOOK(TYPED, cuMemAllocAsync, 11020) HOOK(TYPED, cuMemAllocAsync_ptsz, 11020)

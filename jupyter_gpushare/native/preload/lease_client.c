@@ -25,21 +25,21 @@ const _Atomic uint32_t *_Atomic gpushare_phase = unknown_phase;
 /* The counters of a process without a lease. */
 static _Atomic uint64_t unleased[LEASE_COUNTERS];
 
-/* Settled by the first that asks: another library's constructor may start threads before ours has run. */
+/* Set at the first call, because another library's constructor may start threads before ours has run. */
 static _Atomic enum membership { UNKNOWN, WITHOUT_LEASE, LEASED, RESERVED } membership;
 static const struct gpushare_limit_page *_Atomic page;
 static struct gpushare_account *_Atomic account;
 static struct gpushare_slot *_Atomic mine;
-static pthread_mutex_t settling = PTHREAD_MUTEX_INITIALIZER; /* guards the finding of `membership` */
+static pthread_mutex_t settling = PTHREAD_MUTEX_INITIALIZER; /* guards the first write of `membership` */
 static pthread_mutex_t opening = PTHREAD_MUTEX_INITIALIZER;
 static struct stat page_file; /* the file behind `page`; guarded by `opening` */
-/* Allocations of at most 1 MiB share pages of the device (see lease_take's callers); by device,
- * guarded by the account's mutex. */
+/* Bytes of allocations of at most 1 MiB, which share pages of the device, by device; guarded by the account's
+ * mutex. */
 static uint64_t small_bytes[GPUSHARE_DEVICES];
 
 static const uint64_t page_bytes = (uint64_t)2 << 20, small_limit = (uint64_t)1 << 20;
 
-/* A program that drops one of the three variables belongs to its lease all the same. */
+/* A program that unsets some of the three variables still belongs to its lease. */
 static enum membership find_membership(void)
 {
     enum membership found = atomic_load_explicit(&membership, memory_order_acquire);
@@ -92,8 +92,8 @@ static const struct gpushare_limit_page *get_page(void)
     return NULL;
 }
 
-/* Maps files of the lease that the helper has created again: the old page would say SUSPENDED for ever.
- * The old ones stay mapped, for other threads may read them. */
+/* Forgets the maps of files that the helper has created again: the old page would say SUSPENDED for ever.
+ * The old files stay mapped, because other threads may read them. */
 static void reopen_replaced_files(void)
 {
     struct stat now;
@@ -179,7 +179,7 @@ static bool sweep(struct gpushare_account *at)
     return any;
 }
 
-/* For a caller that only reads: checking every process costs a read each, with the account locked. */
+/* For callers that only read, because a sweep reads a file per process while the account is locked. */
 static void sweep_now_and_then(struct gpushare_account *at)
 {
     static int64_t swept_ns; /* guarded by the account's mutex */
@@ -199,8 +199,8 @@ static void clear(struct gpushare_slot *slot)
     slot->taints = 0;
 }
 
-/* This process's slot.  One that is already there is from before an exec: its memory is gone,
- * its counters go on, for the helper compares them. */
+/* Returns this process's slot.  An existing one is from before an exec: its memory is gone, but its
+ * counters continue, because the helper compares them. */
 static struct gpushare_slot *claim(struct gpushare_account *at)
 {
     struct gpushare_slot *free_slot = NULL;
@@ -235,7 +235,7 @@ static struct gpushare_slot *claim(struct gpushare_account *at)
     return free_slot;
 }
 
-/* Of an account that was replaced meanwhile, a slot is for the call alone that claimed it. */
+/* If the account was replaced meanwhile, only the call that claimed the slot uses it. */
 static void keep_slot(const struct gpushare_account *at, struct gpushare_slot *slot)
 {
     HOLD(&opening);
@@ -277,7 +277,7 @@ struct gpushare_slot *lease_slot(void)
 void lease_load(void)
 {
     struct stat file;
-    /* After an exec this process may still be charged for what the driver has freed. */
+    /* After an exec this process may still be charged for memory that the driver has freed. */
     if (!lease_is_set() || !find_lease_file("account", sizeof(struct gpushare_account), &file))
         return;
     struct gpushare_account *at = get_account();
@@ -305,7 +305,7 @@ static void count(enum lease_counter counter)
         struct gpushare_slot *slot = at ? get_slot(at) : NULL;
         if (!at)
             return;
-        /* Without a free slot any slot will do: the helper reacts to a change in any of them. */
+        /* Without a free slot any slot is fine, because the helper reacts to a change in any of them. */
         counters = slot ? &slot->work : &at->slot[0].work;
     }
     atomic_fetch_add_explicit(counters + counter, 1, memory_order_relaxed);
@@ -321,8 +321,8 @@ void lease_taint(enum gpushare_taint taint)
     }
 }
 
-/* False where the lease allows nothing.  Counts again now and then: a reader that took the counters
- * only after this call had counted still sees that a call waits. */
+/* Returns false if the lease allows nothing.  Counts again from time to time, so that a reader that first
+ * read the counters after this call had counted still sees that a call waits. */
 static bool wait_for_phase(enum lease_counter counter, bool allocates)
 {
     const struct timespec poll = {0, POLL_NS};
@@ -349,8 +349,8 @@ static void wait_to_run(enum lease_counter counter)
         wait_for_phase(counter, false);
 }
 
-/* First counts, then reads the phase: the helper, which writes the phase and then reads the counters,
- * sees the call, or the call sees the phase. */
+/* Counts before it reads the phase.  The helper writes the phase before it reads the counters, so it sees
+ * the call, or the call sees the phase. */
 void lease_enter(enum lease_counter counter)
 {
     count(counter);
@@ -420,7 +420,7 @@ static uint64_t kept(const struct gpushare_limit_page *limits, int device)
     return limits && device >= 0 && device < GPUSHARE_DEVICES ? atomic_load(&limits->device[device].kept_bytes) : 0;
 }
 
-/* Whether bytes fit into a limit, also without the bytes of processes that have ended. */
+/* Whether bytes fit into a limit, if necessary after a sweep of processes that have ended. */
 static bool fits_swept(struct gpushare_account *at, int device, uint64_t limit, uint64_t bytes)
 {
     return fits(at, device, limit, bytes) || (sweep(at) && fits(at, device, limit, bytes));
@@ -434,9 +434,9 @@ static uint64_t beside_kept(const struct gpushare_limit_page *limits, int device
 
 enum taking { DENIED, TAKEN, KEPT };
 
-/* The driver backs memory with pages of 2 MiB, which small allocations share; the account
- * charges what the device loses.  The helper writes what is kept and then reads the account: it sees the
- * bytes, or the second look here sees what is kept. */
+/* The driver backs memory with pages of 2 MiB, which small allocations share; the account charges whole
+ * pages.  The helper writes the kept bytes before it reads the account, so it sees the bytes taken, or the
+ * second check of the kept bytes below sees its write. */
 static enum taking take(int device, uint64_t bytes)
 {
     const struct gpushare_limit_page *limits = get_page();
@@ -462,7 +462,8 @@ static enum taking take(int device, uint64_t bytes)
     return taking;
 }
 
-/* Asks for kept bytes, and waits for a moment; longer while the lease moves.  False: everything is denied. */
+/* Asks for kept bytes and waits briefly, or longer while the lease moves.  Returns false if everything is
+ * denied. */
 static bool ask_for_kept(void)
 {
     const struct timespec poll = {0, POLL_NS};

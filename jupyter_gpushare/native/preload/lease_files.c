@@ -17,9 +17,9 @@
 
 enum { PATH_BYTES = 4096 };
 
-static char folder[PATH_BYTES]; /* empty: none was named */
+static char folder[PATH_BYTES]; /* empty if none was named */
 
-/* What the program makes of the variable later is for its children. */
+/* If the program changes the variable later, that only affects its children. */
 bool keep_lease_folder(void)
 {
     const char *named = getenv("GPUSHARE_LEASE_DIR");
@@ -30,12 +30,12 @@ bool keep_lease_folder(void)
 
 void complain_of_lease(const char *what, const char *why)
 {
-    static _Atomic bool said;
-    if (!atomic_exchange(&said, true))
+    static _Atomic bool is_reported;
+    if (!atomic_exchange(&is_reported, true))
         fprintf(stderr, "gpushare: GPU memory cannot be allocated: %s: %s\n", what, why);
 }
 
-/* Only the finder of a new account takes the file's lock, so no process waits for it later. */
+/* Only a process that finds a new account takes the file's lock, so no process waits for it later. */
 static void init_account(int fd, struct gpushare_account *made)
 {
     struct flock whole = {.l_type = F_WRLCK};
@@ -53,17 +53,17 @@ static void init_account(int fd, struct gpushare_account *made)
         made->version = GPUSHARE_VERSION;
         __atomic_store_n(&made->magic, GPUSHARE_ACCOUNT_MAGIC, __ATOMIC_RELEASE);
     }
-    whole.l_type = F_UNLCK; /* explicit: the mapping keeps the description, and its lock, alive past close() */
+    whole.l_type = F_UNLCK; /* close() would not unlock: the mapping keeps the description and its lock */
     fcntl(fd, F_OFD_SETLK, &whole);
 }
 
-/* The system call by itself: its glibc function has another version since 2.33. */
+/* Makes the system call directly, because its glibc function has another version since 2.33. */
 static bool is_file_of(int fd, size_t bytes, struct stat *file)
 {
     return !syscall(SYS_fstat, fd, file) && S_ISREG(file->st_mode) && file->st_size >= (off_t)bytes;
 }
 
-/* False where the process has no lease directory. */
+/* Returns false if the process has no lease directory. */
 static bool path_of(const char *name, char path[PATH_BYTES])
 {
     return *folder && (size_t)snprintf(path, PATH_BYTES, "%s/%s", folder, name) < PATH_BYTES;

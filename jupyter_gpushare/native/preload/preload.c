@@ -1,31 +1,30 @@
 /* The preload library: replaces functions of the GPU driver in the processes of a lease.
  *
- * A caller reaches the driver in three ways, all covered: by name at link time (the names
- * exported here come first), by dlsym on a handle, and by cuGetProcAddress, found by one of the
- * other two.  Each function that hooks.h names is answered with the one here, and only where
- * the driver itself has it.
+ * A caller reaches the driver in three ways, and the library covers all of them: by name at link time (the
+ * names exported by this library come first), by dlsym on a handle, and by cuGetProcAddress, which is found
+ * by one of the other two.  Each function that hooks.h names is replaced, but only if the driver has it.
  *
  * Rules.
- *   - Entry: count the call, before anything else, always; then wait while the lease is suspended.
- *   - Allocation: wait for the lease's turn, take from the account, then call the driver, and
- *     give back when it refuses.  A record is forgotten *before* the driver frees and put back
- *     when that fails, for the address may belong to another thread the moment it is free.
- *   - No lock of this library is held across a call of the driver, but by its own thread (preload_turns.c).
- *     No exit, no abort.
- *   - Without GPUSHARE_LEASE every function passes straight through.
- *   - Not charged here, only seen by the watchdog through NVML: what the driver takes for itself
- *     (contexts, code, printf buffers).
+ *   - Entry: always count the call first, then wait while the lease is suspended.
+ *   - Allocation: wait until the lease may allocate, take bytes from the account, then call the driver, and
+ *     give the bytes back if it refuses.  A record is forgotten *before* the driver frees and put back if
+ *     that fails, because the address may belong to another thread as soon as it is free.
+ *   - No lock of this library is held across a call of the driver, except by its own thread (preload_turns.c).
+ *     There is no exit and no abort.
+ *   - In a process without a lease every function passes straight through.
+ *   - Memory that the driver takes for itself (contexts, code, printf buffers) is not charged; only the
+ *     watchdog sees it, through NVML.
  *
  * Facts (CUDA Driver API reference 13.0): a physical allocation of cuMemCreate lives until it is
- * released and no longer mapped; destroying or resetting a context frees its memory; both exist
- * as the driver counts them, so the account does the same.
+ * released and no longer mapped; destroying or resetting a context frees its memory.  The driver counts
+ * references to both, so the account does the same.
  *
- * Here: start-up, and which function a caller gets.  The functions themselves are in
+ * This file has the start-up and decides which function a caller gets.  The functions are in
  * preload_memory.c, preload_arrays.c, preload_pooled.c, preload_virtual.c (physical memory),
  * preload_visible.c, preload_taints.c, preload_sizes.c, preload_nvml.c and preload_turns.c (captures);
- * those that only count and jump are made by preload_stubs.S.  Below them: preload_account.c takes and gives bytes,
- * preload_records.c knows what this process holds, preload_pools.c what its pools reserve,
- * preload_devices.c its devices, and preload_driver.c finds the driver's functions.
+ * preload_stubs.S makes those that only count and jump.  They use preload_account.c, which takes and gives
+ * bytes, preload_records.c, which knows what this process holds, preload_pools.c (what its pools reserve),
+ * preload_devices.c (its devices) and preload_driver.c, which finds the driver's functions.
  */
 #define _GNU_SOURCE
 #include "preload_driver.h"
@@ -51,7 +50,7 @@ static const struct {
     const char *name;
     enum hook_kind kind;
     void *ours;
-    int since; /* the CUDA version that brought it; 0: not asked for by that */
+    int since; /* the CUDA version that added it; 0 if cuGetProcAddress does not have it */
 } hooks[HOOKS] = {
 #define HOOK(kind, name, ...) {#name, kind, (void *)name, __VA_ARGS__ + 0},
 #include "hooks.h"
@@ -76,13 +75,13 @@ static void in_child(void)
     visible_in_child();
 }
 
-/* What pthread_atfork of glibc calls: pthread_atfork itself is in each library by itself there. */
+/* glibc's pthread_atfork calls this; pthread_atfork itself is linked into each library separately. */
 extern int __register_atfork(void (*)(void), void (*)(void), void (*)(void), void *) __attribute__((weak));
 extern void *__dso_handle __attribute__((visibility("hidden")));
 #pragma weak pthread_atfork
 
-/* Other libraries' constructors, and threads that they start, may call all of this library before: each
- * part of it is found by the first that needs it. */
+/* Constructors of other libraries, and threads that they start, may call this library before this one, so
+ * each part of it is initialized at its first use. */
 __attribute__((constructor)) static void load(void)
 {
     if (__register_atfork)
@@ -106,7 +105,7 @@ static CUresult allocation_is_denied(void)
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* Where a stub jumps to. */
+/* Returns the address that a stub jumps to. */
 void *gpushare_enter(unsigned index);
 void *gpushare_enter(unsigned index)
 {
@@ -145,7 +144,7 @@ void *gpushare_dlsym(void *handle, const char *name)
     return found && found == real_of((unsigned)index) ? hooks[index].ours : NULL;
 }
 
-/* Whether `name` is `base` with nothing but the suffixes of variants: _v2, _ptsz, _ptds. */
+/* Whether `name` is `base` with no other suffixes than those of variants: _v2, _ptsz, _ptds. */
 static bool is_variant(const char *name, const char *base)
 {
     size_t length = strlen(base);
@@ -157,32 +156,32 @@ static bool is_variant(const char *name, const char *base)
     return !*name || !strcmp(name, "_ptsz") || !strcmp(name, "_ptds");
 }
 
-/* The spare hook bound to a function; without a spare left the function itself, uncounted. */
+/* Returns the spare hook bound to a function; if all are taken, the function itself, uncounted. */
 static void *spare_for(void *function, enum hook_kind kind)
 {
-    static _Atomic bool told;
+    static _Atomic bool is_reported;
     void *ours = NULL;
     pthread_mutex_lock(&binding);
     for (int i = 0; i < GPUSHARE_SPARES; i++) {
         void *bound = atomic_load(&gpushare_real[HOOKS + i]);
         if (bound && bound != function)
             continue;
-        if (!bound) /* a bound one may be in use */
+        if (!bound) /* a bound hook may be in use */
             spare_kind[i] = kind;
         atomic_store(&gpushare_real[HOOKS + i], function);
         ours = (void *)(uintptr_t)(gpushare_spares + GPUSHARE_SPARE_BYTES * i);
         break;
     }
     pthread_mutex_unlock(&binding);
-    if (!ours && !atomic_exchange(&told, true))
+    if (!ours && !atomic_exchange(&is_reported, true))
         fprintf(stderr, "gpushare: all %d spare hooks are taken: calls of further driver functions do not wake a "
                         "suspended session\n", GPUSHARE_SPARES);
     return ours ? ours : function;
 }
 
-/* A function written out here, for a driver with a cuGetProcAddress that answers other addresses than its
- * symbols have: the newest variant that is not newer than the version asked for.  Variants for per-thread
- * default streams come behind the others of their version. */
+/* Returns a typed function for a driver whose cuGetProcAddress answers other addresses than those of its
+ * symbols: the newest variant up to the requested version.  Variants for per-thread default streams come
+ * after the others of their version. */
 static void *typed_for(const char *base, int version, bool per_thread, void *function)
 {
     int newest = 1;
@@ -198,9 +197,9 @@ static void *typed_for(const char *base, int version, bool per_thread, void *fun
     return ours ? ours : spare_for(function, CALL);
 }
 
-/* The function to answer instead of the one of the driver's cuGetProcAddress.  First by address:
- * then it is exactly a function that hooks.h names.  Else by name; a jumping hook is bound to
- * the very address answered, so it fits whatever variant that is. */
+/* Returns the function to answer instead of the one from the driver's cuGetProcAddress.  The first search is
+ * by address: a match is exactly a function that hooks.h names.  The second is by name: a jumping hook is
+ * bound to the answered address, so it fits any variant. */
 static void *route(const char *base, int version, uint64_t flags, void *function)
 {
     int same_base = -1;

@@ -1,12 +1,12 @@
-/* Allocations: bytes of the lease's account, and the record that gives them back. */
+/* Allocations: bytes of the lease's account, and the records that give them back. */
 #include "preload_account.h"
 
 #include "preload_devices.h"
 #include "preload_pools.h"
 
-/* Takes bytes of a device.  Before it says no, it gives back what primary contexts held that have
- * ended unseen, and trims this process's pools.  Before it asks for what is kept for another lease it does
- * not: a host would lose what its pools keep, again and again, for the sake of its guest. */
+/* Takes bytes of a device.  Before a denial it gives back the bytes of primary contexts that ended unseen,
+ * and trims this process's pools.  It does not trim before it asks for kept bytes: a host would lose the free
+ * memory of its pools again and again for its guest. */
 bool take_or_trim(int device, uint64_t bytes)
 {
     if (lease_take(device, bytes))

@@ -1,8 +1,8 @@
 /* The preload library's hooks of arrays: memory with a shape. */
 #include "preload_account.h"
 
-/* Bits of one element, by format (CUarray_format of cuda.h 13.5).  Those of several planes or
- * channels in one say all of it; the others are per channel. */
+/* Bits of one element, by format (CUarray_format of cuda.h 13.5).  Formats with all planes or channels in
+ * one element have the bits of all of them; the others have bits per channel. */
 static const struct {
     uint8_t first, last, bits;
     bool has_all_channels;
@@ -27,7 +27,7 @@ static const struct {
     {0xc9, 0xc9, 16, true},  {0xca, 0xca, 32, true},  {0xcb, 0xcb, 64, true},  /* SNORM_INT16X1, 2, 4 */
 };
 
-/* A format newer than the table is charged as the largest: rather too much than too little. */
+/* A format newer than the table is charged as the largest, because too much is better than too little. */
 static uint64_t element_bits(int format, unsigned channels)
 {
     channels = channels ? channels : 1;
@@ -52,8 +52,8 @@ static uint64_t array_bytes(size_t width, size_t height, size_t depth, int forma
     return bits / 8 + (bits % 8 != 0);
 }
 
-/* A sparse array, or one with memory mapped later, takes none (cuda.h,
- * CUDA_ARRAY3D_SPARSE and CUDA_ARRAY3D_DEFERRED_MAPPING): cuMemCreate does. */
+/* A sparse array, or one with deferred mapping, takes no memory (cuda.h, CUDA_ARRAY3D_SPARSE and
+ * CUDA_ARRAY3D_DEFERRED_MAPPING): cuMemCreate does. */
 static uint64_t array3d_bytes(const CUDA_ARRAY3D_DESCRIPTOR *shape)
 {
     enum { SPARSE = 0x40, DEFERRED_MAPPING = 0x80 };
@@ -73,7 +73,7 @@ API CUresult cuArray3DCreate_v2(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR *sha
     ALLOCATE(cuArray3DCreate_v2, -1, array3d_bytes(shape), (uintptr_t)*out, real(out, shape));
 }
 
-/* All further levels together are less than half of the first (a quarter each of the one before). */
+/* Each level has a quarter of the one before, so all further levels have less than half of the first. */
 API CUresult cuMipmappedArrayCreate(CUarray *out, const CUDA_ARRAY3D_DESCRIPTOR *shape, unsigned levels)
 {
     uint64_t bytes = array3d_bytes(shape);

@@ -1,4 +1,4 @@
-/* Devices and contexts of this process: answers of the driver that no hook counts. */
+/* Devices and contexts of this process, from calls of the driver that no hook counts. */
 #include "preload_devices.h"
 
 #include "lease_client.h"
@@ -8,7 +8,7 @@ typedef CUresult get_uuid(CUuuid *, CUdevice);
 typedef CUresult get_ordinal(CUdevice *);
 typedef CUresult get_context(CUcontext *);
 
-/* Index in the limit page of the device that the driver names for an ordinal now, or -1. */
+/* Returns the index in the limit page of the device that the driver names for an ordinal now, or -1. */
 static int ask_device(CUdevice ordinal)
 {
     static void *_Atomic newer, *_Atomic older;
@@ -19,8 +19,8 @@ static int ask_device(CUdevice ordinal)
     return ask && !ask(&uuid, ordinal) ? lease_device(uuid.bytes) : -1;
 }
 
-/* Found ones are kept: which devices a process sees is settled at cuInit.  When it resumes on others, which
- * UUID the driver then answers is not known; the index in the page is the same. */
+/* Known indices are cached, because cuInit settles which devices a process sees.  After a resume on other
+ * devices the index in the page is the same, but it is not known which UUID the driver answers. */
 int page_device(CUdevice ordinal)
 {
     static _Atomic int known[GPUSHARE_DEVICES]; /* index + 1 */
@@ -40,7 +40,7 @@ void settle_devices(void)
         page_device(ordinal);
 }
 
-static _Atomic uint32_t used_ordinals; /* a bit for each */
+static _Atomic uint32_t used_ordinals; /* a bit for each ordinal */
 
 bool may_use(CUdevice ordinal)
 {
@@ -64,7 +64,7 @@ CUdevice current_ordinal(void)
     get_ordinal *ask = (get_ordinal *)plain_function(&kept, "cuCtxGetDevice");
     if (!ask || ask(&ordinal))
         return -1;
-    /* Its context may be made unseen.  The page is read after that: it was there before a move. */
+    /* The context may have been made unseen.  It exists before the page is read, so a later move includes it. */
     if (lease_is_set() && may_use(ordinal))
         note_use(ordinal);
     return ordinal;

@@ -1,8 +1,8 @@
-/* The driver's functions behind the hooks, looked up by name when the driver is loaded.
+/* The driver's functions behind the hooks, looked up by name once the driver is loaded.
  *
- * Addresses are kept here and in programs, so a library in which one was found is never unloaded again
- * (RTLD_NODELETE): a program that closes the driver and opens it again gets the same one.  Only the copy
- * with the name libcuda.so.1 that was loaded first is hooked.
+ * This library and programs keep the addresses, so a library in which one was found is never unloaded
+ * (RTLD_NODELETE): a program that closes the driver and opens it again gets the same one.  Only the first
+ * loaded copy with the name libcuda.so.1 is hooked.
  */
 #define _GNU_SOURCE
 #include "preload_driver.h"
@@ -52,18 +52,18 @@ static bool is_cupti(const char *name)
     return !strncmp(name, "cupti", 5);
 }
 
-static const char missing; /* in place of a function that the loaded driver does not have */
+static const char missing; /* stands for a function that the loaded driver lacks */
 
-/* NULL where the library is not loaded. */
+/* Returns NULL if the library is not loaded. */
 static void *keep_loaded(const char *file)
 {
     void *library = dlopen(file, RTLD_LAZY | RTLD_NOLOAD | RTLD_NODELETE);
     if (library)
-        dlclose(library); /* the reference of this call: it stays loaded without */
+        dlclose(library); /* drops the reference of this call; the library stays loaded */
     return library;
 }
 
-/* NULL where the driver is not loaded. */
+/* Returns NULL if the driver is not loaded. */
 static void *look_up(const char *name)
 {
     void *library = keep_loaded(is_nvml(name) ? "libnvidia-ml.so.1" : "libcuda.so.1");
@@ -100,7 +100,7 @@ void *real_of(unsigned index)
     return function;
 }
 
-/* All at once, when the driver is there for sure: a comparison by address needs every one. */
+/* Called once the driver is surely loaded. */
 void find_all(void)
 {
     static _Atomic bool done;
@@ -112,7 +112,7 @@ void find_all(void)
     atomic_store(&done, true);
 }
 
-/* A function without a hook of its own, looked up once, also where an older driver lacks it. */
+/* Looks a function without a hook up once, even if an older driver lacks it. */
 void *plain_function(void *_Atomic *kept, const char *name)
 {
     void *function = atomic_load_explicit(kept, memory_order_acquire);

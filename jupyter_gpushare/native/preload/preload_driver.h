@@ -1,4 +1,4 @@
-/* The driver's functions, as the hooks of this library find them. */
+/* Finds the driver's functions behind the hooks. */
 #ifndef GPUSHARE_PRELOAD_DRIVER_H
 #define GPUSHARE_PRELOAD_DRIVER_H
 
@@ -22,22 +22,22 @@ enum hook {
 
 typedef void *dlsym_function(void *, const char *);
 
-/* glibc's dlsym, once `find_dlsym` has run; the function behind each hook, NULL while it is not known. */
+/* glibc's dlsym, after `find_dlsym` has run; the function behind each hook, NULL while unknown. */
 extern dlsym_function *_Atomic gpushare_real_dlsym;
 extern void *_Atomic gpushare_real[HOOKS + GPUSHARE_SPARES];
 
-/* Threads may find it at once: each finds the same. */
+/* Several threads may call this at once: all find the same function. */
 dlsym_function *find_dlsym(void);
 
-/* The driver's function behind a hook, and one without a hook (kept in `kept`); NULL while there is
+/* Return the driver's function behind a hook, or one without a hook (cached in `kept`); NULL while there is
  * none. */
 void *real_of(unsigned hook);
 void *plain_function(void *_Atomic *kept, const char *name);
-/* Look up what hooks name of the driver, once: a comparison by address needs every one. */
+/* Looks up all hooked functions of the driver once, because a comparison by address needs all of them. */
 void find_all(void);
 
 #define REAL(name) ((__typeof__(&name))real_of(HOOK_##name))
-/* In a wrapper: `real` is the driver's function of the same name. */
+/* In a wrapper, `real` becomes the driver's function of the same name. */
 #define FIND_REAL(name)                    \
     __typeof__(&name) real = REAL(name);   \
     if (!real)                             \

@@ -1,5 +1,5 @@
-/* The preload library's hooks of memory and contexts: taken from the account before the driver is
- * called, given back when it refuses or frees.  Physical memory is in preload_virtual.c, pools and
+/* The preload library's hooks of memory and contexts.  Bytes are taken from the account before the driver
+ * is called, and given back when it refuses or frees.  Physical memory is in preload_virtual.c, pools and
  * graphs in preload_pooled.c, arrays in preload_arrays.c. */
 #include "preload_account.h"
 #include "preload_devices.h"
@@ -13,7 +13,7 @@ API CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t bytes)
     ALLOCATE(cuMemAlloc_v2, -1, bytes, *out, real(out, bytes));
 }
 
-/* The pitch is the driver's choice, 512 bytes or less up to now; charged before it is known. */
+/* The driver chooses the alignment of the pitch, so far 512 bytes or less; this charges 512 in advance. */
 API CUresult cuMemAllocPitch_v2(CUdeviceptr *out, size_t *pitch, size_t width, size_t height, unsigned element)
 {
     size_t row = width <= SIZE_MAX - 511 ? (width + 511) / 512 * 512 : width;
@@ -47,7 +47,7 @@ API CUresult cuDevicePrimaryCtxRetain(CUcontext *out, CUdevice ordinal)
     return result;
 }
 
-/* The runtime makes primary contexts through a private table of the driver, unseen, and then calls this. */
+/* The runtime creates primary contexts unseen, through a private table of the driver, and then calls this. */
 API CUresult cuCtxSetCurrent(CUcontext context)
 {
     lease_enter(LEASE_CALLS);
@@ -138,7 +138,7 @@ ENDS_PRIMARY(cuDevicePrimaryCtxReset_v2)
         CUresult result = real(context);            \
         if (!result && context) {                   \
             forget_context(context, last);          \
-            ask_pools(-1); /* none synchronizes */  \
+            ask_pools(-1); /* no synchronisation follows */  \
         } else if (is_own) {                        \
             remember_own_context(context);          \
         }                                           \
@@ -147,7 +147,7 @@ ENDS_PRIMARY(cuDevicePrimaryCtxReset_v2)
 ENDS_CONTEXT(cuCtxDestroy)
 ENDS_CONTEXT(cuCtxDestroy_v2)
 
-/* One that is left alone of a context, or a green one: its memory is that of its device's primary context. */
+/* The memory of these contexts belongs to the primary context of their device, so nothing is given back. */
 #define MAY_END_CONTEXT(name, type)     \
     API CUresult name(type context)     \
     {                                   \
@@ -159,10 +159,10 @@ ENDS_CONTEXT(cuCtxDestroy_v2)
 MAY_END_CONTEXT(cuCtxDetach, CUcontext)
 MAY_END_CONTEXT(cuGreenCtxDestroy, void *)
 
-/* ---- what else takes device memory of its own: code, stacks and printf buffers, graphs ---- */
+/* ---- other calls that take device memory: code, stacks and printf buffers, graphs ---- */
 
-/* Launches that load code or grow stacks take it too, and are not caught: they jump.  The reserve that no
- * lease is granted is for them, with a guest or without. */
+/* Launches that load code or grow stacks also take memory, but are not covered, because they jump.  The
+ * reserve that no lease is granted is for them, with or without a guest. */
 #define LOADS(name, parameters, arguments)                            \
     API CUresult name parameters                                      \
     {                                                                 \

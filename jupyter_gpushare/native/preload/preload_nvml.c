@@ -1,12 +1,12 @@
-/* NVML in a lease: its devices alone, numbered as CUDA numbers them, with the sizes of the lease.
+/* NVML in a lease: only the lease's devices, numbered as in CUDA, with the sizes of the lease.
  *
- * As in a container with no other devices, except that NVML's minor numbers and PCI addresses are the
- * device's own.  UUIDs are the names of the limit page, so that CUDA_VISIBLE_DEVICES, which keeps its
- * own, fits them in a lease that resumed on another device (torch.cuda.device_count compares the two).
- * A handle from before is asked about the device that the lease has now.
- * A lease of a MIG instance has that one: NVML shows the GPU that it is a part of,
- * and of its instances this one (nvmlDeviceGetMigDeviceHandleByIndex answers NOT_FOUND for an index
- * without an instance: NVML API reference r580).
+ * NVML answers as in a container without other devices, except that minor numbers and PCI addresses are
+ * those of the device.  UUIDs are the names of the limit page.  So they match CUDA_VISIBLE_DEVICES, which
+ * keeps the names, after the lease resumed on another device (torch.cuda.device_count compares the two).
+ * A handle from before a resume refers to the device that the lease has now.
+ * For a lease of a MIG instance, NVML shows the GPU that has the instance, and only this one of its instances
+ * (nvmlDeviceGetMigDeviceHandleByIndex answers NOT_FOUND for an index without an instance: NVML API
+ * reference r580).
  */
 #include "lease_client.h"
 #include "preload_devices.h"
@@ -18,7 +18,7 @@ typedef int get_uuid(nvmlDevice_t, char *, unsigned);
 typedef int get_handle(const char *, nvmlDevice_t *);
 typedef int get_parent(nvmlDevice_t, nvmlDevice_t *);
 
-/* "GPU-" or "MIG-" and 16 bytes in hex, dashes anywhere. */
+/* Reads "GPU-" or "MIG-" and 16 bytes in hex, with dashes anywhere. */
 static bool read_uuid(const char *text, uint8_t uuid[16])
 {
     if (strlen(text) < 4)
@@ -35,7 +35,7 @@ static bool read_uuid(const char *text, uint8_t uuid[16])
     return *text == 0;
 }
 
-/* The index of a UUID in the limit page, or -1: of a device that the lease has now, else of a name. */
+/* Returns the index in the limit page of a current device's UUID, else of a name, else -1. */
 static int index_of_uuid(const char *text)
 {
     uint8_t uuid[16];
@@ -57,7 +57,7 @@ static int index_of(nvmlDevice_t device)
     return ask_uuid(device, text) ? index_of_uuid(text) : -1;
 }
 
-/* Whether the lease has resumed on another device: this one may be another lease's now. */
+/* Whether the lease left this device for another one: another lease may have it now. */
 static bool was_left(nvmlDevice_t device)
 {
     char text[NVML_UUID_TEXT];
@@ -65,9 +65,9 @@ static bool was_left(nvmlDevice_t device)
     return ask_uuid(device, text) && read_uuid(text, uuid) && lease_device(uuid) < 0 && lease_named(uuid) >= 0;
 }
 
-/* ---- which devices there are ---- */
+/* ---- the devices of the lease ---- */
 
-/* A GPU of the machine by its place in the limit page. */
+/* Searches all GPUs of the machine for the one at an index of the limit page. */
 static int search_gpu(uint32_t index, nvmlDevice_t *gpu)
 {
     int (*ask_count)(unsigned *) = real_of(HOOK_nvmlDeviceGetCount_v2);
@@ -80,8 +80,8 @@ static int search_gpu(uint32_t index, nvmlDevice_t *gpu)
     return NVML_ERROR_NOT_FOUND;
 }
 
-/* The GPU of the device at an index of the limit page.  By its UUID NVML may look at other GPUs first, and
- * fail on one that this process may not open. */
+/* Finds the GPU of the device at an index of the limit page.  A search by UUID may fail on another GPU that
+ * this process may not open, so a search by index follows. */
 static int find_gpu(uint32_t index, nvmlDevice_t *gpu)
 {
     static void *_Atomic kept;
@@ -98,7 +98,7 @@ static int find_gpu(uint32_t index, nvmlDevice_t *gpu)
     return result || !ask_parent ? result : ask_parent(*gpu, gpu);
 }
 
-/* The number of a GPU of the lease; false for a MIG instance, and for what is not the lease's. */
+/* Writes the number of a GPU of the lease; returns false for a MIG instance and for other devices. */
 static bool number_of(nvmlDevice_t device, unsigned *number)
 {
     char uuid[LEASE_UUID_BYTES];
@@ -112,7 +112,7 @@ static bool number_of(nvmlDevice_t device, unsigned *number)
     return false;
 }
 
-/* What a function that finds a device answers: NOT_FOUND where it is not the lease's. */
+/* Returns the result of a function that finds a device: NOT_FOUND if the device is not the lease's. */
 static int found(int result, const nvmlDevice_t *device)
 {
     unsigned number;
@@ -131,7 +131,7 @@ FIND(nvmlDeviceGetHandleByPciBusId, const char *, address)
 FIND(nvmlDeviceGetHandleByPciBusId_v2, const char *, address)
 FIND(nvmlDeviceGetHandleBySerial, const char *, serial)
 
-/* A name finds the device that the lease has now in its place. */
+/* A name finds the device that the lease has now at its index. */
 API int nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *device)
 {
     uint8_t name[16];
@@ -157,7 +157,7 @@ API int nvmlDeviceGetUUID(nvmlDevice_t device, char *uuid, unsigned bytes)
     int result = real ? real(device, uuid, bytes) : NVML_ERROR_UNINITIALIZED;
     int index = !result && lease_is_set() ? index_of_uuid(uuid) : -1;
     if (index >= 0)
-        lease_name((uint32_t)index, uuid); /* as long as the one that had space */
+        lease_name((uint32_t)index, uuid); /* as long as the UUID that had space */
     return result;
 }
 
@@ -167,7 +167,7 @@ API int nvmlDeviceGetMigDeviceHandleByIndex(nvmlDevice_t device, unsigned index,
     return real ? found(real(device, index, instance), instance) : NVML_ERROR_UNINITIALIZED;
 }
 
-/* An NVML that was not started refuses first. */
+/* If NVML is not initialized, its error comes first. */
 static int count_devices(enum hook hook, unsigned *count)
 {
     int (*real)(unsigned *) = real_of(hook);
@@ -199,7 +199,7 @@ static int device_at(enum hook hook, unsigned index, nvmlDevice_t *device)
 FINDS_BY_INDEX(nvmlDeviceGetHandleByIndex)
 FINDS_BY_INDEX(nvmlDeviceGetHandleByIndex_v2)
 
-/* Of a MIG instance it is the index on its GPU. */
+/* The index of a MIG instance is that on its GPU. */
 API int nvmlDeviceGetIndex(nvmlDevice_t device, unsigned *index)
 {
     int (*real)(nvmlDevice_t, unsigned *) = real_of(HOOK_nvmlDeviceGetIndex);
@@ -211,7 +211,8 @@ API int nvmlDeviceGetIndex(nvmlDevice_t device, unsigned *index)
 
 /* ---- sizes ---- */
 
-/* False where a device is not the lease's.  A handle from before stands for the device in its place now. */
+/* Returns false if a device is not the lease's.  A handle from before a resume becomes that of the device at
+ * the same index now. */
 static bool find_memory(nvmlDevice_t *device, struct lease_memory *lease)
 {
     int index = lease_is_set() ? index_of(*device) : -1;

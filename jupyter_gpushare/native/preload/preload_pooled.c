@@ -8,14 +8,14 @@ typedef struct CUgraph_st *CUgraph;
 typedef struct CUgraphNode_st *CUgraphNode;
 typedef struct CUgraphExec_st *CUgraphExec;
 
-/* ---- what the driver says of a stream ---- */
+/* ---- the driver's answers about a stream ---- */
 
 static CUdevice ordinal_of_stream(CUstream stream)
 {
     static void *_Atomic kept;
     CUdevice ordinal = -1;
     CUresult (*ask)(CUstream, CUdevice *) = (CUresult(*)(CUstream, CUdevice *))plain_function(&kept, "cuStreamGetDevice");
-    if ((uintptr_t)stream > 2 && ask && !ask(stream, &ordinal)) /* 0 to 2: of the current context */
+    if ((uintptr_t)stream > 2 && ask && !ask(stream, &ordinal)) /* 0 to 2 are default streams of the context */
         return ordinal;
     return current_ordinal();
 }
@@ -33,7 +33,7 @@ static bool is_capturing(CUstream stream, bool per_thread)
 /* ---- allocation ---- */
 
 struct pooled {
-    struct pool *pool; /* NULL: charged by request, or not at all */
+    struct pool *pool; /* NULL if charged by request, or not at all */
     struct pool_share share;
     uint64_t bytes;
     struct taken taken;
@@ -51,7 +51,7 @@ static struct pooled begin_pooled(CUmemoryPool handle, size_t bytes, CUstream st
     struct taken *taken = &pooled.taken;
     CUdevice ordinal = lease_is_set() ? ordinal_of_stream(stream) : -1;
     if (ordinal < 0)
-        return pooled; /* no lease, or the driver's own answer */
+        return pooled; /* there is no lease, or the driver answers itself */
     taken->granted = lease_wait_to_allocate();
     if (!taken->granted)
         return pooled;
@@ -59,7 +59,7 @@ static struct pooled begin_pooled(CUmemoryPool handle, size_t bytes, CUstream st
     struct pool_place place = handle ? (struct pool_place){POOL_UNKNOWN, -1} : (struct pool_place){POOL_OF_DEVICE, ordinal};
     handle = handle || captures ? handle : pool_of_device(ordinal, false);
     struct pool *pool = handle ? pool_with(handle, &place) : NULL;
-    if (captures) { /* takes memory when its graph is launched */
+    if (captures) { /* it takes memory when its graph is launched */
         place.kind = place.kind == POOL_OF_DEVICE ? POOL_OF_GRAPHS : place.kind;
         if (place.kind == POOL_OF_GRAPHS)
             pool_with(NULL, &place);
@@ -188,7 +188,7 @@ API CUresult cuMemSetMemPool(CUmemLocation *location, int type, CUmemoryPool poo
 
 enum { RELEASE_THRESHOLD = 4 };
 
-/* A lower release threshold has its effect at the next synchronisation. */
+/* A lower release threshold takes effect at the next synchronisation. */
 API CUresult cuMemPoolSetAttribute(CUmemoryPool handle, int attribute, void *value)
 {
     lease_enter(LEASE_CALLS);
@@ -246,7 +246,7 @@ TRIMS(cuDeviceGraphMemTrim, (CUdevice ordinal), (ordinal))
 
 /* ---- graphs ---- */
 
-/* Memory of the host takes none of a device. */
+/* Host memory takes no device memory. */
 static void graph_allocates(const CUmemPoolProps *properties)
 {
     struct pool_place place = {POOL_OF_GRAPHS, ordinal_of_location(properties->location)};
@@ -268,10 +268,10 @@ API CUresult cuGraphAddMemAllocNode(CUgraphNode *out, CUgraph graph, const CUgra
     return result;
 }
 
-/* CUgraphNodeParams of cuda.h 13.5: the parameters of a node lie behind its type. */
+/* CUgraphNodeParams of cuda.h 13.5: the parameters of a node follow its type. */
 struct node_parameters {
     int type, reserved[3];
-    CUmemPoolProps pool; /* of CU_GRAPH_NODE_TYPE_MEM_ALLOC */
+    CUmemPoolProps pool; /* for CU_GRAPH_NODE_TYPE_MEM_ALLOC */
 };
 enum { GRAPH_NODE_MEM_ALLOC = 10 };
 

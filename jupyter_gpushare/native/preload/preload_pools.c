@@ -1,35 +1,35 @@
-/* Memory pools and graph memory of this process: the account charges what they reserve.  Their hooks
- * are in preload_pooled.c.
+/* Memory pools and graph memory of this process: the account charges the memory that they reserve.  Their
+ * hooks are in preload_pooled.c.
  *
  * Rules (CUDA Driver API reference 13.0, "Stream Ordered Memory Allocator", "Graph Management"; CUDA
  * Programming Guide 13.0, 4.3; comments of cuMemPoolCreate and cuMemPoolTrimTo in cuda.h 13.5).
- *   - A pool keeps freed memory up to its release threshold, which frameworks set to all of the
- *     device, so the account charges what the pool has reserved
- *     (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT), not what is allocated from it.
- *   - Its free part, for a stream, is what is charged for it, less its recorded allocations, what
- *     allocations under way count on (`promised`), and what was freed in other streams since they were
+ *   - A pool keeps freed memory up to its release threshold, which frameworks set to the size of the
+ *     device.  So the account charges the memory that the pool has reserved
+ *     (CU_MEMPOOL_ATTR_RESERVED_MEM_CURRENT), not the memory allocated from it.
+ *   - For a stream, the free part of a pool is its charge less its recorded allocations, less the bytes
+ *     promised to allocations in progress, and less the bytes freed in other streams since these were
  *     synchronized: the driver reserves more before it makes a stream wait for another
- *     (cudaMemPoolReuseAllowInternalDependencies).  A request that fits takes nothing from the account; of
- *     one that does not, the rest is taken before the driver is called.  Afterwards the charge becomes
- *     what the pool has reserved then; while others are under way, not less than what is allocated and
- *     promised.
- *   - The driver may have to reserve more for a request that fits, for the free part may be in pieces.
- *     That is charged afterwards, beyond the limit too, for the driver has it already.  Allocations in use
- *     stay within the limit; what is beyond it is free memory of pools, which is trimmed at once, and
- *     again at synchronisations until the lease is within its limit.
- *   - Nothing here waits for a stream: what is enqueued in it may end only after this thread has enqueued
- *     more (github.com/tensorflow/tensorflow pull request 50699).  cuMemPoolTrimTo does not wait, and
- *     keeps what was freed but not seen to complete by the host.  Frameworks that can wait synchronize
- *     after a denial and allocate again (the same; github.com/pytorch/pytorch pull request 188110).
+ *     (cudaMemPoolReuseAllowInternalDependencies).  A request that fits takes nothing from the account.  For
+ *     one that does not fit, the rest is taken before the driver is called.  Afterwards the charge becomes
+ *     the pool's reserved memory; while other allocations are in progress, at least the allocated and promised
+ *     bytes.
+ *   - The driver may have to reserve more even for a request that fits, because the free part may be in
+ *     pieces.  That is charged afterwards, even beyond the limit, because the driver already has it.
+ *     Allocations in use stay within the limit.  The excess is free memory of pools, which is trimmed at
+ *     once, and again at synchronisations until the lease is within its limit.
+ *   - No function of this file waits for a stream: work in it may end only after this thread has enqueued
+ *     more (github.com/tensorflow/tensorflow pull request 50699).  cuMemPoolTrimTo does not wait, and keeps
+ *     memory whose free the host has not seen complete.  Frameworks that can wait synchronize after a denial
+ *     and allocate again (the same; github.com/pytorch/pytorch pull request 188110).
  *   - A pool releases memory when a stream, an event or a context is synchronized, or when it is trimmed.
- *     After a trim it is asked again; after a synchronisation if memory was freed since the last one of
- *     the same stream or of the device's context, or if its release threshold was changed.
- *   - Pools of host memory take none of a device: nothing is charged.  Managed pools are charged by
- *     request, as cuMemAllocManaged is, and put on record: their process cannot be suspended.
+ *     Its reserved memory is read again after a trim.  It is read after a synchronisation if memory was freed
+ *     since the last one of the same stream or of the device's context, or if its release threshold changed.
+ *   - Pools of host memory take no device memory, so nothing is charged.  Managed pools are charged by
+ *     request, like cuMemAllocManaged, and taint their process: it cannot be suspended.
  *   - Graph memory of a device is a pool without a handle (CU_GRAPH_MEM_ATTR_RESERVED_MEM_CURRENT).
- *     What a launch needs is not known before: a launch is denied once the limit is exceeded.
- *   - No lock across a call of the driver: what a pool has reserved is read between two looks at
- *     its version, which every change of the charge raises.
+ *     The need of a launch is not known in advance: a launch is denied once the limit is exceeded.
+ *   - No lock is held across a call of the driver.  The reserved memory of a pool is read between two reads
+ *     of its version, which every change of the charge raises.
  */
 #include "preload_pools.h"
 
@@ -40,7 +40,7 @@
 #include "preload_driver.h"
 
 /* Further pools of a device are charged by request, like other allocations. */
-enum { POOLS = 128, SETTLE_TRIES = 8 };
+enum { POOLS = 128, MAX_SETTLE_TRIES = 8 };
 enum { RESERVED_CURRENT = 5, ALLOCATION_TYPE = 9, LOCATION_ID = 11, LOCATION_TYPE = 12, GRAPH_RESERVED_CURRENT = 2 };
 
 static const uint64_t page_bytes = (uint64_t)2 << 20;
@@ -67,13 +67,13 @@ bool exceeds_limit(int device)
     return lease_memory(device, &lease) && lease.used_bytes > lease.limit_bytes;
 }
 
-/* ---- what the driver says ---- */
+/* ---- the driver's answers ---- */
 
 typedef CUresult pool_attribute(CUmemoryPool, int, void *);
 typedef CUresult graph_attribute(CUdevice, int, void *);
 typedef CUresult device_pool(CUmemoryPool *, CUdevice);
 
-/* Also of attributes with a value of 4 bytes. */
+/* Also works for attributes with a value of 4 bytes. */
 static bool ask_attribute(CUmemoryPool handle, int attribute, uint64_t *value)
 {
     static void *_Atomic kept;
@@ -100,7 +100,7 @@ CUmemoryPool pool_of_device(CUdevice ordinal, bool is_default)
     return ask && !ask(&pool, ordinal) ? pool : NULL;
 }
 
-/* CU_MEM_LOCATION_TYPE_INVISIBLE is the memory of an imported pool, which makes no allocations. */
+/* CU_MEM_LOCATION_TYPE_INVISIBLE is the memory of an imported pool, from which nothing is allocated. */
 struct pool_place pool_place(int allocation_type, CUmemLocation location)
 {
     CUdevice ordinal = ordinal_of_location(location);
@@ -112,8 +112,8 @@ struct pool_place pool_place(int allocation_type, CUmemLocation location)
     return (struct pool_place){is_host ? POOL_OF_HOST : POOL_UNKNOWN, -1};
 }
 
-/* Of a pool that no hook saw being made.  Drivers before CUDA 13 do not say, and have no default pools but
- * those of devices. */
+/* Returns the place of a pool whose creation no hook saw.  Drivers before CUDA 13 do not answer, and have only
+ * default pools of devices. */
 static struct pool_place described_place(CUmemoryPool handle)
 {
     struct pool_place place = {POOL_UNKNOWN, -1};
@@ -219,8 +219,8 @@ struct pool_share share_pool(struct pool *pool, uint64_t bytes, int stream)
     return share;
 }
 
-/* Under pools_lock: what to charge for the pool, when it has reserved so much.  A destroyed one cannot be
- * asked, and lives on until its last allocation is freed. */
+/* Under pools_lock.  Returns the charge for the pool with this many reserved bytes.  A destroyed pool cannot be
+ * queried, and lives until its last allocation is freed. */
 static uint64_t charge_for(const struct pool *pool, bool is_known, uint64_t reserved)
 {
     uint64_t held = pages(pool->live_bytes + pool->promised);
@@ -231,7 +231,7 @@ static uint64_t charge_for(const struct pool *pool, bool is_known, uint64_t rese
     return pool->promised && held > reserved ? held : reserved;
 }
 
-/* Under pools_lock: no stream has freed more than is unused. */
+/* Under pools_lock.  No stream has freed more bytes than are unused. */
 static void bound_freed(struct pool *pool, uint64_t reserved)
 {
     uint64_t unused = reserved > pool->live_bytes ? reserved - pool->live_bytes : 0;
@@ -251,7 +251,7 @@ bool settle_pool(struct pool *pool, struct pool_share mine, uint64_t allocated)
         bool is_known = !seen.is_destroyed && read_reserved(&seen, &reserved);
         pthread_mutex_lock(&pools_lock);
         bool is_changed = pool->version != seen.version;
-        if (is_changed && tries < SETTLE_TRIES) {
+        if (is_changed && tries < MAX_SETTLE_TRIES) {
             pthread_mutex_unlock(&pools_lock);
             continue;
         }
@@ -264,7 +264,7 @@ bool settle_pool(struct pool *pool, struct pool_share mine, uint64_t allocated)
             bound_freed(pool, reserved);
         uint64_t before = pool->charged + mine.taken, after = charge_for(pool, is_known, reserved);
         if (is_changed && after < pool->charged)
-            after = pool->charged; /* rather too much than too little */
+            after = pool->charged; /* too much is better than too little */
         pool->charged = after;
         pool->version++;
         pool->is_used = !pool->is_destroyed || pool->live_bytes || pool->under_way;

@@ -1,4 +1,4 @@
-/* Memory pools and graph memory of this process, and what the account charges for them. */
+/* Memory pools and graph memory of this process, and their charge in the account. */
 #ifndef GPUSHARE_PRELOAD_POOLS_H
 #define GPUSHARE_PRELOAD_POOLS_H
 
@@ -8,7 +8,7 @@
 #include "../cuda_types.h"
 #include "../hold.h"
 
-/* Streams are told apart by a number below STREAMS, which several may share. */
+/* A stream has a number below STREAMS, which several streams may share. */
 enum { STREAMS = 32, NO_STREAM = -1, ALL_STREAMS = -2 };
 int stream_number(CUstream stream, bool per_thread);
 
@@ -16,71 +16,70 @@ enum pool_kind { POOL_UNKNOWN, POOL_OF_DEVICE, POOL_OF_GRAPHS, POOL_OF_HOST, POO
 
 struct pool_place {
     enum pool_kind kind;
-    CUdevice ordinal; /* -1: none, or not known */
+    CUdevice ordinal; /* -1 if there is none, or it is unknown */
 };
 
 struct pool {
     CUmemoryPool handle;
     struct pool_place place;
-    int device; /* in the limit page; -1: nothing is charged for the pool itself */
+    int device; /* in the limit page; -1 if nothing is charged for the pool itself */
     bool is_used, is_destroyed;
-    bool is_due;         /* may release memory at the next synchronisation, whatever that covers */
-    uint64_t charged;    /* to the account: what the pool had reserved when it was asked */
+    bool is_due;         /* may release memory at the next synchronisation of any kind */
+    uint64_t charged;    /* bytes in the account: the pool's reserved memory when it was last read */
     uint64_t live_bytes; /* of its recorded allocations */
-    uint64_t promised;   /* of what is charged, to allocations under way */
-    uint64_t freed[STREAMS]; /* bytes, since a synchronisation of the stream */
-    unsigned under_way;  /* allocations */
+    uint64_t promised;   /* charged bytes that are for allocations in progress */
+    uint64_t freed[STREAMS]; /* bytes freed since the last synchronisation of the stream */
+    unsigned under_way;  /* number of allocations in progress */
     uint64_t version;
 };
 
-/* What an allocation under way counts on: bytes of the pool's free part, and bytes taken from the account. */
+/* The bytes for an allocation in progress: from the pool's free part (`promised`), and from the account (`taken`). */
 struct pool_share {
     uint64_t promised, taken;
     int stream;
     bool is_set;
 };
 
-/* What a pool with these properties is made of. */
+/* Returns the place of a pool with these properties. */
 struct pool_place pool_place(int allocation_type, CUmemLocation location);
-/* The pool, added where it is new.  `place` becomes what is known of it, also where the answer is NULL:
- * the table is full, or the device is not the lease's.  A managed pool is put on record as a taint. */
+/* Returns the pool, added if it is new; NULL if the table is full or the device is not the lease's.  Writes
+ * `place` in all cases.  A managed pool taints the process. */
 struct pool *pool_with(CUmemoryPool handle, struct pool_place *place);
-/* The same without adding it: an imported pool is the exporter's. */
+/* Returns the place of a pool without adding it, because an imported pool is the exporter's. */
 struct pool_place place_of_pool(CUmemoryPool handle);
-/* The current pool of a device, or its first one; NULL: the driver has none. */
+/* Returns the current pool of a device, or its default pool; NULL if the driver has none. */
 CUmemoryPool pool_of_device(CUdevice ordinal, bool is_default);
-/* The graph memory of the current device, where a graph of this process may use any; else NULL. */
+/* Returns the graph memory of the current device if a graph of this process may use it, else NULL. */
 struct pool *graph_memory(void);
 
-/* Count on the pool's free part for an allocation in a stream; the rest, `taken`, in pages, is still to be
- * taken from the account.  `settle_pool` ends the share. */
+/* Promises bytes of the pool's free part to an allocation in a stream.  The caller must take the rest, `taken`,
+ * in pages, from the account.  `settle_pool` ends the share. */
 struct pool_share share_pool(struct pool *pool, uint64_t bytes, int stream);
-/* Charge what the pool has reserved now, in place of what was charged before and of `mine`, the share of
- * an allocation of so many bytes that ends here (0: it failed).  Whether the charge grew. */
+/* Charges the pool's reserved memory in place of its earlier charge and of `mine`, the share of an allocation
+ * that has ended with `allocated` bytes (0 if it failed).  Returns whether the charge grew. */
 bool settle_pool(struct pool *pool, struct pool_share mine, uint64_t allocated);
-/* The same where no allocation ends: of one pool, and of the pools of an ordinal (-1: all). */
+/* The same without an allocation: for one pool, and for the pools of an ordinal (-1: all). */
 void ask_pool(struct pool *pool);
 void ask_pools(CUdevice ordinal);
 
-/* A recorded allocation of the pool was freed in a stream (NO_STREAM: at once); the pool may release memory
- * at the next synchronisation for another reason. */
+/* Called after a recorded allocation of the pool was freed in a stream (NO_STREAM: at once), and if the pool may
+ * release memory at the next synchronisation for another reason. */
 void pool_freed(struct pool *pool, uint64_t bytes, int stream);
 void pool_may_release(struct pool *pool);
-/* Whether a synchronisation may release memory; then ask after one of a stream, of ALL_STREAMS of an
- * ordinal, or of one that is not known (NO_STREAM). */
+/* Whether a synchronisation may release memory.  If so, `pools_synchronized` is called after one of a stream, of
+ * ALL_STREAMS of an ordinal, or of an unknown stream (NO_STREAM). */
 bool pools_may_release(void);
 void pools_synchronized(int stream, CUdevice ordinal);
-/* The pool with this handle was destroyed. */
-/* Before the driver destroys it, so that no thread gives it the handle afterwards; NULL: not known.  Then
- * whether it did. */
+/* `pool_ends` is called before the driver destroys a pool, so that no other pool gets its handle before; NULL if
+ * the pool is unknown.  `pool_ended` is called afterwards, with whether the pool is gone. */
 struct pool *pool_ends(CUmemoryPool handle);
 void pool_ended(struct pool *ending, CUmemoryPool handle, bool is_gone);
 
-/* Trim the pools of a device in the limit page; whether the lease is beyond its limit there. */
+/* Trims the pools of a device in the limit page; returns whether the lease exceeds its limit on a device. */
 void trim_pools(int device);
 bool exceeds_limit(int device);
 
-/* After fork, in the child. */
+/* Called in the child after fork. */
 void pools_in_child(void);
 
 #endif

@@ -1,5 +1,5 @@
-/* The preload library's records of what this process holds, so that it can be given back when it
- * is freed or when its context ends.  Physical memory is recorded in preload_virtual.c. */
+/* The preload library's records of the allocations of this process.  Their bytes are given back when they are
+ * freed or their context ends.  Physical memory is recorded in preload_virtual.c. */
 #include "preload_records.h"
 
 #include "../old_glibc.h"
@@ -11,17 +11,17 @@
 #include "preload_pools.h"
 
 static pthread_mutex_t records_lock = PTHREAD_MUTEX_INITIALIZER;
-static struct record *records; /* open addressing, a power of two */
+static struct record *records; /* open addressing; the capacity is a power of two */
 static size_t record_capacity, record_count;
 static uint64_t last_serial;
 
-/* Contexts of cuCtxCreate.  Every other context is a primary one, also one that the CUDA runtime
- * made by a table of cuGetExportTable, which no hook sees. */
+/* Contexts of cuCtxCreate.  Every other context is a primary one, even if the CUDA runtime made it unseen,
+ * through a table of cuGetExportTable. */
 enum { OWN_CONTEXTS = 64 };
 static CUcontext own_contexts[OWN_CONTEXTS];
-static bool own_overflowed; /* more than that at once: no context is taken for a primary one any more */
+static bool own_overflowed; /* after too many at once, no context is taken for a primary one any more */
 
-/* The parent's memory is not the child's: drop the records (the table itself is shared pages). */
+/* The parent's memory is not the child's, so drop the records (the pages of the table are shared). */
 void records_in_child(void)
 {
     pthread_mutex_init(&records_lock, NULL);
@@ -62,8 +62,8 @@ void give_record(struct record record)
         lease_give(record.device, record.bytes);
 }
 
-/* Without memory for the record the bytes stay charged until the process ends.  An address that is
- * recorded already was freed in a way that no hook saw. */
+/* If there is no memory for the record, the bytes stay charged until the process ends.  An address that is
+ * already recorded was freed unseen. */
 void remember(struct record record)
 {
     struct record before = {0};
@@ -110,8 +110,8 @@ uint64_t last_record(void)
     return last_serial;
 }
 
-/* Gives back every record of a context, or with context NULL those of the primary context of an
- * ordinal: one pass, which moves the others into a new table. */
+/* Gives back the records of a context, or with context NULL those of an ordinal's primary context, in one
+ * pass that moves the others into a new table. */
 static void forget_records(CUcontext context, CUdevice ordinal, uint64_t last)
 {
     pthread_mutex_lock(&records_lock);

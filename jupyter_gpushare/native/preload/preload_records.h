@@ -1,4 +1,4 @@
-/* What this process holds, by address. */
+/* The allocations of this process, by address. */
 #ifndef GPUSHARE_PRELOAD_RECORDS_H
 #define GPUSHARE_PRELOAD_RECORDS_H
 
@@ -11,10 +11,10 @@
 struct pool;
 
 struct record {
-    uint64_t key; /* address, or array handle; 0: none */
+    uint64_t key; /* address, or array handle; 0 if there is no record */
     uint64_t bytes;
     CUcontext context; /* its end frees the allocation */
-    struct pool *pool; /* whose charge has the bytes; NULL: they are charged themselves */
+    struct pool *pool; /* the pool whose charge includes the bytes; NULL if they are charged by themselves */
     CUdevice ordinal;
     int device; /* in the limit page */
     bool in_own_context;
@@ -24,10 +24,10 @@ void remember(struct record record);
 struct record forget(uint64_t key);
 void give_record(struct record record);
 
-/* The serial of the last record.  A caller reads it before it asks the driver to end a context: what is
- * remembered later may belong to a new context that has the handle of the old one. */
+/* Returns the serial of the last record.  A caller reads it before the driver ends a context, because a later
+ * record may belong to a new context with the same handle. */
 uint64_t last_record(void);
-/* Give back every record of a context that has ended, up to a serial. */
+/* Gives back every record up to a serial of a context that has ended. */
 void forget_context(CUcontext context, uint64_t last);
 void forget_primary_context(CUdevice ordinal, uint64_t last);
 
@@ -35,7 +35,7 @@ void forget_primary_context(CUdevice ordinal, uint64_t last);
 void remember_own_context(CUcontext context);
 bool forget_own_context(CUcontext context);
 
-/* After fork, in the child. */
+/* Called in the child after fork. */
 void records_in_child(void);
 
 #endif

@@ -1,4 +1,4 @@
-/* The preload library's answers about sizes: those of the lease, where it has less than the device. */
+/* The preload library's answers about sizes: those of the lease, if it has less than the device. */
 #include "lease_client.h"
 #include "preload_devices.h"
 #include "preload_driver.h"
@@ -13,9 +13,9 @@ API CUresult cuDeviceTotalMem_v2(size_t *total, CUdevice ordinal)
     return result;
 }
 
-/* In a lease the account answers, not the driver: the driver's call may wait while the process is
- * locked, and programs poll it.  What is granted on a device never exceeds what it has, so the
- * limit is free to use.  A device outside the lease has nothing free. */
+/* In a lease the account answers, not the driver: programs poll this function, and the driver's call may
+ * wait while the process is locked.  The limits granted on a device never exceed its memory, so the whole
+ * limit is usable.  A device outside the lease has nothing free. */
 API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total)
 {
     FIND_REAL(cuMemGetInfo_v2);

@@ -1,21 +1,21 @@
-/* The preload library's entry points that pass any arguments on.
+/* The preload library's entry points that pass on arguments of any type.
  *
- * `dlsym` ends in a jump to glibc's, which finds its caller (RTLD_NEXT) from the return
- * address: a call would name this library for ever.  The stubs of hooks.h count and jump, so
- * that arguments in registers and on the stack pass untouched.  In preload.c and preload_driver.c:
+ * `dlsym` ends in a jump to glibc's dlsym, which finds its caller (RTLD_NEXT) from the return address:
+ * with a call, the caller would always be this library.  The stubs of hooks.h count and jump, so that
+ * arguments in registers and on the stack stay untouched.  They use from preload.c and preload_driver.c:
  *
  *   gpushare_counters         this process's counters of work, calls and queries in a row
  *                             (lease_client.h), 0 before its first call
- *   gpushare_phase            where the phase of its lease stands, and its turn; read after counting
- *   gpushare_real[i]          the driver's function behind hook i, 0 when not looked up yet
- *   gpushare_enter(i)         counts, waits while the lease is suspended, and answers where to jump to
- *   gpushare_dlsym(h, name)   what to answer instead of glibc's dlsym, or 0
+ *   gpushare_phase            the address of the lease's phase, followed by its turn; read after counting
+ *   gpushare_real[i]          the driver's function behind hook i, 0 if not looked up yet
+ *   gpushare_enter(i)         counts, waits while the lease is suspended, and returns the jump target
+ *   gpushare_dlsym(h, name)   the answer instead of glibc's dlsym, or 0
  *
- * Hooks beyond those of hooks.h are spare ones, GPUSHARE_SPARES of GPUSHARE_SPARE_BYTES each.
+ * After the hooks of hooks.h come GPUSHARE_SPARES spare hooks of GPUSHARE_SPARE_BYTES each.
  */
 #include "preload_stubs.h"
 
-/* A build with sanitizers calls it otherwise: their start-up uses dlsym before they work. */
+/* A build with sanitizers uses another name, because their start-up uses dlsym before they work. */
 #ifndef GPUSHARE_DLSYM
 #define GPUSHARE_DLSYM dlsym
 #endif
@@ -47,7 +47,7 @@
 
 #if defined __x86_64__
 
-/* How the phase is read, alone or with the turn behind it. */
+/* The instruction that reads the phase alone, or with the turn behind it. */
 #define PHASE cmpl
 #define PHASE_AND_TURN cmpq
 

@@ -1,11 +1,11 @@
-/* Finds a definition in the loaded objects without the loader: musl's dlsym, and functions of CUPTI,
- * which a framework's libraries may hold in a scope of their own (RTLD_LOCAL).
+/* Finds a definition in the loaded objects without the loader: for musl's dlsym, and for functions of CUPTI,
+ * which a framework may load in a local scope (RTLD_LOCAL).
  *
  * musl (Alpine) ends a program whose preloaded library needs a symbol that musl lacks ("symbol not
- * found", exit 127; measured with musl 1.2.3, tests/native/test_musl.py).  So dlvsym and
- * __register_atfork, which it lacks, are weak (old_glibc.h, preload.c).  The account is not used
- * under musl, which lays pthread_mutex_t out otherwise than glibc: one lease may have processes of
- * both.  NVIDIA's driver is built for glibc alone.
+ * found", exit 127; measured with musl 1.2.3, tests/native/test_musl.py).  It lacks dlvsym and
+ * __register_atfork, so they are weak (old_glibc.h, preload.c).  The account is not used under musl:
+ * its pthread_mutex_t has another layout than glibc's, and one lease may have processes of both.
+ * NVIDIA's driver is built only for glibc.
  */
 #define _GNU_SOURCE
 #include "../old_glibc.h"
@@ -34,13 +34,13 @@ static bool is_own(const struct dl_phdr_info *object)
     return false;
 }
 
-/* An address in a dynamic section; glibc has added the base to it, musl has not. */
+/* Returns an address from a dynamic section; glibc has already added the base to it, musl has not. */
 static const void *at(const struct dl_phdr_info *object, ElfW(Addr) value)
 {
     return (const void *)(value < object->dlpi_addr ? object->dlpi_addr + value : value);
 }
 
-/* How many symbols a table has that is known by DT_GNU_HASH alone: the end of its last chain. */
+/* Returns the number of symbols in a table that has only DT_GNU_HASH: the end of its last chain. */
 static uint32_t gnu_hash_count(const uint32_t *table)
 {
     uint32_t buckets = table[0], first = table[1], bloom_words = table[2], last = 0;

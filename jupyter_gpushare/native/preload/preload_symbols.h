@@ -1,7 +1,7 @@
 #ifndef GPUSHARE_PRELOAD_SYMBOLS_H
 #define GPUSHARE_PRELOAD_SYMBOLS_H
 
-/* The first definition of a name in the process outside this library; NULL: none. */
+/* Returns the first definition of a name in the process outside this library, or NULL. */
 void *search_symbol(const char *name);
 
 #endif

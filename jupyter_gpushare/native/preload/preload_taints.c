@@ -38,8 +38,8 @@ TAINTS(GPUSHARE_TAINT_PEER, cuCtxEnablePeerAccess, (CUcontext peer, unsigned fla
 TAINTS(GPUSHARE_TAINT_PEER, cuMulticastCreate, (CUmemGenericAllocationHandle * out, const void *properties),
        (out, properties))
 
-/* Memory, frames and events of graphics interfaces (cudaGL.h, cudaEGL.h and cudaVDPAU.h of 13.5; contexts for
- * them are in preload_memory.c), and semaphores of them or of another process. */
+/* Memory, frames and events of graphics interfaces (cudaGL.h, cudaEGL.h and cudaVDPAU.h of 13.5), and semaphores
+ * of these or of another process.  Contexts for graphics are in preload_memory.c. */
 typedef struct CUgraphicsResource_st *CUgraphicsResource;
 TAINTS(GPUSHARE_TAINT_EXPORTED, cuGraphicsGLRegisterBuffer, (CUgraphicsResource * out, unsigned buffer, unsigned flags),
        (out, buffer, flags))
@@ -64,7 +64,7 @@ TAINTS(GPUSHARE_TAINT_EXPORTED, cuEGLStreamProducerConnect, (void **out, void *f
 TAINTS(GPUSHARE_TAINT_EXPORTED, cuEventCreateFromEGLSync, (CUevent * out, void *sync, unsigned flags), (out, sync, flags))
 TAINTS(GPUSHARE_TAINT_EXPORTED, cuImportExternalSemaphore, (void **out, const void *description), (out, description))
 
-/* Managed variables of modules (`__managed__`), when a program or its CUDA runtime asks where one is. */
+/* Managed variables of modules (`__managed__`), when a program or its CUDA runtime asks for the address of one. */
 TAINTS(GPUSHARE_TAINT_MANAGED, cuLibraryGetManaged, (CUdeviceptr * out, size_t *bytes, void *library, const char *name),
        (out, bytes, library, name))
 
@@ -83,8 +83,8 @@ API CUresult cuModuleGetGlobal_v2(CUdeviceptr *out, size_t *bytes, CUmodule modu
 }
 
 /* CUPTI (cupti_callbacks.h, cupti_activity.h and cupti_profiler_target.h of 12.9): a process that it
- * traces cannot be checkpointed (github.com/NVIDIA/cuda-checkpoint issue 15).  PyTorch links the
- * library and calls these when torch.profiler starts, so that it is loaded says nothing. */
+ * traces cannot be checkpointed (github.com/NVIDIA/cuda-checkpoint issue 15).  PyTorch always links the
+ * library, but calls these functions only when torch.profiler starts. */
 enum { CUPTI_ERROR_NOT_INITIALIZED = 15 };
 
 #define TRACES(name, parameters, arguments)                          \

@@ -1,22 +1,23 @@
-/* Turns: launches wait while another lease has its turn, and a thread proves when nothing is left to run.
+/* Turns: launches wait while another lease has its turn, and a thread checks when all submitted work is done.
  *
  * The helper writes the turn into the limit page (gpushare_lease.h); gpu/turns/ring.py decides it.
  *
- *   - A launch waits while the turn is held, as an allocation waits while a lease moves, but wakes at once
- *     (futex).  Where the helper writes nothing for GONE_NS, it is gone: launches go on.
- *   - In a turn a process runs ahead of the device by `ahead_us` at most, so that the device is free soon
- *     after the turn: a launch waits while more is in flight.  How long a launch takes is measured.
- *   - While there are turns, one thread of this library waits again and again for all that has been
- *     submitted: an event of the whole context (cuCtxRecordEvent, CUDA 12.5), which touches no stream, and
- *     questions about it with pauses between.  A call is counted before it reaches the driver, so the
- *     process is settled when two looks in a row have found the same count.
- *   - Never during a stream capture: an event of a context with one is an error, and ends the capture (CUDA
- *     Driver API reference 13.0, cuCtxRecordEvent).  Launches of a capture run nothing, and are not held.
- *   - cuEventQuery ends a process that is checkpointed (lease_client.h): the thread says in the account that it
- *     looks, and the helper waits for it before a checkpoint.
- *   - The looking lock alone is held across calls of the driver, and none of them waits for the device.  Only
- *     a thread that ends a context or begins a capture waits for it: what runs on the device may wait for
- *     that very thread.
+ *   - A launch waits while the turn is held, like an allocation while a lease moves, but wakes at once
+ *     (futex).  If the helper writes nothing for GONE_NS, it is gone, and launches continue.
+ *   - In a turn a process runs at most `ahead_us` ahead of the device, so that the device is free soon
+ *     after the turn: a launch waits while more is in flight.  The duration of launches is measured.
+ *   - While there are turns, a thread of this library repeatedly waits for all submitted work.  It records
+ *     an event of the whole context (cuCtxRecordEvent, CUDA 12.5), which affects no stream, and queries it
+ *     with pauses.  A call is counted before it reaches the driver, so the process is settled when two
+ *     checks in a row find the same count.
+ *   - The thread does nothing during a stream capture: an event of a context with a capture is an error and
+ *     ends the capture (CUDA Driver API reference 13.0, cuCtxRecordEvent).  Launches of a capture run
+ *     nothing and are not held.
+ *   - cuEventQuery ends a process that is checkpointed (lease_client.h).  So the thread sets `looking` in
+ *     the account during a check, and the helper waits for it before a checkpoint.
+ *   - Only the `checking` lock is held across calls of the driver, and none of them waits for the device.
+ *     Only a thread that ends a context or begins a capture waits for this lock, because work on the device
+ *     may wait for that very thread.
  */
 #define _GNU_SOURCE
 #include "preload_turns.h"
@@ -37,51 +38,51 @@ enum {
     ORIGINS = 64,
     HELD_WAIT_NS = 20000000,     /* a wake-up may get lost */
     REST_NS = 2000000000,
-    IDLE_NS = 10000000,          /* what only synchronises or allocates does not wake the thread */
+    IDLE_NS = 10000000,          /* calls that only synchronise or allocate do not wake the thread */
     BLIND_NS = 5000000,
-    AGAIN_NS = 1000000,          /* between two looks that find the same */
-    AGAIN_WHEN_HELD_NS = 200000, /* nothing begins then, but what had passed the page */
-    LEAST_PAUSE_NS = 50000,      /* between two questions about an event ... */
-    MOST_PAUSE_NS = 1000000,
-    PAUSE_PART = 16,             /* ... a part of the time that it has been waited for */
+    AGAIN_NS = 1000000,          /* between two checks with the same count */
+    AGAIN_WHEN_HELD_NS = 200000, /* only launches that had passed the page can begin then */
+    MIN_PAUSE_NS = 50000,        /* between two queries of an event ... */
+    MAX_PAUSE_NS = 1000000,
+    PAUSE_PART = 16,             /* ... 1/PAUSE_PART of the wait so far */
     SUBMIT_NS = 100000,          /* from the count of a launch until the driver has it */
     FULL_WAIT_NS = 5000000,
     FULL_WAITS = 200,
-    MOST_DEPENDENT = 16,         /* launches that are let through because one may wait for another */
-    MOST_LAUNCHES = 1024,        /* in flight: what the driver itself takes, about */
-    PAIR_NS = 10000000,          /* of launches that are shorter at least two are in flight */
+    MAX_DEPENDENT = 16,          /* launches let through because one may wait for another */
+    MAX_LAUNCHES = 1024,         /* in flight; about the maximum of the driver itself */
+    PAIR_NS = 10000000,          /* of shorter launches, at least two may be in flight */
 };
 #define GONE_NS ((int64_t)3000000000)
-#define CAPTURE_NS ((int64_t)10000000000) /* a longer one is forgotten by its program */
+#define CAPTURE_NS ((int64_t)10000000000) /* a program has forgotten a longer capture */
 
 typedef struct CUgraph_st *CUgraph;
 
-struct looked_at {
+struct watched_context {
     CUcontext _Atomic context;
-    CUevent event; /* NULL: not made yet */
+    CUevent event; /* NULL if not created yet */
 };
 
-static pthread_mutex_t looking = PTHREAD_MUTEX_INITIALIZER;   /* guards that no context ends in a call of the thread */
-static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;    /* guards that `contexts` grows by one at a time */
-static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER; /* guards that no capture begins in a record */
-static struct looked_at contexts[CONTEXTS];
+static pthread_mutex_t checking = PTHREAD_MUTEX_INITIALIZER;  /* no context ends during a call of the thread */
+static pthread_mutex_t noting = PTHREAD_MUTEX_INITIALIZER;    /* only one thread at a time adds to `contexts` */
+static pthread_mutex_t recording = PTHREAD_MUTEX_INITIALIZER; /* no capture begins while an event is recorded */
+static struct watched_context contexts[CONTEXTS];
 static _Atomic uint32_t context_count;
-static uint32_t forgotten; /* how often; guarded by `looking` */
+static uint32_t forgotten; /* number of times that contexts were forgotten; guarded by `checking` */
 
 static _Atomic bool has_thread;
-static bool relaxed; /* the thread's own: its calls do not disturb captures of others */
-static _Atomic uint32_t launches, done;  /* in turns: entered, and proved to be done */
-static _Atomic uint32_t most_in_flight = 2;
-static _Atomic uint32_t least_in_flight = 1; /* fewer may wait for one that is not launched yet */
-static _Atomic uint32_t looks;           /* a futex: counts looks that ended */
-static _Atomic uint32_t sleeps;          /* a futex: 1 while the thread has nothing to prove */
-static _Atomic bool is_blind;            /* the last look was not possible */
+static bool relaxed; /* used by the thread alone: its calls do not disturb captures of others */
+static _Atomic uint32_t launches, done; /* numbers of launches in turns: entered, and known to be done */
+static _Atomic uint32_t max_in_flight = 2;
+static _Atomic uint32_t min_in_flight = 1; /* fewer may wait for one that is not launched yet */
+static _Atomic uint32_t checks;         /* a futex: the number of checks that have ended */
+static _Atomic uint32_t sleeps;         /* a futex: 1 while the thread has nothing to check */
+static _Atomic bool is_blind;           /* the last check was not possible */
 
-static _Atomic uint32_t abandoned; /* a turn that was held for so long that its helper is gone */
+static _Atomic uint32_t abandoned; /* a turn that was held so long that its helper must be gone */
 
 static _Atomic uint32_t captures;
 static _Atomic int64_t capture_ns; /* when the last one began */
-static CUstream origins[ORIGINS];  /* streams that captures began in; NULL: free; guarded by `recording` */
+static CUstream origins[ORIGINS];  /* streams in which captures began; NULL if free; guarded by `recording` */
 
 /* ---- waiting ---- */
 
@@ -94,8 +95,8 @@ static int64_t now_ns(void)
 
 static void wait_on(const _Atomic uint32_t *word, uint32_t seen, int64_t ns, bool shared)
 {
-    struct timespec most = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
-    syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, seen, &most, NULL, 0);
+    struct timespec timeout = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+    syscall(SYS_futex, word, shared ? FUTEX_WAIT : FUTEX_WAIT_PRIVATE, seen, &timeout, NULL, 0);
 }
 
 static void wake(_Atomic uint32_t *word)
@@ -121,8 +122,8 @@ typedef CUresult record_event(CUcontext, CUevent);
 typedef CUresult query_event(CUevent);
 typedef CUresult exchange_mode(int *);
 
-/* Called with the two locks.  Makes an event of what is submitted to a context. */
-static bool record(struct looked_at *at, set_current *enter, create_event *create, record_event *record_in)
+/* Called with `checking` and `recording`.  Records an event after all work submitted to a context. */
+static bool record(struct watched_context *at, set_current *enter, create_event *create, record_event *record_in)
 {
     enum { DISABLE_TIMING = 2 };
     if (atomic_load(&captures) || enter(at->context))
@@ -132,14 +133,14 @@ static bool record(struct looked_at *at, set_current *enter, create_event *creat
     return at->event && !record_in(at->context, at->event);
 }
 
-static bool may_look(const struct gpushare_limit_page *page)
+static bool may_check(const struct gpushare_limit_page *page)
 {
     uint32_t phase = atomic_load(&page->phase);
     return phase == GPUSHARE_RUNNING || phase == GPUSHARE_PAUSED;
 }
 
-/* Called with the looking lock, which it leaves between two questions.  False where the event does not come. */
-static bool wait_for_event(const struct looked_at *at, set_current *enter, query_event *query,
+/* Called with `checking`, which it releases between two queries.  Returns false if the event does not come. */
+static bool wait_for_event(const struct watched_context *at, set_current *enter, query_event *query,
                            const struct gpushare_limit_page *page)
 {
     uint32_t before = forgotten;
@@ -152,17 +153,17 @@ static bool wait_for_event(const struct looked_at *at, set_current *enter, query
         if (result != CUDA_ERROR_NOT_READY)
             return !result;
         int64_t pause_ns = (now_ns() - began_ns) / PAUSE_PART;
-        pause_ns = pause_ns < LEAST_PAUSE_NS ? LEAST_PAUSE_NS : pause_ns;
-        pthread_mutex_unlock(&looking);
-        sleep_ns(pause_ns < MOST_PAUSE_NS ? pause_ns : MOST_PAUSE_NS);
-        pthread_mutex_lock(&looking);
-        if (forgotten != before || !may_look(page))
+        pause_ns = pause_ns < MIN_PAUSE_NS ? MIN_PAUSE_NS : pause_ns;
+        pthread_mutex_unlock(&checking);
+        sleep_ns(pause_ns < MAX_PAUSE_NS ? pause_ns : MAX_PAUSE_NS);
+        pthread_mutex_lock(&checking);
+        if (forgotten != before || !may_check(page))
             return false;
     }
 }
 
-/* Waits for all that is submitted; false where that cannot be found out. */
-static bool look(const struct gpushare_limit_page *page)
+/* Waits for all submitted work; returns false if that is not possible. */
+static bool check_done(const struct gpushare_limit_page *page)
 {
     static void *_Atomic kept_record, *_Atomic kept_mode;
     record_event *record_in = (record_event *)plain_function(&kept_record, "cuCtxRecordEvent");
@@ -175,9 +176,9 @@ static bool look(const struct gpushare_limit_page *page)
         return false;
     if (!relaxed)
         relaxed = !exchange(&mode);
-    HOLD(&looking);
+    HOLD(&checking);
     uint32_t count = atomic_load(&context_count);
-    bool all = relaxed && count && count < CONTEXTS; /* a full table may lack one */
+    bool all = relaxed && count && count < CONTEXTS; /* a full table may lack a context */
     pthread_mutex_lock(&recording);
     for (uint32_t i = 0; all && i < count; i++)
         all = record(&contexts[i], enter, create, record_in);
@@ -188,42 +189,42 @@ static bool look(const struct gpushare_limit_page *page)
     return all;
 }
 
-/* One look, if the lease runs; the helper checkpoints nothing meanwhile. */
-static bool look_safely(struct gpushare_slot *slot, const struct gpushare_limit_page *page)
+/* One check, if the lease runs; the helper checkpoints nothing meanwhile. */
+static bool check_safely(struct gpushare_slot *slot, const struct gpushare_limit_page *page)
 {
     atomic_store(&slot->looking, 1);
-    bool all = may_look(page) && atomic_load(&page->turn) && look(page);
+    bool all = may_check(page) && atomic_load(&page->turn) && check_done(page);
     atomic_store(&slot->looking, 0);
     return all;
 }
 
-/* What a launch takes, by those that a look has covered: how many fit into `ahead_us`. */
+/* Measures the time of a launch from those that a check covered, and sets how many fit into `ahead_us`. */
 static void pace(const struct gpushare_limit_page *page, uint32_t count, int64_t took_ns)
 {
-    static int64_t launch_ns; /* the thread's own */
+    static int64_t launch_ns; /* used by the thread alone */
     if (!count)
         return;
-    int64_t found_ns = took_ns / count + 1;
-    launch_ns = launch_ns ? (launch_ns + found_ns) / 2 : found_ns;
-    int64_t fit = (int64_t)atomic_load(&page->ahead_us) * 1000 / launch_ns, least = launch_ns < PAIR_NS ? 2 : 1;
+    int64_t measured_ns = took_ns / count + 1;
+    launch_ns = launch_ns ? (launch_ns + measured_ns) / 2 : measured_ns;
+    int64_t fit = (int64_t)atomic_load(&page->ahead_us) * 1000 / launch_ns, min = launch_ns < PAIR_NS ? 2 : 1;
     uint32_t devices = atomic_load(&context_count);
-    least = devices > 1 ? 2 * devices : least; /* kernels of several devices wait for each other */
-    int64_t most = 2 * (int64_t)atomic_load(&most_in_flight); /* one look may have come before its launch */
-    fit = fit < most ? fit : most;
-    fit = fit < least ? least : fit;
-    atomic_store(&most_in_flight, (uint32_t)(fit > MOST_LAUNCHES ? MOST_LAUNCHES : fit));
+    min = devices > 1 ? 2 * devices : min; /* kernels of several devices wait for each other */
+    int64_t max = 2 * (int64_t)atomic_load(&max_in_flight); /* a check may have come before its launch */
+    fit = fit < max ? fit : max;
+    fit = fit < min ? min : fit;
+    atomic_store(&max_in_flight, (uint32_t)(fit > MAX_LAUNCHES ? MAX_LAUNCHES : fit));
 }
 
-/* What is to be proved done: calls, and those that went on after a wait. */
+/* The count of work that must be done: calls, and calls that continued after a wait. */
 static uint64_t entered_work(const struct gpushare_slot *slot)
 {
     return atomic_load(&slot->work) + atomic_load(&slot->again);
 }
 
-static void *keep_looking(void *unused)
+static void *keep_checking(void *unused)
 {
-    int64_t looked_ns = 0; /* when the last look ended, with more to run behind it */
-    uint64_t found = 0;    /* the count that it was for */
+    int64_t checked_ns = 0; /* when the last check ended, while more work was submitted */
+    uint64_t found = 0;     /* the count of that check */
     (void)unused;
     for (;;) {
         const struct gpushare_limit_page *page = lease_page();
@@ -235,7 +236,7 @@ static void *keep_looking(void *unused)
             else
                 nanosleep(&(struct timespec){REST_NS / 1000000000, 0}, NULL);
             atomic_store(&is_blind, page && !slot); /* all slots of the account are taken */
-            looked_ns = 0;
+            checked_ns = 0;
             continue;
         }
         uint64_t work = entered_work(slot);
@@ -244,24 +245,24 @@ static void *keep_looking(void *unused)
             if (work == entered_work(slot))
                 wait_on(&sleeps, 1, IDLE_NS, false);
             atomic_store(&sleeps, 0);
-            looked_ns = 0;
+            checked_ns = 0;
             if (work == entered_work(slot))
                 continue;
         }
         work = entered_work(slot);
         uint32_t entered = atomic_load(&launches);
-        int64_t began_ns = looked_ns ? looked_ns : now_ns();
+        int64_t began_ns = checked_ns ? checked_ns : now_ns();
         if (entered != atomic_load(&done))
-            sleep_ns(SUBMIT_NS); /* a launch that is not there yet would seem to take no time */
-        bool all = look_safely(slot, page);
+            sleep_ns(SUBMIT_NS); /* a launch that the driver does not have yet would seem to take no time */
+        bool all = check_safely(slot, page);
         atomic_store(&is_blind, !all);
-        looked_ns = now_ns();
+        checked_ns = now_ns();
         if (all) {
-            pace(page, entered - atomic_load(&done), looked_ns - began_ns);
+            pace(page, entered - atomic_load(&done), checked_ns - began_ns);
             atomic_store(&done, entered);
         }
-        atomic_fetch_add(&looks, 1);
-        wake(&looks);
+        atomic_fetch_add(&checks, 1);
+        wake(&checks);
         if (all && work == found && work == entered_work(slot))
             atomic_store(&slot->settled, work);
         else if (!all || work == entered_work(slot))
@@ -278,11 +279,11 @@ static void start_thread(void)
     if (atomic_exchange(&has_thread, true))
         return;
     sigfillset(&every);
-    sigdelset(&every, SIGSEGV); /* a fault of its own is told as any other */
+    sigdelset(&every, SIGSEGV); /* a fault of the thread is reported like any other */
     sigdelset(&every, SIGBUS);
-    pthread_sigmask(SIG_BLOCK, &every, &before); /* a signal is for the program's own threads */
-    if (pthread_create(&thread, NULL, keep_looking, NULL)) {
-        atomic_store(&is_blind, true); /* until there is a thread that looks */
+    pthread_sigmask(SIG_BLOCK, &every, &before); /* signals are for the program's own threads */
+    if (pthread_create(&thread, NULL, keep_checking, NULL)) {
+        atomic_store(&is_blind, true); /* until there is a thread that checks */
         atomic_store(&has_thread, false);
     } else {
         pthread_detach(thread);
@@ -295,27 +296,28 @@ static void start_thread(void)
 static bool has_room_for_launch(void)
 {
     uint32_t in_flight = atomic_load(&launches) - atomic_load(&done);
-    return in_flight < atomic_load(&most_in_flight) || in_flight < atomic_load(&least_in_flight);
+    return in_flight < atomic_load(&max_in_flight) || in_flight < atomic_load(&min_in_flight);
 }
 
-/* Waits in a turn while more is in flight than fits; not for ever, for what is in flight may wait for this very
- * launch (a collective of several devices): more is let through from then on.  Whether it waited. */
+/* Waits in a turn while too much is in flight; returns whether it waited.  The wait is limited, because the work
+ * in flight may wait for this very launch (a collective of several devices).  If the limit is reached, more
+ * launches are let through from then on. */
 static bool wait_for_device(uint32_t turn)
 {
-    uint32_t seen = atomic_load(&looks), least = atomic_load(&least_in_flight);
+    uint32_t seen = atomic_load(&checks), min = atomic_load(&min_in_flight);
     int waits = 0;
     while (waits < FULL_WAITS && !has_room_for_launch() && !atomic_load(&is_blind) &&
            atomic_load(gpushare_turn()) == turn) {
-        wait_on(&looks, seen, FULL_WAIT_NS, false);
-        seen = atomic_load(&looks);
+        wait_on(&checks, seen, FULL_WAIT_NS, false);
+        seen = atomic_load(&checks);
         waits++;
     }
-    if (waits == FULL_WAITS && least < MOST_DEPENDENT)
-        atomic_compare_exchange_strong(&least_in_flight, &least, 2 * least);
+    if (waits == FULL_WAITS && min < MAX_DEPENDENT)
+        atomic_compare_exchange_strong(&min_in_flight, &min, 2 * min);
     return waits > 0;
 }
 
-/* A launch that has waited is counted again: looks may have settled its first count meanwhile, and the
+/* A launch that has waited is counted again: checks may have settled its first count meanwhile, and the
  * helper may have begun to suspend the lease (lease_enter). */
 static void wait_for_turn(void)
 {
@@ -351,7 +353,7 @@ static void wait_for_turn(void)
             waited = true;
         } else {
             waited |= wait_for_device(turn);
-            has_room = true; /* if it is its turn still */
+            has_room = true; /* if the lease still has its turn */
         }
         lease_wait_to_run();
     }
@@ -398,7 +400,7 @@ void turns_forget_contexts(void)
     typedef CUresult destroy_event(CUevent);
     destroy_event *destroy = (destroy_event *)real_of(HOOK_cuEventDestroy_v2);
     CUevent events[CONTEXTS];
-    HOLD(&looking);
+    HOLD(&checking);
     forgotten++;
     pthread_mutex_lock(&noting);
     uint32_t count = atomic_exchange(&context_count, 0);
@@ -412,7 +414,7 @@ void turns_forget_contexts(void)
 
 void turns_in_child(void)
 {
-    pthread_mutex_init(&looking, NULL);
+    pthread_mutex_init(&checking, NULL);
     pthread_mutex_init(&noting, NULL);
     pthread_mutex_init(&recording, NULL);
     atomic_store(&context_count, 0);
@@ -427,7 +429,7 @@ void turns_in_child(void)
 
 /* ---- captures ---- */
 
-/* The first entry of `origins` with one stream becomes another: false where there is none. */
+/* Replaces a stream in the first entry of `origins` that has it; returns false if none has. */
 static bool change_origin(CUstream before, CUstream after)
 {
     HOLD(&recording);
@@ -464,8 +466,8 @@ static CUresult has_begun(CUresult result, CUstream stream)
     return result;
 }
 
-/* Errors of captures are 900 to 908.  An invalidated capture is over too; one that was begun in another stream
- * or another thread (UNMATCHED, WRONG_THREAD) goes on. */
+/* Errors of captures are 900 to 908.  An invalidated capture is also over; one that began in another stream or
+ * thread (UNMATCHED, WRONG_THREAD) continues. */
 static CUresult has_ended(CUresult result, CUstream stream)
 {
     if (!result || (result >= 900 && result <= 907 && result != 903)) {
@@ -491,7 +493,7 @@ static CUresult has_ended(CUresult result, CUstream stream)
         FIND_REAL(name);                          \
         return has_ended(real arguments, stream); \
     }
-/* A capture ends with its stream too. */
+/* A capture also ends with its stream. */
 #define ENDS_STREAM(name)                                                                            \
     API CUresult name(CUstream stream)                                                               \
     {                                                                                                \

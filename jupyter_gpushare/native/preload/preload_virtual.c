@@ -1,13 +1,13 @@
 /* The preload library's hooks of physical memory and its mappings (virtual memory management).
  *
  * Rules.
- *   - A call of the driver that names a physical allocation holds a use of its record from before
- *     the call until the result is recorded, so that no other thread ends the record meanwhile.
- *   - cuMemUnmap marks what it ends before the call: afterwards another thread may have mapped other
- *     memory at the same address.
- *   - Exported memory stays charged until the process ends: the driver frees it when its shareable
- *     counterparts are released too (cuda.h 13.5, cuMemRelease), and those may be in other processes.
- *     What is imported is not charged: the process that exported it is.
+ *   - A driver call that names a physical allocation holds a use of its record from before the call until
+ *     the result is recorded, so that no other thread removes the record meanwhile.
+ *   - cuMemUnmap marks the mappings that it ends before the call, because afterwards another thread may have
+ *     mapped other memory at the same address.
+ *   - Exported memory stays charged until the process ends: the driver frees it only when its shareable
+ *     counterparts are released too (cuda.h 13.5, cuMemRelease), and they may be in other processes.
+ *     Imported memory is not charged to this process, but to its exporter.
  */
 #include "preload_virtual.h"
 
@@ -22,7 +22,7 @@ struct physical {
     CUmemGenericAllocationHandle handle;
     uint64_t bytes;
     unsigned holders, maps; /* as the driver counts them */
-    unsigned uses;          /* calls of the driver under way */
+    unsigned uses;          /* driver calls in progress */
     int device;
     bool exported;
 };
@@ -30,7 +30,7 @@ struct physical {
 struct mapping {
     uint64_t address, bytes;
     struct physical *physical;
-    const void *ends_in; /* the call of cuMemUnmap that ends it; NULL: none */
+    const void *ends_in; /* identifies the call of cuMemUnmap that ends it; NULL if there is none */
 };
 
 static pthread_mutex_t mappings_lock = PTHREAD_MUTEX_INITIALIZER;
@@ -38,7 +38,7 @@ static struct physical *physicals;
 static struct mapping *mappings;
 static size_t mapping_capacity, mapping_count;
 
-/* The parent's memory is not the child's: forget it (the tables themselves are shared pages). */
+/* The parent's memory is not the child's, so forget it (the pages of the tables are shared). */
 void mappings_in_child(void)
 {
     pthread_mutex_init(&mappings_lock, NULL);
@@ -55,7 +55,7 @@ static struct physical *physical_with(CUmemGenericAllocationHandle handle)
     return at;
 }
 
-/* Under mappings_lock, as the next two. */
+/* Under mappings_lock, like the next two functions. */
 static struct physical *mapped_at(uint64_t address)
 {
     struct physical *ending = NULL;
@@ -76,7 +76,7 @@ static struct physical *use(struct physical *known)
     return known;
 }
 
-/* Ends a use, and the record when this process holds the memory no more. */
+/* Ends a use, and removes the record if this process no longer holds the memory. */
 static void end_use(struct physical *known)
 {
     if (!known || --known->uses || known->holders || known->maps)
@@ -193,7 +193,7 @@ API CUresult cuMemMap(CUdeviceptr address, size_t bytes, size_t offset, CUmemGen
     CUresult result = real(address, bytes, offset, handle, flags);
     HOLD(&mappings_lock);
     if (known && !result) {
-        known->maps++; /* without memory for the mapping it stays charged until the process ends */
+        known->maps++; /* if there is no memory for the mapping, it stays charged until the process ends */
         if (grow_mappings())
             mappings[mapping_count++] = (struct mapping){address, bytes, known, NULL};
     }
@@ -227,7 +227,7 @@ API CUresult cuMemUnmap(CUdeviceptr address, size_t bytes)
     return result;
 }
 
-/* The device of mapped memory (in the limit page); -1: the host, or not known. */
+/* Returns the device of mapped memory (in the limit page); -1 for the host or if unknown. */
 static int home_of(CUdeviceptr address, size_t bytes)
 {
     int home = -1;
@@ -240,7 +240,7 @@ static int home_of(CUdeviceptr address, size_t bytes)
     return home;
 }
 
-/* How NCCL and PyTorch's expandable segments reach the memory of another GPU. */
+/* NCCL and PyTorch's expandable segments reach the memory of another GPU this way. */
 API CUresult cuMemSetAccess(CUdeviceptr address, size_t bytes, const CUmemAccessDesc *access, size_t count)
 {
     lease_enter(LEASE_CALLS);

@@ -1,7 +1,7 @@
 #ifndef GPUSHARE_PRELOAD_VIRTUAL_H
 #define GPUSHARE_PRELOAD_VIRTUAL_H
 
-/* After fork, in the child. */
+/* Called in the child after fork. */
 void mappings_in_child(void);
 
 #endif

@@ -1,24 +1,24 @@
-/* The devices that a process of a lease sees: the lease's, numbered as in a container with no others.
+/* The devices that a process of a lease sees: only the lease's, numbered as in a container without others.
  *
  * Rules.
  *   - The devices are those of the limit page, in its order.  Without a page there are none.
- *   - CUDA_VISIBLE_DEVICES chooses among them.  A number is an index in the page; a UUID, or its
- *     beginning, is one of the page's: a name, or where no name fits, a device that the lease has now.
+ *   - CUDA_VISIBLE_DEVICES selects from them.  A number is an index in the page.  A UUID, or its beginning,
+ *     must be in the page: as a name, or if no name matches, as a device that the lease has now.
  *     The list ends before the first other entry.
- *   - The variable keeps its names when the lease resumes on other devices.  A process that starts then
- *     gets those: what the driver reads has their UUIDs.
+ *   - The variable keeps the names when the lease resumes on other devices.  A process that starts afterwards
+ *     gets these devices, because the driver reads their UUIDs.
  *   - A process without the variable, or with an empty one from before its lease, sees all devices.
- *   - The driver reads the variable in cuInit.  While that call runs, the entry of the environment is
- *     replaced by one with UUIDs.  Of a UUID list the driver keeps the order, whatever CUDA_DEVICE_ORDER says.
- *     What another thread sets during the call counts for the driver as it is: a number is the machine's,
- *     and the library denies every allocation on a device that is not the lease's.
+ *   - The driver reads the variable in cuInit.  During that call, the entry of the environment is replaced by
+ *     one with UUIDs.  The driver keeps the order of a UUID list, for any CUDA_DEVICE_ORDER.  If another thread
+ *     sets the variable during the call, the driver reads that value: a number is then one of the machine,
+ *     but the library denies every allocation on a device that is not the lease's.
  *
  * Facts (CUDA Programming Guide 13.4, "CUDA Environment Variables"; torch/cuda/__init__.py,
- * _parse_visible_devices, from pytorch PR 84879 and 92315): the driver reads a number as strtoul(3)
- * does; numbers and UUIDs do not mix; a list that names a device twice is empty.  The last is left to
- * the driver: repeats are passed on.
+ * _parse_visible_devices, from pytorch PR 84879 and 92315): the driver reads a number like strtoul(3);
+ * numbers and UUIDs do not mix; a list that names a device twice is empty.  The library leaves that to the
+ * driver and passes repeats on.
  *
- * The texts lie in this library: setenv(3) may move the environment while another thread reads it. */
+ * The texts are in this library, because setenv(3) may move the environment while another thread reads it. */
 #define _GNU_SOURCE
 #include "preload_visible.h"
 
@@ -36,16 +36,16 @@
 
 enum {
     VALUE_AT = sizeof NAME - 1,
-    MOST_ENTRIES = GPUSHARE_DEVICES + 1, /* so many name a device twice */
-    LIST_BYTES = MOST_ENTRIES * LEASE_UUID_BYTES,
+    MAX_ENTRIES = GPUSHARE_DEVICES + 1, /* this many entries name a device twice */
+    LIST_BYTES = MAX_ENTRIES * LEASE_UUID_BYTES,
 };
 
-static char all[VALUE_AT + LIST_BYTES] = NAME;    /* the name of every device; stays in the environment */
-static char chosen[VALUE_AT + LIST_BYTES] = NAME; /* those that the program chose; there while cuInit runs */
+static char all[VALUE_AT + LIST_BYTES] = NAME;    /* the names of all devices; stays in the environment */
+static char chosen[VALUE_AT + LIST_BYTES] = NAME; /* the program's selection; in the environment during cuInit */
 
-static pthread_mutex_t showing = PTHREAD_MUTEX_INITIALIZER; /* guards what follows and `chosen` */
-static unsigned calls; /* of cuInit that run */
-static char *replaced; /* the entry that `chosen` stands for */
+static pthread_mutex_t showing = PTHREAD_MUTEX_INITIALIZER; /* guards the next variables and `chosen` */
+static unsigned calls; /* of cuInit in progress */
+static char *replaced; /* the entry that `chosen` replaces */
 
 static char **find_entry(void)
 {
@@ -55,8 +55,8 @@ static char **find_entry(void)
     return NULL;
 }
 
-/* Under `showing`, before the program runs or at a call of cuInit before that.  Not by putenv(3): a shell
- * with a function of that name is not ready for calls yet. */
+/* Under `showing`.  Called before the program runs, or by a cuInit before that.  It does not call putenv(3),
+ * because a shell with its own function of that name may not be ready for calls. */
 static void take_over(void)
 {
     static bool done;
@@ -72,7 +72,7 @@ void visible_load(void)
     take_over();
 }
 
-/* A number as strtoul(3) reads it, GPUSHARE_DEVICES for each that is larger; -1: it is none. */
+/* Reads a number like strtoul(3); returns GPUSHARE_DEVICES for every larger number, -1 if there is none. */
 static int read_number(const char *entry)
 {
     int number = -1;
@@ -85,7 +85,7 @@ static int read_number(const char *entry)
 
 typedef bool write_uuid(uint32_t, char[LEASE_UUID_BYTES]);
 
-/* The index of the only device with a UUID that begins so; -1: none has, -2: several have. */
+/* Returns the index of the only device with a UUID that begins with `entry`; -1 if none does, -2 if several do. */
 static int search(write_uuid *write, const char *entry, size_t length)
 {
     char uuid[LEASE_UUID_BYTES];
@@ -96,7 +96,7 @@ static int search(write_uuid *write, const char *entry, size_t length)
     return found;
 }
 
-/* Writes the UUID that an entry of the list stands for; false where it is none of the lease's. */
+/* Writes the UUID of the device that an entry of the list names; false if it is not the lease's. */
 static bool find_device(const char *entry, bool by_number, char uuid[LEASE_UUID_BYTES])
 {
     size_t length = strcspn(entry, ",");
@@ -106,25 +106,25 @@ static bool find_device(const char *entry, bool by_number, char uuid[LEASE_UUID_
     return found >= 0 && lease_uuid((uint32_t)found, uuid);
 }
 
-/* Writes the UUIDs of what the program chose; the names of all devices where `wanted` is NULL. */
-static void list_devices(const char *wanted, char list[LIST_BYTES])
+/* Writes the UUIDs of the program's selection, or the names of all devices if `selection` is NULL. */
+static void list_devices(const char *selection, char list[LIST_BYTES])
 {
-    bool by_number = wanted && read_number(wanted) >= 0;
+    bool by_number = selection && read_number(selection) >= 0;
     char uuid[LEASE_UUID_BYTES];
     *list = 0;
-    for (uint32_t n = 0; n < MOST_ENTRIES; n++) {
-        if (wanted ? !find_device(wanted, by_number, uuid) : !lease_name(n, uuid))
+    for (uint32_t n = 0; n < MAX_ENTRIES; n++) {
+        if (selection ? !find_device(selection, by_number, uuid) : !lease_name(n, uuid))
             return;
         list += sprintf(list, "%s%s", n ? "," : "", uuid);
-        if (!wanted)
+        if (!selection)
             continue;
-        wanted += strcspn(wanted, ",");
-        if (!*wanted++)
+        selection += strcspn(selection, ",");
+        if (!*selection++)
             return;
     }
 }
 
-/* The first byte is written last: a reader finds no device, or all. */
+/* Writes the first byte last, so that a reader finds no device or all. */
 static void show_all(void)
 {
     char list[LIST_BYTES];
@@ -149,11 +149,11 @@ static void show(void)
     }
     list_devices(replaced + VALUE_AT, chosen + VALUE_AT);
     if (!chosen[VALUE_AT])
-        strcpy(chosen + VALUE_AT, "-1"); /* a child that starts meanwhile sees none either */
+        strcpy(chosen + VALUE_AT, "-1"); /* a child that starts meanwhile also sees no device */
     putenv(chosen);
 }
 
-/* A program that has set the variable meanwhile keeps what it set. */
+/* If the program has set the variable meanwhile, its value stays. */
 static void put_back(void)
 {
     char **at = find_entry(), *ours = chosen;
@@ -169,7 +169,7 @@ void visible_in_child(void)
     calls = 0;
 }
 
-/* Not counted: it waits for nothing. */
+/* The call is not counted, because it never waits. */
 API CUresult cuInit(unsigned flags)
 {
     static _Atomic bool done; /* the driver reads the variable once */

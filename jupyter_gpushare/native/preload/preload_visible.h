@@ -4,7 +4,7 @@
 
 /* Called once, before the program runs. */
 void visible_load(void);
-/* After fork, in the child. */
+/* Called in the child after fork. */
 void visible_in_child(void);
 
 #endif

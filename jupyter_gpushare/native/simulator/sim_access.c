@@ -1,9 +1,9 @@
-/* The simulated libcuda.so.1: whether a process may be asked about, or moved, by another one now.
+/* The simulated libcuda.so.1: whether a process may query or checkpoint another one now.
  *
  * Facts (numbered issues of github.com/NVIDIA/cuda-checkpoint):
  *   - The caller needs root or ptrace access to the target: 304 otherwise (issues 6, 25, 41).
- *     checkpoint=yama also allows what ptrace_scope 1 does: a process of the same user below the
- *     caller (Linux, Documentation/admin-guide/LSM/Yama.rst).
+ *     checkpoint=yama also allows what ptrace_scope 1 allows: a descendant of the caller with the
+ *     same user (Linux, Documentation/admin-guide/LSM/Yama.rst).
  *   - On some GPUs root gets 304 as well, from every call (issue 37): checkpoint=none.
  *   - While one process that uses NCCL is locked or checkpointed, every action on another one,
  *     GetState included, waits until the first is unlocked (issue 30, driver 575.57.08; 45).
@@ -47,7 +47,7 @@ static bool uses_nccl(int32_t pid)
     return found;
 }
 
-/* Whether another process that uses NCCL is locked, and so keeps this one from being asked. */
+/* Whether another process that uses NCCL is locked, so that calls about this one wait. */
 bool sim_waits_for_nccl(int32_t pid)
 {
     int32_t locked[SIM_PROCESSES];

@@ -60,7 +60,7 @@ struct block *sim_find_block(uint64_t address, enum block_kind low, enum block_k
     return NULL;
 }
 
-/* The block with contents that holds an address. */
+/* Returns the block with contents that has an address. */
 struct block *sim_holder_of(uint64_t address)
 {
     for (size_t at = sim_first_block(address + 1); at > 0; at--) {

@@ -1,18 +1,18 @@
 /* The simulated libcuda.so.1: capture of a stream's work into a graph.
  *
  * Facts (cuda.h 13.5; CUDA Programming Guide 13.0, "Stream Capture"):
- *   - What is put into a stream that captures does not run: it becomes nodes of the graph that
- *     cuStreamEndCapture returns.  CU_STREAM_LEGACY cannot capture.
- *   - Whoever waits for such a stream, or asks about it or its context, gets
- *     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.  While a stream captures that was made without
- *     CU_STREAM_NON_BLOCKING, use of the legacy stream answers CUDA_ERROR_STREAM_CAPTURE_IMPLICIT.
+ *   - Work in a capturing stream does not run: it becomes nodes of the graph that cuStreamEndCapture
+ *     returns.  CU_STREAM_LEGACY cannot capture.
+ *   - A wait for such a stream, or a query about it or its context, answers
+ *     CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED.  While a stream without CU_STREAM_NON_BLOCKING captures,
+ *     use of the legacy stream answers CUDA_ERROR_STREAM_CAPTURE_IMPLICIT.
  *   - Such calls invalidate the captures that they conflict with; cuStreamIsCapturing does not.  The end of an
  *     invalidated capture answers CUDA_ERROR_STREAM_CAPTURE_INVALIDATED, and its graph is NULL.
- *   - A capture that is not relaxed ends in the thread that began it.  It prohibits unsafe calls to that
+ *   - A capture that is not relaxed must end in the thread that began it.  It prohibits unsafe calls to that
  *     thread, and a global one to every thread whose mode is global (cuThreadExchangeStreamCaptureMode).
- *     Unsafe are cudaMalloc (cuda.h) and cudaEventQuery (github.com/pytorch/pytorch pull request 148594).
+ *     cudaMalloc (cuda.h) and cudaEventQuery (github.com/pytorch/pytorch pull request 148594) are unsafe.
  * Inferred: cuMemFree and cuEventSynchronize are unsafe too.
- * Here kernels, sets and graphs are captured.  Copies, events, stream-ordered memory and host functions
+ * The simulator captures kernels, sets and graphs.  Copies, events, stream-ordered memory and host functions
  * answer CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED, and so does a capture of any default stream.
  */
 #define _GNU_SOURCE
@@ -23,7 +23,7 @@
 enum { MODE_GLOBAL = 0, MODE_THREAD_LOCAL = 1, MODE_RELAXED = 2 };
 
 static _Thread_local int thread_mode = MODE_GLOBAL;
-static uint64_t captures; /* so far; guarded by sim_local */
+static uint64_t captures; /* the number begun; guarded by sim_local */
 
 static bool is_default(CUstream stream)
 {
@@ -136,7 +136,7 @@ API CUresult cuStreamGetCaptureInfo_v2(CUstream stream, int *status, uint64_t *i
     if (!status)
         return CUDA_ERROR_INVALID_VALUE;
     if (dependencies || count)
-        return CUDA_ERROR_NOT_SUPPORTED; /* none is needed here */
+        return CUDA_ERROR_NOT_SUPPORTED; /* not simulated */
     *status = CAPTURE_NONE;
     HOLD(&sim_local);
     for (const struct CUstream_st *at = sim_streams; is_default(stream) && at; at = at->next)

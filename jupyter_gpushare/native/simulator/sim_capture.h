@@ -8,7 +8,7 @@ typedef struct CUgraph_st *CUgraph;
 /* CUstreamCaptureStatus */
 enum { CAPTURE_NONE = 0, CAPTURE_ACTIVE = 1, CAPTURE_INVALIDATED = 2 };
 
-/* Of a stream. */
+/* The capture of a stream. */
 struct capture {
     int status, mode;
     pthread_t thread;
@@ -16,16 +16,16 @@ struct capture {
     CUgraph graph;
 };
 
-/* Each of these answers what a call has to answer beside the captures of this process, and invalidates
- * those that it conflicts with. */
+/* Each of these returns the error that the captures of this process cause for a call, and invalidates the
+ * captures that conflict with it. */
 
-/* A wait for a stream or a question about it, or work that is not captured here. */
+/* For a wait for a stream or a query about it, or work that the simulator does not capture. */
 CUresult sim_conflict(CUstream stream);
 /* The same for all streams of a context, or for those that the legacy stream waits for. */
 CUresult sim_conflict_with(CUcontext context, bool is_legacy);
-/* A call that is potentially unsafe. */
+/* For a call that is potentially unsafe. */
 CUresult sim_unsafe(void);
-/* Work for a stream: the graph that captures it, NULL where it runs. */
+/* For work in a stream: `graph` becomes the graph that captures it, or NULL if it runs. */
 CUresult sim_captured_by(CUstream stream, CUgraph *graph);
 
 #define REFUSE_IF(conflict)            \
@@ -35,7 +35,7 @@ CUresult sim_captured_by(CUstream stream, CUgraph *graph);
             return conflict_;          \
     } while (0)
 
-/* Graphs, within a call that is past the gate: an empty one or NULL; a node at the end of one. */
+/* Graphs, within a call that is past the gate: make an empty one (or NULL), end one, add a node at its end. */
 CUgraph sim_make_graph(void);
 void sim_end_graph(CUgraph graph);
 CUresult sim_add_kernel(CUgraph graph, CUfunction function, void **arguments);

@@ -5,22 +5,22 @@
  *
  *     RUNNING --Lock--> LOCKED --Checkpoint--> CHECKPOINTED --Restore--> LOCKED --Unlock--> RUNNING
  *
- *   - Lock waits until calls in progress and submitted work are done; on time-out the process
- *     stays RUNNING.  0 means no time-out.
+ *   - Lock waits until calls in progress and submitted work are done; on timeout the process
+ *     stays RUNNING.  0 means no timeout.
  *   - Checkpoint needs host memory for everything on the device, contexts included.  The target
  *     allocates it (issue 33), so its memory cgroup is charged and the kernel may kill it.
- *   - Restore may move to other devices, from driver 580 on (release notes of CUDA 13.0).  "Must contain all
- *     checkpointed devices" (help of the tool, 580.65.06, in issues 18, 35 and 46); a new one is of the
- *     same chip and has memory enough (issue 18); persistence mode is on, or the caller called cuInit.
- *     A list that is not so answers 1 and changes nothing (issues 35, 46).  Whether a device that is
- *     visible and unused has to be named is not documented: it is in github.com/checkpoint-restore/criu
- *     pull request 2836 and github.com/kubernetes/enhancements pull request 6275 (pairs=visible); with
- *     pairs=used a list that names one answers 1.  That free memory is looked at before is not
- *     documented either: without enough the process is lost, as by any other Restore.
- *   - Before driver 580 the bytes of the pairs are reserved (cuda.h 12.8): answers 1.  A driver may ignore
- *     them instead, and restore "on the wrong devices" (github.com/google/gvisor pull request 14817).
- *   - After a move the process sees the new UUID and the old PCI bus id (issue 48: moved to another node);
- *     within one node that is not known, so moved-uuid=old shows the old one.
+ *   - Restore may move to other devices, from driver 580 on (release notes of CUDA 13.0).  The pairs "must
+ *     contain all checkpointed devices" (help of the tool, 580.65.06, in issues 18, 35 and 46).  A new device
+ *     has the same chip and enough memory (issue 18).  Persistence mode is on, or the caller called cuInit.
+ *     Any other list answers 1 and changes nothing (issues 35, 46).  It is not documented whether a visible
+ *     but unused device must be named.  It is in github.com/checkpoint-restore/criu pull request 2836 and
+ *     github.com/kubernetes/enhancements pull request 6275 (pairs=visible); with pairs=used a list that names
+ *     one answers 1.  It is not documented either that free memory is checked first: without enough memory
+ *     the process is lost, as by any other Restore.
+ *   - Before driver 580 the bytes of the pairs are reserved (cuda.h 12.8): Restore answers 1.  A driver may
+ *     ignore them instead and restore "on the wrong devices" (github.com/google/gvisor pull request 14817).
+ *   - After a move the process sees the new UUID and the old PCI bus id (issue 48: moved to another node).
+ *     For a move within one node that is not known, so moved-uuid=old shows the old UUID.
  *   - A Restore that runs out of device memory answers 2 and leaves the process CHECKPOINTED;
  *     from then on Restore answers 304 and Unlock 401, and its calls never return (issue 44,
  *     driver 580.95.05, T4).  With lost=failed it is FAILED, as cuda.h names that state.
@@ -28,19 +28,19 @@
  *   - Checkpoint of a PyTorch process answers 801 with driver 570.86.15 and 570.158.01, after a
  *     Lock that succeeds; a program without loaded modules passes (issue 34).
  *   - Checkpoint of a process on a GB10 answers 801 (issue 51, driver 580.142).
- *   - Without persistence mode a checkpoint answers 800 (issue 25, driver 565.57.01, A100).  Lock and
- *     Checkpoint were one command there; here it is the later one.
+ *   - Without persistence mode a checkpoint answers 800 (issue 25, driver 565.57.01, A100).  The command of
+ *     the issue did Lock and Checkpoint; in the simulator Checkpoint answers it.
  *   - Managed memory, IPC and peer access answer 801 at Checkpoint (README, "Functionality"); so
  *     does a process that CUPTI traces (issue 15: not supported).
  *   - A process that only called cuInit answers 3, CUDA_ERROR_NOT_INITIALIZED
  *     (github.com/llm-d-incubation/llm-d-rl-time-slicing pull request 148).
  *   - The driver "does not attempt to keep the process in a good state if an error (such as the
  *     presence of a UVM allocation) is encountered during checkpoint" (README, driver 570): after a
- *     Checkpoint that fails or is refused its CUDA calls fail.
+ *     Checkpoint that fails or is refused, the process's CUDA calls fail.
  *   - Lock may end the target with SIGSEGV (issue 58, driver 610.57.04, H100; issue 5):
  *     SIM_FAULT_LOCK_KILLS and the like.
- * Beyond the reference: what a context grows by with its first restore is a guess (growth=SIZE), and
- * what becomes of a move with a caller that dies (sim_moves.c).
+ * Two behaviours are guesses: the growth of a context by its first restore (growth=SIZE), and the end of a
+ * move whose caller dies (sim_moves.c).
  */
 #define _GNU_SOURCE
 #include <signal.h>
@@ -91,7 +91,7 @@ static CUresult aim(int pid, struct target *target)
             *target = (struct target){process, pid, process->start_ticks};
             return CUDA_SUCCESS;
         }
-        sim_unlock(); /* the driver still works on what its caller began, or is out of step with it */
+        sim_unlock(); /* the driver still works on the move of a dead caller, or never ends it */
         if (sim->abandoned >= SIM_ANSWERS_UNKNOWN)
             return sim->abandoned == SIM_ANSWERS_UNKNOWN ? CUDA_ERROR_UNKNOWN : CUDA_ERROR_INVALID_HANDLE;
         sim_sleep_ns(poll_ns);
@@ -109,7 +109,7 @@ static CUresult aim_in_state(int pid, struct target *target, enum sim_process_st
     return CUDA_ERROR_ILLEGAL_STATE;
 }
 
-/* The driver kills the target with SIGSEGV where this fault strikes; the mutex is not held. */
+/* Kills the target with SIGSEGV, as the driver does, if this fault strikes; the mutex is not held. */
 static bool kills(enum sim_fault_kind kind, int pid)
 {
     if (!sim_me || !sim_strikes(kind, pid, -1, NULL))
@@ -120,7 +120,7 @@ static bool kills(enum sim_fault_kind kind, int pid)
     return true;
 }
 
-/* The target has ended (the mutex is held, and given up here). */
+/* The target has ended.  Releases the mutex. */
 static CUresult gone(void)
 {
     sim_sweep();
@@ -134,14 +134,14 @@ static bool still_there(const struct target *target)
            process_start_ticks(target->pid) == target->start_ticks;
 }
 
-/* How long a copy takes. */
+/* Returns the duration of a copy. */
 static uint64_t copy_ns(uint64_t bytes)
 {
     uint64_t rate = sim->copy_bytes_per_s;
     return rate ? bytes / rate * 1000000000u + bytes % rate * 1000000000u / rate : 0;
 }
 
-/* Let the time of a copy pass, without the mutex.  False when the process died meanwhile. */
+/* Lets the time of a copy pass without the mutex.  Returns false if the process died meanwhile. */
 static bool wait_for_copy(const struct target *target, uint64_t ns)
 {
     sim_unlock();
@@ -219,7 +219,7 @@ API CUresult cuCheckpointProcessUnlock(int pid, CUcheckpointUnlockArgs *args)
     return CUDA_SUCCESS;
 }
 
-/* Whether a memory cgroup of the target cannot hold so many more bytes. */
+/* Whether a memory cgroup of the target cannot hold this many more bytes. */
 static bool exceeds_host_group(const struct sim_process *process, uint64_t bytes)
 {
     for (int g = 0; g < SIM_GROUPS; g++) {
@@ -297,7 +297,7 @@ static int device_with(const CUuuid *uuid)
     return -1;
 }
 
-/* The devices that pairs have to name, as bits: no other may be named. */
+/* Returns the devices that pairs must name, as bits; no other may be named. */
 static uint32_t to_be_named(const struct sim_process *process)
 {
     uint32_t named = process->contexts;
@@ -308,7 +308,7 @@ static uint32_t to_be_named(const struct sim_process *process)
     return named;
 }
 
-/* The length of the chip's name in that of a device, CHIP-SIZE. */
+/* Returns the length of the chip's name in a device's name, CHIP-SIZE. */
 static size_t chip_length(const struct sim_device *device)
 {
     const char *dash = strrchr(device->name, '-');
@@ -323,7 +323,7 @@ static bool can_replace(int from, int to)
     return length == chip_length(new) && !strncmp(old->name, new->name, length) && new->total_bytes >= old->total_bytes;
 }
 
-/* Where each device's bytes go.  False: the driver refuses the pairs. */
+/* Reads to which device each device's bytes go.  Returns false if the driver refuses the pairs. */
 static bool read_pairs(const struct sim_process *process, const CUcheckpointRestoreArgs *args, int32_t to[SIM_DEVICES])
 {
     unsigned count = args ? args->gpuPairsCount : 0;
@@ -345,7 +345,7 @@ static bool read_pairs(const struct sim_process *process, const CUcheckpointRest
     return !unnamed;
 }
 
-/* The restore found no memory: the process is lost (the mutex is held, and given up here). */
+/* The restore found no memory, so the process is lost.  Releases the mutex. */
 static CUresult lose(struct sim_process *process, const uint64_t bytes[SIM_DEVICES])
 {
     sim_note_each(process, "poison", bytes);
@@ -358,7 +358,7 @@ static CUresult lose(struct sim_process *process, const uint64_t bytes[SIM_DEVIC
     return CUDA_ERROR_OUT_OF_MEMORY;
 }
 
-/* Bytes that each device needs, or false where one has not so many. */
+/* Computes the bytes needed on each device; returns false if a device has too few. */
 static bool has_memory(const struct sim_process *process, const int32_t to[SIM_DEVICES], uint64_t need[SIM_DEVICES])
 {
     bool enough = true;

@@ -1,8 +1,7 @@
 /* The simulated libcuda.so.1: contexts, the current one of each thread, and peer access.
  *
- * Facts it follows (CUDA Driver API reference 13.0): a context costs device memory of its own, once
- * per process and device; its end frees what was allocated in it; a primary one is shared by all
- * that retain it.
+ * Facts (CUDA Driver API reference 13.0): a context costs device memory of its own, once per process and
+ * device; its end frees the memory allocated in it; all that retain a primary context share it.
  */
 #include "sim_context.h"
 
@@ -12,7 +11,7 @@
 #include "sim_memory.h"
 
 static struct CUctx_st primary[SIM_DEVICES];
-static unsigned own_contexts[SIM_DEVICES]; /* made by cuCtxCreate; with a primary one they share one charge */
+static unsigned own_contexts[SIM_DEVICES]; /* made by cuCtxCreate; they share one charge with a primary context */
 
 static CUresult hold_context(CUdevice ordinal)
 {
@@ -35,7 +34,7 @@ static void drop_context(CUdevice ordinal)
     if (primary[ordinal].holders || own_contexts[ordinal])
         return;
     sim_me->contexts &= ~(1u << device);
-    /* With all that it has grown by. */
+    /* Includes its growth. */
     sim_refund(device, sim_me->context_bytes[device], true, "context_end");
 }
 
@@ -186,7 +185,7 @@ API CUresult cuCtxGetDevice(CUdevice *ordinal)
 
 API CUresult cuCtxGetFlags(unsigned *flags)
 {
-    ENTER(SIM_NEED_INIT); /* as measured, see sim_gate.c */
+    ENTER(SIM_NEED_INIT); /* measured (sim_gate.c) */
     *flags = 0;
     return sim_context ? CUDA_SUCCESS : CUDA_ERROR_INVALID_CONTEXT;
 }
@@ -201,7 +200,7 @@ API CUresult cuCtxGetStreamPriorityRange(int *least, int *greatest)
     return CUDA_SUCCESS;
 }
 
-/* Peer access: enough to be seen (and to make the process impossible to checkpoint). */
+/* Peer access: only its visible effects, and that the process cannot be checkpointed. */
 API CUresult cuCtxEnablePeerAccess(CUcontext peer, unsigned flags)
 {
     ENTER(SIM_NEED_CONTEXT);
@@ -223,8 +222,7 @@ API CUresult cuDevicePrimaryCtxSetFlags_v2(CUdevice ordinal, unsigned flags)
     return CUDA_SUCCESS;
 }
 
-/* A stack of one is enough for push and pop as frameworks use them, but not a lie: deeper
- * pushes are kept per thread up to a bound. */
+/* Frameworks need a stack of one for push and pop; deeper pushes work up to a maximum per thread. */
 static _Thread_local CUcontext pushed[16];
 static _Thread_local unsigned pushes;
 

@@ -1,8 +1,8 @@
-/* Functions that a real libcuda does not have: switches and readings for tests and for the demo.
+/* Functions that a real libcuda does not have: switches and readings for tests and the demo.
  *
- * All start with gpushare_sim_ and may be called without cuInit.  Device numbers here are
- * those of the machine (as in NVML), not of a process.  0 is success, -1 a wrong argument or
- * no simulated machine.
+ * All start with gpushare_sim_ and may be called without cuInit.  Device numbers are those of the
+ * machine (as in NVML), not of a process.  0 is success; -1 means a wrong argument or no simulated
+ * machine.
  */
 #define _GNU_SOURCE
 #include <string.h>
@@ -11,14 +11,14 @@
 #include "sim_account.h"
 #include "sim_context.h"
 
-/* Use the state at `path` instead of $GPUSHARE_SIM_STATE: for a test that steers several. */
+/* Uses the state at `path` instead of $GPUSHARE_SIM_STATE, for a test with several machines. */
 API int gpushare_sim_attach(const char *path)
 {
     return sim_attach(path);
 }
 
-/* A kernel module with users is not removed: rmmod refuses while a process has /dev/nvidia* open,
- * that is from cuInit or nvmlInit on until its end or nvmlShutdown (rmmod(8): "in use"). */
+/* A kernel module in use cannot be removed: rmmod refuses while a process has /dev/nvidia* open, that is
+ * from cuInit or nvmlInit until its end or nvmlShutdown (rmmod(8): "in use"). */
 static bool is_in_use(void)
 {
     sim_sweep();
@@ -32,7 +32,7 @@ static bool is_in_use(void)
     return false;
 }
 
-/* Make a fault strike `count` times (-1: until cleared).  pid 0: any process; device -1: any. */
+/* Makes a fault strike `count` times (-1: until cleared).  pid 0 is any process, device -1 any device. */
 API int gpushare_sim_fault(int kind, int pid, int device, int count, unsigned value)
 {
     if (sim_open() || kind <= SIM_FAULT_NONE || kind >= SIM_FAULT_KINDS || count == 0 || count < -1 || pid < 0 ||
@@ -79,7 +79,7 @@ API int gpushare_sim_clear_faults(void)
     return 0;
 }
 
-/* What a stand-in for CUPTI calls when it traces this process. */
+/* A stand-in for CUPTI calls this when it traces this process. */
 API int gpushare_sim_trace(void)
 {
     if (sim_open() || !sim_me)
@@ -88,15 +88,15 @@ API int gpushare_sim_trace(void)
     return 0;
 }
 
-/* Make the primary context of an ordinal of this process as libcudart does: by a table of the
- * driver (cuGetExportTable), which no symbol shows.  The driver's code, or -1. */
+/* Creates the primary context of an ordinal of this process as libcudart does: through a table of the driver
+ * (cuGetExportTable), without a symbol.  Returns the driver's code, or -1. */
 API int gpushare_sim_retain_unseen(int ordinal)
 {
     CUcontext context;
     return sim_open() ? -1 : (int)cuDevicePrimaryCtxRetain(&context, ordinal) ?: (int)cuCtxSetCurrent(context);
 }
 
-/* How many faults wait to strike; -1: there is no machine. */
+/* Returns the number of faults that will still strike; -1 if there is no machine. */
 API int gpushare_sim_faults_left(void)
 {
     int left = 0;
@@ -149,7 +149,7 @@ API int gpushare_sim_uuid(int device, char text[SIM_UUID_TEXT])
     return 0;
 }
 
-/* Limit the host memory of a cgroup, as memory.max does; UINT64_MAX: no limit. */
+/* Limits the host memory of a cgroup, like memory.max; UINT64_MAX is no limit. */
 API int gpushare_sim_host_group(const char *path, uint64_t max_bytes)
 {
     if (sim_open() || strlen(path) >= SIM_GROUP_PATH)
@@ -158,7 +158,7 @@ API int gpushare_sim_host_group(const char *path, uint64_t max_bytes)
     return sim_group_set(path, SIM_HOST, 0, max_bytes) ? 0 : -1;
 }
 
-/* What a cgroup may have of a device: 0 and its limits, or -1 when none is set. */
+/* Reads the limits of a cgroup on a device; returns 0, or -1 if none is set. */
 API int gpushare_sim_group(int device, const char *path, uint64_t *soft, uint64_t *hard)
 {
     if (sim_open())
@@ -173,7 +173,7 @@ API int gpushare_sim_group(int device, const char *path, uint64_t *soft, uint64_
     return -1;
 }
 
-/* A process's checkpoint state (as CUprocessState), or -1 when it does not use CUDA. */
+/* Returns a process's checkpoint state (as CUprocessState), or -1 if it does not use CUDA. */
 API int gpushare_sim_process_state(int pid)
 {
     if (sim_open())
@@ -184,7 +184,7 @@ API int gpushare_sim_process_state(int pid)
     return process ? (int)process->state : -1;
 }
 
-/* The time that a process has received of a device, in nanoseconds of that device. */
+/* Reads the time that a process has received of a device, in nanoseconds of that device. */
 API int gpushare_sim_served(int pid, int device, uint64_t *ns)
 {
     if (sim_open() || device < 0 || device >= (int)sim->device_count)

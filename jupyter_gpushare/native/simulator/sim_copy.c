@@ -25,7 +25,7 @@ API CUresult cuMemHostAlloc(void **out, size_t bytes, unsigned flags)
 
 /* ---- copies and sets ---- */
 
-/* `waits`: for all work submitted before. */
+/* With `waits`, waits for all work submitted before. */
 static CUresult copy(CUstream stream, uint64_t to, bool to_device, uint64_t from, bool from_device, size_t bytes, bool waits)
 {
     REFUSE_IF(sim_conflict(stream));

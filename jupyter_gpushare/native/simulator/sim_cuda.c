@@ -3,11 +3,12 @@
  * Facts, CUDA Programming Guide 13.4, "CUDA Environment Variables": CUDA_VISIBLE_DEVICES is a list of
  * ordinals or UUIDs (a unique beginning is enough), read once at cuInit; everything from the first
  * invalid entry on is ignored.  Ordinals go from the fastest device to the slowest ("a simple
- * heuristic", which is not published: here, by memory), with CUDA_DEVICE_ORDER=PCI_BUS_ID as NVML's.
+ * heuristic", which is not published; the simulator orders by memory), or with
+ * CUDA_DEVICE_ORDER=PCI_BUS_ID as in NVML.
  * torch/cuda/__init__.py, _parse_visible_devices (pytorch PR 84879 and 92315): an ordinal is read as
- * strtoul(3) does, so "1gpu" is 1; ordinals and UUIDs do not mix; a device named twice leaves none.
- * MIG User Guide, "Device Enumeration": a process sees one MIG instance, however many are named; an
- * ordinal is a GPU's, and stands for its first instance.
+ * by strtoul(3), so "1gpu" is 1; ordinals and UUIDs do not mix; if a device is named twice, there is none.
+ * MIG User Guide, "Device Enumeration": a process sees only one MIG instance, even if several are named; an
+ * ordinal is that of a GPU and stands for its first instance.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -38,7 +39,7 @@ static int number_of(const char *word)
     return end == word || number >= SIM_DEVICES ? -1 : (int)number;
 }
 
-/* The device of an ordinal.  In MIG mode there is one GPU. */
+/* Returns the device of an ordinal.  In MIG mode there is one GPU. */
 static int device_at(int ordinal)
 {
     const char *by = getenv("CUDA_DEVICE_ORDER");

@@ -1,11 +1,10 @@
 /* cuGetProcAddress of the simulated libcuda: names, versions and per-thread variants.
  *
  * Facts (CUDA Driver API reference 13.0, "Driver Entry Point Access"; versions as in that
- * release's cudaTypedefs.h): a caller asks for a name without suffix and gets the newest
- * variant that is not newer than the version it names; with
- * CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM it gets the _ptsz or _ptds one where there is
- * one.  Whether the addresses are those of the exported symbols is not said: with entry-points=apart
- * each is a jump to its symbol, at another address.
+ * release's cudaTypedefs.h): a caller requests a name without suffix and gets the newest variant
+ * up to its version; with CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM it gets the _ptsz or _ptds
+ * variant if there is one.  It is not documented whether the addresses are those of the exported
+ * symbols: with entry-points=apart each is a jump to its symbol, at another address.
  */
 #include <string.h>
 
@@ -20,7 +19,7 @@
     CUresult name(); \
     extern const char apart_##name[] __attribute__((visibility("hidden"))); \
     JUMP(apart_##name, name)
-/* The per-thread variants differ only in the stream that 0 names, and all streams of 0 are one here. */
+/* The per-thread variants differ only in the meaning of stream 0, and the simulator has only one default stream. */
 #define PER_THREAD(variant, name) \
     __asm__(".globl " #variant "\n.type " #variant ", %function"); \
     JUMP(variant, name)

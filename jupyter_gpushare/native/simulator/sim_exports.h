@@ -1,5 +1,5 @@
-/* Every function of the simulated libcuda that cuGetProcAddress hands out: name asked for,
- * symbol, CUDA version it came with, suffix of the per-thread variant (sim_exports.c makes it).  No include guard. */
+/* Every function of the simulated libcuda that cuGetProcAddress returns: requested name, symbol, CUDA
+ * version that added it, suffix of the per-thread variant (sim_exports.c makes it).  No include guard. */
 EXPORT(cuInit, cuInit, 2000)
 EXPORT(cuDriverGetVersion, cuDriverGetVersion, 2020)
 EXPORT(cuGetErrorName, cuGetErrorName, 6000)

@@ -4,13 +4,13 @@
  *   - A child forked after cuInit cannot use CUDA: CUDA_ERROR_NOT_INITIALIZED.
  *   - Calls that launch work, manage resources or otherwise impact GPU state wait while the
  *     process is locked or checkpointed.  Pure queries about devices do not.
- *   - A call that needs a context answers CUDA_ERROR_INVALID_CONTEXT in a thread that has none.  That it
- *     does so without waiting is inferred: the context is the thread's own variable.
+ *   - A call that needs a context answers CUDA_ERROR_INVALID_CONTEXT in a thread without one.  It is
+ *     inferred that it does not wait first, because the context is a variable of the thread.
  *
  * Measured (H100 80GB HBM3, driver 580.159.04): cuCtxSynchronize, cuStreamSynchronize, cuStreamQuery,
- * cuEventSynchronize, cuEventQuery and cuEventElapsedTime do not wait either.  In a process that is
- * locked they answer at once, and they end one that is checkpointed with SIGSEGV.  cuMemGetInfo answers
- * 304 there, cuCtxSetCurrent is not affected, cuCtxGetFlags waits.
+ * cuEventSynchronize, cuEventQuery and cuEventElapsedTime do not wait either.  In a locked process they
+ * answer at once; they end a checkpointed process with SIGSEGV.  In a checkpointed process cuMemGetInfo
+ * answers 304, cuCtxSetCurrent is not affected, and cuCtxGetFlags waits.
  */
 #define _GNU_SOURCE
 #include "sim_gate.h"
@@ -21,7 +21,7 @@ struct sim_process *sim_me;
 pthread_mutex_t sim_local = PTHREAD_MUTEX_INITIALIZER;
 _Thread_local CUcontext sim_context;
 
-static _Atomic bool forked; /* the parent had called cuInit: this child may not use CUDA */
+static _Atomic bool forked; /* the parent had called cuInit, so this child may not use CUDA */
 
 void sim_gate_in_child(void)
 {
@@ -69,7 +69,7 @@ struct sim_call sim_enter(enum sim_need need, bool waits)
         sim_gate_wait(sim_me, gate, 100000000u);
         HOLD_STATE;
         if (atomic_load(&sim_me->gate) == gate)
-            sim_sweep(); /* opens it where the caller of the move has died */
+            sim_sweep(); /* opens the gate if the caller of the move has died */
     }
     call.inside = true;
     call.error = CUDA_SUCCESS;

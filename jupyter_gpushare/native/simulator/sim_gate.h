@@ -1,8 +1,8 @@
-/* Inside the simulated libcuda: what its parts share.  See sim_gpu.h for the state.
+/* Shared by the parts of the simulated libcuda.  See sim_gpu.h for the state.
  *
- * Device memory of a process is ordinary private memory of that process that only this
- * library touches, so a checkpoint moves numbers in the shared state and the contents stay
- * where they are, out of reach: every call that could see them waits at the process's gate.
+ * Device memory of a process is ordinary private memory of that process that only this library
+ * accesses.  So a checkpoint moves only numbers in the shared state.  The contents stay in place but
+ * out of reach, because every call that could see them waits at the process's gate.
  */
 #ifndef GPUSHARE_SIM_GATE_H
 #define GPUSHARE_SIM_GATE_H
@@ -16,7 +16,7 @@ struct CUctx_st {
     CUdevice device; /* ordinal */
     unsigned holders;
     bool primary, alive;
-    uint32_t peers; /* bit: ordinal of a device with memory that this context may use */
+    uint32_t peers; /* bit: ordinal of a device whose memory this context may use */
 };
 
 struct sim_call {
@@ -30,8 +30,8 @@ extern struct sim_process *sim_me; /* this process's entry, after cuInit */
 extern pthread_mutex_t sim_local;  /* guards this process's own tables; never held while waiting */
 extern _Thread_local CUcontext sim_context;
 
-/* Of a process whose state is not on the device, a call that does not wait has the error
- * CUDA_ERROR_OPERATING_SYSTEM, and `sim_poll`, which needs a context, ends it with SIGSEGV. */
+/* If the process's state is not on the device, a call that does not wait has the error
+ * CUDA_ERROR_OPERATING_SYSTEM, and `sim_poll`, which needs a context, ends the process with SIGSEGV. */
 struct sim_call sim_enter(enum sim_need need, bool waits);
 struct sim_call sim_poll(void);
 void sim_leave(struct sim_call *call);
@@ -41,22 +41,22 @@ void sim_leave(struct sim_call *call);
     if (sim_call_.error)                                                        \
     return sim_call_.error
 
-/* First line of every entry point that can block while the process is locked.  What it
- * holds is released when the function returns. */
+/* First line of every entry point that can block while the process is locked.  The entry ends when the
+ * function returns. */
 #define ENTER(need) ENTER_BY(sim_enter(need, true))
 
-/* First line of an entry point that looks whether work has completed. */
+/* First line of an entry point that checks whether work has completed. */
 #define POLL ENTER_BY(sim_poll())
 
-/* First line of an entry point that reads what the process knows already.  Whether such calls wait
- * while the process is locked is not documented: they do with queries=wait. */
+/* First line of an entry point that reads what the process already knows.  It is not documented whether
+ * such calls wait while the process is locked: they do with queries=wait. */
 #define ASK \
     ENTER_BY(sim && sim->queries_wait ? sim_enter(SIM_NEED_INIT, true) : ((struct sim_call){CUDA_SUCCESS, false}))
 
 /* Whether this process may use CUDA: it called cuInit, and was not forked after that. */
 bool sim_is_initialized(void);
 
-/* First line of a query about a device, which never waits: `device` is the one behind `ordinal`. */
+/* First line of a query about a device, which never waits; `device` becomes that of `ordinal`. */
 #define KNOW(ordinal)                                        \
     if (!sim_is_initialized())                               \
         return CUDA_ERROR_NOT_INITIALIZED;                   \
@@ -66,11 +66,11 @@ bool sim_is_initialized(void);
     const struct sim_device *device = &sim->device[device_]; \
     (void)device
 
-/* The device behind an ordinal of this process, or -1. */
+/* Returns the device of an ordinal of this process, or -1. */
 int sim_physical(CUdevice ordinal);
 /* The current context's device. */
 uint32_t sim_current_device(void);
-/* After fork, in the child: a process that had called cuInit may not use CUDA in the child. */
+/* Called in the child after fork: the child may not use CUDA if the parent had called cuInit. */
 void sim_gate_in_child(void);
 bool sim_was_forked(void);
 

@@ -74,22 +74,22 @@ static void init_mutex(pthread_mutex_t *mutex)
     pthread_mutexattr_destroy(&attributes);
 }
 
-/* Opened without O_CREAT first: in a sticky folder the kernel refuses O_CREAT on another
- * user's file (fs.protected_regular). */
+/* Opens without O_CREAT first, because in a sticky folder the kernel refuses O_CREAT on another user's
+ * file (fs.protected_regular). */
 static int open_shared(const char *path, int flags)
 {
     int fd = open(path, flags | O_CLOEXEC);
     if (fd < 0 && errno == ENOENT) {
         fd = open(path, flags | O_CLOEXEC | O_CREAT | O_EXCL, 0666);
         if (fd >= 0)
-            (void)!fchmod(fd, 0666); /* processes of several users share it, whatever the umask */
+            (void)!fchmod(fd, 0666); /* processes of several users share it, with any umask */
         else if (errno == EEXIST)
             fd = open(path, flags | O_CLOEXEC);
     }
     return fd;
 }
 
-static char failure[512]; /* why there is no state; "": none was tried, or there is one */
+static char failure[512]; /* why there is no state; "" if there is one or none was opened */
 
 const char *sim_failure(void)
 {
@@ -189,7 +189,7 @@ static struct flock byte_of(const struct sim_process *process)
     return (struct flock){.l_type = F_WRLCK, .l_start = at, .l_len = 1};
 }
 
-/* Opened through /proc: this process may not reach the state by its path any more. */
+/* Opens through /proc, because this process may no longer reach the state by its path. */
 void sim_open_device_files(const struct sim_process *process)
 {
     char path[PATH_MAX];
@@ -223,9 +223,9 @@ uint64_t sim_device_used(uint32_t device)
     return bytes;
 }
 
-/* What the driver keeps for itself is shown as used (reserved; NVML API reference r590, nvmlMemory_t: "Sum
- * of Reserved and Allocated device memory ... always sets aside a small amount of memory for
- * bookkeeping").  Of what is shown as free not all can be taken either (unusable): large pages leave gaps. */
+/* Memory that the driver keeps for itself is shown as used (reserved; NVML API reference r590, nvmlMemory_t:
+ * "Sum of Reserved and Allocated device memory ... always sets aside a small amount of memory for
+ * bookkeeping").  Not all of the memory shown as free can be taken (unusable), because large pages leave gaps. */
 uint64_t sim_device_usable(uint32_t device)
 {
     return sim->device[device].total_bytes - sim->reserved_bytes - sim->unusable_bytes;
@@ -281,7 +281,7 @@ static void fill_buckets(struct sim_busy *busy, uint64_t from_ns, uint64_t until
 
 void sim_busy_add(struct sim_busy *busy, uint64_t from_ns, uint64_t until_ns)
 {
-    if (from_ns <= busy->until_ns) { /* goes on, or overlaps: one stretch */
+    if (from_ns <= busy->until_ns) { /* adjacent or overlapping: one stretch */
         busy->until_ns = until_ns > busy->until_ns ? until_ns : busy->until_ns;
         return;
     }
@@ -291,7 +291,7 @@ void sim_busy_add(struct sim_busy *busy, uint64_t from_ns, uint64_t until_ns)
     busy->until_ns = until_ns;
 }
 
-/* Share of the time from `since_ns` on, at most the last second, 0 to 100. */
+/* Returns the busy share of the time since `since_ns`, at most the last second, 0 to 100. */
 uint32_t sim_busy_percent(const struct sim_busy *busy, uint64_t since_ns, uint64_t now_ns)
 {
     const uint64_t most_ns = (uint64_t)SIM_WINDOW_BUCKETS * SIM_BUCKET_NS;
@@ -388,7 +388,7 @@ bool sim_strikes(enum sim_fault_kind kind, int32_t pid, int32_t device, uint32_t
 
 enum { HANG_STEP_MS = 10 };
 
-/* Until its time is over, or the faults are cleared. */
+/* Hangs until the fault's time is over or the faults are cleared. */
 void sim_hang(enum sim_fault_kind kind, int32_t pid, int32_t device)
 {
     uint32_t ms = 0, cleared = atomic_load(&sim->faults_cleared);

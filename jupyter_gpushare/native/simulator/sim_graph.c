@@ -1,13 +1,13 @@
 /* The simulated libcuda.so.1: graphs that allocate, set memory and launch kernels.
  *
- * Facts (cuda.h 13.5): the parameters of a kernel node are copied when it is added; an executable
- * graph does not change with its graph any more; a node is added after those that it depends on, so
- * the order of adding is one in which a launch may run them.
+ * Facts (cuda.h 13.5): the parameters of a kernel node are copied when it is added; later changes of a
+ * graph do not affect its executable graphs; a node is added after those that it depends on, so a launch
+ * may run the nodes in the order in which they were added.
  * Facts (CUDA C++ Programming Guide 13.0, "Graph Memory Nodes"; comments of CUgraphMem_attribute in
- * cuda.h 13.5): memory of allocation nodes is backed when a graph is launched; the device keeps it for
- * further launches, reserved, until cuDeviceGraphMemTrim; used and reserved bytes are attributes of the
- * device.  Here the memory of a graph is in use from its first launch to the end of the executable
- * graph, which is longer than with a node that frees it.
+ * cuda.h 13.5): memory of allocation nodes is backed when a graph is launched; the device keeps it
+ * reserved for further launches until cuDeviceGraphMemTrim; used and reserved bytes are attributes of the
+ * device.  In the simulator the memory of a graph is in use from its first launch until the end of the
+ * executable graph, which is longer than with a node that frees it.
  */
 #include <stdlib.h>
 #include <string.h>
@@ -15,7 +15,7 @@
 #include "sim_account.h"
 #include "sim_stream.h"
 
-/* A kernel, or without a function a set of memory. */
+/* A kernel, or a set of memory if there is no function. */
 struct work {
     struct work *next;
     CUfunction function;
@@ -28,7 +28,7 @@ struct work {
 struct CUgraph_st {
     uint64_t bytes;
     CUdevice device;
-    struct work *first; /* in the order of adding */
+    struct work *first; /* in the order in which nodes were added */
 };
 
 typedef struct CUgraphExec_st {
@@ -91,7 +91,7 @@ void sim_end_graph(CUgraph graph)
     free(graph);
 }
 
-/* A copy of `work` at the end of the list. */
+/* Appends a copy of `work` to the list. */
 static CUresult append(struct work **list, struct work work)
 {
     struct work *made = malloc(sizeof *made);
@@ -146,7 +146,7 @@ API CUresult cuGraphAddMemsetNode(void **node, CUgraph graph, const void *depend
 {
     ENTER(SIM_NEED_INIT);
     (void)dependencies, (void)count;
-    if (!node || !graph || !parameters || !context || parameters->height != 1 || /* one row: others are not needed here */
+    if (!node || !graph || !parameters || !context || parameters->height != 1 || /* only one row is supported */
         (parameters->element_bytes != 1 && parameters->element_bytes != 2 && parameters->element_bytes != 4))
         return CUDA_ERROR_INVALID_VALUE;
     *node = graph;
@@ -163,7 +163,7 @@ API CUresult cuGraphAddMemAllocNode(void **node, CUgraph graph, const void *depe
     graph->device = parameters->properties.location.id;
     graph->bytes += sim_pages(parameters->bytes);
     *node = graph;
-    parameters->address = (CUdeviceptr)1 << 46; /* reserved, and backed by nothing that can be copied */
+    parameters->address = (CUdeviceptr)1 << 46; /* reserved; it has no contents that could be copied */
     return CUDA_SUCCESS;
 }
 

@@ -1,9 +1,8 @@
 /* Limits of cgroups in the simulated driver ("MPS v3 Memory Partitioning", docs.nvidia.com): the
  * processes of a cgroup together may not allocate more of a device than its hard limit.
  *
- * A process is in a cgroup when `cgroup.procs` there lists it or an ancestor.  In a real
- * cgroup the kernel lists children by itself; in a plain folder, which tests without a cgroup
- * file system use, the ancestors replace that.
+ * A process is in a cgroup if `cgroup.procs` lists it or an ancestor.  In a real cgroup the kernel
+ * lists children itself.  Tests without a cgroup file system use a plain folder, so ancestors count.
  */
 #include <stdio.h>
 #include <stdlib.h>
@@ -62,7 +61,7 @@ bool sim_in_group(const char *path, int32_t pid)
     return sim_is_below(pid, members.pid, members.count);
 }
 
-/* Whether a cgroup's hard limit is in the way of so many more bytes (mutex held). */
+/* Whether a cgroup's hard limit forbids this many more bytes (mutex held). */
 bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes)
 {
     static struct members members; /* guarded by sim_lock */
@@ -83,7 +82,7 @@ bool sim_group_denies(int32_t pid, uint32_t device, uint64_t bytes)
     return false;
 }
 
-/* Set, or with soft 0 and hard UINT64_MAX forget (mutex held); false when there is no place left. */
+/* Sets limits, or forgets them with soft 0 and hard UINT64_MAX (mutex held); false if the table is full. */
 bool sim_group_set(const char *path, uint32_t device, uint64_t soft_bytes, uint64_t hard_bytes)
 {
     struct sim_group *place = NULL;

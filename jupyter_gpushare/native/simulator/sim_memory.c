@@ -11,7 +11,7 @@
 
 /* ---- plain, pitched, managed ---- */
 
-/* A managed pool takes memory of the device for each of its allocations. */
+/* A managed pool takes device memory for each of its allocations. */
 static void give_block(const struct block *block, const struct sim_free *how)
 {
     if (block->pool)
@@ -128,7 +128,8 @@ API CUresult cuMemFree_v2(CUdeviceptr address)
 
 /* ---- stream ordered ---- */
 
-/* In the order of every stream in turn; 0 to 2 are the default ones, which wait for each other here. */
+/* Returns the stream whose order applies; 0 to 2 are the default streams, which wait for each other in the
+ * simulator. */
 static CUstream ordered_by(CUstream stream)
 {
     return (uintptr_t)stream > 2 ? stream : NULL;
@@ -160,7 +161,7 @@ API CUresult cuMemFreeAsync(CUdeviceptr address, CUstream stream)
     return address ? release(address, &how) : CUDA_ERROR_INVALID_VALUE;
 }
 
-/* ---- questions ---- */
+/* ---- queries ---- */
 
 API CUresult cuMemGetInfo_v2(size_t *free_bytes, size_t *total_bytes)
 {
@@ -195,7 +196,7 @@ API CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr addres
     struct block *block = sim_holder_of(address);
     if (!block)
         return CUDA_ERROR_INVALID_VALUE;
-    if (attribute == 2) /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE: of the host or of the device */
+    if (attribute == 2) /* CU_POINTER_ATTRIBUTE_MEMORY_TYPE: 1 is host, 2 is device */
         *(unsigned *)data = block->pool && sim_pool_device(block->pool) < 0 && block->kind == BLOCK_PLAIN ? 1 : 2;
     else if (attribute == 3)
         *(CUdeviceptr *)data = address;
@@ -208,7 +209,7 @@ API CUresult cuPointerGetAttribute(void *data, int attribute, CUdeviceptr addres
     return CUDA_SUCCESS;
 }
 
-/* Arrays: memory with a shape, which nothing here looks into. */
+/* Arrays: memory with a shape, whose contents the simulator never reads. */
 API CUresult cuArrayCreate_v2(CUarray *out, const CUDA_ARRAY_DESCRIPTOR *shape)
 {
     ENTER(SIM_NEED_CONTEXT);

@@ -1,4 +1,4 @@
-/* Device memory of this process: bytes of a device, or of a pool, at addresses of its own. */
+/* Device memory of this process: bytes of a device or a pool, at addresses of the process. */
 #ifndef GPUSHARE_SIM_MEMORY_H
 #define GPUSHARE_SIM_MEMORY_H
 
@@ -7,7 +7,7 @@
 /* Takes sim_local. */
 CUresult sim_allocate(CUdeviceptr *out, uint64_t bytes, CUdevice ordinal, enum block_kind kind);
 CUresult sim_release(CUdeviceptr address);
-/* With sim_local held. */
+/* The caller holds sim_local. */
 void sim_drop_context_memory(CUcontext context);
 
 #endif

@@ -1,8 +1,8 @@
 /* The simulated libcuda.so.1: modules, and the kernels in them.
  *
- * Two kernels are known by name: see `kernels`.  Any other kernel may say how long it takes and touches no
- * memory: `.entry NAME(...) { ... .pragma "gpushare busy_ns 1000000"; ... }`.  Fact (PTX ISA 9.0, 11.4.7): the
- * strings of .pragma are for the compiler alone and have no impact on what a program means, so that the same
+ * Two kernels are known by name: see `kernels`.  Any other kernel touches no memory and may state its
+ * duration: `.entry NAME(...) { ... .pragma "gpushare busy_ns 1000000"; ... }`.  Fact (PTX ISA 9.0, 11.4.7):
+ * the strings of .pragma are only for the compiler and do not change the meaning of a program, so the same
  * text is a kernel for a real GPU.
  */
 #include <stdio.h>
@@ -14,7 +14,7 @@
 #include "sim_memory.h"
 #include "sim_stream.h"
 
-/* Both take the address and the number of their words, and one number more. */
+/* Both kernels take the address and the number of their words, and one more number. */
 static uint64_t *words_of(void **arguments, uint64_t *count, uint64_t *number)
 {
     uint64_t at;
@@ -24,7 +24,7 @@ static uint64_t *words_of(void **arguments, uint64_t *count, uint64_t *number)
     return *count <= UINT64_MAX / 8 && sim_is_device_memory(at, *count * 8) ? (uint64_t *)(uintptr_t)at : NULL;
 }
 
-/* gpu/driver/probe.py: the number is the first 4 bytes */
+/* gpu/driver/probe.py: the number is the first 4 bytes. */
 static CUresult run_probe(CUfunction function, void **arguments, CUstream stream)
 {
     (void)function;
@@ -36,7 +36,7 @@ static CUresult run_probe(CUfunction function, void **arguments, CUstream stream
     return CUDA_SUCCESS;
 }
 
-/* demo_gpu.ptx: one step, which takes that many nanoseconds; a lost or repeated one shows */
+/* demo_gpu.ptx: one step, which takes `number` nanoseconds; a lost or repeated step is visible. */
 static CUresult run_step(CUfunction function, void **arguments, CUstream stream)
 {
     (void)function;
@@ -67,14 +67,14 @@ struct CUmod_st {
     CUdeviceptr managed_at;
 };
 
-/* A __managed__ variable behaves as memory of cudaMallocManaged (CUDA C++ Programming Guide 11.8, "Unified
+/* A __managed__ variable behaves like memory of cudaMallocManaged (CUDA C++ Programming Guide 11.8, "Unified
  * Memory Programming"); in PTX it has the attribute .managed. */
 static CUresult allocate_managed(struct CUmod_st *module, const char *image)
 {
     static const char attribute[] = ".attribute(.managed)";
     const char *at = strstr(image, attribute);
     if (!at || sscanf(at + strlen(attribute), " .align 4 .u32 %63[A-Za-z0-9_$]", module->managed) != 1)
-        return at ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS; /* no other can be read here */
+        return at ? CUDA_ERROR_INVALID_IMAGE : CUDA_SUCCESS; /* the simulator reads no other variables */
     sim_hinder(SIM_HINDERED_MANAGED);
     return sim_allocate(&module->managed_at, 4, sim_context->device, BLOCK_MANAGED);
 }
@@ -86,7 +86,7 @@ static CUresult run_timed(CUfunction function, void **arguments, CUstream stream
     return CUDA_SUCCESS;
 }
 
-/* Where the next block in braces ends, or NULL. */
+/* Returns the end of the next block in braces, or NULL. */
 static const char *end_of_block(const char *at)
 {
     int depth = 0;
@@ -98,7 +98,7 @@ static const char *end_of_block(const char *at)
     return NULL;
 }
 
-/* The entries that say how long they take. */
+/* Reads the entries that state their duration. */
 static CUresult read_timed(struct CUmod_st *module, const char *image)
 {
     static const char entry[] = ".entry ", pragma[] = ".pragma \"gpushare busy_ns ";
@@ -140,7 +140,7 @@ API CUresult cuModuleLoadData(CUmodule *out, const void *image)
     ENTER(SIM_NEED_CONTEXT);
     if (!out || !image)
         return CUDA_ERROR_INVALID_VALUE;
-    if (!strstr(image, ".version")) /* only PTX text can be read here */
+    if (!strstr(image, ".version")) /* the simulator reads only PTX text */
         return CUDA_ERROR_INVALID_IMAGE;
     struct CUmod_st *made = calloc(1, sizeof *made);
     /* Code takes device memory (CUDA C++ Programming Guide 13.0, "Lazy Loading"), in pages. */

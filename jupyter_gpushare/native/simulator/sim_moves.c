@@ -1,14 +1,13 @@
-/* Moves of a process's memory between device and host, and its end, in the sums (the mutex is held).
+/* Moves of a process's memory between device and host, and its end, as numbers (the mutex is held).
  *
- * What becomes of a move with a caller that ends half-way is not documented: with
- * caller-dies=undone the process is where it was before; with caller-dies=done the driver, which
- * works in the process itself (cuCheckpointProcessGetRestoreThreadId), brings it to its end, and
- * calls about the process wait for that.
- * A caller that is killed may also leave driver and process out of step (NVIDIA in
- * github.com/checkpoint-restore/criu pull request 2547, 2024-12: "in the middle of operations").  What the
- * driver does then is not documented either: the process stays where it was in the move, its calls
- * wait for ever, and every later call about it never returns (caller-dies=hangs) or answers that code
- * (999, 400).
+ * It is not documented how a move ends whose caller dies half-way.  With caller-dies=undone the process
+ * returns to its state before the move.  With caller-dies=done the driver, which works in the process itself
+ * (cuCheckpointProcessGetRestoreThreadId), completes the move, and calls about the process wait for that.
+ * A killed caller may also leave driver and process out of step (NVIDIA in
+ * github.com/checkpoint-restore/criu pull request 2547, 2024-12: "in the middle of operations").  It is not
+ * documented either what the driver does then.  In the simulator the process stays in the middle of the move,
+ * its calls wait for ever, and every later call about it never returns (caller-dies=hangs) or answers the
+ * given code (999, 400).
  */
 #define _GNU_SOURCE
 #include "sim_gpu.h"
@@ -37,8 +36,8 @@ static bool is_target(const int32_t to[SIM_DEVICES], int device, int *from)
     return false;
 }
 
-/* The device of an ordinal after a move.  One that was not named stays, unless another took its place:
- * then it has the one that became free, so that no two ordinals are the same device. */
+/* Returns the device that stands for `device` after a move.  An unnamed device stays, unless another took its
+ * place.  Then it becomes the device that is free, so that no two ordinals are the same device. */
 static uint8_t device_after(const int32_t to[SIM_DEVICES], int device)
 {
     if (to[device] >= 0)
@@ -80,7 +79,7 @@ void sim_end_checkpoint(struct sim_process *process, bool fails)
     sim_note_each(process, fails ? "checkpoint_failed" : "checkpoint", bytes);
 }
 
-/* The devices have the bytes from here on; the host keeps them until the end. */
+/* From now on the devices have the bytes; the host keeps them until the end. */
 void sim_begin_restore(struct sim_process *process, const int32_t to[SIM_DEVICES], uint64_t takes_ns)
 {
     sim_begin_move(process, SIM_MOVE_RESTORE, takes_ns);
@@ -180,11 +179,11 @@ static bool holds_memory(const struct sim_process *process)
 }
 
 /* The driver frees the memory of a dead process when the last descriptor of its device files is closed.  A
- * process that it forked, and that did not call exec, has them open as well, such as a worker of PyTorch's
- * DataLoader: 51 descriptors, 1,135 MiB (github.com/NVIDIA-NeMo/Megatron-Bridge pull request 5984,
+ * process that it forked and that did not call exec, such as a worker of PyTorch's DataLoader, also has them
+ * open: 51 descriptors, 1,135 MiB (github.com/NVIDIA-NeMo/Megatron-Bridge pull request 5984,
  * github.com/NVIDIA/Megatron-LM pull request 3684).
  *
- * Then it takes some time: programs that start one after another have to wait for it
+ * The release takes some time: a program that starts right after another must wait for it
  * (github.com/vllm-project/vllm, tests/utils.py, wait_for_gpu_memory_to_clear). */
 static void end_process(struct sim_process *process)
 {

@@ -1,10 +1,10 @@
-/* The simulated libnvidia-ml.so.1 over the same devices: start-up, and what a device is.
- * What it is doing, and its events, are in sim_nvml_usage.c.
+/* The simulated libnvidia-ml.so.1 for the same devices: start-up, and the properties of a device.
+ * Usage and events of a device are in sim_nvml_usage.c.
  *
- * Facts (NVML API reference r580): NVML sees every device, whatever
- * CUDA_VISIBLE_DEVICES says; a device that fell off the bus answers GPU_IS_LOST.  MIG instances
- * have handles of their own below their GPU's.  What is not here (NVLink, and cgroup limits unless
- * the machine has them) answers NOT_SUPPORTED or FUNCTION_NOT_FOUND.
+ * Facts (NVML API reference r580): NVML sees every device, for any CUDA_VISIBLE_DEVICES; a device that
+ * fell off the bus answers GPU_IS_LOST.  MIG instances have their own handles below their GPU's.
+ * Functions that the simulator lacks (NVLink, and cgroup limits unless the machine has them) answer
+ * NOT_SUPPORTED or FUNCTION_NOT_FOUND.
  */
 #define _GNU_SOURCE
 #include <stdio.h>
@@ -33,7 +33,7 @@ typedef struct {
 struct nvmlDevice_st sim_handles[SIM_DEVICES];
 struct nvmlDevice_st sim_whole;
 static _Atomic int users;
-static _Atomic uint32_t started; /* the driver's start that this process's handles are from */
+static _Atomic uint32_t started; /* the number of the driver's start when this process initialized NVML */
 
 bool sim_nvml_is_open(void)
 {
@@ -44,7 +44,7 @@ nvmlReturn_t sim_nvml_enter(void)
 {
     if (!sim_nvml_is_open())
         return NVML_ERROR_UNINITIALIZED;
-    sim_hang(SIM_FAULT_HANG_NVML, 0, SIM_DEVICES); /* no device's: a fault of one passes it by */
+    sim_hang(SIM_FAULT_HANG_NVML, 0, SIM_DEVICES); /* of no device: the fault of one device does not apply */
     return NVML_SUCCESS;
 }
 
@@ -193,7 +193,7 @@ API nvmlReturn_t nvmlDeviceGetHandleByUUID(const char *uuid, nvmlDevice_t *devic
     return NVML_ERROR_NOT_FOUND;
 }
 
-/* With a domain of 4 or of 8 digits. */
+/* The domain has 4 or 8 digits. */
 API nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *address, nvmlDevice_t *device)
 {
     ENTER_SYSTEM;
@@ -206,7 +206,7 @@ API nvmlReturn_t nvmlDeviceGetHandleByPciBusId_v2(const char *address, nvmlDevic
     return NVML_ERROR_NOT_FOUND;
 }
 
-/* ---- what a device is ---- */
+/* ---- properties of a device ---- */
 
 API nvmlReturn_t nvmlDeviceGetIndex(nvmlDevice_t device, unsigned *index)
 {
@@ -302,8 +302,8 @@ API nvmlReturn_t nvmlDeviceGetTotalEccErrors(nvmlDevice_t device, int kind, int 
     return NVML_SUCCESS;
 }
 
-/* The call succeeds when any field was filled, each has its own code (NVML API reference, "Field Value
- * Queries").  The recovery action is one of the whole GPU. */
+/* The call succeeds if any field was filled; each field has its own code (NVML API reference, "Field Value
+ * Queries").  The recovery action is that of the whole GPU. */
 API nvmlReturn_t nvmlDeviceGetFieldValues(nvmlDevice_t device, int count, nvmlFieldValue_t *values)
 {
     ENTER(device);

@@ -1,4 +1,4 @@
-/* Inside the simulated libnvidia-ml: what its parts share.  See sim_gpu.h for the state. */
+/* Shared by the parts of the simulated libnvidia-ml.  See sim_gpu.h for the state. */
 #ifndef GPUSHARE_SIM_NVML_H
 #define GPUSHARE_SIM_NVML_H
 
@@ -29,12 +29,12 @@ struct nvmlDevice_st {
 };
 
 extern struct nvmlDevice_st sim_handles[SIM_DEVICES];
-extern struct nvmlDevice_st sim_whole; /* the GPU that is cut into MIG instances */
+extern struct nvmlDevice_st sim_whole; /* the GPU that is divided into MIG instances */
 
-/* Whether this process's handles are of the driver that runs now. */
+/* Whether this process's handles are from the running driver. */
 bool sim_nvml_is_open(void);
 
-/* At the entry of a call about the system, and of one about a device: what it answers at once. */
+/* At the entry of a call about the system, or about a device: return the error to answer at once, if any. */
 nvmlReturn_t sim_nvml_enter(void);
 nvmlReturn_t sim_nvml_enter_device(nvmlDevice_t device);
 

@@ -1,14 +1,14 @@
-/* The simulated libnvidia-ml.so.1: what a device is doing (memory, utilization, processes), and its events.
+/* The simulated libnvidia-ml.so.1: usage of a device (memory, utilization, processes), and its events.
  *
- * Facts (NVML API reference r580): a list that does not fit its buffer is answered with
- * INSUFFICIENT_SIZE and the number needed; no process that was busy is NOT_FOUND; events are the GPU's,
- * and name the MIG instance.
+ * Facts (NVML API reference r580): a list that does not fit its buffer answers INSUFFICIENT_SIZE and the
+ * needed number; if no process was busy, the answer is NOT_FOUND; events are those of the GPU and name
+ * the MIG instance.
  *   - A process that only called cuInit is listed with 0 bytes or NOT_AVAILABLE
  *     (github.com/llm-d-incubation/llm-d-rl-time-slicing pull request 148).
  *   - In a container with its own pid namespace usedGpuMemory is 0 for a pid that matches
  *     (github.com/Project-HAMi/HAMi-core issue 112, driver 560.35) or not available
  *     (github.com/NVIDIA/open-gpu-kernel-modules pull request 614): bytes=zero, bytes=unavailable.
- *   - Under WSL "active compute process" is a query that is not supported (CUDA on WSL User Guide,
+ *   - Under WSL the query "active compute process" is not supported (CUDA on WSL User Guide,
  *     limitations): bytes=refused.
  *   - GB10 (DGX Spark) shares the host's memory: GetMemoryInfo and its _v2 answer NOT_SUPPORTED
  *     (github.com/XuehaiPan/nvitop pull request 208, driver 580.173.02).
@@ -49,10 +49,10 @@ struct nvmlEventSet_st {
 };
 typedef struct nvmlEventSet_st *nvmlEventSet_t;
 
-/* ---- what it is doing ---- */
+/* ---- usage ---- */
 
-/* Checking whether every process still lives costs a read each, and a monitor asks four questions
- * of every device, so the result of the last check is kept for SWEEP_NS. */
+/* A sweep reads a file for each process, and a monitor makes four queries for each device, so the last
+ * sweep is valid for SWEEP_NS. */
 static void sweep(void)
 {
     static uint64_t swept_ns; /* guarded by sim_lock */
@@ -84,7 +84,7 @@ API nvmlReturn_t nvmlDeviceGetMemoryInfo_v2(nvmlDevice_t device, nvmlMemory_v2_t
         return error;
     memory->total = plain.total;
     memory->free = plain.free;
-    memory->used = plain.used - sim->reserved_bytes; /* without: NVML API reference r590, nvmlMemory_v2_t */
+    memory->used = plain.used - sim->reserved_bytes; /* NVML API reference r590, nvmlMemory_v2_t */
     memory->reserved = sim->reserved_bytes;
     return NVML_SUCCESS;
 }
@@ -100,10 +100,10 @@ API nvmlReturn_t nvmlDeviceGetUtilizationRates(nvmlDevice_t device, nvmlUtilizat
     return NVML_SUCCESS;
 }
 
-/* Whether NVML lists a process on a device: those with a context there (a checkpointed one has
- * none: README of cuda-checkpoint), and with listed=initialized those that only called cuInit.  A dead one
- * whose memory a forked process keeps: nvidia-smi shows "memory against PIDs that are not in /proc"
- * (github.com/GaTech-RL2/EgoVerse pull request 682), or memory and no process (github.com/pytorch/pytorch
+/* Whether NVML lists a process on a device.  It lists processes with a context (a checkpointed one has none:
+ * README of cuda-checkpoint), and with listed=initialized those that only called cuInit.  For a dead process
+ * whose memory a forked one keeps, nvidia-smi shows "memory against PIDs that are not in /proc"
+ * (github.com/GaTech-RL2/EgoVerse pull request 682), or memory but no process (github.com/pytorch/pytorch
  * issue 5736): dead=unlisted. */
 static bool is_listed(const struct sim_process *process, uint32_t device)
 {
@@ -164,9 +164,9 @@ API nvmlReturn_t nvmlDeviceGetMPSComputeRunningProcesses_v3(nvmlDevice_t device,
     return found > capacity ? NVML_ERROR_INSUFFICIENT_SIZE : NVML_SUCCESS;
 }
 
-/* One sample for each process that was busy since the time of the argument, in microseconds of the
- * wall clock (NVML API reference r580, nvmlDeviceGetProcessUtilization: "CPU Timestamp in
- * microseconds"), at most the last second. */
+/* Returns one sample for each process that was busy since the argument's time, at most in the last second.  Times
+ * are in microseconds of the wall clock (NVML API reference r580, nvmlDeviceGetProcessUtilization: "CPU Timestamp
+ * in microseconds"). */
 API nvmlReturn_t nvmlDeviceGetProcessUtilization(nvmlDevice_t device, nvmlProcessUtilizationSample_t *samples,
                                                  unsigned *count, unsigned long long since_us)
 {

@@ -2,22 +2,22 @@
  *
  * Facts (CUDA Driver API reference 13.0, "Stream Ordered Memory Allocator"; the comments of
  * CUmemPool_attribute, cuMemPoolCreate, cuMemPoolTrimTo and cuMemGetMemPool in cuda.h 13.5):
- *   - Freed memory stays in its pool, reserved.  When a pool holds more than its release threshold
- *     (0 by default), the driver tries to give the rest back at the next synchronisation of a
+ *   - Freed memory stays reserved in its pool.  If a pool holds more than its release threshold
+ *     (0 by default), the driver tries to give the excess back at the next synchronisation of a
  *     stream, an event or a context.
- *   - cuMemPoolTrimTo gives back what is not in use until so many bytes are left.  A free whose
- *     completion the host has not observed "can count as outstanding": here it always does, until
- *     its stream is synchronized.
- *   - Such memory serves other streams once their frees are complete (policy of reuse 2), and before
- *     that only where the device has no more (policy 3): "failing to allocate and map more physical
- *     memory", CUDA Programming Guide 13.0, 4.3.4.4.  Events (policy 1) change nothing here.
- *   - RESERVED_MEM_CURRENT and USED_MEM_CURRENT tell both amounts; the HIGH marks can be reset to 0.
- *     Allocation type and location can be asked since CUDA 13 (cuda.h 12.9 has no such attributes).
- *   - The allocations of a destroyed pool live on until they are freed.
- *   - A pool is of device memory, of host memory (libcu++, "Memory Pools": since CUDA 12.6) or managed
- *     (since 13.0), and each location has a default and a current one of each type.
- *   - Where managed pools keep their pages is not documented: here each allocation takes them on its
- *     device, as cuMemAllocManaged does, and the pool hinders a checkpoint from its creation on.
+ *   - cuMemPoolTrimTo gives back unused memory until the given number of bytes remains.  A free whose
+ *     completion the host has not observed "can count as outstanding": in the simulator it always does,
+ *     until its stream is synchronized.
+ *   - Such memory is available to other streams once their frees are complete (reuse policy 2), and before
+ *     that only if the device has no more (policy 3): "failing to allocate and map more physical memory",
+ *     CUDA Programming Guide 13.0, 4.3.4.4.  Events (policy 1) have no effect in the simulator.
+ *   - RESERVED_MEM_CURRENT and USED_MEM_CURRENT report both amounts; the HIGH marks can be reset to 0.
+ *     Allocation type and location are attributes since CUDA 13 (cuda.h 12.9 has no such attributes).
+ *   - The allocations of a destroyed pool live until they are freed.
+ *   - A pool has device memory, host memory (libcu++, "Memory Pools": since CUDA 12.6) or managed memory
+ *     (since 13.0), and each location has a default and a current pool of each type.
+ *   - It is not documented where managed pools keep their pages.  In the simulator each allocation takes
+ *     them on its device, like cuMemAllocManaged, and the pool prevents a checkpoint from its creation on.
  * Frameworks set the largest threshold: PyTorch's backend:cudaMallocAsync (pull request 65365), RMM
  * (pull request 752), NCCL (init.cc).
  */
@@ -28,12 +28,12 @@
 
 #include "sim_account.h"
 
-/* CUmemPool_attribute: 1 to 3 are policies of reuse. */
+/* CUmemPool_attribute: 1 to 3 are reuse policies. */
 enum { REUSE_FINISHED = 2, REUSE_BY_WAITING, THRESHOLD, RESERVED_CURRENT, RESERVED_HIGH, USED_CURRENT, USED_HIGH };
 enum { ALLOCATION_TYPE = 9, LOCATION_TYPE = 12 };
 enum { FIRST_WITH_MANAGED_POOLS = 580 };
 
-/* Frees of a stream that the host has not seen complete; `how.mark` is of the last one. */
+/* Frees of a stream that the host has not seen complete; `how.mark` is that of the last one. */
 struct freed {
     struct freed *next;
     struct sim_free how;
@@ -41,7 +41,7 @@ struct freed {
 };
 
 struct CUmemPoolHandle_st {
-    struct CUmemPoolHandle_st *next, *current; /* current: of the place of a default one; NULL: itself */
+    struct CUmemPoolHandle_st *next, *current; /* for a default pool, the current one of its place; NULL: itself */
     int allocation;
     CUmemLocation location;
     uint64_t threshold, reserved, used, reserved_high, used_high;
@@ -59,7 +59,7 @@ void sim_forget_pools(void)
     pools = NULL;
 }
 
-/* How often this process asked for attributes of pools, and trimmed one: for tests. */
+/* How often this process queried attributes of pools, and trimmed a pool: for tests. */
 API unsigned gpushare_sim_pool_questions(void)
 {
     return atomic_load(&questions);
@@ -92,7 +92,8 @@ static bool knows_managed_pools(void)
     return atoi(sim->driver) >= FIRST_WITH_MANAGED_POOLS;
 }
 
-/* The place that a pool reports; false where there can be no pool.  Devices here have one domain. */
+/* Changes a place to the one that its pool reports; false if there can be no pool.  Simulated devices have one
+ * domain. */
 static bool settle_place(int allocation, CUmemLocation *place)
 {
     bool managed = allocation == CU_MEM_ALLOCATION_TYPE_MANAGED && knows_managed_pools();
@@ -120,7 +121,7 @@ static uint64_t pool_bytes(uint64_t bytes)
     return (bytes + 511) / 512 * 512;
 }
 
-/* What was freed, and the host has not seen complete. */
+/* Returns the freed bytes whose free the host has not seen complete. */
 static uint64_t outstanding(const struct CUmemPoolHandle_st *pool)
 {
     uint64_t bytes = 0;
@@ -129,7 +130,7 @@ static uint64_t outstanding(const struct CUmemPoolHandle_st *pool)
     return bytes;
 }
 
-/* The part of that which a stream cannot use without waiting. */
+/* Returns the part of these bytes that a stream cannot use without a wait. */
 static uint64_t awaited(const struct CUmemPoolHandle_st *pool, CUstream stream)
 {
     uint64_t bytes = 0;
@@ -139,7 +140,7 @@ static uint64_t awaited(const struct CUmemPoolHandle_st *pool, CUstream stream)
     return bytes;
 }
 
-/* An allocation uses what was freed again, first of its own stream. */
+/* An allocation reuses freed bytes, those of its own stream first. */
 static void reuse(struct CUmemPoolHandle_st *pool, uint64_t bytes, CUstream stream)
 {
     for (int others = 0; others < 2; others++)

@@ -1,7 +1,7 @@
-/* Processes as a driver knows them: in the first pid namespace of the machine.
+/* Processes by the pids that a driver knows: those of the machine's first pid namespace.
  *
- * A real driver is in the kernel and has those pids everywhere.  For processes in a pid namespace of
- * their own $GPUSHARE_SIM_PROC names a folder where the machine's first /proc is mounted.
+ * A real driver is in the kernel and has these pids everywhere.  For processes in another pid namespace,
+ * $GPUSHARE_SIM_PROC names a folder where the machine's first /proc is mounted.
  */
 #ifndef GPUSHARE_SIM_PROCESS_H
 #define GPUSHARE_SIM_PROCESS_H
@@ -21,7 +21,7 @@ static inline const char *sim_proc(void)
 #define PROC_FOLDER sim_proc()
 #include "../process_identity.h"
 
-/* This process. */
+/* Returns the pid of this process. */
 static inline int32_t sim_self(void)
 {
     char path[PROC_PATH_BYTES], pid[16] = "";

@@ -1,7 +1,8 @@
-/* What $GPUSHARE_SIMULATE says: the devices, and how the driver behaves.
+/* Parses $GPUSHARE_SIMULATE: the devices, and the behaviour of the driver.
  *
  * Every behaviour that drivers are known to have is on by default; sim_checkpoint.c, sim_pool.c
- * and sim_nvml_usage.c name the source of each.  What is only inferred is off by default (README.md: amounts are estimates).
+ * and sim_nvml_usage.c name the source of each.  Inferred behaviour is off by default (README.md: amounts
+ * are estimates).
  */
 #define _GNU_SOURCE
 #include <ctype.h>
@@ -34,7 +35,7 @@ static bool parse_size(const char **at, uint64_t *bytes)
 
 static void make_uuid(uint8_t uuid[16], const char *name, uint32_t index)
 {
-    uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a: the same machine has the same UUIDs on every run */
+    uint64_t hash = 0xcbf29ce484222325u; /* FNV-1a, so that the same machine has the same UUIDs on every run */
     for (const char *c = name; *c; c++)
         hash = (hash ^ (uint8_t)*c) * 0x100000001b3u;
     for (int half = 0; half < 2; half++) {
@@ -66,7 +67,7 @@ static bool parse_devices(struct sim_state *state, const char **at)
         *at = dash + 1;
         if (!parse_size(at, &bytes) || bytes < SIM_PAGE_BYTES || *at != end + length)
             return false;
-        const char *mig = memmem(name, length, " MIG ", 5); /* a profile has its size in its name */
+        const char *mig = memmem(name, length, " MIG ", 5); /* the name of a profile contains its size */
         for (; count; count--) {
             struct sim_device *device = &state->device[state->device_count];
             snprintf(device->name, sizeof device->name, "Simulated %.*s", (int)((mig ? dash : *at) - name), name);
@@ -83,7 +84,7 @@ struct choice {
     uint32_t value;
 };
 
-/* The value of one of the words, up to the next comma. */
+/* Reads the value of one of the words, up to the next comma. */
 static bool parse_choice(const char **at, const struct choice *choices, uint32_t *value)
 {
     size_t length = strcspn(*at, ",");
@@ -96,7 +97,7 @@ static bool parse_choice(const char **at, const struct choice *choices, uint32_t
     return false;
 }
 
-/* Fewer than 60,000 of a unit. */
+/* Reads a time of fewer than 60,000 units. */
 static bool parse_time(const char **at, uint64_t unit_ns, uint64_t *ns)
 {
     char *end;
@@ -175,7 +176,7 @@ static bool parse_option(struct sim_state *state, const char *key, size_t length
     return false;
 }
 
-/* The devices and options of a spec; if false, *at is where it is not understood. */
+/* Reads the devices and options of a spec; if false, *at is the first character that was not understood. */
 bool sim_parse_spec(struct sim_state *state, const char **at)
 {
     state->host_total_bytes = (uint64_t)512 << 30;
@@ -212,7 +213,7 @@ bool sim_parse_spec(struct sim_state *state, const char **at)
                 return false;
         }
     }
-    /* A machine with contexts that cost nothing is for round sums: nothing else is taken either. */
+    /* A machine whose contexts cost nothing is for round numbers, so nothing else is taken either. */
     if (state->unusable_bytes == UINT64_MAX)
         state->unusable_bytes = state->context_bytes ? SIM_UNUSABLE_BYTES : 0;
     if (state->growth_bytes == UINT64_MAX)

@@ -1,10 +1,10 @@
 /* The simulated libcuda.so.1: streams, events, kernel launches.
  *
- * A launch changes the memory at once and gives its stream work for as long as the kernel says; the
- * device divides its time between processes (sim_time.c).  A thread that synchronizes sleeps for the
- * least time that this can take, and looks again.
+ * A launch changes the memory at once and gives its stream work of the kernel's duration; the device
+ * divides its time between processes (sim_time.c).  A thread that synchronizes sleeps for the minimum
+ * time that this can take, and checks again.
  *
- * A stream takes about 1000 launches that have not ended; the next one waits for the oldest
+ * A stream takes about 1000 unfinished launches; the next one waits for the oldest
  * (forums.developer.nvidia.com topic 68937).
  *
  * Host functions (CUDA Driver API reference 13.0, cuLaunchHostFunc) run in a thread of the driver,
@@ -25,14 +25,14 @@ enum { EVENT_DISABLE_TIMING = 2, EVENT_INTERPROCESS = 4, EVENT_FLAGS = 7 }; /* 1
 struct CUevent_st {
     CUcontext context;
     bool has_time;
-    uint64_t recorded_ns; /* 0: never, which counts as done */
+    uint64_t recorded_ns; /* 0 if never recorded, which counts as done */
     struct sim_mark mark;
     CUstream stream;
 };
 
 struct CUstream_st *sim_streams;
 static struct CUstream_st default_stream[SIM_DEVICES];
-static _Atomic uint64_t host_calls_begun, host_calls_ended; /* one after the other, in this order */
+static _Atomic uint64_t host_calls_begun, host_calls_ended; /* host calls run one at a time, in this order */
 
 struct host_call {
     CUhostFn function;
@@ -43,7 +43,7 @@ struct host_call {
 
 /* ---- streams ---- */
 
-/* 0, CU_STREAM_LEGACY (1) and CU_STREAM_PER_THREAD (2): the current device's default one. */
+/* 0, CU_STREAM_LEGACY (1) and CU_STREAM_PER_THREAD (2) are the current device's default stream. */
 static struct CUstream_st *stream_of(CUstream stream)
 {
     if ((uintptr_t)stream > 2)
@@ -137,8 +137,8 @@ static void wait_for_host_calls(void)
         sim_sleep_ns(HOST_CALL_POLL_NS);
 }
 
-/* A default stream, which waits for all others, is synchronized as its context is.  Nothing is left to
- * release in a process that is locked. */
+/* The synchronisation of a default stream is that of its context, because it waits for all others.  A locked
+ * process has nothing to release. */
 static void release_pools(const struct sim_call *call, CUstream stream)
 {
     if (!call->inside)
@@ -250,8 +250,8 @@ API CUresult cuEventRecord(CUevent event, CUstream stream)
     return CUDA_SUCCESS;
 }
 
-/* Of all that was submitted to the context so far; it waits for nothing.  Here contexts of one device in a
- * process have their work in common. */
+/* Records all work submitted to the context so far, and never waits.  In the simulator a process's contexts on one
+ * device share their work. */
 API CUresult cuCtxRecordEvent(CUcontext context, CUevent event)
 {
     ENTER(SIM_NEED_INIT);
@@ -285,7 +285,7 @@ API CUresult cuEventSynchronize(CUevent event)
     return CUDA_SUCCESS;
 }
 
-/* When an event that is done was reached. */
+/* Returns when an event that is done was reached. */
 static uint64_t reached_ns(CUevent event)
 {
     HOLD_STATE;
@@ -368,6 +368,6 @@ API CUresult cuStreamWaitEvent(CUstream stream, CUevent event, unsigned flags)
         waits->ns = event->mark.ns;
     pthread_mutex_unlock(&sim_local);
     if (!is_same && event->recorded_ns)
-        sim_wait_for(event->mark); /* two devices count apart: the caller waits in the stream's place */
+        sim_wait_for(event->mark); /* two devices count separately, so the caller waits instead of the stream */
     return CUDA_SUCCESS;
 }

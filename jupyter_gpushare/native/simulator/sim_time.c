@@ -3,22 +3,22 @@
  * Facts:
  *   - Processes take turns, and each has "an equal share of time", whatever memory it holds (NVIDIA GPU
  *     Operator, "Time-Slicing GPUs in Kubernetes"; README of github.com/NVIDIA/k8s-device-plugin).
- *   - Slices go round, and a process without work leaves its time to the others (arxiv.org/abs/2406.05221,
- *     on Jetson: "work-conserving round-robin").  One that is alone goes on.
+ *   - Slices rotate, and a process without work leaves its time to the others (arxiv.org/abs/2406.05221,
+ *     on Jetson: "work-conserving round-robin").  A process that is alone continues.
  *   - Slices have one length for the whole GPU (github.com/NVIDIA/k8s-device-plugin issue 354:
  *     `nvidia-smi compute-policy --set-timeslice`, default, short, medium or long; no length is published).
- *     A kernel that is longer goes on in the next one (compute preemption, attribute 90 in cuda.h).
+ *     A longer kernel continues in the next slice (compute preemption, attribute 90 in cuda.h).
  * Inferred:
  *   - The streams of one process run side by side within its slices, at full speed.
- *   - What a dead process submitted is gone when its device files are closed, as its memory is
- *     (sim_moves.c); at the latest when it would get its next slice.
+ *   - The work of a dead process is gone when its device files are closed, like its memory (sim_moves.c);
+ *     at the latest when it would get its next slice.
  * Estimates: the length of a slice (slice=MS; the open kernel modules of driver 580 give a group of channels
- * 1.024 ms, kfifoChannelGroupGetDefaultTimeslice_GV100) and the device time that each change between
- * processes costs (switch=US).
+ * 1.024 ms, kfifoChannelGroupGetDefaultTimeslice_GV100) and the device time of each switch between
+ * processes (switch=US).
  *
- * Nothing here runs by itself: whoever asks divides the time that has passed since the last question.
- * Each process counts the time that it received of a device (`served_ns`).  Its work has marks on that
- * count: it is done when the process has received so much.
+ * Nothing runs by itself: each query divides the time that has passed since the last one.  Each process
+ * counts the time that it received of a device (`served_ns`).  Work has a mark on that count and is done when
+ * the process has received that much.
  */
 #define _GNU_SOURCE
 #include "sim_gpu.h"
@@ -43,7 +43,7 @@ static bool has_ended(const struct sim_process *process)
     return !is_alive && (!process->pid || !sim_are_device_files_open(process));
 }
 
-/* The next process with work gets the device; the holder only if no other has work.  False: none has. */
+/* Gives the device to the next process with work; the holder is the last choice.  Returns false if none has work. */
 static bool pass_on(struct sim_schedule *schedule, uint64_t now)
 {
     for (uint32_t i = 1; i <= SIM_PROCESSES; i++) {
@@ -51,7 +51,7 @@ static bool pass_on(struct sim_schedule *schedule, uint64_t now)
         struct sim_work *work = &schedule->work[next];
         if (!has_work(work))
             continue;
-        if (next == schedule->holder) { /* one slice follows the other */
+        if (next == schedule->holder) { /* its slices follow each other */
             schedule->slice_ends_ns += ((now - schedule->slice_ends_ns) / sim->slice_ns + 1) * sim->slice_ns;
             return true;
         }
@@ -67,7 +67,7 @@ static bool pass_on(struct sim_schedule *schedule, uint64_t now)
     return false;
 }
 
-/* Drop the stretch that is missed least: the gap that it leaves is the shortest for its age. */
+/* Drops the least important stretch: the one that leaves the shortest gap for its age. */
 static void drop_stretch(struct sim_history *history, uint64_t now)
 {
     struct sim_stretch *stretch = history->stretch;
@@ -85,7 +85,7 @@ static void drop_stretch(struct sim_history *history, uint64_t now)
 static void add_stretch(struct sim_history *history, uint64_t from_ns, struct sim_stretch stretch)
 {
     if (history->count && history->stretch[history->count - 1].until_ns == from_ns)
-        history->count--; /* it goes on */
+        history->count--; /* the last stretch continues */
     else if (history->count == SIM_STRETCHES)
         drop_stretch(history, from_ns);
     history->stretch[history->count++] = stretch;
@@ -136,7 +136,7 @@ uint64_t sim_time_left(const struct sim_process *process, uint32_t device, uint6
     uint64_t left = mark_ns - work->served_ns;
     if (work != held && has_work(held) && schedule->slice_ends_ns > schedule->now_ns)
         left += smaller(schedule->slice_ends_ns - schedule->now_ns, held->until_ns - held->served_ns);
-    return smaller(left, SIM_LOOK_NS);
+    return smaller(left, SIM_POLL_NS);
 }
 
 uint64_t sim_time_of(const struct sim_process *process, uint32_t device, uint64_t mark_ns)

@@ -1,4 +1,4 @@
-/* The simulated libcuda.so.1: virtual memory management, and what is shared with other processes.
+/* The simulated libcuda.so.1: virtual memory management, and memory shared with other processes.
  *
  * Fact (CUDA Driver API reference 13.0, "Virtual Memory Management"; cuda.h 13.5, cuMemRelease): a
  * physical allocation (cuMemCreate) lives until it is released *and* no longer mapped *and* its shareable
@@ -21,8 +21,8 @@
 #include "sim_account.h"
 #include "sim_blocks.h"
 
-/* A physical allocation of cuMemCreate: a file, so that it can be mapped anywhere.  A shareable counterpart
- * is another description of it, with a lock that lasts until its last descriptor is closed. */
+/* A physical allocation of cuMemCreate is a file, so that it can be mapped anywhere.  A shareable counterpart is
+ * another open file description, with a lock that lasts until its last descriptor is closed. */
 struct physical {
     struct physical *next;
     int fd;
@@ -33,7 +33,7 @@ struct physical {
 
 static struct physical *physicals;
 
-/* The call itself: glibc has a function for it since 2.27 only. */
+/* Makes the system call directly, because glibc has a function for it only since 2.27. */
 static int memory_file(const char *name)
 {
     return (int)syscall(SYS_memfd_create, name, MFD_CLOEXEC);
@@ -90,7 +90,7 @@ static void end_physical(struct physical *ended)
     free(ended);
 }
 
-/* That a descriptor was closed is seen at the next allocation. */
+/* The next allocation notices that a descriptor was closed. */
 static void end_all(void)
 {
     for (struct physical *next, *at = physicals; at; at = next) {
@@ -260,7 +260,7 @@ API CUresult cuMemRetainAllocationHandle(CUmemGenericAllocationHandle *out, void
     return CUDA_SUCCESS;
 }
 
-/* A descriptor that cannot be imported here: enough to be seen by the checkpoint. */
+/* The descriptor cannot be imported in the simulator; only the checkpoint notices it. */
 API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle handle, int type, unsigned long long flags)
 {
     ENTER(SIM_NEED_INIT);
@@ -276,7 +276,7 @@ API CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandl
     return CUDA_SUCCESS;
 }
 
-/* As above: a descriptor for another driver (cuda.h 11.7: 1 is CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD). */
+/* As above, for a descriptor for another driver (cuda.h 11.7: 1 is CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD). */
 API CUresult cuMemGetHandleForAddressRange(void *out, CUdeviceptr address, size_t bytes, int type,
                                            unsigned long long flags)
 {
@@ -291,7 +291,7 @@ API CUresult cuMemGetHandleForAddressRange(void *out, CUdeviceptr address, size_
     return CUDA_SUCCESS;
 }
 
-/* Sharing between processes is announced, never carried out. */
+/* Sharing between processes is recorded, but never happens. */
 API CUresult cuIpcGetMemHandle(CUipcMemHandle *out, CUdeviceptr address)
 {
     ENTER(SIM_NEED_CONTEXT);

@@ -1,7 +1,7 @@
 #ifndef GPUSHARE_SIM_VIRTUAL_H
 #define GPUSHARE_SIM_VIRTUAL_H
 
-/* After fork, in the child. */
+/* Called in the child after fork. */
 void sim_forget_physical(void);
 
 #endif
