@@ -29,7 +29,7 @@ class GPUShareKube(Configurable):
     ).tag(config=True)
     reservation_namespace = Unicode(
         "kai-resource-reservation",
-        help="Namespace of the pods with which KAI reserves the GPUs of which it gives out parts.",
+        help="Namespace of the pods with which KAI reserves GPUs that it gives out in parts.",
     ).tag(config=True)
     kubeconfig = Unicode(
         "",
@@ -56,8 +56,8 @@ class GPUShareKube(Configurable):
         _SITE.grace_s,
         min=30,
         max=3600,
-        help="Seconds that a seat may take to end once KAI evicts it: so long its lease may take to be "
-        "suspended. 10 s before, the processes of a lease that could not be suspended are ended.",
+        help="Seconds that a seat may take to end once KAI evicts it: the maximum time to suspend its lease. "
+        "10 s before the end, the processes of a lease that could not be suspended are ended.",
     ).tag(config=True)
     seat_resources = Dict(
         {kind: dict(values) for kind, values in _SITE.resources.items()},
@@ -89,22 +89,22 @@ class GPUShareKube(Configurable):
     ).tag(config=True)
     helper_ca_file = Unicode(
         "",
-        help="File with the certificate of the authority that signs those of the device helpers and the "
-        "broker's. It has to be one that signs these names for nobody else.",
+        help="File with the certificate of the authority that signs the certificates of the device helpers "
+        "and the broker. This authority must sign these names for nobody else.",
     ).tag(config=True)
     place_timeout = Float(
         PLACE_S,
-        help="Seconds in which KAI has to decide about the seat of a session that starts: to choose a node, "
-        "to evict others for it, or that it cannot place it, which refuses the start 2 s later. Without a "
-        "decision the start is refused after this time. Less than a cycle of KAI lets it evict for starts "
-        "that are refused by then; longer holds one of the Hub's starts as long while KAI is away.",
+        help="Seconds in which KAI must decide about the seat of a session that starts: choose a node, evict "
+        "others, or refuse it. A refusal by KAI refuses the start 2 s later; without a decision the start is "
+        "refused after this time. If this is less than a cycle of KAI, KAI may evict others for a start that "
+        "is already refused. A longer time blocks one of the Hub's starts for longer while KAI is away.",
     ).tag(config=True)
     seat_timeout = Float(
         SEAT_S,
-        help="Seconds from KAI's decision in which a seat has to start: until evicted work has ended, KAI's "
-        "reservation pod of a GPU that is shared for the first time runs, and a node's first seat has its "
-        "image. Longer waits for work that takes long to end. Together with place_timeout at most 2 s "
-        "less than half of the spawner's start_timeout, after which the Hub gives a start up.",
+        help="Seconds from KAI's decision in which a seat must start. In this time evicted work ends, KAI "
+        "starts its reservation pod if a GPU is shared for the first time, and a node pulls the image of its "
+        "first seat. A longer time suits work that takes long to end. Together with place_timeout it must be "
+        "at least 2 s less than half of the spawner's start_timeout, after which the Hub gives up a start.",
     ).tag(config=True)
 
     @validate("namespace")

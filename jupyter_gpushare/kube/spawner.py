@@ -59,8 +59,8 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
     gpu_runtime_class = Unicode(
         "nvidia",
         help="""
-        Runtime class of pods with a lease; empty: that of the site, as where NVIDIA's
-        runtime is the default. Pods without a lease never get it.
+        Runtime class of pods with a lease. If empty, they keep that of the site, for example
+        where NVIDIA's runtime is the default. Pods without a lease never get it.
         """,
     ).tag(config=True)
 
@@ -68,7 +68,7 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         Dict(),
         [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
         help="""
-        Tolerations of pods with a lease, beside those of `tolerations`.
+        Tolerations of pods with a lease, in addition to those of `tolerations`.
         """,
     ).tag(config=True)
 
@@ -85,10 +85,10 @@ class GPUShareKubeSpawner(GPUShareMixin, KubeSpawner):
         30.0,
         help="""
         Seconds that the cluster may take to place a server's pod on the node of its lease.
-        A server without a lease waits for any node as long as KubeSpawner does.
+        After this time the start is refused, because the node lacks CPU or memory for it,
+        and the next start gets another node.
 
-        Then the start is refused, as the node lacks CPU or memory for it, and the next
-        start gets another node.
+        A server without a lease waits for any node as long as KubeSpawner does.
         """,
     ).tag(config=True)
 

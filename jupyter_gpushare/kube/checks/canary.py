@@ -94,7 +94,7 @@ async def _pod(kube: GPUShareKube, form: Form, node: str, uuid: str) -> dict[str
 
 
 async def _sees(client: ApiClient, kube: GPUShareKube, pod: dict[str, Any], patience_s: float) -> bool:
-    """Create a pod, return whether it succeeds, so sees only its GPU, and delete it in any case."""
+    """Run a pod and delete it in any case; return whether it succeeded, that is, saw only its GPU."""
     name = pod["metadata"]["name"]
     try:
         await client.create(PODS, kube.namespace, pod)

@@ -30,7 +30,7 @@ class Following:
         sleepable: Callable[[], frozenset[str]],
         foreign: Callable[[], Mapping[str, str]],
     ) -> None:
-        """Take ``sleepable`` and ``foreign`` as `KaiEngine` does."""
+        """``sleepable`` and ``foreign`` are as in `KaiEngine`."""
         self._seats = seats
         self._sleepable = sleepable
         self._foreign = foreign

@@ -48,7 +48,7 @@ class KaiEngine(Engine):
         seat_s: float = SEAT_S,
         foreign: Callable[[], Mapping[str, str]] = dict,
     ) -> None:
-        """Take in ``foreign`` a function that names other owners' pods with GPUs by node, for sentences."""
+        """``foreign`` returns the pods of others that have GPUs, by node, as text for sentences."""
         self._seats = seats
         self._following = Following(seats, sleepable, foreign)
         self._changing = Changing(seats, self._following, clock)

@@ -310,7 +310,7 @@ class Starting:
 
 
 def _is_settled(seat: Seat) -> bool:
-    """Return whether a seat is connected or never will be."""
+    """Return whether a seat is connected or never will be; a node may connect before its pod is reported."""
     if seat.seating is Seating.PLACED:
         return bool(seat.devices)
     return seat.seating is not Seating.WAITING

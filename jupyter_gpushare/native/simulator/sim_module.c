@@ -103,13 +103,13 @@ static CUresult read_timed(struct CUmod_st *module, const char *image)
 {
     static const char entry[] = ".entry ", pragma[] = ".pragma \"gpushare busy_ns ";
     for (const char *at = image; (at = strstr(at, entry));) {
-        const char *name = at + strlen(entry), *said = strstr(name, pragma), *end = end_of_block(name);
+        const char *name = at + strlen(entry), *stated = strstr(name, pragma), *end = end_of_block(name);
         size_t length = strcspn(name, "( \t\r\n{");
         at = name;
-        if (!said || !end || said > end)
+        if (!stated || !end || stated > end)
             continue;
         char *behind;
-        const char *number = said + strlen(pragma);
+        const char *number = stated + strlen(pragma);
         uint64_t busy_ns = strtoull(number, &behind, 10);
         if (*number < '0' || *number > '9' || strncmp(behind, "\";", 2))
             return CUDA_ERROR_INVALID_IMAGE;

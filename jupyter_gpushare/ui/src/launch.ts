@@ -34,10 +34,10 @@ export interface IFields {
   readonly checkpoint: CheckpointMode;
   /** Notify the user when the job ends or is paused. */
   readonly notify: boolean;
-  /** A webhook that the job's server calls; empty: none. */
+  /** A webhook that the job's server calls; or empty. */
   readonly notifyUrl: string;
   readonly retries: string;
-  /** A duration such as `4 h`; empty: none. */
+  /** A duration such as `4 h`; or empty. */
   readonly maxRun: string;
   /** Priority within the project; no field in the dialog of a new job, set only by a duplicate. */
   readonly priority: string;
