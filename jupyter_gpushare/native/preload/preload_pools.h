@@ -70,8 +70,8 @@ void pool_may_release(struct pool *pool);
  * ALL_STREAMS of an ordinal, or of an unknown stream (NO_STREAM). */
 bool pools_may_release(void);
 void pools_synchronized(int stream, CUdevice ordinal);
-/* `pool_ends` is called before the driver destroys a pool, so that no other pool gets its handle before; NULL if
- * the pool is unknown.  `pool_ended` is called afterwards, with whether the pool is gone. */
+/* `pool_ends` is called before the driver destroys a pool, so that a new pool with the same handle is not taken for
+ * it; NULL if the pool is unknown.  `pool_ended` is called afterwards, with whether the pool is gone. */
 struct pool *pool_ends(CUmemoryPool handle);
 void pool_ended(struct pool *ending, CUmemoryPool handle, bool is_gone);
 

@@ -128,8 +128,8 @@ API CUresult cuMemFree_v2(CUdeviceptr address)
 
 /* ---- stream ordered ---- */
 
-/* Returns the stream whose order applies; 0 to 2 are the default streams, which wait for each other in the
- * simulator. */
+/* Returns the stream in whose order a pool works; NULL (the order of every stream) for 0 to 2, the default
+ * streams, which wait for each other in the simulator. */
 static CUstream ordered_by(CUstream stream)
 {
     return (uintptr_t)stream > 2 ? stream : NULL;

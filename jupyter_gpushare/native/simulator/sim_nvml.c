@@ -44,7 +44,7 @@ nvmlReturn_t sim_nvml_enter(void)
 {
     if (!sim_nvml_is_open())
         return NVML_ERROR_UNINITIALIZED;
-    sim_hang(SIM_FAULT_HANG_NVML, 0, SIM_DEVICES); /* of no device: the fault of one device does not apply */
+    sim_hang(SIM_FAULT_HANG_NVML, 0, SIM_DEVICES); /* SIM_DEVICES is no device, so faults of one device do not apply */
     return NVML_SUCCESS;
 }
 
