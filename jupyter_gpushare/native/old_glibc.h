@@ -7,8 +7,8 @@
  * libraries from before 2.34.  stat and sscanf have new versions too (2.33, 2.38) and are not used.
  * tests/native/test_glibc.py checks the built libraries.
  *
- * Every C file of the preload library and the simulated driver includes this file, so that a wheel with
- * both has the tag manylinux2014.  It binds nothing with sanitizers, which replace some of these functions.
+ * The C files of the preload library and of the simulated driver include this file, so that a wheel with both
+ * has the tag manylinux2014.  It binds nothing with sanitizers, which replace some of these functions.
  */
 #ifndef GPUSHARE_OLD_GLIBC_H
 #define GPUSHARE_OLD_GLIBC_H

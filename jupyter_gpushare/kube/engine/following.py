@@ -44,7 +44,7 @@ class Following:
         """Return the actions of leases that are due now; none until the cluster is known."""
         if not self._seats.is_known:
             return Plan(())
-        cluster = self.seen(cluster)
+        cluster = self.with_pools(cluster)
         assignment = assigned(cluster, self._seats.seats(), now, frozenset(self.placed))
         cluster = self._delayed(cluster, assignment.seats, now)
         plan = follow(cluster, assignment.seats, now)
@@ -58,7 +58,7 @@ class Following:
 
     def needed(self, cluster: Cluster, now: float) -> tuple[Cluster, Demands, Seats]:
         """Return the cluster as the rules see it, the seats that its leases need, and the existing seats."""
-        cluster = self.seen(cluster)
+        cluster = self.with_pools(cluster)
         seats = assigned(cluster, self._seats.seats(), now, frozenset(self.placed)).seats
         cluster = self._delayed(cluster, seats, now)
         return cluster, self.demands(cluster, now), seats
@@ -66,7 +66,7 @@ class Following:
     def outlook(self, cluster: Cluster, now: float) -> KaiOutlook:
         """Return the outlook on a snapshot."""
         seats = self._seats.seats() if self._seats.is_known else {}
-        cluster = self.seen(cluster)
+        cluster = self.with_pools(cluster)
         seats = assigned(cluster, seats, now, frozenset(self.placed)).seats
         return KaiOutlook(cluster, seats, self.sleepable(), self._misplaced, now)
 
@@ -74,7 +74,7 @@ class Following:
         """Return the nodes on which leases can be suspended; none while the API server does not answer."""
         return self._sleepable() if self._seats.age_s <= STALE_S else frozenset()
 
-    def seen(self, cluster: Cluster) -> Cluster:
+    def with_pools(self, cluster: Cluster) -> Cluster:
         """Return the cluster with its unit pools marked and the starts that have units in them added."""
         ids = {lease.id for lease in cluster.leases}
         starts = (lease for lease in self.placed.values() if lease.id not in ids)
@@ -98,7 +98,7 @@ class Following:
     def latest(self) -> Cluster:
         """Return the cluster as it will be after the last decision is carried out."""
         assert self._decided is not None
-        return self.seen(self._decided)
+        return self.with_pools(self._decided)
 
     def forget(self, cluster: Cluster, now: float) -> None:
         """Forget starts that have expired or are in the snapshot now, and displaced jobs that stopped."""

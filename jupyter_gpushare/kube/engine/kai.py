@@ -97,7 +97,7 @@ class KaiEngine(Engine):
         check_project(lease.project)
         request(lease.size, cluster.devices)
         explain.check_request(cluster, lease)
-        if not takes(self._following.seen(cluster), lease.size):
+        if not takes(self._following.with_pools(cluster), lease.size):
             raise InvalidRequest(
                 "the GPUs here are given out in equal parts, and %1 is none", lease.size.text
             )
@@ -113,7 +113,7 @@ class KaiEngine(Engine):
         """
         placed = self.outlook(cluster, now).grants
         waiting = replace(cluster, leases=tuple(x for x in cluster.leases if x.id not in placed))
-        planned = dry_run(self._following.seen(waiting), now).run().actions
+        planned = dry_run(self._following.with_pools(waiting), now).run().actions
         sleepable = self._following.sleepable()
         nodes = {device.uuid: device.node for device in cluster.devices}
         used = {x.id: {nodes.get(uuid) for uuid in x.devices} for x in cluster.leases}
@@ -143,7 +143,7 @@ class KaiEngine(Engine):
                 if in_force(project, self._seats.queues) != project:
                     found.append(f"The numbers of project {project.name} differ from those of its Queue.")
         if self._changing.cluster is not None:
-            closed = obstacles(self._following.seen(self._changing.cluster))
+            closed = obstacles(self._following.with_pools(self._changing.cluster))
             found += [f"Node {node} grants and lends nothing: {why}." for node, why in closed.items()]
         if self._changing.failure:
             found.append(f"Seats cannot be changed: {self._changing.failure}.")

@@ -177,7 +177,7 @@ class Starting:
         """
         if names := missing((p for p in cluster.projects if p.name == lease.project), self._seats.queues):
             raise Conflict("the cluster has no queue %1: an administrator creates it", names[0])
-        cluster = self._following.seen(cluster)
+        cluster = self._following.with_pools(cluster)
         considered = replace(cluster, leases=(*cluster.leases, lease))
         demand = self._following.demands(considered, now).by_lease[lease.id]
         demand = replace(demand, not_nodes=tuple(sorted({*demand.not_nodes, *not_nodes})))

@@ -138,7 +138,7 @@ ENDS_PRIMARY(cuDevicePrimaryCtxReset_v2)
         CUresult result = real(context);            \
         if (!result && context) {                   \
             forget_context(context, last);          \
-            ask_pools(-1); /* no synchronisation follows */  \
+            ask_pools(-1); /* this call does not synchronize */ \
         } else if (is_own) {                        \
             remember_own_context(context);          \
         }                                           \

@@ -24,7 +24,7 @@ export function useBusy(): [boolean, (action: () => Promise<void>) => void] {
   return [busy, action => void begin(action)];
 }
 
-/** Unlike a disabled or removed button, it keeps the focus, or passes it to the area around it. */
+/** Browsers drop the focus of a disabled or removed button: this one keeps it while off, and passes it on. */
 export function Button(props: IButtonProps): JSX.Element {
   const { off = false, run, ...more } = props;
   const button = React.useRef<HTMLButtonElement>(null);

@@ -5,8 +5,8 @@ import { EventManager, ServerConnection } from '@jupyterlab/services';
 const EVENTS = 'https://jupyter-gpushare.readthedocs.io/events/';
 
 /**
- * Calls `changed` for each of our events and whenever the stream opens, because earlier events are
- * missed.
+ * Calls `changed` for each of our events and whenever the stream opens, because events in between
+ * were missed.
  */
 export function listen(settings: ServerConnection.ISettings, changed: () => void): EventManager {
   // JupyterLab's own event manager has no signal for a reconnection.

@@ -28,7 +28,7 @@ import { Requests } from './requests';
 import { Sight } from './sight';
 import { StatusItem } from './statusbar';
 import { chipIcon, CommandIDs, IGpuModel, IOptions } from './tokens';
-import { speak, trans } from './translate';
+import { setTranslations, trans } from './translate';
 
 const MODEL_ID = 'jupyter-gpushare:model';
 const PANEL_ID = 'gpushare-panel';
@@ -46,7 +46,7 @@ const model: JupyterFrontEndPlugin<IGpuModel> = {
     registry: ISettingRegistry | null,
     translator: ITranslator | null
   ): IGpuModel => {
-    speak((translator ?? nullTranslator).load('jupyter_gpushare'));
+    setTranslations((translator ?? nullTranslator).load('jupyter_gpushare'));
     const requests = new Requests(app.serviceManager.serverSettings);
     const model = new GpuModel(requests);
     // A hidden page sends no requests; it refreshes when it becomes visible.

@@ -11,7 +11,7 @@ import type { IText } from './wire';
 /** JupyterLab's translations; the plugin of the model sets them before anything is shown. */
 export let trans: TranslationBundle;
 
-export function speak(bundle: TranslationBundle): void {
+export function setTranslations(bundle: TranslationBundle): void {
   trans = bundle;
 }
 

@@ -1,6 +1,6 @@
 import type { TranslationBundle } from '@jupyterlab/translation';
 
-import { speak } from '../src/translate';
+import { setTranslations } from '../src/translate';
 
 /** English, from JupyterLab's own null translator. */
 export const trans = {
@@ -8,7 +8,7 @@ export const trans = {
   _n: (one: string, many: string, n: number, ...args: unknown[]) => fill(n === 1 ? one : many, [n, ...args])
 } as unknown as TranslationBundle;
 
-speak(trans);
+setTranslations(trans);
 
 function fill(text: string, args: unknown[]): string {
   return text.replace(/%(\d)/g, (_, index: string) => String(args[Number(index) - 1]));

@@ -3,7 +3,7 @@ import { beforeEach, describe, expect, it, vi } from 'vitest';
 
 import { isoText } from '../src/locale';
 import { messageOf } from '../src/requests';
-import { speak, translated } from '../src/translate';
+import { setTranslations, translated } from '../src/translate';
 import { ANSWERS, JOBS, OFFERS, TIMELINE } from './answers';
 import type { IText } from '../src/wire';
 import { trans } from './trans';
@@ -17,10 +17,10 @@ const LOUD = {
 const inMemory = (gb: string): IText => ({ key: 'size.memory', args: [{ key: 'memory', args: [gb] }] });
 
 describe('translated', () => {
-  beforeEach(() => speak(LOUD));
+  beforeEach(() => setTranslations(LOUD));
 
   it('says in English what the broker says in English', () => {
-    speak(trans);
+    setTranslations(trans);
     for (const answer of [...Object.values(ANSWERS), JOBS, OFFERS]) {
       const here = JSON.stringify(answer).replace('since 14:20', `since ${isoText('2031-05-06T14:20Z')}`);
       expect(translated(answer)).toEqual(JSON.parse(here));
@@ -91,9 +91,9 @@ describe('translated', () => {
       message: "there is no file 'a.py' on this server",
       message_texts: [{ key: 'there is no file %1 on this server', args: ["'a.py'"] }]
     };
-    speak(trans);
+    setTranslations(trans);
     expect(messageOf(JSON.stringify(refused))).toBe("There is no file 'a.py' on this server.");
-    speak(LOUD);
+    setTranslations(LOUD);
     expect(messageOf(JSON.stringify(refused))).toBe("THERE IS NO FILE 'a.py' ON THIS SERVER.");
     const own = { ...refused, message: 'constructor', message_texts: [{ key: 'constructor', args: [] }] };
     expect(messageOf(JSON.stringify(own))).toBe('constructor.');
