@@ -1,1 +1,1 @@
-"""Carry out decisions: `base` has the contracts, `local` the devices of one machine, `hub` the Hub."""
+"""Backends carry out decisions: `base` has the contracts, `local` drives one machine, `hub` the Hub."""

@@ -1,8 +1,8 @@
 """The broker: the one process that decides, stores and answers.
 
-* `app` reads the configuration and starts everything; `respawn` starts it again when it ends.
+* `app` reads the configuration and starts everything; `respawn` restarts it when it ends.
 * `http` answers requests: `handlers`, `routes` (their table), `pages`, `metrics`; `access` identifies
-  callers, `listener` keeps limits.
+  callers, `listener` enforces limits.
 * `views` turns records and measurements into answers.
 * `control` acts: `observer` measures, `loop` decides and reconciles, `effects` carries out;
   `sessions`, `job_starts` and `page_queue` serve the Hub's spawner, `sizes` servers that run, `own_sessions`

@@ -1,7 +1,7 @@
-"""Stored records: leases and jobs with all that the scheduling core does not need.
+"""Stored records: leases and jobs, with the fields that the scheduling core does not need.
 
-Records are frozen; a change is a new record, kept in memory by `registry.Registry`
-and on disk by `store.Store`.
+Records are frozen.  A change makes a new record, which `registry.Registry` keeps in
+memory and `store.Store` on disk.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ class LeaseRecord:
     """A lease, and its execution on the machine."""
 
     lease: Lease
-    uid: int = -1  # its processes run as
+    uid: int = -1  # the user that its processes run as
     attempt: int = 1
     since_at: str = ""  # wall clock (ISO 8601, UTC): when it entered its state
     entered_at: float = 0.0  # the same moment on the monotonic clock
-    counted_at: float = 0.0  # monotonic: its use until then is in the sums, if that is later
+    counted_at: float = 0.0  # monotonic: the sums include its use until then, if later than `entered_at`
     why: str = ""  # the reason of the last decision about it (core `Why`)
     requeue: bool = False  # stopping: it goes back to the queue afterwards
     note: str = ""  # why it is in this state, a part of an English sentence
-    given_to: str = ""  # project of the lease that its GPU was taken for; empty: none, or not known
+    given_to: str = ""  # project of the lease that its GPU was taken for; empty: none, or unknown
     suspend_reason: str = ""  # why it cannot be suspended
     limits: dict[str, int] = field(default_factory=dict)  # bytes per device UUID
     tries: int = 0  # failed starts of this attempt
-    settled: int = 0  # of a job: the newest attempt that ended or failed, and counted as such
-    lost: bool = False  # its device memory could not be restored; until the processes that used it have ended
-    never_sleep: bool = False  # a session that its owner marked: it is not suspended
+    settled: int = 0  # a job's newest attempt that was counted as ended or failed
+    lost: bool = False  # its device memory was not restored, and processes that used it still run
+    never_sleep: bool = False  # the owner marked this session as never to be suspended
     moves: bool = False  # its processes can use another device, and its owner lets it resume there
-    slept_on: tuple[str, ...] = ()  # devices that it had when it was last suspended
-    unprepared: bool = False  # the device helper may have other limits: they are set again
-    guest_bytes: int = 0  # of a guest: the device memory that its host leaves it
+    slept_on: tuple[str, ...] = ()  # its devices when it was last suspended
+    unprepared: bool = False  # the device helper may have other limits, so they must be set again
+    guest_bytes: int = 0  # device memory that the host leaves to this guest
 
     @property
     def held(self) -> tuple[dict[str, int], int, bool, str]:
-        """What the device helper keeps for it: limits, part of each device, whether it borrows, its host."""
+        """What the device helper stores of it: limits, part of each device, whether it borrows, its host."""
         return self.limits, self.lease.held_milli, self.lease.borrowed, self.lease.host
 
     @property
     def moved(self) -> bool:
-        """Whether it has other devices than when it was last suspended."""
+        """Whether its devices differ from those of its last suspension."""
         return self.slept_on not in ((), self.lease.devices)
 
     @property
@@ -77,28 +77,28 @@ class LeaseRecord:
         return self.lease.kind is Kind.TRAIN
 
     def uncounted_s(self, now: float) -> float:
-        """Return the seconds in its present state that are in no sum of use yet."""
+        """Return the seconds in its present state that no sum of use includes yet."""
         return max(0.0, now - max(self.entered_at, self.counted_at))
 
     @property
     def handle(self) -> str:
-        """The name of this attempt at the device helper, and of a job's server at the Hub.
+        """Name of this attempt at the device helper, and of a job's server at the Hub.
 
-        A late effect on an earlier attempt therefore has no target.
+        Each attempt has its own, so a late effect on an earlier attempt has no target.
         """
         return f"{self.lease.id}-{self.attempt}"
 
     @property
     def server(self) -> str:
-        """Name of the server at the Hub; of a job, that of this attempt."""
+        """Name of the server at the Hub; each attempt of a job has its own."""
         return self.handle if self.is_job else self.lease.server
 
 
 def with_current_boot(records: Sequence[LeaseRecord], now: float, wall: str) -> tuple[LeaseRecord, ...]:
     """Return records of another boot with monotonic times of this one; ``wall`` is the clock time of ``now``.
 
-    The order of waiting and the differences stay.  How long the newest of them is ago, the machine's
-    clock says; a clock that was set back says nothing, and then it is now.
+    The order of waiting and the differences between times stay.  The wall clock tells the age of the
+    newest record; if the clock was set back, that age is 0.
     """
     if not records:
         return ()
@@ -121,7 +121,7 @@ def _in_boot(record: LeaseRecord, shift_s: float, now: float, wall: str) -> Leas
     )
     if record.state is State.PENDING:
         return replace(record, lease=lease, entered_at=record.entered_at + shift_s, counted_at=now)
-    # Its processes went with the other boot: it counts as seen from now on.
+    # Its processes ended with the other boot, so its state begins now.
     return replace(record, lease=lease, entered_at=now, since_at=wall, counted_at=now)
 
 
@@ -145,8 +145,8 @@ class JobRecord:
     result: str = ""  # "", "succeeded", "failed", "cancelled", "timed_out"
     exit_code: int | None = None  # of the current attempt, as its runner reported it
     stopped: bool = False  # ... after a request to stop
-    reason_texts: Texts = ()  # why it ended; before that, what its runner said of the attempt
-    attempts: int = 0  # how often it was started, once it has ended
+    reason_texts: Texts = ()  # why it ended; before its end, what its runner reported of the attempt
+    attempts: int = 0  # number of starts, set when it has ended
     failures: int = 0  # failed attempts so far
     preemptions: int = 0  # times it was suspended or requeued
     ran_s: float = 0.0
@@ -154,7 +154,7 @@ class JobRecord:
     total: float | None = None
     measure: Measure | None = None  # of its remaining work
     idempotency_key: str | None = None
-    request_digest: str = ""  # of the request that came with the key; "": none, or of an earlier version
+    request_digest: str = ""  # of the request with the key; "": no key, or stored by an earlier version
 
     @property
     def lease_id(self) -> str:
@@ -163,23 +163,23 @@ class JobRecord:
 
     @property
     def reason(self) -> str:
-        """Its reason in English; empty: none yet."""
+        """The reason in English; empty while there is none."""
         return english(self.reason_texts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A user of the Hub: a name, and the moment at which the Hub made the user.
+    """A user of the Hub: a name, and the moment at which the Hub created the user.
 
-    ``user`` is what leases, jobs, use and decisions of this owner are kept under: the name, or
-    for an earlier user of that name `former`, which no name at the Hub can be (it has a slash).
+    ``user`` is the key of this owner's leases, jobs, use and decisions.  It is the name, or `former`
+    for an earlier user of that name; `former` has a slash, which no name at the Hub has.
     """
 
     user: str
     name: str
-    created: str = ""  # as the Hub says it (`wall_clock.exact`); empty: not known
-    uid: int = -1  # of the system user of that name; -1: there is none, or it is not known
-    held: bool = False  # an administrator says what becomes of its waiting jobs
+    created: str = ""  # as the Hub reports it (`wall_clock.exact`); empty: unknown
+    uid: int = -1  # of the system user of that name; -1: there is none, or it is unknown
+    held: bool = False  # its waiting jobs stay until an administrator decides about them
 
     @property
     def is_former(self) -> bool:
@@ -187,29 +187,29 @@ class Owner:
         return self.user != self.name
 
     def with_known(self, created: str, uid: int = -1) -> Owner:
-        """Return the owner with what was not known before, and the moment as the Hub's database keeps it."""
+        """Return the owner with unknown values filled in and ``created`` as precise as the Hub stores it."""
         is_newer = not self.created or is_whole_second(created)
         return replace(
             self, created=created if is_newer else self.created, uid=uid if self.uid == -1 else self.uid
         )
 
     def is_other(self, created: str, uid: int = -1) -> bool:
-        """Return whether a user of this name is another one; what is not known differs from nothing."""
+        """Return whether a user of this name is another one; an unknown value equals every value."""
         is_uid_other = uid != self.uid and -1 not in (uid, self.uid)
         return is_uid_other or ("" not in (created, self.created) and not is_same(created, self.created))
 
 
 def former(name: str, created: str, uid: int = -1) -> str:
-    """Return what is kept under when the name has another owner: ``ada/2026-11-22T03:05:09.123456Z``.
+    """Return the key of an owner whose name has another owner: ``ada/2026-11-22T03:05:09.123456Z``.
 
-    ``uid`` where the other owner was made at the same moment.
+    ``uid`` tells two owners apart that were created at the same moment.
     """
     return f"{name[:200]}/{created or 'unknown'}" + ("" if uid == -1 else f"/{uid}")
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerMoved:
-    """What was kept under ``old`` is kept under ``new`` from now on; the row of the owner ``old`` goes."""
+    """All records of the owner ``old`` move to ``new``; the row of ``old`` is deleted."""
 
     old: str
     new: str
@@ -217,7 +217,7 @@ class OwnerMoved:
 
 @dataclass(frozen=True, slots=True)
 class OwnerForgotten:
-    """The row of an owner goes; what is kept under ``user`` stays."""
+    """The row of an owner is deleted; the records of ``user`` stay."""
 
     user: str
 
@@ -249,13 +249,13 @@ class UsageRecord:
     day: str
     user: str
     project: str
-    gpu: str = ""  # model of the GPUs; empty: not known
-    used_gpu_s: float = 0.0  # held by what runs
-    computing_gpu_s: float = 0.0  # of it seen to use the GPU, while a broker measured
-    borrowed_gpu_s: float = 0.0  # of it over the guarantee of the project, while a broker measured
+    gpu: str = ""  # model of the GPUs; empty: unknown
+    used_gpu_s: float = 0.0  # held by running leases
+    computing_gpu_s: float = 0.0  # the part of it that computed, while a broker measured
+    borrowed_gpu_s: float = 0.0  # the part of it over the project's guarantee, while a broker measured
     lent_gpu_s: float = 0.0
-    saved_gib_s: float = 0.0  # device memory that was parked in host memory
-    kept_s: float = 0.0  # of the day's budget for "Keep it"
+    saved_gib_s: float = 0.0  # device memory that was saved in host memory
+    kept_s: float = 0.0  # taken from the day's budget for "Keep it"
 
     def plus(self, other: UsageRecord) -> UsageRecord:
         """Return the sum of both, for the day, user, project and model of this one."""
@@ -264,7 +264,7 @@ class UsageRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BusyStretch:
-    """One stretch of work of a session between two pauses, such as a cell; for traces."""
+    """One stretch of a session's work between two pauses, such as a cell; used for traces."""
 
     lease: str
     user: str
@@ -276,7 +276,7 @@ class BusyStretch:
 
 @dataclass(frozen=True, slots=True)
 class UsageAddition:
-    """Use of a day with sums that are on disk only: it is added to them there."""
+    """Use of a day whose sums are on disk only; the database adds it to them."""
 
     use: UsageRecord
 
@@ -289,35 +289,35 @@ class MachineUse:
     """Means over the minutes before ``at`` (wall clock, UTC): numbers of GPUs."""
 
     at: str
-    gpus: float  # all there are
+    gpus: float  # all of the machine
     held: float  # by sessions and jobs
     busy: float  # measured utilization
     lent: float  # held in the capacity of suspended sessions
 
 
 class MetaValue:
-    """A value of which the database has one: a row of its table `meta`."""
+    """A single value of the database: one row of its table `meta`."""
 
     __slots__ = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lags(MetaValue):
-    """By how many GPU-seconds each project is behind its fair share (`core.fairshare`)."""
+    """GPU-seconds that each project is behind its fair share (`core.fairshare`)."""
 
     gpu_s: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserLags(MetaValue):
-    """By how many GPU-seconds each user is behind an equal share, by project and user (`core.fairshare`)."""
+    """GPU-seconds that each user is behind an equal share, by project and user (`core.fairshare`)."""
 
     gpu_s: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartedPairs(MetaValue):
-    """Pairs of jobs that are not tried on one GPU again: `core.pairs.Parted.rows`."""
+    """Pairs of jobs that never share a GPU again: `core.pairs.Parted.rows`."""
 
     rows: list[tuple[str, str, float]] = field(default_factory=list)
 
@@ -339,27 +339,27 @@ class LendingOverride(MetaValue):
     at: str = ""  # wall clock (ISO 8601, UTC)
 
 
-# The key in `Drains` of all devices together, those that come later included.
+# The key in `Drains` of all devices together, including those added later.
 MACHINE = "machine"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drain:
-    """That an administrator empties a device: it takes nothing new."""
+    """An administrator's order to drain a device, which then takes no new lease."""
 
     by: str
     at: str  # wall clock (ISO 8601, UTC), like the next
-    until: str = ""  # owners of sessions are asked to finish by then; empty: no time is named
+    until: str = ""  # owners of sessions are asked to finish by then; empty: no time was set
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drains(MetaValue):
-    """Devices that are being emptied, by UUID or `MACHINE`."""
+    """Devices that are being drained, by UUID or `MACHINE`."""
 
     of: dict[str, Drain] = field(default_factory=dict)
 
     def on(self, uuid: str) -> Drain | None:
-        """Return why a device takes nothing new; None: it is not being emptied."""
+        """Return the drain of a device, or None if it is not being drained."""
         return self.of.get(uuid) or self.of.get(MACHINE)
 
 
@@ -368,13 +368,13 @@ class SuspensionCounts(MetaValue):
     """Suspensions on this machine since the database was created."""
 
     tried: int = 0
-    failed: int = 0  # the driver did not suspend; the processes went on
+    failed: int = 0  # the driver did not suspend; the processes kept running
     lost: int = 0  # device memory that could not be restored
     last_reason: str = ""  # of the last failure or loss
-    last_at: str = ""  # its wall clock (ISO 8601, UTC)
+    last_at: str = ""  # when that was, wall clock (ISO 8601, UTC)
 
     def after_try(self, failure: str, at: str) -> SuspensionCounts:
-        """Return the counts after one more try; ``failure``: why it failed, empty: it did not."""
+        """Return the counts after one more try; ``failure`` is why it failed, empty if it succeeded."""
         tried = replace(self, tried=self.tried + 1)
         return replace(tried, failed=self.failed + 1, last_reason=failure, last_at=at) if failure else tried
 
@@ -384,7 +384,7 @@ class SuspensionCounts(MetaValue):
 
 
 class MetaValues(NamedTuple):
-    """All of them."""
+    """All values of `meta`."""
 
     lags: Lags
     lending: LendingOverride
@@ -396,7 +396,7 @@ class MetaValues(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectOverride:
-    """A project's numbers as changed through the API; None: as configured."""
+    """A project's numbers as changed through the API; None means as configured."""
 
     name: str
     quota_milli: int | None = None

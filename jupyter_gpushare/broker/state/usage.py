@@ -1,9 +1,9 @@
-"""What leases and GPUs did, added up: lending, use, shares, and counts for metrics.
+"""Sums over leases and GPUs: lending, use, shares, and counts for metrics.
 
-What a lease holds, lends and parks counts when its stretch in one state ends, and every few
-minutes before (`Registry.store_sums`): `LeaseRecord.counted_at` says until when, so that a crash
-counts nothing twice or not at all.  What computes and what is borrowed is sampled by
-`control.observer`: a crash loses the minutes since the last commit.
+The use that a lease holds, lends or saves is counted when its stretch in one state ends, and
+every few minutes before that (`Registry.store_sums`).  `LeaseRecord.counted_at` is the time of
+the last count, so a crash neither loses use nor counts it twice.  `control.observer` samples
+which GPUs compute and which are borrowed; a crash loses the samples since the last commit.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from jupyter_gpushare.protocol.helper import DeviceSample
 from jupyter_gpushare.wall_clock import before, by_day
 
 # ---- lending: the part of suspended sessions' capacity that other leases really use
-# On one device the capacity of all leases, suspended sessions included, exceeds
-# the device only while sessions are suspended.  The excess is lent, and every
-# suspended session there lends its part of it.  A session that is suspended
-# while no other lease uses its capacity lends nothing.  A stretch is counted before every
-# change on its device: between two changes nothing changes.
+# The capacity of all leases on one device, including suspended sessions, exceeds the
+# device only while sessions are suspended.  The excess is lent, and each suspended
+# session lends its part of it.  A suspended session lends nothing while no other lease
+# uses its capacity.  A stretch is counted before each change on its device, so what is
+# lent is constant within a stretch.
 
-# A lender with the device (UUID), the GPUs that it lends there, and for how many seconds.
+# A lender, the device's UUID, the number of GPUs that it lends there, and the duration in seconds.
 Lent = tuple[LeaseRecord, str, float, float]
 
 
 def sleeps(lease: Lease) -> bool:
-    """Return whether it is a session that is asleep."""
+    """Return whether a lease is a suspended session."""
     return lease.state is State.SUSPENDED and lease.kind is Kind.BUILD
 
 
 def lent_milli(leases: Collection[Lease]) -> Mapping[str, float]:
-    """Return what each session sleeping on one device lends, in thousandths of it, by lease.
+    """Return, by lease, the thousandths of one device that each suspended session lends.
 
-    ``leases`` are all that are bound to the device.
+    ``leases`` are all leases bound to the device.
     """
     asleep = {lease.id: lease.held_milli for lease in leases if sleeps(lease)}
     held = sum(own_milli(lease) for lease in leases if lease.state in HOLDS_CAPACITY)
@@ -62,26 +62,26 @@ def lent_milli(leases: Collection[Lease]) -> Mapping[str, float]:
 
 
 def own_milli(lease: Lease) -> int:
-    """Return the thousandths of each of its devices that a lease holds: none as a guest."""
+    """Return the thousandths of each of its devices that a lease holds; 0 for a guest."""
     return 0 if lease.host else lease.held_milli
 
 
 @dataclass(slots=True)
 class LendingMeter:
-    """Counts it; what was lent while no broker ran, or since the last count before, is not known."""
+    """Measures lending; what was lent while no broker ran, or between its last count and its end, is lost."""
 
-    began_at: float  # monotonic, like the next one
+    began_at: float  # monotonic, like the next field
     counted_at: dict[str, float] = field(default_factory=dict)  # by device
 
     def open(
         self, records: Iterable[LeaseRecord], now: float, devices: Collection[str] | None = None
     ) -> list[Lent]:
-        """Return what was lent on ``devices`` (None: on all) since each was last counted."""
-        there: dict[str, dict[str, LeaseRecord]] = {}
+        """Return what was lent on ``devices`` (None: all) since the last count of each."""
+        on_device: dict[str, dict[str, LeaseRecord]] = {}
         for record in records:
             for device in record.lease.devices:
                 if devices is None or device in devices:
-                    there.setdefault(device, {})[record.id] = record
+                    on_device.setdefault(device, {})[record.id] = record
         return [
             (
                 bound[lender],
@@ -89,14 +89,14 @@ class LendingMeter:
                 milli / WHOLE_GPU,
                 max(0.0, now - self.counted_at.get(device, self.began_at)),
             )
-            for device, bound in there.items()
+            for device, bound in on_device.items()
             for lender, milli in lent_milli([record.lease for record in bound.values()]).items()
         ]
 
     def count(
         self, records: Collection[LeaseRecord], now: float, devices: Collection[str] | None = None
     ) -> list[Lent]:
-        """Return the same, and begin anew."""
+        """Return what `open` does, and start the next count now."""
         found = self.open(records, now, devices)
         if devices is None:
             self.began_at = now
@@ -106,19 +106,19 @@ class LendingMeter:
         return found
 
 
-# ---- use of the machine's GPUs: at this moment, and as means over the last months
-# Four parts add up to all usable GPUs: *computing* and *idle* are held by running
-# sessions and jobs, *lent* is held in the capacity of suspended sessions, *free*
-# is the rest.  What computes was seen to use the GPU: neither holding one nor a busy
-# kernel is enough.  Utilization is measured; allocation is what leases hold.
+# ---- use of the machine's GPUs: now, and as means over the last months
+# Four parts add up to all usable GPUs: running sessions and jobs hold *computing* and
+# *idle*, borrowers hold *lent* in the capacity of suspended sessions, *free* is the
+# rest.  A lease computes if its use of the GPU was measured; holding a GPU or having a
+# busy kernel is not enough.  Utilization is measured; allocation is what leases hold.
 
-# Time that one stored row covers.
+# Period that one stored row covers.
 ROW_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuBreakdown:
-    """Numbers of GPUs; all but ``broken`` add up to the usable ones."""
+    """Numbers of GPUs; all fields but ``broken`` add up to the usable GPUs."""
 
     computing: float = 0.0
     idle: float = 0.0
@@ -135,18 +135,18 @@ class GpuBreakdown:
 def gpu_breakdown(
     leases: Iterable[Lease], usable: Iterable[str], broken: int, at_work: Container[str]
 ) -> GpuBreakdown:
-    """Return the use of the usable devices (UUIDs) by ``leases``; ``at_work``: ids of those that compute."""
+    """Return the use of the usable devices (UUIDs) by ``leases``; ``at_work`` has the ids that compute."""
     bound: dict[str, list[Lease]] = {uuid: [] for uuid in usable}
     for lease in leases:
         for device in lease.devices:
             if device in bound:
                 bound[device].append(lease)
     lent = held = idle = 0.0
-    for there in bound.values():
-        holders = [lease for lease in there if lease.state in HOLDS_CAPACITY]
-        # What a guest computes, it computes in the part of its host.
+    for on_device in bound.values():
+        holders = [lease for lease in on_device if lease.state in HOLDS_CAPACITY]
+        # A guest computes in the part that its host holds.
         busy = {lease.host or lease.id for lease in holders if lease.id in at_work}
-        lent += sum(lent_milli(there).values()) / WHOLE_GPU
+        lent += sum(lent_milli(on_device).values()) / WHOLE_GPU
         held += sum(map(own_milli, holders)) / WHOLE_GPU
         idle += sum(own_milli(lease) for lease in holders if lease.id not in busy) / WHOLE_GPU
     # An idle borrower counts as lent, not as idle.
@@ -165,11 +165,11 @@ class Meter:
 
     def __init__(self, now: float) -> None:
         self._began_at = now
-        self._noted: deque[MachineUse] = deque(maxlen=10_000)  # about one a second
+        self._samples: deque[MachineUse] = deque(maxlen=10_000)  # about one a second
 
     def note(self, share: GpuBreakdown, devices: Iterable[DeviceSample]) -> None:
         """Add one sample."""
-        self._noted.append(
+        self._samples.append(
             MachineUse(
                 at="",
                 gpus=share.usable + share.broken,
@@ -180,23 +180,23 @@ class Meter:
         )
 
     def row(self, now: float, wall: str) -> MachineUse | None:
-        """Return the means since the last row and start the next; None: `ROW_S` has not passed."""
-        if now - self._began_at < ROW_S or not self._noted:
+        """Return the means since the last row and start the next, or None before `ROW_S` has passed."""
+        if now - self._began_at < ROW_S or not self._samples:
             return None
-        row = replace(_mean(self._noted), at=wall)
+        row = replace(_mean(self._samples), at=wall)
         self._began_at = now
-        self._noted.clear()
+        self._samples.clear()
         return row
 
 
-def downsample(rows: Sequence[MachineUse], until: str, hours: float, most: int) -> list[MachineUse | None]:
-    """Return the means of ``most`` equal parts of the last ``hours``, oldest first; None: no rows."""
+def downsample(rows: Sequence[MachineUse], until: str, hours: float, count: int) -> list[MachineUse | None]:
+    """Return the means of ``count`` equal parts of the last ``hours``, oldest first; None if no rows."""
     end = datetime.fromisoformat(until)
-    part = timedelta(hours=hours) / most
-    parts: list[list[MachineUse]] = [[] for _ in range(most)]
+    part = timedelta(hours=hours) / count
+    parts: list[list[MachineUse]] = [[] for _ in range(count)]
     for row in rows:
-        number = most - 1 - int((end - datetime.fromisoformat(row.at)) / part)
-        if 0 <= number < most:
+        number = count - 1 - int((end - datetime.fromisoformat(row.at)) / part)
+        if 0 <= number < count:
             parts[number].append(row)
     return [_mean(found) if found else None for found in parts]
 
@@ -216,13 +216,13 @@ def _mean(rows: Collection[MachineUse]) -> MachineUse:
 
 # Days of use that are shown to users, and kept in memory.
 WEEK_DAYS = 7
-# Its device memory lies in host memory, until a resumption is over.
+# States in which the device memory of a lease is in host memory.
 _ASLEEP = (State.SUSPENDED, State.RESUMING)
 _Key = tuple[str, str, str, str]
-# Stretches of work between two commits; the oldest are dropped.
+# Maximum number of stretches between two commits; older ones are dropped.
 _MAX_STRETCHES = 5_000
-# Shorter ones are no work, but what is left of the time of a sample.
-_LEAST_STRETCH_S = 1.0
+# A shorter stretch is an artifact of the sampling interval.
+_MIN_STRETCH_S = 1.0
 Counted = UsageRecord | UsageAddition
 
 
@@ -246,40 +246,40 @@ class Amounts(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UsageQuery:
-    """Which use, and by what it is added up."""
+    """A selection of use, and the fields that group its sums."""
 
-    since: str  # a day, the first
-    until: str  # a day, the last
+    since: str  # the first day
+    until: str  # the last day
     by: tuple[str, ...]  # of "user", "project", "gpu", and "day" or "month"
-    user: str | None = None  # only of this one
+    user: str | None = None  # None: all
     project: str | None = None
 
     def group(self, use: UsageRecord) -> tuple[str, ...] | None:
-        """Return the group of a record, in the order of ``by``; None: it is not asked for."""
+        """Return the group of a record, in the order of ``by``, or None if it is not selected."""
         if not self.since <= use.day <= self.until:
             return None
         if self.user not in (None, use.user) or self.project not in (None, use.project):
             return None
-        values = {"month": use.day[:7], **{name: getattr(use, name) for name in ("day", *_OF_USE)}}
+        values = {"month": use.day[:7], **{name: getattr(use, name) for name in ("day", *_GROUP_FIELDS)}}
         return tuple(values[name] for name in self.by)
 
 
-_OF_USE = ("user", "project", "gpu")
+_GROUP_FIELDS = ("user", "project", "gpu")
 AMOUNTS = Amounts._fields
 # A group, in the order of `UsageQuery.by`, and its sums.
 UsageSum = tuple[tuple[str, ...], Amounts]
 
 
 def held_gpus(lease: Lease) -> float:
-    """Return the number of GPUs that a placed lease holds: none as a guest."""
+    """Return the number of GPUs that a placed lease holds; 0 for a guest."""
     return own_milli(lease) * len(lease.devices) / WHOLE_GPU
 
 
 class UsageSums:
-    """The sums of the last days; earlier ones are on disk only."""
+    """The sums of the last `WEEK_DAYS`; earlier sums are on disk only."""
 
     def __init__(self, model: Callable[[Collection[str]], str], began_at: float) -> None:
-        self._model = model  # of the first of these devices (UUIDs); empty: not known
+        self._model = model  # returns the models of devices (UUIDs); empty if unknown
         self._lending = LendingMeter(began_at=began_at)
         self.sums: dict[_Key, UsageRecord] = {}
         self._kept_s: defaultdict[tuple[str, str, str], float] = defaultdict(float)
@@ -287,7 +287,7 @@ class UsageSums:
         self._stretches: deque[BusyStretch] = deque(maxlen=_MAX_STRETCHES)  # not stored yet
 
     def load(self, stored: Iterable[UsageRecord]) -> None:
-        """Replace all sums by those on disk."""
+        """Replace all sums with those on disk."""
         self.sums = {_key(u): u for u in stored}
         self._unstored.clear()
         self._kept_s.clear()
@@ -295,7 +295,7 @@ class UsageSums:
             self._kept_s[use.day, use.user, use.project] += use.kept_s
 
     def move_owner(self, old: str, new: str) -> None:
-        """Let the use of one owner be that of another; the database does the same (`OwnerMoved`)."""
+        """Move the use of the owner ``old`` to ``new``; the database does the same (`OwnerMoved`)."""
         for key in [key for key in self.sums if key[1] == old]:
             use = replace(self.sums.pop(key), user=new)
             before = self.sums.get(_key(use))
@@ -311,15 +311,15 @@ class UsageSums:
         )
 
     def kept_s(self, day: str, user: str, project: str) -> float:
-        """Return for how long a user kept idle sessions of a project, seconds of a day's budget."""
+        """Return the seconds of a day's budget that a user spent to keep idle sessions of a project."""
         return self._kept_s.get((day, user, project), 0.0)
 
     def kept_projects(self, day: str, user: str) -> list[str]:
-        """Return the projects of which a user kept idle sessions on a day."""
+        """Return the projects whose idle sessions a user kept on a day."""
         return [project for at, by, project in self._kept_s if (at, by) == (day, user)]
 
     def of(self, record: LeaseRecord, until: str, seconds: float) -> list[UsageRecord]:
-        """Return what the ``seconds`` of a lease before ``until`` (ISO 8601) count for, by day."""
+        """Return the use of a lease in the ``seconds`` before ``until`` (ISO 8601), one record per day."""
         lease, found = record.lease, []
         if lease.state is not State.RUNNING and lease.state not in _ASLEEP:
             return []
@@ -332,14 +332,14 @@ class UsageSums:
         return found
 
     def open(self, records: Collection[LeaseRecord], now: float, until: str) -> list[UsageRecord]:
-        """Return what was held, parked and lent until ``now`` and is in no sum; ``until``: its wall clock."""
+        """Return the use until ``now`` that is in no sum; ``until`` is the wall-clock time of ``now``."""
         held = [use for record in records for use in self.of(record, until, record.uncounted_s(now))]
         return held + self._lent_of(self._lending.open(records, now), until)
 
     def count_held(
         self, records: Iterable[LeaseRecord], now: float, until: str
     ) -> tuple[list[LeaseRecord], list[Counted]]:
-        """Count what was held and parked until ``now``; returns the changed leases and sums."""
+        """Count what was held and saved until ``now``; return the changed leases and sums."""
         counted: list[LeaseRecord] = []
         sums: list[Counted] = []
         for record in records:
@@ -351,7 +351,7 @@ class UsageSums:
     def count_lent(
         self, records: Collection[LeaseRecord], now: float, until: str, devices: Collection[str] | None = None
     ) -> list[Counted]:
-        """Count what was lent on ``devices`` (None: on all) until ``now``, before a change there."""
+        """Count what was lent on ``devices`` (None: all) until ``now``; called before a change on them."""
         lent = self._lending.count(records, now, devices)
         return [self.count(use) for use in self._lent_of(lent, until)]
 
@@ -369,7 +369,7 @@ class UsageSums:
         ]
 
     def count(self, stretch: UsageRecord) -> Counted:
-        """Add a stretch of use to its day; returns what to store, the day's new sum if it is in memory."""
+        """Add a stretch of use to its day; return what to store: the day's new sum, or the addition to it."""
         key = _key(stretch)
         if stretch.kept_s:
             for yesterday in [key for key in self._kept_s if key[0] != stretch.day]:
@@ -387,7 +387,7 @@ class UsageSums:
         return stretch
 
     def sample(self, lease: Lease, until: str, seconds: float, computing: float, borrowed: float) -> None:
-        """Add the last ``seconds`` of a lease that has so many GPUs computing and borrowed; stored later."""
+        """Add the last ``seconds`` of a lease with its computing and borrowed GPUs; stored later."""
         for day, within in by_day(until, seconds):
             use = UsageRecord(
                 day=day,
@@ -403,10 +403,10 @@ class UsageSums:
     def visited(
         self, guest: Lease, host: Lease, until: str, seconds: float, gpus: float, borrowed: float
     ) -> None:
-        """Count that a guest got ``gpus`` of what its host held in the last ``seconds``; stored later.
+        """Move ``gpus`` of a host's use in the last ``seconds`` to its guest; stored later.
 
-        It is the guest's, and not the host's any more, so that the sum of both is what the host held;
-        ``borrowed``: which share of the host is over its project's guarantee.
+        The sum of both stays what the host held.  ``borrowed`` is the part of the host's GPUs that is
+        over its project's guarantee.
         """
         for day, within in by_day(until, seconds):
             for lease, gpu_s in ((guest, within * gpus), (host, -within * gpus)):
@@ -422,8 +422,8 @@ class UsageSums:
                 self._unstored.add(_key(use))
 
     def worked(self, lease: Lease, ago_s: float, duration_s: float, wall: str) -> None:
-        """Note that a session worked for ``duration_s``, from ``ago_s`` before ``wall`` on; stored later."""
-        if duration_s >= _LEAST_STRETCH_S and lease.devices:
+        """Note that a session worked for ``duration_s``, starting ``ago_s`` before ``wall``; stored later."""
+        if duration_s >= _MIN_STRETCH_S and lease.devices:
             stretch = BusyStretch(
                 lease=lease.id,
                 user=lease.user,
@@ -435,7 +435,7 @@ class UsageSums:
             self._stretches.append(stretch)
 
     def unstored(self) -> list[UsageRecord | BusyStretch]:
-        """Return sums with samples, and stretches of work, that are not on disk; the caller stores them."""
+        """Return the sums and stretches of work that are not on disk yet; the caller stores them."""
         found: list[UsageRecord | BusyStretch] = [self.sums[k] for k in self._unstored if k in self.sums]
         found += self._stretches
         self._stretches.clear()
@@ -448,7 +448,7 @@ def _key(use: UsageRecord) -> _Key:
 
 
 # ---- lags of projects and of users: updated every round, stored every few minutes
-# A crash loses minutes of a horizon of hours.
+# A crash loses a few minutes of a horizon of hours.
 
 
 class FairnessTracker:
@@ -470,7 +470,7 @@ class FairnessTracker:
 
     @property
     def behind(self) -> Mapping[User, Behind]:
-        """The users that are behind; empty before the first update."""
+        """The users that are behind an equal share; empty before the first update."""
         return self._users.behind() if self._users else {}
 
     def update_users(
@@ -480,9 +480,9 @@ class FairnessTracker:
         leases: Callable[[], Iterable[Lease]],
         now: float,
     ) -> None:
-        """Bring the lags of users up to ``now``; from there on these devices and leases count.
+        """Bring the lags of users up to ``now``; from then on these devices and leases count.
 
-        ``leases`` are asked for when ``version`` is another than at the last call.
+        ``leases`` is called only if ``version`` has changed since the last call.
         """
         if self._users is None:
             stored = self.stored_users.gpu_s.items()
@@ -495,7 +495,7 @@ class FairnessTracker:
         self._users.review()
 
     def move_owner(self, old: str, new: str) -> UserLags:
-        """Let the lags of one owner be those of another; returns what to store."""
+        """Move the lags of the owner ``old`` to ``new``; return what to store."""
         if self._users is not None:
             self.stored_users = _by_project(self._users.forget_faded())
         moved: dict[User, float] = {}
@@ -508,7 +508,7 @@ class FairnessTracker:
         return self.stored_users
 
     def drop_users(self) -> None:
-        """Forget who is behind: the order in force does not ask.  What is stored counts from there on."""
+        """Forget who is behind, because the present order does not use it; the stored lags remain."""
         self._users = self._users_counted = None
 
     def update(
@@ -519,9 +519,9 @@ class FairnessTracker:
         leases: Callable[[], Iterable[Lease]],
         now: float,
     ) -> None:
-        """Bring the lags up to ``now``; from there on these projects, devices and leases count.
+        """Bring the lags up to ``now``; from then on these projects, devices and leases count.
 
-        ``leases`` are asked for when ``version`` is another than at the last call.
+        ``leases`` is called only if ``version`` has changed since the last call.
         """
         ledger, built_from = self._ledger, (projects, devices)
         if ledger is not None:
@@ -535,7 +535,7 @@ class FairnessTracker:
             self._counted = version
 
     def to_store(self) -> list[MetaValue]:
-        """Return the lags of projects and users, as far as they are new."""
+        """Return the lags of projects and of users, each only if changed."""
         found: list[MetaValue] = []
         if self._ledger is not None:
             lags = Lags(gpu_s={name: round(lag, 1) for name, lag in self._ledger.lags_gpu_s.items()})
@@ -558,22 +558,22 @@ def _by_project(lags: Mapping[User, float]) -> UserLags:
 
 
 # ---- counts and durations since the broker started, for metrics; not stored --
-# Labels are bounded: states, kinds, reasons and phases of the program, and projects as
-# configured; never users or leases.
+# Labels are bounded: the program's states, kinds, reasons and phases, and configured
+# projects; never users or leases.
 
-# Upper bounds in seconds: of moves, and of waiting in the queue.
+# Upper bounds of the buckets, in seconds: of moves, and of waits in the queue.
 MOVE_BOUNDS_S = (0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0, 80.0, 160.0)
 WAIT_BOUNDS_S = (1.0, 10.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 12 * 3600.0, 24 * 3600.0, 72 * 3600.0)
-# A longer silence between two measurements counts as this.
-_LONGEST_S = 60.0
+# A longer gap between two measurements counts as this.
+_MAX_GAP_S = 60.0
 
 
 @dataclass(slots=True)
 class Durations:
-    """How many durations were within each bound, and their sum in seconds."""
+    """A histogram of durations: the number within each bound, and the sum in seconds."""
 
     bounds_s: tuple[float, ...]
-    counts: Counter[int] = field(default_factory=Counter)  # by index of the first bound that is not less
+    counts: Counter[int] = field(default_factory=Counter)  # by index of the first bound >= the duration
     sum_s: float = 0.0
 
     def add(self, seconds: float) -> None:
@@ -582,7 +582,7 @@ class Durations:
         self.sum_s += max(0.0, seconds)
 
     def buckets(self) -> Iterator[tuple[str, float]]:
-        """Yield each bound and how many were within it, as Prometheus has them; the last is +Inf."""
+        """Yield each bound and the number of durations within it, as Prometheus does; the last is +Inf."""
         within = 0
         for index, bound in enumerate((*map(str, self.bounds_s), "+Inf")):
             within += self.counts[index]
@@ -595,14 +595,14 @@ def _moves() -> Durations:
 
 @dataclass(slots=True)
 class Tally:
-    """What happened since the broker started."""
+    """Counts and durations of events since the broker started."""
 
     moves: Counter[tuple[str, str, str]] = field(default_factory=Counter)  # by kind, old and new state
     spawns: Counter[str] = field(default_factory=Counter)  # "granted", "asleep", or why one was refused
-    gpu_s: Counter[str] = field(default_factory=Counter)  # GPU-seconds by use of the machine
+    gpu_s: Counter[str] = field(default_factory=Counter)  # GPU-seconds by part of `GpuBreakdown`
     guest_gpu_s: defaultdict[str, float] = field(
         default_factory=lambda: defaultdict(float)
-    )  # that guests got, by their project
+    )  # what guests got, by their project
     guests_left: Counter[str] = field(default_factory=Counter)  # by reason
     suspend: Durations = field(default_factory=_moves)
     wake: dict[str, Durations] = field(default_factory=lambda: defaultdict(_moves))  # by phase
@@ -613,7 +613,7 @@ class Tally:
     _noted_at: float | None = None
 
     def moved(self, before: LeaseRecord, state: State, now: float, observed: Observation | None) -> None:
-        """Count that a lease goes to ``state``."""
+        """Count that a lease enters ``state``."""
         lease = before.lease
         self.moves[lease.kind, before.state, state] += 1
         since_s = now - before.entered_at
@@ -631,7 +631,7 @@ class Tally:
 
     def used(self, share: GpuBreakdown, now: float) -> None:
         """Add the time since the last measurement to the GPU-seconds of each use."""
-        passed_s = 0.0 if self._noted_at is None else min(_LONGEST_S, now - self._noted_at)
+        passed_s = 0.0 if self._noted_at is None else min(_MAX_GAP_S, now - self._noted_at)
         self._noted_at = now
         for name in ("computing", "idle", "lent", "free", "broken"):
             self.gpu_s[name] += passed_s * getattr(share, name)
