@@ -134,7 +134,7 @@ async def test_stretches_below_a_second_are_not_kept(site):
 
 def test_an_export_is_read_in_pages_of_short_columns_that_no_commit_waits_for(tmp_path, monkeypatch):
     monkeypatch.setattr(store_module, "PAGE", 7)
-    monkeypatch.setattr(store_module, "_REQUESTS", 3)
+    monkeypatch.setattr(store_module, "_REQUESTS_PER_QUERY", 3)
     pages: list[tuple[str, int, int]] = []
     plain = Store._rows
 

@@ -11,8 +11,8 @@ from jupyter_gpushare.broker.control import administration, snapshot
 from jupyter_gpushare.broker.engine.local import LocalEngine
 from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig
 from jupyter_gpushare.broker.state.session_queue import (
+    ABANDONED_S,
     BARRED_S,
-    LEFT_S,
     MAX_PLACES,
     MAX_PLACES_PER_USER,
     RESERVED_S,
@@ -63,9 +63,9 @@ async def test_a_session_waits_until_its_gpu_is_reserved_and_then_starts_on_it(s
 async def test_a_place_ends_when_it_is_not_asked_for_again_or_given_up(site, broker):
     await site.session("ada", "1")
     await ask(broker, "bo")
-    await asyncio.sleep(LEFT_S - 5)
+    await asyncio.sleep(ABANDONED_S - 5)
     await ask(broker, "bo")
-    await asyncio.sleep(LEFT_S - 5)
+    await asyncio.sleep(ABANDONED_S - 5)
     assert seen(broker, "bo").position == 1
     await asyncio.sleep(10)
     assert waiting_sessions(broker.views, None) == []
@@ -81,7 +81,7 @@ async def test_a_place_is_kept_while_the_helper_is_silent_and_no_new_one_is_give
     site.helper_silent = True
     await until(lambda: site.now - broker.registry.devices.sampled_at > 6)
     for _ in range(3):  # longer than a place lasts without a request
-        await asyncio.sleep(LEFT_S / 2)
+        await asyncio.sleep(ABANDONED_S / 2)
         assert (await ask(broker, "bo")).state == "waiting"
     for other, size in (("bo", "1/2"), ("cy", "1")):
         with pytest.raises(Conflict) as refused:

@@ -1,8 +1,8 @@
-"""What of a site ends sessions that stay idle, asleep or not: cullers of the Hub, and settings of servers.
+"""Mechanisms of a site that end idle sessions, suspended or not: cullers of the Hub, settings of servers.
 
-A culler is a service of the Hub that runs jupyterhub-idle-culler.  Its limits are read from its command,
-as the Hub has it; one that a site starts elsewhere is not known.  It goes by the activity that the Hub
-has of a server.  Settings of a server are told by the server itself (`wire.KernelActivity.ends_in_s`).
+A culler is a service of the Hub that runs jupyterhub-idle-culler.  Its limits are read from its command in
+the Hub's configuration; a culler that the site starts elsewhere is unknown.  A culler judges a server by
+the activity that the Hub recorded.  A server reports its own settings (`wire.KernelActivity.ends_in_s`).
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from jupyter_gpushare.wall_clock import before
 # The setting of Jupyter Server that ends kernels.
 KERNEL_SETTING = "cull_idle_timeout"
 _PROGRAMS = frozenset({"jupyterhub_idle_culler", "jupyterhub-idle-culler", "cull_idle_servers.py"})
-_LONGEST_S = 1e9  # more is never
-_TIMEOUT_S = 600.0  # of a culler whose command has none (jupyterhub-idle-culler 2.0)
+_MAX_S = 1e9  # a longer time means never
+_TIMEOUT_S = 600.0  # default of jupyterhub-idle-culler 2.0
 
 
 class SiteEnd(NamedTuple):
-    """The earliest moment at which something of a site may end a session or a kernel of it."""
+    """The earliest time at which a site's culler or setting may end a session or a kernel of it."""
 
-    at: str  # ISO 8601, UTC; empty: it is not known
+    at: str  # ISO 8601, UTC; empty: unknown
     by: str  # a setting, or the service of the Hub
-    is_server: bool = True  # else kernels of it
-    is_age: bool = False  # used or not
+    is_server: bool = True  # False: it ends kernels only
+    is_age: bool = False  # True: it ends servers by age, even while in use
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +38,13 @@ class Culler:
     """A service of the Hub that stops idle servers."""
 
     service: str
-    timeout_s: float | None  # None: its command does not say it
+    timeout_s: float | None  # None: its command does not tell
     max_age_s: float = 0.0  # 0: none
     default_servers: bool = True
     named_servers: bool = True
 
     def ends(self, key: ServerKey, server: HubServer) -> Iterator[SiteEnd]:
-        """Yield when it may stop a server of which the Hub knows no later activity."""
+        """Yield the times at which it may stop a server, if the Hub sees no further activity."""
         if self.named_servers if key.server else self.default_servers:
             yield SiteEnd(_after(server.last_activity or server.started, self.timeout_s), self.service)
         if self.max_age_s:  # of all servers
@@ -59,7 +59,7 @@ def _after(at: str, seconds: float | None) -> str:
 
 
 def culler_of(service: str, command: str | Sequence[str]) -> Culler | None:
-    """Return the culler that a service of the Hub with this command is; None: it is none."""
+    """Return the culler that a service of the Hub runs with this command, or None if it runs none."""
     command = [command] if isinstance(command, str) else command
     words = [word for each in command for word in _words(str(each))]
     if not any(PurePath(word.removeprefix("-m")).name in _PROGRAMS for word in words):
@@ -83,7 +83,7 @@ def _words(text: str) -> list[str]:
 
 
 def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield options of a command: ``--timeout=60``, ``--timeout 60``, ``--IdleCuller.timeout=60``."""
+    """Yield the options of a command: ``--timeout=60``, ``--timeout 60``, ``--IdleCuller.timeout=60``."""
     for word, following in zip(words, (*words[1:], ""), strict=True):
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
@@ -93,15 +93,15 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             )
 
 
-def _number(given: Mapping[str, str], name: str, otherwise: float | None) -> float | None:
-    """Return seconds; None: what is given is no number, such as a variable of a shell."""
+def _number(given: Mapping[str, str], name: str, default: float | None) -> float | None:
+    """Return the seconds of an option, or None if its value is no number, such as a shell variable."""
     if name not in given:
-        return otherwise
+        return default
     try:
         seconds = float(given[name])
     except ValueError:
         return None
-    return min(max(0.0, seconds), _LONGEST_S) if not math.isnan(seconds) else None
+    return min(max(0.0, seconds), _MAX_S) if not math.isnan(seconds) else None
 
 
 def _is_on(given: Mapping[str, str], name: str) -> bool:
@@ -110,13 +110,13 @@ def _is_on(given: Mapping[str, str], name: str) -> bool:
 
 @dataclass(slots=True)
 class Culling:
-    """The cullers of the Hub, and what they go by of the servers with a lease; not stored."""
+    """The cullers of the Hub, and the state of servers with a lease that they use; not stored."""
 
     cullers: tuple[Culler, ...] = ()
     servers: Mapping[ServerKey, HubServer] = field(default_factory=dict)
 
     def saw(self, servers: Mapping[ServerKey, HubServer], leased: Iterable[ServerKey]) -> None:
-        """Take in the Hub's servers; of one that stops or has gone, what the Hub said before counts."""
+        """Store the Hub's servers; keep the earlier state of a server that is stopping or gone."""
         known = dict[ServerKey, HubServer]()
         for key in leased:
             now, earlier = servers.get(key), self.servers.get(key)
@@ -125,7 +125,7 @@ class Culling:
         self.servers = known
 
     def end(self, key: ServerKey) -> SiteEnd | None:
-        """Return when a culler of the Hub may stop a server; None: none does."""
+        """Return when a culler of the Hub may stop a server, or None if none does."""
         server = self.servers.get(key, HubServer())
         ends = [end for culler in self.cullers for end in culler.ends(key, server)]
         return min(ends, key=lambda end: end.at or "~", default=None)

@@ -15,7 +15,7 @@ from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import ComputeShare
 
-# ---- where the administrator lets the broker announce what happens to jobs ---
+# ---- receivers of the broker's messages about jobs, as the administrator allows
 
 _URL_CHARS = 2_000
 _ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}@[A-Za-z0-9][A-Za-z0-9.-]{0,252}")
@@ -23,18 +23,18 @@ _ADDRESS = re.compile(r"[A-Za-z0-9][A-Za-z0-9._+-]{0,63}@[A-Za-z0-9][A-Za-z0-9.-
 
 @dataclass(frozen=True, slots=True)
 class Receivers:
-    """Where messages go; empty: nowhere."""
+    """Where messages go; an empty field means nowhere."""
 
-    url: str = ""  # gets JSON by POST
-    mail_command: tuple[str, ...] = ()  # gets a mail on its standard input
-    mail_to: str = "{user}"  # an address, with {user} for the name of the job's owner
+    url: str = ""  # receives JSON by POST
+    mail_command: tuple[str, ...] = ()  # receives a mail on its standard input
+    mail_to: str = "{user}"  # an address; {user} stands for the name of the job's owner
     mail_from: str = ""
 
     def address_of(self, user: str) -> str:
         """Return the mail address of a user.
 
         Raises:
-            InvalidRequest: the name of the user makes none.
+            InvalidRequest: the name of the user makes no valid address.
         """
         address = self.mail_to.replace("{user}", user)
         if not _ADDRESS.fullmatch(address):
@@ -42,10 +42,10 @@ class Receivers:
         return address
 
     def check(self, user: str, request: wire.JobRequest) -> None:
-        """Refuse a job that asks for mail where there is none.
+        """Refuse a job that asks for mail if the site or the user has none.
 
         Raises:
-            InvalidRequest: says what to change.
+            InvalidRequest: its text says what to change.
         """
         if request.notify_mail and not self.mail_command:
             raise InvalidRequest(
@@ -56,7 +56,7 @@ class Receivers:
 
 
 def is_url(text: str) -> bool:
-    """Return whether a text is an http or https URL with a host, of printable ASCII without blanks."""
+    """Return whether a text is an http or https URL with a host, in printable ASCII without spaces."""
     if len(text) > _URL_CHARS or not text.isascii() or not text.isprintable() or " " in text:
         return False
     try:
@@ -71,18 +71,18 @@ def is_url(text: str) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProjectConfig:
-    """One project as configured; ``quota`` is GPUs, or a percentage of all there are."""
+    """One project as configured; ``quota`` is a number of GPUs or a percentage of all GPUs."""
 
     name: str
-    quota_milli: int | None = None  # exactly one of the two
+    quota_milli: int | None = None  # exactly one of these two is set
     quota_percent: float | None = None
     weight: int = 1
     limit_milli: int | None = None
     priority: int = 0
-    priority_max: int = 0  # the highest that its members may give to their jobs
+    priority_max: int = 0  # the highest priority that its members may give to their jobs
     groups: tuple[str, ...] = ()  # members of these Hub groups belong to it
-    never_sleep: bool = False  # its members may mark sessions that are not suspended
-    # Of its sessions; None: as the site's (`Policy`).
+    never_sleep: bool = False  # its members may mark sessions as never to be suspended
+    # Rules of its sessions; None: the site's (`Policy`).
     idle_timeout_s: float | None = None
     notice_s: float | None = None
     max_hold_s: float | None = None
@@ -112,12 +112,12 @@ class ProjectConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Policy:
-    """What the site decides: projects, limits and the knobs of the planner; defaults in `DEFAULT_POLICY`."""
+    """The site's projects, limits and planner settings; most defaults are those of `DEFAULT_POLICY`."""
 
     projects: tuple[ProjectConfig, ...]
     idle_timeout_s: float = DEFAULT_POLICY.idle_timeout_s
     notice_s: float = DEFAULT_POLICY.notice_s
-    adaptive_idle: bool = False  # each session's own idle timeout, learnt from its pauses
+    adaptive_idle: bool = False  # each session learns its own idle timeout from its pauses
     order: Order = DEFAULT_ORDER
     las_thresholds_gpu_s: tuple[float, ...] = DEFAULT_POLICY.las_thresholds_gpu_s
     min_run_s: float = DEFAULT_POLICY.min_run_s
@@ -128,17 +128,17 @@ class Policy:
     grace_s: float = DEFAULT_POLICY.grace_s
     max_grace_s: float = 120.0
     min_fraction_milli: int = 1
-    sizes: tuple[Size, ...] = (Size(250), Size(500), Size(1000))  # offered
+    sizes: tuple[Size, ...] = (Size(250), Size(500), Size(1000))  # offered to users
     max_jobs_per_user: int = 1_000  # queued or running
     max_jobs: int = 10_000
     max_waiters_per_user: int = 8  # long polls
     keep_minutes_per_day: float = 120.0
-    fake_busy_after_s: float = 4 * 3600.0  # 0: never told
-    max_hold_s: float | None = None  # without GPU work the processor alone keeps a session busy for so long
+    fake_busy_after_s: float = 4 * 3600.0  # 0: no notice
+    max_hold_s: float | None = None  # maximum time that CPU work without GPU work keeps a session busy
     lending: LendingMode = LendingMode.ON
     compute_share: ComputeShare = ComputeShare.OFF
     share: bool = False  # jobs whose owners agreed may run on the GPU of another job
-    share_between_projects: bool = False  # also of a job of another project
+    share_between_projects: bool = False  # even on the GPU of another project's job
     _by_name: Mapping[str, ProjectConfig] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -149,16 +149,16 @@ class Policy:
         return tuple(p.project(total_milli, overrides.get(p.name)) for p in self.projects)
 
     def project_config(self, name: str) -> ProjectConfig | None:
-        """Return the configuration of a project; None for one that is not configured."""
+        """Return the configuration of a project, or None if it is not configured."""
         return self._by_name.get(name)
 
     def max_hold_of(self, name: str) -> float | None:
-        """Return for how many seconds the processor alone keeps a session of a project busy; None: always."""
+        """Return the seconds for which CPU work alone keeps a project's session busy; None: no limit."""
         own = self._by_name.get(name)
         return self.max_hold_s if own is None or own.max_hold_s is None else own.max_hold_s
 
     def idle_timeout_of(self, name: str) -> float:
-        """Return the idle timeout of a project's sessions, in seconds, unless it is learnt from pauses."""
+        """Return the seconds of the idle timeout of a project's sessions, unless they learn their own."""
         own = self._by_name.get(name)
         return self.idle_timeout_s if own is None or own.idle_timeout_s is None else own.idle_timeout_s
 
@@ -170,12 +170,12 @@ class Policy:
         return config.priority_max if config else 0
 
     def projects_of(self, groups: Iterable[str]) -> tuple[str, ...]:
-        """Return the names of the projects that members of ``groups`` belong to, in configured order."""
+        """Return the names of the projects of these Hub groups, in configured order."""
         mine = set(groups)
         return tuple(p.name for p in self.projects if mine & set(p.groups))
 
     def settings(self, host_budget_bytes: int = 0) -> Settings:
-        """Return the knobs that `core` reads."""
+        """Return the settings that `core` reads."""
         return Settings(
             idle_timeout_s=self.idle_timeout_s,
             notice_s=self.notice_s,
@@ -193,7 +193,7 @@ class Policy:
 
 
 def beyond_machine(projects: Iterable[Project], total_milli: int) -> str:
-    """Return that ``projects`` are guaranteed more than ``total_milli`` of GPU; empty: they are not."""
+    """Return a warning if ``projects`` are guaranteed more than ``total_milli`` of GPU; else empty."""
     promised = sum(project.quota_milli for project in projects)
     if not 0 < total_milli < promised:
         return ""
@@ -205,7 +205,7 @@ def gpus_to_milli(value: Any, what: str) -> int:
     """Return thousandths of a GPU for a configured number of GPUs.
 
     Raises:
-        InvalidRequest: not a number, negative, or finer than 1/1000.
+        InvalidRequest: the value is not a number, negative, or finer than 1/1000.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1_000_000:
         raise InvalidRequest(f"{what} is a number of GPUs, 0 or more, not {value!r}")
@@ -225,10 +225,10 @@ _IDLE_KEYS = {
 
 
 def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
-    """Return one entry of ``GPUShareBroker.projects``.
+    """Return the project of one entry of ``GPUShareBroker.projects``.
 
     Raises:
-        InvalidRequest: an unknown key, or a value out of range.
+        InvalidRequest: a key is unknown, or a value is out of range.
     """
     if not isinstance(config, Mapping):
         raise InvalidRequest(f"project {name}: a dict of quota, weight, ..., not {config!r}")
@@ -274,12 +274,12 @@ def parse_project(name: str, config: Mapping[str, Any]) -> ProjectConfig:
         priority_max=priority_max,
         groups=tuple(groups),
         never_sleep=never_sleep,
-        **{field: _positive(name, key, config[key]) for key, field in _IDLE_KEYS.items() if key in config},
+        **{field: _duration(name, key, config[key]) for key, field in _IDLE_KEYS.items() if key in config},
     )
 
 
-def _positive(name: str, key: str, value: Any) -> float | None:
-    """Return a number of seconds or minutes with the bounds of the site's own; None: as the site's."""
+def _duration(name: str, key: str, value: Any) -> float | None:
+    """Return a valid number of seconds or minutes, or None for the site's own."""
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 10_000_000:

@@ -1,8 +1,8 @@
 """Leases and jobs in memory and on disk; the only module that changes them.
 
-* A lease changes by a `transitions.Transition` or `Edit`, is logged, and is
+* A `transitions.Transition` or `Edit` changes a lease.  The change is logged, and
   committed before the caller acts on it.
-* Measurements (`devices`, `observations`) are kept beside the records and not stored.
+* Measurements (`devices`, `observations`) are in memory only.
 * Readers wait on `notifications`, which numbers all changes.
 """
 
@@ -62,26 +62,26 @@ log = logging.getLogger("gpushare.broker")
 # Owners and administrators read it; every entry is also stored.
 
 # Entries in memory; the database has all.
-_KEPT = 1_000
+_MAX_ENTRIES = 1_000
 
 
 class DecisionLog:
-    """Creates all entries and keeps the latest in memory."""
+    """Creates all entries and keeps the newest in memory."""
 
     def __init__(self, wall: Callable[[], str], stored: Iterable[DecisionRecord] = ()) -> None:
-        self.latest = deque(stored, maxlen=_KEPT)
+        self.latest = deque(stored, maxlen=_MAX_ENTRIES)
         self.counted: Counter[tuple[str, str]] = Counter()  # by action and reason, for metrics
         self._wall = wall
         self._seq = self.latest[-1].seq if self.latest else 0
 
     def move_owner(self, old: str, new: str) -> None:
-        """Let the entries about one owner's leases be those of another."""
+        """Move the entries about leases of the owner ``old`` to ``new``."""
         for number, entry in enumerate(self.latest):
             if entry.user == old:
                 self.latest[number] = replace(entry, user=new)
 
     def made_way_for(self, lease_id: str) -> tuple[str, ...]:
-        """Return the actions on other leases for this one since its last grant, of the latest entries."""
+        """Return the actions on other leases for this one since its last grant, from the newest entries."""
         found: dict[str, None] = {}
         for entry in reversed(self.latest):
             if entry.lease == lease_id and entry.action == "grant":
@@ -93,7 +93,7 @@ class DecisionLog:
     def add(
         self, record: LeaseRecord | None, action: str, text: Text, *, why: str = "", for_lease: str = ""
     ) -> DecisionRecord:
-        """Return a new entry, which the caller stores; without a lease it concerns the machine."""
+        """Return a new entry, which the caller stores; without a lease the entry is about the machine."""
         self._seq += 1
         self.counted[action, why] += 1
         entry = DecisionRecord(
@@ -111,37 +111,37 @@ class DecisionLog:
         return entry
 
 
-# ---- the owners that the broker knows, and those of them of which no waiting job starts
+# ---- the owners that the broker knows; no waiting job of an absent owner starts
 
 
 class KnownOwners:
-    """Changed by `control.ownership` alone, which says which of them are absent."""
+    """All owners, and the absent ones; only `control.ownership` changes them."""
 
     def __init__(self) -> None:
         self.of: dict[str, Owner] = {}  # by `Owner.user`
         self.absent: frozenset[str] = frozenset()
-        self.are_undated = False  # the Hub does not say of all users when it made them
-        self.doubted = asyncio.Event()  # the Hub may not have an owner
+        self.are_undated = False  # the Hub does not report the creation time of all users
+        self.doubted = asyncio.Event()  # set when the Hub may not have an owner
 
     def load(self, stored: Iterable[Owner]) -> None:
-        """Replace all owners by those on disk."""
+        """Replace all owners with those on disk."""
         self.of = {owner.user: owner for owner in stored}
         self.absent |= {user for user, owner in self.of.items() if owner.held or owner.is_former}
 
     def doubt(self, user: str) -> None:
-        """Start no job of an owner until the Hub was asked: it said that it has no such user."""
+        """Start no job of an owner until the Hub is asked again; it reported that it has no such user."""
         self.absent |= {user}
         self.doubted.set()
 
 
 # ---- all leases that have not ended, waiting jobs apart from the others ------
-# Thousands of jobs may wait, and nothing is measured about them.  So what looks at
-# every lease once a second looks at the others only, and what needs the waiting
-# ones keeps its result until a number here changes.
+# Thousands of jobs may wait, and nothing is measured about them.  So code that visits
+# leases every second visits only the others, and code that needs the waiting jobs
+# caches its result until a counter of the index changes.
 
 
 class LeaseIndex:
-    """Leases by id, as read-only views: ``all``, and its parts ``queued`` and ``placed``."""
+    """Leases by id, as read-only views: ``all``, which consists of ``queued`` and ``placed``."""
 
     def __init__(self) -> None:
         self._all: dict[str, LeaseRecord] = {}
@@ -155,7 +155,7 @@ class LeaseIndex:
         self._kept: tuple[object, tuple[Lease, ...]] = None, ()
 
     def put(self, record: LeaseRecord) -> None:
-        """Add a lease, or replace it."""
+        """Add or replace a lease."""
         is_queued = record.is_job and record.state is State.PENDING
         into, other = (self._queued, self._placed) if is_queued else (self._placed, self._queued)
         self._all[record.id] = into[record.id] = record
@@ -164,7 +164,7 @@ class LeaseIndex:
         self._queue_changes += is_queued or was_elsewhere
 
     def drop(self, id: str) -> None:
-        """Remove a lease, if it is there."""
+        """Remove a lease, if the index has it."""
         if self._all.pop(id, None) is not None:
             self.changes += 1
             self._placed.pop(id, None)
@@ -180,7 +180,7 @@ class LeaseIndex:
     ) -> tuple[Lease, ...]:
         """Return what ``as_planned`` makes of the waiting jobs.
 
-        Made anew after a change of the queue or of ``version``, on which it may depend.
+        The result is cached until the queue or ``version`` changes.
         """
         key = self._queue_changes, version
         if self._kept[0] != key:
@@ -188,7 +188,7 @@ class LeaseIndex:
         return self._kept[1]
 
 
-# ---- the lending mode in force: as configured, unless an administrator has set another one
+# ---- the lending mode in force: the configured one, unless an administrator has set another
 
 
 @dataclass(slots=True)
@@ -205,7 +205,7 @@ class LendingSwitch:
 
     @property
     def obstacle(self) -> str:
-        """Why no session is suspended, as a part of a sentence; empty: lending is on."""
+        """Why no session is suspended, as a part of a sentence; empty while lending is on."""
         match self.mode:
             case LendingMode.ON:
                 return ""
@@ -215,10 +215,9 @@ class LendingSwitch:
                 return "lending is switched off on this machine"
 
 
-# ---- readers that wait -------------------------------------------------------
-# Notifications of readers that wait for a change, such as long polls: bundled, with a sequence number.
+# ---- notifications of readers that wait for a change, such as long polls ------
 
-# Minimum interval between notifications: changes in between are sent together.
+# Minimum interval between notifications; changes in between are bundled.
 _INTERVAL_S = 0.1
 # Changes per epoch; 2**21 epochs fit into the integers that a JSON number holds exactly.
 _PER_EPOCH = 2**32
@@ -227,8 +226,8 @@ _PER_EPOCH = 2**32
 class Notifications:
     """Counts changes (`seq`) and wakes waiting readers.
 
-    The numbers of a broker are above those of its predecessor: a client with
-    a request that outlived a restart would otherwise take new answers for old ones.
+    The numbers of a broker are above those of its predecessor.  Otherwise a client whose
+    request outlived a restart would take new answers for old ones.
     """
 
     def __init__(self, epoch: int) -> None:
@@ -246,12 +245,12 @@ class Notifications:
             self._timer = loop.call_at(max(loop.time(), self._notified_at + _INTERVAL_S), self._notify)
 
     def enter(self, epoch: int) -> None:
-        """Count on from a higher epoch, as a change; readers are notified."""
+        """Continue with the numbers of a higher epoch, and count this as a change."""
         self.seq = epoch * _PER_EPOCH
         self.add()
 
     def is_last(self, seq: int) -> bool:
-        """Return whether a reader with ``seq`` has all changes; False for a number of another broker."""
+        """Return whether a reader with ``seq`` knows all changes; False for a number of another broker."""
         return self.notified_seq <= seq <= self.seq
 
     def _notify(self) -> None:
@@ -261,7 +260,7 @@ class Notifications:
         self._event = asyncio.Event()
 
     async def wait_after(self, seq: int, timeout_s: float) -> None:
-        """Return after the notification of a change later than ``seq``, or after the timeout."""
+        """Wait until a change after ``seq`` is notified, or until the timeout."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 while self.notified_seq <= seq:
@@ -272,8 +271,8 @@ class Notifications:
 
 # Ended jobs in memory; the database has all.
 _MAX_ENDED_JOBS = 2_000
+# Intervals at which a job's progress, and lags and sums of use, are stored.
 _PROGRESS_S = 10.0
-# Interval of storing lags, lending and use of the GPUs.
 _SUMS_S = 300.0
 _WAITING = (State.PENDING, State.SUSPENDED)
 
@@ -290,8 +289,8 @@ class Registry:
         self.iso_now = wall
         self.index = LeaseIndex()
         self._jobs, self._observations = dict[str, JobRecord](), dict[str, Observation]()
-        # Read-only views: leases and jobs change through the methods below and nowhere else.
-        self.leases = self.index.all  # those that have not ended
+        # Read-only views: only the methods below change leases and jobs.
+        self.leases = self.index.all  # leases that have not ended
         self.jobs: Mapping[str, JobRecord] = MappingProxyType(self._jobs)
         self.observations: Mapping[str, Observation] = MappingProxyType(self._observations)
         self.decisions = DecisionLog(wall)
@@ -304,14 +303,14 @@ class Registry:
         self.tally, self.devices, self.culling = Tally(), DeviceObservations(), Culling()
         self.session_queue = SessionQueue()
         self.usage = UsageSums(self.devices.model_name, clock())
-        self.hub_backoff_until = float("-inf")  # no job is started before
-        self.notices: dict[str, Notice] = {}  # by the session whose owner is told
+        self.hub_backoff_until = float("-inf")  # no job is started before this time
+        self.notices: dict[str, Notice] = {}  # by the session whose owner is notified
         self.notifications = Notifications(store.epoch)
         self.journal = Journal(store, self._roll_back)
         self.changed = asyncio.Event()  # wakes the loop
 
     def load(self, boot_id: str) -> None:
-        """Take over the state of the last broker; monotonic times of another boot become those of this one.
+        """Take over the state of the last broker; convert monotonic times of another boot to this one.
 
         Raises:
             StoreError: the database failed.
@@ -322,12 +321,12 @@ class Registry:
         if loaded.boot_id != boot_id:
             leases = with_current_boot(leases, now, self.iso_now())
             self.store.begin_boot(boot_id, leases)
-            # Its moments are those of another clock.
+            # Its times belong to another clock.
             loaded = replace(loaded, meta=loaded.meta._replace(parted=PartedPairs()))
         self._take(leases, loaded)
 
     def _roll_back(self) -> None:
-        """Replace leases, jobs and sums by those on disk; what is measured about a lease stays.
+        """Replace leases, jobs and sums with those on disk; measurements of leases stay.
 
         Raises:
             StoreError: the database cannot be read.
@@ -361,8 +360,8 @@ class Registry:
         """Take an epoch above ``epoch``.
 
         Raises:
-            DiskFull: it cannot be stored; the broker does nothing before it is.
-            StoreError: a newer broker uses the database, or it failed; the broker ends.
+            DiskFull: the epoch cannot be stored; the broker does nothing until it is.
+            StoreError: a newer broker uses the database, or the database failed; the broker ends.
         """
         if epoch >= self.store.epoch:
             if self.journal.is_disk_full and not await self.journal.retry():
@@ -371,7 +370,7 @@ class Registry:
             self.notifications.enter(self.store.epoch)
 
     async def edit(self, record: LeaseRecord, edit: Edit, *also: Change) -> LeaseRecord:
-        """Change a lease within its state and store it with ``also``; returns the new record.
+        """Change a lease within its state and store it with ``also``; return the new record.
 
         Raises:
             Conflict: the lease has ended.
@@ -382,7 +381,7 @@ class Registry:
         return changed
 
     async def edit_all(self, edits: Iterable[tuple[LeaseRecord, Edit]], *also: Change) -> list[LeaseRecord]:
-        """Change leases as `edit` does, all or none; a job in ``also`` is changed with them."""
+        """Change leases as `edit` does, all or none; replace jobs in ``also`` with them."""
         self.journal.check()
         changed = [edit(self._current(record)) for record, edit in edits]
         for record in changed:
@@ -407,7 +406,7 @@ class Registry:
         await self.notify()
 
     async def put_progress(self, job: JobRecord) -> None:
-        """Keep the progress of a job; on disk at most every `_PROGRESS_S`: a crash loses only a few reports.
+        """Keep the progress of a job; store it at most every `_PROGRESS_S`, so a crash loses few reports.
 
         Raises:
             StoreError: the database failed; the broker ends.
@@ -434,7 +433,7 @@ class Registry:
         await self.notify()
 
     async def add_granted(self, record: LeaseRecord, grant: Grant) -> LeaseRecord:
-        """Store a new session that is granted in the same step, so that no other lease gets its capacity.
+        """Store and grant a new session in one step, so that no other lease gets its capacity.
 
         Raises:
             DiskFull: nothing is changed.
@@ -446,7 +445,7 @@ class Registry:
         return await self.advance(record, transition)
 
     def granted(self, record: LeaseRecord, grant: Grant) -> Granted:
-        """Return the transition of a grant, with memory limits from the parts of the devices."""
+        """Return the transition of a grant, with memory limits from the held parts of the devices."""
         kind = GrantedAsleep if grant.asleep else Granted
         return kind(
             why=grant.why,
@@ -463,7 +462,7 @@ class Registry:
         self._observations[record.id] = Observation.since(self.clock())
 
     async def store_sums(self, now: float) -> None:
-        """Store lags, services, lending and use of the GPUs every `_SUMS_S`; a crash loses minutes.
+        """Store lags, lending and use of the GPUs every `_SUMS_S`; a crash loses at most that time.
 
         Raises:
             StoreError: the database failed.
@@ -483,7 +482,7 @@ class Registry:
             await self.journal.commit(*stored)
 
     async def put_override(self, override: ProjectOverride, notice: wire.Text) -> None:
-        """Store new numbers of a project (empty: none), with ``notice`` in the log of decisions.
+        """Store new numbers of a project, or their removal, with ``notice`` in the log of decisions.
 
         Raises:
             DiskFull: nothing is changed.
@@ -499,10 +498,10 @@ class Registry:
     async def advance(
         self, record: LeaseRecord, transition: Transition, *, job: JobRecord | None = None
     ) -> LeaseRecord:
-        """Move a lease along its table, store it, then return the new record; ``job`` is stored with it.
+        """Apply a transition to a lease, store it with ``job``, and return the new record.
 
         Raises:
-            Conflict: not possible in the present state, or the lease has ended; nothing is changed.
+            Conflict: the present state does not allow it, or the lease has ended; nothing is changed.
             DiskFull: nothing is changed.
             StoreError: the database failed; the broker ends.
         """
@@ -515,12 +514,12 @@ class Registry:
     def move(
         self, record: LeaseRecord, transition: Transition, *, job: JobRecord | None = None
     ) -> tuple[LeaseRecord, list[Change]]:
-        """Move a lease in memory; the caller commits the returned changes before it acts on them.
+        """Apply a transition in memory; the caller commits the returned changes before it acts on them.
 
-        Without a wait, so that no reader sees half of a plan.
+        The method does not wait, so that no reader sees half of a plan.
 
         Raises:
-            Conflict: not possible in the present state, or the lease has ended; nothing is changed.
+            Conflict: the present state does not allow it, or the lease has ended; nothing is changed.
         """
         record = self._current(record)
         state, now = advance(record.state, transition.event), self.clock()
@@ -559,12 +558,12 @@ class Registry:
         return changed, [changed, *also]
 
     def _timed(self, lease: Lease, state: State, now: float) -> Lease:
-        """Return a lease in its new state.
+        """Return a lease in its new state, with its times and turns.
 
-        A job that failed to start waits on, as it did not run.  So does a guest, until it has its own device.
+        A job that failed to start keeps its waiting time, as does a guest until it has its own device.
         """
         starts = lease.state in (State.GRANTED, State.RESUMING)
-        keeps = bool(lease.host) and lease.state is state  # the device that its host has left
+        keeps = bool(lease.host) and lease.state is state  # it keeps the device that its host has left
         if lease.kind is Kind.TRAIN and state is State.RUNNING:
             lease = replace(lease, attained_at=None if lease.host else now)
         elif lease.attained_at is not None:
@@ -579,12 +578,12 @@ class Registry:
     def _with_time_as_guest(self, record: LeaseRecord) -> LeaseRecord:
         """Return the record of a guest with the service that it got from its host's GPU."""
         observation = self._observations[record.id]
-        got, observation.guest_gpu_s = observation.guest_gpu_s, 0.0
-        lease = replace(record.lease, attained_gpu_s=record.lease.attained_gpu_s + got)
+        guest_gpu_s, observation.guest_gpu_s = observation.guest_gpu_s, 0.0
+        lease = replace(record.lease, attained_gpu_s=record.lease.attained_gpu_s + guest_gpu_s)
         return replace(record, lease=lease)
 
     def _count_lent(self, devices: Collection[str] | None = None) -> list[Counted]:
-        """Count what was lent on these devices (None: on all) until now, before a change there."""
+        """Count what was lent on these devices (None: all) until now; called before a change on them."""
         return self.usage.count_lent(self.leases.values(), self.clock(), self.iso_now(), devices)
 
     async def record_notice(
@@ -592,8 +591,8 @@ class Registry:
     ) -> None:
         """Add a notice about a lease to the log of decisions, for its owner and administrators.
 
-        ``key`` names its template, of which the first argument is the lease.  Without a lease it concerns
-        the machine, and only administrators see it.  On a full disk it is only logged.
+        ``key`` names its template, whose first argument is the lease.  A notice without a lease is about
+        the machine, and only administrators see it.  While the disk is full it is only logged.
 
         Raises:
             StoreError: the database failed.
@@ -617,7 +616,7 @@ class Registry:
         return self.decisions.add(record, action, line, why=why, for_lease=for_lease)
 
     def _beneficiary(self, record: LeaseRecord, other: LeaseRecord | None) -> wire.Text | None:
-        """Return the name of the lease that profits; users and jobs only within the same project."""
+        """Return the name of the lease that profits, or only its project if that is another one."""
         if other is None or other.id == record.id:
             return None
         if other.lease.project == record.lease.project:
@@ -626,7 +625,7 @@ class Registry:
         return messages.text(key, other.lease.project)
 
     def _current(self, record: LeaseRecord) -> LeaseRecord:
-        """Return the present record of a lease of which the caller may have an older one."""
+        """Return the present record of a lease; the caller may have an older one."""
         current = self.leases.get(record.id)
         if current is None:
             raise Conflict("the lease %1 has ended", record.handle)
@@ -651,7 +650,7 @@ class Registry:
             await self.notify()
 
     def cache_job(self, job: JobRecord) -> None:
-        """Keep a job that the caller stores, and of the ended ones the newest."""
+        """Keep a job that the caller stores, and drop the oldest ended jobs beyond `_MAX_ENDED_JOBS`."""
         self._jobs[job.id] = job
         if not job.result or len(self.jobs) <= _MAX_ENDED_JOBS:
             return
@@ -672,7 +671,7 @@ class Registry:
         """Return a lease that has not ended.
 
         Raises:
-            NotFound: there is none with this id.
+            NotFound: no such lease has this id.
         """
         record = self.leases.get(lease_id)
         if record is None:
@@ -685,7 +684,7 @@ class Registry:
         return record if record is not None and record.handle == handle else None
 
     def of_uid(self, uid: int) -> list[LeaseRecord]:
-        """Return the leases with processes of this uid; none where it is that of several users."""
+        """Return the leases whose processes run as this uid; none if several users share it."""
         found = [record for record in self.leases.values() if record.uid == uid >= 0]
         return found if len({record.lease.user for record in found}) == 1 else []
 
@@ -694,7 +693,7 @@ class Registry:
         return next((r for r in self.leases.values() if r.lease.user == user and r.server == server), None)
 
     def job_of(self, record: LeaseRecord) -> JobRecord | None:
-        """Return the job of a lease; None for a session's."""
+        """Return the job of a lease, or None for a session."""
         return self.jobs.get(record.id[1:]) if record.is_job else None
 
     def subject_of(self, record: LeaseRecord) -> wire.Text:
@@ -705,20 +704,20 @@ class Registry:
         return messages.text("decision.session", user, size)
 
 
-# ---- the budget of a day for keeping idle sessions from being lent -----------
-# A project with ``keep_minutes_per_day`` of its own counts what its sessions are kept by
-# itself; all other projects share the site's budget.
+# ---- the daily budget to keep idle sessions from being lent ------------------
+# A project with its own ``keep_minutes_per_day`` has its own budget; all other projects
+# share the site's budget.
 
 
 def keep_budget(registry: Registry, project: str) -> float:
-    """Return the minutes a day for which a user may keep idle sessions of a project."""
+    """Return the minutes per day for which a user may keep idle sessions of a project."""
     policy = registry.policy
     own = _own(registry, project)
     return policy.keep_minutes_per_day if own is None else own
 
 
 def keep_left(registry: Registry, user: str, project: str = "") -> float:
-    """Return the minutes left today (UTC) in a user's budget for a project; without one, in the site's."""
+    """Return the minutes left today (UTC) in a user's budget for a project, or in the site's budget."""
     today, usage = registry.iso_now()[:10], registry.usage
     if _own(registry, project) is not None:
         used_s = usage.kept_s(today, user, project)

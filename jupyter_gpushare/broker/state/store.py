@@ -1,20 +1,20 @@
-"""The broker's database: its schema, what is read from it, and commits to it.
+"""The broker's database: its schema, reads from it, and commits to it.
 
-SQLite by default, PostgreSQL by URL; never the Hub's.
+SQLite is the default, PostgreSQL is chosen by URL; the Hub's database is never used.
 
 Rules:
 
-* An intent is committed before it is carried out.  Commits run on one thread of
-  their own, off the event loop, in the order of the calls.
-* SQLite runs with WAL and ``synchronous=FULL``, both read back at start: with
-  less, acknowledged commits are lost in a power cut.
-* A commit that fails is never retried: the pages in memory may be wrong by
-  then.  `StoreError` ends the broker, and its parent starts it again.
+* An intent is committed before it is carried out.  Commits run off the event loop,
+  on a thread of their own, in the order of the calls.
+* SQLite runs with WAL and ``synchronous=FULL``, and both are read back at start.
+  Otherwise a power cut could lose acknowledged commits.
+* A failed commit is never retried, because the pages in memory may then be wrong.
+  `StoreError` ends the broker, and its parent restarts it.
 * A full disk is no such failure: the database rolls the commit back before it
   syncs.  `DiskFull` refuses this and all queued commits until `retry` succeeds.
-* One broker per database: a lock (a file beside SQLite, an advisory lock in
-  PostgreSQL) is held for as long as the store is open, and each commit asks
-  whether the epoch is still its own, should the lock have been lost.
+* One broker uses a database.  It holds a lock (a file beside SQLite, an advisory
+  lock in PostgreSQL) while the store is open.  Each commit also checks that the
+  epoch is still its own, in case the lock was lost.
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ from jupyter_gpushare.errors import DiskFull, InvalidRequest, StoreError
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import iso_now
 
-# ---- what a driver of a database says when a statement fails, and whether its disk is full
+# ---- errors of database drivers, and free space ------------------------------
 
 # SQLSTATE of PostgreSQL's disk_full (manual, appendix A).
 _POSTGRESQL_DISK_FULL = "53100"
 
 
 def is_disk_full(error: sa.exc.SQLAlchemyError) -> bool:
-    """Return whether a commit failed for want of space.
+    """Return whether a commit failed because the disk is full.
 
     SQLite reports a write that ENOSPC cut short as SQLITE_FULL, before any sync (os_unix.c, unixWrite).
     """
@@ -102,13 +102,13 @@ def is_disk_full(error: sa.exc.SQLAlchemyError) -> bool:
 
 
 def brief(error: Exception) -> str:
-    """Return what went wrong in one line: the further ones of a driver may quote a row, with its secrets."""
+    """Return an error in one line; a driver's further lines may quote a row, with its secrets."""
     cause = getattr(error, "orig", None) or error
     return f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}"
 
 
 def free_bytes(folder: Path) -> int:
-    """Return the free space of a folder's disk for a process without privileges.
+    """Return the bytes of a folder's disk that a process without privileges can use.
 
     Raises:
         StoreError: the disk does not answer.
@@ -120,13 +120,13 @@ def free_bytes(folder: Path) -> int:
     return space.f_bavail * space.f_frsize
 
 
-# ---- the broker's database as a whole: which schema it has, how it is made and upgraded
+# ---- the schema of the database: check, creation and upgrade -----------------
 # Rules:
 #
-# * An SQLite database is made beside its name and gets the name once it is whole.
-# * An upgrade is one transaction, in SQLite too: its driver commits before DDL unless
-#   it is told where transactions begin (`begin_explicitly`).
-# * A schema that this version does not know is refused, and nothing of it is changed.
+# * A new SQLite database is created under another name and renamed when it is complete.
+# * An upgrade is one transaction.  SQLite's driver would commit before DDL, so
+#   `begin_explicitly` tells it where transactions begin.
+# * A schema that this version does not know is refused and left unchanged.
 
 MIGRATIONS = Path(__file__).parent / "migrations"
 
@@ -135,7 +135,7 @@ def url_of(text: str) -> sa.URL:
     """Return the parsed URL of a database.
 
     Raises:
-        StoreError: a broker can use none of this kind.
+        StoreError: a broker cannot use such a database.
     """
     try:
         url = sa.make_url(text)
@@ -149,11 +149,11 @@ def url_of(text: str) -> sa.URL:
 
 
 def database_trouble(text: str) -> str:
-    """Return why no broker could use the database of a URL; empty: one could, or makes it."""
+    """Return why no broker could use the database of a URL; empty if one could use or create it."""
     try:
         url = url_of(text)
         with _connected(url) as connection:
-            return _left_behind(url) if connection is None else _unknown_schema(connection)
+            return _leftover_journal(url) if connection is None else _unknown_schema(connection)
     except StoreError as error:
         return str(error)
     except (OSError, sa.exc.SQLAlchemyError) as error:
@@ -163,9 +163,9 @@ def database_trouble(text: str) -> str:
 
 
 def stored_overrides(url: str) -> dict[str, ProjectOverride]:
-    """Return, by project, what administrators changed.
+    """Return, by project, the numbers that administrators changed.
 
-    There is none where the database cannot be read: `database_trouble` says why.
+    The result is empty if the database cannot be read; `database_trouble` says why.
     """
     try:
         with _connected(sa.make_url(url)) as connection:
@@ -178,11 +178,11 @@ def stored_overrides(url: str) -> dict[str, ProjectOverride]:
 
 
 def upgrade(engine: sa.Engine) -> None:
-    """Give a database the newest schema, in one transaction; make it first where it is an SQLite file.
+    """Upgrade a database to the newest schema in one transaction; create a missing SQLite file first.
 
     Raises:
-        OSError: no file can be made there.
-        sqlalchemy.exc.SQLAlchemyError: the database failed, and has the schema that it had.
+        OSError: the file cannot be created.
+        sqlalchemy.exc.SQLAlchemyError: the database failed and keeps its old schema.
     """
     if is_to_be_made(engine.url):
         _make_file(engine.url)
@@ -191,22 +191,22 @@ def upgrade(engine: sa.Engine) -> None:
 
 
 def begin_explicitly(engine: sa.Engine) -> None:
-    """Have SQLite's driver begin a transaction where SQLAlchemy does, not at the first INSERT.
+    """Make SQLite's driver begin a transaction where SQLAlchemy does, not at the first INSERT.
 
     Source: SQLAlchemy's manual, dialects, SQLite, "Enabling Non-Legacy SQLite Transactional Modes".
     """
-    sa.event.listen(engine, "connect", _begin_nothing)
+    sa.event.listen(engine, "connect", _disable_implicit_begin)
     sa.event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
 
 
-def _begin_nothing(connection: Any, _record: Any) -> None:
+def _disable_implicit_begin(connection: Any, _record: Any) -> None:
     connection.isolation_level = None
 
 
 def _make_file(url: sa.URL) -> None:
     path = Path(os.path.realpath(url.database or ""))
     new = path.with_name(f"{path.name}.new")
-    # Of a broker that was killed here; no other one is here now.
+    # A broker that was killed here may have left it; the lock keeps other brokers out.
     new.unlink(missing_ok=True)
     os.close(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     engine = sa.create_engine(url.set(database=str(new)), poolclass=sa.NullPool)
@@ -223,7 +223,7 @@ def _make_file(url: sa.URL) -> None:
 
 
 def _in_memory_journal(connection: Any, _record: Any) -> None:
-    # The file is thrown away unless it becomes whole, and is synced once.
+    # An incomplete file is deleted, and a complete one is synced once.
     connection.execute("PRAGMA journal_mode=MEMORY").close()
     connection.execute("PRAGMA synchronous=OFF").close()
 
@@ -242,21 +242,21 @@ def is_to_be_made(url: sa.URL) -> bool:
     return url.get_backend_name() == "sqlite" and (not path.exists() or path.stat().st_size == 0)
 
 
-def _left_behind(url: sa.URL) -> str:
+def _leftover_journal(url: sa.URL) -> str:
     path = os.path.realpath(url.database or "")
-    for rest in (Path(f"{path}-wal"), Path(f"{path}-journal")):
+    for file in (Path(f"{path}-wal"), Path(f"{path}-journal")):
         # SQLite would delete it, with the commits in it.
-        if rest.exists() and rest.stat().st_size:
+        if file.exists() and file.stat().st_size:
             return (
-                f"it is missing or empty, and {rest.name} has what was stored last: put the database back, "
-                f"or move {rest.name} away too"
+                f"it is missing or empty, and {file.name} has what was stored last: put the database back, "
+                f"or move {file.name} away too"
             )
     return ""
 
 
 @contextmanager
 def _connected(url: sa.URL) -> Iterator[Connection | None]:
-    """Connect to a database; None: it is to be made."""
+    """Connect to a database; yield None if it must be created first."""
     if is_to_be_made(url):
         yield None
         return
@@ -302,13 +302,13 @@ def _unknown_schema(connection: Connection) -> str:
 
 # PostgreSQL advisory lock: the letters "gpus".
 _LOCK_KEY = 0x67707573
-# A lock of one 64-bit key shows its low half as objid (PostgreSQL manual, view pg_locks).
+# The view pg_locks shows the low half of a lock's 64-bit key as objid (PostgreSQL manual).
 _LOCK_HOLDER = sa.text(
     "SELECT application_name FROM pg_stat_activity JOIN pg_locks USING (pid)"
     " WHERE locktype = 'advisory' AND objid = :key AND granted"
 )
 _MAX_HOLDER_BYTES = 200
-# Nothing is written with less free space: a commit of the largest request needs about half of it.
+# Nothing is written with less free space.  A commit of the largest request needs about half of it.
 MIN_FREE_BYTES = 4 << 20
 
 T = TypeVar("T")
@@ -316,36 +316,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """All that survives a restart of the broker."""
+    """The state that survives a restart of the broker."""
 
-    leases: tuple[LeaseRecord, ...]  # living ones
-    jobs: tuple[JobRecord, ...]  # living ones and the newest ended ones
+    leases: tuple[LeaseRecord, ...]  # not ended
+    jobs: tuple[JobRecord, ...]  # all that have not ended, and the newest 1,000 that have
     decisions: tuple[DecisionRecord, ...]  # the newest 1,000, oldest first
     overrides: tuple[ProjectOverride, ...]
     owners: tuple[Owner, ...]
-    usage: tuple[UsageRecord, ...]  # of the newest `WEEK_DAYS` days with any
+    usage: tuple[UsageRecord, ...]  # of the newest `WEEK_DAYS` days with any use
     meta: MetaValues
-    boot_id: str  # the boot that the stored monotonic moments belong to
+    boot_id: str  # the boot that the stored monotonic times belong to
 
 
 class Store:
     """The open database.
 
     Raises:
-        StoreError: in use by another broker, with the schema of another version, or broken.
+        StoreError: another broker uses it, its schema is unknown, or it is broken.
     """
 
     def __init__(self, url: str, boot_id: str) -> None:
         self._url = url_of(url)
         self._lock_fd = -1
         self._lock_connection: Connection | None = None
-        self._is_full = False  # in the store's thread alone
+        self._is_full = False  # used in the store's thread only
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store")
         self._scans = ThreadPoolExecutor(max_workers=1, thread_name_prefix="store-scans")
         postgresql = self._url.get_backend_name() == "postgresql"
         connect_args = {"application_name": _holder()} if postgresql else {}
         try:
-            # Parameters are jobs with their secrets: an error must not bring them into the log.
+            # Parameters include jobs with their secrets, which errors must not bring into the log.
             self._engine = sa.create_engine(
                 self._url, pool_pre_ping=True, hide_parameters=True, connect_args=connect_args
             )
@@ -393,7 +393,7 @@ class Store:
         else:
             self._lock_connection = self._engine.connect()
             got = self._lock_connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_KEY))).scalar()
-            self._lock_connection.commit()  # the lock is the session's; no transaction stays open
+            self._lock_connection.commit()  # the session keeps the lock; no transaction stays open
             if not got:
                 holder = self._lock_connection.execute(_LOCK_HOLDER, {"key": _LOCK_KEY}).scalar()
                 raise StoreError(f"another broker uses this database ({holder or 'unknown'}): stop it first")
@@ -404,7 +404,7 @@ class Store:
         upgrade(self._engine)
 
     def _unusable(self, why: str) -> StoreError:
-        with contextlib.suppress(StoreError):  # its disk does not answer
+        with contextlib.suppress(StoreError):  # the disk may not answer
             why += "; its disk is full" if self._free_bytes() < MIN_FREE_BYTES else ""
         return StoreError(f"the broker's database {self._url!r}: {why}")
 
@@ -468,7 +468,7 @@ class Store:
         return tuple(decision_of(row) for row in rows)
 
     async def machine_since(self, at: str) -> tuple[MachineUse, ...]:
-        """Return the use of the machine's GPUs since a time (ISO 8601, UTC), oldest first.
+        """Return the use of the machine's GPUs since ``at`` (ISO 8601, UTC), oldest first.
 
         Raises:
             StoreError: the database cannot be read.
@@ -477,7 +477,7 @@ class Store:
         return tuple(MachineUse(**row) for row in rows)
 
     async def usage(self, query: UsageQuery, before: str, limit: int) -> list[UsageSum]:
-        """Return at most ``limit`` sums of use up to the day before ``before``, which may end the query.
+        """Return at most ``limit`` sums of the selected use, up to the day before ``before``.
 
         Raises:
             StoreError: the database cannot be read.
@@ -488,7 +488,7 @@ class Store:
         )
 
     async def helped(self, user: str, since: str) -> int:
-        """Return for how many other leases the user's sessions were suspended since a time (ISO 8601).
+        """Return the number of leases for which the user's sessions were suspended since a time (ISO 8601).
 
         Raises:
             StoreError: the database cannot be read.
@@ -504,7 +504,7 @@ class Store:
         return await self._in_thread(lambda: self._rows(query))
 
     async def scan(self, query: sa.Select[Any], of: Callable[[sa.RowMapping], T]) -> list[T]:
-        """Return what ``of`` makes of each row of a query that may take long: no commit waits for it.
+        """Return what ``of`` makes of each row of a long query; commits do not wait for it.
 
         Raises:
             StoreError: the database cannot be read.
@@ -521,7 +521,7 @@ class Store:
             raise StoreError(f"the database cannot be read: {brief(error)}") from None
 
     async def has_lease(self, lease_id: str) -> bool:
-        """Return whether there is, or was lately, a lease with this id.
+        """Return whether the database has a lease with this id; it keeps recently ended leases too.
 
         Raises:
             StoreError: the database cannot be read.
@@ -529,7 +529,7 @@ class Store:
         return bool(await self._read(sa.select(leases.c.id).where(leases.c.id == lease_id)))
 
     async def job(self, job_id: str, user: str | None) -> JobRecord | None:
-        """Return a job of ``user`` (None: of any user), also one that is no longer in memory.
+        """Return a job of ``user`` (None: of any user), even if it is no longer in memory.
 
         Raises:
             StoreError: the database cannot be read.
@@ -539,7 +539,7 @@ class Store:
         return job_of(rows[0]) if rows else None
 
     async def job_by_key(self, user: str, key: str) -> JobRecord | None:
-        """Return the job that a user submitted under an idempotency key, however long ago.
+        """Return the job that a user submitted with an idempotency key, even long ago.
 
         Raises:
             StoreError: the database cannot be read.
@@ -554,14 +554,14 @@ class Store:
         """Make ``changes`` durable, all or none, in the order of the calls.
 
         Raises:
-            DiskFull: they are not durable, nor is any later commit until `retry` has succeeded.
+            DiskFull: they are not durable, and no later commit is until `retry` succeeds.
             StoreError: they may not be durable; the broker must end.
         """
         if changes:
             await self._in_thread(lambda: self._write(tuple(changes)))
 
     async def retry(self) -> None:
-        """Take commits again after `DiskFull`, once a small one succeeds.
+        """Accept commits again after `DiskFull` if a small one succeeds.
 
         Raises:
             DiskFull: the disk is still full.
@@ -577,7 +577,7 @@ class Store:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def begin_boot(self, boot_id: str, leases: Sequence[LeaseRecord]) -> None:
-        """Store ``leases`` with times of this boot, and the boot's id, in one commit.
+        """Store this boot's id and ``leases`` with the times of this boot, in one commit.
 
         Raises:
             StoreError: they may not be durable; the broker must end.
@@ -585,11 +585,11 @@ class Store:
         self._write((), boot_id=boot_id, leases=leases)
 
     def raise_epoch(self, epoch: int) -> None:
-        """Take a higher epoch; possible only while the database has this broker's own.
+        """Take a higher epoch; possible only while the database has this broker's epoch.
 
         Raises:
-            DiskFull: the epoch stays as it was, and nothing is taken until `retry` has succeeded.
-            StoreError: a newer broker is at work, or the database failed; this broker must end.
+            DiskFull: the epoch is unchanged, and no commit is accepted until `retry` succeeds.
+            StoreError: a newer broker uses the database, or it failed; this broker must end.
         """
         self._write((), epoch=epoch)
         self.epoch = epoch
@@ -624,8 +624,8 @@ class Store:
             raise StoreError(f"a commit failed: {brief(error)}") from None
 
     def _free_bytes(self) -> int:
-        """Return the free space beside an SQLite file for a process without privileges."""
-        is_sqlite = self._url.get_backend_name() == "sqlite"  # PostgreSQL says when its disk is full
+        """Return the free bytes on the disk of an SQLite file for a process without privileges."""
+        is_sqlite = self._url.get_backend_name() == "sqlite"  # PostgreSQL reports a full disk itself
         return free_bytes(Path(self._url.database or ".").parent) if is_sqlite else MIN_FREE_BYTES
 
     def close(self) -> None:
@@ -633,7 +633,7 @@ class Store:
         self._thread.shutdown(wait=True)
         self._scans.shutdown(wait=True, cancel_futures=True)
         if self._lock_connection is not None:
-            # Explicitly: the server notices the end of a session only later.
+            # Unlock explicitly, because the server notices the end of a session late.
             with contextlib.suppress(sa.exc.SQLAlchemyError):
                 self._lock_connection.execute(sa.select(sa.func.pg_advisory_unlock(_LOCK_KEY)))
             self._lock_connection.close()
@@ -645,7 +645,7 @@ class Store:
 
 
 def _holder() -> str:
-    """Return the text that names this broker to a second one; PostgreSQL cuts it at 63 characters."""
+    """Return the text that names this broker to a second one; PostgreSQL truncates it to 63 characters."""
     return f"process {os.getpid()} on {socket.gethostname()[:20]} since {iso_now()[:16]}Z"
 
 
@@ -654,7 +654,7 @@ def _sqlite_pragmas(connection: Any, _record: Any) -> None:
     cursor.execute("PRAGMA journal_mode=WAL")
     cursor.execute("PRAGMA synchronous=FULL")
     cursor.execute("PRAGMA busy_timeout=5000")
-    # An I/O error while switching raises nothing: read both back.
+    # An I/O error during the switch raises nothing, so read both back.
     mode = cursor.execute("PRAGMA journal_mode").fetchone()[0]
     level = cursor.execute("PRAGMA synchronous").fetchone()[0]
     cursor.close()
@@ -664,13 +664,13 @@ def _sqlite_pragmas(connection: Any, _record: Any) -> None:
         )
 
 
-# ---- commits of the registry's changes, and what follows from one that fails -
-# A failed database ends the broker.  A full disk does not: the changes that are not
-# durable are undone in memory once no commit is open, and changes are refused until
-# `retry` finds space.  So memory never shows for long what a restart would lose.
-# A database that hangs is waited for: `takes_nothing` says so after `LATE_S`.
+# ---- commits of the registry's changes, and the effects of a failed commit ---
+# A failed database ends the broker.  A full disk does not: when no commit is open, the
+# changes that are not durable are undone in memory, and further changes are refused
+# until `retry` finds space.  So memory does not show for long what a restart would lose.
+# The journal waits for a database that hangs; `takes_nothing` shows this after `LATE_S`.
 
-# A disk syncs within this time, a database answers within it.
+# A disk syncs, and a database answers, within this time.
 LATE_S = 5.0
 
 
@@ -678,18 +678,18 @@ class Journal:
     """Makes changes durable, in the order of the calls."""
 
     def __init__(self, store: Store, roll_back: Callable[[], None]) -> None:
-        """Commit to ``store``; ``roll_back`` replaces what is in memory by what is on disk."""
+        """Commit to ``store``; ``roll_back`` replaces the state in memory with that on disk."""
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.is_disk_full = False
         self._store = store
         self._roll_back = roll_back
-        self._open: dict[asyncio.Future[None], float] = {}  # and when each began
+        self._open: dict[asyncio.Future[None], float] = {}  # open commits, and when each began
 
     async def commit(self, *changes: Change) -> None:
         """Make changes durable.
 
         Raises:
-            DiskFull: they are not, and are undone in memory.
+            DiskFull: they are not durable, and are undone in memory.
             StoreError: the database failed; the broker ends (`failed`).
         """
         self._refuse_after_failure()
@@ -710,10 +710,10 @@ class Journal:
             ended.set_result(None)
 
     async def durable(self) -> None:
-        """Return when all changes made so far are on disk: an answer may rest on those of another request.
+        """Wait until all changes so far are on disk; an answer may depend on another request's changes.
 
         Raises:
-            DiskFull: one of them is not.
+            DiskFull: one of them is not on disk.
             StoreError: a commit failed; the broker ends.
         """
         if self._open:
@@ -728,7 +728,7 @@ class Journal:
         return self.is_disk_full or asyncio.get_running_loop().time() - began_at > LATE_S
 
     def check(self) -> None:
-        """Return if changes can be stored now; called before memory changes.
+        """Raise an error if changes cannot be stored now; called before a change in memory.
 
         Raises:
             DiskFull: the disk was full at the last try.
@@ -739,13 +739,13 @@ class Journal:
             raise DiskFull
 
     async def retry(self) -> bool:
-        """Return whether the disk takes changes again.
+        """Return whether changes can be stored again.
 
         Raises:
             StoreError: the database failed; the broker ends.
         """
         if self._open:
-            return False  # what failed is not undone yet
+            return False  # the failed changes are not undone yet
         try:
             await self._store.retry()
         except DiskFull:
@@ -756,11 +756,11 @@ class Journal:
         return True
 
     def raise_epoch(self, epoch: int) -> None:
-        """Take a higher epoch, before anything else is stored.
+        """Take a higher epoch before anything else is stored.
 
         Raises:
-            DiskFull: it cannot be stored; the broker does nothing before it is.
-            StoreError: a newer broker uses the database, or it failed; the broker ends.
+            DiskFull: the epoch cannot be stored; the broker does nothing until it is.
+            StoreError: a newer broker uses the database, or the database failed; the broker ends.
         """
         try:
             self._store.raise_epoch(epoch)
@@ -771,7 +771,7 @@ class Journal:
             raise self.fail(error) from None
 
     def fail(self, error: StoreError) -> StoreError:
-        """End the broker: nothing is stored from now on; returns the error, to be raised."""
+        """End the broker and store nothing from now on; return the error for the caller to raise."""
         if not self.failed.done():
             self.failed.set_exception(error)
         return error
@@ -787,16 +787,16 @@ class Journal:
             raise StoreError(str(error))
 
 
-# ---- what ran on this site, read from the database in pages ------------------
-# No commit waits for it: pages are read by the thread for long queries, which also converts their
-# rows.  A page holds at most `PAGE` rows of short columns; requests of jobs, of up to 1 MiB each, are
-# read by their keys, `_REQUESTS` at once.
+# ---- past jobs and stretches of work, read from the database in pages --------
+# No commit waits for these reads: the thread for long queries reads the pages and converts their
+# rows.  A page has at most `PAGE` rows of short columns.  Requests of jobs may have 1 MiB each, so
+# they are read by their keys, `_REQUESTS_PER_QUERY` at once.
 
 PAGE = 1_000
-_REQUESTS = 20
-# After every time of a submission, and every number of a stretch.
-_NEWEST = "9999"
-_LAST = 1 << 53
+_REQUESTS_PER_QUERY = 20
+# Above every submission time, and above every number of a stretch.
+_AFTER_ALL_TIMES = "9999"
+_ABOVE_ALL_NUMBERS = 1 << 53
 
 
 @dataclass(frozen=True, slots=True)
@@ -811,13 +811,13 @@ class EndedJob:
 
 
 async def ended_jobs(store: Store) -> list[EndedJob]:
-    """Return the newest `MAX_ENDED` jobs that have ended, by the time of their submission.
+    """Return the newest `MAX_ENDED` ended jobs, in the order of their submission.
 
     Raises:
         StoreError: the database cannot be read.
     """
     found: list[EndedJob] = []
-    before = _NEWEST, ""
+    before = _AFTER_ALL_TIMES, ""
     while len(found) < MAX_ENDED:
         page = await store.scan(ended_select(before, PAGE), lambda row: EndedJob(**row))
         found += page
@@ -828,15 +828,15 @@ async def ended_jobs(store: Store) -> list[EndedJob]:
 
 
 async def sizes(store: Store, ids: Iterable[str]) -> dict[str, Size]:
-    """Return what jobs asked for, by their ids; a job whose request is unreadable or gone is left out.
+    """Return the requested sizes of jobs by id, without jobs whose request is unreadable or gone.
 
     Raises:
         StoreError: the database cannot be read.
     """
     found: dict[str, Size] = {}
     wanted = list(ids)
-    for start in range(0, len(wanted), _REQUESTS):
-        query = requests_select(wanted[start : start + _REQUESTS])
+    for start in range(0, len(wanted), _REQUESTS_PER_QUERY):
+        query = requests_select(wanted[start : start + _REQUESTS_PER_QUERY])
         for job_id, size in await store.scan(query, lambda row: (row["id"], _size(row["request"]))):
             if size is not None:
                 found[job_id] = size
@@ -851,13 +851,13 @@ def _size(request: str) -> Size | None:
 
 
 async def cells(store: Store) -> list[BusyStretch]:
-    """Return the newest `MAX_CELLS` stretches of work of sessions, in the order in which they ended.
+    """Return the newest `MAX_CELLS` stretches of work of sessions, in the order of their ends.
 
     Raises:
         StoreError: the database cannot be read.
     """
     found: list[BusyStretch] = []
-    before = _LAST
+    before = _ABOVE_ALL_NUMBERS
     while len(found) < MAX_CELLS:
         page = await store.scan(
             cells_select(before, PAGE),

@@ -1,4 +1,4 @@
-"""Tables of the broker's database, conversions between their rows and `records`, and writes of them."""
+"""Tables of the broker's database, and conversions and writes of `records` to and from their rows."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ leases = sa.Table(
     sa.Column("priority", sa.Integer, nullable=False),
     sa.Column("survival", sa.String(16), nullable=False),
     sa.Column("borrow", sa.Boolean, nullable=False),
-    sa.Column("share", sa.Boolean, nullable=False),  # its owner's consent alone
+    sa.Column("share", sa.Boolean, nullable=False),  # the owner's consent only
     sa.Column("submitted_at", sa.Float, nullable=False),  # monotonic, of the boot in meta
     sa.Column("queued_at", sa.Float, nullable=False),
     sa.Column("waits_since_at", sa.Float, nullable=False),
@@ -211,7 +211,7 @@ _RECORD_FIELDS = tuple(f.name for f in fields(LeaseRecord) if f.name != "lease")
 
 
 def lease_row(record: LeaseRecord) -> dict[str, Any]:
-    """Return the columns of `leases` for a record, ready to be written."""
+    """Return the columns of `leases` for a record, ready to write."""
     row = {name: getattr(record.lease, name) for name in _LEASE_FIELDS}
     row.update(record.lease.size._asdict())
     row.update({name: getattr(record, name) for name in _RECORD_FIELDS})
@@ -240,16 +240,16 @@ def _unpacked(row: sa.RowMapping) -> dict[str, Any]:
 
 
 def job_row(job: JobRecord) -> dict[str, Any]:
-    """Return the columns of `jobs` for a job, ready to be written."""
+    """Return the columns of `jobs` for a job, ready to write."""
     measure = None if job.measure is None else json.dumps(asdict(job.measure))
     return packed(_row(job) | {"measure": measure})
 
 
 def lease_of(row: sa.RowMapping) -> LeaseRecord:
-    """Return the lease of a row of `leases`.
+    """Return the lease in a row of `leases`.
 
     Raises:
-        ValueError: the row has a kind, state or JSON text that this version does not know.
+        ValueError: this version does not know the row's kind, state or JSON text.
     """
     values = _unpacked(row)
     mine = {name: values[name] for name in _LEASE_FIELDS}
@@ -265,10 +265,10 @@ def lease_of(row: sa.RowMapping) -> LeaseRecord:
 
 
 def job_of(row: sa.RowMapping) -> JobRecord:
-    """Return the job of a row of `jobs`.
+    """Return the job in a row of `jobs`.
 
     Raises:
-        ValueError: a column that holds JSON text holds something else.
+        ValueError: a JSON column holds something else.
     """
     values = _unpacked(row)
     values["command"] = tuple(values["command"])
@@ -278,7 +278,7 @@ def job_of(row: sa.RowMapping) -> JobRecord:
 
 
 def usage_select(query: UsageQuery, before: str) -> sa.Select[Any]:
-    """Return the statement that adds up what ``query`` asks for, up to the day before ``before``."""
+    """Return the statement that sums the use that ``query`` selects, up to the day before ``before``."""
     by = [
         sa.literal_column("substr(day, 1, 7)").label("month") if name == "month" else usage.c[name]
         for name in query.by
@@ -293,7 +293,7 @@ def usage_select(query: UsageQuery, before: str) -> sa.Select[Any]:
 
 
 def ended_select(before: tuple[str, str], limit: int) -> sa.Select[Any]:
-    """Return the statement for ended jobs before a time of submission and an id, the newest first."""
+    """Return the statement for ended jobs before a submission time and an id, newest first."""
     key = jobs.c.submitted_at, jobs.c.id
     columns = sa.select(jobs.c.id, jobs.c.user, jobs.c.project, jobs.c.submitted_at, jobs.c.ran_s)
     older = columns.where(jobs.c.result != "", sa.tuple_(*key) < sa.tuple_(*map(sa.literal, before)))
@@ -306,7 +306,7 @@ def requests_select(ids: Sequence[str]) -> sa.Select[Any]:
 
 
 def cells_select(before: int, limit: int) -> sa.Select[Any]:
-    """Return the statement for stretches of work before a number, the newest first."""
+    """Return the statement for stretches of work with a number below ``before``, newest first."""
     return cells.select().where(cells.c.seq < before).order_by(cells.c.seq.desc()).limit(limit)
 
 
@@ -314,7 +314,7 @@ def meta_row(value: MetaValue) -> tuple[str, str]:
     """Return the key and the JSON text of ``value`` in `meta`.
 
     Raises:
-        TypeError: values of this type have no key.
+        TypeError: the type of ``value`` has no key.
     """
     match value:
         case Lags():
@@ -334,10 +334,10 @@ def meta_row(value: MetaValue) -> tuple[str, str]:
 
 
 def meta_values(read: Callable[[str], str | None]) -> MetaValues:
-    """Return the values stored by `meta_row`, defaults where none is; ``read`` returns the text of a key.
+    """Return the values stored by `meta_row`, with defaults; ``read`` returns the text of a key.
 
     Raises:
-        ValueError: the text is not what this version writes.
+        ValueError: this version does not write such a text.
     """
     keys = "lags", "lending", "suspensions", "drains", "user_lags", "parted_pairs"
     lags, lending, suspensions, drains, users, parted = (json.loads(read(key) or "{}") for key in keys)
@@ -353,25 +353,25 @@ def meta_values(read: Callable[[str], str | None]) -> MetaValues:
 
 
 def decision_of(row: sa.RowMapping) -> DecisionRecord:
-    """Return the entry of a row of `decisions`.
+    """Return the entry in a row of `decisions`.
 
     Raises:
-        ValueError: a column that holds JSON text holds something else.
+        ValueError: a JSON column holds something else.
     """
     return DecisionRecord(**_unpacked(row))
 
 
-# ---- writes of records: one row per record, older rows beyond a bound deleted
+# ---- writes of records: one row per record; the oldest rows beyond a bound are deleted
 
-# Stored decisions; older ones are deleted.
+# Decisions.
 MAX_DECISIONS = 100_000
-# Ended jobs and leases kept, newest first.
+# Ended jobs, and ended leases.
 MAX_ENDED = 10_000
-# Stretches of work of sessions kept, newest first.
+# Stretches of work of sessions.
 MAX_CELLS = 50_000
-# Stored days of use.
+# Days of use.
 MAX_USAGE_DAYS = 400
-# Stored days of the use of the machine's GPUs.
+# Days of the use of the machine's GPUs.
 MAX_MACHINE_DAYS = 90
 
 Change = (
@@ -391,7 +391,7 @@ Change = (
 
 
 def read_meta(connection: Connection, key: str) -> str | None:
-    """Return a value of the database itself, such as its epoch; None: it has none.
+    """Return a value of the database itself, such as its epoch, or None if not stored.
 
     Raises:
         SQLAlchemyError: the database cannot be read.
@@ -410,7 +410,7 @@ def write_meta(connection: Connection, key: str, value: str) -> None:
 
 
 def write(connection: Connection, change: Change) -> None:
-    """Write one change inside the connection's transaction, and delete what is beyond the bounds.
+    """Write one change inside the connection's transaction, and delete rows beyond the bounds.
 
     Raises:
         SQLAlchemyError: the database refused it.
@@ -473,7 +473,7 @@ def _write_use(connection: Connection, row: dict[str, Any], sums: dict[str, Any]
 
 
 def update_leases(connection: Connection, records: Sequence[LeaseRecord]) -> None:
-    """Write leases that the database has, with one prepared statement, inside the connection's transaction.
+    """Update stored leases inside the connection's transaction, with one prepared statement.
 
     Raises:
         SQLAlchemyError: the database refused it.
@@ -484,7 +484,7 @@ def update_leases(connection: Connection, records: Sequence[LeaseRecord]) -> Non
 
 
 def _move_owner(connection: Connection, moved: OwnerMoved) -> None:
-    """Write `OwnerMoved`: sums of one day are added up; moved jobs lose their keys, which others may have."""
+    """Write `OwnerMoved`: add up sums of the same day; drop the jobs' keys, which ``new`` may have used."""
     connection.execute(jobs.update().where(jobs.c.user == moved.old).values(idempotency_key=None))
     for table in (leases, jobs, decisions, cells):
         connection.execute(table.update().where(table.c.user == moved.old).values(user=moved.new))
@@ -495,7 +495,7 @@ def _move_owner(connection: Connection, moved: OwnerMoved) -> None:
 
 
 def _forget_days(connection: Connection) -> None:
-    """Drop the days beyond the newest `MAX_USAGE_DAYS` with any use: a wrong clock drops one."""
+    """Drop the days beyond the newest `MAX_USAGE_DAYS` with any use; a wrong clock drops only one day."""
     days = sa.select(usage.c.day).distinct().order_by(usage.c.day.desc())
     oldest = connection.execute(days.offset(MAX_USAGE_DAYS).limit(1)).scalar()
     if oldest is not None:

@@ -1,8 +1,8 @@
-"""Every change of a lease; `Registry` is the only module that applies them.
+"""All changes of a lease; only `registry.Registry` applies them.
 
-A `Transition`, one frozen type each, moves a lease along `core.model.TRANSITIONS`; an
-`Edit` is a function that changes it within its state.  Both return the new record and have
-no other effect; the registry sets the state, its times and the reason.
+A `Transition` moves a lease along `core.model.TRANSITIONS`; each has its own frozen type.
+An `Edit` is a function that changes a lease within its state.  Both return the new record
+and have no other effect.  The registry sets the state, its times and the reason.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ def cancelled(record: LeaseRecord) -> LeaseRecord:
 
 
 def altered_to(lease: Lease) -> Edit:
-    """Return the edit of a queued job whose request or place has changed: its lease is ``lease`` now."""
+    """Return the edit of a queued job whose request or place has changed; its new lease is ``lease``."""
     return lambda record: replace(record, lease=lease)
 
 
 def kept_until(until_at: float) -> Edit:
-    """Return the edit of an idle session that its owner keeps until a moment of the monotonic clock."""
+    """Return the edit of an idle session that its owner keeps until ``until_at`` (monotonic)."""
     return lambda record: replace(record, lease=replace(record.lease, keep_until_at=until_at, lend_now=False))
 
 
@@ -43,19 +43,19 @@ def lent(record: LeaseRecord) -> LeaseRecord:
 
 
 def sleep_allowed(*, allowed: bool) -> Edit:
-    """Return the edit of a session that may be suspended, or never, as its owner says."""
+    """Return the edit of a session whose owner allows or forbids its suspension."""
     return lambda record: replace(record, never_sleep=not allowed)
 
 
 def started_as(uid: int, *, moves: bool) -> Edit:
-    """Return the edit of a job whose server runs as ``uid`` and may move to other devices or not."""
+    """Return the edit of a job whose server runs as ``uid``; ``moves`` says if it may change devices."""
     return lambda record: replace(record, uid=uid, moves=moves)
 
 
 def on_devices(*devices: str) -> Edit:
-    """Return the edit of a lease that is on ``devices`` instead of its own; none: as it was.
+    """Return the edit of a lease that is now on ``devices``; without devices it changes nothing.
 
-    The n-th device takes the limit of the n-th of its own.
+    The n-th new device takes over the limit of the n-th old device.
     """
 
     def edit(record: LeaseRecord) -> LeaseRecord:
@@ -69,36 +69,36 @@ def on_devices(*devices: str) -> Edit:
 
 
 def loss_replaced(record: LeaseRecord) -> LeaseRecord:
-    """Return a session whose processes that used the lost device memory have ended."""
+    """Return a session after the processes that used its lost device memory have ended."""
     return replace(record, lost=False)
 
 
 def limits_unset(record: LeaseRecord) -> LeaseRecord:
-    """Return a lease for which the device helper is about to be asked for other limits than the record's."""
+    """Return a lease just before the device helper is asked for limits other than the record's."""
     return replace(record, unprepared=True)
 
 
 def limits_set(prepared: LeaseRecord) -> Edit:
-    """Return the edit of a lease of which the device helper has what the record ``prepared`` says."""
+    """Return the edit of a lease for which the device helper has the limits of the record ``prepared``."""
     return lambda record: replace(record, unprepared=record.held != prepared.held)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Transition:
-    """A change of state; with a ``why`` it is a decision, which the log of decisions shows."""
+    """A change of state; if it has a ``why``, it is a decision and appears in the log of decisions."""
 
     event: ClassVar[LeaseEvent]
     why: str = ""
     for_lease: str = ""  # the lease that profits
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
-        """Return the record with all that changes beside its state."""
+        """Return the record with all changes except that of the state."""
         return record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Granted(Transition):
-    """A lease got devices; a job's next attempt begins."""
+    """A lease got devices; if it is a job's, the next attempt begins."""
 
     event = LeaseEvent.GRANT
     devices: tuple[str, ...]
@@ -124,7 +124,7 @@ class Granted(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GrantedAsleep(Granted):
-    """A session got devices that borrowers use: it starts suspended."""
+    """A session got devices that borrowers use, so it starts suspended."""
 
     event = LeaseEvent.GRANT_ASLEEP
 
@@ -141,7 +141,7 @@ class Started(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartFailed(Transition):
-    """The Hub did not start a job's server; ``tries`` counts such failures of this attempt."""
+    """The Hub did not start a job's server; ``tries`` is the number of such failures in this attempt."""
 
     event = LeaseEvent.START_FAILED
     reason: str
@@ -154,7 +154,7 @@ class StartFailed(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resized(Transition):
-    """A session has another size on its device; ``prepared``: the device helper has set its limits."""
+    """A session got another size on its device; ``prepared`` if the device helper has set its limits."""
 
     event = LeaseEvent.RESIZE
     size: Size
@@ -170,7 +170,7 @@ class Resized(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kept(Transition):
-    """A guest has the device that its host has left."""
+    """A guest got the device that its host has left."""
 
     event = LeaseEvent.KEEP
 
@@ -181,7 +181,7 @@ class Kept(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuspendBegun(Transition):
-    """A lease is to give its device memory up, to a lease of the project ``given_to``."""
+    """A lease must give up its device memory to a lease of the project ``given_to``."""
 
     event = LeaseEvent.SUSPEND
     given_to: str = ""
@@ -216,7 +216,7 @@ class SuspendRefused(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeBegun(Transition):
-    """A lease is to get its device memory back, on ``devices`` (none: on its own)."""
+    """A lease gets its device memory back on ``devices`` (none: on its own)."""
 
     event = LeaseEvent.RESUME
     devices: tuple[str, ...] = ()
@@ -231,7 +231,7 @@ class ResumeBegun(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeDone(Transition):
-    """The device memory of a lease is back, on ``devices`` (none: where it was to resume)."""
+    """The device memory of a lease is back on ``devices`` (none: where it was to resume)."""
 
     event = LeaseEvent.RESUME_DONE
     devices: tuple[str, ...] = ()
@@ -243,12 +243,12 @@ class ResumeDone(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeRefused(Transition):
-    """The device helper did not resume a lease, which is on ``devices`` (none: where it was to resume)."""
+    """The device helper did not resume a lease, now on ``devices`` (none: where it was to resume)."""
 
     event = LeaseEvent.RESUME_REFUSED
     reason: str
     devices: tuple[str, ...] = ()
-    stays: bool = False  # it cannot move, and is not asked to again
+    stays: bool = False  # it cannot move, so no move is tried again
 
     def apply(self, record: LeaseRecord, now: float) -> LeaseRecord:
         record = on_devices(*self.devices)(record)
@@ -259,7 +259,7 @@ class ResumeRefused(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLost(Transition):
-    """The driver could not restore the memory of a lease, and it is on ``devices`` (none: as before)."""
+    """The driver could not restore the memory of a lease, now on ``devices`` (none: as before)."""
 
     event = LeaseEvent.STATE_LOST
     reason: str
@@ -273,7 +273,7 @@ class StateLost(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stopping(Transition):
-    """A lease is to end; with ``requeue`` its job goes back to the queue."""
+    """A lease must end; with ``requeue`` its job goes back to the queue."""
 
     event = LeaseEvent.STOP
     reason: str = ""  # empty: the earlier one stays
@@ -288,7 +288,7 @@ class Stopping(Transition):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Requeued(Transition):
-    """An attempt is over and its job waits again."""
+    """An attempt has ended, and its job waits again."""
 
     event = LeaseEvent.REQUEUED
 

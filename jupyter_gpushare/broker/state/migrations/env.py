@@ -1,4 +1,4 @@
-"""Alembic's entry: runs migrations on the connection that `store` hands over, in its transaction."""
+"""Alembic's entry point: run migrations on the connection from `store`, in its transaction."""
 
 from alembic import context
 

@@ -1,6 +1,6 @@
-"""The schema of the first release; `store` makes it from the tables.
+"""The schema of the first release, which `store` creates from the tables.
 
-A later release that changes the tables adds a migration that starts here.
+A later release that changes the tables adds a migration that starts from this one.
 """
 
 revision = "v1e"
