@@ -124,7 +124,7 @@ async def test_what_the_gpus_did_is_on_disk_and_outlives_a_broker(site, broker):
 
 
 async def test_idle_sessions_and_what_the_watchdog_saw_need_a_look(site, monkeypatch):
-    monkeypatch.setattr("jupyter_gpushare.broker.views.overview.LATELY_HOURS", 0.5)
+    monkeypatch.setattr("jupyter_gpushare.broker.views.overview.RECENT_HOURS", 0.5)
     broker = await site.start_broker()
     ada = await site.session("ada", "1/2")
     cy = await site.session("cy", "1/2")

@@ -48,7 +48,7 @@ _OF_VIEW = {
     "waits": (messages.text("waiting.owner_gone"),),
     **dict.fromkeys(("obstacle", "stays_because", "taken_back_by"), ""),
     **dict.fromkeys(("damaged", "has_lost", "borrowed", "unclaimed", "is_timed_out"), False),
-    **dict.fromkeys(("asks_again_at", "kept_until", "stays_until", "usually_wakes")),
+    **dict.fromkeys(("retries_at", "kept_until", "stays_until", "usually_wakes")),
     **dict.fromkeys(("drain", "processor_only", "held_up_s", "back", "position", "site_end")),
     **dict.fromkeys(("progress", "over", "unleased"), ()),
     "time_share": TimeShare(),
@@ -203,7 +203,7 @@ def test_an_owner_that_waits_for_more_than_its_quota_is_promised_nothing():
 
 def test_a_job_with_gpu_memory_that_cannot_return_yet_reads_when_it_asks_again():
     told = "The cluster chose another GPU; memory returns to its own. It asks again at 14:21."
-    job = seen(State.SUSPENDED, Kind.TRAIN, asks_again_at="14:21", position=2)
+    job = seen(State.SUSPENDED, Kind.TRAIN, retries_at="14:21", position=2)
     assert said(sentence, job).endswith(f"Number 2. {told}")
 
 

@@ -1,4 +1,4 @@
-"""The cluster at one moment: one snapshot and one outlook for all requests of the same second."""
+"""The cluster at one time: one snapshot and one outlook, shared by all requests within a second."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from jupyter_gpushare.broker.state.usage import lent_milli
 from jupyter_gpushare.core.model import Cluster, Lease, State, Why
 from jupyter_gpushare.core.size import Size
 
+# Maximum age of a view.
 _FRESH_S = 1.0
-# A view that takes longer is not made anew for the answer to each submitted job.
+# A view that takes longer to build is not rebuilt for each submitted job.
 _COSTLY_S = 0.002
-# Reasons that freed capacity does not remove.
+# Reasons to wait that free capacity does not remove.
 _INDEPENDENT_OF_CAPACITY = frozenset({Why.TOO_LARGE, Why.PROJECT_LIMIT, Why.QUOTA, Why.BACKING_OFF})
-# A smaller size is looked for only for the first jobs of the queue.
+# A smaller size is searched only for this number of jobs at the head of the queue.
 _QUEUE_HEAD = 10
 
 
@@ -39,7 +40,7 @@ class ClusterView:
 
     @cached_property
     def waiting(self) -> int:
-        """Number of jobs that wait for capacity."""
+        """The number of jobs that wait for capacity."""
         return sum(
             1
             for r in self._registry.leases.values()
@@ -64,7 +65,7 @@ class ClusterView:
 
     @cached_property
     def _owed(self) -> tuple[str, ...]:
-        """Projects that use less than their quota."""
+        """The projects that use less than their quota."""
         return tuple(
             p.name
             for p in self.cluster.projects
@@ -97,7 +98,7 @@ class ClusterViewCache:
         self._last: ClusterView | None = None
 
     def now(self) -> ClusterView:
-        """Return a view that is at most `_FRESH_S` old and has all changes."""
+        """Return a view that is at most `_FRESH_S` old and includes all changes."""
         last = self._last
         if (
             last is None
@@ -108,14 +109,14 @@ class ClusterViewCache:
         return last
 
     def recent(self) -> ClusterView:
-        """Return a view that misses changes of the last `_FRESH_S` where a new one is costly."""
+        """Return a view that may miss changes of the last `_FRESH_S` if a new one is costly."""
         last = self._last
         if last is None or last.took_s <= _COSTLY_S or self._registry.clock() - last.at > _FRESH_S:
             return self.now()
         return last
 
 
-# ---- the order in which jobs are listed: started, requeued, queued with the next to start first, ended
+# ---- the order of lists of jobs: started, requeued, queued with the next to start first, ended
 
 
 def listed(
@@ -123,7 +124,7 @@ def listed(
 ) -> list[JobRecord]:
     """Return at most ``limit`` of these jobs in their order.
 
-    A fifth of ``limit`` is reserved for ended jobs, so that their owners see the results.
+    Ended jobs have a fifth of ``limit``, so that their owners see the results.
     """
     active, ended = ordered(jobs, registry, cluster_views)
     shown = active[: limit - min(len(ended), limit // 5)]
@@ -133,7 +134,7 @@ def listed(
 def ordered(
     jobs: Iterable[JobRecord], registry: Registry, cluster_views: ClusterViewCache
 ) -> tuple[list[JobRecord], list[JobRecord]]:
-    """Return all of these jobs in their order: those that have not ended, and the ended ones."""
+    """Return all of these jobs in their order: first those that have not ended, then the ended ones."""
     oldest = sorted(jobs, key=lambda job: job.submitted_at)
     ended = sorted((j for j in oldest if j.result), key=lambda j: j.ended_at or "", reverse=True)
     started: list[JobRecord] = []

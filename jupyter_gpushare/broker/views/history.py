@@ -1,4 +1,4 @@
-"""What was: timelines, GPU-hours for chargeback, and traces for the simulator."""
+"""History: timelines of jobs, GPU-hours for chargeback, and traces for the simulator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from jupyter_gpushare.wall_clock import seconds_between
 
 
 async def timeline(registry: Registry, job: JobRecord, reader: str) -> wire.JobTimeline:
-    """Return all steps of a job with their reasons, oldest first, as ``reader`` reads them.
+    """Return all steps of a job with their reasons, oldest first, worded for ``reader``.
 
     Raises:
         StoreError: the database cannot be read.
@@ -39,12 +39,12 @@ async def timeline(registry: Registry, job: JobRecord, reader: str) -> wire.JobT
     return wire.JobTimeline(moments=sorted(moments, key=lambda moment: moment.at))
 
 
-def _moment(at: str, what: str, texts: messages.Texts) -> wire.JobMoment:
-    return wire.JobMoment(at=at, what=what, sentence_texts=list(texts))
+def _moment(at: str, step: str, texts: messages.Texts) -> wire.JobMoment:
+    return wire.JobMoment(at=at, what=step, sentence_texts=list(texts))
 
 
 async def week(registry: Registry, user: str) -> wire.History:
-    """Return what a user used and lent in the last `WEEK_DAYS` days, unfinished use included.
+    """Return a user's use and lending in the last `WEEK_DAYS` days, including unfinished use.
 
     Raises:
         StoreError: the database cannot be read.
@@ -81,7 +81,7 @@ async def week(registry: Registry, user: str) -> wire.History:
 
 # ---- GPU-hours for chargeback, by user, project, model of the GPU, and day or month
 
-# Rows of one answer.
+# Maximum rows of an answer.
 MAX_ROWS = 50_000
 _BY = ("user", "project", "gpu", "day", "month")
 _DAY = re.compile(r"\d{4}-\d\d-\d\d")
@@ -91,10 +91,10 @@ _HOUR_S = 3600.0
 def query(
     today: str, *, by: str = "", since: str = "", until: str = "", user: str = "", project: str = ""
 ) -> UsageQuery:
-    """Return the query of a request; by default this month by user, project, model and month.
+    """Return the query of a request; by default, this month by user, project, model and month.
 
     Raises:
-        InvalidRequest: a day that is none, or an unknown or repeated column in ``by``.
+        InvalidRequest: a day is invalid, or ``by`` has an unknown or repeated column.
     """
     columns = tuple(filter(None, by.split(","))) or ("user", "project", "gpu", "month")
     if set(columns) - set(_BY) or len(set(columns)) < len(columns) or {"day", "month"} <= set(columns):
@@ -117,20 +117,20 @@ def _day(text: str, name: str) -> str:
     raise InvalidRequest("%1 is a day like 2026-11-22", name)
 
 
-async def usage(registry: Registry, asked: UsageQuery) -> wire.Usage:
-    """Return the use that is asked for, unfinished use included.
+async def usage(registry: Registry, selection: UsageQuery) -> wire.Usage:
+    """Return the selected use, including unfinished use.
 
     Raises:
-        InvalidRequest: it has more than `MAX_ROWS` rows.
+        InvalidRequest: the answer has more than `MAX_ROWS` rows.
         StoreError: the database cannot be read.
     """
     sums, now, until = registry.usage.sums, registry.clock(), registry.iso_now()
     recent = [*sums.values(), *registry.usage.open(registry.leases.values(), now, until)]
-    # All of the days in memory are there whole.
+    # The sums in memory are complete for each of their days.
     first_in_memory = min((use.day for use in sums.values()), default="9999-12-31")
-    found = dict(await registry.store.usage(asked, first_in_memory, MAX_ROWS + 1))
+    found = dict(await registry.store.usage(selection, first_in_memory, MAX_ROWS + 1))
     for use in recent:
-        if (group := asked.group(use)) is not None:
+        if (group := selection.group(use)) is not None:
             found[group] = found.get(group, Amounts()).plus(Amounts.of(use))
     found = {group: amounts for group, amounts in found.items() if any(amounts)}
     if len(found) > MAX_ROWS:
@@ -139,10 +139,10 @@ async def usage(registry: Registry, asked: UsageQuery) -> wire.Usage:
     for amounts in found.values():
         total = total.plus(amounts)
     return wire.Usage(
-        since=asked.since,
-        until=asked.until,
-        by=list(asked.by),
-        rows=[_row(dict(zip(asked.by, group, strict=True)), found[group]) for group in sorted(found)],
+        since=selection.since,
+        until=selection.until,
+        by=list(selection.by),
+        rows=[_row(dict(zip(selection.by, group, strict=True)), found[group]) for group in sorted(found)],
         total=_row({}, total),
         kept_days=MAX_USAGE_DAYS,
     )
@@ -162,20 +162,20 @@ def _hours(gpu_s: float) -> float:
     return round(gpu_s / _HOUR_S, 4)
 
 
-# ---- what ran on this site, as a trace for the simulator: ended jobs, and the work of sessions
-# Users and projects are numbered in the order in which they appear, unless names are asked for;
-# names of jobs, servers and commands are never part of it.
+# ---- traces for the simulator: ended jobs, and the work of sessions ----------
+# Users and projects are numbered in the order of their appearance, unless names are
+# requested.  A trace never has the names of jobs, servers or commands.
 
-# The simulator tells sessions apart by a time that goes back.
+# The simulator starts a new session where the time decreases, so sessions differ by this.
 _STEP_S = 0.06
-# Rows that are made without a pause: about 2 ms.
+# Rows built without a pause; they take about 2 ms.
 _SLICE = 500
 
 T = TypeVar("T")
 
 
 class _Names:
-    """Names as they are, or numbered."""
+    """Returns names unchanged, or numbers in their place."""
 
     def __init__(self, letter: str, shown: bool) -> None:
         self._letter = letter
@@ -187,7 +187,7 @@ class _Names:
 
 
 async def _in_slices(rows: Iterable[T]) -> AsyncIterator[T]:
-    """Yield ``rows``; other requests are answered after every `_SLICE` of them."""
+    """Yield ``rows``, and let other requests run after every `_SLICE` of them."""
     for number, row in enumerate(rows, 1):
         yield row
         if number % _SLICE == 0:
@@ -195,7 +195,7 @@ async def _in_slices(rows: Iterable[T]) -> AsyncIterator[T]:
 
 
 async def jobs(registry: Registry, *, names: bool) -> wire.Trace:
-    """Return the newest ended jobs that ran, by the time of their submission.
+    """Return the newest ended jobs that ran, in the order of their submission.
 
     Raises:
         StoreError: the database cannot be read.
@@ -222,14 +222,14 @@ async def jobs(registry: Registry, *, names: bool) -> wire.Trace:
 
 
 def _gpus(registry: Registry, size: Size) -> float:
-    """Return the GPUs that a job asked for; of a memory size, its part of the devices here."""
+    """Return the GPUs that a job requested; a memory size counts as its part of this site's devices."""
     parts = [device.demand_milli(size) for device in registry.devices.for_planner()]
     milli = min((part for part in parts if part <= WHOLE_GPU), default=size.fraction_milli or WHOLE_GPU)
     return milli * size.device_count / WHOLE_GPU
 
 
 async def cells(registry: Registry, *, names: bool) -> wire.Trace:
-    """Return the newest stretches of work of sessions, session by session, the last to begin first.
+    """Return the newest stretches of work, grouped by session; sessions that began last come first.
 
     Raises:
         StoreError: the database cannot be read.
@@ -249,7 +249,7 @@ def _rows(sessions: list[list[BusyStretch]], first: str, *, names: bool) -> Iter
     for number, mine in enumerate(sessions, 1):
         begins_s = 0.0
         for nth, each in enumerate(mine):
-            # Times begin late enough that sessions which began at once can be told apart.
+            # The offset leaves room to shift sessions that began at the same time.
             submit_s = seconds_between(first, each.began_at) + len(sessions) * _STEP_S
             submit_s = min(submit_s, last_s - _STEP_S) if nth == 0 else max(submit_s, begins_s)
             begins_s = submit_s

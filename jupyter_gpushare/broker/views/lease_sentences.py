@@ -1,4 +1,4 @@
-"""Badge and sentence of a session, or of the job of a lease."""
+"""The badge and the sentences of a lease: of a session or of a job."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _BADGES: Mapping[State, str] = {
 }
 
 
-# States in which the processes of a lease go on, or will.
+# States in which the processes of a lease run or will run again.
 _WITH_PROCESSES = frozenset({State.RUNNING, State.SUSPENDING, State.SUSPENDED, State.RESUMING})
 
 
 def badge(seen: LeaseView) -> Text:
-    """Return the two or three words of the status bar."""
+    """Return the two or three words for the status bar."""
     record = seen.record
     match record.state:
         case State.RUNNING if record.is_job and seen.companion is not None:
@@ -61,9 +61,7 @@ def badge(seen: LeaseView) -> Text:
         case State.SUSPENDED if record.is_job:
             return text("badge.paused")
         case State.SUSPENDED if seen.lease.wanted:
-            is_held_up = (
-                seen.held_up_s is not None or seen.unclaimed or seen.stays_because or seen.asks_again_at
-            )
+            is_held_up = seen.held_up_s is not None or seen.unclaimed or seen.stays_because or seen.retries_at
             return text("badge.waiting_to_wake" if is_held_up else "badge.waking")
         case State.SUSPENDED if seen.lent_to is None:
             return text("badge.asleep")
@@ -72,21 +70,21 @@ def badge(seen: LeaseView) -> Text:
 
 
 def sentence(seen: LeaseView) -> Texts:
-    """Return the sentences of the panel, for a session or for the job of a lease."""
+    """Return the sentences about a lease for the panel."""
     record = seen.record
-    said = _job_sentence(seen) if record.is_job else _session_sentence(seen)
+    texts = _job_sentence(seen) if record.is_job else _session_sentence(seen)
     if seen.drain is not None and not record.is_job:
         by = seen.drain.until
-        said = *said, text("session.drains_by", time_text(by)) if by else text("session.drains")
+        texts = *texts, text("session.drains_by", time_text(by)) if by else text("session.drains")
     if seen.damaged and not record.lost and record.state in _WITH_PROCESSES:
-        said = *said, text("job.damaged" if record.is_job else "session.damaged", record.handle)
-    return *said, *_not_granted(seen)
+        texts = *texts, text("job.damaged" if record.is_job else "session.damaged", record.handle)
+    return *texts, *_not_granted(seen)
 
 
 def _not_granted(seen: LeaseView) -> Texts:
-    """Return what processes of a lease, or of its user, use of GPUs without a grant, as the helper saw it."""
+    """Return sentences on GPU use without a grant by processes of a lease or of its user."""
     found = [(each.pid, each.name, each.used_bytes, "lease.unleased") for each in seen.unleased]
-    said = []
+    texts = []
     for each in seen.over:
         key = "lease.over_lent" if each.device in seen.lease.devices else "lease.over_elsewhere"
         if each.pid:
@@ -94,16 +92,16 @@ def _not_granted(seen: LeaseView) -> Texts:
             found.append((each.pid, each.name, each.process_bytes, key))
         elif each.limit_bytes:
             uses, limit = compared(each.used_bytes, each.limit_bytes)
-            said.append(text("lease.over_limit", reason_text(uses), reason_text(limit)))
+            texts.append(text("lease.over_limit", reason_text(uses), reason_text(limit)))
         else:
-            said.append(text("lease.over_left", memory(each.used_bytes)))
+            texts.append(text("lease.over_left", memory(each.used_bytes)))
     end = text("part.with_environment")
     named = (text(key, str(pid), printable(name), memory(used), end) for pid, name, used, key in found)
-    return *said, *named
+    return *texts, *named
 
 
 def share(seen: LeaseView) -> Texts:
-    """Return a lease's share of its devices' time, granted and measured; nothing where it has them alone."""
+    """Return a lease's granted and measured share of its devices' time; empty if it has them alone."""
     mode, granted, measured, reason = seen.time_share
     if seen.lease.held_milli == WHOLE_GPU and measured is None:
         return ()
@@ -127,8 +125,8 @@ def _session_sentence(seen: LeaseView) -> Texts:
             return _running_sentence(seen)
         case State.SUSPENDING:
             return (text("session.suspending", memory(used)) if used else text("session.suspending_empty"),)
-        case State.SUSPENDED if seen.lease.wanted and seen.asks_again_at:
-            return (text("lease.misplaced", seen.asks_again_at),)
+        case State.SUSPENDED if seen.lease.wanted and seen.retries_at:
+            return (text("lease.misplaced", seen.retries_at),)
         case State.SUSPENDED if seen.lease.wanted:
             return _waking_sentence(seen), *_back_in(seen)
         case State.SUSPENDED:
@@ -147,7 +145,7 @@ def _session_sentence(seen: LeaseView) -> Texts:
 
 
 def _asleep_sentence(seen: LeaseView) -> Texts:
-    if not seen.lease.saved_bytes:  # a new server or a restarted kernel: nothing sleeps, nothing is safe
+    if not seen.lease.saved_bytes:  # a new server or a restarted kernel has nothing saved
         if seen.lent_to:
             return (text("session.lent_empty", seen.lent_to),)
         return text("session.not_used"), text("session.how_to_wake_empty")
@@ -163,7 +161,7 @@ def _asleep_sentence(seen: LeaseView) -> Texts:
 
 
 def _site_end(seen: LeaseView) -> Texts:
-    """Return from when on a setting of the site may end what sleeps."""
+    """Return when a setting of the site may end the lease or its kernels."""
     end = seen.site_end
     if end is None:
         return ()
@@ -207,13 +205,13 @@ def _running_sentence(seen: LeaseView) -> Texts:
         active = text("session.active", size_text(seen.lease.size))
         return active, *_processor_only(seen), *borrowed, *kept, *moved
     idle = _idle_sentence(seen, duration_text(seen.idle_s))
-    # The sentence that its variables stay is true of its sleep alone.
+    # The sentence that its variables stay holds only while it is suspended.
     end = _site_end(seen) if seen.cluster.waiting or seen.lease.lend_now else ()
     return *_processor_only(seen), idle, *moved, *end
 
 
 def _processor_only(seen: LeaseView) -> Texts:
-    """Return that kernels of a session compute on the processor alone, where that is bounded."""
+    """Return that kernels of a session compute on the CPU only, if that keeps it busy for a bounded time."""
     if seen.processor_only is None:
         return ()
     since = duration_text(seen.processor_only.since_s)
@@ -246,22 +244,22 @@ def _job_sentence(seen: LeaseView) -> Texts:
         case State.GRANTED:
             return (text("job.starting", size),)
         case State.RUNNING if seen.companion is not None and seen.companion.role == "guest":
-            return text("guest.runs"), *_keeps(seen.companion), *_going_on(seen)
+            return text("guest.runs"), *_keeps(seen.companion), *_run_details(seen)
         case State.RUNNING if seen.borrowed:
             owner = text("part.another_project")
             if seen.taken_back_by:
                 owner = text("part.project", seen.taken_back_by)
-            return text("job.running_borrowed", size, owner), *_hosts(seen), *_going_on(seen)
+            return text("job.running_borrowed", size, owner), *_hosts(seen), *_run_details(seen)
         case State.RUNNING:
-            return text("job.running", size), *_hosts(seen), *_going_on(seen)
+            return text("job.running", size), *_hosts(seen), *_run_details(seen)
         case State.SUSPENDING:
             return (text("job.pausing", seen.because),)
         case State.SUSPENDED:
             number = (text("job.number", seen.position),) if seen.position else ()
             since = time_text(record.since_at)
             paused = text("job.requeued" if seen.damaged else "job.paused", since, seen.because)
-            if seen.asks_again_at:
-                return paused, *number, text("lease.misplaced", seen.asks_again_at)
+            if seen.retries_at:
+                return paused, *number, text("lease.misplaced", seen.retries_at)
             if seen.stays_because:
                 return paused, *number, text("job.waits_for_own", reason_text(seen.stays_because))
             return paused, *number, *_consent(seen)
@@ -278,14 +276,14 @@ def _job_sentence(seen: LeaseView) -> Texts:
 
 
 def _consent(seen: LeaseView) -> Texts:
-    """Return what the consent to share a GPU means for a job that waits."""
+    """Return the effect of the consent to share a GPU on a waiting job."""
     if seen.consent is Consent.SHARE:
         return text("guest.may_come"), text("guest.may_share")
     return (text(f"guest.{seen.consent}"),) if seen.consent else ()
 
 
 def _hosts(seen: LeaseView) -> Texts:
-    """Return whether a running job shares its own GPU with another, or may."""
+    """Return that a running job shares its own GPU with a guest, or may share it."""
     companion = seen.companion
     if companion is None:
         return (text("guest.may_share"),) if seen.consent in (Consent.SHARE, Consent.HOST) else ()
@@ -295,10 +293,10 @@ def _hosts(seen: LeaseView) -> Texts:
 
 
 def _keeps(companion: Companion) -> Texts:
-    """Return how fast a guest is, where that is known."""
+    """Return the part of its speed that a guest keeps, if known."""
     return () if companion.kept is None else (text("guest.keeps", f"{100 * companion.kept:.0f}"),)
 
 
-def _going_on(seen: LeaseView) -> Texts:
-    """Return what is said of a running job beside its size."""
+def _run_details(seen: LeaseView) -> Texts:
+    """Return the expected end of a running job, and that it was moved."""
     return *seen.progress, *((text("job.moved"),) if seen.record.moved else ())

@@ -22,52 +22,52 @@ from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import ComputeShare, Overuse, Phase, UnleasedProcess
 from jupyter_gpushare.wall_clock import before
 
-# Times less than this ahead are shown with seconds.
-_CLOSE_S = 120.0
-# What is so far ahead is not said.
-_FAR_DAYS = 300
+# Times nearer than this are shown with seconds.
+_WITH_SECONDS_S = 120.0
+# An end that is further ahead is not shown.
+_MAX_SHOWN_DAYS = 300
 _WITH_A_SERVER = frozenset({State.RUNNING, State.SUSPENDING, State.SUSPENDED, State.RESUMING})
-# Until the broker acts, and the server's processes go on.
+# Time for the broker to act and the server's processes to continue.
 _ROUND_S = 2.0
 
 
 class LendingOutlook(NamedTuple):
-    """When an idle session is lent, in seconds from now, and whether its owner is warned."""
+    """When an idle session will be lent, in seconds from now, and whether its owner was warned."""
 
-    stays_s: float = 0.0  # it is not lent before
-    lend_in_s: float | None = None  # None: no work waits, or lending helps none of it
+    stays_s: float = 0.0  # it is not lent sooner
+    lend_in_s: float | None = None  # None: no work waits that lending would help
     warned: bool = False
 
 
 class ProcessorOnly(NamedTuple):
-    """Kernels run without GPU work, which keeps their session busy for a bounded time."""
+    """Kernels compute without GPU work, which keeps their session busy for a bounded time."""
 
     since_s: float
-    left_s: float  # of that time; not positive: it is over
+    left_s: float  # seconds left of that time; 0 or less: it is over
 
 
 class TimeShare(NamedTuple):
-    """The part of each of its devices' time that a lease has, in percent."""
+    """A lease's part of the time of each of its devices, in percent."""
 
-    mode: ComputeShare = ComputeShare.OFF  # in force
+    mode: ComputeShare = ComputeShare.OFF  # the mode in force
     granted: float | None = None  # None: off
     measured: float | None = None  # None: there was no time to share in the last minute
-    reason: str = ""  # why what was asked for is not in force
+    reason: str = ""  # why the requested mode is not in force
 
 
 class Consent(enum.StrEnum):
-    """What its owner's word that a job may share a GPU comes to: the sentence about it."""
+    """The effect of an owner's consent that a job may share a GPU; the value names its sentence."""
 
-    NONE = ""  # it was not given
+    NONE = ""  # the owner gave no consent
     SHARE = "may_share"
-    COME = "may_come"  # as a guest only
+    GUEST = "may_come"  # as a guest only
     HOST = "may_host"  # as a host only
     NO_EFFECT = "no_effect"
-    OFF = "off"  # of the whole site
+    OFF = "off"  # for the whole site
 
 
 class LeaseView:
-    """One lease at the moment of a cluster view; each value is computed when it is first read."""
+    """One lease at the time of a cluster view; each value is computed on first use."""
 
     def __init__(self, registry: Registry, cluster: ClusterView, record: LeaseRecord) -> None:
         self._registry = registry
@@ -83,18 +83,18 @@ class LeaseView:
 
     @cached_property
     def device_name(self) -> str:
-        """Model of its devices."""
+        """The model of its devices."""
         return self._registry.devices.model_name(self.lease.devices)
 
     @cached_property
     def idle_s(self) -> float | None:
-        """For how many seconds it has been idle; None: it is active."""
+        """Seconds for which it has been idle, or None if it is active."""
         idle_since_at = self.lease.idle_since_at
         return None if idle_since_at is None else self.cluster.at - idle_since_at
 
     @cached_property
     def obstacle(self) -> str:
-        """Why it cannot be suspended; empty: it can."""
+        """Why it cannot be suspended; empty if it can."""
         return snapshot.suspend_obstacle(self._registry, self.record)
 
     @cached_property
@@ -105,19 +105,19 @@ class LeaseView:
 
     @cached_property
     def has_lost(self) -> bool:
-        """Whether saved GPU memory of it was lost since it fell asleep last."""
+        """Whether its saved GPU memory was lost since it was last suspended."""
         observation = self._registry.observations[self.record.id]
         return observation.has_lost or observation.loss is not None
 
     @cached_property
     def over(self) -> tuple[Overuse, ...]:
-        """What its processes hold of GPUs beyond what it was granted."""
+        """GPU memory that its processes hold beyond its grant."""
         sample = self._registry.observations[self.record.id].sample
         return sample.over if sample is not None else ()
 
     @cached_property
     def time_share(self) -> TimeShare:
-        """Its part of its devices' time while it is awake, as the helper keeps and measures it."""
+        """Its part of its devices' time while awake, as the helper enforces and measures it."""
         sample = self._registry.observations[self.record.id].sample
         if sample is None or self.record.state is not State.RUNNING or sample.phase is not Phase.RUNNING:
             return TimeShare()
@@ -129,27 +129,27 @@ class LeaseView:
 
     @cached_property
     def companion(self) -> Companion | None:
-        """The job that it shares a GPU with while it runs; None: there is none."""
+        """The job that it shares a GPU with while it runs, or None."""
         is_running = self.record.state is State.RUNNING
         return self._registry.observations[self.record.id].companion if is_running else None
 
     @cached_property
     def consent(self) -> Consent:
-        """What its owner's word that it may share a GPU comes to."""
+        """The effect of the owner's consent that it may share a GPU."""
         lease = self.record.lease
         if not lease.share:
             return Consent.NONE
         if not self._registry.policy.share:
             return Consent.OFF
         hosts = lease.size.fraction_milli == WHOLE_GPU and not lease.size.profile
-        comes = lease.can_be_guest and not lease.size.profile
-        if hosts and comes:
+        visits = lease.can_be_guest and not lease.size.profile
+        if hosts and visits:
             return Consent.SHARE
-        return Consent.HOST if hosts else Consent.COME if comes else Consent.NO_EFFECT
+        return Consent.HOST if hosts else Consent.GUEST if visits else Consent.NO_EFFECT
 
     @cached_property
     def unleased(self) -> tuple[UnleasedProcess, ...]:
-        """Processes of its user that hold GPU memory without a lease and are not left alone."""
+        """Processes of its user that hold GPU memory without a lease, except tolerated ones."""
         found = [x for d in self._registry.devices.measured for x in d.unleased if x.uid == self.record.uid]
         if not found or not self._registry.of_uid(self.record.uid):
             return ()
@@ -162,43 +162,43 @@ class LeaseView:
 
     @cached_property
     def unclaimed(self) -> bool:
-        """Whether it sleeps over the quota of its project, so that no GPU is kept for it."""
+        """Whether it is suspended and over its project's quota, so that no GPU is reserved for it."""
         return self.record.state is State.SUSPENDED and self.record.id not in self.cluster.outlook.lent
 
     @cached_property
     def position(self) -> int | None:
-        """Its number in the queue."""
+        """Its position in the queue."""
         return self.cluster.outlook.position.get(self.record.id)
 
     @cached_property
     def stays_because(self) -> str:
-        """Why it waits for its own devices while others are free; empty: it does not."""
+        """Why it waits for its own devices while others are free; empty if it does not."""
         waits = self.cluster.outlook.why.get(self.record.id) is Why.OWN_DEVICES
         return snapshot.move_obstacle(self._registry, self.record) if waits else ""
 
     @cached_property
-    def asks_again_at(self) -> wire.Text | None:
-        """When it asks again: the cluster gave it another GPU than its memory returns to."""
+    def retries_at(self) -> wire.Text | None:
+        """When it retries, because the cluster gave it a GPU to which its memory cannot return."""
         return self._time_in(self.cluster.outlook.misplaced.get(self.record.id, 0.0) - self._registry.clock())
 
     @cached_property
     def kept_until(self) -> wire.Text | None:
-        """Until when its owner keeps it, idle or not."""
+        """Until when its owner keeps it, even if idle."""
         return self._time_in(self.lease.keep_until_at - self._registry.clock())
 
     @cached_property
     def stays_until(self) -> wire.Text | None:
-        """Until when it is not lent, whatever waits."""
+        """Until when it is not lent, no matter which work waits."""
         return self._time_in(self.lending.stays_s)
 
     @cached_property
     def holds_until(self) -> wire.Text | None:
-        """From when on kernels without GPU work count as idle; None: they do already."""
+        """When kernels without GPU work start to count as idle, or None if they do already."""
         return None if self.processor_only is None else self._time_in(self.processor_only.left_s)
 
     @cached_property
     def usually_wakes(self) -> wire.Text | None:
-        """How long a wake-up usually takes on this machine."""
+        """The usual duration of a wake-up on this machine."""
         usual = self._registry.wake_times.usual()
         return messages.usually(*usual) if usual else None
 
@@ -209,7 +209,7 @@ class LeaseView:
 
     @cached_property
     def site_end(self) -> SiteEnd | None:
-        """When a setting of the site may end it, or a kernel of it, if it stays idle; None: none does."""
+        """When a setting of the site may end it or one of its kernels if it stays idle, or None."""
         if self.record.is_job or self.record.state not in _WITH_A_SERVER:
             return None
         registry, observation = self._registry, self._registry.observations[self.record.id]
@@ -217,25 +217,25 @@ class LeaseView:
         kernels = dict(observation.kernel_ends_at)
         if self.record.state is State.SUSPENDED and observation.sample is not None:
             holders = {each.kernel[:64] for each in observation.sample.processes}
-            if "" not in holders:  # else a worker of any kernel may hold it
+            if "" not in holders:  # otherwise a worker of any kernel may hold the memory
                 kernels = {id_: at for id_, at in kernels.items() if id_ in holders}
         if kernels:
             in_s = min(kernels.values()) - registry.clock()
             at = before(self.wall, seconds=-in_s)
             ends.append(SiteEnd(at, KERNEL_SETTING, is_server=False))
-        far = before(self.wall, days=-_FAR_DAYS)
-        near = [end for end in ends if end is not None and end.at < far]
-        return min(near, key=lambda end: end.at or "~", default=None)
+        limit = before(self.wall, days=-_MAX_SHOWN_DAYS)
+        shown = [end for end in ends if end is not None and end.at < limit]
+        return min(shown, key=lambda end: end.at or "~", default=None)
 
     @cached_property
     def drain(self) -> Drain | None:
-        """That an administrator empties one of its devices: what asks its owner to finish first."""
+        """The earliest drain of its devices, which asks its owner to finish, or None."""
         drains = filter(None, map(self._registry.devices.drains.on, self.lease.devices))
         return min(drains, key=lambda each: each.until or "9", default=None)
 
     @cached_property
     def lending(self) -> LendingOutlook:
-        """When it is lent while it stays idle."""
+        """When it will be lent if it stays idle."""
         view, measured = self.cluster, self.lease
         is_idle = measured.kind is Kind.BUILD and measured.state is State.RUNNING
         eligible_at = idle.eligible_at(measured, view.cluster.settings) if is_idle else None
@@ -252,7 +252,7 @@ class LeaseView:
 
     @cached_property
     def processor_only(self) -> ProcessorOnly | None:
-        """Kernels without GPU work, once that has lasted for an idle timeout or for its bound."""
+        """Kernels without GPU work, if that has lasted for an idle timeout or to its limit; else None."""
         registry, now = self._registry, self.cluster.at
         until = snapshot.holds_until(registry, self.record)
         if until is None or not registry.observations[self.record.id].kernel_busy:
@@ -263,34 +263,34 @@ class LeaseView:
 
     @cached_property
     def lent_to(self) -> wire.Text | None:
-        """The user of a suspended session's capacity: kind and project, never a user name."""
+        """The kind and project of the lease that uses a suspended session's capacity; never a user name."""
         for device in self.lease.devices:
-            there = [other for other in self._registry.leases.values() if device in other.lease.devices]
-            if self.record.id in lent_milli([other.lease for other in there]):
-                holders = (o for o in there if o.state in HOLDS_CAPACITY and not o.lease.host)
-                user = max(holders, key=lambda other: (other.is_job, other.lease.granted_at))
-                key = "part.job_of_project" if user.is_job else "part.session_of_project"
-                return messages.text(key, user.lease.project)
+            bound = [other for other in self._registry.leases.values() if device in other.lease.devices]
+            if self.record.id in lent_milli([other.lease for other in bound]):
+                holders = (o for o in bound if o.state in HOLDS_CAPACITY and not o.lease.host)
+                borrower = max(holders, key=lambda other: (other.is_job, other.lease.granted_at))
+                key = "part.job_of_project" if borrower.is_job else "part.session_of_project"
+                return messages.text(key, borrower.lease.project)
         return None
 
     @cached_property
     def held_up_s(self) -> float | None:
-        """The rest of the grace period of a stopping job on the same devices; None: no such job."""
+        """Seconds left of the grace period of stopping jobs on the same devices; None if there is none."""
         registry = self._registry
-        left = [
+        rests_s = [
             other.entered_at + min(job.grace_s, registry.policy.max_grace_s) - self.cluster.at
             for other in registry.leases.values()
             if other.state is State.STOPPING and set(other.lease.devices) & set(self.lease.devices)
             if (job := registry.job_of(other)) is not None
         ]
-        return max(0.0, *left) if left else None
+        return max(0.0, *rests_s) if rests_s else None
 
     @cached_property
     def back(self) -> wire.Estimate | None:
-        """In how many seconds a suspended session has its GPU, if it is used now; None: not known.
+        """Seconds until a suspended session has its GPU back if it is used now, or None if unknown.
 
-        What is on its devices leaves first; then its memory is copied back.  Copies take
-        from as long as in the self-test to twice that.
+        First the leases on its devices leave; then its memory is copied back.  A copy takes between
+        one and two times as long as in the self-test.
         """
         state = self.record.state
         if self.record.is_job or state not in (State.SUSPENDED, State.RESUMING) or self.unclaimed:
@@ -307,21 +307,21 @@ class LeaseView:
         )
 
     def _borrowers(self) -> list[LeaseRecord]:
-        """Return what holds devices of a suspended session, if that is more than the devices have."""
-        here = set(self.lease.devices)
+        """Return the leases on a suspended session's devices if its part of the devices is not free."""
+        own = set(self.lease.devices)
         found = [
             other
             for other in self._registry.leases.values()
-            if here & set(other.lease.devices) and other.state in HOLDS_CAPACITY
+            if own & set(other.lease.devices) and other.state in HOLDS_CAPACITY
         ]
-        held = dict.fromkeys(here, 0)
+        held = dict.fromkeys(own, 0)
         for other in found:
-            for uuid in here & set(other.lease.devices):
+            for uuid in own & set(other.lease.devices):
                 held[uuid] += own_milli(other.lease)
         return found if max(held.values()) + self.lease.held_milli > WHOLE_GPU else []
 
     def _leaves_in(self, record: LeaseRecord) -> tuple[float, float]:
-        """Return in how many seconds, at least and at most, a lease gives its devices back once told to."""
+        """Return the minimum and maximum seconds that a lease needs to give its devices back."""
         registry, now = self._registry, self.cluster.at
         lease = snapshot.measured(registry, record, now)
         bytes_per_s, _ = registry.devices.copy_rates(lease.devices)
@@ -337,13 +337,13 @@ class LeaseView:
 
     @cached_property
     def taken_back_by(self) -> str:
-        """The project that may take back what a job borrows; empty: one of several."""
+        """The project that may take back what a job borrows; empty if several may."""
         owners = self.cluster.owners(self.record.id)
         return owners.pop() if len(owners) == 1 else ""
 
     @cached_property
     def ends_in(self) -> wire.Estimate | None:
-        """In how many seconds a running job ends, by its progress and its maximum; None: not measured."""
+        """Seconds until a running job ends, by its progress and maximum run time; None if not measured."""
         job, at = self._job, self.cluster.at
         if job is None or self.record.state is not State.RUNNING:
             return None
@@ -354,17 +354,17 @@ class LeaseView:
 
     @cached_property
     def _run_left_s(self) -> float | None:
-        """The rest of a running job's maximum run time; None: it has none."""
+        """Seconds left of a running job's maximum run time, or None without a maximum."""
         return None if self._job is None else ending.left_s(self._job, self.record, self._registry.clock())
 
     @cached_property
     def is_timed_out(self) -> bool:
-        """Whether a job has run for its maximum."""
+        """Whether a job has reached its maximum run time."""
         return self._job is not None and ending.why_over(self._job) is not None
 
     @cached_property
     def progress(self) -> messages.Texts:
-        """What the progress of a running job says, and its latest end."""
+        """Sentences about the expected end of a running job and the end of its maximum run time."""
         job, ends = self._job, self.ends_in
         if job is None:
             return ()
@@ -376,19 +376,19 @@ class LeaseView:
 
     @cached_property
     def waits(self) -> messages.Texts:
-        """Why a queued job waits."""
+        """Sentences on why a queued job waits."""
         view, record, lease, job = self.cluster, self.record, self.record.lease, self._job
         if lease.user in self._registry.owners.absent:
             return (messages.text("waiting.owner_gone"),)
-        if view.at < record.entered_at:  # it is not in the view
+        if view.at < record.entered_at:  # the view does not have it yet
             return (messages.text("job.waits", lease.size.text),)
         waits = messages.waiting(
-            view.outlook.why.get(record.id, ""),  # none: the next plan grants it
+            view.outlook.why.get(record.id, ""),  # empty: the next plan grants it
             needs=messages.needs_of(lease),
             free_milli=view.outlook.free_milli,
             position=self.position,
             largest=len(view.cluster.devices),
-            told_until=self._told_until(),
+            told_until=self._notified_until(),
         )
         if (smaller := view.smaller(record.id)) is not None:
             waits += (messages.text("job.smaller", messages.size_text(smaller)),)
@@ -399,21 +399,21 @@ class LeaseView:
 
     @cached_property
     def because(self) -> wire.Text:
-        """Why work gave up its GPU."""
+        """Why a lease gave up its GPU."""
         record = self.record
         if messages.is_preemption(record.why) and record.note:
             return messages.reason_text(record.note)
         return messages.because_of(record.why, record.given_to)
 
-    def _told_until(self) -> wire.Text | None:
-        """Return when the last of the sessions that were told gives its GPU to a job; None: none was."""
+    def _notified_until(self) -> wire.Text | None:
+        """Return when the last notified session gives its GPU to this job, or None if none was notified."""
         notices = self._registry.notices.values()
         until = [notice.until_at for notice in notices if notice.for_lease == self.record.id]
         return self._time_in(max(until) - self._registry.clock()) if until else None
 
     def _time_in(self, seconds: float) -> wire.Text | None:
-        """Return the time in so many seconds; None for a past one."""
+        """Return the text of the time ``seconds`` from now, or None if that is not in the future."""
         if seconds <= 0:
             return None
         at = before(self._registry.iso_now(), seconds=-seconds)
-        return messages.time_text(at, seconds=seconds < _CLOSE_S)
+        return messages.time_text(at, seconds=seconds < _WITH_SECONDS_S)

@@ -1,4 +1,4 @@
-"""What the service's page shows: the administrator's overview and the tables."""
+"""Contents of the service's page: the administrator's overview and the tables."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ PARTS = 180
 OWED_S = 60.0
 # A session that holds an idle GPU longer raises an alert.
 IDLE_LONG_S = 3600.0
-# Age of the decisions that raise alerts.
-LATELY_HOURS = 24
-_WORRYING = ("lost", "watchdog")
+# Maximum age of decisions that raise alerts, and their actions.
+RECENT_HOURS = 24
+_ALERT_ACTIONS = ("lost", "watchdog")
 MAX_ALERTS = 30
-# No waiting times from fewer jobs.
-_LEAST_JOBS = 10
+# Minimum number of jobs for statistics of waiting times.
+_MIN_JOBS = 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alert:
-    """A sentence for the administrator; ``lend``: id of a session that can be lent at once."""
+    """A sentence for the administrator; ``lend`` is the id of a session that can be lent at once."""
 
     sentence: str
     lend: str = ""
@@ -54,21 +54,21 @@ class ProjectWeek:
 
 
 class Overview:
-    """Builds the overview and the tables from the registry and the present cluster view."""
+    """Builds the overview and the tables from the registry and the current cluster view."""
 
     def __init__(self, views: Views) -> None:
         self._registry = views.registry
         self._views = views
 
     def now(self) -> GpuBreakdown:
-        """Return the present use of the GPUs."""
+        """Return the current use of the GPUs."""
         cluster = self._views.cluster_views.now().cluster
         usable = [device.uuid for device in cluster.devices if device.usable or device.draining]
         at_work = snapshot.at_work(self._registry, self._registry.clock())
         return gpu_breakdown(cluster.leases, usable, len(cluster.devices) - len(usable), at_work)
 
     async def past(self, period: str) -> list[MachineUse | None]:
-        """Return the past use in `PARTS` equal parts, oldest first; None: not measured.
+        """Return the past use in `PARTS` equal parts, oldest first; None for a part without measurements.
 
         Raises:
             StoreError: the database cannot be read.
@@ -102,16 +102,16 @@ class Overview:
     def alerts(self) -> list[Alert]:
         """Return at most `MAX_ALERTS` alerts, most urgent first."""
         found = [*self._promised(), *self._starved(), *self._idle(), *self._low_use()]
-        return [*found, *self._kept(), *self._lately()][:MAX_ALERTS]
+        return [*found, *self._kept(), *self._recent()][:MAX_ALERTS]
 
     def _promised(self) -> list[Alert]:
-        """Quotas that exceed the devices together."""
+        """Return an alert if all quotas together exceed the devices."""
         cluster = self._views.cluster_views.now().cluster
         sentence = beyond_machine(cluster.projects, WHOLE_GPU * len(cluster.devices))
         return [Alert(sentence=sentence)] if sentence else []
 
     def _starved(self) -> list[Alert]:
-        """Projects that wait for guaranteed capacity, and the projects that borrow meanwhile."""
+        """Return alerts about projects that wait for guaranteed capacity, with those that borrow."""
         view = self._views.cluster_views.now()
         late: dict[str, list[int]] = {}
         for lease in view.cluster.leases:
@@ -125,10 +125,10 @@ class Overview:
             owed = min(unused, use.waiting_milli)
             if owed <= 0 or project.name not in late:
                 continue
-            if (least := min(late[project.name])) > project.quota_milli:
+            if (smallest := min(late[project.name])) > project.quota_milli:
                 found.append(
                     Alert(
-                        sentence=f"A job of project {project.name} waits for {least / WHOLE_GPU:g} GPUs "
+                        sentence=f"A job of project {project.name} waits for {smallest / WHOLE_GPU:g} GPUs "
                         f"together, more than the {project.quota_milli / WHOLE_GPU:g} that the project is "
                         "guaranteed: it starts when the rest can be borrowed."
                     )
@@ -141,7 +141,7 @@ class Overview:
         return found
 
     def _idle(self) -> list[Alert]:
-        """Sessions that hold an idle GPU, longest first."""
+        """Return alerts about sessions that hold an idle GPU, longest first."""
         registry, now = self._registry, self._registry.clock()
         idle = []
         for record in registry.leases.values():
@@ -162,7 +162,7 @@ class Overview:
         return found
 
     def _low_use(self) -> list[Alert]:
-        """Sessions that keep a GPU busy without computing, longest first, with what they held meanwhile."""
+        """Return alerts about sessions that keep a GPU busy without computing, longest first."""
         registry = self._registry
         after_s, found = registry.policy.fake_busy_after_s, []
         for record in registry.leases.values():
@@ -181,7 +181,7 @@ class Overview:
         ]
 
     def _kept(self) -> list[Alert]:
-        """Users with less than half of the day's budget for keeping an idle GPU left."""
+        """Return alerts about users who spent half or more of the day's budget to keep an idle GPU."""
         registry = self._registry
         sessions = [r.lease for r in registry.leases.values() if r.lease.kind is Kind.BUILD]
         keepers = {(lease.user, lease.project) for lease in sessions}
@@ -195,16 +195,16 @@ class Overview:
             if minutes <= budget / 2 and budget
         ]
 
-    def _lately(self) -> list[Alert]:
-        """Lost GPU memory and findings of the watchdog in the last `LATELY_HOURS`."""
-        since = datetime.fromisoformat(self._registry.iso_now()) - timedelta(hours=LATELY_HOURS)
+    def _recent(self) -> list[Alert]:
+        """Return alerts about lost GPU memory and findings of the watchdog in the last `RECENT_HOURS`."""
+        since = datetime.fromisoformat(self._registry.iso_now()) - timedelta(hours=RECENT_HOURS)
         return [
             Alert(sentence=f"{d.at[:16]}Z: {d.sentence}")
             for d in reversed(self._registry.decisions.latest)
-            if d.action in _WORRYING and datetime.fromisoformat(d.at) >= since
+            if d.action in _ALERT_ACTIONS and datetime.fromisoformat(d.at) >= since
         ]
 
-    # ---- tables of users, sessions and jobs; ``user`` None: of all users
+    # ---- tables of users, sessions and jobs; ``user`` None means all users
 
     def sessions(self, user: str | None, find: str, page: int) -> Rows[wire.LeaseStatus]:
         """Return sessions and jobs that are placed on devices, by user."""
@@ -221,7 +221,7 @@ class Overview:
         return cut([*active, *ended], page, self._views.job)
 
     def users(self, find: str, page: int) -> Rows[UserNow]:
-        """Return users with a lease, or with use in the last seven days; the largest holders first."""
+        """Return users with a lease or with use in the last seven days, those with most GPUs first."""
         registry, now = self._registry, self._registry.clock()
         leases: dict[str, list[LeaseRecord]] = {}
         for record in registry.leases.values():
@@ -248,12 +248,12 @@ class Overview:
         return cut(found, page, lambda user: user)
 
     def acting(self, lease: str) -> wire.LeaseStatus | None:
-        """Return the lease with this id; None: it has ended."""
+        """Return the lease with this id, or None if it has ended."""
         record = self._registry.leases.get(lease)
         return None if record is None else self._views.lease(record)
 
     def oldest_wait(self, user: str | None) -> Waiting | None:
-        """Return the lease that has waited longest for capacity; None: none waits."""
+        """Return the lease that has waited longest for capacity, or None if none waits."""
         waiting = [r for r in self._registry.leases.values() if _waits(r) and user in (None, r.lease.user)]
         if not waiting:
             return None
@@ -272,24 +272,24 @@ class Overview:
 
 
 def _median_and_p95(seconds: Sequence[float]) -> tuple[float, float] | None:
-    if len(seconds) < _LEAST_JOBS:
+    if len(seconds) < _MIN_JOBS:
         return None
     twentieths = quantiles(seconds, n=20, method="inclusive")
     return twentieths[9], twentieths[18]
 
 
-# ---- tables of the service's page: users, sessions and jobs, searched and cut into pages
+# ---- tables of the service's page: users, sessions and jobs, with search and pages
 
 A = TypeVar("A")
 B = TypeVar("B")
 
-ROWS = 25  # of one page of a table
+ROWS = 25  # per page of a table
 _HOUR_S = 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows(Generic[A]):
-    """One page of a table; pages count from 1."""
+    """One page of a table; page numbers start at 1."""
 
     rows: Sequence[A]
     page: int
@@ -302,17 +302,17 @@ class Rows(Generic[A]):
 
     @property
     def first(self) -> int:
-        """Number of the first row of this page among all; rows count from 1."""
+        """Number of this page's first row among all rows, which are numbered from 1."""
         return (self.page - 1) * ROWS + 1
 
     @property
     def last(self) -> int:
-        """Number of the last row of this page among all."""
+        """Number of this page's last row among all rows."""
         return min(self.page * ROWS, self.total)
 
 
 def cut(found: Sequence[A], page: int, show: Callable[[A], B]) -> Rows[B]:
-    """Return one page, the last one where ``page`` is beyond it; only its rows are ``show``n."""
+    """Return the page ``page``, or the last one if there are fewer; ``show`` converts only its rows."""
     last = max(1, -(-len(found) // ROWS))
     page = min(max(1, page), last)
     rows = [show(each) for each in found[(page - 1) * ROWS : page * ROWS]]
@@ -321,14 +321,14 @@ def cut(found: Sequence[A], page: int, show: Callable[[A], B]) -> Rows[B]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UserNow:
-    """What a user holds and waits for, with the sums of the last seven days."""
+    """A user's leases now, with the sums of the last seven days."""
 
     name: str
-    projects: Sequence[str] = ()  # of these leases and sums
+    projects: Sequence[str] = ()  # of the leases and sums
     held_gpus: float = 0.0
     sessions: int = 0
     running: int = 0  # jobs that hold GPUs
-    waiting: int = 0  # jobs without a GPU, paused ones included
+    waiting: int = 0  # jobs without a GPU, including paused ones
     oldest_wait_s: float = 0.0
     used_gpu_h: float = 0.0
     lent_gpu_h: float = 0.0
@@ -336,9 +336,9 @@ class UserNow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Waiting:
-    """The lease that waits for the longest time."""
+    """The lease that has waited longest."""
 
-    name: str  # of the job; "a session"
+    name: str  # of the job, or "a session"
     user: str
     waited_s: float
 
@@ -348,7 +348,7 @@ def _waits(record: LeaseRecord) -> bool:
 
 
 def _is_like(find: str, *texts: str, ids: Collection[str] = ()) -> bool:
-    # Ids are random: a part of one is the name of a user by chance.
+    # Ids must match whole: a part of a random id may equal the name of a user.
     return find in ids or any(find.casefold() in text.casefold() for text in texts)
 
 

@@ -1,4 +1,4 @@
-"""Answers of the API: records and measurements as messages of `protocol.wire`.  Decides nothing."""
+"""Answers of the API: records and measurements as messages of `protocol.wire`, without any decision."""
 
 from __future__ import annotations
 
@@ -26,20 +26,20 @@ from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import DeviceSample
 from jupyter_gpushare.wall_clock import before, seconds_between
 
-# ---- whether a device is being emptied, and what is still there, as `wire.Drain`
+# ---- the drain of a device, and the leases still on it, as `wire.Drain` ------
 
 
 def drain_of(registry: Registry, uuid: str) -> wire.Drain | None:
-    """Return why a device takes nothing new; None: an administrator lets it take work."""
+    """Return the drain of a device, or None if it is not being drained."""
     drains = registry.devices.drains
     if (drain := drains.on(uuid)) is None:
         return None
-    there = [record for record in registry.index.placed.values() if uuid in record.lease.devices]
+    placed = [record for record in registry.index.placed.values() if uuid in record.lease.devices]
     return wire.Drain(
         **asdict(drain),
         machine=uuid not in drains.of,
-        sessions=sum(not record.is_job for record in there),
-        jobs=sum(record.is_job for record in there),
+        sessions=sum(not record.is_job for record in placed),
+        jobs=sum(record.is_job for record in placed),
     )
 
 
@@ -47,7 +47,7 @@ def drain_of(registry: Registry, uuid: str) -> wire.Drain | None:
 
 
 def owners(registry: Registry) -> wire.Owners:
-    """Return the owners of leases that are absent from the Hub, or were made anew."""
+    """Return the owners of leases that are absent from the Hub, or whose name has a new user."""
     waiting = Counter(record.lease.user for record in registry.index.queued.values())
     others = Counter(record.lease.user for record in registry.index.placed.values())
     found = [
@@ -66,7 +66,7 @@ def owners(registry: Registry) -> wire.Owners:
 
 
 def undated(registry: Registry) -> list[str]:
-    """Return a sentence if the Hub does not say when its users were made."""
+    """Return a sentence if the Hub does not report when its users were created."""
     if not registry.owners.are_undated:
         return []
     return [
@@ -76,7 +76,7 @@ def undated(registry: Registry) -> list[str]:
 
 
 def held(registry: Registry) -> tuple[int, list[str]]:
-    """Return how many jobs are held until an administrator decides, and a sentence if there are any."""
+    """Return the number of jobs held until an administrator decides, and a sentence if there are any."""
     found = [owner.jobs for owner in owners(registry).owners if owner.held and owner.jobs]
     if not found:
         return 0, []
@@ -90,7 +90,7 @@ def held(registry: Registry) -> tuple[int, list[str]]:
 
 
 def closed_of(registry: Registry, measured: DeviceSample, *, admin: bool) -> str:
-    """Return why a device takes nothing new; for administrators with the processes of leases that are why."""
+    """Return why a device takes no new lease; for administrators with the processes that cause it."""
     observed = (
         (record, registry.observations[record.id].sample) for record in registry.index.placed.values()
     )
@@ -136,12 +136,12 @@ _JOB_STATES: Mapping[State, wire.JobState] = {
     State.STOPPING: "stopping",
 }
 MAX_EVENTS = 20
-# Health reports a lease when its processes have not answered for so long.
+# Health reports a lease whose processes could not be read for this time.
 UNREAD_S = 10.0
 
 
 class Views:
-    """Builds answers from the registry and the present cluster view."""
+    """Builds answers from the registry and the current cluster view."""
 
     def __init__(self, registry: Registry, engine: Engine, faults: Faults) -> None:
         self.registry = registry
@@ -152,13 +152,13 @@ class Views:
     # ---- leases --------------------------------------------------------------
 
     def leases(self, user: str | None) -> list[wire.LeaseStatus]:
-        """Return the leases of a user that have not ended; of all users for None."""
+        """Return the leases of a user (None: of all users) that have not ended."""
         everyone = user is None
         mine = (r for r in self.registry.leases.values() if everyone or r.lease.user == user)
         return [self.lease(record, everyone=everyone) for record in mine]
 
     def lease(self, record: LeaseRecord, *, everyone: bool = False) -> wire.LeaseStatus:
-        """Return one lease with its measurements and sentences; ``everyone``: its reader sees all leases."""
+        """Return one lease with measurements and sentences; ``everyone`` if the reader sees all leases."""
         seen, lease, registry = self._seen(record), record.lease, self.registry
         sample, kernels = registry.observations[record.id].sample, registry.observations[record.id].kernels
         level = registry.devices.level(lease.devices[0]) if lease.devices else ""
@@ -220,9 +220,9 @@ class Views:
         return LeaseView(self.registry, view, record)
 
     def _shared(self, seen: LeaseView | None, *, everyone: bool) -> dict[str, Any]:
-        """Return the fields about the job that a running one shares a GPU with.
+        """Return the fields about the other job on the GPU of a running one.
 
-        Its id is for those who see all leases, and within one project, as in the log of decisions.
+        As in the log of decisions, only readers of the same project and those who see all leases get its id.
         """
         if seen is None or (companion := seen.companion) is None:
             return {}
@@ -247,7 +247,7 @@ class Views:
     # ---- jobs ----------------------------------------------------------------
 
     def jobs(self, user: str | None, *, limit: int) -> list[wire.Job]:
-        """Return jobs: started, requeued, queued with the next to start first, ended."""
+        """Return jobs of a user (None: of all users) in the order of `cluster_view.listed`."""
         mine = (j for j in self.registry.jobs.values() if user is None or j.user == user)
         found = cluster_view.listed(mine, self.registry, self.cluster_views, limit)
         return [self.job(job, everyone=user is None) for job in found]
@@ -255,8 +255,8 @@ class Views:
     def job(self, job: JobRecord, *, is_new: bool = False, everyone: bool = False) -> wire.Job:
         """Return one job with its sentence, position and times.
 
-        ``is_new``: it was submitted just now; in a long queue its position is not known yet.
-        ``everyone``: its reader sees all jobs.
+        ``is_new`` if it was just submitted; in a long queue its position is then unknown.
+        ``everyone`` if the reader sees all jobs.
         """
         job = self.registry.jobs.get(job.id, job)
         record = self.registry.leases.get(job.lease_id)
@@ -301,7 +301,7 @@ class Views:
     # ---- projects, devices, the rest ------------------------------------------
 
     def projects(self, groups: Sequence[str], *, everyone: bool = False) -> list[wire.ProjectUse]:
-        """Return the projects of a user, or all."""
+        """Return the projects of these Hub groups, or all projects."""
         policy, overrides, view = self.registry.policy, self.registry.overrides, self.cluster_views.now()
         names, cluster, uses = policy.projects_of(groups), view.cluster, view.outlook.usage
         return [
@@ -347,20 +347,20 @@ class Views:
         )
 
     def _lends(self) -> bool:
-        """Return whether a session that starts now could be lent: MIG instances never are."""
+        """Return whether a session that starts now could be lent; MIG instances never are."""
         known = self.registry.devices.for_planner()
-        able = any(device.suspendable and not device.profile for device in known)
-        return able and not self.registry.lending_switch.obstacle
+        can_lend = any(device.suspendable and not device.profile for device in known)
+        return can_lend and not self.registry.lending_switch.obstacle
 
     def _sizes(self) -> list[Size]:
-        """Return the offered sizes: the site's for undivided GPUs, and each MIG profile."""
+        """Return the offered sizes: the site's sizes of undivided GPUs, and each MIG profile."""
         profiles = dict.fromkeys(sorted(d.profile for d in self.registry.devices.for_planner()))
         sizes = list(self.registry.policy.sizes) if "" in profiles else []
         return sizes + [Size(WHOLE_GPU, profile=name) for name in profiles if name]
 
     def _offer(self, offer: Offer, project: str) -> wire.Offer:
         size = offer.size
-        least, most, device = self._memory_of(offer)
+        min_bytes, max_bytes, device = self._memory_of(offer)
         options: dict[str, str | int] = {"fraction": f"{size.fraction_milli / WHOLE_GPU:g}"}
         if size.profile:
             options = {"profile": size.profile}
@@ -379,8 +379,8 @@ class Views:
         return wire.Offer(
             label=size.text,
             options=options,
-            memory_bytes=least,
-            memory_most_bytes=most if most > least else None,
+            memory_bytes=min_bytes,
+            memory_most_bytes=max_bytes if max_bytes > min_bytes else None,
             starts=starts,
             guaranteed=not offer.borrowed,
             reason=reason,
@@ -389,24 +389,24 @@ class Views:
         )
 
     def _memory_of(self, offer: Offer) -> tuple[int, int, str]:
-        """Return the least and the most memory of an offer in bytes, and of which models it is."""
+        """Return the minimum and maximum memory of an offer in bytes, and its models of GPUs."""
         size, devices = offer.size, self.registry.devices
-        able = [d for d in devices.for_planner() if d.profile == size.profile]
-        if chosen := [d for d in able if d.uuid in offer.devices]:
+        fitting = [d for d in devices.for_planner() if d.profile == size.profile]
+        if chosen := [d for d in fitting if d.uuid in offer.devices]:
             name = devices.model_name(offer.devices)
         else:
-            # Any of these, once one is free.
-            chosen = [d for d in able if d.usable and d.demand_milli(size) <= WHOLE_GPU] or able
+            # No device is free yet; it may be any of these.
+            chosen = [d for d in fitting if d.usable and d.demand_milli(size) <= WHOLE_GPU] or fitting
             chosen.sort(key=lambda d: d.grantable_bytes)
             name = " or ".join(dict.fromkeys(d.name for d in chosen))
         count = size.device_count
         parts = sorted(d.grantable_bytes * size.fraction_milli // WHOLE_GPU for d in chosen)
-        if len(parts) < count:  # more GPUs than there are
+        if len(parts) < count:  # the offer has more GPUs than the site
             return parts[0] * count, parts[-1] * count, name
         return sum(parts[:count]), sum(parts[-count:]), name
 
     def devices(self, *, admin: bool = False) -> wire.Devices:
-        """Return the devices, measured, with what is held and claimed of each."""
+        """Return the devices with their measurements and their held and claimed parts."""
         registry, cluster = self.registry, self.cluster_views.now().cluster
         inventory = registry.devices.inventory
         if inventory is None:
@@ -455,7 +455,7 @@ class Views:
         )
 
     def lending(self) -> wire.Lending:
-        """Return the lending mode, and how suspensions on this machine went."""
+        """Return the lending mode, and the counts of suspensions on this machine."""
         switch, counts = self.registry.lending_switch, self.registry.suspensions
         is_set = switch.override.mode is not None
         return wire.Lending(
@@ -469,7 +469,7 @@ class Views:
     def decisions(self, user: str | None, limit: int, reader: str = "") -> list[wire.Decision]:
         """Return the newest decisions about the leases of a user (None: all), newest first.
 
-        ``reader`` reads them, by default this user.
+        They are worded for ``reader``, by default this user.
         """
         found: list[wire.Decision] = []
         for decision in reversed(self.registry.decisions.latest):
@@ -489,7 +489,7 @@ class Views:
             leases=[
                 self.lease(r)
                 for r in self.registry.leases.values()
-                if r.lease.user == user and r.state is not State.PENDING  # those are in ``jobs``
+                if r.lease.user == user and r.state is not State.PENDING  # pending ones are in ``jobs``
             ],
             jobs=self.jobs(user, limit=100),
             projects=self.projects(groups),
@@ -498,7 +498,7 @@ class Views:
         )
 
     def health(self) -> wire.Health:
-        """Return what does not work, one sentence each."""
+        """Return the health of the broker, with a sentence for each fault."""
         reasons, devices = [*self.engine.trouble(), *self._faults.sentences()], self.registry.devices
         now = self.registry.clock()
         if devices.sample is None:
@@ -507,18 +507,18 @@ class Views:
             age = f"{now - devices.sampled_at:.0f} s"
             reasons.append(f"The last measurement of the GPUs is {age} old: no GPU is given until a new one.")
         elif not devices.listed:
-            reasons += ["The device helper found no GPU.", *(f"{said}." for said in devices.left_out)]
+            reasons += ["The device helper found no GPU.", *(f"{reason}." for reason in devices.left_out)]
         if self.registry.journal.is_disk_full:
             reasons.append(
                 "The disk of the broker's database is full: what changes something is refused (507)."
             )
         elif self.registry.journal.takes_nothing:
             reasons.append("The broker's database does not answer: what changes something waits for it.")
-        held_jobs, held_said = held(self.registry)
-        reasons += [*held_said, *undated(self.registry)]
+        held_jobs, held_sentences = held(self.registry)
+        reasons += [*held_sentences, *undated(self.registry)]
         measured = {d.uuid: d for d in devices.measured}
-        now_found = (measured.get(device.uuid, device) for device in devices.listed)
-        reasons += [f"GPU {d.uuid}: {d.reason}" for d in now_found if not d.healthy]
+        current = (measured.get(device.uuid, device) for device in devices.listed)
+        reasons += [f"GPU {d.uuid}: {d.reason}" for d in current if not d.healthy]
         reasons += [
             f"GPU {d.uuid} takes nothing new: {d.closed}." for d in devices.measured if d.healthy and d.closed
         ]
@@ -561,11 +561,11 @@ def _decision(record: DecisionRecord, reader: str, *, show_all: bool) -> wire.De
     )
 
 
-# ---- sessions that wait for their start, as the spawn page and the lists of the queue show them
+# ---- sessions that wait for their start, for the spawn page and the lists of the queue
 
 
 def spawn_wait(views: Views, place: QueuePlace) -> wire.SpawnWait:
-    """Return what the spawn page says about a place."""
+    """Return the state and sentence of a place for the spawn page."""
     if place.grant is not None:
         left_s = place.ends_at() - views.registry.clock()
         size, left = messages.size_text(place.lease.size), messages.duration_text(left_s)
@@ -578,7 +578,7 @@ def spawn_wait(views: Views, place: QueuePlace) -> wire.SpawnWait:
 
 
 def waiting_sessions(views: Views, user: str | None) -> list[wire.WaitingSession]:
-    """Return the sessions of a user that wait, the first to start first; of all users for None."""
+    """Return the waiting sessions of a user (None: of all users), in the order of the queue."""
     return [
         wire.WaitingSession(
             user=place.lease.user,
