@@ -194,7 +194,7 @@ async def test_of_many_requests_at_once_each_users_first_one_is_answered_first(h
 
 
 async def test_questions_about_unknown_tokens_of_one_peer_leave_the_hub_to_others(http: Http):
-    http.service.limits.checks = CallerQueues(at_once=4, most=20)
+    http.service.limits.checks = CallerQueues(at_once=4, maximum=20)
     proxied = {"X-Forwarded-For": "203.0.113.66"}
     ask = functools.partial(http.ask, "GET", "status", "hub-waits", headers=proxied)
     waiting = [asyncio.create_task(ask()) for _ in range(30)]
@@ -209,7 +209,7 @@ async def test_questions_about_unknown_tokens_of_one_peer_leave_the_hub_to_other
 
 
 async def test_unknown_tokens_keep_no_user_with_a_known_token_waiting(http: Http):
-    http.service.limits.checks = CallerQueues(at_once=4, most=8)
+    http.service.limits.checks = CallerQueues(at_once=4, maximum=8)
     http.service.access.hub_auth.cache_max_age = 300
     ask = functools.partial(http.ask, "GET", "status", headers={"X-Forwarded-For": "203.0.113.66"})
     assert (await ask("ada")).status_code == 200
@@ -237,7 +237,7 @@ async def test_the_hub_is_not_asked_for_callers_that_have_left(http: Http):
 
 
 async def test_logins_of_one_peer_alone_wait_for_the_hub(http: Http):
-    http.service.limits.checks = CallerQueues(at_once=4, most=20)
+    http.service.limits.checks = CallerQueues(at_once=4, maximum=20)
     path, proxied = f"{http.url}{PREFIX}oauth_callback?code=c&state=s", {"X-Forwarded-For": "203.0.113.66"}
     waiting = [asyncio.create_task(http.ask("GET", path, "hub-waits", headers=proxied)) for _ in range(30)]
     await becomes(lambda: sum(each.done() for each in waiting) >= 10 and http.hub_asked["hub-waits"] >= 4)

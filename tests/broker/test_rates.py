@@ -46,7 +46,7 @@ def test_what_was_refused_is_not_counted():
 
 
 def test_callers_that_rested_are_forgotten(monkeypatch):
-    monkeypatch.setattr(listener, "_MANY", 3)
+    monkeypatch.setattr(listener, "_MAX_BUCKETS", 3)
     clock = Clock()
     rate = Rate(1.0, burst=1, clock=clock)
     for caller in "abc":

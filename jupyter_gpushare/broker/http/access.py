@@ -1,4 +1,4 @@
-"""Identities of callers, from the Hub's answer about their tokens.
+"""Identities of callers, from the Hub's answers about their tokens.
 
 | caller            | token                                                                 |
 |-------------------|-----------------------------------------------------------------------|
@@ -6,11 +6,12 @@
 | server of a user  | its token, the only one with ``access:servers!server=USER/NAME``      |
 | spawner           | a line of `GPUShareBroker.spawner_token_file`                         |
 
-The Hub decides on groups and on the right to administer.  Groups are read with
-the broker's own token and cached for `_GROUPS_S`; writes read them anew.
+The Hub decides on groups and on the right to administer.  The broker reads groups with
+its own token and caches them for `_GROUPS_S`; writes read them again.
 
-A token is of one user for ever, whatever the user is called; the Hub's answer about it
-lacks when that user was made, so the broker asks once per token (`control.ownership`).
+A token belongs to one user forever, even if the user is renamed.  The Hub's answer about
+a token does not tell when the user was created, so the broker asks for that once per
+token (`control.ownership`).
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ _SERVER_SCOPE = "access:servers!server="
 class Identity:
     """The caller of a request, as the Hub knows it."""
 
-    user: str  # what is kept under (`records.Owner`): the name, unless another user has it
+    user: str  # `records.Owner.user`: the name, unless another user has it now
     scopes: frozenset[str]
     is_service: bool = False
-    created: str = ""  # when the Hub made the user
+    created: str = ""  # when the Hub created the user
 
     @property
     def admin(self) -> bool:
@@ -53,21 +54,21 @@ class Identity:
 
     @property
     def server(self) -> str | None:
-        """Name of the server that the token was issued for; None for other tokens."""
+        """Name of the server that the token was issued for, or None for other tokens."""
         names = {s.removeprefix(_SERVER_SCOPE) for s in self.scopes if s.startswith(_SERVER_SCOPE)}
         user, slash, server = next(iter(names)).partition("/") if len(names) == 1 else ("", "", "")
         return server if slash and user == self.user else None
 
     @property
     def holder(self) -> str:
-        """The holder of connections and requests; no user's name is another holder's."""
+        """The holder of connections and requests; users and services never share one."""
         return self.user if self.is_service else f"user {self.user}"
 
     def require(self, scope: str) -> None:
-        """Return if the token has ``scope``.
+        """Check that the token has ``scope``.
 
         Raises:
-            NotAllowed: it has not.
+            NotAllowed: the token lacks it.
         """
         if scope not in self.scopes:
             raise NotAllowed("your token lacks the scope %1: ask the admin of this Hub", scope)
@@ -80,18 +81,18 @@ class Access:
         self, hub_auth: HubOAuth, spawner_tokens: Sequence[str], hub: Hub, ownership: Ownership
     ) -> None:
         self.hub_auth = hub_auth
-        self.spawner_tokens = tuple(spawner_tokens)  # any of them is the spawner's
+        self.spawner_tokens = tuple(spawner_tokens)  # the spawner may use any of them
         self._hub = hub
         self._ownership = ownership
-        # When the user of a token was made, by its SHA-256: the Hub gives ids of deleted tokens again.
+        # When a token's user was created, by the token's SHA-256: the Hub reuses ids of deleted tokens.
         self._created: dict[bytes, str] = {}
         self._groups: dict[tuple[str, str], tuple[float, tuple[str, ...]]] = {}
 
     async def identity(self, model: dict[str, Any] | None, token: str | None) -> Identity:
-        """Return the identity for ``token``, and the Hub's model of it.
+        """Return the identity for ``token`` and the Hub's ``model`` of it.
 
         Raises:
-            NotAllowed: no valid token, one without access to this service, or a name with a slash.
+            NotAllowed: the token is invalid or lacks access to this service, or the name has a slash.
             BrokerUnavailable: the Hub does not answer.
         """
         if model is None or token is None:
@@ -102,18 +103,18 @@ class Access:
         if not self.hub_auth.check_scopes(self.hub_auth.access_scopes, model):
             raise NotAllowed("your token has no access to the GPU service (access:services!service=...)")
         name = str(model["name"])
-        if model.get("kind") == "service":  # which may have the name of a user
+        if model.get("kind") == "service":  # a service may have the name of a user
             return Identity(user=f"service/{name}", scopes=scopes, is_service=True)
         created = self._created.get(key := hashlib.sha256(token.encode()).digest())
         user = None if created is None else self._ownership.find(name, created)
         if created is None or user is None:
-            there = await self._user(name)
-            if there is None:
+            hub_user = await self._user(name)
+            if hub_user is None:
                 raise NotAllowed("the Hub has no such user any more: log in again", reason="login")
-            await self._ownership.meet(name, there.created)
+            await self._ownership.meet(name, hub_user.created)
             if len(self._created) >= _MAX_CACHED:
                 self._created.clear()
-            created = self._created.setdefault(key, there.created)
+            created = self._created.setdefault(key, hub_user.created)
             user = self._ownership.find(name, created) or name
         return Identity(user=user, scopes=scopes, created=created)
 
@@ -135,9 +136,9 @@ class Access:
         return any(hmac.compare_digest(given, token.encode()) for token in self.spawner_tokens)
 
     async def groups(self, identity: Identity, *, fresh: bool = False) -> tuple[str, ...]:
-        """Return the Hub groups of a user, of the last `_GROUPS_S` seconds unless ``fresh``.
+        """Return the Hub groups of a user, up to `_GROUPS_S` old unless ``fresh``.
 
-        None for a service, and for a user that is no more the one of this name.
+        A service has none, and neither has a user whose name another user has now.
 
         Raises:
             BrokerUnavailable: the Hub does not answer.
@@ -147,19 +148,19 @@ class Access:
         known = self._groups.get(key := (identity.user, identity.created))
         if not fresh and known is not None and time.monotonic() - known[0] < _GROUPS_S:
             return known[1]
-        there = await self._user(identity.user)
-        groups = there.groups if there is not None and is_same(there.created, identity.created) else ()
+        user = await self._user(identity.user)
+        groups = user.groups if user is not None and is_same(user.created, identity.created) else ()
         if len(self._groups) >= _MAX_CACHED:
             self._groups.clear()
         self._groups[key] = (time.monotonic(), groups)
         return groups
 
     async def stop_server(self, key: ServerKey) -> None:
-        """Stop a server of a user, which stays in the user's list of servers.
+        """Stop a server of a user; it stays in the user's list of servers.
 
         Raises:
-            BrokerUnavailable: the Hub refuses, for example while the server starts, or it or the device
-                helper does not answer.
+            BrokerUnavailable: the Hub refuses, for example while the server starts, or the Hub or the
+                device helper does not answer.
         """
         try:
             await self._hub.stop_server(key, forget=False)
@@ -170,7 +171,7 @@ class Access:
         """Return the public address of a server, with a trailing slash.
 
         Raises:
-            Conflict: it does not run.
+            Conflict: the server does not run.
             BrokerUnavailable: the Hub does not answer.
         """
         try:

@@ -1,8 +1,8 @@
-"""What all handlers share: headers, identity, errors, bodies.
+"""The base of all handlers: headers, identity, errors, bodies.
 
-Order of a request: the head is checked (frames, size), then the caller, then the
-body is read, then the handler runs.  So a caller without a valid token makes the
-broker hold no body, and a body above the limit is refused by its announced length.
+Order of a request: check the head (frames, size), check the caller, read the body, run
+the handler.  So the broker holds no body of a caller without a valid token, and refuses
+a body above the limit by its announced length.
 """
 
 from __future__ import annotations
@@ -56,19 +56,19 @@ from jupyter_gpushare.protocol import wire
 
 T = TypeVar("T")
 
-# In JSON as `wire.encode` writes it: a backslash that is not escaped itself, and u0000.
+# A NUL in JSON from `wire.encode`: u0000 after a backslash that is not escaped itself.
 _NUL = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
-# A caller that repeats refused changes in a loop is slowed down to one in this time per connection.
+# Delay of a refused change, so that a caller in a loop gets one refusal in this time per connection.
 _REFUSAL_S = 0.5
-# In progress, of one user: until the last byte of the answer is sent.  A page or a command has a few.
+# Requests of one user in progress, each until its last byte is sent.  A page or a command has a few.
 _MAX_REQUESTS = 32
-# Fetch Metadata (W3C): what a browser says that it loads a page into.
+# Destinations by which a browser shows that it embeds a page (Fetch Metadata, W3C).
 _FRAMES = frozenset(("iframe", "frame", "embed", "object", "fencedframe"))
 
 
 @dataclass(frozen=True, slots=True)
 class Control:
-    """What changes leases, jobs and policy."""
+    """The parts of the broker that change leases, jobs and policy."""
 
     registry: Registry
     engine: Engine
@@ -87,7 +87,7 @@ class Control:
 
     @classmethod
     def of(cls, loop: Loop) -> Self:
-        """Return the parts that answer requests, built on those of ``loop``."""
+        """Return the parts that handlers use, built on those of ``loop``."""
         registry, engine, effects = loop.registry, loop.engine, loop.effects
         policy = RequestPolicy(registry, engine)
         requests = RequestService(registry, engine, effects, policy)
@@ -112,7 +112,7 @@ class Control:
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """What the process knows about itself."""
+    """Facts of the broker's process."""
 
     prefix: str
     openapi: Callable[[], dict[str, Any]]
@@ -122,28 +122,28 @@ class Site:
 
 @dataclass(slots=True)
 class CallerLimits:
-    """What each caller may do at once and within a second."""
+    """Limits of each caller: simultaneous requests, and requests per second."""
 
     waiting: Counter[str] = field(default_factory=Counter)  # long polls, by user
-    # Of a server about itself: a job's runner reports every 2 s, a server extension every second.
+    # Per server, about itself: a job's runner reports every 2 s, a server extension every second.
     reports: Rate = field(default_factory=lambda: Rate(per_s=5.0, burst=20))
-    # Of a user: each is a commit to the disk, which all users wait for in turn.
+    # Per user: each change is a commit to the disk, and all users wait for the disk.
     changes: Rate = field(default_factory=lambda: Rate(per_s=10.0, burst=100))
-    # Of a user: each spawn page of a session that waits asks every 5 s.
+    # Per user: the spawn page of a waiting session sends a request every 5 s.
     waits: Rate = field(default_factory=lambda: Rate(per_s=2.0, burst=20))
     submits: CallerQueues = field(default_factory=CallerQueues)
-    # Of a user, or of a peer without a token: one request in each round of the event loop, so that the
-    # answers to many requests of one caller are computed in between those to others.
+    # Per user, or per peer without a token: one request in each round of the event loop, so that the
+    # answers to many requests of one caller alternate with those to others.
     rounds: CallerQueues = field(default_factory=CallerQueues)
-    # Of a peer: questions to the Hub about tokens.
+    # Per peer: requests to the Hub about tokens.
     checks: CallerQueues = field(default_factory=lambda: CallerQueues(at_once=4))
-    # Of a user: each reads up to `MAX_USAGE_DAYS`, or all that ended, of the database.
+    # Per user: each reads up to `MAX_USAGE_DAYS`, or all ended work, from the database.
     scans: Rate = field(default_factory=lambda: Rate(per_s=1.0, burst=10))
 
 
 @dataclass(frozen=True, slots=True)
 class Service:
-    """What the handlers share."""
+    """The objects that all handlers share."""
 
     control: Control
     views: Views
@@ -155,20 +155,20 @@ class Service:
 
 
 class Limited(web.RequestHandler):
-    """Requests of callers that take turns, with answers that no other page may show inside itself."""
+    """Handler whose callers take turns, and whose answers no other page may embed."""
 
     service: Service
 
     def set_default_headers(self) -> None:
-        """Set the headers that keep other pages from showing an answer inside themselves."""
+        """Set the headers that keep other pages from embedding an answer."""
         for name, value in GUARDS.items():
             self.set_header(name, value)
 
     def refuse_frames(self) -> None:
-        """Return unless a browser loads this into a part of another page.
+        """Refuse a request by which a browser embeds this in another page.
 
         Raises:
-            NotAllowed: it does.
+            NotAllowed: the request is one.
         """
         if self.request.headers.get("Sec-Fetch-Dest", "").lower() in _FRAMES:
             raise NotAllowed("the GPU service is not shown inside other pages", reason="framed")
@@ -180,12 +180,12 @@ class Limited(web.RequestHandler):
 
     @property
     def holder(self) -> str:
-        """The holder of the connection; empty: it is not counted any more."""
+        """The holder of the connection; empty if the connection is no longer counted."""
         entry = self.service.gate.connections.of(self.stream)
         return entry.holder if entry else ""
 
     def stop_if_closed(self) -> None:
-        """Return if the caller waits for the answer.
+        """Stop if the caller has disconnected.
 
         Raises:
             web.Finish: the connection is closed.
@@ -199,7 +199,7 @@ class Limited(web.RequestHandler):
 
         Raises:
             TooMany: too many requests of the same peer wait for the Hub.
-            web.Finish: the caller has left.
+            web.Finish: the caller has disconnected.
         """
         async with self.service.limits.checks.of(self.holder):
             self.stop_if_closed()
@@ -214,10 +214,10 @@ class OAuthCallback(Limited, HubOAuthCallbackHandler):
         self.hub_auth = service.access.hub_auth
 
     async def prepare(self) -> None:
-        """Refuse to be shown inside another page.
+        """Refuse to be embedded in another page.
 
         Raises:
-            web.HTTPError: 403, as `refuse_frames` says.
+            web.HTTPError: 403, if `refuse_frames` raises.
         """
         try:
             self.refuse_frames()
@@ -225,14 +225,14 @@ class OAuthCallback(Limited, HubOAuthCallbackHandler):
             raise web.HTTPError(403, str(error)) from None
 
     async def get(self) -> None:
-        """End the login.
+        """Complete the login.
 
         Raises:
-            web.HTTPError: 429, too many requests of the same peer wait for the Hub.
+            web.HTTPError: 429, if too many requests of the same peer wait for the Hub.
         """
         try:
             async with self.may_ask_hub():
-                # Else JupyterHub's handler asks for it in its own way, and the loop waits for the Hub.
+                # Otherwise JupyterHub's handler asks for the user and blocks the event loop.
                 self.current_user = await self.hub_auth.get_user(self, sync=False)
                 await super().get()  # type: ignore[misc]
         except TooMany as error:
@@ -243,12 +243,12 @@ class OAuthCallback(Limited, HubOAuthCallbackHandler):
 class Base(HubOAuthenticated, Limited):
     """Identity, errors as `wire.ErrorAnswer`, JSON in and out."""
 
-    # Whether the request only hints: then what the Hub said of the token a while ago suffices.
+    # Whether the request is only a hint, so that a cached answer of the Hub about the token suffices.
     is_hint = False
 
     _identity: Identity | None = None
-    _is_prepared = False  # the body is read next
-    content = b""  # the body, once it has been read
+    _is_prepared = False  # True when the body may be read
+    content = b""  # the body, as far as it has been read
 
     def initialize(self, service: Service) -> None:
         self.service = service
@@ -256,12 +256,12 @@ class Base(HubOAuthenticated, Limited):
         self.hub_auth = service.access.hub_auth
 
     async def prepare(self) -> None:
-        """Check what can be checked before the body is read.
+        """Check the request before its body is read.
 
         Raises:
             TooLarge: the announced body is larger than `wire.MAX_BODY_BYTES`.
-            InvalidRequest: a body where none belongs: it would be read without a token.
-            NotAllowed: as `refuse_frames` and `authorize` say; other errors of `authorize` too.
+            InvalidRequest: the method takes no body; it would be read without a check of the token.
+            NotAllowed: as for `refuse_frames` and `authorize`, which may raise other errors too.
         """
         self.refuse_frames()
         method, headers = self.request.method, self.request.headers
@@ -275,22 +275,22 @@ class Base(HubOAuthenticated, Limited):
         self._is_prepared = True
 
     def data_received(self, chunk: bytes) -> None:
-        """Add a piece of the body."""
-        # One of no announced length is cut off by the server's own bound.
+        """Add a chunk of the body."""
+        # The server's own limit applies to a body without an announced length.
         self.content += chunk
 
     async def authorize(self) -> None:
-        """Return if the caller may send a body; whether it may do what the body says is seen later.
+        """Check that the caller may send a body; the handler checks the rights for its content later.
 
         Raises:
-            NotAllowed: no valid token, or one without access.
+            NotAllowed: the token is invalid or lacks access.
             BrokerUnavailable: the Hub does not answer.
             TooMany: too many of the user's requests are in progress, or too many changes at once.
         """
-        # Before the Hub is asked anew: a flood of requests must not become one to the Hub.
+        # Use the cache first: a flood of requests must not become a flood to the Hub.
         token = self.hub_auth.get_token(self, in_cookie=False)
         identity = await self.service.access.identity(await self.model_of(token, cached=True), token)
-        # A slow body holds a connection, and all users come through the proxy's.
+        # A slow body occupies a connection of the proxy, which all users share.
         self.prove(identity.holder)
         self.begin(identity.holder)
         try:
@@ -302,13 +302,13 @@ class Base(HubOAuthenticated, Limited):
         await self.identify()
 
     async def identify(self, scope: str = "") -> Identity:
-        """Return the caller's identity, which has ``scope``.
+        """Return the caller's identity after checking that it has ``scope``.
 
-        Reads, and reports that only hint, believe what the Hub said of a token up to
-        `identity_cache_s` ago.  All other writes ask the Hub, and take no cookie.
+        Reads and hints accept an answer of the Hub about the token that is up to `identity_cache_s`
+        old.  All other writes ask the Hub and accept no cookie.
 
         Raises:
-            NotAllowed: no valid token, or one without access.
+            NotAllowed: the token is invalid, or lacks access or the scope.
             BrokerUnavailable: the Hub does not answer.
             TooMany: too many requests of the user, or of the same peer, wait.
         """
@@ -317,7 +317,7 @@ class Base(HubOAuthenticated, Limited):
             token = auth.get_token(self, in_cookie=False)
             if self.request.method == "GET":
                 model = await self.logged_in()
-                if not getattr(self, "_token_authenticated", False):  # the cookie counts, whatever else came
+                if not getattr(self, "_token_authenticated", False):  # then the cookie counts
                     cookie = self.get_secure_cookie(auth.cookie_name)
                     token = None if cookie is None else cookie.decode()
             else:
@@ -332,29 +332,29 @@ class Base(HubOAuthenticated, Limited):
         """Count the connection and the request for the caller, and wait for the caller's turn.
 
         Raises:
-            TooMany: too many requests of the caller wait, or are in progress.
-            web.Finish: the caller has left, and nothing has been done.
+            TooMany: too many requests of the caller wait or are in progress.
+            web.Finish: the caller has disconnected; nothing was done.
         """
         self.prove(identity.holder)
         await self.turn(identity.holder)
         self.begin(identity.holder)
 
     async def turn(self, caller: str = "") -> None:
-        """Wait for the turn of a caller; empty: of the holder of the connection.
+        """Wait for the turn of a caller, by default the holder of the connection.
 
         Raises:
             TooMany: too many requests of that caller wait.
-            web.Finish: the caller has left, and nothing has been done.
+            web.Finish: the caller has disconnected; nothing was done.
         """
         async with self.service.limits.rounds.of(caller or self.holder):
             await asyncio.sleep(0)
         self.stop_if_closed()
 
     def begin(self, caller: str) -> None:
-        """Count the request for ``caller`` until its answer is sent, or its connection closed.
+        """Count the request for ``caller`` until its answer is sent or its connection closed.
 
         Raises:
-            TooMany: as many of the caller's are in progress as may be; nothing is counted.
+            TooMany: the caller has `_MAX_REQUESTS` in progress; nothing is counted.
         """
         if not self.service.gate.connections.begin(self.stream, caller, _MAX_REQUESTS):
             raise TooMany(
@@ -364,29 +364,29 @@ class Base(HubOAuthenticated, Limited):
             )
 
     def prove(self, holder: str) -> None:
-        """Count the connection for ``holder``, which a verified token names."""
+        """Count the connection for ``holder``, whom a verified token names."""
         self.service.gate.prove(self.stream, holder)
 
     async def logged_in(self) -> dict[str, Any] | None:
-        """Return the Hub's model of the token, else of the login; None: neither is valid.
+        """Return the Hub's model of the token, or else of the login, or None if neither is valid.
 
         Raises:
-            NotAllowed, BrokerUnavailable, TooMany: as `model_of` says.
+            NotAllowed, BrokerUnavailable, TooMany: as for `model_of`.
         """
         auth = self.hub_auth
         session, cookie = auth.get_session_id(self), self.get_secure_cookie(auth.cookie_name)
         for token in (auth.get_token(self, in_cookie=False), cookie.decode() if cookie else None):
             if await self.model_of(token, cached=True, session=session):
                 break
-        user: dict[str, Any] | None = await auth.get_user(self, sync=False)  # all it asks for is cached now
+        user: dict[str, Any] | None = await auth.get_user(self, sync=False)  # it needs only cached answers
         return user
 
     async def model_of(self, token: str | None, *, cached: bool, session: str = "") -> dict[str, Any] | None:
-        """Return the Hub's model of a token; None: it knows none such.
+        """Return the Hub's model of a token, or None if the Hub does not know the token.
 
         Raises:
-            NotAllowed: the Hub refuses to look.
-            BrokerUnavailable: it does not answer.
+            NotAllowed: the Hub refuses to check the token.
+            BrokerUnavailable: the Hub does not answer.
             TooMany: too many requests of the same peer wait for the Hub.
         """
         if not token:
@@ -411,13 +411,13 @@ class Base(HubOAuthenticated, Limited):
         """Return the body as a ``kind``.
 
         Raises:
-            InvalidRequest: it is not JSON of that kind, or has text that cannot be stored.
+            InvalidRequest: the body is not JSON of that kind, or has text that cannot be stored.
         """
         content = self.request.headers.get("Content-Type", "application/json")
         if content.partition(";")[0].strip() != "application/json":
             raise InvalidRequest("send JSON, with Content-Type: application/json")
         message = wire.decode(self.content, kind)
-        # JSON can spell what no database, no command line and no answer can hold.
+        # JSON can express text that databases, command lines and answers cannot hold.
         try:
             text = wire.encode(message)
         except UnicodeEncodeError:
@@ -427,17 +427,17 @@ class Base(HubOAuthenticated, Limited):
         return message
 
     def answer(self, message: Any, status: int = 200) -> None:
-        """Send ``message`` as JSON that no cache keeps, and end the request."""
+        """Send ``message`` as JSON that caches do not store, and end the request."""
         self.set_status(status)
         self.set_header("Content-Type", "application/json")
         self.set_header("Cache-Control", "no-store")
         self.finish(wire.encode(messages.in_english(message)))
 
     def number(self, name: str, default: float, low: float, high: float) -> float:
-        """Return a query argument within bounds.
+        """Return a query argument, limited to the bounds.
 
         Raises:
-            InvalidRequest: it is not a number.
+            InvalidRequest: the argument is not a number.
         """
         text = self.get_query_argument(name, "")
         try:
@@ -448,14 +448,14 @@ class Base(HubOAuthenticated, Limited):
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
         error = kwargs.get("exc_info", (None, None, None))[1]
-        reason, said = "error", GpuShareError("The GPU broker could not answer this (%1).", status_code)
+        reason, shown = "error", GpuShareError("The GPU broker could not answer this (%1).", status_code)
         if isinstance(error, RequestError):
-            status_code, reason, said = error.status, error.reason, error
+            status_code, reason, shown = error.status, error.reason, error
         elif isinstance(error, (BrokerUnavailable, StoreError)):
-            status_code, reason, said = 503, "unavailable", error
+            status_code, reason, shown = 503, "unavailable", error
         elif isinstance(error, web.HTTPError):
             reason = {404: "not_found", 405: "wrong_method", 413: "invalid"}.get(status_code, "refused")
-            said = GpuShareError(error.log_message or self._reason)
+            shown = GpuShareError(error.log_message or self._reason)
         if status_code == 405:
             self.set_header("Allow", ", ".join(self._verbs()))
         if isinstance(error, TooMany):
@@ -463,10 +463,10 @@ class Base(HubOAuthenticated, Limited):
         if status_code == 403 and reason == "login":
             status_code = 401
         if not self._is_prepared:
-            # Tornado closes a connection that is answered before the request was read to its end: said,
-            # so that the client sends no other request into it.
+            # Tornado closes a connection that it answers before it has read the whole request.  The header
+            # tells the client, which then sends no other request on it.
             self.set_header("Connection", "close")
-        self.answer(wire.ErrorAnswer.of(said, status_code, reason), status_code)
+        self.answer(wire.ErrorAnswer.of(shown, status_code, reason), status_code)
 
     def _verbs(self) -> list[str]:
         unset = web.RequestHandler._unimplemented_method

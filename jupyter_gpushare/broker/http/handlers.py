@@ -1,6 +1,6 @@
 """The REST interface: each handler checks rights, decodes the request and encodes the answer.
 
-`ROUTES` is the whole interface as a table, which `openapi.py` describes; a test holds the two together.
+`routes.ROUTES` is the whole interface as a table, from which `routes.describe` makes ``openapi.json``.
 """
 
 from __future__ import annotations
@@ -47,10 +47,10 @@ class StatusHandler(Base):
             self._poll.cancel()
 
     async def get(self) -> None:
-        """Answer now, or with ``after`` and ``wait`` at the next change.
+        """Answer now, or at the next change if ``after`` and ``wait`` are given.
 
         Raises:
-            TooMany: the user has as many requests waiting as the policy allows.
+            TooMany: the user has the maximum number of waiting requests.
         """
         identity = await self.identify()
         registry, waiting = self.control.registry, self.service.limits.waiting
@@ -79,9 +79,9 @@ class StatusHandler(Base):
 
 
 class OffersHandler(Base):
-    """What could start now for me, also a job: with ``?gpus=``, ``?memory=`` or ``?profile=``.
+    """What could start now for me; ``?gpus=``, ``?memory=`` or ``?profile=`` asks about a job too.
 
-    With ``&borrow=0`` one that does not borrow, with ``&share=1`` one that may share a GPU.
+    With ``&borrow=0`` the job does not borrow; with ``&share=1`` it may share a GPU.
     """
 
     async def get(self) -> None:
@@ -91,8 +91,8 @@ class OffersHandler(Base):
         offers = self.service.views.offers(groups, project)
         terms = wire.asked_terms({name: self.get_query_argument(name, "") for name in wire.ASKED_TERMS})
         if not {"gpus", "memory", "profile"}.isdisjoint(terms):
-            asked = wire.JobRequest(command=["-"], project=project, **terms)
-            offers = wire.replace(offers, job=await self.control.requests.outlook(identity.user, asked))
+            request = wire.JobRequest(command=["-"], project=project, **terms)
+            offers = wire.replace(offers, job=await self.control.requests.outlook(identity.user, request))
         self.answer(offers)
 
 
@@ -137,7 +137,7 @@ class JobHandler(Base):
         self.answer(self.service.views.job(await requests.cancel(job)))
 
     async def put(self, job_id: str) -> None:
-        """Change size, project, priority or time limit; of another user's job an admin the priority."""
+        """Change size, project, priority or time limit; an admin may set the priority of any user's job."""
         identity = await self.identify()
         job = await self.control.requests.job(identity.user, job_id, admin=identity.admin)
         change = self.body(wire.JobChange)
@@ -188,10 +188,10 @@ class JobReportHandler(Base):
     is_hint = True
 
     async def post(self, job_id: str, attempt: str) -> None:
-        """Note what the runner reports.
+        """Note the runner's report.
 
         Raises:
-            NotAllowed: the token is not that of this attempt's server.
+            NotAllowed: the token does not belong to this attempt's server.
         """
         identity = await self.identify()
         if identity.server != f"j{job_id}-{attempt}":
@@ -211,10 +211,10 @@ class ActivityHandler(Base):
     is_hint = True
 
     async def post(self) -> None:
-        """Note what the kernels do.
+        """Note the server's report about its kernels.
 
         Raises:
-            NotAllowed: the token is not a server's.
+            NotAllowed: the token does not belong to a server.
         """
         identity = await self.identify()
         if identity.server is None:
@@ -240,7 +240,7 @@ class LeaseActionHandler(Base):
     """Wake, keep, lend, stop or release a lease of mine, let it sleep; mark it never to sleep, or undo that.
 
     ``release`` ends the processes that keep GPU memory of ended ones.
-    Of any user's lease for an admin, with a line in the log of decisions.
+    An admin may do this to any user's lease, with a line in the log of decisions.
     """
 
     async def post(self, lease_id: str, action: str) -> None:
@@ -250,18 +250,18 @@ class LeaseActionHandler(Base):
             identity.require(JOBS_SCOPE if record.is_job else ADMIN_SCOPE)
         minutes = self.body(wire.KeepRequest).minutes if action == "keep" and self.content else 30
         await act(self, record, action, identity, minutes)
-        left = self.control.registry.leases.get(lease_id)
-        if left is None:  # a job that had not begun
+        current = self.control.registry.leases.get(lease_id)
+        if current is None:  # a job that had not begun
             self.set_status(204)
             return
-        self.answer(self.service.views.lease(left))
+        self.answer(self.service.views.lease(current))
 
 
 async def act(handler: Base, record: LeaseRecord, action: str, identity: Identity, minutes: float) -> None:
-    """Do what a path of `LeaseActionHandler` says; noted before, where ``identity`` is not the owner.
+    """Do an action of `LeaseActionHandler`; log it first if ``identity`` is not the owner.
 
     Raises:
-        RequestError: it is not possible now; the text says why.
+        RequestError: the action is not possible now; the text says why.
         BrokerUnavailable: the Hub does not stop the server.
     """
     control, registry = handler.control, handler.control.registry
@@ -281,7 +281,8 @@ async def act(handler: Base, record: LeaseRecord, action: str, identity: Identit
             await own.release(record)
         case "stop" if job is not None:
             await control.requests.cancel(job)
-        case "stop" if record.lease.user in registry.owners.absent:  # the Hub would stop that of another user
+        case "stop" if record.lease.user in registry.owners.absent:
+            # The Hub would stop the server of another user of this name.
             await registry.advance(record, Stopping(reason="an administrator released it"))
         case "stop":
             await handler.service.access.stop_server(ServerKey(record.lease.user, record.server))
@@ -293,10 +294,10 @@ class KernelReleaseHandler(Base):
     """Free the GPU memory of a kernel of mine: 307 to its server, which alone can restart it."""
 
     async def post(self, lease_id: str, kernel_id: str) -> None:
-        """Name the address at the server.
+        """Redirect to the server.
 
         Raises:
-            NotAllowed: an administrator asked for a kernel of another user.
+            NotAllowed: the kernel belongs to another user than the administrator who asks.
         """
         identity = await self.identify()
         lease = _mine(self.control.registry.get(lease_id), identity)
@@ -324,7 +325,7 @@ class ProjectHandler(Base):
         self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
 
     async def delete(self, name: str) -> None:
-        """Take all changes of a project back."""
+        """Undo all changes of a project's numbers."""
         identity = await self.identify(ADMIN_SCOPE)
         await self.control.project_numbers.reset(name, identity.user)
         self.answer(wire.Projects(projects=self.service.views.projects((), everyone=True)))
@@ -371,19 +372,19 @@ class UsageHandler(Base):
 
 
 async def usage_of(handler: Base, identity: Identity) -> wire.Usage:
-    """Return the use that a request asks for, within the rights of its user.
+    """Return the use that a request selects, within the rights of its user.
 
     Raises:
-        InvalidRequest: the query is wrong.
+        InvalidRequest: the query is invalid.
         StoreError: the database cannot be read.
-        TooMany: the user asked more often than once a second, after a burst of 10.
+        TooMany: the user exceeds one request a second after a burst of 10.
     """
     registry, names = handler.control.registry, ("by", "since", "until", "user", "project")
-    asked = {name: handler.get_query_argument(name, "") for name in names}
+    arguments = {name: handler.get_query_argument(name, "") for name in names}
     if not identity.admin:
-        asked["user"] = identity.user
+        arguments["user"] = identity.user
     handler.service.limits.scans.take(identity.user)
-    return await history.usage(registry, history.query(registry.iso_now()[:10], **asked))
+    return await history.usage(registry, history.query(registry.iso_now()[:10], **arguments))
 
 
 class DecisionsHandler(Base):
@@ -431,29 +432,29 @@ class NoSuchPathHandler(Base):
         """Refuse before a body is read.
 
         Raises:
-            NotAllowed, TooMany: as `refuse_frames` and `turn` say.
-            NotFound: in every other case.
+            NotAllowed, TooMany: as for `refuse_frames` and `turn`.
+            NotFound: in all other cases.
         """
         self.refuse_frames()
         await self.turn()
         raise NotFound("there is no such path: see openapi.json", reason=wire.NO_SUCH_PATH)
 
 
-# ---- the routes that give a running session another size, and a running server its first GPU
+# ---- the route that resizes a running session or gives a running server its first GPU
 
 
 class LeaseSizeHandler(Base):
-    """Give my session another size on its GPU, or its first GPU to the server that asks.
+    """Give my session another size on its GPU, or the calling server its first GPU.
 
-    A server without a GPU asks with the lease that its environment names, over the unix socket: the lease
+    A server without a GPU names the lease of its environment and calls over the unix socket: the lease
     gets the uid of its process.
     """
 
     async def put(self, lease_id: str) -> None:
-        """Answer with the lease once its processes may use it.
+        """Answer with the lease when its processes may use it.
 
         Raises:
-            NotFound: there is no such lease, or it is another user's, also for an admin.
+            NotFound: there is no such lease, or it is another user's, even if an admin asks.
         """
         identity, request = await self.identify(JOBS_SCOPE), self.body(wire.SizeRequest)
         uid, server = socket_uid(self.stream.socket), None
@@ -471,11 +472,11 @@ class LeaseSizeHandler(Base):
         self.answer(wire.SizedLease.of(lease, env=grant.env if grant else {}))
 
 
-# ---- routes for administrators alone -----------------------------------------
+# ---- routes for administrators only ------------------------------------------
 
 
 class DeviceDrainHandler(Base):
-    """Let a GPU (its UUID), or the ``machine``, take nothing new; delete lets it take work again."""
+    """Drain a GPU (by its UUID) or the ``machine``: it takes no new work; delete ends the drain."""
 
     async def put(self, name: str) -> None:
         identity = await self.identify(ADMIN_SCOPE)
@@ -502,7 +503,7 @@ class UnleasedProcessHandler(Base):
 
 
 class OwnersHandler(Base):
-    """Owners of leases that are absent from the Hub, or were made anew."""
+    """Owners of leases that are absent from the Hub, or whose name has a new user."""
 
     async def get(self) -> None:
         await self.identify(ADMIN_SCOPE)
@@ -510,7 +511,7 @@ class OwnersHandler(Base):
 
 
 class OwnerHandler(Base):
-    """Give what belongs to an absent owner to a user of the Hub; delete fails the jobs that wait."""
+    """Give all that belongs to an absent owner to a user of the Hub; delete fails the waiting jobs."""
 
     async def put(self, name: str) -> None:
         identity = await self.identify(ADMIN_SCOPE)
@@ -525,11 +526,11 @@ class OwnerHandler(Base):
 
 
 class TraceHandler(Base):
-    """What ran here, as a trace for the simulator: ``jobs`` or ``cells``; ``?names=1``: with names."""
+    """Past ``jobs`` or ``cells`` as a trace for the simulator; ``?names=1`` includes names."""
 
     async def get(self, kind: str) -> None:
         identity = await self.identify(ADMIN_SCOPE)
         self.service.limits.scans.take(identity.user)
-        of_kind = history.jobs if kind == "jobs" else history.cells
+        trace = history.jobs if kind == "jobs" else history.cells
         names = self.get_query_argument("names", "") == "1"
-        self.answer(await of_kind(self.control.registry, names=names))
+        self.answer(await trace(self.control.registry, names=names))

@@ -1,9 +1,8 @@
 """HTTP server of the broker: its connections, and the limits of each client and caller.
 
-Connections follow the rules of `connections`.  A proxy at a configured address is proven, as a holder of its
-own: what else has such an address takes nothing of the Hub's reserve.  Requests that come through a proxy are
-counted for their client, from their head until they are answered: one client's slow requests
-leave the proxy's share to others.
+Connections follow the rules of `connections`.  A proxy at a configured address is a proven holder of its
+own, so other processes at that address use nothing of the Hub's reserve.  A request through a proxy counts
+for its client from its head to its answer, so a client's slow requests leave the proxy's share to others.
 """
 
 from __future__ import annotations
@@ -26,20 +25,20 @@ from jupyter_gpushare.peers import Address, address_of, holder_of, machine_of, o
 from jupyter_gpushare.protocol import wire
 
 # ---- client behind a proxy, by the last entries of X-Forwarded-For -----------
-# A proxy appends the address of its own peer to the header, and passes on what the
-# client wrote before it (configurable-http-proxy, nginx with
-# ``$proxy_add_x_forwarded_for``).  So the header is believed from a proxy only, and
-# read from its end: the first address that is no proxy's is the client's.
+# A proxy appends the address of its peer to the header and keeps the entries that the
+# client wrote (configurable-http-proxy, nginx with ``$proxy_add_x_forwarded_for``).  So
+# the header is trusted only from a proxy, and read from its end: the first address that
+# is not a proxy's is the client's.
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 @dataclass(frozen=True, slots=True)
 class Proxies:
-    """Peers with an X-Forwarded-For that is believed.
+    """Peers whose X-Forwarded-For is trusted.
 
     ``sources`` are users of this machine as `peers.source_of` names them: by default root and
-    the broker's user, over TCP.  ``networks`` are addresses of further proxies.
+    the broker's user, over TCP.  ``networks`` are addresses of other proxies.
     """
 
     networks: tuple[_Network, ...] = ()
@@ -47,10 +46,10 @@ class Proxies:
 
     @classmethod
     def at(cls, addresses: Iterable[str]) -> Proxies:
-        """Return those with further proxies at ``addresses``.
+        """Return the default proxies and those at ``addresses``.
 
         Raises:
-            ValueError: one is neither an address nor a network.
+            ValueError: an entry is neither an address nor a network.
         """
         return cls(tuple(ipaddress.ip_network(each, strict=False) for each in addresses))
 
@@ -59,9 +58,9 @@ class Proxies:
         return source in self.sources or self._has(address_of(source))
 
     def client(self, source: str, forwarded: str) -> str:
-        """Return the client of a request from ``source``; empty: the source is the client.
+        """Return the client of a request from ``source``; empty if the source itself is the client.
 
-        A machine counts as one, whichever of its loopback or IPv6 addresses it uses.
+        All loopback or IPv6 addresses of a machine count as one client.
         """
         if not self.trusts(source):
             return ""
@@ -77,14 +76,14 @@ class Proxies:
         return address is not None and any(address in each for each in self.networks)
 
 
-# ---- limits per caller: a token bucket for its rate, and turns for its costly requests
+# ---- limits per caller: a token bucket for the rate, and turns for costly requests
 
-# Above this number of buckets, full ones are dropped: they limit nothing.
-_MANY = 10_000
+# Above this number of buckets, full ones are dropped, because they limit nothing.
+_MAX_BUCKETS = 10_000
 
 
 class Rate:
-    """Rate limit of ``per_s`` requests a second per caller, after a burst of ``burst``."""
+    """Rate limit per caller: ``per_s`` requests a second, after a burst of ``burst``."""
 
     def __init__(self, per_s: float, burst: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._per_s = per_s
@@ -107,30 +106,30 @@ class Rate:
                 f"{self._per_s:g}",
                 retry_after_s=wait_s,
             )
-        if len(self._full_at) >= _MANY and caller not in self._full_at:
+        if len(self._full_at) >= _MAX_BUCKETS and caller not in self._full_at:
             self._full_at = {each: at for each, at in self._full_at.items() if at > now}
         self._full_at[caller] = full_at
 
 
 class CallerQueues:
-    """Costly steps of one caller run one after the other, so that more connections get no larger share."""
+    """Runs costly steps of one caller one after the other, so that more connections get no larger share."""
 
-    def __init__(self, at_once: int = 1, most: int = 128) -> None:
-        """Let ``at_once`` steps of a caller run while others wait, ``most`` in all."""
+    def __init__(self, at_once: int = 1, maximum: int = 128) -> None:
+        """Run ``at_once`` steps of each caller; at most ``maximum`` steps run and wait."""
         self._at_once = at_once
-        self._most = most
+        self._maximum = maximum
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._callers: Counter[str] = Counter()  # running and waiting steps
 
     @contextlib.asynccontextmanager
     async def of(self, caller: str) -> AsyncIterator[None]:
-        """Wait for the end of the caller's earlier steps.
+        """Wait until the caller's earlier steps have ended.
 
         Raises:
-            TooMany: as many of them run and wait as may.
+            TooMany: the maximum number of the caller's steps run and wait.
         """
-        if self._callers[caller] >= self._most:
-            raise TooMany("at most %1 of your requests wait at once", self._most, retry_after_s=1.0)
+        if self._callers[caller] >= self._maximum:
+            raise TooMany("at most %1 of your requests wait at once", self._maximum, retry_after_s=1.0)
         self._callers[caller] += 1
         try:
             async with self._slots.setdefault(caller, asyncio.Semaphore(self._at_once)):
@@ -145,10 +144,10 @@ class CallerQueues:
 
 # Requests in progress of one client behind a proxy.
 MAX_PER_CLIENT = 125
-# Holder of a proxy's connection while a request of this client is in progress.
+# Prefix of the holder of a proxy's connection while a client's request is in progress.
 _CLIENT = "client "
-# On every answer, JSON and CSV too: all users' servers are one origin with this service, unless the Hub has
-# subdomains, and a frame of the same origin can be read and clicked by the page around it.
+# Set on every answer, including JSON and CSV.  Unless the Hub has subdomains, users' servers share the origin
+# of this service, and a page can read and click a frame of its own origin.
 GUARDS = {
     "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
     "X-Content-Type-Options": "nosniff",
@@ -171,14 +170,14 @@ class ApiListener(Listener):
         self._proxies = proxies or Proxies()
 
     def proven_holder(self, source: str) -> str:
-        """Return the holder that the kernel, or the configuration, proves for a source; empty: none."""
+        """Return the holder that the kernel or the configuration proves for a source; empty if none."""
         is_proxy = self._proxies.trusts(source)
         return super().proven_holder(source) or (f"proxy {holder_of(source)}" if is_proxy else "")
 
     def start_request(
         self, server_conn: object, request_conn: httputil.HTTPConnection
     ) -> httputil.HTTPMessageDelegate:
-        """Return what takes the next request of a connection; its last one has been answered."""
+        """Return the delegate for the next request of a connection, whose last request is answered."""
         stream: iostream.IOStream = request_conn.stream  # type: ignore[attr-defined]
         entry = self.gate.connections.of(stream)
         if entry is not None and entry.holder.startswith(_CLIENT):
@@ -186,7 +185,7 @@ class ApiListener(Listener):
         return super().start_request(server_conn, request_conn)
 
     def begins(self, connection: Any, headers: httputil.HTTPHeaders) -> bool:
-        """Count the request for its client, or answer 429; then as `Listener.begins`."""
+        """Count the request for its client, or answer 429; then do as `Listener.begins`."""
         try:
             self.take(connection.stream, headers.get("X-Forwarded-For", ""))
         except TooMany as error:
@@ -198,7 +197,7 @@ class ApiListener(Listener):
         """Count the request on ``stream`` for its client.
 
         Raises:
-            TooMany: that client has as many requests as it may; nothing is counted.
+            TooMany: that client has `MAX_PER_CLIENT` requests in progress; nothing is counted.
         """
         if not forwarded or stream.closed():
             return

@@ -1,7 +1,7 @@
 """Prometheus metrics, read from the registry at each scrape.
 
-Labels are bounded: projects as configured, states, reasons, device UUIDs; never users.
-Gauges are read from the registry; counters and histograms count since the broker started.
+Labels are bounded: configured projects, states, reasons, device UUIDs; never users.
+Gauges show the registry; counters and histograms count since the broker started.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ M = TypeVar("M", GaugeMetricFamily, CounterMetricFamily)
 
 
 class Numbers:
-    """Creates the metric families from the registry at every scrape."""
+    """Creates the metric families from the registry at each scrape."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry
 
     def collect(self) -> Iterator[Metric]:
-        """Yield the metrics as they are now, in the families of Prometheus."""
+        """Yield the current metrics as Prometheus families."""
         registry, found = self._registry, self._registry.devices.measured
         leases = Counter((r.lease.project, r.lease.kind, r.state) for r in registry.leases.values())
         yield _gauge("gpushare_leases", "Living leases", leases.items(), "project", "kind", "state")
@@ -61,9 +61,9 @@ class Numbers:
 
 
 def _shares(registry: Registry) -> dict[str, dict[tuple[str, str], float]]:
-    """Return the shares of compute time, granted and measured, by device and project.
+    """Return the granted and the measured shares of compute time, by device and project.
 
-    They are sums over leases that were measured: one that computed alone got more than its share.
+    They are sums over measured leases only, because a lease that computes alone gets more than its share.
     """
     granted, measured = defaultdict[tuple[str, str], float](float), defaultdict[tuple[str, str], float](float)
     for record in registry.leases.values():
@@ -78,7 +78,7 @@ def _shares(registry: Registry) -> dict[str, dict[tuple[str, str], float]]:
 
 
 def _since_start(registry: Registry) -> Iterator[Metric]:
-    """Yield counters and histograms of what happened since the broker started."""
+    """Yield the counters and histograms since the broker started."""
     tally = registry.tally
     moves = tally.moves.items()
     yield _counter("gpushare_transitions", "Changes of state of leases", moves, "kind", "from", "to")
@@ -113,8 +113,8 @@ def _counter(name: str, text: str, values: Values, *labels: str) -> CounterMetri
 
 
 def _filled(family: M, values: Values) -> M:
-    for of, value in values:
-        family.add_metric([str(label) for label in of], value)
+    for labels, value in values:
+        family.add_metric([str(label) for label in labels], value)
     return family
 
 
@@ -127,7 +127,7 @@ def _histogram(name: str, text: str, found: Mapping[str, Durations], *labels: st
 
 
 def collectors(registry: Registry) -> CollectorRegistry:
-    """Return a registry with the broker's numbers."""
+    """Return a Prometheus registry with the broker's metrics."""
     result = CollectorRegistry()
     result.register(Numbers(registry))
     return result

@@ -1,11 +1,11 @@
-"""The service's own page: use of the GPUs now and in the past, leases, queue and decisions.
+"""The service's own page: current and past use of the GPUs, leases, queue and decisions.
 
-It has the look of the Hub's pages: their markup, stylesheet, navigation and theme.  It works
-without scripts; two small ones write times in the reader's zone and follow the Hub's theme.
+It looks like the Hub's pages: same markup, stylesheet, navigation and theme.  It works without
+scripts; two small ones show times in the reader's zone and follow the Hub's theme.
 
-It works without a mouse.  Whatever changes something for others is confirmed in a panel; a
-panel has the focus when it opens, and when it is closed, or has done its work, the control
-that opened it has the focus again: the fragment of the address names it.
+It works without a mouse.  A panel confirms every change that affects others.  An opened panel
+gets the focus; after it is closed or done, the control that opened it gets the focus again,
+because the fragment of the address names that control.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from jupyter_gpushare.wall_clock import before
 
 # ---- files to download from the service's page: the log of decisions and GPU-hours, as CSV
 
-# Decisions are read from disk, and sent, in pieces of so many.
-_PIECE = 1_000
+# Decisions are read from disk and sent in chunks of this number.
+_CHUNK = 1_000
 _COLUMNS = ("seq", "at", "user", "project", "lease", "action", "why", "for_lease", "sentence")
 
 
 class Page(Base):
-    """What pages have in common: people log in at the Hub."""
+    """A page for people, who log in at the Hub."""
 
     async def current_user_or_login(self) -> Identity | None:
-        """Return the user; None: redirected to the Hub's login."""
+        """Return the user, or None after a redirect to the Hub's login."""
         try:
             return await self.identify()
         except NotAllowed as error:
@@ -72,19 +72,19 @@ class DecisionsCsv(Page):
         table = csv.writer(text)
         table.writerow(_COLUMNS)
         while True:
-            piece = await self.control.registry.store.decisions_before(
-                seq, None if identity.admin else identity.user, _PIECE
+            chunk = await self.control.registry.store.decisions_before(
+                seq, None if identity.admin else identity.user, _CHUNK
             )
-            for row in piece:
+            for row in chunk:
                 values = (getattr(row, name) or "" for name in _COLUMNS)
                 table.writerow(_for_spreadsheets(value) for value in values)
             self.write(text.getvalue())
             await self.flush()
             text.seek(0)
             text.truncate()
-            if len(piece) < _PIECE:
+            if len(chunk) < _CHUNK:
                 return
-            seq = piece[-1].seq
+            seq = chunk[-1].seq
 
 
 class UsageCsv(Page):
@@ -108,7 +108,7 @@ class UsageCsv(Page):
 
 
 def _for_spreadsheets(value: Any) -> Any:
-    """Return a value that starts no formula and has no control characters."""
+    """Return a value that a spreadsheet does not read as a formula, without control characters."""
     if not isinstance(value, str):
         return value
     value = messages.printable(messages.one_line(value))
@@ -128,11 +128,11 @@ _ENVIRONMENT = jinja2.Environment(
 _ENVIRONMENT.filters["gibibytes"] = messages.gibibytes
 _ENVIRONMENT.filters["duration"] = messages.duration
 _ENVIRONMENT.filters["about"] = messages.about
-_ENVIRONMENT.filters["said"] = lambda texts: messages.english(texts, time=str)
+_ENVIRONMENT.filters["english"] = lambda texts: messages.english(texts, time=str)
 _ENVIRONMENT.filters["gpus"] = lambda milli: f"{milli / 1000:g}"
 _ENVIRONMENT.filters["number"] = lambda value: f"{value:.3g}"
 
-# Every second piece is a time (ISO 8601, UTC) without its zone.
+# In a list of pieces every second one is a time (ISO 8601, UTC) without its zone.
 _ENVIRONMENT.filters["pieces"] = re.compile(r"(\d{4}-\d\d-\d\dT\d\d:\d\d(?::\d\d)?)(?:\.\d+)?Z").split
 
 
@@ -141,52 +141,52 @@ def _hash(script: str) -> str:
     return base64.b64encode(hashlib.sha256(text).digest()).decode()
 
 
-# The page's own scripts: no other runs, whatever a user's name holds.
+# Only the page's own scripts run, so a user's name cannot inject one.
 _SCRIPTS = " ".join(f"'sha256-{_hash(script)}'" for script in ("theme.js", "times.js"))
 
-# The drawing of the past, in units of its own.
+# Size of the chart, in its own units.
 WIDTH, HEIGHT = 720, 120
 _MAX_FIND = 100
 
 
-_FIRST: dict[str, str | int] = {"users": 1, "sessions": 1, "jobs": 1}
-_PANELS: dict[str, str | int] = {"act": "", "edit": "", "empty": ""}  # one is open at most
+_FIRST_PAGES: dict[str, str | int] = {"users": 1, "sessions": 1, "jobs": 1}
+_PANELS: dict[str, str | int] = {"act": "", "edit": "", "empty": ""}  # at most one is open
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the address asks to be shown."""
+class PageQuery:
+    """The query of the page's address: what to show."""
 
     period: str = "24h"
     live: str = ""
-    q: str = ""  # only rows that are like it
-    edit: str = ""  # the project whose numbers are being changed
-    act: str = ""  # the lease about which the administrator decides
-    empty: str = ""  # the device that is to take nothing new
-    back: str = ""  # id of the control that has the focus afterwards
+    q: str = ""  # shows only rows that match it
+    edit: str = ""  # the project whose numbers the administrator changes
+    act: str = ""  # the lease on which the administrator acts
+    empty: str = ""  # the device to drain
+    back: str = ""  # id of the control that gets the focus afterwards
     users: int = 1  # pages of the tables
     sessions: int = 1
     jobs: int = 1
 
     def link(self, **changes: str | int) -> str:
-        """Return the query of the same page with ``changes``; another search begins on its first pages."""
+        """Return the query of the same page with ``changes``; a new search starts on the first pages."""
         if "q" in changes:
-            changes = {**_FIRST, **changes}
+            changes = {**_FIRST_PAGES, **changes}
         changed = replace(self, **changes)  # type: ignore[arg-type]
         given = {f.name: value for f in fields(self) if (value := getattr(changed, f.name)) != f.default}
         return "?" + urlencode({"period": changed.period, **given})
 
     @property
     def panel(self) -> str:
-        """Id of the panel that is open; empty: none is."""
+        """Id of the open panel; empty if none is open."""
         return next((name for name in _PANELS if getattr(self, name)), "")
 
     def opened(self, panel: str, of: str, back: str) -> str:
-        """Return the link that opens a panel, from the control with the id ``back``."""
+        """Return the link by which the control with the id ``back`` opens a panel."""
         return f"{self.link(**{**_PANELS, panel: of, 'back': back})}#{panel}"
 
     def closed(self, focus: str | None = None) -> str:
-        """Return the link that closes the panel; the focus is on ``focus``, else on what opened it."""
+        """Return the link that closes the panel and focuses ``focus``, by default what opened the panel."""
         focus = self.back if focus is None else focus
         return self.link(**_PANELS, back="") + (f"#{quote(focus)}" if focus else "")
 
@@ -207,13 +207,13 @@ class AdminPage(Page):
         self.prove(identity.holder)
 
     async def identify_writer(self) -> Identity:
-        """Return the administrator behind a form: a token, or a login with the XSRF token in the body.
+        """Return the administrator who sent a form, by a token or a login with the XSRF token in the body.
 
-        A token in the address or a header is no proof: scripts of other pages of this
-        origin add those, and addresses end in logs.
+        An XSRF token in the address or a header is no proof: scripts of other pages of this origin can
+        add those, and logs show addresses.
 
         Raises:
-            NotAllowed: no administrator, or no XSRF token.
+            NotAllowed: the caller is no administrator, or the XSRF token is missing.
             BrokerUnavailable: the Hub does not answer.
         """
         form = self.request.body_arguments
@@ -233,22 +233,22 @@ class AdminPage(Page):
         return identity
 
     async def post(self) -> None:
-        """Do what a form says, with a line in the log of decisions; then show the page again."""
+        """Do what a form requests, with a line in the log of decisions; then show the page again."""
         identity = await self.identify_writer()
-        service, given = self.service, self.get_body_argument
+        service, argument = self.service, self.get_body_argument
         registry = service.control.registry
         try:
-            if mode := given("lending", ""):
+            if mode := argument("lending", ""):
                 await self._set_lending(mode, identity)
-            elif wanted := given("act", ""):
-                await self._act(registry.get(given("lease", "")), wanted, identity)
-            elif device := given("drain", ""):
+            elif action := argument("act", ""):
+                await self._act(registry.get(argument("lease", "")), action, identity)
+            elif device := argument("drain", ""):
                 await administration.drain(
                     registry, service.control.engine, device, self._finish_by(), identity.user
                 )
-            elif process := given("end", ""):
-                await self._end_process(given("device", ""), process, identity)
-            elif device := given("undrain", ""):
+            elif process := argument("end", ""):
+                await self._end_process(argument("device", ""), process, identity)
+            elif device := argument("undrain", ""):
                 await administration.undrain(registry, device, identity.user)
             elif project := self.get_body_argument("reset", ""):
                 await service.control.project_numbers.reset(project, identity.user)
@@ -260,28 +260,28 @@ class AdminPage(Page):
             self.set_status(error.status)
             await self._show(identity, wrong=str(error))
             return
-        asked = self._asked()
-        self.redirect(f"{service.site.prefix}{asked.closed(self._focus_after(asked))}", status=303)
+        query = self._query()
+        self.redirect(f"{service.site.prefix}{query.closed(self._focus_after(query))}", status=303)
 
-    def _focus_after(self, asked: Asked) -> str:
-        """Return the id of what opened the panel; of its table where that is about to leave it."""
-        table = asked.back.partition("-")[0]
+    def _focus_after(self, query: PageQuery) -> str:
+        """Return the id of the control that opened the panel, or of its table if its row will leave it."""
+        table = query.back.partition("-")[0]
         leaves = table == "looks" or self.get_body_argument("act", "") == "stop"
-        return table if asked.act and leaves else asked.back
+        return table if query.act and leaves else query.back
 
-    async def _act(self, record: LeaseRecord, wanted: str, identity: Identity) -> None:
-        if wanted == "priority":
+    async def _act(self, record: LeaseRecord, action: str, identity: Identity) -> None:
+        if action == "priority":
             registry = self.control.registry
             if (job := registry.job_of(record)) is None:
                 raise InvalidRequest("only a job has a priority")
             change = wire.JobChange(priority=_whole(self.get_body_argument("priority", "")))
             await prioritize(registry, job, change, identity.user)
             return
-        if wanted not in ("resume", "lend", "stop"):
+        if action not in ("resume", "lend", "stop"):
             raise InvalidRequest("this page wakes, lends and stops")
-        if wanted == "stop" and not self.get_body_argument("sure", ""):
+        if action == "stop" and not self.get_body_argument("sure", ""):
             raise InvalidRequest("say that it is to be stopped: tick the box beside the button")
-        await act(self, record, wanted, identity, wire.KeepRequest().minutes)
+        await act(self, record, action, identity, wire.KeepRequest().minutes)
 
     async def _end_process(self, device: str, process: str, identity: Identity) -> None:
         if not self.get_body_argument("sure", ""):
@@ -300,35 +300,35 @@ class AdminPage(Page):
 
     def _change(self) -> wire.ProjectChange:
         numbers = {"quota": float, "weight": int, "limit": float, "priority_max": int}
-        given = {name: self.get_body_argument(name, "").strip() for name in numbers}
+        texts = {name: self.get_body_argument(name, "").strip() for name in numbers}
         try:
-            changes: dict[str, Any] = {name: numbers[name](text) for name, text in given.items() if text}
+            changes: dict[str, Any] = {name: numbers[name](text) for name, text in texts.items() if text}
             return wire.ProjectChange(**changes, force=bool(self.get_body_argument("force", "")))
         except ValueError:
             raise InvalidRequest(
                 "guaranteed and limit are numbers of GPUs, weight and highest priority whole numbers"
             ) from None
 
-    def _asked(self) -> Asked:
-        query = self.get_query_argument
-        period = query("period", "24h")
-        parts: dict[str, Any] = {name: query(name, "") for name in _PANELS}
-        parts |= {name: _page(query(name, "")) for name in _FIRST}
-        return Asked(
+    def _query(self) -> PageQuery:
+        argument = self.get_query_argument
+        period = argument("period", "24h")
+        parts: dict[str, Any] = {name: argument(name, "") for name in _PANELS}
+        parts |= {name: _page(argument(name, "")) for name in _FIRST_PAGES}
+        return PageQuery(
             period=period if period in PERIODS else "24h",
-            live="1" if query("live", "") else "",
-            q=query("q", "").strip()[:_MAX_FIND],
-            back=query("back", ""),
+            live="1" if argument("live", "") else "",
+            q=argument("q", "").strip()[:_MAX_FIND],
+            back=argument("back", ""),
             **parts,
         )
 
     async def _show(self, identity: Identity, wrong: str = "") -> None:
-        self.current_user = identity.user  # else making the token asks the Hub once more, and waits
+        self.current_user = identity.user  # otherwise `xsrf_token` asks the Hub again and blocks
         views, overview, registry = self.service.views, self.service.overview, self.control.registry
         groups = await self.service.access.groups(identity)
         user = None if identity.admin else identity.user
-        asked = self._asked()
-        past = await overview.past(asked.period)
+        query = self._query()
+        past = await overview.past(query.period)
         hub = f"{self.hub_auth.hub_host}{self.hub_auth.hub_prefix}"
         page = _ENVIRONMENT.get_template("now.html").render(
             user=identity.user,
@@ -336,12 +336,12 @@ class AdminPage(Page):
             hub=hub,
             levels=messages.LEVELS,
             admin=identity.admin,
-            # With subdomains, and only then, the Hub names the callback with a host.
+            # The Hub's address of the callback has a host only with subdomains.
             shared_origin=not urlsplit(self.hub_auth.oauth_redirect_uri).netloc,
             wrong=wrong,
             at=registry.iso_now(),
-            asked=asked,
-            live=bool(asked.live) and not wrong and not asked.panel,
+            query=query,
+            live=bool(query.live) and not wrong and not query.panel,
             entered=lambda name, stored: self.get_body_argument(name, stored) if wrong else stored,
             xsrf=self.xsrf_token.decode() if identity.admin else "",
             now=overview.now(),
@@ -354,28 +354,28 @@ class AdminPage(Page):
             lending=views.lending(),
             projects=views.projects(groups, everyone=identity.admin),
             weeks=overview.weeks(),
-            acting=overview.acting(asked.act) if identity.admin and asked.act else None,
-            users=overview.users(asked.q, asked.users) if identity.admin else None,
+            acting=overview.acting(query.act) if identity.admin and query.act else None,
+            users=overview.users(query.q, query.users) if identity.admin else None,
             placed=[
                 record.lease for record in registry.index.placed.values() if user in (None, record.lease.user)
             ],
-            sessions=overview.sessions(user, asked.q, asked.sessions),
-            jobs=overview.jobs(user, asked.q, asked.jobs),
+            sessions=overview.sessions(user, query.q, query.sessions),
+            jobs=overview.jobs(user, query.q, query.jobs),
             decisions=views.decisions(user, 50, identity.user),
         )
         self.set_header("Content-Type", "text/html; charset=utf-8")
         self.set_header("Cache-Control", "no-store")
-        theirs = f"'self' {self.hub_auth.hub_host}".strip()
+        sources = f"'self' {self.hub_auth.hub_host}".strip()
         self.set_header(
             "Content-Security-Policy",
-            f"default-src 'none'; script-src {_SCRIPTS}; style-src {theirs} 'unsafe-inline'; "
-            f"img-src {theirs} data:; font-src {theirs}; form-action 'self'; frame-ancestors 'none'",
+            f"default-src 'none'; script-src {_SCRIPTS}; style-src {sources} 'unsafe-inline'; "
+            f"img-src {sources} data:; font-src {sources}; form-action 'self'; frame-ancestors 'none'",
         )
         self.finish(page)
 
 
 def _page(text: str) -> int:
-    """Return the number of a page, the first for anything that is none."""
+    """Return the number of a page, or 1 if the text is no number."""
     return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else 1
 
 
@@ -383,7 +383,7 @@ def _whole(text: str) -> int:
     """Return a whole number.
 
     Raises:
-        InvalidRequest: it is none, or has more than 4 digits.
+        InvalidRequest: the text is no whole number, or has more than 4 digits.
     """
     if not re.fullmatch("-?[0-9]{1,4}", text.strip()):
         raise InvalidRequest("%1 is not a whole number", repr(text[:20]))
@@ -391,7 +391,7 @@ def _whole(text: str) -> int:
 
 
 def _drawing(past: Sequence[MachineUse | None]) -> dict[str, Any]:
-    """Return the parts of the chart of the past."""
+    """Return the values of the chart for the template."""
     known = [part for part in past if part is not None]
     drawn: dict[str, Any] = {"width": WIDTH, "height": HEIGHT}
     for name in ("held", "lent", "busy"):
@@ -403,7 +403,7 @@ def _drawing(past: Sequence[MachineUse | None]) -> dict[str, Any]:
 def path(
     parts: Sequence[MachineUse | None], value: Callable[[MachineUse], float], *, area: bool = False
 ) -> str:
-    """Return the path (SVG) of a share of all GPUs over time, with a gap where nothing is known."""
+    """Return the SVG path of a share of all GPUs over time, with a gap where nothing was measured."""
     step, drawn = WIDTH / len(parts), []
     for is_known, run in groupby(enumerate(parts), key=lambda item: item[1] is not None):
         if not is_known:

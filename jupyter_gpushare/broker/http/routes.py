@@ -1,4 +1,4 @@
-"""The routes of the REST API, with the messages that each method takes and answers."""
+"""The routes of the REST API, with the messages that each method takes and returns."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ class Route:
 
     path: str
     handler: type[Base]
-    answers: dict[str, Any]  # by method: the type of the answer, None: no content
+    answers: dict[str, Any]  # by method: the type of the answer; None: no content
     takes: dict[str, Any]  # by method: the type of the body
-    also: dict[str, Any] = field(default_factory=dict)  # by status, beside success and errors: as ``answers``
+    also: dict[str, Any] = field(default_factory=dict)  # by status: types of other answers than success
 
 
 _ID = {
@@ -135,7 +135,7 @@ def pattern(route: Route) -> str:
     return path
 
 
-# ---- ``openapi.json``, generated from the table of routes and the messages in `wire`
+# ---- ``openapi.json``, generated from the routes and the messages in `wire` --
 
 _REF = "#/components/schemas/{name}"
 

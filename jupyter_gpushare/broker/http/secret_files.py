@@ -1,4 +1,4 @@
-"""Files with a secret of the broker: its certificate's key, its spawner token and its cookie secret."""
+"""Files with the broker's secrets: the key of its certificate, the spawner token, the cookie secret."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from jupyter_gpushare.errors import StoreError
 
 # ---- the broker's own certificate, which callers on other machines pin -------
 
-# A pinned certificate is replaced, never left to expire; X.509 requires an end.
+# A pinned certificate is replaced before it expires; X.509 requires an end.
 _VALID_DAYS = 36_500
 
 
 def tls_context(certificate: Path, key: Path) -> ssl.SSLContext:
-    """Return the server's side of TLS; key and certificate are made when they are missing.
+    """Return the server's TLS context; a missing key and certificate are created.
 
     Raises:
-        StoreError: they cannot be made or used.
+        StoreError: they cannot be created or used.
     """
     try:
         if not (certificate.exists() and key.exists()):
@@ -68,7 +68,7 @@ def secret_file(path: Path) -> str:
     """Return the secret in a file that only the broker's user can read; a missing file is created.
 
     Raises:
-        StoreError: others can read it, or it cannot be made.
+        StoreError: others can read the file, or it cannot be created.
     """
     try:
         if not path.exists() or not path.stat().st_size:
@@ -81,7 +81,7 @@ def secret_file(path: Path) -> str:
 
 
 def _write_new(path: Path, content: bytes, mode: int) -> None:
-    """Create a file atomically; an empty one, left by a full disk, is replaced."""
+    """Create a file atomically; replace an empty one, which a full disk may have left."""
     fd, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)  # mode 0600
     try:
         with os.fdopen(fd, "wb") as file:

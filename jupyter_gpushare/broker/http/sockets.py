@@ -1,13 +1,13 @@
-"""The broker's listening sockets: inherited from a parent that keeps them open, or bound here.
+"""The broker's listening sockets: inherited from a parent that keeps them open, or bound by the broker.
 
-A port that is free between two brokers belongs to the process that binds it
-first, which the Hub's proxy would then send cookies and tokens to.  So a parent
-that outlives the broker holds the sockets and passes them on:
+While a port is free between two brokers, any process can bind it, and the Hub's
+proxy would then send cookies and tokens to that process.  So a parent that
+outlives the broker holds the sockets and passes them on:
 
-* systemd: ``LISTEN_PID`` and ``LISTEN_FDS``, descriptors from 3 on (sd_listen_fds(3));
+* systemd: ``LISTEN_PID`` and ``LISTEN_FDS``, descriptors from 3 (sd_listen_fds(3));
 * ``gpushare broker --respawn``: ``GPUSHARE_LISTEN_FDS``, numbers of descriptors.
 
-A broker that has to bind its sockets itself says so in ``health``.
+A broker that must bind its sockets itself reports that in ``health``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tornado.netutil import bind_sockets, bind_unix_socket
 from jupyter_gpushare.connections import BACKLOG
 from jupyter_gpushare.errors import StoreError
 
-# The parent that bound the descriptors below: only its own child takes them.
+# The parent that bound the descriptors; only its own child takes them.
 PARENT_VARIABLE = "GPUSHARE_PARENT_PID"
 FDS_VARIABLE = "GPUSHARE_LISTEN_FDS"
 _FIRST_FD = 3  # SD_LISTEN_FDS_START, systemd/sd-daemon.h
@@ -39,9 +39,9 @@ class Addresses:
     """Where the broker listens."""
 
     host: str
-    port: int  # of the Hub's proxy
-    path: Path  # of the unix socket: the Hub, servers, jobs and command line of this machine
-    tls: tuple[str, int] | None = None  # servers and Hubs of other machines
+    port: int  # for the Hub's proxy
+    path: Path  # unix socket for the Hub, servers, jobs and command line of this machine
+    tls: tuple[str, int] | None = None  # for servers and Hubs of other machines
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,22 +49,22 @@ class Sockets:
     """Listening sockets, by the kind of their callers."""
 
     unix: tuple[socket.socket, ...]
-    http: tuple[socket.socket, ...]  # of the Hub's proxy; with internal TLS encrypted too
+    http: tuple[socket.socket, ...]  # for the Hub's proxy; encrypted too with internal TLS
     tls: tuple[socket.socket, ...]
     inherited: bool
 
     @classmethod
     def take(cls, addresses: Addresses, environment: MutableMapping[str, str]) -> Self:
-        """Return the inherited sockets; those that are missing are bound.
+        """Return the inherited sockets, and bind the missing ones.
 
         Raises:
             StoreError: an address is in use, or cannot be listened on.
         """
         found = inherited(environment)
         kinds = {_kind(each, addresses) for each in found}
-        every = [*found, *bind(addresses, kinds)]
+        sockets = [*found, *bind(addresses, kinds)]
         by_kind = {
-            kind: tuple(each for each in every if _kind(each, addresses) == kind)
+            kind: tuple(each for each in sockets if _kind(each, addresses) == kind)
             for kind in ("unix", "http", "tls")
         }
         return cls(**by_kind, inherited={"unix", "http"} <= kinds)
@@ -78,7 +78,7 @@ def _kind(listening: socket.socket, addresses: Addresses) -> str:
 
 
 def inherited(environment: MutableMapping[str, str]) -> list[socket.socket]:
-    """Return the listening sockets that the parent passed on; the variables are removed.
+    """Return the listening sockets that the parent passed on, and remove the variables.
 
     Raises:
         StoreError: a descriptor is no socket.
@@ -112,7 +112,7 @@ def bind(addresses: Addresses, without: Iterable[str] = ()) -> list[socket.socke
     sockets: list[socket.socket] = []
     skipped = frozenset(without)
     try:
-        # TCP first: a second broker fails here, before it takes the path from the first.
+        # TCP first, so that a second broker fails before it takes the path from the first.
         if "http" not in skipped:
             sockets += _bind_tcp(addresses.host, addresses.port)
         if addresses.tls is not None and "tls" not in skipped:
@@ -131,14 +131,14 @@ def _bind_tcp(host: str, port: int) -> list[socket.socket]:
         return bind_sockets(port, host, backlog=BACKLOG)
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
-            said = f"port {port} on {host} is in use: stop what listens there, or"
+            problem = f"port {port} on {host} is in use: stop what listens there, or"
         else:
-            said = f"cannot listen on port {port} of {host} ({error.strerror}):"
-        raise StoreError(f"{said} change the url of the service gpushare") from None
+            problem = f"cannot listen on port {port} of {host} ({error.strerror}):"
+        raise StoreError(f"{problem} change the url of the service gpushare") from None
 
 
 def _bind_unix(path: Path) -> socket.socket:
-    """Listen on ``path``; every user may connect, tokens decide about the rest."""
+    """Listen on ``path``; every user may connect, and tokens decide on their rights."""
     if len(os.fsencode(path)) > _MAX_PATH_BYTES:
         raise StoreError(f"the path of a socket has at most {_MAX_PATH_BYTES} bytes: {path} is too long")
     try:

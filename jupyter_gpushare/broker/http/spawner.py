@@ -1,4 +1,4 @@
-"""Requests of the Hub's spawner: over a channel that verified the broker, with the spawner's token."""
+"""Requests of the Hub's spawner, with its token and over a channel on which it verified the broker."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from jupyter_gpushare.listener import HUB
 from jupyter_gpushare.peers import source_of
 from jupyter_gpushare.protocol import wire
 
-# Sources of the spawner's faults in `Faults`, and the most that is kept of one.
+# Sources of the spawner's faults in `Faults`, and the maximum length of a fault.
 _SPAWNER, _PATIENCE = "spawner", "start_timeout of the spawner"
-_FAULT_CHARACTERS = 500
+_MAX_FAULT_CHARS = 500
 
 
-# ---- each request goes to a session, or to a job by the name of its server; its owner is met first
+# ---- requests for a session, or for a job if the server has the name of one; first the owner is met
 
 
 async def start(control: Control, request: wire.SpawnRequest) -> wire.SpawnGrant:
-    """Return what a server that is about to start may use.
+    """Return the grant for a server that is about to start.
 
     Raises:
-        RequestError: it must not start; the text is for the user.
+        RequestError: the server must not start; the text is for the user.
         StoreError: the database failed; the broker ends.
     """
     patience_s = inf if request.patience_s is None else request.patience_s - ANSWER_S
@@ -44,13 +44,13 @@ async def start(control: Control, request: wire.SpawnRequest) -> wire.SpawnGrant
 
 
 async def wait(control: Control, request: wire.SpawnRequest) -> QueuePlace | None:
-    """As `page_queue.wait`."""
+    """Do as `page_queue.wait`, after the owner is met."""
     await control.ownership.meet_start(request)
     return await page_queue.wait(control.request_policy, request)
 
 
 async def stop(control: Control, request: wire.SpawnStop) -> None:
-    """Release the lease of a server that has ended for any reason; a repeated call changes nothing."""
+    """Release the lease of a server that has ended for any reason; repeated calls change nothing."""
     if is_job_server(request.server):
         await control.job_starts.stop(request)
     else:
@@ -58,9 +58,9 @@ async def stop(control: Control, request: wire.SpawnStop) -> None:
 
 
 def lacks_patience(start_s: float, patience_s: float | None) -> str:
-    """Return what an administrator has to set where the Hub gives starts up too early; empty: nothing.
+    """Return what an administrator must set if the Hub gives up on starts too early; else empty.
 
-    ``start_s`` as of `Engine.start_s`, ``patience_s`` as of `wire.SpawnRequest`.
+    ``start_s`` is `Engine.start_s`; ``patience_s`` is `wire.SpawnRequest.patience_s`.
     """
     needed_s = start_s + ANSWER_S
     if not start_s or patience_s is None or patience_s >= needed_s:
@@ -73,17 +73,17 @@ def lacks_patience(start_s: float, patience_s: float | None) -> str:
 
 
 class Spawner(Base):
-    """For the Hub's spawner alone."""
+    """Handler for the Hub's spawner only."""
 
     async def prepare(self) -> None:
         await super().prepare()
         await self.authorize()
 
     async def authorize(self) -> None:
-        """Return if the request has the spawner's token, over a channel that verified the broker.
+        """Check that the request has the spawner's token and came over a channel that verified the broker.
 
         Raises:
-            NotAllowed: it has not, or came over plain TCP, whose port another process may hold.
+            NotAllowed: it lacks the token, or came over plain TCP, whose port another process may hold.
         """
         is_by_socket = self.stream.socket.family == socket.AF_UNIX
         if not is_by_socket and not isinstance(self.stream, iostream.SSLIOStream):
@@ -116,15 +116,15 @@ class SpawnerStart(Spawner):
     """A server is about to start."""
 
     async def get(self) -> None:
-        """How far the start of a server is."""
+        """Answer with the progress of a server's start."""
         user, server = self.get_query_argument("user"), self.get_query_argument("server", "")
         self.answer(self.control.sessions.progress(user, server))
 
     async def post(self) -> None:
         spawns, request = self.control.registry.tally.spawns, self.body(wire.SpawnRequest)
-        if request.options is not None:  # for a server without a GPU the spawner waits less
-            if said := lacks_patience(self.control.engine.start_s, request.patience_s):
-                self.control.faults.found(_PATIENCE, said)
+        if request.options is not None:  # the spawner waits less for a server without a GPU
+            if fault := lacks_patience(self.control.engine.start_s, request.patience_s):
+                self.control.faults.found(_PATIENCE, fault)
             else:
                 self.control.faults.mended(_PATIENCE)
         try:
@@ -138,7 +138,7 @@ class SpawnerStart(Spawner):
 
 
 class SpawnerWait(Spawner):
-    """A session waits for its start, and repeats this to keep its place; without a size it waits no more."""
+    """A session waits for its start; it repeats this to keep its place, and leaves by asking for no size."""
 
     async def post(self) -> None:
         request = self.body(wire.SpawnRequest)
@@ -151,20 +151,20 @@ class SpawnerWait(Spawner):
 
 
 class SpawnerFault(Spawner):
-    """The Hub's spawner cannot work: shown to administrators until a server starts.
+    """The Hub's spawner cannot work; administrators see this until a server starts.
 
-    A spawner that cannot read its token is known by the uid of its process, the Hub's.
+    A spawner that cannot read its token is recognized by the uid of its process, which is the Hub's.
     """
 
     def is_spawner(self) -> bool:
-        """Return whether root or the broker's own user asks, over the unix socket, or the spawner's token."""
+        """Return whether the caller is root or the broker's user on the unix socket, or has the token."""
         source = source_of(self.stream.socket)
         return source in {f"uid {uid} by socket" for uid in (0, os.geteuid())} or super().is_spawner()
 
     async def post(self) -> None:
         """Note the fault for ``health`` and the page."""
-        said = messages.printable(self.body(wire.SpawnFault).message)[:_FAULT_CHARACTERS]
-        self.control.faults.found(_SPAWNER, f"The Hub's spawner cannot start servers with GPUs: {said}")
+        fault = messages.printable(self.body(wire.SpawnFault).message)[:_MAX_FAULT_CHARS]
+        self.control.faults.found(_SPAWNER, f"The Hub's spawner cannot start servers with GPUs: {fault}")
         self.set_status(204)
 
 

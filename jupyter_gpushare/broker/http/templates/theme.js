@@ -1,4 +1,4 @@
-// The theme of the Hub's pages: as chosen there (same key as its darkmode.js), else as the system has it.
+// The theme of the Hub's pages: the one chosen there (same key as its darkmode.js), else the system's.
 const KEY = 'jupyterhub-bs-theme';
 const dark = matchMedia('(prefers-color-scheme: dark)');
 const chosen = () => {
@@ -23,7 +23,7 @@ addEventListener('DOMContentLoaded', () => {
     try {
       localStorage.setItem(KEY, theme);
     } catch {
-      // it holds for this page
+      // the choice holds for this page only
     }
   });
 });

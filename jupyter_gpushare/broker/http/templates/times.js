@@ -1,8 +1,8 @@
-// Writes the times of a page in the reader's zone and language; until then they are in UTC.
+// Shows the times of a page in the reader's zone and language; without this script they are in UTC.
 const now = new Date();
 for (const each of document.querySelectorAll('time')) {
   const at = new Date(each.dateTime);
-  if (Number.isNaN(at.getTime())) continue; // only looks like one
+  if (Number.isNaN(at.getTime())) continue; // not a valid time
   const isToday = at.toDateString() === now.toDateString();
   const isThisYear = at.getFullYear() === now.getFullYear();
   each.title = each.textContent;
