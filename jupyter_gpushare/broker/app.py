@@ -1,12 +1,12 @@
 """The broker as a process: configuration, database, device helper, HTTP.
 
-Started by the Hub as a managed service (``gpushare broker --respawn``), or by
-systemd as an external one.  It takes its address and its token from the
-environment of a JupyterHub service (``JUPYTERHUB_SERVICE_URL``,
-``JUPYTERHUB_API_TOKEN``, ...), everything else from traits.
+The Hub starts it as a managed service (``gpushare broker --respawn``), or systemd
+starts it as an external one.  It takes its address and token from the environment
+of a JupyterHub service (``JUPYTERHUB_SERVICE_URL``, ``JUPYTERHUB_API_TOKEN``, ...)
+and all other settings from traits.
 
-The Hub's base_url is the path of ``JUPYTERHUB_API_URL`` before ``hub/api``, so that
-it is written once where the Hub does not start the broker.
+The Hub's base_url is the path of ``JUPYTERHUB_API_URL`` before ``hub/api``, so an
+external service need not configure it separately.
 """
 
 from __future__ import annotations
@@ -67,20 +67,20 @@ from jupyter_gpushare.procfs import boot_id
 
 log = logging.getLogger("gpushare.broker")
 
-# The process ends within this time of the reason; open connections get half of it.
+# The process ends within this time after the reason to end; open connections get half of it.
 END_S = 2.0
 
 
 class Cluster(Protocol):
-    """What a broker with the engine ``kai`` works with (`kube.broker`)."""
+    """The connections of a broker with the engine ``kai`` to its cluster (`kube.broker`)."""
 
     @property
     def engine(self) -> Engine:
-        """Decides."""
+        """The engine that decides."""
 
     @property
     def devices(self) -> DeviceBackend:
-        """Measures and acts on the GPUs of all nodes."""
+        """The GPUs of all nodes."""
 
     async def run(self) -> None:
         """Follow the device helpers until cancelled."""
@@ -98,7 +98,7 @@ class GPUShareBroker(BrokerTraits):
     examples = """
     # run it (it needs the environment of a JupyterHub service)
     gpushare broker --config jupyterhub_config.py
-    # what a managed service runs: broker and device helper are started again when they end
+    # what a managed service runs: it restarts broker and device helper when they end
     gpushare broker --respawn --with-helper --config jupyterhub_config.py
     """
 
@@ -120,25 +120,25 @@ class GPUShareBroker(BrokerTraits):
         """Read the command line, then the configuration file; the command line wins.
 
         Raises:
-            TraitError: a setting is wrong, or the file is missing or cannot be run.
+            TraitError: a setting is invalid, or the file is missing or fails.
         """
         self.parse_command_line(argv)
-        given = self.cli_config
+        from_command_line = self.cli_config
         if self.config_file:
             path = Path(self.config_file).absolute()
             if not path.is_file():
                 raise TraitError(f"there is no configuration file {path}")
-            self.raise_config_file_errors = True  # rather no broker than one with half of its settings
+            self.raise_config_file_errors = True  # no broker is better than one with half of its settings
             try:
                 self.load_config_file(path.name, path=str(path.parent))
-            except Exception as error:  # whatever the site's file raises
+            except Exception as error:  # the site's file may raise anything
                 raise TraitError(f"{path}: {type(error).__name__}: {error}") from None
-            self.update_config(given)
+            self.update_config(from_command_line)
 
     # ---- running -------------------------------------------------------------
 
     def run(self) -> int:
-        """Run until SIGTERM or SIGINT; returns the exit status."""
+        """Run until SIGTERM or SIGINT; return the exit status."""
         if self.respawn:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, respawning.RELOAD)
             try:
@@ -190,7 +190,7 @@ class GPUShareBroker(BrokerTraits):
         addresses = self.addresses()
         store = Store(self.db_url, boot_id())
         status = await self._serve_with(store, Sockets.take(addresses, os.environ), addresses)
-        if status == 0:  # else it stays as a kill leaves it: SQLite syncs the disk twice when it is closed
+        if status == 0:  # otherwise leave it open as a kill would: on close SQLite syncs the disk twice
             store.close()
         return status
 
@@ -222,7 +222,7 @@ class GPUShareBroker(BrokerTraits):
             log.warning("%s", sentence)
         if not sockets.inherited:
             log.warning("the broker bound its port itself: run it with --respawn, or by a systemd socket")
-        # What is there now stays: a full collection that looks at all of it takes longer than a round.
+        # The present objects stay, and a full collection over all of them takes longer than a round.
         gc.collect()
         gc.freeze()
         stopped = asyncio.Event()
@@ -241,17 +241,16 @@ class GPUShareBroker(BrokerTraits):
         return status
 
     async def _cluster(self, store: Store) -> Cluster:
-        """Return the cluster that is configured.
+        """Return the configured cluster.
 
         Raises:
-            GpuShareError: a setting is missing, or something in the cluster, or what an installation needs
-                for it; the text says what.
+            GpuShareError: the settings, the cluster or the installation lack something; the text says what.
         """
         cluster: Cluster = await find_kube("broker").connect(self, self.policy(), lambda: store.epoch)
         return cluster
 
     def _reload(self, service: Service, alive: Heartbeat) -> None:
-        """Read the configuration file and the spawner's token again; where they are wrong nothing changes."""
+        """Read the configuration file and the spawner's token again; change nothing if they are invalid."""
         alive.systemd.reloading()
         try:
             fresh = GPUShareBroker()
@@ -271,7 +270,7 @@ class GPUShareBroker(BrokerTraits):
         alive.systemd.ready()
 
     def _proxy_tls(self) -> ssl.SSLContext | None:
-        """Return what the Hub's proxy is answered with; None: plain HTTP, as the service's URL says."""
+        """Return the TLS context for the Hub's proxy, or None for plain HTTP, as the service's URL says."""
         if urlparse(os.environ["JUPYTERHUB_SERVICE_URL"]).scheme != "https":
             return None
         if (context := internal_tls(os.environ, ssl.Purpose.CLIENT_AUTH)) is None:
@@ -318,7 +317,7 @@ class GPUShareBroker(BrokerTraits):
         )
 
     def _application(self, service: Service) -> web.Application:
-        # The Hub's proxy keeps the Hub's base_url in a path; who asks the broker itself need not know it.
+        # The Hub's proxy keeps the Hub's base_url in a path; direct callers of the broker need not know it.
         tops = (service.site.prefix.rstrip("/"), channel.SERVICE_PATH)
         top = f"(?:{'|'.join(map(re.escape, tops))})"
         return web.Application(
@@ -333,7 +332,7 @@ class GPUShareBroker(BrokerTraits):
 
 
 def rules(top: str, service: Service) -> list[Any]:
-    """Return the rules of the application for all paths of the service, below ``top``."""
+    """Return the application's routing rules for all paths of the service below ``top``."""
     options = {"service": service}
     return [
         *((f"{top}/api/v1/{pattern(route)}", route.handler, options) for route in ROUTES),
@@ -347,15 +346,15 @@ def rules(top: str, service: Service) -> list[Any]:
 
 
 def hub_base_url(api_url: str) -> str:
-    """Return the Hub's base_url, with a slash at both ends, from the address of its API."""
+    """Return the Hub's base_url, with a slash at both ends, from the URL of its API."""
     return urlparse(api_url).path.rpartition("hub/api")[0] or "/"
 
 
 async def _reason_to_end(stopped: asyncio.Event, failing: Iterable[asyncio.Future[None]]) -> int:
-    """Return the exit status once ``stopped`` is set or one of ``failing`` has failed.
+    """Return the exit status when ``stopped`` is set or one of ``failing`` has failed.
 
-    `END_S` later the process ends with it, whatever still waits for a disk, a database, a peer or a
-    thread: a broker may be killed at any moment.
+    `END_S` later the process ends, even if something still waits for a disk, a database, a peer or a
+    thread; a broker may be killed at any time.
     """
     errors: list[BaseException] = []
 
@@ -378,7 +377,7 @@ async def _reason_to_end(stopped: asyncio.Event, failing: Iterable[asyncio.Futur
 
 
 def _leaves(error: BaseException) -> list[BaseException]:
-    """Return the errors of a group, and of the groups in it."""
+    """Return the errors of a group and of its nested groups."""
     if not isinstance(error, BaseExceptionGroup):
         return [error]
     return [leaf for each in error.exceptions for leaf in _leaves(each)]
@@ -391,7 +390,7 @@ def _log_request(handler: web.RequestHandler) -> None:
 
 
 class _Formatter(logging.Formatter):
-    """One line per message, whatever names it has in it; tracebacks keep theirs."""
+    """Writes one line per message, no matter which names the message has; tracebacks keep their lines."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         record.message = messages.printable(record.message)
@@ -399,8 +398,8 @@ class _Formatter(logging.Formatter):
 
 
 def main(argv: list[str]) -> int:
-    """Entry of ``gpushare broker``."""
-    # A reload that is asked for before the broker can reload waits until then.
+    """Run ``gpushare broker``; return only if the settings are invalid."""
+    # A reload that is requested too early waits until the broker can reload.
     signal.pthread_sigmask(signal.SIG_BLOCK, respawning.RELOAD)
     log_handler = logging.StreamHandler(sys.stderr)
     log_handler.setFormatter(_Formatter("[%(levelname).1s %(asctime)s %(name)s] %(message)s"))
@@ -414,4 +413,4 @@ def main(argv: list[str]) -> int:
         log.critical("%s", error)
         return 1
     status = app.run()
-    os._exit(status)  # a thread that waits for a disk or a database must not keep the process
+    os._exit(status)  # a thread that waits for a disk or a database must not keep the process alive

@@ -1,19 +1,18 @@
-"""The parent of a managed broker: restarts it, and the helper, within a second.
+"""The parent of a managed broker: restarts the broker and the helper within a second.
 
-It holds the broker's listening sockets all that time, so that no other process
-can take their port while the broker restarts.
+It holds the broker's listening sockets, so that no other process can take their
+port while the broker restarts.
 
-A broker that sends no sign of life for 10 s hangs: it is killed and replaced.
+A broker that sends no sign of life for 10 s hangs; it is killed and replaced.
 
-The Hub itself looks after its services only every 30 s.  This process holds
-no state.  It goes when its own parent, the Hub, goes, and the broker with it
-(`parent`): a new Hub starts a new broker, which could not take the database
-over from an old one.
+The Hub itself checks its services only every 30 s.  This process has no state.  It
+ends with its own parent, the Hub, and the broker ends with it (`parent`), because a
+new Hub starts a new broker, which could not take the database over from an old one.
 
-The device helper is started in a session of its own when no process listens
-on its socket.  Once it serves it outlives both, and ends by itself when it is
-not needed (`gpu.service.helper`).  It is terminated when the Hub itself ends
-this service in order (then no lease is left).
+The device helper starts in a session of its own when no process listens on its
+socket.  A helper that serves outlives both processes and ends by itself when it is
+not needed (`gpu.service.helper`).  This process terminates the helper when the Hub
+ends the service in an orderly way, because no lease is left then.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ from jupyter_gpushare.parent import Notifier, bound
 log = logging.getLogger("gpushare.respawn")
 
 
-# ---- signs of life of the broker's event loop, for the parent that replaces a broker that hangs
-# * systemd (``Type=notify``, ``WatchdogSec=``): ``READY=1`` once the broker answers, then
+# ---- signs of life of the broker's event loop, for a parent that replaces a broker that hangs
+# * systemd (``Type=notify``, ``WatchdogSec=``): ``READY=1`` when the broker answers, then
 #   ``WATCHDOG=1`` every `EVERY_S` to the socket ``NOTIFY_SOCKET`` (sd_notify(3)).
 # * ``gpushare broker --respawn``: a byte every `EVERY_S` into the pipe ``GPUSHARE_HEARTBEAT_FD``.
 
 EVERY_S = 1.0
-# A broker without a sign of life for so long hangs.  Before the first one it opens its database.
+# A broker hangs if it is silent for HANGS_S, or for STARTS_S at its start, when it opens its database.
 HANGS_S = 10.0
 STARTS_S = 60.0
 FD_VARIABLE = "GPUSHARE_HEARTBEAT_FD"
@@ -53,10 +52,10 @@ _DRAIN_BYTES = 4096
 
 
 class Heartbeat:
-    """The broker's end."""
+    """The sender in the broker."""
 
     def __init__(self, environment: MutableMapping[str, str]) -> None:
-        """Take the addresses out of the environment, so that no child of the broker sends signs."""
+        """Remove the addresses from the environment, so that no child of the broker sends signs of life."""
         self.systemd = Notifier(environment)
         self._pipe = int(environment.pop(FD_VARIABLE, "-1"))
 
@@ -72,19 +71,19 @@ class Heartbeat:
 
 
 class Monitor:
-    """The end of a parent: whether its child still sends signs of life."""
+    """The receiver in the parent."""
 
     def __init__(self) -> None:
         self._reading, self.writing = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-        self._silent_at = time.monotonic() + STARTS_S
+        self._hangs_at = time.monotonic() + STARTS_S
 
     def hangs(self) -> bool:
-        """Return whether the child was silent for `HANGS_S`, or never said anything for `STARTS_S`."""
+        """Return whether the child was silent for `HANGS_S`, or for `STARTS_S` since its start."""
         now = time.monotonic()
         with contextlib.suppress(BlockingIOError):
             if os.read(self._reading, _DRAIN_BYTES):
-                self._silent_at = now + HANGS_S
-        return now >= self._silent_at
+                self._hangs_at = now + HANGS_S
+        return now >= self._hangs_at
 
     def close(self) -> None:
         """Close both ends of the pipe."""
@@ -94,23 +93,23 @@ class Monitor:
 
 # ---- the parent --------------------------------------------------------------
 
-# Exit status of a broker that a newer one has followed: started again, it would take the devices back.
+# Exit status of a broker that a newer one has superseded; if restarted, it would take the devices back.
 SUPERSEDED_STATUS = 3
-# Signals that a broker takes as a request to reload, once it can.
+# Signals that request a reload; blocked until the broker can reload.
 RELOAD = frozenset({signal.SIGHUP})
 
-_LOOK_S = 0.2
-# The broker survives SIGKILL at any moment, so it need not be waited for.
+_POLL_S = 0.2
+# Time before SIGKILL, which the broker survives at any time.
 _STOP_S = 2.0
-# A child that ends sooner is started again only after this pause, and then at most once a second.
+# Pause before a restart.
 _PAUSE_S = 0.5
-# What Python, the driver and its simulation read.
+# Environment variables that Python, the driver and its simulation read.
 _HELPER_NAMES = frozenset({"HOME", "LANG", "PATH", "TMPDIR", "TZ", "VIRTUAL_ENV"})
 _HELPER_PREFIXES = ("CUDA_", "GPUSHARE_SIM", "GPUSHARE_TEST_", "LC_", "LD_", "NVIDIA_", "PYTHON")
 
 
 def helper_pid(path: Path) -> int | None:
-    """Return the process that listens on the helper's socket; None: no process does."""
+    """Return the pid of the process that listens on the helper's socket, or None if none does."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.settimeout(1.0)
@@ -122,7 +121,7 @@ def helper_pid(path: Path) -> int | None:
 
 
 class _Child:
-    """One process that is kept running, bound to this one (`parent`)."""
+    """A child process that is kept running and ends with this process (`parent`)."""
 
     def __init__(
         self,
@@ -133,7 +132,7 @@ class _Child:
         is_watched: bool = False,
         environment: Mapping[str, str] = os.environ,
     ) -> None:
-        """``is_watched``: it sends signs of life, and is killed when it hangs."""
+        """``is_watched``: the child sends signs of life, and is killed when it hangs."""
         self._environment = environment
         self._is_watched = is_watched
         self._command = list(command)
@@ -144,8 +143,8 @@ class _Child:
         self._not_before = 0.0
         self.is_superseded = False
 
-    def look(self) -> None:
-        """Start it if it is not running, its pause is over, and no newer broker has followed it."""
+    def keep_running(self) -> None:
+        """Start the child if it does not run, its pause is over, and no newer broker has superseded it."""
         now = time.monotonic()
         if self._process is not None and self._heartbeat is not None and self._heartbeat.hangs():
             log.critical("%s hangs: killing it", self._command[3])
@@ -166,8 +165,8 @@ class _Child:
                 self._heartbeat = Monitor()
                 environment[FD_VARIABLE] = str(self._heartbeat.writing)
                 passed = (*passed, self._heartbeat.writing)
-            held_back = RELOAD if self._is_watched else frozenset[signal.Signals]()
-            mask = signal.pthread_sigmask(signal.SIG_BLOCK, held_back)  # a child inherits it
+            blocked = RELOAD if self._is_watched else frozenset[signal.Signals]()
+            mask = signal.pthread_sigmask(signal.SIG_BLOCK, blocked)  # a child inherits the mask
             try:
                 self._process = subprocess.Popen(
                     bound(self._command),
@@ -179,7 +178,7 @@ class _Child:
                 signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def stop(self) -> None:
-        """End it: SIGTERM, and SIGKILL when that does not help."""
+        """End the child with SIGTERM, and with SIGKILL if it still runs after `_STOP_S`."""
         if self._process is None or self._process.poll() is not None:
             return
         self._process.terminate()
@@ -198,9 +197,9 @@ def run(
     helper_state_dir: Path,
     arguments: Sequence[str],
 ) -> int:
-    """Keep a broker running with ``arguments``, and a helper if there is a socket for one.
+    """Keep a broker running with ``arguments``, and a helper if ``helper_socket`` is given.
 
-    Returns the exit status once the Hub is gone or ends this service.
+    Return the exit status when the Hub has ended or ends this service.
     """
     state_dir.mkdir(parents=True, exist_ok=True, mode=0o700)
     module = [sys.executable, "-m", "jupyter_gpushare.cli"]
@@ -224,13 +223,13 @@ def run(
     broker = _Child([*module, "broker", *arguments], own_session=False, sockets=sockets, is_watched=True)
     while not asked_to_stop and not broker.is_superseded and os.getppid() == hub:
         if helper_socket is not None and helper_pid(helper_socket) is None:
-            helper.look()
-        broker.look()
-        time.sleep(_LOOK_S)
-    # The Hub gives its services 5 s: the helper, which waits for no other process, gets SIGTERM first.
+            helper.keep_running()
+        broker.keep_running()
+        time.sleep(_POLL_S)
+    # The Hub gives its services 5 s.  The helper waits for no other process, so it gets SIGTERM first.
     pid = None
     if asked_to_stop and os.getppid() == hub and helper_socket is not None:
-        pid = helper_pid(helper_socket)  # one that does not listen yet ends with this process
+        pid = helper_pid(helper_socket)  # a helper that does not listen yet ends with this process
         _signal(pid, signal.SIGTERM)
     broker.stop()
     until = time.monotonic() + _STOP_S
@@ -239,31 +238,31 @@ def run(
             log.warning("the device helper (pid %d) does not end: killing it", pid)
             _signal(pid, signal.SIGKILL)
             break
-        time.sleep(_LOOK_S)
+        time.sleep(_POLL_S)
     return SUPERSEDED_STATUS if broker.is_superseded else 0
 
 
-def _helper_environment(given: Mapping[str, str]) -> dict[str, str]:
+def _helper_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return {
         name: value
-        for name, value in given.items()
+        for name, value in environment.items()
         if name in _HELPER_NAMES or name.startswith(_HELPER_PREFIXES)
     }
 
 
 def _bound(addresses: Addresses) -> list[socket.socket]:
-    """Return the sockets that every broker of this process listens on; empty, after a pause: not yet."""
+    """Return the sockets for all brokers of this process; if they are in use, pause and return none."""
     try:
         sockets = Sockets.take(addresses, os.environ)
     except StoreError as error:
-        log.warning("%s", error)  # the last Hub's broker may still be there
+        log.warning("%s", error)  # the last Hub's broker may still hold them
         time.sleep(_PAUSE_S)
         return []
     return [*sockets.unix, *sockets.http, *sockets.tls]
 
 
 def _signal(pid: int | None, number: signal.Signals) -> None:
-    """Signal a process that may be gone; the helper leaves what sleeps asleep, however it ends."""
+    """Signal a process that may be gone; suspended leases stay suspended however the helper ends."""
     if pid is not None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""The broker's traits, and the policy that they amount to."""
+"""The broker's traits, and their conversion to a policy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol.helper import ComputeShare
 
-# Defaults that `core` does not read; the others are `DEFAULT_POLICY`.
+# Defaults that `core` does not read; `DEFAULT_POLICY` has the others.
 _SITE = Policy(projects=())
 
 
@@ -124,7 +124,7 @@ class BrokerTraits(Application):
     order = Enum(
         [order.value for order in Order],
         DEFAULT_ORDER.value,
-        help="By what the jobs of one project are ordered, after their priority: ``progress`` (least "
+        help="How the jobs of one project are ordered, after their priority: ``progress`` (least "
         "remaining work of jobs that report progress, ``las`` for the others), ``las`` (least attained "
         "service: the job that received least goes first, and may preempt), ``backfill`` (first come first "
         "served, a job that does not fit is bypassed for a while), ``fifo`` (strictly first come first "
@@ -143,8 +143,8 @@ class BrokerTraits(Application):
     ).tag(config=True)
     preempt_cost = Float(
         DEFAULT_POLICY.preempt_cost_s,
-        help="What a preemption costs, in seconds of each GPU that changes hands, beside the grace and the "
-        "work of a job that is stopped: not done to gain less.",
+        help="What a preemption costs, in seconds of each GPU that changes hands, in addition to the grace "
+        "and the lost work of a job that is stopped. A preemption that gains less is not done.",
     ).tag(config=True)
     guard = Float(
         DEFAULT_POLICY.starvation_guard_s,
@@ -171,8 +171,8 @@ class BrokerTraits(Application):
     ).tag(config=True)
     max_grace = Float(
         _SITE.max_grace_s,
-        help="The most that a job may ask for as its grace: so long may the owner of a lent GPU have to wait "
-        "for it.",
+        help="The longest grace, in seconds, that a job may ask for. The owner of a lent GPU may have to "
+        "wait that long for it.",
     ).tag(config=True)
     min_fraction = Float(
         0.05,
@@ -225,8 +225,8 @@ class BrokerTraits(Application):
     ).tag(config=True)
     notify_url = Unicode(
         "",
-        help="Address that is told by POST, as JSON, of each job that starts, is paused, nears its maximum "
-        "run time or ends (docs/jobs.md has its fields). Webhooks of users are called by their own jobs.",
+        help="Address that gets JSON by POST about each job that starts, is paused, nears its maximum run "
+        "time or ends (docs/jobs.md has its fields). Webhooks of users are called by their own jobs.",
     ).tag(config=True)
     mail_command = List(
         Unicode(),
@@ -251,12 +251,12 @@ class BrokerTraits(Application):
     ).tag(config=True)
     fake_busy_after = Float(
         _SITE.fake_busy_after_s,
-        help="Seconds after which a session is told, and listed under Needs a look on the administrator's "
-        "page, that its programs call the driver while its GPUs stay below 2 % utilization; 0: never. "
+        help="Seconds after which a session whose programs call the driver while its GPUs stay below 2 % "
+        "utilization gets a notice, and is listed under Needs a look on the administrator's page; 0: never. "
         "Its GPU is not lent for that: its own calls would take it back at once.",
     ).tag(config=True)
     identity_cache_s = Integer(
-        30, min=1, max=300, help="Seconds for which the Hub's answer about a token is believed."
+        30, min=1, max=300, help="Seconds for which the Hub's answer about a token is cached."
     ).tag(config=True)
 
     @default("db_url")
@@ -308,7 +308,7 @@ class BrokerTraits(Application):
         return str(proposal.value)
 
     @validate("share")
-    def _planned_here(self, proposal: Any) -> bool:
+    def _share_with_planner(self, proposal: Any) -> bool:
         if proposal.value and self.engine == "kai":
             raise TraitError(
                 "share is for the engine planner: with kai the scheduler of the cluster places every job, "
@@ -323,7 +323,7 @@ class BrokerTraits(Application):
         return str(proposal.value)
 
     def receivers(self) -> Receivers:
-        """Return where the broker announces what happens to jobs."""
+        """Return the receivers of the broker's messages about jobs."""
         return Receivers(self.notify_url, tuple(self.mail_command), self.mail_to, self.mail_from)
 
     @validate("las_thresholds")
@@ -368,7 +368,7 @@ class BrokerTraits(Application):
             fairness_horizon_s=self.catch_up,
             grace_s=self.grace,
             max_grace_s=max(self.grace, self.max_grace),
-            # What the site offers can be asked for.
+            # Users can request every offered size.
             min_fraction_milli=min(
                 [round(self.min_fraction * WHOLE_GPU), *(size.fraction_milli for size in sizes)]
             ),

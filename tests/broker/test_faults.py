@@ -116,10 +116,10 @@ def test_a_superseded_broker_is_not_started_again(tmp_path):
     child = respawn._Child([sys.executable, "-c", script, "broker"], own_session=False)
 
     def superseded() -> bool:
-        child.look()
+        child.keep_running()
         return child.is_superseded
 
     in_real_time(superseded, "it ends")
     time.sleep(respawn._PAUSE_S + 0.1)
-    child.look()
+    child.keep_running()
     assert marks.read_text() == "x"

@@ -51,7 +51,7 @@ def starts(tmp_path: Path) -> int:
 
 def test_a_child_that_hangs_is_killed_and_started_again(tmp_path, child):
     hanging = child()
-    until(lambda: hanging.look() or starts(tmp_path) == 3, "it is replaced twice")
+    until(lambda: hanging.keep_running() or starts(tmp_path) == 3, "it is replaced twice")
 
 
 def test_each_sign_of_life_puts_the_limit_off(monkeypatch):
