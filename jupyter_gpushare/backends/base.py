@@ -1,12 +1,12 @@
-"""Contracts between the broker and what carries its decisions out: `DeviceBackend` and `Hub`.
+"""Contracts of the backends that carry out the broker's decisions: `DeviceBackend` and `Hub`.
 
-Every method may be called again with the same arguments after a crash of
-either side: a repeated call has the effect of one call.  A ``handle`` names one
-attempt of one lease (`LeaseRecord.handle`).
+After a crash of either side the broker may repeat any call with the same arguments;
+a repeated call has the effect of one call.  A ``handle`` names one attempt of one
+lease (`LeaseRecord.handle`).
 
-Errors: `HelperError` when a device helper refuses or does not answer,
-`DeviceError` when the driver refuses, `HubError` when the Hub does either; the
-caller tries again later unless the error says otherwise.
+Errors: `HelperError` if a device helper refuses or does not answer, `DeviceError` if
+the driver refuses, `HubError` if the Hub refuses or does not answer.  The caller
+tries again later unless the error says otherwise.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from jupyter_gpushare.protocol.wire import HostMount
 
 
 class HubError(GpuShareError):
-    """The Hub refused, or does not answer.
+    """The Hub refused or does not answer.
 
     ``unknown_user``: the Hub has no user of this name.
-    ``not_now``: the Hub started nothing, for a reason that is not this server's
-    fault: a limit of the Hub, or a token that the Hub does not accept.
-    ``remedy``: the Hub refuses the broker itself, and this is what the administrator has to set.
+    ``not_now``: the Hub started nothing for a reason outside this server, such as a
+    limit of the Hub or a token that it does not accept.
+    ``remedy``: what the administrator must set, because the Hub refuses the broker itself.
     """
 
     def __init__(
@@ -40,15 +40,15 @@ class HubError(GpuShareError):
 
 @dataclass(frozen=True, slots=True)
 class ServerKey:
-    """Name of one server of one user."""
+    """The name of one user's server."""
 
     user: str
-    server: str  # "" is the default server
+    server: str  # "": the default server
 
 
 @dataclass(frozen=True, slots=True)
 class HubServer:
-    """A server as the Hub has it now; times are ISO 8601 in UTC, empty: the Hub does not say."""
+    """A server's state at the Hub; times are ISO 8601 in UTC, empty if the Hub does not report them."""
 
     last_activity: str = ""
     started: str = ""
@@ -57,28 +57,28 @@ class HubServer:
 
 @dataclass(frozen=True, slots=True)
 class HubUser:
-    """A user as the Hub has it now."""
+    """A user's state at the Hub."""
 
     name: str
-    created: str  # when the Hub made it (`wall_clock.exact`); empty: the Hub does not say
+    created: str  # when the Hub created the user (`wall_clock.exact`); empty: unknown
     groups: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prepared:
-    """What the spawner gives the holder's processes."""
+    """Settings that the spawner gives to the processes of a lease."""
 
     env: Mapping[str, str]
-    node: str = ""  # of a cluster: where the processes must run
-    mounts: tuple[HostMount, ...] = ()  # of a cluster: paths of that node that its processes need
+    node: str = ""  # on a cluster: the node where the processes must run
+    mounts: tuple[HostMount, ...] = ()  # on a cluster: paths of that node that the processes need
 
 
 class DeviceBackend(abc.ABC):
-    """GPUs with a device helper: measures them and moves leases on them."""
+    """GPUs with a device helper, which measures them and moves leases on them."""
 
     @abc.abstractmethod
     async def epoch(self) -> int:
-        """Return the highest broker epoch that a helper has seen; helpers refuse lower ones.
+        """Return the highest broker epoch that a helper has seen; helpers refuse lower epochs.
 
         Raises:
             HelperError: no answer.
@@ -89,33 +89,33 @@ class DeviceBackend(abc.ABC):
         """Return all devices with their memory in bytes.
 
         Raises:
-            HelperError: no answer, or a newer broker is at work.
+            HelperError: no answer, or a newer broker is active.
         """
 
     @abc.abstractmethod
     async def sample(self) -> Sample:
-        """Return the latest measurement, from memory within milliseconds.
+        """Return the latest measurement from the helper's memory, within milliseconds.
 
         Raises:
-            HelperError: no answer, or a newer broker is at work.
+            HelperError: no answer, or a newer broker is active.
         """
 
     async def latest(self) -> Sample:
-        """Return a measurement with all that `watch` has told and that this broker has changed.
+        """Return a measurement that includes all events of `watch` and all changes by this broker.
 
-        The rest may be older than in `sample`, where a new one of everything takes more than one question.
+        Other values may be older than in `sample` if a new measurement needs several requests.
 
         Raises:
-            HelperError: as `sample`.
+            HelperError: as for `sample`.
         """
         return await self.sample()
 
     @abc.abstractmethod
     def watch(self) -> AsyncIterator[Event | None]:
-        """Yield None once connected, then events until the connection ends.
+        """Yield None when connected, then events until the connection ends.
 
         Raises:
-            HelperError: no connection, or a newer broker is at work.
+            HelperError: no connection, or a newer broker is active.
         """
 
     @abc.abstractmethod
@@ -130,7 +130,7 @@ class DeviceBackend(abc.ABC):
     async def reserve(self, handle: str) -> Mapping[str, str]:
         """Return the environment of a server without a GPU that may get the lease ``handle`` while it runs.
 
-        Empty: here it has to start anew for that.
+        It is empty if a server of this backend must restart to get a GPU.
 
         Raises:
             HelperError: refused, or no answer.
@@ -141,39 +141,39 @@ class DeviceBackend(abc.ABC):
     async def suspend(self, handle: str, calls: str) -> MoveResult:
         """Move the device memory of a lease to host memory.
 
-        ``calls`` is that of the sample that showed the lease idle: a CUDA call since then refuses
-        the suspension.  Empty: suspend in any case.  A suspended lease answers ``done``.
+        ``calls`` comes from the sample that showed the lease idle; a CUDA call since then refuses the
+        suspension.  If it is empty, suspend in any case.  A suspended lease answers ``done``.
 
         Raises:
-            HelperError: no answer, or a newer broker is at work.
+            HelperError: no answer, or a newer broker is active.
         """
 
     @abc.abstractmethod
     async def resume(
         self, handle: str, *, unrecorded: bool = False, devices: Sequence[str] = ()
     ) -> MoveResult:
-        """Move the memory of a lease back, only when the driver shows enough free memory.
+        """Move the memory of a lease back, if the driver shows enough free memory.
 
-        ``devices`` are UUIDs to resume on, in the order of its own; empty: on its own.  What is on them
-        already is not moved.  The answer says on which it is, also where it was refused.
+        ``devices`` are the UUIDs to resume on, in the order of the lease's own, which are the default.
+        Memory that is already on them is not moved.  The answer names the devices of the lease, even if
+        the resume was refused.
 
-        ``unrecorded``: the database does not say so and takes nothing now.  Then only into a part of the
-        devices that no living lease has; the sample shows it as ``unconfirmed`` until a `resume` that is
-        recorded.
+        ``unrecorded``: the broker cannot store this resume now.  It then uses only a part of the devices
+        that no living lease has; samples show the lease as ``unconfirmed`` until a recorded `resume`.
 
         Raises:
-            HelperError: no answer, or a newer broker is at work.
+            HelperError: no answer, or a newer broker is active.
         """
 
     @abc.abstractmethod
     async def signal(self, handle: str, number: int, to: str) -> int:
-        """Signal the ``leader`` of a lease, ``all``, ``others`` or ``keepers``; return how many processes.
+        """Signal processes of a lease; return their number, which is 0 for an unknown lease.
 
-        ``others`` are all but the runner of a job, ``keepers`` those that keep the memory of dead ones.
-        An unknown lease has none.
+        ``to`` is ``leader``, ``all``, ``others`` (all but the runner of a job) or ``keepers`` (processes
+        that keep the memory of dead ones).
 
         Raises:
-            HelperError: no answer, or a newer broker is at work.
+            HelperError: no answer, or a newer broker is active.
         """
 
     @abc.abstractmethod
@@ -181,18 +181,18 @@ class DeviceBackend(abc.ABC):
         """End a process without a lease that the sample shows on a device (UUID): SIGTERM, then SIGKILL.
 
         Raises:
-            HelperError: there is none with this name, it is left alone by the rules of the watchdog, no
-                answer, or a newer broker is at work.
+            HelperError: there is no such process, the rules of the watchdog protect it, no answer, or a
+                newer broker is active.
         """
 
     @abc.abstractmethod
     async def drop(self, handle: str) -> None:
-        """Delete a lease that has no process left; unknown leases are ignored.
+        """Delete a lease whose processes have ended; ignore unknown leases.
 
-        A process that has begun since is killed, and a runner that begins later starts nothing.
+        A process that started since is killed, and a runner that starts later runs nothing.
 
         Raises:
-            HelperError: no answer, or a newer broker is at work.
+            HelperError: no answer, or a newer broker is active.
         """
 
     @abc.abstractmethod
@@ -201,15 +201,15 @@ class DeviceBackend(abc.ABC):
 
 
 class Hub(abc.ABC):
-    """JupyterHub: its servers, users and groups.  The same for every engine."""
+    """JupyterHub: its servers, users and groups; the same for every engine."""
 
     @abc.abstractmethod
     async def start_server(self, key: ServerKey, shown: str, ticket: str) -> None:
-        """Ask the Hub to start a job's server; returns when the Hub has accepted the request.
+        """Ask the Hub to start a job's server; return when the Hub has accepted the request.
 
-        ``shown`` is what its pages call the server, where the Hub has such names.  The Hub's
-        spawner shows the broker the ``ticket`` when it carries out the start.
-        A server that already starts or runs is accepted.
+        ``shown`` is the server's display name, if the Hub has such names.  The Hub's spawner sends the
+        ``ticket`` to the broker when it carries out the start.  A server that already starts or runs is
+        accepted.
 
         Raises:
             HubError: refused (``unknown_user``, ``not_now``), or no answer.
@@ -217,12 +217,12 @@ class Hub(abc.ABC):
 
     @abc.abstractmethod
     async def stop_server(self, key: ServerKey, *, forget: bool = True) -> None:
-        """Ask the Hub to stop a server, and with ``forget`` to delete it; unknown servers are ignored.
+        """Ask the Hub to stop a server, and with ``forget`` to delete it; ignore unknown servers.
 
         Only named servers can be deleted.
 
         Raises:
-            HubError: refused, for example while the server starts; or no answer.
+            HubError: refused, for example while the server starts, or no answer.
         """
 
     @abc.abstractmethod
@@ -243,7 +243,7 @@ class Hub(abc.ABC):
 
     @abc.abstractmethod
     async def has_server(self, key: ServerKey) -> bool:
-        """Return whether a server starts, runs or stops; exact, unlike a paged list that changes.
+        """Return whether a server starts, runs or stops; exact, unlike a paged list that may change.
 
         Raises:
             HubError: no answer.
@@ -251,7 +251,7 @@ class Hub(abc.ABC):
 
     @abc.abstractmethod
     async def user(self, name: str) -> HubUser | None:
-        """Return a user; None: the Hub has none of this name.
+        """Return a user, or None if the Hub has no user of this name.
 
         Raises:
             HubError: no answer.
@@ -259,7 +259,7 @@ class Hub(abc.ABC):
 
     @abc.abstractmethod
     async def users(self) -> list[HubUser]:
-        """Return all users; one may be missing when others were deleted meanwhile.
+        """Return all users; some may be missing if users are deleted during the call.
 
         Raises:
             HubError: the list is incomplete, or no answer.
@@ -267,7 +267,7 @@ class Hub(abc.ABC):
 
     @abc.abstractmethod
     async def server_url(self, key: ServerKey) -> str:
-        """Return the URL of a server with a slash at its end; empty when it does not run.
+        """Return the URL of a server with a trailing slash; empty if it does not run.
 
         Raises:
             HubError: no answer.

@@ -1,8 +1,8 @@
 """Requests to one device helper, on this machine or another.
 
-The helper's protocol is `protocol.helper`: one line of JSON each way, one request at a time per connection
-(a slow suspension must not delay a sample).  A connection is a unix socket on this machine, and TLS
-(`protocol.helper_tls`) to another one.
+The protocol is `protocol.helper`: one line of JSON in each direction, and one request at a time per
+connection.  Requests in parallel use several connections, so a slow suspension does not delay a sample.
+A connection is a unix socket on this machine, or TLS (`protocol.helper_tls`) to another one.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from jupyter_gpushare.protocol.helper_tls import HELPER, TlsFiles, keep_alive, n
 
 T = TypeVar("T")
 
-# The helper answers from memory; a later answer means that it hangs.
+# The helper answers from memory; if it takes longer, it hangs.
 _QUICK_S = 5.0
 # Above the helper's own limits for moves: copies of tens of GB take minutes.
 MOVE_S = 600.0
-# For a connection and the proofs of both sides.
+# Limit for a connection and the certificates of both sides.
 _CONNECT_S = 5.0
-# The age at which a kept connection is closed: the next one shows both certificates again.
+# Maximum age of a kept connection, so that both sides show their certificates again.
 KEEP_S = 60.0
 # Verbs that only read, so that a broker may send them twice.
 _READS = frozenset({"hello", "inventory", "sample"})
@@ -45,20 +45,20 @@ class Connection:
 
     @property
     def is_old(self) -> bool:
-        """Whether it has served for `KEEP_S`."""
+        """Whether it is older than `KEEP_S`."""
         return asyncio.get_running_loop().time() - self._opened_at > KEEP_S
 
     async def send(self, line: bytes) -> None:
-        """Send one line, with its end."""
+        """Send one line, which includes its newline."""
         self._writer.write(line)
         await self._writer.drain()
 
     async def receive(self) -> bytes:
-        """Return the next line; empty when the helper closed the connection."""
+        """Return the next line; empty if the helper has closed the connection."""
         return await self._reader.readline()
 
     def close(self) -> None:
-        """Close it at once, without the end of TLS, for which the helper would have to answer again."""
+        """Close it at once, without a TLS shutdown, which would need another answer of the helper."""
         self._writer.transport.abort()
 
 
@@ -70,7 +70,7 @@ class HelperAddress(abc.ABC):
         """Return a new connection.
 
         Raises:
-            HelperError: no helper answers there, or it is not the one that was asked for.
+            HelperError: no helper answers at the address, or it is another helper.
         """
 
 
@@ -103,10 +103,10 @@ class NodeAddress(HelperAddress):
     tls: TlsFiles  # of the broker
 
     async def connect(self) -> Connection:
-        """Return a new connection after both sides have shown their certificates.
+        """Return a new connection on which both sides have shown their certificates.
 
         Raises:
-            HelperError: no answer within `_CONNECT_S`, not the helper of this node, or it is busy.
+            HelperError: no answer within `_CONNECT_S`, or the helper is another node's or busy.
         """
         where = f"node {self.node} at {self.host} port {self.port}"
         try:
@@ -141,13 +141,13 @@ class NodeAddress(HelperAddress):
             raise
         return connection
 
-    def _verify(self, named: set[str], greeting: bytes) -> None:
-        """Look whether the peer is the helper of this node.
+    def _verify(self, peer_names: set[str], greeting: bytes) -> None:
+        """Check that the peer is the helper of this node.
 
         Raises:
             HelperError: it is not, or does not accept this broker.
         """
-        if not named & {HELPER, f"{self.node}.{HELPER}"}:
+        if not peer_names & {HELPER, f"{self.node}.{HELPER}"}:
             raise HelperError("not_verified", f"its certificate has to name {HELPER} or {self.node}.{HELPER}")
         node = _result(greeting, "connect", dict).get("node")
         if node != self.node:
@@ -155,27 +155,27 @@ class NodeAddress(HelperAddress):
 
 
 class HelperClient:
-    """Connections to the device helper; each request has the epoch that the broker has at that moment.
+    """Connections to the device helper; each request has the broker's epoch at that time.
 
-    The client keeps one connection for the verbs of `_READS`: a TLS handshake costs the broker more than ten
-    requests.  If the helper has closed that connection, the client sends the request again on a new one.
+    The client keeps one connection for the verbs of `_READS`, because a TLS handshake costs the broker more
+    than ten requests.  If the helper has closed that connection, the client repeats the request on a new one.
     """
 
     def __init__(self, address: HelperAddress, epoch: Callable[[], int]) -> None:
         self._address = address
         self._epoch = epoch
-        self._kept: Connection | None = None  # without a request
+        self._kept: Connection | None = None  # has no request in progress
         self._closed = False
 
     async def ask(self, verb: str, request: Any, kind: type[T], timeout_s: float = _QUICK_S) -> T:
         """Return the helper's answer to one request.
 
         Raises:
-            HelperError: it refused (``kind`` says why), or does not answer.
+            HelperError: the helper refused (``kind`` says why), or does not answer.
             DeviceError: the driver refused.
         """
         plain = {} if request is None else msgspec.to_builtins(request)
-        if verb != "hello":  # the one verb that the helper answers to any epoch
+        if verb != "hello":  # the only verb that the helper answers at any epoch
             plain["epoch"] = self._epoch()
         message = helper.encode({"verb": verb, **plain})
         line = b""
@@ -217,19 +217,19 @@ class HelperClient:
         return line
 
     async def watch(self) -> AsyncIterator[helper.Event | None]:
-        """Yield None once the helper has accepted, then events as they happen, until the connection ends.
+        """Yield None when the helper has accepted, then events until the connection ends.
 
         Raises:
-            HelperError: no connection, it broke, or the helper refused.
+            HelperError: no connection, the connection broke, or the helper refused.
         """
         connection = await self._address.connect()
         try:
             await connection.send(helper.encode({"verb": "watch", "epoch": self._epoch()}))
             while line := await connection.receive():
-                said = msgspec.json.decode(line)
-                if isinstance(said, dict) and said.get("kind") in tuple(helper.EventKind):
-                    yield msgspec.convert(said, helper.Event)
-                elif isinstance(said, dict) and "ok" in said:
+                message = msgspec.json.decode(line)
+                if isinstance(message, dict) and message.get("kind") in tuple(helper.EventKind):
+                    yield msgspec.convert(message, helper.Event)
+                elif isinstance(message, dict) and "ok" in message:
                     _result(line, "watch", dict)
                     yield None
         except (OSError, ValueError, msgspec.MsgspecError) as error:
@@ -242,15 +242,15 @@ def _result(line: bytes, verb: str, kind: type[T]) -> T:
     if not line:
         raise HelperError("silent", f"the device helper closed the connection during {verb}")
     try:
-        said = msgspec.json.decode(line)
-        if said["ok"]:
-            return msgspec.convert(said.get("result"), kind)
-        error = said["error"]
-        word, text, call, code = error["kind"], error["message"], error.get("call"), error.get("code")
+        answer = msgspec.json.decode(line)
+        if answer["ok"]:
+            return msgspec.convert(answer.get("result"), kind)
+        error = answer["error"]
+        reason_kind, text, call, code = error["kind"], error["message"], error.get("call"), error.get("code")
     except (msgspec.MsgspecError, KeyError, TypeError) as error:
         raise HelperError(
             "garbled", f"the device helper's answer to {verb} is not understood: {error}"
         ) from None
     if call:
         raise DeviceError(str(call), int(code or 0), str(text))
-    raise HelperError(str(word), str(text))
+    raise HelperError(str(reason_kind), str(text))

@@ -1,7 +1,7 @@
-"""The few calls to JupyterHub's REST API that the broker makes.
+"""The broker's calls to JupyterHub's REST API.
 
-Scopes needed: ``list:users read:users read:groups read:servers servers
-delete:servers``; and ``list:services read:services`` to know of idle cullers.
+They need the scopes ``list:users read:users read:groups read:servers servers
+delete:servers``, and ``list:services read:services`` to find idle cullers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ T = TypeVar("T")
 
 # Users per page of the list; the Hub may give fewer (`c.JupyterHub.api_page_max_limit`).
 _PAGE = 200
-# With this the Hub says where its next page begins.
+# With this media type the Hub's answer says where its next page begins.
 _PAGINATED = "application/jupyterhub-pagination+json"
 _MAX_PAGES = 500
 # 401, 403: token not accepted or without a scope; 429: too many spawns; 503: the Hub starts or stops.
 _NOT_NOW = (401, 403, 429, 503)
-# From this version on a named server has a display name beside the one in its address.
+# First major version with display names of named servers.
 _SHOWS_NAMES = 6
-# What the Hub says (jupyterhub/apihandlers/users.py, jupyterhub/scopes.py).
+# Messages of the Hub (jupyterhub/apihandlers/users.py, jupyterhub/scopes.py).
 _NAMED_SERVERS_OFF = "Named servers are not enabled"
 _LACKS_SCOPE = "not authorized with current scopes"
 _UNKNOWN_CALLER = "invalid credentials"
@@ -44,7 +44,7 @@ class _Server(msgspec.Struct):
     last_activity: datetime | None = None
     started: datetime | None = None
     url: str = ""
-    full_url: str | None = None  # with a host: always set when each user has a subdomain
+    full_url: str | None = None  # with a host; always set if each user has a subdomain
 
     @property
     def seen(self) -> HubServer:
@@ -86,22 +86,22 @@ def _decoded(response: httpx.Response, kind: type[T]) -> T:
         raise HubError(f"the Hub's answer is not understood: {error}") from None
 
 
-def _remedy(status: int, said: str) -> str:
-    """Return what the administrator has to set where the Hub refuses the broker itself; else empty."""
-    if _NAMED_SERVERS_OFF in said:
+def _remedy(status: int, message: str) -> str:
+    """Return what the administrator must set if the Hub refuses the broker itself; else empty."""
+    if _NAMED_SERVERS_OFF in message:
         return "set c.JupyterHub.allow_named_servers = True: a training job is a named server"
-    if status in (401, 403) and _LACKS_SCOPE in said:
+    if status in (401, 403) and _LACKS_SCOPE in message:
         return (
             "give the broker's role in c.JupyterHub.load_roles the scopes list:users, read:users, "
             "read:groups, read:servers, servers and delete:servers"
         )
-    if 300 <= status < 400:  # the Hub has its API below its base_url, and redirects what is elsewhere
+    if 300 <= status < 400:  # the Hub has its API below its base_url and redirects other paths
         return (
             "the path of JUPYTERHUB_API_URL of the broker (broker.env) is the Hub's base_url and hub/api, "
             "such as http://127.0.0.1:8081/jupyter/hub/api"
         )
-    # A 403 may also be a hook's, or the answer of the broker to the spawner.
-    if status == 401 or (status == 403 and _UNKNOWN_CALLER in said):
+    # A 403 may also come from a hook, or from the broker as its answer to the spawner.
+    if status == 401 or (status == 403 and _UNKNOWN_CALLER in message):
         return (
             "JUPYTERHUB_API_TOKEN of the broker (broker.env) and api_token of the service gpushare in the "
             "Hub's configuration must be the same token; restart both after a change"
@@ -122,9 +122,9 @@ class HubClient(Hub):
             trust_env=False,
             verify=tls or True,
         )
-        # The last lists of users, by state and offset, with the Hub's tag of that answer.
+        # The last pages of users, by state and offset, with the ETag of the answer.
         self._pages: dict[tuple[str, int], tuple[str, _Page]] = {}
-        self._shows_names = False  # as the Hub's last answer said: it may be upgraded at any time
+        self._shows_names = False  # by the Hub's last answer; the Hub may be upgraded at any time
 
     async def _ask(self, method: str, path: str, **options: object) -> httpx.Response:
         try:
@@ -136,15 +136,15 @@ class HubClient(Hub):
         return response
 
     @staticmethod
-    def _said(response: httpx.Response) -> str:
+    def _message(response: httpx.Response) -> str:
         try:
             return str(msgspec.json.decode(response.content)["message"])
         except (msgspec.MsgspecError, KeyError, TypeError):
             return f"status {response.status_code}"
 
-    def _refusal(self, what: str, response: httpx.Response) -> HubError:
-        said = self._said(response)
-        return HubError(f"{what}: {said}", remedy=_remedy(response.status_code, said))
+    def _refusal(self, failure: str, response: httpx.Response) -> HubError:
+        message = self._message(response)
+        return HubError(f"{failure}: {message}", remedy=_remedy(response.status_code, message))
 
     async def start_server(self, key: ServerKey, shown: str, ticket: str) -> None:
         """Ask the Hub to start a named server.
@@ -155,27 +155,27 @@ class HubClient(Hub):
         """
         path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
         options = {TICKET_OPTION: ticket}
-        # An older Hub takes the whole body for options of the spawner.
+        # An older Hub takes the whole body as options of the spawner.
         body = {"display_name": shown, "user_options": options} if self._shows_names else options
         response = await self._ask("POST", path, json=body)
         if response.status_code in (201, 202):
             return
-        said = self._said(response)
-        if response.status_code == 400 and "already running" in said:
+        message = self._message(response)
+        if response.status_code == 400 and "already running" in message:
             return
-        is_off = response.status_code == 400 and _NAMED_SERVERS_OFF in said
+        is_off = response.status_code == 400 and _NAMED_SERVERS_OFF in message
         raise HubError(
-            f"the Hub did not start {key.server}: {said}",
+            f"the Hub did not start {key.server}: {message}",
             unknown_user=response.status_code == 404,
-            not_now=response.status_code in _NOT_NOW or "maximum" in said or is_off,
-            remedy=_remedy(response.status_code, said),
+            not_now=response.status_code in _NOT_NOW or "maximum" in message or is_off,
+            remedy=_remedy(response.status_code, message),
         )
 
     async def stop_server(self, key: ServerKey, *, forget: bool = True) -> None:
         """Ask the Hub to stop a server, and to forget a named one.
 
         Raises:
-            HubError: it refused, or is busy with this server (ask again).
+            HubError: the Hub refused, or is busy with this server (ask again).
         """
         path = f"users/{quote(key.user, safe='')}/servers/{quote(key.server, safe='')}"
         response = await self._ask("DELETE", path, json={"remove": forget})
@@ -223,12 +223,12 @@ class HubClient(Hub):
         raise HubError("the Hub has more users than the broker reads")
 
     async def _page(self, state: str, offset: int) -> _Page:
-        """Return a page of the users, with ``state`` "active" of those with servers.
+        """Return a page of the users; with ``state`` "active" only of users with servers.
 
-        The Hub answers 304 where nothing changed since the last look, which it logs for debugging only.
+        The Hub answers 304 if nothing has changed since the last request, and logs that for debugging only.
 
         Raises:
-            HubError: no answer, or a refusal.
+            HubError: refused, or no answer.
         """
         tag, known = self._pages.get((state, offset), ("", None))
         response = await self._ask(
@@ -246,7 +246,7 @@ class HubClient(Hub):
         return page
 
     async def has_server(self, key: ServerKey) -> bool:
-        """Return whether a server is not stopped.
+        """Return whether a server starts, runs or stops.
 
         Raises:
             HubError: the Hub did not answer.
@@ -256,7 +256,7 @@ class HubClient(Hub):
         return server is not None and not server.stopped
 
     async def user(self, name: str) -> HubUser | None:
-        """Return a user; None: the Hub has none of this name.
+        """Return a user, or None if the Hub has no user of this name.
 
         Raises:
             HubError: no answer.
@@ -265,7 +265,7 @@ class HubClient(Hub):
         return found.seen if found else None
 
     async def server_url(self, key: ServerKey) -> str:
-        """Return the URL of a server with a slash at its end; empty when it does not run.
+        """Return the URL of a server with a trailing slash; empty if it does not run.
 
         Raises:
             HubError: no answer.

@@ -12,7 +12,7 @@ from jupyter_gpushare.native import preload_path
 from jupyter_gpushare.protocol import helper
 from jupyter_gpushare.protocol.helper import EndProcess, Reserve
 
-# What a process has to have from its start to become part of a lease later.
+# Variables that a process needs from its start to become part of a lease later.
 _RESERVED = ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "LD_PRELOAD")
 
 
@@ -35,10 +35,10 @@ class LocalDevices(DeviceBackend):
         return self._helper.watch()
 
     async def prepare(self, request: helper.SetLimit) -> Prepared:
-        """As `DeviceBackend.prepare`.
+        """Do as `DeviceBackend.prepare`.
 
         Raises:
-            HelperError: it refused, does not answer, or the preload library is missing on this machine.
+            HelperError: refused, no answer, or the preload library is missing on this machine.
         """
         if why := library_fault():
             raise HelperError("library", why)
@@ -46,10 +46,10 @@ class LocalDevices(DeviceBackend):
         return Prepared(env=holder_environment(request.lease, files.directory, request.limits))
 
     async def reserve(self, handle: str) -> Mapping[str, str]:
-        """As `DeviceBackend.reserve`.
+        """Do as `DeviceBackend.reserve`.
 
         Raises:
-            HelperError: it refused, does not answer, or the preload library is missing on this machine.
+            HelperError: refused, no answer, or the preload library is missing on this machine.
         """
         if why := library_fault():
             raise HelperError("library", why)
@@ -88,7 +88,7 @@ class LocalDevices(DeviceBackend):
 
 
 def library_fault() -> str:
-    """Return why no lease can start on this machine for want of the preload library; empty: it is there."""
+    """Return a sentence if the preload library is missing, without which no lease can start; else empty."""
     try:
         preload_path()
     except GpuShareError as error:
@@ -99,11 +99,11 @@ def library_fault() -> str:
 def holder_environment(
     handle: str, directory: str, limits: Mapping[str, int], library: str = ""
 ) -> dict[str, str]:
-    """Return the environment variables that make a process part of a lease, with a preload library.
+    """Return the environment variables that make a process part of a lease.
 
-    ``library`` is its path; empty: that of this machine.
+    ``library`` is the path of the preload library, by default this machine's.
 
-    The last two are hints for frameworks that otherwise allocate all device memory at start
+    The last two variables are hints for frameworks that otherwise allocate all device memory at start
     (documented by TensorFlow and JAX); the limit does not depend on them.
     """
     return {
