@@ -108,22 +108,22 @@ class NodeAddress(HelperAddress):
         Raises:
             HelperError: no answer within `_CONNECT_S`, or the helper is another node's or busy.
         """
-        where = f"node {self.node} at {self.host} port {self.port}"
+        peer = f"node {self.node} at {self.host} port {self.port}"
         try:
             async with asyncio.timeout(_CONNECT_S):
                 return await self._open()
         except ssl.SSLError as error:
             refused = reason(error)
         except TimeoutError:
-            raise HelperError("unreachable", f"no device helper of {where}: no answer in time") from None
+            raise HelperError("unreachable", f"no device helper of {peer}: no answer in time") from None
         except OSError as error:
             why = error.strerror or str(error) or "it closed the connection: its log says why"
-            raise HelperError("unreachable", f"no device helper of {where}: {why}") from None
+            raise HelperError("unreachable", f"no device helper of {peer}: {why}") from None
         except (GpuShareError, ValueError) as error:
             if isinstance(error, HelperError) and error.kind == helper.ErrorKind.BUSY:
                 raise
             refused = str(error)
-        raise HelperError("not_verified", f"the device helper of {where} is not accepted: {refused}")
+        raise HelperError("not_verified", f"the device helper of {peer} is not accepted: {refused}")
 
     async def _open(self) -> Connection:
         reader, writer = await asyncio.open_connection(

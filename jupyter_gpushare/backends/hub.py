@@ -230,15 +230,15 @@ class HubClient(Hub):
         Raises:
             HubError: refused, or no answer.
         """
-        tag, known = self._pages.get((state, offset), ("", None))
+        tag, cached = self._pages.get((state, offset), ("", None))
         response = await self._ask(
             "GET",
             "users",
             params={"state": state, "offset": offset, "limit": _PAGE},
             headers={"Accept": _PAGINATED} | ({"If-None-Match": tag} if tag else {}),
         )
-        if response.status_code == 304 and known is not None:
-            return known
+        if response.status_code == 304 and cached is not None:
+            return cached
         if response.status_code != 200:
             raise self._refusal("the Hub did not list its servers", response)
         page = _decoded(response, _Page)

@@ -5,8 +5,8 @@
   callers, `listener` enforces limits.
 * `views` turns records and measurements into answers.
 * `control` acts: `observer` measures, `loop` decides and reconciles, `effects` carries out;
-  `sessions`, `job_starts` and `page_queue` serve the Hub's spawner, `sizes` servers that run, `own_sessions`
-  their owners, `requests` people with jobs, and `job_reports` their runners.
+  `sessions`, `job_starts` and `page_queue` serve the Hub's spawner, `sizes` running servers,
+  `own_sessions` the owners of sessions, `requests` people with jobs, and `job_reports` the jobs' runners.
 * `engine` is the seam to a scheduler: its `contract`, the `outlook` on a snapshot, and the planner of
   `core` behind both (`local`).
 * `state` holds the `registry` of leases and jobs, the database (`store`) and measurements.

@@ -132,8 +132,8 @@ class Access:
 
     def is_spawner(self, authorization: str) -> bool:
         """Return whether the header holds the spawner's token (compared in constant time)."""
-        given = authorization.partition(" ")[2].encode()
-        return any(hmac.compare_digest(given, token.encode()) for token in self.spawner_tokens)
+        offered = authorization.partition(" ")[2].encode()
+        return any(hmac.compare_digest(offered, token.encode()) for token in self.spawner_tokens)
 
     async def groups(self, identity: Identity, *, fresh: bool = False) -> tuple[str, ...]:
         """Return the Hub groups of a user, up to `_GROUPS_S` old unless ``fresh``.
@@ -145,9 +145,9 @@ class Access:
         """
         if identity.is_service:
             return ()
-        known = self._groups.get(key := (identity.user, identity.created))
-        if not fresh and known is not None and time.monotonic() - known[0] < _GROUPS_S:
-            return known[1]
+        cached = self._groups.get(key := (identity.user, identity.created))
+        if not fresh and cached is not None and time.monotonic() - cached[0] < _GROUPS_S:
+            return cached[1]
         user = await self._user(identity.user)
         groups = user.groups if user is not None and is_same(user.created, identity.created) else ()
         if len(self._groups) >= _MAX_CACHED:

@@ -241,7 +241,7 @@ class OAuthCallback(Limited, HubOAuthCallbackHandler):
 
 @web.stream_request_body
 class Base(HubOAuthenticated, Limited):
-    """Identity, errors as `wire.ErrorAnswer`, JSON in and out."""
+    """Base of the handlers: identity, errors as `wire.ErrorAnswer`, bodies in JSON."""
 
     # Whether the request is only a hint, so that a cached answer of the Hub about the token suffices.
     is_hint = False

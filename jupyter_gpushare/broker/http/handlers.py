@@ -74,8 +74,8 @@ class StatusHandler(Base):
         groups = await self.service.access.groups(identity)
         views, user = self.service.views, identity.user
         status = views.status(user, groups, admin=identity.admin)
-        left, waits = keep_left(registry, user), waiting_sessions(views, user)
-        self.answer(wire.replace(status, keep_left_minutes=left, waiting=waits))
+        left_minutes, waits = keep_left(registry, user), waiting_sessions(views, user)
+        self.answer(wire.replace(status, keep_left_minutes=left_minutes, waiting=waits))
 
 
 class OffersHandler(Base):
@@ -301,7 +301,7 @@ class KernelReleaseHandler(Base):
         """
         identity = await self.identify()
         lease = _mine(self.control.registry.get(lease_id), identity)
-        if lease.lease.user != identity.user:  # a client repeats its token where a redirect leads
+        if lease.lease.user != identity.user:  # a client sends its token to the target
             raise NotAllowed("a kernel is restarted by its owner only: stop the server instead")
         url = await self.service.access.server_url(ServerKey(lease.lease.user, lease.server))
         self.redirect(f"{url}gpushare/leases/{lease_id}/kernels/{kernel_id}/release", status=307)

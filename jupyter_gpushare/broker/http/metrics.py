@@ -90,8 +90,8 @@ def _since_start(registry: Registry) -> Iterator[Metric]:
     yield _counter("gpushare_gpu_seconds", "GPU-seconds by use of the machine", gpu_s, "state")
     got_s = [((project,), seconds) for project, seconds in tally.guest_gpu_s.items()]
     yield _counter("gpushare_guest_gpu_seconds", "GPU-seconds that guests got", got_s, "project")
-    left = [((why,), count) for why, count in tally.guests_left.items()]
-    yield _counter("gpushare_guests_left", "Guests that left their hosts, by reason", left, "why")
+    departures = [((why,), count) for why, count in tally.guests_left.items()]
+    yield _counter("gpushare_guests_left", "Guests that left their hosts, by reason", departures, "why")
     slept = {"": tally.suspend}
     yield _histogram("gpushare_suspend_seconds", "Seconds to put a lease to sleep", slept)
     text = "Seconds of a wake: waiting for the GPU, copying"

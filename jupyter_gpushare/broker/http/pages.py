@@ -173,8 +173,8 @@ class PageQuery:
         if "q" in changes:
             changes = {**_FIRST_PAGES, **changes}
         changed = replace(self, **changes)  # type: ignore[arg-type]
-        given = {f.name: value for f in fields(self) if (value := getattr(changed, f.name)) != f.default}
-        return "?" + urlencode({"period": changed.period, **given})
+        parameters = {f.name: value for f in fields(self) if (value := getattr(changed, f.name)) != f.default}
+        return "?" + urlencode({"period": changed.period, **parameters})
 
     @property
     def panel(self) -> str:
@@ -392,11 +392,11 @@ def _whole(text: str) -> int:
 
 def _drawing(past: Sequence[MachineUse | None]) -> dict[str, Any]:
     """Return the values of the chart for the template."""
-    known = [part for part in past if part is not None]
+    measured = [part for part in past if part is not None]
     drawn: dict[str, Any] = {"width": WIDTH, "height": HEIGHT}
     for name in ("held", "lent", "busy"):
         drawn[name] = path(past, attrgetter(name), area=name != "busy")
-        drawn[f"{name}_percent"] = _percent(known, attrgetter(name))
+        drawn[f"{name}_percent"] = _percent(measured, attrgetter(name))
     return drawn
 
 
@@ -419,6 +419,6 @@ def path(
     return "".join(drawn)
 
 
-def _percent(known: Sequence[MachineUse], value: Callable[[MachineUse], float]) -> int | None:
-    gpus = sum(part.gpus for part in known)
-    return round(100 * sum(value(part) for part in known) / gpus) if gpus else None
+def _percent(measured: Sequence[MachineUse], value: Callable[[MachineUse], float]) -> int | None:
+    gpus = sum(part.gpus for part in measured)
+    return round(100 * sum(value(part) for part in measured) / gpus) if gpus else None

@@ -85,10 +85,10 @@ def inherited(environment: MutableMapping[str, str]) -> list[socket.socket]:
     """
     pid, count = environment.pop("LISTEN_PID", ""), environment.pop("LISTEN_FDS", "0")
     environment.pop("LISTEN_FDNAMES", None)
-    given = environment.pop(FDS_VARIABLE, "")
+    numbers = environment.pop(FDS_VARIABLE, "")
     fds: Iterable[int] = ()
-    if given and environment.get(PARENT_VARIABLE) == str(os.getppid()):
-        fds = [int(fd) for fd in given.split(",")]
+    if numbers and environment.get(PARENT_VARIABLE) == str(os.getppid()):
+        fds = [int(fd) for fd in numbers.split(",")]
     elif pid == str(os.getpid()) and count.isdigit():
         fds = range(_FIRST_FD, _FIRST_FD + min(int(count), _MAX_FDS))
     sockets = []

@@ -64,14 +64,14 @@ def culler_of(service: str, command: str | Sequence[str]) -> Culler | None:
     words = [word for each in command for word in _words(str(each))]
     if not any(PurePath(word.removeprefix("-m")).name in _PROGRAMS for word in words):
         return None
-    given = dict(_options(words))
-    in_file = None if {"config", "config-file"} & given.keys() else _TIMEOUT_S
+    options = dict(_options(words))
+    in_file = None if {"config", "config-file"} & options.keys() else _TIMEOUT_S
     return Culler(
         service,
-        _number(given, "timeout", in_file),
-        _number(given, "max-age", 0.0) or 0.0,
-        _is_on(given, "cull-default-servers"),
-        _is_on(given, "cull-named-servers"),
+        _number(options, "timeout", in_file),
+        _number(options, "max-age", 0.0) or 0.0,
+        _is_on(options, "cull-default-servers"),
+        _is_on(options, "cull-named-servers"),
     )
 
 
@@ -93,19 +93,19 @@ def _options(words: Sequence[str]) -> Iterator[tuple[str, str]]:
             )
 
 
-def _number(given: Mapping[str, str], name: str, default: float | None) -> float | None:
+def _number(options: Mapping[str, str], name: str, default: float | None) -> float | None:
     """Return the seconds of an option, or None if its value is no number, such as a shell variable."""
-    if name not in given:
+    if name not in options:
         return default
     try:
-        seconds = float(given[name])
+        seconds = float(options[name])
     except ValueError:
         return None
     return min(max(0.0, seconds), _MAX_S) if not math.isnan(seconds) else None
 
 
-def _is_on(given: Mapping[str, str], name: str) -> bool:
-    return given.get(name, "true").lower() not in ("false", "0")
+def _is_on(options: Mapping[str, str], name: str) -> bool:
+    return options.get(name, "true").lower() not in ("false", "0")
 
 
 @dataclass(slots=True)

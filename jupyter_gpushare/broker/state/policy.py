@@ -201,17 +201,17 @@ def beyond_machine(projects: Iterable[Project], total_milli: int) -> str:
     return f"{promise}, and there are {total_milli / WHOLE_GPU:g}: jobs share these by weight."
 
 
-def gpus_to_milli(value: Any, what: str) -> int:
+def gpus_to_milli(value: Any, subject: str) -> int:
     """Return thousandths of a GPU for a configured number of GPUs.
 
     Raises:
         InvalidRequest: the value is not a number, negative, or finer than 1/1000.
     """
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1_000_000:
-        raise InvalidRequest(f"{what} is a number of GPUs, 0 or more, not {value!r}")
+        raise InvalidRequest(f"{subject} is a number of GPUs, 0 or more, not {value!r}")
     milli = round(value * WHOLE_GPU)
     if abs(milli - value * WHOLE_GPU) > 1e-6:
-        raise InvalidRequest(f"{what} is given in steps of 0.001 GPU, not {value!r}")
+        raise InvalidRequest(f"{subject} is given in steps of 0.001 GPU, not {value!r}")
     return milli
 
 

@@ -144,7 +144,7 @@ class JobRecord:
     ended_at: str | None = None
     result: str = ""  # "", "succeeded", "failed", "cancelled", "timed_out"
     exit_code: int | None = None  # of the current attempt, as its runner reported it
-    stopped: bool = False  # ... after a request to stop
+    stopped: bool = False  # that attempt ended after a request to stop
     reason_texts: Texts = ()  # why it ended; before its end, what its runner reported of the attempt
     attempts: int = 0  # number of starts, set when it has ended
     failures: int = 0  # failed attempts so far
@@ -332,7 +332,7 @@ class LendingMode(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LendingOverride(MetaValue):
-    """The lending mode as set by an administrator; ``mode`` None: as configured."""
+    """The lending mode as set by an administrator; ``mode`` None means as configured."""
 
     mode: LendingMode | None = None
     by: str = ""

@@ -392,9 +392,11 @@ class Store:
             sa.event.listen(self._engine, "connect", _sqlite_pragmas)
         else:
             self._lock_connection = self._engine.connect()
-            got = self._lock_connection.execute(sa.select(sa.func.pg_try_advisory_lock(_LOCK_KEY))).scalar()
+            is_locked = self._lock_connection.execute(
+                sa.select(sa.func.pg_try_advisory_lock(_LOCK_KEY))
+            ).scalar()
             self._lock_connection.commit()  # the session keeps the lock; no transaction stays open
-            if not got:
+            if not is_locked:
                 holder = self._lock_connection.execute(_LOCK_HOLDER, {"key": _LOCK_KEY}).scalar()
                 raise StoreError(f"another broker uses this database ({holder or 'unknown'}): stop it first")
 
@@ -534,8 +536,8 @@ class Store:
         Raises:
             StoreError: the database cannot be read.
         """
-        wanted = jobs.select().where(jobs.c.id == job_id)
-        rows = await self._read(wanted if user is None else wanted.where(jobs.c.user == user))
+        query = jobs.select().where(jobs.c.id == job_id)
+        rows = await self._read(query if user is None else query.where(jobs.c.user == user))
         return job_of(rows[0]) if rows else None
 
     async def job_by_key(self, user: str, key: str) -> JobRecord | None:
@@ -834,9 +836,9 @@ async def sizes(store: Store, ids: Iterable[str]) -> dict[str, Size]:
         StoreError: the database cannot be read.
     """
     found: dict[str, Size] = {}
-    wanted = list(ids)
-    for start in range(0, len(wanted), _REQUESTS_PER_QUERY):
-        query = requests_select(wanted[start : start + _REQUESTS_PER_QUERY])
+    job_ids = list(ids)
+    for start in range(0, len(job_ids), _REQUESTS_PER_QUERY):
+        query = requests_select(job_ids[start : start + _REQUESTS_PER_QUERY])
         for job_id, size in await store.scan(query, lambda row: (row["id"], _size(row["request"]))):
             if size is not None:
                 found[job_id] = size

@@ -348,8 +348,8 @@ class Views:
 
     def _lends(self) -> bool:
         """Return whether a session that starts now could be lent; MIG instances never are."""
-        known = self.registry.devices.for_planner()
-        can_lend = any(device.suspendable and not device.profile for device in known)
+        devices = self.registry.devices.for_planner()
+        can_lend = any(device.suspendable and not device.profile for device in devices)
         return can_lend and not self.registry.lending_switch.obstacle
 
     def _sizes(self) -> list[Size]:
@@ -568,8 +568,8 @@ def spawn_wait(views: Views, place: QueuePlace) -> wire.SpawnWait:
     """Return the state and sentence of a place for the spawn page."""
     if place.grant is not None:
         left_s = place.ends_at() - views.registry.clock()
-        size, left = messages.size_text(place.lease.size), messages.duration_text(left_s)
-        reserved = messages.text("spawn.reserved", size, left)
+        size, left_text = messages.size_text(place.lease.size), messages.duration_text(left_s)
+        reserved = messages.text("spawn.reserved", size, left_text)
         return wire.SpawnWait(state="ready", sentence=messages.english(reserved))
     waiting = views.registry.session_queue.waiting()
     position = next(n for n, each in enumerate(waiting, 1) if each.lease.id == place.lease.id)
