@@ -381,7 +381,7 @@ class Registry:
         return changed
 
     async def edit_all(self, edits: Iterable[tuple[LeaseRecord, Edit]], *also: Change) -> list[LeaseRecord]:
-        """Change leases as `edit` does, all or none; replace jobs in ``also`` with them."""
+        """Change leases as `edit` does, all or none, and the jobs in ``also`` with them."""
         self.journal.check()
         changed = [edit(self._current(record)) for record, edit in edits]
         for record in changed:
