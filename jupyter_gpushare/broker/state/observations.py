@@ -247,7 +247,7 @@ class Observation:
 
     @property
     def vanished_s(self) -> float:
-        """Seconds up to the newest measurement during which its processes were missing."""
+        """Seconds for which its processes have been missing, up to the newest measurement."""
         return 0.0 if self.gone_since_at is None else self.measured_at - self.gone_since_at
 
     @property
@@ -480,7 +480,7 @@ class DeviceObservations:
 # ---- faults outside the broker -----------------------------------------------
 # An administrator must fix these.  Each source has one sentence, for the health check and the page.
 
-# Sentences kept.  A source is a part of the site, so there are few.
+# Maximum number of sources with a fault.  A source is a part of the site, so there are few.
 _MAX_FAULTS = 20
 # Minimum interval of log lines about one source: sentences may differ in the server that failed to start.
 _LOG_S = 60.0

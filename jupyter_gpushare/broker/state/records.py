@@ -169,7 +169,7 @@ class JobRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Owner:
-    """A user of the Hub: a name, and the moment at which the Hub created the user.
+    """A user of the Hub: a name, and the time at which the Hub created the user.
 
     ``user`` is the key of this owner's leases, jobs, use and decisions.  It is the name, or `former`
     for an earlier user of that name; `former` has a slash, which no name at the Hub has.
@@ -317,7 +317,7 @@ class UserLags(MetaValue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartedPairs(MetaValue):
-    """Pairs of jobs that never share a GPU again: `core.pairs.Parted.rows`."""
+    """Pairs of jobs that were parted and do not share a GPU for a day: `core.pairs.Parted.rows`."""
 
     rows: list[tuple[str, str, float]] = field(default_factory=list)
 

@@ -462,7 +462,7 @@ class Registry:
         self._observations[record.id] = Observation.since(self.clock())
 
     async def store_sums(self, now: float) -> None:
-        """Store lags, lending and use of the GPUs every `_SUMS_S`; a crash loses at most that time.
+        """Store lags, lending and use of the GPUs every `_SUMS_S`, so that a crash loses only minutes.
 
         Raises:
             StoreError: the database failed.
@@ -650,7 +650,7 @@ class Registry:
             await self.notify()
 
     def cache_job(self, job: JobRecord) -> None:
-        """Keep a job that the caller stores, and drop the oldest ended jobs beyond `_MAX_ENDED_JOBS`."""
+        """Keep a job that the caller stores; beyond `_MAX_ENDED_JOBS` ended jobs drop the older half."""
         self._jobs[job.id] = job
         if not job.result or len(self.jobs) <= _MAX_ENDED_JOBS:
             return
