@@ -317,7 +317,7 @@ class UserLags(MetaValue):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartedPairs(MetaValue):
-    """Pairs of jobs that were parted and do not share a GPU for a day: `core.pairs.Parted.rows`."""
+    """Pairs of jobs that were parted and do not share a GPU for a time: `core.pairs.Parted.rows`."""
 
     rows: list[tuple[str, str, float]] = field(default_factory=list)
 
