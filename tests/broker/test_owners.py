@@ -261,7 +261,7 @@ async def test_where_many_owners_go_at_once_nothing_fails(site):
     health = broker.views.health()
     assert health.status == "degraded"
     (said,) = health.reasons
-    assert said.startswith("2 owners of waiting jobs are gone from the Hub, or were made anew")
+    assert said.startswith("2 owners of waiting jobs are gone from the Hub, or were created again")
     assert "ada" not in said, "it needs no token"
     shown = {(x.name, x.jobs, x.held, x.others == 0) for x in owners(broker.registry).owners}
     assert shown == {("ada", 1, True, True), ("bo", 1, True, True)}

@@ -280,12 +280,12 @@ class AdminPage(Page):
         if action not in ("resume", "lend", "stop"):
             raise InvalidRequest("this page wakes, lends and stops")
         if action == "stop" and not self.get_body_argument("sure", ""):
-            raise InvalidRequest("say that it is to be stopped: tick the box beside the button")
+            raise InvalidRequest("confirm that you want to stop it: tick the box beside the button")
         await act(self, record, action, identity, wire.KeepRequest().minutes)
 
     async def _end_process(self, device: str, process: str, identity: Identity) -> None:
         if not self.get_body_argument("sure", ""):
-            raise InvalidRequest("say that it is to be ended: tick the box beside the button")
+            raise InvalidRequest("confirm that you want to end it: tick the box beside the button")
         control = self.control
         await end_process(control.registry, control.devices, device, process, identity.user)
 

@@ -70,7 +70,7 @@ def undated(registry: Registry) -> list[str]:
     if not registry.owners.are_undated:
         return []
     return [
-        "The Hub does not say of all users when it made them: whoever gets the name of such a user gets the "
+        "The Hub does not report when it created some users: whoever gets the name of such a user gets the "
         "jobs and sessions too. Give the broker's role in c.JupyterHub.load_roles the scope read:users."
     ]
 
@@ -81,8 +81,8 @@ def held(registry: Registry) -> tuple[int, list[str]]:
     if not found:
         return 0, []
     return sum(found), [
-        f"{len(found)} owners of waiting jobs are gone from the Hub, or were made anew: the jobs are held. "
-        "`gpushare admin owners` lists them; `adopt` gives them to a user, `end` fails them."
+        f"{len(found)} owners of waiting jobs are gone from the Hub, or were created again: the jobs are "
+        "held. `gpushare admin owners` lists them; `adopt` gives them to a user, `end` fails them."
     ]
 
 
@@ -510,10 +510,10 @@ class Views:
             reasons += ["The device helper found no GPU.", *(f"{reason}." for reason in devices.left_out)]
         if self.registry.journal.is_disk_full:
             reasons.append(
-                "The disk of the broker's database is full: what changes something is refused (507)."
+                "The disk of the broker's database is full: requests for changes are refused (507)."
             )
         elif self.registry.journal.takes_nothing:
-            reasons.append("The broker's database does not answer: what changes something waits for it.")
+            reasons.append("The broker's database does not answer: requests for changes wait for it.")
         held_jobs, held_sentences = held(self.registry)
         reasons += [*held_sentences, *undated(self.registry)]
         measured = {d.uuid: d for d in devices.measured}
@@ -528,8 +528,8 @@ class Views:
             for uuid, lease in devices.orphaned.items()
         ]
         reasons += [
-            f"Lease {lease.lease}: processes of its user on its GPU have not let the device helper look at "
-            f"them for {now - lease.unread_since:.0f} s. It does not count as ended."
+            f"Lease {lease.lease}: the device helper could not read processes of its user on its GPU for "
+            f"{now - lease.unread_since:.0f} s. It does not count as ended."
             for lease in (devices.sample.leases if devices.sample else ())
             if lease.unread_since and now - lease.unread_since > UNREAD_S
         ]
