@@ -1,8 +1,7 @@
 """Events for watchers, published without waiting for a slow reader.
 
-Each watcher has a bounded queue.  One that falls behind is disconnected; when it
-watches again it starts from a fresh `sample`, so a lost event never leaves a reader
-with old state for long.
+Each watcher has a bounded queue.  A watcher that falls behind is disconnected.  When it
+watches again, it starts from a fresh `sample`, so a lost event leaves no reader with old state.
 """
 
 from __future__ import annotations
@@ -17,12 +16,12 @@ from jupyter_gpushare.protocol.helper import Event, EventKind
 QUEUE_EVENTS = 256
 
 
-# One reader's events; None says that the stream is over.
+# The events for one reader; None ends the stream.
 Watcher = queue.Queue[Event | None]
 
 
 class Events:
-    """Numbers events and queues each for every watcher."""
+    """Numbers the events, and queues each event for every watcher."""
 
     def __init__(self) -> None:
         self._guard = threading.Lock()
@@ -57,7 +56,7 @@ class Events:
                     self._cut(watcher)
 
     def watch(self) -> Watcher:
-        """A new watcher; it gets every event from now on."""
+        """Return a new watcher, which gets every event from now on."""
         watcher = Watcher(QUEUE_EVENTS)
         with self._guard:
             self._watchers.append(watcher)

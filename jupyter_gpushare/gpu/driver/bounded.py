@@ -1,11 +1,10 @@
-"""Driver calls that may never return, bounded in time and in number.
+"""Driver calls that may never return, limited in time and in number.
 
-A driver call cannot be interrupted, so a caller that must go on abandons it.
+A driver call cannot be interrupted, so the caller abandons a call that takes too long.
 Each `BoundedWorker` runs its calls one after the other in one thread.  When a call
-takes longer than its bound, the caller gets a `DeviceError` (``TIMED_OUT``) and the
-worker is *stuck*: it refuses every further call at once, without a new thread,
-until the call has returned.  A hung device costs one thread, and calls to other
-devices (other workers) are not delayed.
+exceeds its time limit, the caller gets a `DeviceError` (``TIMED_OUT``) and the worker is
+*stuck*: until the call has returned, every further call fails at once, without a new
+thread.  A hung device costs one thread, and delays no call to another device (another worker).
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _Value = TypeVar("_Value")
 
 
 class BoundedWorker:
-    """Runs driver calls one at a time, each with a bound; refuses at once while one hangs."""
+    """Runs driver calls one at a time, each with a time limit; while one hangs, others fail at once."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -36,15 +35,15 @@ class BoundedWorker:
 
     @property
     def stuck_in(self) -> str:
-        """The name of the call that hangs here, or an empty string."""
+        """The name of the hanging call, or an empty string."""
         stuck = self._stuck
         return stuck.name if stuck is not None and not stuck.done.is_set() else ""
 
     def begin(self, name: str, call: Callable[[], _Value], wait_s: float = 0.0) -> Call[_Value]:
-        """The started call, at once, or after at most ``wait_s`` when another is still running.
+        """Start a call and return it; if another call still runs, wait for it at most ``wait_s``.
 
         Raises:
-            DeviceError: with code ``TIMED_OUT``: an earlier call hangs or still runs.
+            DeviceError: an earlier call hangs or still runs (code ``TIMED_OUT``).
         """
         if self.stuck_in:
             raise DeviceError(name, TIMED_OUT, f"{self.stuck_in} has not returned")
@@ -58,18 +57,17 @@ class BoundedWorker:
         return job
 
     def abandon(self, job: Call[_Value], after_s: float) -> DeviceError:
-        """The error for a call that took too long; until it returns, every other one is refused at once."""
+        """Give up a call and return its error; until it returns, every other call fails at once."""
         self._stuck = job
         return DeviceError(job.name, TIMED_OUT, f"no answer within {after_s:g} s")
 
     def call(
         self, name: str, call: Callable[[], _Value], timeout_s: float, wait_s: float | None = None
     ) -> _Value:
-        """What ``call`` returns; an earlier one that still runs is waited for (at most ``wait_s``).
+        """Return what ``call`` returns; if an earlier call still runs, wait for it at most ``wait_s``.
 
         Raises:
-            DeviceError: with code ``TIMED_OUT`` when it took too long, or when an
-                earlier call still hangs.
+            DeviceError: it took too long, or an earlier call hangs (code ``TIMED_OUT``).
             Exception: whatever ``call`` raised.
         """
         deadline = time.monotonic() + timeout_s
@@ -82,7 +80,7 @@ class BoundedWorker:
         while True:
             job = self._jobs.get()
             job.run()
-            # Released before `done` is set: a caller that sees the call done may begin the next.
+            # Before `done` is set, because a caller that sees it may begin the next call.
             self._busy.release()
             job.done.set()
             del job
@@ -102,14 +100,14 @@ class Call(Generic[_Value]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Make the call; what it raises is kept for `result`."""
+        """Make the call; `result` later raises what it raised."""
         try:
             self._value = self._call()
         except BaseException as error:  # handed to the caller, whatever it is
             self._error = error
 
     def result(self) -> _Value:
-        """What a call that is done returned.
+        """Return the value of a call that is done.
 
         Raises:
             BaseException: what the call raised.

@@ -1,34 +1,33 @@
 """The only door to ctypes: the checkpoint calls of the CUDA driver.
 
-A process moves RUNNING -> LOCKED -> CHECKPOINTED -> LOCKED -> RUNNING by Lock,
-Checkpoint, Restore and Unlock, all called from another process by pid.  While it is
-not RUNNING its threads run on until they enter a CUDA call, and wait there.
+Lock, Checkpoint, Restore and Unlock move a process RUNNING -> LOCKED -> CHECKPOINTED ->
+LOCKED -> RUNNING.  Another process calls them by pid.  While the process is not RUNNING, its
+threads run until they enter a CUDA call, and wait there.
 
 Facts (cuda.h of CUDA 12.8 to 13.0, section "CUDA Checkpointing"; the layouts
-are declared here by hand, so that no CUDA header is needed):
+are declared by hand below, so no CUDA header is needed):
 
 * `CUcheckpointLockArgs`: ``unsigned timeoutMs, reserved0; uint64_t reserved1[7]``
-  (64 bytes); 0 would wait for ever, a lock that timed out leaves the process
-  RUNNING and answers CUDA_ERROR_NOT_READY (600);
+  (64 bytes).  Timeout 0 would wait for ever.  A lock that timed out leaves the process
+  RUNNING and answers CUDA_ERROR_NOT_READY (600).
 * `CUcheckpointRestoreArgs`, from CUDA 13.0 (driver r580) on: ``CUcheckpointGpuPair *gpuPairs;
-  unsigned gpuPairsCount``, 64 bytes in all, the rest zero; `CUcheckpointGpuPair`: the
+  unsigned gpuPairsCount``, 64 bytes in all, the rest zero.  `CUcheckpointGpuPair`: the
   old and the new ``CUuuid``, 16 bytes each.  The pairs must name every checkpointed
-  GPU; a new one is of the same chip and has memory enough.  In CUDA 12.8 all 64 bytes
-  are reserved;
-* the other argument structs may be NULL; Restore without pairs goes back to the
-  same devices;
-* states: 0 running, 1 locked, 2 checkpointed, 3 failed, and since CUDA 13.1
-  4 checkpointing and 5 restoring;
-* the calls exist from driver r570 on, as exported symbols of ``libcuda.so.1``;
-* Restore ends in LOCKED.  One that runs out of device memory answers 2
+  GPU; a new GPU must have the same chip and enough memory.  In CUDA 12.8 all 64 bytes
+  are reserved.
+* The other argument structs may be NULL.  Restore without pairs uses the same devices.
+* States: 0 running, 1 locked, 2 checkpointed, 3 failed, and since CUDA 13.1
+  4 checkpointing and 5 restoring.
+* The calls exist from driver r570 on, as exported symbols of ``libcuda.so.1``.
+* Restore ends in LOCKED.  A Restore that runs out of device memory answers 2
   (CUDA_ERROR_OUT_OF_MEMORY) and loses the process: it stays CHECKPOINTED, every later
   Restore answers 304, Unlock 401 (NVIDIA/cuda-checkpoint issue 44, driver 580.95.05).
-  Callers check free memory first and never retry after 2;
-* only root, or the tracer of a process, may checkpoint it: 304 otherwise (`denied`).
+  Callers check free memory first and never retry after 2.
+* Only root or the tracer of a process may checkpoint it; others get 304 (`denied`).
 
-libcuda is loaded once and cuInit called once: attaching to the driver takes
-seconds, so no tool is started per call.  No context is ever created here, so the
-helper itself holds no device memory.
+libcuda is loaded once and cuInit called once, because attaching to the driver takes
+seconds; for the same reason no tool is started per call.  Nothing here creates a
+context, so the helper itself holds no device memory.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT, BoundedWorker
 INIT_TIMEOUT_S = 60.0
 # GetState and Unlock move no memory.
 SHORT_TIMEOUT_S = 10.0
-# Calls that hang are abandoned, each with its thread; beyond this many, none is started.
+# Calls that hang are abandoned, each with its thread; once this many hang, no call is started.
 MAX_STUCK = 16
 
 _NO_MPS = "/nonexistent/no-mps"
@@ -60,7 +59,7 @@ _STAYS: Mapping[str, str] = MappingProxyType({})
 
 
 class NotAsked(DeviceError):
-    """The driver was not asked about a process, because of calls that have not returned."""
+    """A driver call about a process was not made, because earlier calls have not returned."""
 
     def __init__(self, call: str, why: str) -> None:
         super().__init__(call, TIMED_OUT, why)
@@ -99,10 +98,10 @@ class _RestoreArgs(ctypes.Structure):
 
 
 class Checkpoint:
-    """The checkpoint calls, each bounded in time.
+    """The checkpoint calls, each with a time limit.
 
-    ``unavailable`` says why nothing can be suspended on this machine, or is empty.  ``proves_end``: the
-    driver has what the preload library needs to prove that nothing of a process is left to run (CUDA 12.5).
+    ``unavailable`` says why nothing can be suspended on this machine, or is empty.  ``proves_end`` is True
+    if the preload library can prove with this driver that no work of a process is left to run (CUDA 12.5).
     """
 
     def __init__(self) -> None:
@@ -111,7 +110,7 @@ class Checkpoint:
         self._guard = threading.Lock()
         self._free: list[BoundedWorker] = []
         self._workers = 0
-        # By pid, abandoned calls: they may still change the state of the process.
+        # Abandoned calls by pid, which may still change the state of the process.
         self._abandoned: dict[int, BoundedWorker] = {}
         try:
             self.unavailable = BoundedWorker("cuda").call("cuInit", self._load, INIT_TIMEOUT_S)
@@ -119,7 +118,7 @@ class Checkpoint:
             self.unavailable = str(error)
 
     def state(self, pid: int) -> ProcessState:
-        """The checkpoint state of a process, as the driver says.
+        """Return the checkpoint state of a process from the driver.
 
         Raises:
             DeviceError: the process is gone or does not use CUDA.
@@ -132,7 +131,7 @@ class Checkpoint:
             return ProcessState.FAILED
 
     def lock(self, pid: int, timeout_s: float) -> None:
-        """RUNNING -> LOCKED; the process stays RUNNING when that takes too long.
+        """RUNNING -> LOCKED; after a timeout the process stays RUNNING.
 
         Raises:
             DeviceError: it timed out, or the process cannot be locked.
@@ -141,7 +140,7 @@ class Checkpoint:
         self._call("cuCheckpointProcessLock", timeout_s + SHORT_TIMEOUT_S, pid, ctypes.byref(args))
 
     def checkpoint(self, pid: int, timeout_s: float) -> None:
-        """LOCKED -> CHECKPOINTED: the device memory is copied to the host and given back.
+        """LOCKED -> CHECKPOINTED: copy the device memory to the host and free it on the device.
 
         Raises:
             DeviceError: the driver refused, failed or hangs.
@@ -149,10 +148,10 @@ class Checkpoint:
         self._call("cuCheckpointProcessCheckpoint", timeout_s, pid, None)
 
     def restore(self, pid: int, timeout_s: float, moves: Mapping[str, str] = _STAYS) -> None:
-        """CHECKPOINTED -> LOCKED: the memory is back on the device; check free memory before.
+        """CHECKPOINTED -> LOCKED: copy the memory back to the device; the caller checks free memory first.
 
-        ``moves`` goes from the UUID of each device that the process was checkpointed on to the
-        one that it is restored on, as NVML writes them; without any it goes back to its own.
+        ``moves`` maps the UUID of each checkpointed device to that of the device to restore on, as NVML
+        writes them.  If it is empty, the process is restored on its own devices.
 
         Raises:
             DeviceError: the driver refused, failed or hangs, or a UUID is not that of a whole GPU.
@@ -161,7 +160,7 @@ class Checkpoint:
         self._call(_RESTORE, timeout_s, pid, arguments)
 
     def unlock(self, pid: int) -> None:
-        """LOCKED -> RUNNING: the calls that waited go on.
+        """LOCKED -> RUNNING: the waiting CUDA calls continue.
 
         Raises:
             DeviceError: the driver refused, failed or hangs.
@@ -169,7 +168,7 @@ class Checkpoint:
         self._call("cuCheckpointProcessUnlock", SHORT_TIMEOUT_S, pid, None)
 
     def simulated_host_memory(self) -> tuple[int, int] | None:
-        """Total and available host memory of the simulated driver; None on a real one."""
+        """Return total and available bytes of host memory in the simulated driver; None on a real driver."""
         ask = getattr(self._cuda, "gpushare_sim_host_memory", None) if self._cuda is not None else None
         if ask is None:
             return None
@@ -178,7 +177,7 @@ class Checkpoint:
         return total.value, available.value
 
     def _load(self) -> str:
-        # Beside an MPS server cuInit would make the helper its client.
+        # If an MPS server runs, cuInit would make the helper its client.
         os.environ["CUDA_MPS_PIPE_DIRECTORY"] = _NO_MPS
         try:
             cuda = ctypes.CDLL("libcuda.so.1")
@@ -203,7 +202,7 @@ class Checkpoint:
         function = getattr(self._cuda, name)
         worker = self._take(name)
         try:
-            # The closure keeps the arguments alive while a call that hangs may still write to them.
+            # The closure keeps the arguments alive while a hanging call may still write to them.
             code = worker.call(name, lambda: int(function(pid, arguments)), timeout_s)
         finally:
             with self._guard:
@@ -214,14 +213,14 @@ class Checkpoint:
             raise DeviceError(name, code, self._name_of(code))
 
     def _refuse_beside_another(self, name: str, pid: int) -> None:
-        """Refuse a call for a process while an earlier one for it has not returned.
+        """Refuse a call for a process while an earlier call for it has not returned.
 
-        A lock that hangs may still be taken: a caller that looked meanwhile would find
+        A hanging Lock may still take effect: a caller that reads the state before would find
         the process running, and leave it locked for ever.
 
         Raises:
             NotAsked: an earlier call that moves the process has not returned.
-            DeviceError: with code ``TIMED_OUT``: an earlier question for its state has not.
+            DeviceError: an earlier GetState has not returned (code ``TIMED_OUT``).
         """
         with self._guard:
             self._abandoned = {each: worker for each, worker in self._abandoned.items() if worker.stuck_in}
@@ -230,7 +229,11 @@ class Checkpoint:
                 raise DeviceError(name, TIMED_OUT, why) if worker.stuck_in == _STATE else NotAsked(name, why)
 
     def _take(self, name: str) -> BoundedWorker:
-        """A worker without a call in it; calls for different processes run side by side."""
+        """Return an idle worker; calls for different processes run in parallel.
+
+        Raises:
+            NotAsked: `MAX_STUCK` calls hang.
+        """
         with self._guard:
             for at, worker in enumerate(self._free):
                 if not worker.stuck_in:
@@ -253,7 +256,7 @@ def _restore_args(moves: Mapping[str, str]) -> _RestoreArgs:
 
 
 def _raw(text: str) -> ctypes.Array[ctypes.c_ubyte]:
-    """The 16 bytes of a UUID such as GPU-3f0c12ab-5a6e-4a86-9a3a-21c6a4b50d3e."""
+    """Return the 16 bytes of a UUID such as GPU-3f0c12ab-5a6e-4a86-9a3a-21c6a4b50d3e."""
     try:
         if not text.startswith("GPU-"):
             raise ValueError(text)

@@ -1,8 +1,8 @@
 """What the codes 304 and 800 of a checkpoint call mean (issues of NVIDIA/cuda-checkpoint).
 
-304, OPERATING_SYSTEM, is what a caller gets that is neither root nor may trace the process
-(issues 6, 41).  Root gets it too: on some GPUs for every call (issue 37).  800, NOT_PERMITTED, is
-what root got while persistence mode was off (issue 25, driver 565.57.01: with it on it worked).
+A caller gets 304 (OPERATING_SYSTEM) if it is not root and may not trace the process (issues 6, 41).
+On some GPUs root gets it too, for every call (issue 37).  Root got 800 (NOT_PERMITTED) while
+persistence mode was off (issue 25, driver 565.57.01); with persistence mode on, the call worked.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ _CAP_SYS_PTRACE = 19  # linux/capability.h
 
 
 def explained(error: DeviceError, nvml: Nvml, uuids: Iterable[str]) -> str:
-    """An error of a checkpoint call for a process on these devices, and the likely cause of `CODES`."""
+    """Return the text of a checkpoint call's error, with the likely cause if its code is in `CODES`.
+
+    ``uuids`` are the devices of the process.
+    """
     if error.code not in CODES:
         return str(error)
     if is_of_helper(error):
@@ -32,17 +35,17 @@ def explained(error: DeviceError, nvml: Nvml, uuids: Iterable[str]) -> str:
 
 
 def is_of_helper(error: DeviceError) -> bool:
-    """Whether an error is one that this helper gets for want of rights."""
+    """Return whether an error comes from this helper's lack of rights."""
     return error.code in CODES and not _may_trace()
 
 
 def without_persistence(nvml: Nvml, uuids: Iterable[str]) -> list[str]:
-    """Those of the devices on which persistence mode is off; it is only read here, never set."""
+    """Return the devices on which persistence mode is off; this never changes the mode."""
     return [uuid for uuid in uuids if nvml.persistence_mode(uuid) is False]
 
 
 def _may_trace() -> bool:
-    """Whether this helper is root with access to all processes (capabilities(7)), as far as it knows."""
+    """Return whether this helper is root and, if /proc says so, has CAP_SYS_PTRACE (capabilities(7))."""
     for line in procfs.read(0, "status", _STATUS_BYTES).splitlines():
         if line.startswith(b"CapEff:"):
             return os.geteuid() == 0 and bool(int(line.split()[1], 16) >> _CAP_SYS_PTRACE & 1)

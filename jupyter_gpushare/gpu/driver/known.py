@@ -1,8 +1,8 @@
-"""Published limits of NVIDIA driver branches, and of programs, for limiting and suspending processes.
+"""Published problems of NVIDIA driver branches and of programs with limits and suspension.
 
-Read from issues of NVIDIA/cuda-checkpoint and from open-gpu-kernel-modules; none has
-been seen by this project itself.  The self-test finds what fails at once; this table
-names what it cannot find.  `docs/isolation.md` prints it.
+They come from issues of NVIDIA/cuda-checkpoint and from open-gpu-kernel-modules; this project has
+seen none of them itself.  The self-test finds what fails at once; this table names what the
+self-test cannot find.  `docs/isolation.md` prints it.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ class DriverNote:
     note: str
     source: str
     is_warning: bool
-    # Checkpoint or Restore fails in a container with some of the machine's GPUs: not tried there.
+    # Checkpoint or Restore fails in a container that has some of the machine's GPUs, so it is not tried.
     refused_in_containers: bool = False
 
 
 _ISSUES = "github.com/NVIDIA/cuda-checkpoint/issues"
 
-# The first match counts, so longer prefixes come first.
+# The first match counts, so a longer prefix must come before a shorter one.
 NOTES = (
     DriverNote(
         "570",
@@ -69,7 +69,7 @@ NOTES = (
 
 @dataclass(frozen=True, slots=True)
 class ProgramNote:
-    """What does not hold for programs of one kind."""
+    """What is not supported for one kind of program."""
 
     programs: str
     note: str
@@ -107,7 +107,7 @@ MAINTENANCE = (
 
 
 def note_of(version: str) -> DriverNote | None:
-    """What is known about a driver version such as ``580.95.05``; None: nothing."""
+    """Return the note about a driver version such as ``580.95.05``, or None if there is none."""
     numbers = version.split(".")
     return next(
         (note for note in NOTES if numbers[: note.prefix.count(".") + 1] == note.prefix.split(".")), None

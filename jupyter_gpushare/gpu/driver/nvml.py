@@ -1,30 +1,29 @@
 """The only door to pynvml: devices, memory, utilization, processes, health.
 
-Every call runs in its device's `BoundedWorker` with a bound, so that a hung device
-costs its own answers and nothing else.  Handles are taken once at start; a
+Every call runs in its device's `BoundedWorker` with a time limit, so a hung device
+delays no answer about another device.  Handles are taken once at start.  A
 device is named by its UUID, never by its index, which changes between boots.
 
-Facts used here (NVML API reference, driver r570 and later):
+Facts (NVML API reference, driver r570 and later):
 
-* the driver may list a process without its bytes: ``usedGpuMemory`` None
-  (NVML_VALUE_NOT_AVAILABLE: vGPU, WDDM) or 0 (a container with its own pid namespace,
-  HAMi-core issue 112 with driver 560.35).  None is kept apart from 0.  A process that
-  only called cuInit is listed with either, too (llm-d-rl-time-slicing PR 148);
-* ``nvmlDeviceGetProcessUtilization`` answers NOT_FOUND when no process used the
-  device since the time stamp, and takes microseconds of the wall clock;
-* a MIG instance has memory and processes of its own, no utilization, and cannot
-  be checkpointed; its name ends in ``MIG <profile>``;
-* devices without ECC answer NOT_SUPPORTED; so does a GB10 that is asked for its memory
-  (580.126, 580.173: XuehaiPan/nvitop PR 208, NVIDIA-NeMo/RL PR 2203), and WSL that is asked
-  for processes (CUDA on WSL User Guide, limitations): such devices are left out;
-* the recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, of whole GPUs) is what an
+* The driver may list a process without its bytes.  ``usedGpuMemory`` is None on vGPU and WDDM
+  (NVML_VALUE_NOT_AVAILABLE), and 0 in a container with its own pid namespace (HAMi-core
+  issue 112, driver 560.35).  None is kept apart from 0.  A process that only called cuInit is
+  also listed, with either value (llm-d-rl-time-slicing PR 148).
+* ``nvmlDeviceGetProcessUtilization`` takes a time in microseconds of the wall clock, and
+  answers NOT_FOUND if no process used the device since then.
+* A MIG instance has its own memory and processes, but no utilization, and cannot be
+  checkpointed.  Its name ends in ``MIG <profile>``.
+* Devices without ECC answer NOT_SUPPORTED to questions about it.  A GB10 answers so about its
+  memory (580.126, 580.173: XuehaiPan/nvitop PR 208, NVIDIA-NeMo/RL PR 2203), and WSL about
+  processes (CUDA on WSL User Guide, limitations): both are left out.
+* The recovery action (field NVML_FI_DEV_GET_GPU_RECOVERY_ACTION, of whole GPUs) says what an
   administrator has to do before a GPU can be trusted (docs.nvidia.com/deploy,
-  "Error Recovery and Response Flags"); older drivers do not know the field;
-* ``nvmlDeviceSetMemoryLimits_v1`` (r615, "MPS v3 Memory Partitioning" on
-  docs.nvidia.com) limits what the processes of a cgroup (v2) may allocate on a
-  device: above ``hardLimit`` an allocation fails, ``softLimit`` is what stays
-  guaranteed under pressure; root only, not on MIG; soft 0 and hard MAX clear it,
-  which has to be done before the cgroup is removed.
+  "Error Recovery and Response Flags").  Older drivers lack the field.
+* ``nvmlDeviceSetMemoryLimits_v1`` (r615, "MPS v3 Memory Partitioning" on docs.nvidia.com)
+  limits what the processes of a cgroup (v2) may allocate on a device.  An allocation above
+  ``hardLimit`` fails; ``softLimit`` stays guaranteed under pressure.  Only root may call it, and
+  not on MIG.  Soft 0 with hard MAX clears it, which must precede the removal of the cgroup.
 """
 
 from __future__ import annotations
@@ -46,14 +45,14 @@ from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT, BoundedWorker, Call
 log = logging.getLogger(__name__)
 
 CALL_TIMEOUT_S = 3.0
-# nvmlInit attaches to every device of the machine: seconds each without persistence mode.
+# nvmlInit attaches to every device of the machine, which takes seconds each without persistence mode.
 INIT_TIMEOUT_S = 60.0
 
-# What `usages` waits for all devices together.
+# `usages` waits this long for all devices together.
 PASS_TIMEOUT_S = 0.5
 NO_LIMIT = (1 << 64) - 1  # NVML_DEVICE_MEMORY_LIMIT_MAX
 
-# The driver, or nvidia-ml-py, has no such call.
+# The driver or nvidia-ml-py lacks the call.
 NOT_OFFERED = int(pynvml.NVML_ERROR_FUNCTION_NOT_FOUND)
 LEFT_OUT = "the device helper left it out at its start"
 
@@ -90,10 +89,10 @@ class DeviceReading:
 
     used_bytes: int
     free_bytes: int
-    utilization_percent: int  # 0 where the device does not say (MIG)
-    # Bytes by pid of compute processes; None where the driver does not say how many.
+    utilization_percent: int  # 0 if the device does not report it (MIG)
+    # Bytes by pid of compute processes; None if the driver does not report the bytes.
     processes: dict[int, int | None]
-    # Pids that had a kernel running since the last call; None where NVML does not say.
+    # Pids that had a kernel running since the last call; None if NVML does not report them.
     computing: frozenset[int] | None
     uncorrected: int | None = None  # memory errors since the driver was loaded; None: not counted
     recovery_action: int | None = None  # nvmlDeviceGpuRecoveryAction_t; None: not reported
@@ -105,15 +104,13 @@ class DeviceReading:
 
 
 class Nvml:
-    """Answers about the devices of this machine, each within a bound."""
+    """Answers about the devices of this machine, each within a time limit."""
 
     def __init__(self, timeout_s: float = CALL_TIMEOUT_S) -> None:
-        """Load the library and find the devices.
+        """Load the library and find the devices; ``left_out`` says why each other device cannot be leased.
 
         Raises:
             DeviceError: there is no NVIDIA driver, or it does not answer.
-
-        A device that cannot be leased is left out: ``left_out`` has a sentence for each.
         """
         self._timeout_s = timeout_s
         self._system = BoundedWorker("nvml")
@@ -125,14 +122,14 @@ class Nvml:
         self._workers = {gpu.uuid: BoundedWorker(gpu.uuid) for gpu, _ in found}
         self._seen_us = dict.fromkeys(self._handles, int(time.time() * 1e6))
         self.gpus = _with_islands(found, self._system)
-        self.pending: dict[str, Call[DeviceReading]] = {}  # calls of `usages` that go on
+        self.pending: dict[str, Call[DeviceReading]] = {}  # calls of `usages` that still run
 
     def usages(self, within_s: float = PASS_TIMEOUT_S) -> dict[str, DeviceReading | DeviceError | None]:
-        """The usage of each device; all are asked at once, and none is waited for longer than ``within_s``.
+        """Return the usage of each device; query all devices at once and wait at most ``within_s``.
 
-        None: it has not answered yet, and its answer comes with a later call.  After
-        `CALL_TIMEOUT_S` without one it is an error, and every other call to that
-        device is refused at once until it has answered.
+        The usage is None if the device has not answered yet; a later call returns its answer.  After
+        `CALL_TIMEOUT_S` without an answer it is an error, and every other call to that device
+        fails at once until the device has answered.
         """
         found: dict[str, DeviceReading | DeviceError | None] = {}
         for uuid in self._handles:
@@ -140,7 +137,7 @@ class Nvml:
                 try:
                     self.pending[uuid] = self._begin_usage(uuid)
                 except DeviceError as error:
-                    # Another thread's call is under way: not yet an error.
+                    # A call of another thread still runs, which is not yet an error.
                     found[uuid] = error if self._workers[uuid].stuck_in else None
         deadline = time.monotonic() + within_s
         for uuid, job in list(self.pending.items()):
@@ -157,7 +154,7 @@ class Nvml:
         return found
 
     def usage(self, uuid: str) -> DeviceReading:
-        """Memory, utilization and processes of one device.
+        """Return memory, utilization and processes of one device.
 
         Raises:
             DeviceError: the call failed or hangs (code ``bounded.TIMED_OUT``).
@@ -174,7 +171,7 @@ class Nvml:
         return job
 
     def reopen(self) -> None:
-        """Take new handles after the driver was restarted; devices that are gone keep their old ones.
+        """Take new handles after a restart of the driver; missing devices keep their old handles.
 
         Raises:
             DeviceError: the driver is not back.
@@ -189,10 +186,12 @@ class Nvml:
         self._handles |= {gpu.uuid: handle for gpu, handle in found if gpu.uuid in self._handles}
 
     def set_memory_limits(self, uuid: str, cgroup: str, soft_bytes: int, hard_bytes: int) -> None:
-        """Limit what the processes of a cgroup may allocate on a device; `NO_LIMIT` and 0 clear it.
+        """Limit what the processes of a cgroup may allocate on a device.
+
+        ``soft_bytes`` 0 with ``hard_bytes`` `NO_LIMIT` clears the limit.
 
         Raises:
-            DeviceError: this driver, device or user cannot; or the call hangs.
+            DeviceError: the driver, the device or our user cannot set it, or the call hangs.
         """
         limits = getattr(pynvml, "c_nvmlSetMemoryLimits_v1_t", None)
         name = "nvmlDeviceSetMemoryLimits_v1"
@@ -202,7 +201,7 @@ class Nvml:
         self._call(uuid, name, lambda handle: pynvml.nvmlDeviceSetMemoryLimits_v1(handle, filled))
 
     def under_mps(self, uuid: str) -> frozenset[int]:
-        """Pids that use a device through MPS, which cannot be checkpointed.
+        """Return the pids that use a device through MPS and so cannot be checkpointed.
 
         Raises:
             DeviceError: as `usage`.
@@ -210,7 +209,7 @@ class Nvml:
         return self._call(uuid, "nvmlDeviceGetMPSComputeRunningProcesses", _under_mps)
 
     def persistence_mode(self, uuid: str) -> bool | None:
-        """Whether persistence mode is on; None: not said."""
+        """Return whether persistence mode is on, or None if the driver does not report it."""
         try:
             mode = self._call(uuid, "nvmlDeviceGetPersistenceMode", pynvml.nvmlDeviceGetPersistenceMode)
         except DeviceError:
@@ -218,7 +217,7 @@ class Nvml:
         return bool(mode)
 
     def free_bytes(self, uuid: str) -> int:
-        """Free memory of one device, now.
+        """Return the bytes that are free on one device now.
 
         Raises:
             DeviceError: as `usage`.
@@ -226,7 +225,9 @@ class Nvml:
         return int(self._call(uuid, "nvmlDeviceGetMemoryInfo", _memory).free)
 
     def processes(self, uuid: str, wait_s: float | None = None) -> dict[int, int | None]:
-        """Bytes by pid on one device, now (None: unknown); an earlier call is waited for at most ``wait_s``.
+        """Return the bytes by pid on one device now; None where they are unknown.
+
+        If an earlier call to the device still runs, wait for it at most ``wait_s``.
 
         Raises:
             DeviceError: as `usage`.
@@ -236,22 +237,22 @@ class Nvml:
     def _call(
         self, uuid: str, name: str, call: Callable[[Any], _Value], wait_s: float | None = None
     ) -> _Value:
-        if uuid not in self._handles:  # of a lease that an earlier helper left
+        if uuid not in self._handles:  # a device of a lease of an earlier helper
             raise DeviceError("nvmlDeviceGetHandleByUUID", pynvml.NVML_ERROR_NOT_FOUND, LEFT_OUT)
-        asked = functools.partial(call, self._handles[uuid])
+        bound_call = functools.partial(call, self._handles[uuid])
         try:
-            return self._workers[uuid].call(name, asked, self._timeout_s, wait_s)
+            return self._workers[uuid].call(name, bound_call, self._timeout_s, wait_s)
         except pynvml.NVMLError as error:
             raise device_error(name, error) from None
 
 
 def is_restart(error: DeviceError) -> bool:
-    """Whether the driver was restarted while the helper ran: every handle is void."""
+    """Return whether the driver was restarted while the helper ran, so that every handle is invalid."""
     return error.code in _RESTARTED
 
 
 def is_gone(error: DeviceError) -> bool:
-    """Whether the device itself is unusable, not only this call."""
+    """Return whether the device itself is unusable, rather than only this call."""
     return error.code in (
         TIMED_OUT,
         pynvml.NVML_ERROR_GPU_IS_LOST,
@@ -265,29 +266,29 @@ def device_error(call: str, error: pynvml.NVMLError) -> DeviceError:
 
 
 def _find() -> _Found:
-    """The driver's version, the devices that can be leased with their handles, and why not the others."""
+    """Return the driver's version, the leasable devices with handles, and why others cannot be leased."""
     found: list[tuple[DriverGpu, Any]] = []
     left_out: list[str] = []
     try:
         pynvml.nvmlInit()
         driver = text_of(pynvml.nvmlSystemGetDriverVersion())
         for index in range(pynvml.nvmlDeviceGetCount()):
-            _look_at(index, found, left_out)
+            _examine(index, found, left_out)
     except pynvml.NVMLError as error:
-        raise DeviceError("nvmlInit", int(error.value), _words(error)) from None
+        raise DeviceError("nvmlInit", int(error.value), _message(error)) from None
     return driver, found, tuple(left_out)
 
 
-def _words(error: pynvml.NVMLError) -> str:
-    """Return the driver's own words: the simulated one says what is wrong with its setting."""
+def _message(error: pynvml.NVMLError) -> str:
+    """Return the driver's own message; the simulated driver's says what is wrong with its settings."""
     try:
         return text_of(pynvml.nvmlErrorString(error.value))
     except (pynvml.NVMLError, UnicodeDecodeError):
         return str(error)  # there is no library
 
 
-def _look_at(index: int, found: list[tuple[DriverGpu, Any]], left_out: list[str]) -> None:
-    """Add a device, or its instances, to those that were found, or to those left out."""
+def _examine(index: int, found: list[tuple[DriverGpu, Any]], left_out: list[str]) -> None:
+    """Add a device, or its MIG instances, to ``found`` or to ``left_out``."""
     name = f"GPU {index}"
     try:
         handle = pynvml.nvmlDeviceGetHandleByIndex(index)
@@ -305,7 +306,7 @@ def _look_at(index: int, found: list[tuple[DriverGpu, Any]], left_out: list[str]
 
 
 def _obstacle(handle: Any) -> str:
-    """Why a device cannot be leased, or ""."""
+    """Return why a device cannot be leased, or ""."""
     try:
         if not _memory(handle).total:
             return "the driver does not say how much memory it has"
@@ -338,34 +339,35 @@ def _gpu(handle: Any, index: int, whole: Any, *, mig: bool) -> DriverGpu:
 
 
 def _instances(handle: Any) -> list[Any]:
-    """The MIG instances of a device in MIG mode; none otherwise."""
+    """Return the MIG instances of a device; empty if it is not in MIG mode."""
     try:
         current, _pending = pynvml.nvmlDeviceGetMigMode(handle)
         if not current:
             return []
-        most = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
+        max_count = pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)
     except pynvml.NVMLError:
         return []
     instances = []
-    for index in range(most):
+    for index in range(max_count):
         with suppress(pynvml.NVMLError_NotFound):
             instances.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
     return instances
 
 
 def _with_islands(found: list[tuple[DriverGpu, Any]], worker: BoundedWorker) -> tuple[DriverGpu, ...]:
-    """The devices, with the same ``island`` for those that reach each other over NVLink."""
-    word = {gpu.uuid: gpu.uuid for gpu, _ in found}
+    """Return the devices; those that reach each other over NVLink get the same ``island``."""
+    island = {gpu.uuid: gpu.uuid for gpu, _ in found}
     for (gpu, handle), (other, other_handle) in itertools.combinations(found, 2):
         if gpu.mig or other.mig:
             continue
         ask = functools.partial(_linked, handle, other_handle)
         if worker.call("nvmlDeviceGetP2PStatus", ask, INIT_TIMEOUT_S):
-            old, new = word[other.uuid], word[gpu.uuid]
-            word = {uuid: new if name == old else name for uuid, name in word.items()}
-    sizes = list(word.values())
+            old, new = island[other.uuid], island[gpu.uuid]
+            island = {uuid: new if name == old else name for uuid, name in island.items()}
+    names = list(island.values())
     return tuple(
-        replace(gpu, island=word[gpu.uuid]) if sizes.count(word[gpu.uuid]) > 1 else gpu for gpu, _ in found
+        replace(gpu, island=island[gpu.uuid]) if names.count(island[gpu.uuid]) > 1 else gpu
+        for gpu, _ in found
     )
 
 
@@ -378,7 +380,7 @@ def _linked(handle: Any, other: Any) -> bool:
 
 
 def _memory(handle: Any) -> Any:
-    # v1 counts memory that the driver reserves as used: it cannot be granted.
+    # v1 counts the memory that the driver reserves as used; that memory cannot be granted.
     return pynvml.nvmlDeviceGetMemoryInfo(handle)
 
 
@@ -397,7 +399,7 @@ def _usage(handle: Any, since_us: int, parent: str) -> DeviceReading:
 
 
 def _processes(handle: Any) -> dict[int, int | None]:
-    # By version: the plain name hides "not found" of a driver before r510 behind an error of its own.
+    # pynvml's name without a version hides the "not found" of drivers before r510 behind another error.
     found: dict[int, int | None] = {}
     for process in pynvml.nvmlDeviceGetComputeRunningProcesses_v3(handle):
         pid, count = int(process.pid), process.usedGpuMemory
@@ -417,7 +419,7 @@ def _computing(handle: Any, since_us: int) -> frozenset[int] | None:
 
 
 def _if_offered(call: Callable[..., Any], *given: Any) -> Any:
-    """What a call answers; None: this device does not answer it."""
+    """Return the answer of a call, or None if this device does not support it."""
     try:
         return call(*given)
     except pynvml.NVMLError as error:
@@ -430,7 +432,7 @@ def _recovery_action(handle: Any, parent: str) -> int | None:
     try:
         whole = pynvml.nvmlDeviceGetHandleByUUID(parent) if parent else handle
         (field,) = pynvml.nvmlDeviceGetFieldValues(whole, [pynvml.NVML_FI_DEV_GET_GPU_RECOVERY_ACTION])
-    except (pynvml.NVMLError, AttributeError):  # older than the field: the driver, or nvidia-ml-py
+    except (pynvml.NVMLError, AttributeError):  # the driver or nvidia-ml-py is older than the field
         return None
     return int(field.value.uiVal) if field.nvmlReturn == pynvml.NVML_SUCCESS else None
 
@@ -439,24 +441,24 @@ def _under_mps(handle: Any) -> frozenset[int]:
     try:
         return frozenset(int(each.pid) for each in pynvml.nvmlDeviceGetMPSComputeRunningProcesses_v3(handle))
     except pynvml.NVMLError:
-        return frozenset()  # not supported here: the driver refuses to checkpoint such processes itself
+        return frozenset()  # not supported; the driver itself then refuses to checkpoint such processes
 
 
 def text_of(value: str | bytes) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
-# ---- what the devices report by themselves: XIDs, as NVML's events -----------
-# Facts (NVML API reference): ``nvmlEventSetWait`` blocks in the driver and answers TIMEOUT when
-# nothing happened; devices without events answer NOT_SUPPORTED; those of a MIG instance come from
-# its parent.
+# ---- XIDs that the devices report as NVML events -----------------------------
+# Facts (NVML API reference): ``nvmlEventSetWait`` blocks in the driver and answers TIMEOUT if
+# nothing happened.  Devices without events answer NOT_SUPPORTED.  The events of a MIG instance come
+# from its parent.
 
 
 class XidListener:
-    """An event set of all devices that have events; it blocks in the driver, so it needs its own thread."""
+    """The event set of all devices that have events; `wait` blocks in the driver and needs its own thread."""
 
     def __init__(self, gpus: tuple[DriverGpu, ...]) -> None:
-        """Create the event set, to be closed.
+        """Create the event set; the caller closes it.
 
         Raises:
             DeviceError: the driver was restarted, or has no events at all.
@@ -473,13 +475,13 @@ class XidListener:
                 pynvml.nvmlDeviceRegisterEvents(handle, pynvml.nvmlEventTypeXidCriticalError, self._set)
                 self.devices.add(parent)
             except pynvml.NVMLError:
-                continue  # a virtual GPU, or one that is lost: the sampler notices
+                continue  # a virtual GPU, or a lost one, which the sampler notices
 
     def wait(self, timeout_ms: int) -> list[tuple[str, int]]:
-        """The devices (MIG instances apart) that reported an XID within ``timeout_ms``, with its number.
+        """Return the UUID and the XID of each device or MIG instance that reported one in ``timeout_ms``.
 
         Raises:
-            DeviceError: the driver was restarted, or cannot be waited for.
+            DeviceError: the driver was restarted, or the wait failed.
         """
         try:
             event = pynvml.nvmlEventSetWait_v2(self._set, timeout_ms)

@@ -1,8 +1,8 @@
-"""The self-test's child: holds memory in the ways of a framework and reads it back on demand.
+"""The self-test's child, which holds memory the way frameworks do and reads it back on demand.
 
-It is no descendant of the helper (an intermediate process forks it and ends), and
-another user where the helper is root: a kernel is neither the helper's child nor its
-user's, and Yama lets a process trace its own descendants only.
+It is no descendant of the helper (an intermediate process forks it and ends).  If the helper is
+root, it runs as another user.  So it resembles a kernel, which is neither the helper's child nor
+its user's; Yama lets a process trace only its own descendants.
 
     stdout: pid PID                                its pid, before it touches the driver
     stdin:  go
@@ -10,13 +10,13 @@ user's, and Yama lets a process trace its own descendants only.
     stdin:  check                                  any number of times
     stdout: DIGEST                                 of all bytes read back, or: failed CODE
 
-DENIED is the code of an allocation that is expected to fail.  FEATURES are what it
-uses beside plain memory, joined by "+": a virtual memory segment, pinned memory, two
-threads with a stream each, a module and a kernel, a host callback, torch.  One that
-does not work here is left out: the test then shows less.
+DENIED is the code of an allocation that is expected to fail.  FEATURES names what it uses
+beside plain memory, joined by "+": a virtual memory segment, pinned memory, two threads
+with a stream each, a module and a kernel, a host callback, torch.  A feature that does not
+work on this machine is left out, and the test then proves less.
 
-It ends when its stdin closes, also while the driver keeps it locked.
-(cuda.h: the driver API by name; structures as declared there.)
+It ends when its stdin closes, even while the driver keeps it locked.
+Driver API and structures: cuda.h.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from typing import Any
 
 SEGMENT_BYTES = 2 << 20
 PINNED_BYTES = 1 << 20
-OVERFLOW_UID = 65534  # of processes without rights, on every Linux
-# For torch: its first segment and a workspace of cuBLAS.
+OVERFLOW_UID = 65534  # the user "nobody" of Linux
+# torch's first segment and a workspace of cuBLAS.
 TORCH_BYTES = 512 << 20
 THREAD_PERIOD_S = 0.02
 PR_SET_DUMPABLE = 4  # linux/prctl.h
 
-# Writes one word.  The simulated driver knows kernels by name: this one takes an address, a
+# Writes one word.  The simulated driver knows kernels by name; this one takes an address, a
 # number of words and the first value.
 KERNEL = b"gpushare_probe"
 PTX = b"""
@@ -115,11 +115,11 @@ class Probe:
         self._fill(first, self._first_bytes)
 
     def allocate(self, count: int) -> int:
-        """The code of one more allocation."""
+        """Allocate ``count`` more bytes and return the driver's code."""
         return int(self._cuda.cuMemAlloc_v2(ctypes.byref(ctypes.c_uint64()), ctypes.c_size_t(count)))
 
     def add_features(self) -> None:
-        """Use what frameworks use, as far as it works here."""
+        """Use every feature of frameworks that works on this machine."""
         features: dict[str, Callable[[], None]] = {
             "segment": self._segment,
             "pinned": self._pin,
@@ -134,7 +134,7 @@ class Probe:
                 self.features.append(name)
 
     def digest(self) -> str:
-        """The digest of all bytes, read back from the device.
+        """Read all bytes back from the device and return their digest.
 
         Raises:
             DriverFailed: a call of the driver failed.
@@ -213,7 +213,7 @@ class Probe:
 
 
 def launch(cuda: Any, block: ctypes.c_uint64) -> int:
-    """Load a module and run its kernel on a block; the code of the first call that failed, or 0."""
+    """Load a module and run its kernel on a block; return the code of the first failed call, or 0."""
     module, function = ctypes.c_void_p(), ctypes.c_void_p()
     given = [ctypes.c_uint64(value) for value in (block.value, 1, 7)]
     arguments = (ctypes.c_void_p * len(given))(*(ctypes.addressof(each) for each in given))
@@ -231,13 +231,13 @@ def _check(code: int) -> None:
 
 
 def _lines() -> queue.SimpleQueue[str]:
-    """The lines of stdin, read in a thread that ends the process when stdin closes."""
+    """Return the lines of stdin; the thread that reads them ends the process when stdin closes."""
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
 
     def read() -> None:
         for line in sys.stdin:
             lines.put(line)
-        # Without the driver's own end-of-process code, which may wait for the driver.
+        # _exit skips the driver's exit handlers, which may wait for the driver.
         os._exit(0)
 
     threading.Thread(target=read, daemon=True).start()
@@ -245,7 +245,7 @@ def _lines() -> queue.SimpleQueue[str]:
 
 
 def main(first_bytes: int, excess_bytes: int, uid: int, cgroup: str = "") -> int:
-    """Run the protocol of this module; enters ``cgroup`` first, where one is given, and becomes ``uid``."""
+    """Run the protocol of this module, in ``cgroup`` if one is given, as user ``uid``."""
     if os.fork():
         os._exit(0)
     print(f"pid {os.getpid()}", flush=True)
@@ -259,7 +259,7 @@ def main(first_bytes: int, excess_bytes: int, uid: int, cgroup: str = "") -> int
         os.setgroups([])
         os.setresgid(uid, uid, uid)
         os.setresuid(uid, uid, uid)
-        # A kernel gets its user before exec, so its files in /proc belong to it (prctl(2), proc(5)).
+        # A kernel's user is set before exec, so its files in /proc belong to that user (prctl(2), proc(5)).
         ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     probe = Probe(cuda, first_bytes)
     try:
