@@ -455,7 +455,7 @@ class Paper:
         self.pace = 0.5
         for _ in range(40):
             self.do(self.sample)
-            self.do(self.guests.look)
+            self.do(self.guests.poll)
             for lease in self.registry.all():
                 if lease.unsettled:
                     self.mover.settle(lease)
@@ -521,7 +521,7 @@ def history(seed: int, folder: Path, patch: pytest.MonkeyPatch, *, steps_: int =
         paper.broker()
         paper.do(paper.sample)
         for _ in range(2):
-            paper.do(paper.guests.look)
+            paper.do(paper.guests.poll)
             paper.meanwhile()
         if paper.faults:
             break

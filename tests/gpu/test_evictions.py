@@ -82,7 +82,7 @@ class Node:
         until = self.now + seconds
         while self.now < until:
             self.now += RETRY_S
-            self.evictions.look_at_all()
+            self.evictions.check_all()
             for thread in threading.enumerate():
                 if thread.name == "evict":
                     thread.join()
@@ -212,7 +212,7 @@ def test_a_seat_that_comes_back_during_the_look_is_kept(node: Node, monkeypatch:
     # From here on only the look at the lost seats asks: the lease itself is looked at every `RETRY_S`.
     monkeypatch.setattr(node.evictions._registry, "living", returning)
     monkeypatch.setattr(node.evictions._registry, "may_be_alive", lambda lease: False)
-    node.evictions.look_at_all()
+    node.evictions.check_all()
     assert [seat.connected for seat in node.seats.sample()] == [True]
 
 
@@ -237,7 +237,7 @@ def test_a_job_that_stops_is_asked_once_where_the_broker_does_not_and_never_susp
     node.is_unattended = not answers
     asked = (lease.processes[0].key, signal.SIGTERM)
     node.seats.vacate("seat-1", GRACE_S)
-    node.evictions.look_at_all()
+    node.evictions.check_all()
     assert node.sent == ([] if answers else [asked])
     node.goes_on(BROKER_S)
     assert node.sent == [asked]

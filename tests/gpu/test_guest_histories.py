@@ -81,13 +81,13 @@ def test_a_pair_is_watched_from_the_moment_that_its_guest_begins_to_resume(
     paper.pace, paper.quiet = 0.0, True
     paper.guests.set_limit(paper.asked("host"), 1)
     paper.start_program("host")
-    assert not paper.guests.look()
+    assert not paper.guests.poll()
     asleep = replace(paper.asked("guest", "host", 20 * GIB), suspended=True)
     paper.guests.set_limit(asleep, 1)
-    assert not paper.guests.look()
+    assert not paper.guests.poll()
     guest, seen, resume = paper.registry.get("guest"), [], paper.mover.resume
     monkeypatch.setattr(
-        paper.mover, "resume", lambda *words: (seen.append(paper.guests.look()), resume(*words))[1]
+        paper.mover, "resume", lambda *words: (seen.append(paper.guests.poll()), resume(*words))[1]
     )
     assert guest is not None
     assert paper.guests.resume(guest, 0.0, ()).done

@@ -219,9 +219,9 @@ def test_all_guests_of_a_host_hear_that_it_asks(monkeypatch: pytest.MonkeyPatch)
     """One of them may take long to leave, on another device."""
     words = {"host": 1, "first": 1, "second": 1}
     watch, left = watched(monkeypatch, words, ["first", "second"])
-    watch.look()
+    watch.poll()
     words["host"] = 2
-    watch.look()
+    watch.poll()
     until(lambda: sorted(left) == [("first", "host_memory"), ("second", "host_memory")])
 
 
@@ -229,14 +229,14 @@ def test_what_was_asked_before_a_pair_began_is_not_for_it(monkeypatch: pytest.Mo
     """A guest may have left and resumed between two looks."""
     words = {"host": 1, "guest": 1}
     watch, left = watched(monkeypatch, words, ["guest"])
-    watch.look()
+    watch.poll()
     words["host"] = 9
     watch._begun.set()
-    watch.look()
+    watch.poll()
     time.sleep(0.1)
     assert left == []
     words["host"] = 10
-    watch.look()
+    watch.poll()
     until(lambda: left == [("guest", "host_memory")])
 
 

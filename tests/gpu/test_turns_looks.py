@@ -64,9 +64,9 @@ def test_a_process_far_behind_the_others_is_seen_with_the_next_sample(strict: He
 def test_leases_that_compute_nothing_are_looked_at_rarely(strict: HelperLease) -> None:
     turns = turns_of(strict)
     counts(strict, work=6, waiting=1)
-    assert turns.look(100.0) == CONTESTED_POLL_S
+    assert turns.step(100.0) == CONTESTED_POLL_S
     counts(strict, work=5, waiting=0)
-    assert turns.look(100.5) == CONTESTED_POLL_S
-    assert turns.look(102.0) == POLL_S
+    assert turns.step(100.5) == CONTESTED_POLL_S
+    assert turns.step(102.0) == POLL_S
     counts(strict, work=6, waiting=1)
-    assert turns.look(102.1) == CONTESTED_POLL_S
+    assert turns.step(102.1) == CONTESTED_POLL_S

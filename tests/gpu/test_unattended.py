@@ -124,11 +124,11 @@ class Helper:
     def ask(self, lease: HelperLease) -> MoveResult:
         """What the broker gets that cannot store that it asks."""
         with lease.moving:
-            return resume_unrecorded(self.registry, cast("Mover", self.moves), lease, 0.0, asked=True)
+            return resume_unrecorded(self.registry, cast("Mover", self.moves), lease, 0.0, by_broker=True)
 
-    def look(self) -> list[str]:
+    def check(self) -> list[str]:
         for lease in self.registry.all():
-            self.resumes.look(lease)
+            self.resumes.check(lease)
         return self.moves.resumed
 
 
@@ -145,7 +145,7 @@ def test_a_wanted_session_with_its_part_of_the_device_free_is_resumed(helper: He
     ada = helper.asleep("ada")
     helper.lease("beside", HALF)
     helper.asleep("rival", 40 * GIB, unattended=False)
-    assert helper.look() == ["ada"]
+    assert helper.check() == ["ada"]
     assert ada.unconfirmed
 
 
@@ -160,14 +160,14 @@ def test_a_resume_that_raises_leaves_nothing_to_confirm(
 
     monkeypatch.setattr(helper.moves, "resume", resume)
     with pytest.raises(OSError, match="no memory"):
-        helper.look()
+        helper.check()
     assert not ada.unconfirmed
     assert ada.moving.acquire(blocking=False)
 
 
 def test_a_device_that_is_its_own_as_a_whole_is_free_for_it(helper: Helper) -> None:
     helper.asleep("ada", 80 * GIB, devices=2)
-    assert helper.look() == ["ada"]
+    assert helper.check() == ["ada"]
 
 
 def guest(helper: Helper) -> None:
@@ -192,7 +192,7 @@ def in_a_move(helper: Helper) -> None:
 
 def resumed_before(helper: Helper) -> None:
     other = helper.asleep("other", 60 * GIB)
-    helper.resumes.look(other)
+    helper.resumes.check(other)
     helper.moves.resumed.clear()
 
 
@@ -204,7 +204,7 @@ def test_what_another_lease_has_or_may_get_is_not_taken(
 ) -> None:
     there(helper)
     ada = helper.asleep("ada", devices=2)
-    assert helper.look() == []
+    assert helper.check() == []
     assert ada.phase is Phase.SUSPENDED
     assert not ada.unconfirmed
 
@@ -221,7 +221,7 @@ def borrows_and_reports(helper: Helper) -> HelperLease:
 @pytest.mark.parametrize("ended", [Helper.ended, borrows, borrows_and_reports])
 def test_a_lease_that_has_ended_makes_way(helper: Helper, ended: Callable[[Helper], HelperLease]) -> None:
     job, ada = ended(helper), helper.asleep("ada")
-    assert helper.look() == ["ada"]
+    assert helper.check() == ["ada"]
     assert (job.phase, ada.unconfirmed) == (Phase.SUSPENDED, True)
     with pytest.raises(HelperError, match="lease ada was resumed"):
         helper.lease("job2", 60 * GIB)
@@ -234,7 +234,7 @@ def test_a_lease_that_has_ended_on_another_device_is_left_alone(helper: Helper) 
     assert job is not None
     job.lived = True
     helper.asleep("ada")
-    assert helper.look() == ["ada"]
+    assert helper.check() == ["ada"]
     assert job.phase is Phase.RUNNING
 
 
@@ -245,7 +245,7 @@ def test_a_guest_whose_host_has_ended_makes_no_way(helper: Helper) -> None:
     guest = helper.lease("guest", 60 * GIB, **fields)
     helper.living["guest"] = (COMMAND,)
     ada = helper.asleep("ada")
-    assert helper.look() == []
+    assert helper.check() == []
     assert (host.phase, guest.phase, ada.phase) == (Phase.SUSPENDED, Phase.RUNNING, Phase.SUSPENDED)
 
 
@@ -282,7 +282,7 @@ def test_nothing_is_taken_from_a_lease_that_may_not_have_ended(
     but(helper, helper.ended())
     if by_broker:
         assert helper.ask(ada).refused is Refusal.NO_MEMORY
-    assert helper.look() == []
+    assert helper.check() == []
     assert (ada.phase, ada.unconfirmed) == (Phase.SUSPENDED, False)
 
 
@@ -317,7 +317,7 @@ def test_each_reason_to_stay_asleep_is_logged_once(helper: Helper, caplog: pytes
     helper.asleep("ada")
     helper.asleep("bo")
     for _ in range(5):
-        assert helper.look() == []
+        assert helper.check() == []
     assert sorted(record.getMessage().partition(" ")[0] for record in caplog.records) == [
         "lease=ada",
         "lease=bo",
@@ -331,7 +331,7 @@ def test_an_ended_lease_that_keeps_its_part_is_logged_once(
     helper.asleep("ada")
     helper.moves.may_suspend = False
     for _ in range(5):
-        assert helper.look() == []
+        assert helper.check() == []
     assert caplog.text.count("keeps its part") == 1
 
 
@@ -340,7 +340,7 @@ def test_a_broker_that_cannot_store_anything_asks_for_it(
 ) -> None:
     monkeypatch.setattr(leases, "SILENT_S", 1000.0)
     job, ada = helper.ended(), helper.asleep("ada", unattended=False)
-    assert helper.look() == []
+    assert helper.check() == []
     assert job.phase is Phase.RUNNING
     for _ in range(2):
         assert helper.ask(ada).done
@@ -375,7 +375,7 @@ def test_nothing_else_is_resumed_without_a_broker(
 ) -> None:
     ada = helper.asleep("ada")
     change(ada)
-    assert helper.look() == []
+    assert helper.check() == []
     assert not ada.unconfirmed
 
 
@@ -386,27 +386,27 @@ def test_a_broker_that_answers_decides_itself(helper: Helper, monkeypatch: pytes
     monkeypatch.setattr(leases, "time", SimpleNamespace(monotonic=lambda: clock.now))
     helper.registry.fence(EPOCH)
     clock.now += 4.9
-    assert helper.look() == []
+    assert helper.check() == []
     helper.registry.fence(EPOCH)
     clock.now += 4.9
     with pytest.raises(HelperError, match="stale"):
         helper.registry.fence(EPOCH - 1)  # a broker that has a successor is none
-    assert helper.look() == []
+    assert helper.check() == []
     clock.now += 0.2
-    assert helper.look() == ["ada"]
+    assert helper.check() == ["ada"]
 
 
 def test_a_resume_that_the_driver_refuses_leaves_no_trace(helper: Helper) -> None:
     ada = helper.asleep("ada", 60 * GIB)
     helper.moves.refused = Refusal.NO_MEMORY
-    assert helper.look() == []
+    assert helper.check() == []
     assert not ada.unconfirmed
     helper.lease("job", 60 * GIB)
 
 
 def test_what_was_granted_meanwhile_is_refused_until_the_broker_confirms(helper: Helper) -> None:
     ada, job = helper.asleep("ada", 60 * GIB), helper.asleep("job", 60 * GIB, unattended=False)
-    assert helper.look() == ["ada"]
+    assert helper.check() == ["ada"]
     with pytest.raises(HelperError, match="lease ada was resumed") as refused:
         helper.lease("new", 60 * GIB)
     assert refused.value.kind == "conflict"
@@ -426,7 +426,7 @@ def test_what_was_granted_meanwhile_is_refused_until_the_broker_confirms(helper:
 SOON = """
 from jupyter_gpushare.gpu.leases import registry
 from jupyter_gpushare.gpu.moves import wake as unattended
-registry.SILENT_S, unattended.LOOK_S = 0.5, 0.05
+registry.SILENT_S, unattended.CHECK_S = 0.5, 0.05
 """
 
 

@@ -167,14 +167,14 @@ class LeaseRegistry:
         """Return whether no broker has sent a request for `SILENT_S`."""
         return time.monotonic() - self._heard_at >= SILENT_S
 
-    def claim(self, lease: HelperLease, *, asked: bool) -> bool:
+    def claim(self, lease: HelperLease, *, by_broker: bool) -> bool:
         """Return whether a held lease may be resumed unrecorded; mark it as `HelperLease.unconfirmed` if so.
 
-        The broker must ask for it (``asked``) or be unreachable.  The limits of the lease must fit beside the
-        leases that are on its devices or about to be, and none of those may borrow memory there.
+        The broker must request it (``by_broker``) or be unreachable.  The limits of the lease must fit beside
+        the leases that are on its devices or about to be, and none of those may borrow memory there.
         """
         with self._guard:
-            if lease.dropped or not (asked or self.is_unattended()):
+            if lease.dropped or not (by_broker or self.is_unattended()):
                 return False
             if not self._machine.seats.may_gain(lease.name, lease.limits):
                 return False

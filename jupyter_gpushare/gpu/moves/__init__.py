@@ -1,1 +1,1 @@
-"""Suspend and resume the GPU state of a lease: steps, device memory for a restore, wake-up."""
+"""Suspend and resume leases: steps, device memory for a restore, wake-up, guests, evictions."""

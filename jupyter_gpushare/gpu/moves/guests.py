@@ -1,20 +1,21 @@
-"""Guests: leases on memory and time that another lease holds, and leave at once when it wants them back.
+"""Guests: leases that use memory and time of another lease, and leave at once when it wants them back.
 
-A *guest* has one device, of which a *host* has the whole.  The limit page of each says its whole limit,
-and how much of that is kept for the other: of the host's the bytes of the guest, of the guest's all but
-these.  What fits into the limit, but not beside what is kept, waits in the library and raises a word
-in the account (`gpushare_lease.h`).  A thread here reads these words.  Whoever of the two asks, the guest is
-suspended, without the broker, and nothing is kept for it any more: the host goes on, and the guest's
-call waits until it is resumed where it has its whole limit.
+A *host* has a whole device, and its *guest* uses part of it.  The limit page of each states its whole
+limit and the bytes kept for the other: in the host's page the bytes of the guest, in the guest's page all
+except these.  An allocation that fits the limit, but not beside the kept bytes, waits in the library and
+increments a counter in the account (`gpushare_lease.h`).  A thread of this module reads these counters.  If
+either grows, the helper suspends the guest without the broker and keeps no bytes for it.  The host
+continues, and the guest's call waits until the guest is resumed where it has its whole limit.
 
-* A pair is the guest's record: `SetLimit.guest_of` of a lease that is not suspended.  It ends with the
-  phase, or with the guest (`LeaseRegistry.end_pair`).
-* Order without a gap: host memory is reserved, then the host's page says what is kept, then its account
-  is read: if it has more already, that is taken back.  Only then the guest's page appears, or it
-  resumes.  The library takes, and looks again whether something is kept: one of the two sees the other.
-* A guest that cannot be suspended, for a reason that stays or for `BUSY_S`, is killed, all but its
-  runner: the host does not wait longer for it.  The sample says so (`LeaseSample.ended_as_guest`).
-* A guest whose host has left stays what it is, on nobody's capacity, until the broker decides.
+* The guest's record defines the pair: `SetLimit.guest_of` of a lease that is not suspended.  The pair ends
+  when the guest is suspended or dropped (`LeaseRegistry.end_pair`).
+* A pair begins in an order without gaps.  Host memory is reserved, then the kept bytes are written into the
+  host's page, then its account is read.  If the host already uses more, the pair ends.  Only then the
+  guest's page is created or the guest resumes.  The library takes bytes first and reads the kept bytes
+  again afterwards, so one of the two always sees the other.
+* A guest that cannot be suspended, for a lasting reason or for `BUSY_S`, is killed except for its runner,
+  so that the host waits no longer.  The sample says so (`LeaseSample.ended_as_guest`).
+* A guest whose host has left remains a guest, on nobody's capacity, until the broker decides.
 """
 
 from __future__ import annotations
@@ -52,25 +53,25 @@ log = logging.getLogger(__name__)
 POLL_S = 0.005
 RETRY_S = 0.01
 GONE_S = 5.0
-# A process may take longer to end, for it writes a core file: its host waits for that, no request does.
+# A process that writes a core file takes longer to end: the host waits this long, but no request does.
 LATE_S = 60.0
 MAX_KNOWN = 1024
-# How long a guest is asked again that does not come to rest, or is refused for another reason.
+# Suspending a guest is retried this long if it does not come to rest, or is refused for another reason.
 BUSY_S = 10.0
 REFUSED_S = 0.5
 
 
 @dataclass(slots=True)
 class _Departure:
-    """How a guest leaves."""
+    """The progress of a guest that leaves."""
 
     began_at: float
-    refused_at: float = 0.0  # when it did not come to rest, for the first time
+    refused_at: float = 0.0  # when its suspension was first refused
     killed_at: float = 0.0
 
 
 class Guests:
-    """All pairs of this machine; `run` in a thread of its own."""
+    """All pairs of this machine; `run` needs its own thread."""
 
     def __init__(
         self, machine: Machine, registry: LeaseRegistry, devices: DeviceStates, mover: Mover
@@ -81,12 +82,12 @@ class Guests:
         self._mover = mover
         self._begun = threading.Event()
         self._beginning = threading.Lock()
-        self._seen: dict[str, dict[Key, int]] = {}  # the words of each lease's processes, as last read
+        self._seen: dict[str, dict[Key, int]] = {}  # the last counter of each process, by lease
         self._leaving: dict[str, threading.Thread] = {}  # by guest
-        self._known: dict[str, set[Key]] = {}  # the processes of each guest, also those that have ended
+        self._known: dict[str, set[Key]] = {}  # the processes of each guest, ended ones included
 
     def adopt(self) -> None:
-        """Write again what is kept, as the records of the leases say; an earlier helper may have died."""
+        """Write the kept bytes again from the records of the leases; an earlier helper may have died."""
         for lease in self._registry.all():
             lease.guests = self._registry.guests_of(lease)
             lease.write_kept()
@@ -97,15 +98,15 @@ class Guests:
     # Pairs begin
 
     def set_limit(self, request: SetLimit, epoch: int) -> LeaseFiles:
-        """As `LeaseRegistry.set_limit`; a lease that becomes a guest has its memory from then on.
+        """Do as `LeaseRegistry.set_limit`; for a guest, also begin the pair.
 
         Raises:
             InvalidRequest: the request makes no sense.
-            HelperError: it cannot be done now; ``conflict``: why it cannot be a guest.
+            HelperError: it cannot be done now; kind ``conflict`` if the lease cannot be a guest.
         """
         lease = self._registry.get(request.lease)
         if not request.guest_of:
-            if lease is not None and lease.is_guest and self._host_is_there(lease):
+            if lease is not None and lease.is_guest and self._host_is_present(lease):
                 reason = f"lease {lease.name} is a guest whose host is there: suspend it first"
                 raise HelperError(ErrorKind.CONFLICT, reason)
             files = self._registry.set_limit(request, epoch)
@@ -114,9 +115,9 @@ class Guests:
         _check(request)
         lives = lease is not None and self._registry.may_be_alive(lease)
         if lease is not None and lease.is_guest:
-            request = replace(request, suspended=False)  # it leaves by being suspended or dropped alone
+            request = replace(request, suspended=False)  # only suspending or dropping it ends the pair
         if lease.phase is Phase.SUSPENDED if lease and lives else request.suspended:
-            # It counts from its resume on; and should it end now, it must not run again.
+            # The pair begins when it resumes.  If its processes end now, it must not run again.
             return self._registry.set_limit(replace(request, suspended=True), epoch)
         if lease is not None and (lease.is_guest or lives):
             asked = lease.asked
@@ -136,7 +137,7 @@ class Guests:
             raise
 
     def resume(self, lease: HelperLease, timeout_s: float, devices: tuple[str, ...]) -> MoveResult:
-        """As `Mover.resume`; one that is to be a guest is one from then on.  The caller holds the lease."""
+        """Do as `Mover.resume`; for a guest, also begin the pair.  The caller holds the lease."""
         if not lease.asked.guest_of or lease.phase is not Phase.SUSPENDED:
             return self._mover.resume(lease, timeout_s, devices)
         parked, guest_bytes = sum(lease.saved_bytes.values()), lease.asked.guest_bytes
@@ -154,7 +155,7 @@ class Guests:
                 self._registry.end_pair(lease.name)
 
     def drop(self, request: Drop, epoch: int) -> Dropped:
-        """As `LeaseRegistry.drop`; the host of a guest has its memory when the driver shows that gone.
+        """Do as `LeaseRegistry.drop`; the host of a dropped guest gets the memory once it is free.
 
         Raises:
             HelperError: it is being moved, or the epoch is stale.
@@ -162,7 +163,7 @@ class Guests:
         lease = self._registry.get(request.lease)
         pids = set[int]()
         if lease and lease.asked.guest_of:
-            # Also those that began after the last sample.
+            # Including processes that began after the last sample.
             living = {process.key for process in self._registry.living(lease.name)}
             pids = {pid for pid, _ in self._processes(lease) | living}
         dropped = self._registry.drop(request, epoch)
@@ -181,7 +182,7 @@ class Guests:
             self._end(guest.name)
 
     def _end_when_gone(self, guest: HelperLease, pids: set[int], patience_s: float) -> bool:
-        """End the pair of a dropped guest when its memory is gone; whether that was in time."""
+        """End the pair of a dropped guest when its memory is free; return False after ``patience_s``."""
         until = time.monotonic() + patience_s
         while self._shows(guest, pids):
             if time.monotonic() >= until:
@@ -191,13 +192,13 @@ class Guests:
         return True
 
     def _end(self, name: str) -> None:
-        """End the pair of a lease that was dropped, if no other of its name is a guest by now."""
+        """End the pair of a dropped lease, unless a new lease of that name is already a guest."""
         lease = self._registry.get(name)
         if lease is None or not lease.is_guest:
             self._registry.end_pair(name)
 
     def _begin(self, asked: SetLimit, uuid: str, guest: HelperLease | None) -> MoveResult | None:
-        """Reserve host memory for a guest, and let the host keep bytes for it; why not, or None."""
+        """Reserve host memory for a guest, and let its host keep bytes for it; return the refusal or None."""
         name, guest_bytes = asked.lease, asked.guest_bytes
         with self._beginning:
             host = self._registry.get(asked.guest_of)
@@ -211,17 +212,17 @@ class Guests:
             if not self._registry.begin_pair(host, uuid, name, guest_bytes):
                 self._machine.host.keep_reserved(name, 0)
                 return refusal(Refusal.BUSY, f"lease {host.name} was dropped or replaced meanwhile")
-            most, used = host.limits[uuid] - guest_bytes, self._used_bytes(host, uuid)
-            if used is None or used > most:
+            max_used, used = host.limits[uuid] - guest_bytes, self._used_bytes(host, uuid)
+            if used is None or used > max_used:
                 self._registry.end_pair(name)
-                has, left = compared(used or host.limits[uuid], most)
-                reason = f"lease {host.name} uses {has}, with a guest {left} are left"
+                has, remaining = compared(used or host.limits[uuid], max_used)
+                reason = f"lease {host.name} uses {has}, with a guest {remaining} are left"
                 return refusal(Refusal.NO_MEMORY, reason)
         self._begun.set()
         return None
 
     def _obstacle(self, host: HelperLease, uuid: str, asked: SetLimit, guest: HelperLease | None) -> str:
-        """Why a lease cannot be a guest on the device of another now; "" if it can."""
+        """Return why a lease cannot be a guest of ``host`` on a device now; "" if it can."""
         if uuid not in host.limits or host.phase is not Phase.RUNNING:
             return f"lease {host.name} does not run on device {uuid[:80]}"
         if host.is_guest or (guest is not None and guest.guests):
@@ -240,23 +241,23 @@ class Guests:
             return f"it cannot share the time of its host: {reason}"
         if host.outside:
             return f"a process of lease {host.name} does not load the library that limits memory"
-        # As far as the last sample shows; the guest is new, or was suspended before.
+        # As of the last sample; the guest is new, or was suspended before.
         blocker = self._mover.blockers.reason(host, host.account, host.held, forced=True)
         return self._devices.suspend_blocker(uuid) or blocker
 
     def _used_bytes(self, host: HelperLease, uuid: str) -> int | None:
-        """What a host uses on a device, as its account says now; None: that is broken."""
+        """Return the bytes that a host uses on a device by its account; None if the account is broken."""
         account = host.files.account()
         if account is None:
             return None
         index, alive = list(host.limits).index(uuid), self._machine.processes.alive
-        # Processes in containers are known by their own pids until the next sample.
+        # Until the next sample, the account names processes in containers by their own pids.
         contained = any(map(self._machine.processes.is_contained, host.processes))
         slots = account.slots.items()
         used = sum(slot.used_bytes[index] for key, slot in slots if contained or alive(key))
         return host.contexts.get(uuid, 0) + used
 
-    def _host_is_there(self, guest: HelperLease) -> bool:
+    def _host_is_present(self, guest: HelperLease) -> bool:
         host = self._registry.get(guest.asked.guest_of)
         if host is None or host.phase is Phase.SUSPENDED:
             return False
@@ -265,31 +266,31 @@ class Guests:
     # Guests leave
 
     def run(self) -> None:
-        """Watch for ever; sleeps while there is no guest."""
+        """Watch for ever; sleep while there is no guest."""
         while True:
             try:
-                if not self.look():
+                if not self.poll():
                     self._begun.wait()
             except Exception:  # the outermost loop: a host must not wait for another pair's fault
                 log.exception("guests cannot be watched")
             time.sleep(POLL_S)
 
-    def look(self) -> bool:
-        """Read the words of all pairs once; returns whether there are any, or one is about to begin."""
+    def poll(self) -> bool:
+        """Read the counters of all pairs once; return whether a pair exists or is about to begin."""
         leases = self._registry.all()
         guests = [lease for lease in leases if lease.is_guest]
-        if self._begun.is_set():  # what was asked before is not for a pair that is new
+        if self._begun.is_set():  # a count from before the pair began does not concern the pair
             self._begun.clear()
             self._seen = {}
         self._leaving = {name: each for name, each in self._leaving.items() if each.is_alive()}
         names = {name for guest in guests for name in (guest.name, guest.asked.guest_of)}
         self._seen = {name: seen for name, seen in self._seen.items() if name in names}
         self._known = {guest.name: self._processes(guest) for guest in guests}
-        # Each is read once: a host of several devices may have several guests.
-        asking = {lease.name for lease in leases if lease.name in names and self._asks(lease)}
+        # Each lease is read once, because a host of several devices may have several guests.
+        waiting = {lease.name for lease in leases if lease.name in names and self._wants_memory(lease)}
         for guest in guests:
-            asks = [("host_memory", guest.asked.guest_of), ("own_memory", guest.name)]
-            reason = next((reason for reason, name in asks if name in asking), "")
+            causes = [("host_memory", guest.asked.guest_of), ("own_memory", guest.name)]
+            reason = next((reason for reason, name in causes if name in waiting), "")
             if reason and guest.name not in self._leaving:
                 thread = threading.Thread(
                     target=self.leave, args=(guest, reason), name="guest-leaves", daemon=True
@@ -299,21 +300,21 @@ class Guests:
         return bool(guests) or any(lease.guests for lease in leases)
 
     def _processes(self, guest: HelperLease) -> set[Key]:
-        """The processes of a guest that were seen since it is one, or of very many those that live."""
+        """Return the processes seen since the lease is a guest; above `MAX_KNOWN` only living ones."""
         known = self._known.get(guest.name, set()) | {process.key for process in guest.processes}
         if len(known) <= MAX_KNOWN:
             return known
         return {each for each in known if self._machine.processes.alive(each)}
 
-    def _asks(self, lease: HelperLease) -> bool:
-        """Whether a process of a lease waits for bytes that are kept: its word has grown."""
+    def _wants_memory(self, lease: HelperLease) -> bool:
+        """Return whether a process of a lease waits for kept bytes, so that its counter has grown."""
         now = {slot.key: slot.wants_memory for slot in lease.files.turn_slots()}
         before = self._seen.get(lease.name, now)
         self._seen[lease.name] = now
         return any(count > before.get(key, count) for key, count in now.items())
 
     def leave(self, guest: HelperLease, reason: str) -> None:
-        """Take a guest off the device of its host, whatever that takes."""
+        """Take a guest off the device of its host; retry, and kill its processes if need be."""
         departure, host = _Departure(time.monotonic()), guest.asked.guest_of
         while (moved_bytes := self._try_to_leave(guest, departure)) is None:
             time.sleep(RETRY_S)
@@ -324,21 +325,21 @@ class Guests:
         self._machine.events.publish(EventKind.GUEST, lease=guest.name, reason=reason, fields=fields)
 
     def _try_to_leave(self, guest: HelperLease, departure: _Departure) -> int | None:
-        """The bytes that were moved; None: it is still there."""
+        """Try to suspend a guest; return the bytes that were moved, or None if it has not left yet."""
         if not guest.moving.acquire(timeout=GONE_S):
-            return None  # a move is under way
+            return None  # another move is in progress
         try:
             if guest.dropped or not guest.is_guest:
                 return sum(guest.saved_bytes.values())
             if departure.killed_at and guest.phase is Phase.LOST:
                 self._mover.forget_lost(guest)
-            # What the dead held is no part of a suspension; another's may look like it.
+            # A suspension does not move memory of dead processes; other memory may look the same.
             is_early = time.monotonic() - (departure.killed_at or departure.began_at) < GONE_S
             dead = {key[0] for key in self._processes(guest) if not self._machine.processes.alive(key)}
             if is_early and self._shows(guest, dead):
                 return None
             tried_at = time.monotonic()
-            moved = self._mover.suspend(guest, "", BUSY_S)  # a kernel of some seconds may run to its end
+            moved = self._mover.suspend(guest, "", BUSY_S)  # a CUDA kernel of some seconds may finish
             if moved.done:
                 return moved.bytes
             departure.refused_at = departure.refused_at or tried_at
@@ -346,30 +347,30 @@ class Guests:
             if time.monotonic() - departure.refused_at >= patience_s:
                 departure.killed_at = departure.killed_at or time.monotonic()
                 self._kill(guest, departure, moved.reason)
-        except Exception:  # the outermost loop of this thread: the host waits
+        except Exception:  # the outermost loop of this thread, for which the host waits
             log.exception("lease=%s cannot be taken off the device of its host", guest.name)
         finally:
             guest.moving.release()
         return None
 
     def _shows(self, guest: HelperLease, pids: set[int]) -> bool:
-        """Whether the driver may still have memory of these processes of a guest, which have ended.
+        """Return whether the driver may still hold memory of these ended processes of a guest.
 
-        It may list them, or show bytes that no process holds, or not answer.
+        True if it lists one of them, shows bytes that no process holds, or does not answer.
         """
         for uuid in guest.limits if pids else ():
             try:
                 usage = self._machine.nvml.usage(uuid)
             except DeviceError:
                 return True
-            most_bytes = self._devices.hidden_bytes(uuid) + UNEXPLAINED_BYTES
-            is_beyond = not self._devices.is_blind(uuid) and usage.unexplained_bytes > most_bytes
+            expected_bytes = self._devices.hidden_bytes(uuid) + UNEXPLAINED_BYTES
+            is_beyond = not self._devices.is_blind(uuid) and usage.unexplained_bytes > expected_bytes
             if is_beyond or pids & usage.processes.keys():
                 return True
         return False
 
     def _on_devices(self, guest: HelperLease) -> set[int]:
-        """The pids that the driver lists on the devices of a guest, as far as it answers."""
+        """Return the pids that the driver lists on the devices of a guest, without devices that fail."""
         found = set[int]()
         for uuid in guest.limits:
             with contextlib.suppress(DeviceError):
@@ -377,11 +378,11 @@ class Guests:
         return found
 
     def _kill(self, guest: HelperLease, departure: _Departure, reason: str) -> None:
-        """Kill what a guest runs, but not its runner: that reports, and the broker starts the job again.
+        """Kill the processes of a guest except its runner, which reports so that the broker restarts the job.
 
         Every program can take the arguments of a runner.  A real runner uses no device, and the driver shows
-        which processes do.  A guest that is still there `GONE_S` after the first kill loses its runner too:
-        what looks like one may start programs anew.
+        which processes do.  `GONE_S` after the first kill the runner is killed too, because a program that
+        only looks like a runner may start others again and again.
         """
         ended = list(self._registry.living(guest.name))
         if time.monotonic() - departure.killed_at < GONE_S:
@@ -396,10 +397,10 @@ class Guests:
 
 
 def _check(request: SetLimit) -> None:
-    """Return if what a request says about a guest can be.
+    """Check what a request says about a guest.
 
     Raises:
-        InvalidRequest: it cannot.
+        InvalidRequest: it makes no sense.
     """
     if request.guest_of == request.lease:
         raise InvalidRequest("a lease is not its own guest")

@@ -1,9 +1,9 @@
-"""Where a suspended lease can resume: on its own devices, or on others of this machine that are equal.
+"""Where a suspended lease can resume: on its own devices, or on equal devices of this machine.
 
-Another device is one of the same model and with the same memory, where the self-test of both proved a move
-(`Verdict.movable`).  The processes of the lease must be able to open it, so what this helper knows
-to be walled in stays: a lease whose devices are files closed to others (``--own-device-files``), a
-container, a seat of Kubernetes.  Of device rules of systemd (``DeviceAllow``) only the spawner knows.
+An equal device has the same model and memory, and the self-test of both devices proved a move
+(`Verdict.movable`).  The processes of the lease must be able to open the new device.  So a lease stays if
+this helper closes its device files (``--own-device-files``), or if it runs in a container or in a seat of
+Kubernetes.  Only the spawner knows the device rules of systemd (``DeviceAllow``).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jupyter_gpushare.gpu.leases.registry import LeaseRegistry
 
 
 class Places:
-    """Answers why a suspended lease cannot resume on other devices."""
+    """Finds out why a suspended lease cannot resume on other devices."""
 
     def __init__(self, machine: Machine, registry: LeaseRegistry, devices: DeviceStates) -> None:
         self._machine = machine
@@ -26,7 +26,9 @@ class Places:
         self._devices = devices
 
     def obstacle(self, lease: HelperLease, devices: Sequence[str]) -> str:
-        """Why a lease cannot resume on these devices now, in the order of its own; "" if it can.
+        """Return why a lease cannot resume on ``devices`` now; "" if it can.
+
+        ``devices`` are in the order of the lease's own devices.
 
         Raises:
             DeviceError: the driver does not answer.
@@ -39,10 +41,10 @@ class Places:
             return "these are its own devices in another order"
         pairs = [(old, new) for old, new in zip(lease.limits, devices, strict=True) if old != new]
         reasons = (reason for old, new in pairs if (reason := self._unequal(old, new)))
-        return next(reasons, "") or self._bound(lease)
+        return next(reasons, "") or self._leftover(lease)
 
     def _unequal(self, old: str, new: str) -> str:
-        """Why what was on one device cannot be restored on the other."""
+        """Return why memory of device ``old`` cannot be restored on ``new``; "" if it can."""
         gpus: dict[str, DriverGpu] = {gpu.uuid: gpu for gpu in self._machine.nvml.gpus}
         for uuid in (new, old):
             if uuid not in gpus:
@@ -56,8 +58,8 @@ class Places:
                 return f"device {uuid} takes part in no move: {reason}"
         return ""
 
-    def wall(self, lease: HelperLease) -> str:
-        """Why the processes of a lease cannot open another device, ever; "" if they may."""
+    def permanent_obstacle(self, lease: HelperLease) -> str:
+        """Return why the processes of a lease can never open another device; "" if they may."""
         if self._machine.seats.required:
             return "its devices are those of its seat on this node"
         processes = self._machine.processes
@@ -65,10 +67,10 @@ class Places:
             return "it runs in a container, which has devices of its own"
         return ""
 
-    def _bound(self, lease: HelperLease) -> str:
-        """What of a lease would stay behind.
+    def _leftover(self, lease: HelperLease) -> str:
+        """Return what part of a lease would stay on its old devices; "" if none.
 
-        The driver does not move a process that only called cuInit: it still sees the old device.
+        The driver does not move a process that only called cuInit; it would still use the old device.
         """
         if lease.left_bytes or any(each.held_bytes for each in lease.left.values()):
             return "GPU memory of an ended process is kept on its device"

@@ -1,14 +1,14 @@
-"""Free device memory for a restore: shown by the driver, reserved for one restore at a time.
+"""Reserve free device memory for a restore.
 
-A restore that runs out of device memory loses its process for ever, so it starts
-only where the driver shows its bytes and a margin free, less what is reserved for
-other restores in progress, less the bytes requested by earlier waiters: first come,
-first served.  While another restore copies, its bytes count twice (reserved, and no
-longer free): that errs on the safe side until it ends.
+A restore that runs out of device memory loses its process for ever.  So it starts only
+if its bytes and a margin are free.  Free is what the driver shows, minus the bytes reserved
+for other restores in progress, minus the bytes requested by earlier waiters (first come,
+first served).  While another restore copies, its bytes count twice (reserved, and no
+longer free), which errs on the safe side.
 
-Where the limits of the running leases on a device do not all fit beside the restore,
-they could take the memory between the check and the restore.  Their allocations are
-paused in the library until the restore is over (`HelperLease.allocations_paused`).
+If the limits of the running leases on a device do not all fit beside the restore, these leases
+could take the memory between the check and the restore.  The library then pauses their
+allocations until the restore is over (`HelperLease.allocations_paused`).
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ log = logging.getLogger(__name__)
 # The driver may free memory a moment after an exit or a checkpoint.
 FREE_WAIT_S = 2.0
 POLL_S = 0.02
-# An allocation that passed the library before the pause has reached the driver by then.
+# By then an allocation that passed the library before the pause has reached the driver.
 SETTLE_S = 0.02
 
 
 class MoveRefused(Exception):
-    """A move cannot go on: undo it, and answer with this refusal."""
+    """A move must be undone and answered with this refusal."""
 
     def __init__(self, refused: Refusal, reason: str) -> None:
         super().__init__(reason)
@@ -60,10 +60,10 @@ class MemoryReservations:
     def reserve(self, saved: Mapping[str, int], timeout_s: float) -> Iterator[None]:
         """Reserve these bytes by device until the block ends.
 
-        Waits at most `FREE_WAIT_S`, or ``timeout_s`` while other restores end.
+        Wait at most `FREE_WAIT_S`, or ``timeout_s`` while other restores are in progress.
 
         Raises:
-            MoveRefused: the driver does not show enough free (``no_capacity``).
+            MoveRefused: the driver does not show enough free memory (`Refusal.NO_MEMORY`).
             DeviceError: the driver does not answer.
         """
         with self._changed:
@@ -92,7 +92,7 @@ class MemoryReservations:
             self._changed.notify_all()
 
     def _requested_before(self, saved: Mapping[str, int]) -> dict[str, int]:
-        """Bytes reserved, and bytes requested by earlier waiters."""
+        """Return the bytes reserved, plus the bytes requested by earlier waiters, by device."""
         taken = self._reserved.copy()
         for each in self._waiting:
             if each is saved:
@@ -101,7 +101,7 @@ class MemoryReservations:
         return taken
 
     def _shortage(self, saved: Mapping[str, int], taken: Mapping[str, int]) -> str:
-        """Why a device has not enough free; "" when all have."""
+        """Return which device lacks how much free memory; "" if none does."""
         for uuid, count in saved.items():
             if not count:
                 continue
@@ -114,7 +114,11 @@ class MemoryReservations:
 
     @contextmanager
     def _allocations_paused(self, saved: Mapping[str, int]) -> Iterator[None]:
-        """Pause allocations of leases that could take the memory, and check once more."""
+        """Pause the allocations of leases that could take the memory, then check the memory again.
+
+        Raises:
+            MoveRefused: they have taken it.
+        """
         growing = self._growing(saved)
         with ExitStack() as stack:
             for lease in growing:
@@ -129,9 +133,9 @@ class MemoryReservations:
             yield
 
     def _growing(self, saved: Mapping[str, int]) -> list[HelperLease]:
-        """Running leases that could allocate the memory meant for the restore.
+        """Return the running leases that could allocate the memory meant for the restore.
 
-        The bytes that they hold now do not count: they may free and allocate them again.
+        Their whole limits count, because they may free the bytes that they hold and allocate them again.
         """
         running = [
             lease for lease in self._registry.all() if lease.phase is Phase.RUNNING and lease.processes
@@ -150,10 +154,10 @@ class MemoryReservations:
             return False
         pids = {process.pid for lease in running for process in lease.processes}
         usage = self._nvml.usage(uuid)
-        # Graphics sessions are not listed, and of some processes the driver does not say what they hold.
+        # The driver does not list graphics sessions, and lists some processes without their bytes.
         listed = sum(held or 0 for pid, held in usage.processes.items() if pid in pids)
         others = max(0, usage.used_bytes - listed)
-        # What a host keeps for its guest it cannot allocate.
+        # A host cannot allocate the bytes kept for its guest.
         limits = sum(
             lease.limits[uuid] - lease.kept_bytes_of(uuid) for lease in running if uuid in lease.limits
         )

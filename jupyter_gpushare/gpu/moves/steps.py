@@ -1,24 +1,23 @@
 """The steps of a move, one process at a time, and what an error of the driver means.
 
-Each step makes one checkpoint call for one process and sorts out its failures:
+Each step makes one checkpoint call for one process and handles its failures:
 
-* the process ended: it leaves the move.  An exit, or a signal of `_ORDINARY_ENDS` (its
-  server restarts a kernel with SIGKILL), is its user's doing.  Any other signal is taken
-  for the driver's (NVIDIA/cuda-checkpoint issue 58: Lock ended its target with SIGSEGV,
-  610.57.04): that is reported, and twice on a device makes the device not suspendable.
-  Two limits: a process that crashes by itself within a call counts as well, and so does
-  one whose status its parent took before the helper saw it (Linux before 6.15): better
-  a device that lends nothing than kernels that end;
-* the driver lost it: Restore answered 2 (out of memory), which is final, or 304, 801 or
-  999 twice while it stays CHECKPOINTED (issue 44), or its state is FAILED.  It goes to
-  ``Lease.lost`` and is never tried again;
+* The process ended: it leaves the move.  An exit, or a signal of `_ORDINARY_ENDS` (its
+  server restarts a kernel with SIGKILL), counts as its user's doing.  Any other signal counts as
+  the driver's (NVIDIA/cuda-checkpoint issue 58: Lock ended its target with SIGSEGV, 610.57.04).
+  It is reported, and a second one makes the device not suspendable.  This also counts a process
+  that crashes by itself within a call, and one whose parent took its status before the
+  helper saw it (Linux before 6.15).  A device that lends nothing is better than kernels that end.
+* The driver lost it: Restore answered 2 (out of memory), which is final, or one of
+  `_LOST_WHEN_REPEATED` twice while the process stays CHECKPOINTED (issue 44), or its state is
+  FAILED.  It goes to `HelperLease.lost` and is never tried again.
 * Checkpoint failed: the driver "does not attempt to keep the process in a good state"
-  (README of cuda-checkpoint), so its owner is warned that it may be damaged until it has
-  ended (``Lease.damaged``);
-* a call hangs: `suspend` settles the lease later;
-* every call about it hangs or fails, for as long as its copy may take (`copy_s`): a helper that was
-  killed in a call may leave driver and process out of step (checkpoint-restore/criu PR 2547).  It
-  goes to ``Lease.lost`` too, and its devices are out of service until it has ended (`health`).
+  (README of cuda-checkpoint).  Until the process has ended, its owner is warned that it may
+  be damaged (`HelperLease.damaged`).
+* A call hangs: `suspend` settles the lease later.
+* Every call about it hangs or fails for the maximum duration of its copy (`copy_s`).  A helper that was
+  killed within a call may leave driver and process out of step (checkpoint-restore/criu PR 2547).  The
+  process goes to `HelperLease.lost`, and its devices are out of service until it has ended (`health`).
 
 `suspend` has the order of steps.
 """
@@ -50,18 +49,18 @@ from jupyter_gpushare.protocol.helper import EventKind, Phase, Refusal
 log = logging.getLogger(__name__)
 
 GONE_WAIT_S = 10.0
-# How long another call to a device is waited for that the lease does not use.
+# Maximum wait for another call to a device that the lease does not use.
 OTHERS_WAIT_S = 0.2
-# How long the driver may take to list a process on the device that it was restored on.
+# The driver may take this long to list a process on the device that it was restored on.
 SHOWN_WAIT_S = 2.0
 LOCK_TOOK_LONG = "locking the processes of the lease took too long"
 NOT_MOVED = "the driver did not move it to the other device"
-# Copies run at 3-10 GB/s; a bound far above that only catches a driver that hangs.
+# Copies run at 3-10 GB/s; this much lower rate only catches a driver that hangs.
 COPY_FLOOR_S = 30.0
 COPY_BYTES_PER_S = 500_000_000
 RETRIES = 3
-LOOK_POLL_S = 0.001
-# Bytes used on a device that no process explains may vary by this much while others allocate.
+LIBRARY_POLL_S = 0.001
+# The used bytes on a device that no process explains may vary by this much while others allocate.
 UNEXPLAINED_BYTES = 256 << 20
 
 # CUDA error codes (cuda.h).
@@ -71,18 +70,18 @@ _INVALID_VALUE = 1
 # INVALID_VALUE and NOT_INITIALIZED: the process does not use CUDA (ai-dynamo/snapshot PR 109,
 # llm-d-rl-time-slicing PR 148).
 _NO_CUDA_PROCESS = frozenset({_INVALID_VALUE, 3})
-# INVALID_HANDLE and NOT_FOUND: nor does it after an exec, which leaves nothing on a device.
+# INVALID_HANDLE and NOT_FOUND: it no longer uses CUDA after an exec, which leaves nothing on a device.
 _AFTER_EXEC = frozenset({400, 500})
-# OPERATING_SYSTEM, NOT_SUPPORTED, UNKNOWN: what Restore answers for a process that it lost;
-# INVALID_HANDLE, ILLEGAL_STATE: for one that it says is checkpointed.
+# Restore answers OPERATING_SYSTEM, NOT_SUPPORTED or UNKNOWN for a process that it lost, and
+# INVALID_HANDLE or ILLEGAL_STATE for one that it reports as checkpointed.
 _LOST_WHEN_REPEATED = frozenset({304, 400, 401, 801, 999})
 LOST_AFTER = 2
-# A process that ended by one of these was ended by its user, an administrator or the kernel (memory).
+# Signals of its user, of an administrator or of the kernel (out of memory).
 _ORDINARY_ENDS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE})
 
 
 class ProcessMoves:
-    """Moves single processes of a lease, which the caller holds."""
+    """Moves single processes of a lease; the caller holds the lease."""
 
     def __init__(
         self,
@@ -98,10 +97,10 @@ class ProcessMoves:
         self._drain = drain
 
     def states(self, lease: HelperLease) -> dict[Key, ProcessState]:
-        """The state of each process of the move; those that ended or were lost leave the move.
+        """Return the state of each process of the move; ended and lost processes leave the move.
 
         Raises:
-            DeviceError: the driver does not answer, or not yet for long enough to count as out of step.
+            DeviceError: the driver fails, but not yet for long enough that the process counts as out of step.
         """
         alive = self._machine.processes.alive
         states: dict[Key, ProcessState] = {}
@@ -120,14 +119,14 @@ class ProcessMoves:
                 self._lose(lease, key, "the driver says that it failed")
             else:
                 states[key] = state
-                if state is not ProcessState.LOCKED:  # it may be Unlock that fails
+                if state is not ProcessState.LOCKED:  # of a locked process, Unlock may be failing
                     lease.failing.pop(key, None)
         return states
 
     def on_devices(self, lease: HelperLease) -> dict[Key, dict[str, int]]:
-        """The lease's processes that hold memory on a device, with their bytes by device, now.
+        """Return the lease's processes that hold device memory now, with their bytes by device.
 
-        A process that is listed without bytes is left out: it only called cuInit.
+        A process that is listed without bytes only called cuInit and is left out.
 
         Raises:
             DeviceError: the driver does not answer.
@@ -150,12 +149,13 @@ class ProcessMoves:
     def refuse_unknown_bytes(
         self, lease: HelperLease, account: AccountFile | None, shown: Mapping[Key, Mapping[str, int]]
     ) -> None:
-        """Refuse a move when a process counts memory on a device where the driver shows none of it.
+        """Refuse a move if the library counts bytes for a process on a device where the driver shows none.
 
-        It is left alone for a while then.  The user can write such an account, so no device is doubted.
+        The process is then not suspended for a while.  The user can write such an account, so no device is
+        doubted.
 
         Raises:
-            MoveRefused: the library counted bytes for a process that holds none there as the driver says.
+            MoveRefused: there is such a process.
         """
         living = {process.key for process in self._registry.living(lease.name)}
         for uuid in lease.limits:
@@ -165,34 +165,35 @@ class ProcessMoves:
                     lease.block(key, reason)
                     raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
 
-    def wait_for_looks(self, lease: HelperLease, keys: Collection[Key], timeout_s: float) -> bool:
-        """Return whether the library's thread in these processes leaves the driver in time.
+    def wait_for_library(self, lease: HelperLease, keys: Collection[Key], timeout_s: float) -> bool:
+        """Wait until the library's thread in these processes is out of the driver; return False on timeout.
 
-        While leases take turns it asks there whether work has completed, and the driver ends a process that
-        asks while it is checkpointed (`native/preload/preload_turns.c`).  It stops once it sees the phase.
+        While leases take turns the thread asks the driver whether work has completed.  The driver ends a
+        process that asks while it is checkpointed (`native/preload/preload_turns.c`).  The thread stops once
+        it sees the phase.
         """
         deadline = time.monotonic() + timeout_s
         while any(slot.looking and slot.key in keys for slot in lease.files.turn_slots(everyone=True)):
             if time.monotonic() >= deadline:
                 return False
-            time.sleep(LOOK_POLL_S)
+            time.sleep(LIBRARY_POLL_S)
         return True
 
     def lock_all(self, lease: HelperLease, keys: Iterable[Key], deadline: float) -> None:
-        """RUNNING -> LOCKED for every process, as `lock`; after a refusal the rest leaves the move.
+        """RUNNING -> LOCKED for every process; after a refusal the remaining ones leave the move.
 
-        The driver was asked nothing about the rest, and may refuse their state as well.
+        No call was made for the remaining processes, and the driver may refuse their state as well.
 
         Raises:
             MoveRefused: one did not come to rest in time, or the driver cannot lock it.
         """
-        left = list(keys)
-        while left:
-            key = left.pop(0)
+        remaining = list(keys)
+        while remaining:
+            key = remaining.pop(0)
             try:
                 self.lock(lease, key, deadline)
             except MoveRefused:
-                for untouched in left:
+                for untouched in remaining:
                     lease.parked.pop(untouched, None)
                 raise
 
@@ -203,11 +204,11 @@ class ProcessMoves:
             MoveRefused: it did not come to rest in time, or the driver cannot lock it.
         """
         checkpoint = self._machine.checkpoint
-        left_s = deadline - time.monotonic()
-        if left_s <= 0:
+        remaining_s = deadline - time.monotonic()
+        if remaining_s <= 0:
             raise MoveRefused(Refusal.BUSY, LOCK_TOOK_LONG)
         try:
-            checkpoint.lock(key[0], left_s)
+            checkpoint.lock(key[0], remaining_s)
         except DeviceError as error:
             if self._ended(lease, key, "Lock"):
                 return
@@ -219,10 +220,10 @@ class ProcessMoves:
             reason = denied.explained(error, self._machine.nvml, lease.limits)
             self._failed(lease, key, f"the driver cannot lock it ({reason})")
             if error.code in denied.CODES | _AFTER_EXEC:
-                lease.parked.pop(key, None)  # its state cannot be asked for either
+                lease.parked.pop(key, None)  # its state cannot be read either
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason) from None
         if self._ended(lease, key, "Lock"):
-            # The driver knows pids only: another process that has this one by now would stay locked.
+            # The driver knows only pids, so a new process with this pid may have been locked.
             with suppress(DeviceError):
                 checkpoint.unlock(key[0])
 
@@ -235,7 +236,7 @@ class ProcessMoves:
         """
         if key not in lease.parked:
             return
-        # Its device memory is host memory of the process from here on: too much for a core file.
+        # From now on its device memory is host memory of the process, too much for a core file.
         before = self._machine.processes.core_filter(key)
         lease.parked[key] = replace(lease.parked[key], core_filter=before)
         if before > 0:
@@ -244,11 +245,11 @@ class ProcessMoves:
         self.checkpoint(lease, key)
 
     def checkpoint(self, lease: HelperLease, key: Key) -> None:
-        """LOCKED -> CHECKPOINTED, nothing else; a process that ended leaves the move.
+        """LOCKED -> CHECKPOINTED only, without the core file; a process that ended leaves the move.
 
         Raises:
-            MoveRefused: the driver failed, and the process may be damaged; or the record cannot be written.
-            DeviceError: the driver does not say on which devices it is.
+            MoveRefused: the driver failed and the process may be damaged, or the record cannot be written.
+            DeviceError: the driver does not say which devices the process is on.
         """
         if key not in lease.parked:
             return
@@ -261,7 +262,7 @@ class ProcessMoves:
                 return
             why = denied.explained(error, self._machine.nvml, lease.limits)
             reason = f"the driver failed to checkpoint it ({why})"
-            if error.code != TIMED_OUT:  # that one may still succeed
+            if error.code != TIMED_OUT:  # after a timeout the call may still succeed
                 reason += ": its GPU state may be damaged"
                 alive = self._machine.processes.alive
                 lease.damaged = {each for each in lease.damaged if alive(each)} | {key}
@@ -269,7 +270,7 @@ class ProcessMoves:
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason) from None
 
     def unexplained(self, lease: HelperLease) -> dict[str, int]:
-        """Bytes used on each device of the lease beyond those of all listed processes.
+        """Return the used bytes on each device of the lease that no listed process holds.
 
         Raises:
             DeviceError: the driver does not answer.
@@ -277,10 +278,10 @@ class ProcessMoves:
         return {uuid: self._machine.nvml.usage(uuid).unexplained_bytes for uuid in lease.limits}
 
     def wait_gone(self, lease: HelperLease, unexplained_before: dict[str, int]) -> None:
-        """Wait until the device memory of the parked processes is free, by the list and by what is free.
+        """Wait until the driver shows no memory of the parked processes, neither by process nor as used.
 
         Raises:
-            MoveRefused: it is not within `GONE_WAIT_S`.
+            MoveRefused: it still does after `GONE_WAIT_S`.
             DeviceError: the driver does not answer.
         """
         deadline = time.monotonic() + GONE_WAIT_S
@@ -295,11 +296,11 @@ class ProcessMoves:
             time.sleep(0.01)
 
     def restore_all(self, lease: HelperLease) -> None:
-        """CHECKPOINTED -> LOCKED for every process; one that the driver lost goes to ``lease.lost``.
+        """CHECKPOINTED -> LOCKED for every process; a process that the driver lost goes to ``lease.lost``.
 
         Raises:
             DeviceError: the first error for a process that is still checkpointed and not lost.
-            MoveRefused: the driver does not bring one to the devices of the lease, whenever it is asked.
+            MoveRefused: the driver cannot restore a process on the devices of the lease; a retry is useless.
         """
         for key, state in self.states(lease).items():
             if state is ProcessState.CHECKPOINTED and key in lease.parked:
@@ -309,8 +310,8 @@ class ProcessMoves:
         """Restore a process on the devices of the lease.
 
         Raises:
-            DeviceError: the first error, where it is still checkpointed and not lost.
-            MoveRefused: the driver takes no list of its devices, or brought it back on others.
+            DeviceError: the first error, if the process is still checkpointed and not lost.
+            MoveRefused: the driver refuses the list of devices, or restored the process on others.
         """
         first: DeviceError | None = None
         repeated = invalid = 0
@@ -328,7 +329,7 @@ class ProcessMoves:
                     return
                 invalid += error.code == _INVALID_VALUE
                 repeated += error.code in _LOST_WHEN_REPEATED
-                # Failed ones are sorted out by `states`; retried only while nothing has changed.
+                # `states` handles a failed process; a retry makes sense only if nothing has changed.
                 if self.states(lease).get(key) is not ProcessState.CHECKPOINTED:
                     break
                 if error.code == _OUT_OF_MEMORY or repeated >= LOST_AFTER:
@@ -345,10 +346,10 @@ class ProcessMoves:
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, NOT_MOVED)
 
     def has_arrived(self, lease: HelperLease, key: Key) -> bool:
-        """Whether a process that is not checkpointed, and was on other devices, is on those of its lease.
+        """Return whether a process that was checkpointed on other devices is now on those of its lease.
 
-        The driver's list of processes may lag behind its memory; where it shows nothing of the process
-        within `SHOWN_WAIT_S`, the driver's word counts.
+        The process is not checkpointed.  The driver's list of processes may lag behind its memory: if it does
+        not list the process within `SHOWN_WAIT_S`, a successful Restore is taken for an arrival.
 
         Raises:
             DeviceError: the driver does not answer.
@@ -361,10 +362,10 @@ class ProcessMoves:
         return not found or found.keys() <= lease.limits.keys()
 
     def _note_place(self, lease: HelperLease, key: Key) -> None:
-        """Before a process is checkpointed again: on the devices of its lease, if it has arrived there.
+        """Record that a process has arrived on the devices of its lease, before it is checkpointed again.
 
         Raises:
-            MoveRefused: that cannot be written; nothing is noted.
+            MoveRefused: the record cannot be written; nothing changed.
             DeviceError: the driver does not answer.
         """
         if not self.has_arrived(lease, key):
@@ -378,7 +379,7 @@ class ProcessMoves:
             raise
 
     def unlock(self, lease: HelperLease, key: Key) -> None:
-        """LOCKED -> RUNNING, retried while the process stays locked.
+        """LOCKED -> RUNNING; retry while the process stays locked.
 
         Raises:
             DeviceError: it is still locked.
@@ -394,12 +395,12 @@ class ProcessMoves:
                     self._lose_if_out_of_step(lease, key, error)
 
     def save(self, lease: HelperLease, phase: Phase | None = None) -> None:
-        """Write the lease to the journal, as it will be in ``phase`` (default: as it is).
+        """Write the lease to the journal with ``phase`` (default: its current phase).
 
         Raises:
-            MoveRefused: the disk does not take it; nothing may be begun.
+            MoveRefused: the disk refused it; the caller must not begin the move.
         """
-        lease.unsaved = False  # first: the sampler may set it again while this is being written
+        lease.unsaved = False  # first, because the sampler may set it again during the write
         try:
             self._machine.state.save(replace(lease.record(), phase=phase or lease.phase))
         except OSError as error:
@@ -407,7 +408,7 @@ class ProcessMoves:
             raise MoveRefused(Refusal.BUSY, f"the state directory cannot be written: {error}") from None
 
     def _uses_no_cuda(self, lease: HelperLease, key: Key, error: DeviceError) -> bool:
-        """Whether an error says that a process uses no CUDA, or not any more.
+        """Return whether an error means that a process does not use CUDA, or no longer does.
 
         Raises:
             DeviceError: the driver does not answer.
@@ -417,10 +418,10 @@ class ProcessMoves:
         return error.code in _NO_CUDA_PROCESS
 
     def _lose_if_out_of_step(self, lease: HelperLease, key: Key, error: DeviceError) -> None:
-        """Lose a process if the driver has failed about it for as long as its copy may take.
+        """Lose a process if driver calls about it have failed for the maximum duration of its copy.
 
         Raises:
-            DeviceError: this one: not yet, or it is the helper that cannot ask.
+            DeviceError: ``error``, if they have not yet, or if the helper itself cannot make the call.
         """
         if self._machine.checkpoint.unavailable or isinstance(error, NotAsked) or denied.is_of_helper(error):
             raise error
@@ -432,7 +433,7 @@ class ProcessMoves:
         self._drain(lease)  # before anybody reads that the lease is lost
 
     def runs_again(self, process: Parked) -> bool:
-        """Whether a process that was lost as out of step runs after all; one that is locked is unlocked."""
+        """Return whether a process that was lost as out of step runs after all; unlock it if it is locked."""
         checkpoint = self._machine.checkpoint
         try:
             if process.out_of_step and checkpoint.state(process.pid) is ProcessState.LOCKED:
@@ -452,7 +453,7 @@ class ProcessMoves:
         lease.lost[key] = lease.parked.pop(key)
 
     def _ended(self, lease: HelperLease, key: Key, call: str) -> bool:
-        """Whether the process ended; one that the driver ended within a call is reported."""
+        """Return whether the process has ended; report it if the driver ended it within ``call``."""
         if self._machine.processes.alive(key):
             return False
         parked = lease.parked.pop(key, None)
@@ -468,7 +469,7 @@ class ProcessMoves:
                     EventKind.DRIVER_KILLED, lease=lease.name, device=uuid, reason=reason
                 )
                 self._devices.doubt(uuid)
-            # At once: it may be the helper that is killed next.
+            # At once, because the helper may be killed next.
             with suppress(OSError):
                 self._machine.state.save_devices(self._devices.saved())
         return True
@@ -481,10 +482,10 @@ class ProcessMoves:
 
 
 def _maps(lease: HelperLease, parked: Parked) -> list[Mapping[str, str]]:
-    """Where a restore brings the devices of a process; the first that the driver takes counts.
+    """Return the device maps to try in a restore, from old to new UUID; the driver may refuse some.
 
-    The list must name every device that the process used.  Whether it must, or must not, name others that
-    the process sees is not known: a list that is refused (INVALID_VALUE) loses nothing.
+    A map must name every device that the process used.  Whether it must, may or must not name other devices
+    that the process sees is unknown; trying a refused map (INVALID_VALUE) loses nothing.
     """
     if not parked.devices:
         return [{}]
@@ -495,10 +496,10 @@ def _maps(lease: HelperLease, parked: Parked) -> list[Mapping[str, str]]:
 
 
 def copy_s(parked: Parked) -> float:
-    """The bound in seconds on a copy of the bytes that a process holds."""
+    """Return the maximum duration in seconds of a copy of the bytes that a process holds."""
     return COPY_FLOOR_S + sum(parked.saved_bytes.values()) / COPY_BYTES_PER_S
 
 
 def _is_ordinary(status: int) -> bool:
-    """Whether a wait status shows an exit, or a signal of a user, an administrator or the kernel."""
+    """Return whether a wait status shows an exit or one of `_ORDINARY_ENDS`."""
     return os.WIFEXITED(status) or os.WTERMSIG(status) in _ORDINARY_ENDS

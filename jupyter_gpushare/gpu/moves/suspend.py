@@ -7,21 +7,20 @@ Resume:   reserve -> journal -> Restore all -> Unlock all -> page RUNNING -> jou
 
 Rules:
 
-* The counters of CUDA calls are taken with the decision.  A call entered since,
-  seen after Lock or after Checkpoint, means that the owner works again: the move is
-  undone and the answer is *wanted*.  A forced suspension ignores them.
-* A restore starts only when the driver shows the bytes plus a margin free on every
-  device (`reservations`).  One that runs out of memory loses the process for ever.
-* Memory counts as given back only when the driver no longer shows it, neither by
-  process nor as used.
-* The state of a process is always asked from the driver (GetState).  `settle` brings
-  a lease from any mixture of states to one of the two ends.  It ends a failed move,
-  finds out after a restart what the last helper left, and is repeated while a driver
-  call hangs.
-* A process that ended leaves the move.  No process is ever killed here.
-* A lease that resumes on other devices has them as its own from the journal on (`HelperLease.put_on`), and
-  the old ones again where the resume fails.  Where an interrupted one ends follows from the driver
-  too: on the new ones once a process was restored there, which NVML shows, else suspended on the old.
+* The decision to suspend includes the counters of CUDA calls.  If a counter has changed after
+  Lock or after Checkpoint, the owner works again: the move is undone and the answer is
+  *wanted*.  A forced suspension ignores the counters.
+* A restore starts only if the driver shows its bytes plus a margin free on every
+  device (`reservations`).  A restore that runs out of memory loses the process for ever.
+* Memory counts as free only when the driver no longer shows it, neither by process
+  nor as used.
+* The state of a process always comes from the driver (GetState).  `settle` brings
+  a lease from any mixture of states to RUNNING or SUSPENDED.  It ends a failed move,
+  adopts what the last helper left, and is repeated while a driver call hangs.
+* A process that ended leaves the move.  This module kills no process.
+* A lease that resumes on other devices owns them from the journal on (`HelperLease.put_on`), and gets the
+  old ones back if the resume fails.  After an interruption the driver decides: the lease is on the new
+  devices if NVML shows that a process was restored there, otherwise it is suspended on the old ones.
 """
 
 from __future__ import annotations
@@ -49,20 +48,20 @@ from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Phase, Refus
 log = logging.getLogger(__name__)
 
 
-# ---- why a lease cannot be suspended now, in words for its owner -------------
-# In this order: a dead process left memory (`leftovers`), the machine or the device cannot, the driver
-# is known to fail in the lease's container (`known`: the self-test sees all devices, and would not
-# notice), the driver failed at it lately, a process used something that the driver cannot checkpoint
-# (taints), its memory limit cannot hold the copy, the library is not loaded or the account file is
-# broken.  A failure of the driver is believed for a minute, then for twice as long each time it happens
-# again to the same process (`HelperLease.block`): retrying is harmless, retrying all the time is not.
+# ---- why a lease cannot be suspended now, as text for its owner --------------
+# Checked in this order: a dead process left memory (`leftovers`); the machine or the device cannot; the
+# driver is known to fail in the lease's container (`known`; the self-test has all devices and would not
+# notice); the driver failed at it recently; a process used something that the driver cannot checkpoint
+# (taints); its memory limit cannot hold the copy; the library is not loaded or the account file is
+# broken.  A failure of the driver counts for a minute, and twice as long each time it happens again
+# to the same process (`HelperLease.block`): retrying is harmless, but retrying all the time is not.
 
-# A checkpoint takes only the memory of living processes.
-LEFT = "GPU memory of an ended process is kept by processes that it started"
+# A checkpoint moves only the memory of living processes.
+MEMORY_KEPT = "GPU memory of an ended process is kept by processes that it started"
 
 
 class SuspendBlockers:
-    """Answers why a lease cannot be suspended."""
+    """Finds out why a lease cannot be suspended."""
 
     def __init__(self, machine: Machine, devices: DeviceStates) -> None:
         self._machine = machine
@@ -71,13 +70,13 @@ class SuspendBlockers:
     def reason(
         self, lease: HelperLease, account: AccountFile | None, keys: Iterable[Key], *, forced: bool
     ) -> str:
-        """Why the lease cannot be suspended while the processes ``keys`` use the GPU; "" if it can.
+        """Return why the lease cannot be suspended while the processes ``keys`` use the GPU; "" if it can.
 
-        A ``forced`` suspension (of a job) needs neither the library nor its counters.  Where the
-        driver does not say how many bytes a process holds, any living process may use the GPU.
+        A ``forced`` suspension (of a job) needs neither the library nor its counters.  If the
+        driver does not report the bytes of processes, any living process may use the GPU.
         """
         if lease.left_bytes:
-            return LEFT
+            return MEMORY_KEPT
         keys = set(keys)
         blind = bool(lease.processes) and any(self._devices.is_blind(uuid) for uuid in lease.limits)
         if not keys and not blind:
@@ -105,7 +104,7 @@ class SuspendBlockers:
         return ""
 
     def _in_container(self, lease: HelperLease) -> str:
-        """Why the driver fails in the container of a lease, which has the devices of the lease alone."""
+        """Return why the driver fails in a container that has only the devices of the lease, or ""."""
         driver, note = self._machine.nvml.driver, note_of(self._machine.nvml.driver)
         has_all = len(lease.limits) == len(self._machine.nvml.gpus) + len(self._machine.nvml.left_out)
         if note is None or not note.refused_in_containers or has_all:
@@ -117,14 +116,14 @@ class SuspendBlockers:
 
 # ---- moves -------------------------------------------------------------------
 
-# A process that appears between the list and the page is caught by the next round.
+# The next round moves a process that appears after the list was read and before the page is written.
 ROUNDS = 3
-# How long a suspension waits for what lies in the memory of its processes.
+# Maximum wait for a read of the memory of its processes.
 SHARING_WAIT_S = 1.0
-# How long the library's own thread is waited for (`ProcessMoves.wait_for_looks`): it sees the phase within a
-# millisecond, and may be in a call then that Lock holds.
-LOOK_BEFORE_S = 0.2
-LOOK_S = 1.0
+# Maximum waits for the library's thread, before and after Lock (`ProcessMoves.wait_for_library`).  The thread
+# sees the phase within a millisecond, but may be in a call that Lock holds.
+LIBRARY_BEFORE_LOCK_S = 0.2
+LIBRARY_WAIT_S = 1.0
 IN_HOST_MEMORY = (Phase.SUSPENDED, Phase.RESUMING)
 LOST = "its GPU memory could not be brought back: restart the kernel or job"
 UNFINISHED = "the driver has not finished an earlier move of this lease"
@@ -141,10 +140,7 @@ class Mover:
         drain: Callable[[HelperLease], None],
         parks_before_kill: bool = False,
     ) -> None:
-        """``drain``: see `ProcessMoves`.
-
-        ``parks_before_kill``: a lease that the broker has killed is suspended first.
-        """
+        """``drain``: see `ProcessMoves`; ``parks_before_kill``: suspend a lease before it is killed."""
         self.parks_before_kill = parks_before_kill
         self._machine = machine
         self._registry = registry
@@ -155,27 +151,27 @@ class Mover:
         self._reservations = MemoryReservations(machine.nvml, devices, registry)
         self._places = Places(machine, registry, devices)
 
-    def room(self, needed: Mapping[str, int], timeout_s: float) -> AbstractContextManager[None]:
-        """Reserve bytes by device for a restore that is none of a lease (`MemoryReservations.reserve`)."""
+    def reserve(self, needed: Mapping[str, int], timeout_s: float) -> AbstractContextManager[None]:
+        """Reserve bytes by device for a restore outside any lease (`MemoryReservations.reserve`)."""
         return self._reservations.reserve(needed, timeout_s)
 
     def held_bytes(self) -> int:
-        """Bytes of all leases in host memory."""
+        """Return the bytes that all leases hold in host memory."""
         leases = [lease for lease in self._registry.all() if lease.phase in IN_HOST_MEMORY]
         return sum(sum(lease.saved_bytes.values()) for lease in leases)
 
     # Verbs
 
     def suspend(self, lease: HelperLease, calls: str, timeout_s: float) -> MoveResult:
-        """The result of parking the lease's device memory; the caller holds the lease."""
+        """Move the lease's device memory to host memory; the caller holds the lease."""
         return self._move(
             lease, Phase.RUNNING, Phase.SUSPENDED, lambda: self._suspend(lease, calls, timeout_s)
         )
 
     def resume(self, lease: HelperLease, timeout_s: float, devices: Sequence[str] = ()) -> MoveResult:
-        """The result of copying the lease's memory back; the caller holds the lease.
+        """Copy the lease's memory back to its devices; the caller holds the lease.
 
-        ``devices`` are others to resume on, in the order of its own.
+        ``devices``, if any, are other devices to resume on, in the order of its own.
         """
         moved = self._move(
             lease, Phase.SUSPENDED, Phase.RUNNING, lambda: self._resume(lease, timeout_s, devices)
@@ -185,7 +181,7 @@ class Mover:
         return moved
 
     def _move(self, lease: HelperLease, start: Phase, end: Phase, move: Callable[[], int]) -> MoveResult:
-        """The result of ``move``, which brings a lease from ``start`` to ``end`` and returns its bytes."""
+        """Return the result of ``move``, which brings a lease from ``start`` to ``end`` and returns bytes."""
         began = time.monotonic()
         if lease.unsettled:
             self.settle(lease)
@@ -207,12 +203,12 @@ class Mover:
         return MoveResult(done=True, bytes=moved_bytes, took_s=round(time.monotonic() - began, 4))
 
     def adopt(self, lease: HelperLease) -> None:
-        """Settle a lease of the helper before."""
+        """Settle a lease of an earlier helper."""
         was_asleep = lease.phase is Phase.SUSPENDED
         if lease.phase not in (Phase.RUNNING, Phase.LOST):
             self.settle(lease)
         if was_asleep and lease.phase is Phase.RUNNING:
-            # Its resume could not be written: whether a broker knows of it is not known either.
+            # Its resume could not be written, and a broker may not know of it.
             lease.unconfirmed = True
             self.save_again(lease)
         lease.files.set_phase(PAGE[lease.phase])
@@ -220,11 +216,10 @@ class Mover:
         log.info("lease=%s adopted phase=%s processes=%d", lease.name, lease.phase, len(lease.processes))
 
     def settle(self, lease: HelperLease) -> None:
-        """Bring an interrupted move of a lease to an end, from the states that the driver reports.
+        """End an interrupted move of a lease, by the states that the driver reports.
 
-        It ends where most of the work is done already: suspended when every process
-        is checkpointed, running otherwise.  While ``lease.unsettled`` it has to be
-        called again.
+        The lease ends up suspended if every process is checkpointed, running otherwise.  While
+        ``lease.unsettled`` is set, call this again.
         """
         try:
             states = self._processes.states(lease)
@@ -258,12 +253,12 @@ class Mover:
             lease.unsettled = True
 
     def save_again(self, lease: HelperLease) -> None:
-        """Write the lease to the journal, where an earlier write failed."""
+        """Write the lease to the journal again; a failure is noted in ``lease.unsaved``."""
         with suppress(MoveRefused):
             self._processes.save(lease)
 
     def forget_lost(self, lease: HelperLease) -> None:
-        """Let a lease go on once the processes that the driver lost have ended, or run after all."""
+        """End the LOST phase of a lease once its lost processes have ended or run after all."""
         lost = {key: each for key, each in lease.lost.items() if self._machine.processes.alive(key)}
         lease.lost = {key: each for key, each in lost.items() if not self._processes.runs_again(each)}
         if not lease.lost:
@@ -285,7 +280,7 @@ class Mover:
             except (MoveRefused, DeviceError) as error:
                 if lease.phase is Phase.SUSPENDING:
                     self._undo_suspend(lease)
-                if lease.phase is Phase.SUSPENDED:  # it could not be undone: the next resume brings it back
+                if lease.phase is Phase.SUSPENDED:  # it could not be undone; the next resume brings it back
                     return sum(lease.saved_bytes.values())
                 if isinstance(error, DeviceError):
                     raise MoveRefused(Refusal.BUSY, str(error)) from None
@@ -294,7 +289,7 @@ class Mover:
         return sum(lease.saved_bytes.values())
 
     def _movable(self, lease: HelperLease, calls: str) -> dict[Key, dict[str, int]]:
-        """The processes to move with their bytes by device.
+        """Return the processes to move, with their bytes by device.
 
         Raises:
             MoveRefused: something blocks the suspension.
@@ -306,7 +301,7 @@ class Mover:
         found = self._processes.on_devices(lease)
         keys = set(found)
         if any(self._devices.is_blind(uuid) for uuid in lease.limits):
-            # Any process of the lease may hold memory; the last sample may not have all of them.
+            # Any process of the lease may hold memory, and the last sample may have missed some.
             keys |= {process.key for process in self._registry.living(lease.name)}
         if reason := self.blockers.reason(lease, account, keys, forced=not calls):
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
@@ -314,9 +309,9 @@ class Mover:
         under_mps = self._machine.nvml.under_mps
         if any(pid in under_mps(uuid) for (pid, _), held in found.items() for uuid in held):
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, "it runs under MPS")
-        asked_at = time.monotonic()
-        said = self._sharing.read(dict.fromkeys(found, lease.asked.uid), SHARING_WAIT_S)
-        sharing = {key: answer.value for key, answer in said.items() if answer.began_at >= asked_at}
+        requested_at = time.monotonic()
+        answers = self._sharing.read(dict.fromkeys(found, lease.asked.uid), SHARING_WAIT_S)
+        sharing = {key: answer.value for key, answer in answers.items() if answer.began_at >= requested_at}
         if silent := found.keys() - sharing.keys():
             raise MoveRefused(Refusal.BUSY, f"process {min(silent)[0]} does not answer")
         if any(sharing.values()):
@@ -333,18 +328,18 @@ class Mover:
                 break
             if attempt == ROUNDS - 1 and found:
                 raise MoveRefused(Refusal.BUSY, "new processes of the lease keep appearing on the GPU")
-            # In the journal before it is done: the next helper asks the driver about these.
+            # In the journal first, so that the next helper asks the driver about these processes.
             account = lease.files.account()
             lease.parked = {**lease.parked, **parked_of(needed_bytes(lease, account, found))}
             if not attempt:
-                # Forced: taken before Lock.  Better one wake-up too many than a call that is missed.
+                # A forced suspension takes them before Lock: an extra wake-up is better than a missed call.
                 lease.baseline = counters_of(account)
             self._processes.save(lease)
-            self._processes.wait_for_looks(lease, found, LOOK_BEFORE_S)
+            self._processes.wait_for_library(lease, found, LIBRARY_BEFORE_LOCK_S)
             self._processes.lock_all(lease, found, deadline)
-            if not self._processes.wait_for_looks(lease, found, LOOK_S):
+            if not self._processes.wait_for_library(lease, found, LIBRARY_WAIT_S):
                 raise MoveRefused(Refusal.BUSY, LOCK_TOOK_LONG)
-            # Locked processes allocate no more: these are the bytes to be restored.
+            # Locked processes cannot allocate, so these are the bytes to be restored.
             held = self._processes.on_devices(lease)
             account = lease.files.account()
             needed = needed_bytes(lease, account, held)
@@ -363,7 +358,7 @@ class Mover:
         self._processes.wait_gone(lease, unexplained)
 
     def _undo_suspend(self, lease: HelperLease) -> None:
-        """After a suspension failed: running again, or suspended where that is not possible."""
+        """Resume a lease after a failed suspension; if that fails, leave it suspended."""
         try:
             states = self._processes.states(lease).items()
             parked = [key for key, state in states if state is ProcessState.CHECKPOINTED]
@@ -372,10 +367,10 @@ class Mover:
             self.settle(lease)
 
     def _bring_back(self, lease: HelperLease, parked: Iterable[Key], reason: str) -> None:
-        """All processes to the device, where there is memory for these, which are in host memory.
+        """Restore the ``parked`` processes and let all processes of the lease run.
 
         Raises:
-            MoveRefused: there is not.
+            MoveRefused: there is not enough free device memory.
             DeviceError: the driver fails.
         """
         saved = added(lease.parked[key].saved_bytes for key in parked)
@@ -386,10 +381,10 @@ class Mover:
     # Resume
 
     def _resume(self, lease: HelperLease, timeout_s: float, devices: Sequence[str]) -> int:
-        """Restore and unlock every process that lives; with ``devices`` on those."""
+        """Restore and unlock every living process, on ``devices`` if any are given."""
         if list(devices) == list(lease.limits):
             devices = ()
-        if devices and (reason := self._places.wall(lease)):
+        if devices and (reason := self._places.permanent_obstacle(lease)):
             raise MoveRefused(Refusal.NOT_SUSPENDABLE, reason)
         if devices and (reason := self._places.obstacle(lease, devices)):
             raise MoveRefused(Refusal.BUSY, reason)
@@ -399,14 +394,15 @@ class Mover:
         saved = {place.get(uuid, uuid): count for uuid, count in lease.saved_bytes.items()}
         with self._reservations.reserve(saved, timeout_s):
             if devices:
-                self._leave(lease, devices)
+                self._change_devices(lease, devices)
             self._enter(lease, Phase.RESUMING, "")
             try:
                 self._processes.restore_all(lease)
                 self._finish_running(lease, "")
             except (MoveRefused, DeviceError) as error:
                 self._undo_resume(lease)
-                # What the driver does not move will not move the next time either; back it must come.
+                # A move to other devices that the driver refuses would fail again.  On its own devices
+                # the lease must be resumed, so the caller retries.
                 refused = error.refused if devices and isinstance(error, MoveRefused) else Refusal.BUSY
                 raise MoveRefused(refused, str(error)) from None
         if lease.phase is Phase.LOST:
@@ -414,7 +410,7 @@ class Mover:
         return sum(saved.values())
 
     def _finish_running(self, lease: HelperLease, reason: str) -> None:
-        """LOCKED -> RUNNING for every process, and the phase with them."""
+        """LOCKED -> RUNNING for every process, and enter the phase RUNNING or LOST."""
         for key, parked in lease.parked.items():
             if parked.core_filter > 0:
                 self._machine.processes.set_core_filter(key, parked.core_filter)
@@ -424,11 +420,11 @@ class Mover:
         phase = Phase.LOST if lease.lost else Phase.RUNNING
         self._enter(lease, phase, LOST if lease.lost else reason)
 
-    def _leave(self, lease: HelperLease, devices: Sequence[str]) -> None:
-        """Give a suspended lease other devices: in the journal before anything is there.
+    def _change_devices(self, lease: HelperLease, devices: Sequence[str]) -> None:
+        """Give a suspended lease other devices; write the journal before anything is restored on them.
 
         Raises:
-            MoveRefused: that cannot be written; the lease has its own devices.
+            MoveRefused: the journal or the page cannot be written; the lease keeps its devices.
         """
         lease.moves_from = tuple(lease.limits)
         log.info("lease=%s devices %s->%s", lease.name, ",".join(lease.moves_from), ",".join(devices))
@@ -450,7 +446,7 @@ class Mover:
             log.error("lease=%s its limit page cannot be written: %s", lease.name, error)
 
     def _undo_resume(self, lease: HelperLease) -> None:
-        """After a resume failed: suspended again, or running where that is not possible."""
+        """Suspend a lease again after a failed resume; if that fails, settle it."""
         try:
             for key, state in self._processes.states(lease).items():
                 if state is ProcessState.LOCKED:
@@ -460,7 +456,7 @@ class Mover:
         self.settle(lease)
 
     def _settle_mixed(self, lease: HelperLease, parked: list[Key]) -> None:
-        """Some processes are in host memory, some on the device: all to the device if they fit."""
+        """Settle a lease of which only the ``parked`` processes are in host memory: resume if they fit."""
         try:
             self._bring_back(lease, parked, "found half-way")
         except (MoveRefused, DeviceError):
@@ -468,14 +464,14 @@ class Mover:
             self._enter(lease, Phase.SUSPENDED, "found half-way, not enough memory to go back")
 
     def _park_again(self, lease: HelperLease) -> None:
-        """All processes of a move to host memory.
+        """Move all processes of a lease to host memory again.
 
         Raises:
             MoveRefused: one does not come to rest, or the driver fails.
             DeviceError: the driver does not answer.
         """
         states = self._processes.states(lease)
-        if not self._processes.wait_for_looks(lease, states, LOOK_S):
+        if not self._processes.wait_for_library(lease, states, LIBRARY_WAIT_S):
             raise MoveRefused(Refusal.BUSY, LOCK_TOOK_LONG)
         for key, state in states.items():
             if state is ProcessState.RUNNING:
@@ -486,20 +482,20 @@ class Mover:
     # Phase
 
     def _enter(self, lease: HelperLease, phase: Phase, reason: str) -> None:
-        """Change the phase: in the journal, in the limit page, for watchers, in the log.
+        """Change the phase in the journal and in the limit page, publish it and log it.
 
-        A suspension is written first, and not begun when that fails: the next helper
-        would not know which processes to ask about.  Any other change is true whether it
-        can be written or not; an older record only makes the next helper ask the driver,
-        and a full disk keeps no lease suspended.  During a move the lease counts as
-        unsettled, so that a move cut short by anything is brought to an end.
+        A suspension is written to the journal first, and does not begin if the write fails, because
+        the next helper would not know which processes to ask about.  Any other change takes effect even
+        if it cannot be written: an older record only makes the next helper ask the driver, and a full
+        disk keeps no lease suspended.  During a move the lease counts as unsettled, so that an
+        interrupted move is always ended later.
 
         Raises:
             MoveRefused: a suspension cannot be written.
         """
         saved = sum(lease.saved_bytes.values())
         if lease.moves_from and phase is not Phase.RESUMING:
-            # The devices that it ends on; an interrupted move may have left page and cgroup as they were.
+            # It ends on these devices; an interrupted move may not have changed page and cgroup.
             self._put_on(lease, lease.moves_from if phase is Phase.SUSPENDED else tuple(lease.limits))
             lease.moves_from = ()
         if phase is Phase.SUSPENDING:
@@ -532,7 +528,10 @@ class Mover:
 def needed_bytes(
     lease: HelperLease, account: AccountFile | None, shown: Mapping[Key, Mapping[str, int]]
 ) -> dict[Key, dict[str, int]]:
-    """Bytes by device that a restore of each process needs: the more of what driver and library say."""
+    """Return the bytes by device that a restore of each process needs.
+
+    The driver and the library count them; the higher number is used.
+    """
     needed = {key: dict(held) for key, held in shown.items()}
     for uuid in lease.limits:
         for key, counted in lease.counted_bytes(account, uuid, shown).items():
@@ -549,5 +548,5 @@ def _check_calls(account: AccountFile | None, calls: str) -> None:
 
 
 def refusal(refused: Refusal, reason: str) -> MoveResult:
-    """The answer to a move that moved nothing."""
+    """Return the answer to a move that moved nothing."""
     return MoveResult(done=False, refused=refused, reason=reason)

@@ -1,16 +1,16 @@
-"""Take the memory of leases without a seat off the devices (`leases.seats` has the rule).
+"""Evict leases without a seat: take their memory off the devices (`leases.seats` has the rule).
 
-Each such lease is suspended in a thread of its own, again and again while that is refused: a driver
-call that hangs for one lease delays no other, and no deadline.  A job that is stopped and starts again
-(`SetLimit.stops`) is never suspended: the broker stops it, and where it has not within `BROKER_S`, or
-does not answer, the job's runner gets SIGTERM here (a second one changes nothing).
+Each such lease is suspended in its own thread, and the suspension is retried while it is refused.  So
+a hanging driver call for one lease delays no other lease and no deadline.  A job that is stopped and starts
+again (`SetLimit.stops`) is never suspended; the broker stops it.  If the broker has not done so within
+`BROKER_S`, or does not answer, this module sends SIGTERM to the job's runner (a second one is harmless).
 
-From the deadline on the processes of a lease that the driver shows on a device get SIGTERM, and SIGKILL
-`TERM_S` later; the broker is told with `EventKind.EVICTED`.  Where the driver does not answer `FAILURES`
-times in a row, those get it that it showed there last, but never a process of a suspended lease.
+From the deadline on, the lease's processes that the driver shows on a device get SIGTERM, and SIGKILL
+`TERM_S` later; `EventKind.EVICTED` tells the broker.  If the driver fails `FAILURES` times in a row, the
+processes that it last showed get the signals, but never a process of a suspended lease.
 
 A lease is off the devices when it cannot allocate (it is suspended, or has no process) and the driver
-shows none of its memory.  A suspended one is looked at until that was seen once.
+shows none of its memory.  A suspended lease is checked until that was seen once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from jupyter_gpushare.protocol.seats import SeatOutcome, Vacated
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.2
+POLL_S = 0.2
 RETRY_S = 1.0
 SUSPEND_S = 10.0
 BROKER_S = 3.0
@@ -47,22 +47,22 @@ FAILURES = 3
 
 @dataclass(slots=True)
 class _Eviction:
-    """What is done to one lease without a seat."""
+    """The progress of evicting one lease."""
 
     began_at: float
-    asked: bool = False  # the runner of its job got SIGTERM
+    job_stopped: bool = False  # the runner of its job got SIGTERM
     suspending: threading.Thread | None = None
     again_at: float = 0.0
-    off: bool = False  # it is suspended, and was seen to have no device memory since
+    off: bool = False  # it is suspended, and has been seen without device memory since
     seen: set[Key] = field(default_factory=set)  # its processes with device memory, as last measured
-    failures: int = 0  # looks in a row at which a device did not answer
-    reason: str = ""  # why it could not be suspended, last
-    ended: bool = False  # its processes were told to end
-    told: dict[Key, float] = field(default_factory=dict)  # when each was
+    failures: int = 0  # checks in a row in which a device did not answer
+    reason: str = ""  # the last reason why it could not be suspended
+    ended: bool = False  # a process got SIGTERM
+    signalled_at: dict[Key, float] = field(default_factory=dict)  # when each process got SIGTERM
 
 
 class Evictions:
-    """Watches the seats of all leases; `run` in a thread of its own."""
+    """Watches the seats of all leases; `run` needs its own thread."""
 
     def __init__(
         self,
@@ -79,17 +79,17 @@ class Evictions:
         self._evictions: dict[str, _Eviction] = {}  # by handle
 
     def run(self) -> None:
-        """Look every `LOOK_S`, for ever."""
+        """Check all leases and seats every `POLL_S`, for ever."""
         while True:
-            time.sleep(LOOK_S)
-            self.look_at_all()
+            time.sleep(POLL_S)
+            self.check_all()
 
-    def look_at_all(self) -> None:
-        """Look at every lease and every lost seat; one of them that fails keeps no other from it."""
+    def check_all(self) -> None:
+        """Check every lease and every lost seat; a failure of one affects no other."""
         leases = self._registry.all()
         for lease in leases:
             try:
-                self.look(lease)
+                self.check(lease)
             except Exception:  # the outermost loop: one lease must not keep others on a device
                 log.exception("lease=%s cannot be taken off its devices", lease.name)
         self._forget({lease.name for lease in leases})
@@ -97,11 +97,11 @@ class Evictions:
             try:
                 if self._is_left(seat_lease):
                     self._machine.seats.forget_if_lost(seat, lost_at)
-            except Exception:  # as above; it is looked at again
+            except Exception:  # as above; the next check retries
                 log.exception("seat=%s cannot be forgotten", seat)
 
-    def look(self, lease: HelperLease) -> None:
-        """Begin or go on to take one lease off the devices, if it has no seat."""
+    def check(self, lease: HelperLease) -> None:
+        """Begin or continue to evict one lease if it has no seat."""
         seats = self._machine.seats
         if seats.may_keep(lease.name, lease.limits):
             with self._guard:
@@ -131,7 +131,7 @@ class Evictions:
             self._end_processes(lease, eviction)
 
     def outcome(self, seat_lease: str) -> Vacated | None:
-        """Return what became of the attempts of a lease when its seat leaves; None: memory is left.
+        """Return what became of the attempts of a lease whose seat leaves; None while they have memory.
 
         Raises:
             OSError: no descriptor or memory is free.
@@ -150,29 +150,29 @@ class Evictions:
         return Vacated(outcome=SeatOutcome.SUSPENDED if parked else SeatOutcome.EMPTY)
 
     def _forget(self, present: set[str]) -> None:
-        """Forget what is noted about leases that are gone."""
+        """Forget the evictions of leases that are gone."""
         with self._guard:
             for name in self._evictions.keys() - present:
                 del self._evictions[name]
         self._machine.seats.keep_missed(list(present))
 
     def _is_left(self, seat_lease: str) -> bool:
-        """Whether all attempts of a lease are without a seat and off the devices."""
+        """Return whether all attempts of a lease have no seat and are off the devices."""
         held = [lease for lease in self._registry.all() if lease_id(lease.name) == seat_lease]
         may_keep = self._machine.seats.may_keep
         return all(not may_keep(lease.name, lease.limits) and self._is_off(lease) for lease in held)
 
     def _is_off(self, lease: HelperLease) -> bool:
-        """Whether a lease has no device memory and can get none."""
+        """Return whether a lease has no device memory and can get none."""
         living = self._registry.living(lease.name)
         if not living and lease.phase in (Phase.RUNNING, Phase.SUSPENDED, Phase.LOST):
             return not self._registry.may_be_alive(lease)
         return lease.phase in (Phase.SUSPENDED, Phase.LOST) and self._shown(lease) == (set(), True)
 
     def _shown(self, lease: HelperLease) -> tuple[set[Key], bool]:
-        """The processes of a lease that hold device memory, and whether all devices answered.
+        """Return the processes of a lease that hold device memory, and whether all devices answered.
 
-        They are those that the driver shows there, and those that keep what dead ones held.
+        These are the processes that the driver shows, and those that keep memory of dead processes.
         """
         keys = {process.pid: process.key for process in self._registry.living(lease.name)}
         found = {process.key for process in keepers_of(lease, self._machine.processes)}
@@ -183,12 +183,12 @@ class Evictions:
             except DeviceError:
                 all_answered = False
                 continue
-            # 0: a context that holds nothing, or is parked.
+            # 0 is a context that holds nothing or is parked.
             found |= {keys[pid] for pid, count in shown.items() if pid in keys and count != 0}
         return found, all_answered
 
     def _to_end(self, lease: HelperLease, eviction: _Eviction) -> set[Key]:
-        """The processes of a lease that hold device memory, as far as the driver says."""
+        """Return the processes to end: those that hold device memory, or held it before the driver failed."""
         found, all_answered = self._shown(lease)
         eviction.seen = found if all_answered else eviction.seen | found
         eviction.failures = 0 if all_answered else eviction.failures + 1
@@ -213,11 +213,11 @@ class Evictions:
             log.warning("lease=%s has no seat and cannot be suspended: %s", lease.name, moved.reason)
 
     def _stop_job(self, lease: HelperLease, eviction: _Eviction) -> None:
-        """Ask the runner of a job to stop it, unless the broker has time to do so."""
+        """Send SIGTERM to the runner of a job, unless the broker still has time to stop the job."""
         awaits_broker = self._clock() - eviction.began_at < BROKER_S and not self._registry.is_unattended()
-        if eviction.asked or awaits_broker:
+        if eviction.job_stopped or awaits_broker:
             return
-        eviction.asked = True
+        eviction.job_stopped = True
         runner = leader(self._registry.living(lease.name))
         if runner is not None and self._machine.processes.signal(runner.key, signal.SIGTERM):
             log.warning("lease=%s has no seat: its job is asked to stop", lease.name)
@@ -225,12 +225,12 @@ class Evictions:
     def _end_processes(self, lease: HelperLease, eviction: _Eviction) -> None:
         now = self._clock()
         for key in self._to_end(lease, eviction):
-            if key not in eviction.told:
-                eviction.told[key] = now
+            if key not in eviction.signalled_at:
+                eviction.signalled_at[key] = now
                 self._machine.processes.signal(key, signal.SIGTERM)
-            elif now - eviction.told[key] >= TERM_S:
+            elif now - eviction.signalled_at[key] >= TERM_S:
                 self._machine.processes.signal(key, signal.SIGKILL)
-        if eviction.told and not eviction.ended:
+        if eviction.signalled_at and not eviction.ended:
             eviction.ended = True
             eviction.reason = eviction.reason or "they did not come to rest in time"
             log.error("lease=%s its GPU processes are ended: %s", lease.name, eviction.reason)

@@ -1,17 +1,17 @@
 """Wake-up: notice that a suspended lease is wanted, and resume it while no broker can.
 
 The preload library counts a call at its entry, before the driver's lock can stop
-it, so a counter that differs from the one taken at suspension is a call that
-waits.  It stays different until the lease is resumed, so no call is missed, and
-`EventKind.WANTED` is repeated every `REPEAT_S` for a broker that was away.
+it.  So if a counter differs from its value at suspension, a call waits.  The counter
+stays different until the lease is resumed, so no call is missed.  `EventKind.WANTED`
+is repeated every `REPEAT_S` for a broker that was away.
 
-Some runtimes query streams and events for ever in the background, so queries are
-counted apart, and the broker decides what they mean (``queries_only``): they wake a
-lease only while a kernel of it handles a request.  The sample also says whether a process seems to
-wait in a call that is not counted (``stalled``), again for the broker to decide.
+Some runtimes query streams and events for ever in the background.  So queries are counted
+separately (``queries_only``), and the broker decides: they wake a lease only while one of its kernels
+handles a request.  The sample also says whether a process seems to wait in a call that is
+not counted (``stalled``), and the broker decides about that too.
 
-While a lease is suspended, every account is compared each `POLL_S`, which costs
-one pread and one comparison of bytes.  Otherwise the thread sleeps.
+While any lease is suspended, the accounts of suspended leases are compared every `POLL_S`, which
+costs one pread and one comparison of bytes each.  Otherwise the thread sleeps.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from jupyter_gpushare.protocol.helper import EventKind, MoveResult, Phase, Refus
 log = logging.getLogger(__name__)
 
 
-# ---- find processes of suspended leases that seem to wait in the driver without a counted call
-# The library counts the calls that may wait while a process is suspended.  A driver
-# function that it does not count, or one that is reached past the library, would wait for
-# ever.  So a parked process counts as stalled while it has used no CPU time (all threads)
-# for `STALLED_S` and its main thread is in no system call that sleeps, polls, reads or
-# waits for a child or a connection: a kernel at rest polls its sockets, ``input()`` and a
-# slow request poll or read, ``time.sleep`` sleeps.  The broker wakes the lease when its
-# kernels have handled requests for long enough as well.
+# ---- processes of suspended leases that seem to wait in the driver without a counted call
+# The library counts the calls that may wait while a process is suspended.  A call that it
+# does not count, or that bypasses it, would wait for ever.  So a parked process counts as
+# stalled if it has used no CPU time (in any thread) for `STALLED_S` and its main thread is
+# in no system call that sleeps, polls, reads, or waits for a child or a connection.  An idle
+# kernel polls its sockets, ``input()`` and a slow request poll or read, ``time.sleep`` sleeps.
+# The broker wakes a stalled lease only if its kernels have also handled requests for a while.
 #
 # Sources: /proc/PID/stat and /proc/PID/syscall of proc(5); the numbers are those of
-# asm/unistd.h.  Where /proc/PID/syscall may not be read, no process is ever stalled.
+# asm/unistd.h.  If /proc/PID/syscall may not be read, no process is ever stalled.
 
 STALLED_S = 2.0
 _SYSCALL_BYTES = 256
@@ -59,13 +58,13 @@ _WAITS = {
 
 
 class StallDetector:
-    """Remembers since when each process has used no CPU time."""
+    """Finds processes that have used no CPU time for a while."""
 
     def __init__(self) -> None:
-        self._since: dict[Key, tuple[int, float]] = {}  # CPU ticks, and the moment they were first seen
+        self._since: dict[Key, tuple[int, float]] = {}  # CPU ticks, and the time of their first sample
 
     def stalled(self, keys: Iterable[Key], now: float) -> list[Key]:
-        """Those of the processes that have been stalled for `STALLED_S`; call it about every second.
+        """Return the processes that have been stalled for `STALLED_S`; call this about every second.
 
         Raises:
             OSError: no descriptor or memory is free.
@@ -83,17 +82,17 @@ class StallDetector:
         return found
 
     def keep(self, keys: Iterable[Key]) -> None:
-        """Forget every process but these."""
+        """Forget all processes except these."""
         kept = set(keys)
         self._since = {key: seen for key, seen in self._since.items() if key in kept}
 
 
 def _waiting_elsewhere(key: Key) -> int | None:
-    """CPU ticks of a process with its main thread in no usual system call; None for any other."""
+    """Return the CPU ticks of a process, or None if its main thread runs or is in one of `_WAITS`."""
     fields = procfs.stat_fields(key[0])
     if not fields or int(fields[procfs.START_TICKS]) != key[1] or fields[procfs.STATE] != b"S":
         return None
-    # The number first; "running" has none, and without ptrace access the file is empty.
+    # The number comes first; "running" stands instead of it, and without ptrace access the file is empty.
     number = procfs.read(key[0], "syscall", _SYSCALL_BYTES).split(b" ", 1)[0]
     if not number.isdigit() or int(number) in _WAITS.get(platform.machine(), ()):
         return None
@@ -110,7 +109,7 @@ STALL_POLL_S = 1.0
 
 
 class WakeDetector:
-    """Watches the counters of suspended leases, in its own thread."""
+    """Watches the counters of suspended leases; `run` needs its own thread."""
 
     def __init__(self, registry: LeaseRegistry, events: Events) -> None:
         self._registry = registry
@@ -127,27 +126,27 @@ class WakeDetector:
                 self._registry.suspended.clear()
                 continue
             now = time.monotonic()
-            look_for_stalls = now >= stalls_at
-            if look_for_stalls:
+            stalls_are_due = now >= stalls_at
+            if stalls_are_due:
                 stalls_at = now + STALL_POLL_S
                 self._stalls.keep(key for lease in suspended for key in lease.parked)
             for lease in suspended:
                 try:
                     self.compare(lease, now)
-                    if look_for_stalls:
-                        self.look_for_stalls(lease, now)
+                    if stalls_are_due:
+                        self.check_stall(lease, now)
                 except Exception:  # the outermost loop: one lease must not keep others suspended
                     log.exception("lease=%s cannot be checked for calls", lease.name)
             time.sleep(POLL_S)
 
     def compare(self, lease: HelperLease, now: float) -> None:
-        """Compare one lease's counters, and publish when it is wanted."""
+        """Compare the counters of one lease, and publish an event if it is wanted."""
         raw = lease.files.raw_account()
         if raw == lease.compared_account and (not lease.wanted or now - lease.wanted_published_at < REPEAT_S):
             return
         account = lease.files.parse(raw)
         if account is None:
-            # Better awake than hung: whether a call waits is not known any more.
+            # Whether a call waits is unknown now, and awake is better than hung.
             called, reason = True, "its account file is broken"
         else:
             counters = account.counters()
@@ -161,8 +160,8 @@ class WakeDetector:
         if is_new or now - lease.wanted_published_at >= REPEAT_S:
             self._publish(lease, reason, now, queries_only=not called)
 
-    def look_for_stalls(self, lease: HelperLease, now: float) -> None:
-        """Note whether a process of one lease is stalled now."""
+    def check_stall(self, lease: HelperLease, now: float) -> None:
+        """Store whether a process of one lease is stalled now."""
         stalled = self._stalls.stalled(list(lease.parked), now)
         if stalled and not lease.stalled:
             log.info("lease=%s process=%d waits without a counted call", lease.name, stalled[0][0])
@@ -180,52 +179,52 @@ class WakeDetector:
         )
 
 
-# ---- resume a lease that is wanted while no broker can record that: it hangs, restarts or cannot store
-# A lease that the broker allowed beforehand (`SetLimit.unattended`: a session on capacity of its
-# own) is resumed by the helper itself while no broker answers, for a counted call (queries alone
-# are the broker's to judge).  A broker that answers, but whose database takes nothing, asks for it
-# (`Resume.unrecorded`).  In both cases:
+# ---- resume a wanted lease while no broker can record it, because it hangs, restarts or cannot store
+# While no broker answers, the helper itself resumes a lease that the broker allowed beforehand
+# (`SetLimit.unattended`: a session on its own capacity).  Only a counted call wakes it; queries
+# alone are for the broker to judge.  A broker that answers, but cannot write to its database,
+# requests the resume (`Resume.unrecorded`).  In both cases:
 #
-# * A lease that has ended gives its part of the devices back, whether the broker could record its
-#   end or not: it is put to sleep, which moves nothing, is in the journal first, and keeps what
-#   carries its name from the GPU.  So is a job of which only the runner has begun: the broker
+# * A lease that has ended frees its part of the devices, whether or not the broker could record its
+#   end.  It is suspended, which moves nothing and is in the journal first; then no process that
+#   carries its name gets the GPU.  A job is suspended too if only its runner has begun; the broker
 #   resumes it.
-# * The lease is resumed only where `LeaseRegistry.claim` then finds its part of the devices free
-#   and no borrower on them, and as any other only into memory that the driver shows free
-#   (`reservations`).  Where one of these is not known, nothing is done.
+# * The lease is resumed only if `LeaseRegistry.claim` then finds its part of the devices free
+#   and no borrower on them, and, like any other lease, only into memory that the driver shows free
+#   (`reservations`).  If one of these is unknown, nothing is done.
 # * The journal says so before it is done, and the broker reads it from the sample
 #   (`LeaseSample.unconfirmed`).
 
-LOOK_S = 1.0
-# How long a lease that has ended, and has nothing to move, may take to be put to sleep.
-REST_S = 2.0
+CHECK_S = 1.0
+# Suspending a lease that has ended and has nothing to move may take this long.
+SUSPEND_ENDED_S = 2.0
 
 
 class UnattendedResumes:
-    """Resumes wanted leases while no broker answers, in its own thread: driver calls may hang."""
+    """Resumes wanted leases while no broker answers; `run` needs its own thread, as driver calls may hang."""
 
     def __init__(self, registry: LeaseRegistry, mover: Mover) -> None:
         self._registry = registry
         self._mover = mover
 
     def run(self) -> None:
-        """Look every `LOOK_S`, for ever."""
+        """Check all leases every `CHECK_S`, for ever."""
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(CHECK_S)
             for lease in self._registry.all():
                 try:
-                    self.look(lease)
+                    self.check(lease)
                 except Exception:  # the outermost loop: one lease must not keep others suspended
                     log.exception("lease=%s cannot be resumed", lease.name)
 
-    def look(self, lease: HelperLease) -> None:
-        """Resume one lease if it is suspended, wanted, and may be resumed without the broker."""
+    def check(self, lease: HelperLease) -> None:
+        """Resume one lease if it is suspended and wanted, and may be resumed without the broker."""
         is_wanted = lease.phase is Phase.SUSPENDED and lease.wanted and not lease.queries_only
         is_due = is_wanted and lease.asked.unattended and self._registry.is_unattended()
         if not is_due or not lease.moving.acquire(blocking=False):
             return
         try:
-            moved = resume_unrecorded(self._registry, self._mover, lease, 0.0, asked=False)
+            moved = resume_unrecorded(self._registry, self._mover, lease, 0.0, by_broker=False)
         finally:
             lease.moving.release()
         if not moved.done and lease.stays_for != moved.reason:
@@ -236,20 +235,20 @@ class UnattendedResumes:
 
 
 def resume_unrecorded(
-    registry: LeaseRegistry, mover: Mover, lease: HelperLease, timeout_s: float, *, asked: bool
+    registry: LeaseRegistry, mover: Mover, lease: HelperLease, timeout_s: float, *, by_broker: bool
 ) -> MoveResult:
-    """Return the result of a resume that no broker has recorded; the caller holds the lease.
+    """Resume a lease without a record of the broker, and return the result; the caller holds the lease.
 
-    ``asked``: a broker asks for it.
+    ``by_broker``: a broker requests it.
     """
     if lease.unsettled:
-        mover.settle(lease)  # here, since what is suspended then has to be claimed
+        mover.settle(lease)  # before the claim, because a lease that this suspends has to be claimed
     if lease.unsettled:
         return refusal(Refusal.BUSY, UNFINISHED)
     if lease.phase is not Phase.SUSPENDED:
         return mover.resume(lease, timeout_s)
-    kept = [_put_to_sleep(mover, ended) for ended in _ended_beside(registry, lease)]
-    if not registry.claim(lease, asked=asked):
+    kept = [_suspend_ended(mover, ended) for ended in _ended_beside(registry, lease)]
+    if not registry.claim(lease, by_broker=by_broker):
         reasons = [reason for reason in kept if reason]
         reason = reasons[0] if reasons else "another lease has its part of the devices, or may get it"
         return refusal(Refusal.NO_MEMORY, reason)
@@ -264,9 +263,9 @@ def resume_unrecorded(
 
 
 def _ended_beside(registry: LeaseRegistry, lease: HelperLease) -> list[HelperLease]:
-    """Return leases on its devices that have ended, looked up now; the broker has not dropped them yet.
+    """Return the leases on its devices that have ended and that the broker has not dropped yet.
 
-    Nothing of them lives but, of a job, its runner, which uses no GPU: it reports the end, or the start.
+    Only the runner of a job may still live; it uses no GPU and reports the end or the start.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -283,14 +282,14 @@ def _ended_beside(registry: LeaseRegistry, lease: HelperLease) -> list[HelperLea
     ]
 
 
-def _put_to_sleep(mover: Mover, lease: HelperLease) -> str:
-    """Return why a lease that has ended keeps its part, or ""."""
+def _suspend_ended(mover: Mover, lease: HelperLease) -> str:
+    """Suspend a lease that has ended; return why it keeps its part of the devices, or ""."""
     if not lease.moving.acquire(blocking=False):
         return f"lease {lease.name} has ended and is being moved"
     try:
         if lease.dropped:
             return ""
-        moved = mover.suspend(lease, "", REST_S)
+        moved = mover.suspend(lease, "", SUSPEND_ENDED_S)
     finally:
         lease.moving.release()
     return "" if moved.done else f"lease {lease.name} has ended and keeps its part: {moved.reason}"

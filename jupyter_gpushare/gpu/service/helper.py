@@ -107,7 +107,7 @@ class Helper:
         self._mover = Mover(
             machine, self._registry, self._devices, self._health.out_of_step, options.park_before_kill
         )
-        canary = Canary(machine, cgroups, own_pids, self._mover.room)
+        canary = Canary(machine, cgroups, own_pids, self._mover.reserve)
         self._self_tests = SelfTests(machine, self._registry, self._devices, self._health, canary)
         self._wake_detector = WakeDetector(self._registry, machine.events)
         self._guests = Guests(machine, self._registry, self._devices, self._mover)

@@ -193,7 +193,7 @@ class Requests:
         if request.unrecorded and request.devices:
             raise InvalidRequest("a resume that is not recorded is on the lease's own devices")
         if request.unrecorded:
-            return resume_unrecorded(self._registry, self._mover, lease, request.timeout_s, asked=True)
+            return resume_unrecorded(self._registry, self._mover, lease, request.timeout_s, by_broker=True)
         limits = dict(zip(request.devices or lease.limits, lease.limits.values(), strict=False))
         if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, limits)):
             return refusal(Refusal.NO_MEMORY, reason)

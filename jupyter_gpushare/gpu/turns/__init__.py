@@ -1,1 +1,1 @@
-"""Shares of compute time: which lease of a device launches when."""
+"""Shares of compute time: which lease of a device may launch when."""

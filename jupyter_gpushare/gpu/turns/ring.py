@@ -1,26 +1,26 @@
-"""Decide whose turn it is: leases that compute on one device at the same time share its time by weight.
+"""Decide whose turn it is, so that leases that compute on one device together share its time by weight.
 
-The decision alone, without clocks, threads or files.  `TurnRing.step` gets what the leases do now
-(`Contender`) and answers the turn of each.  While one lease alone computes on its devices it has no
+This module decides only; it has no clocks, threads or files.  `TurnRing.step` gets what the leases do
+now (`Contender`) and returns the turn of each.  A lease that computes alone on its devices has no
 turns (`Turn.NONE`) and is never held.
 
-* **Order.**  A lease has a virtual time on each of its devices: the time of it that it got, divided by
-  its share (stride scheduling, Waldspurger and Weihl 1995).  The lowest goes first, as compared with
-  the virtual time of the device (the lowest of those that compute there).  A lease that has not computed
-  for a while comes back at the latter, less at most `CREDIT_S` of what it left: then it gets the next
-  turn, and the one that runs ends early.
-* **Length.**  Of a round of at most `ROUND_S` each lease gets its part by weight, from `SHORTEST_S` to
-  `LONGEST_S`.  A light lease whose part is shorter than that skips rounds, by its virtual time.
-* **End.**  A turn closes early enough for what the lease has in flight (`ahead_s`).  The next one
-  begins once the library has proved that nothing of it is left on the device, after `DRAIN_S` at most.
-* **Debt.**  A lease is charged until that proof, also beyond its turn: what runs over delays its next
-  turns (the deficit of Shreedhar and Varghese 1996).  Where several have work on a device, the driver
-  divides it equally between their *processes*, and so are they charged.
-* **fair** gives up a turn as soon as it has nothing to compute.  **strict** gets its share of the time
-  and no more, also alone: a token bucket of `LONGEST_S`.
-* A lease of several devices has its turn on all of them at once, and its place in the order is that on
-  the device where it got most: virtual times of two devices say nothing about each other.  Until
-  all of them are free no other turn begins on one that would not be over by then.
+* **Order.**  A lease has a virtual time on each of its devices: the device time that it got, divided by
+  its share (stride scheduling, Waldspurger and Weihl 1995).  The virtual time of a device is the lowest of
+  the leases that compute on it.  The lease with the lowest lead over its device goes first.  A lease that
+  computes again after a pause starts at the device's virtual time, minus at most `CREDIT_S` for time that
+  it did not use.  With such credit it gets the next turn, and the running turn ends early.
+* **Length.**  Each lease gets its part of a round of at most `ROUND_S` by weight, from `SHORTEST_S` to
+  `LONGEST_S`.  A lease whose part would be shorter skips rounds, because its virtual time runs ahead.
+* **End.**  A turn closes early enough for the work that the lease has in flight (`ahead_s`).  The next turn
+  begins once the library has proved that this work is done, or after `DRAIN_S`.
+* **Debt.**  A lease is charged until that proof, also after its turn: work that runs over delays its next
+  turns (the deficit of Shreedhar and Varghese 1996).  If several leases have work on a device, the driver
+  divides the device equally between their *processes*, and so does the charge.
+* A **fair** lease gives up its turn as soon as it has nothing to compute.  A **strict** lease never gets
+  more than its share of the time, even alone: it has a token bucket of `LONGEST_S`.
+* A lease of several devices has its turn on all of them at once.  Its place in the order is the one on the
+  device with its highest lead, because virtual times of two devices cannot be compared.  While it waits for
+  its devices, no turn begins on a free one of them that would not end in time.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ LONGEST_S = 0.2
 SHORTEST_S = 0.01
 ROUND_S = 0.4
 DRAIN_S = 0.1
-# How much work a lease may have in flight, of the length of its turn, and its bounds.
+# The work that a lease may have in flight: a fraction of the length of its turn, and a minimum.
 AHEAD_OF_TURN = 0.1
-LEAST_AHEAD_S = 0.002
-# What a lease left of its share before it computes again, and what it owes, count up to this much.
+MIN_AHEAD_S = 0.002
+# The maximum credit for time that a lease did not use, and the maximum debt.
 CREDIT_S = 0.1
 DEBT_S = 10.0
-# A lease of several devices, which gets less of one where it waits for another, is owed this much there.
+# A lease of several devices gets less of one device while it waits for another: its maximum credit for that.
 WAITED_S = 1.0
-# What a lease had in flight before it had turns is not charged out of its turns, for so long at most.
+# Work that was in flight before the lease had turns is not charged outside its turns for this long.
 FORGIVEN_S = 10.0
-# A step that comes later than this does not tell who computed since: the helper was stopped.
+# After a step that comes later than this, who computed since is unknown (the helper was stopped).
 LATE_S = 1.0
-# The time over which a measured share is a mean.
+# A measured share is the mean over this time.
 MEASURED_S = 60
-# For so long after the last competition a lease that is alone keeps its turn, ready for the next.
+# After the last competition a lease that is alone keeps its turns for this long, ready for the next rival.
 LINGER_S = 1.0
 _EPSILON = 1e-9
 
@@ -56,20 +56,20 @@ _EPSILON = 1e-9
 class Turn(enum.Enum):
     """What a lease may do on its devices."""
 
-    NONE = "none"  # go on: it is alone
+    NONE = "none"  # it is alone and may launch
     OPEN = "open"
     HELD = "held"
 
 
 @dataclass(frozen=True, slots=True)
 class Contender:
-    """What a lease does now, and what it is entitled to."""
+    """What a lease does now, and its share."""
 
     devices: tuple[str, ...]
     share: float  # of the time of each device: above 0, at most 1
     strict: bool = False
     busy: int = 0  # processes with work that is not proved to be done
-    waits: bool = False  # a call of it is held
+    waits: bool = False  # one of its calls is held
 
     @property
     def computes(self) -> bool:
@@ -83,15 +83,15 @@ class _Member:
     active: bool = False
     competes: bool = False
     virtual_s: dict[str, float] = field(default_factory=dict)  # by device
-    lead_s: float = 0.0  # of them over those of the devices, the most
+    lead_s: float = 0.0  # the highest lead over the virtual time of one of its devices
     arrived: int = 0  # a number that grows with each arrival
-    cuts: bool = False  # it has just begun to compute, and is owed time
+    cuts: bool = False  # it has just begun to compute, with credit, and ends a running turn early
     is_open: bool = False
     opened_at: float = 0.0
     ends_at: float = 0.0
     length_s: float = LONGEST_S
-    drains_since: float | None = None  # closed, and not proved to be done
-    # Processes with work from before it got a rival: out of its turns that is not charged, for a while.
+    drains_since: float | None = None  # when its turn closed with work that is not yet proved to be done
+    # Processes with work from before it had a rival; that work is not charged outside its turns.
     forgiven: int = 0
     forgiven_until: float = 0.0
     tokens_s: float = 0.0  # strict: device time that it may use
@@ -99,18 +99,18 @@ class _Member:
 
     @property
     def uses(self) -> int:
-        """Between how many processes of it a device divides its time."""
+        """The number of its processes among which a device divides its time."""
         return max(1, self.now.busy) if self.is_open else self.now.busy
 
     @property
     def holds(self) -> bool:
-        """Whether nobody else's turn may begin on its devices."""
+        """Whether it keeps turns of other leases from beginning on its devices."""
         return self.is_open or self.drains_since is not None
 
 
 @dataclass(slots=True)
 class _Second:
-    """A second in which a lease competed: for how long, and what it got."""
+    """A second in which a lease competed: the time that it competed, and the device time that it got."""
 
     number: int
     competed_s: float = 0.0
@@ -118,11 +118,11 @@ class _Second:
 
 
 class TurnRing:
-    """The turns of all leases of a machine.  Moments are seconds of one monotonic clock."""
+    """The turns of all leases of a machine; times are in seconds of one monotonic clock."""
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
-        # By device: those that compute there, the lowest of their virtual times, when last two competed.
+        # By device: the leases that compute on it, the lowest of their virtual times, the last competition.
         self._active: dict[str, list[_Member]] = {}
         self._virtual_s: dict[str, float] = {}
         self._contested_at: dict[str, float] = {}
@@ -130,9 +130,9 @@ class TurnRing:
         self._arrivals = 0
 
     def step(self, at: float, contenders: Mapping[str, Contender]) -> dict[str, Turn]:
-        """Return the turn of each lease from ``at`` on; one that is missing has left.
+        """Return the turn of each lease from ``at`` on; a lease missing from ``contenders`` is forgotten.
 
-        What happened since the step before is charged as that one left it.
+        The time since the last step is charged by the state that the last step left.
         """
         if self._at is not None:
             self._charge(at, min(LATE_S, max(0.0, at - self._at)))
@@ -160,9 +160,9 @@ class TurnRing:
         return {name: self._turn(member, at) for name, member in self._members.items()}
 
     def ahead_s(self, name: str) -> float:
-        """Return how much work, in seconds, a lease may have in flight.
+        """Return the seconds of work that a lease may have in flight.
 
-        One whose rivals do nothing for the moment has no more than its share: they wait for it when they
+        While its rivals do nothing this is limited by its share, because they wait for that work when they
         come back.
         """
         member = self._members.get(name)
@@ -172,13 +172,13 @@ class TurnRing:
 
     @property
     def is_draining(self) -> bool:
-        """Whether a turn has ended, and what is left of it on the device is waited for."""
+        """Whether a turn has closed whose work is not yet proved to be done."""
         return any(member.drains_since is not None for member in self._members.values())
 
     def measured_share(self, name: str, at: float) -> float | None:
-        """Return the part of its devices' time that a lease got while it competed within the last minute.
+        """Return the part of its devices' time that a lease got while it competed, in the last minute.
 
-        None: it did not compete.
+        None if it did not compete.
         """
         member = self._members.get(name)
         seconds = [s for s in member.history if s.number > int(at) - MEASURED_S] if member else []
@@ -191,7 +191,7 @@ class TurnRing:
         return Turn.OPEN if member.is_open else Turn.HELD
 
     def _is_quiet(self, member: _Member, at: float) -> bool:
-        """Whether nobody competed on its devices within `LINGER_S`."""
+        """Return whether there was no competition on its devices within `LINGER_S`."""
         return all(
             at - self._contested_at.get(device, -LINGER_S) >= LINGER_S for device in member.now.devices
         )
@@ -282,7 +282,8 @@ class TurnRing:
 
     def _begin(self, at: float) -> None:
         taken = {d: m for m in self._members.values() if m.holds for d in m.now.devices}
-        kept: dict[str, float] = {}  # devices that a lease of several waits for, and until when they are free
+        # Free devices that are kept for a lease of several devices, with the time at which it may begin.
+        kept: dict[str, float] = {}
         for member in sorted((m for m in self._members.values() if m.active and not m.holds), key=_order):
             if not self._may_run(member):
                 continue
@@ -290,7 +291,7 @@ class TurnRing:
             length_s = self._length_s(member)
             blockers = [taken[device] for device in devices if device in taken]
             if blockers:
-                # One that drains is done soon: a short turn beside it would block the other device next.
+                # A draining turn ends soon; a short turn on the free device would then block that device.
                 free_at = max(b.ends_at if b.is_open else at for b in blockers)
                 kept |= {d: max(free_at, kept.get(d, at)) for d in devices if d not in taken}
                 continue
@@ -315,10 +316,8 @@ class TurnRing:
         length_s = round_s * member.now.share / sum(shares)
         return max(SHORTEST_S, min(LONGEST_S, length_s))
 
-    # Who is beside it
-
     def _rivals(self, member: _Member) -> list[_Member]:
-        """The other leases that compute on a device of its own, as far as they may run."""
+        """Return the other leases that compute on one of its devices and may run."""
         others = {id(m): m for device in member.now.devices for m in self._active[device] if m is not member}
         return [m for m in others.values() if m.holds or self._may_run(m)]
 
@@ -328,7 +327,7 @@ def _bucket(now: Contender) -> float:
 
 
 def _ahead_s(length_s: float) -> float:
-    return max(LEAST_AHEAD_S, AHEAD_OF_TURN * length_s)
+    return max(MIN_AHEAD_S, AHEAD_OF_TURN * length_s)
 
 
 def _order(member: _Member) -> tuple[bool, float, int]:

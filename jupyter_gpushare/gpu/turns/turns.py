@@ -1,15 +1,15 @@
 """Open and close the turns of leases, in one thread.
 
 The thread reads from each account what the processes of a lease do, lets `TurnRing` decide, and
-writes each lease's turn into its limit page (`gpushare_lease.h`).  It looks every `CONTESTED_POLL_S` while
-leases compute in turns, and rarely otherwise.  It asks the driver nothing, and waits for nobody.
+writes each lease's turn into its limit page (`gpushare_lease.h`).  It does so every `CONTESTED_POLL_S` while
+leases compute in turns, and less often otherwise.  It calls no driver and never waits for anybody.
 
-An account is written by its lease's owner.  What it says decides about time that the lease is charged
-for, and a lease that lies is as one whose program goes around the library.
+The owner of a lease can write its account, and so can change the time that the lease is charged for.
+A lease that lies there counts like one whose program bypasses the library.
 
-* A process computes while it is not settled: its last look found something left to run, or a call was
-  counted since.  The library proves that only while there are turns.  So a process that is not looking, and
-  has counted nothing for `REST_S`, does not compute.
+* A process computes while it is not settled: the library's last check found work left to run, or the library
+  counted a call since.  The library checks only while there are turns.  So a process that does not
+  check, and has counted nothing for `REST_S`, does not compute.
 * A lease that is suspended, moved or dropped has no turns from the moment of that change
   (`HelperLease.enter`).
 """
@@ -32,24 +32,24 @@ from jupyter_gpushare.protocol.helper import ComputeShare, Phase
 log = logging.getLogger(__name__)
 
 CONTESTED_POLL_S = 0.002
-DRAINING_POLL_S = 0.0005  # while the end of a turn is waited for
+DRAINING_POLL_S = 0.0005  # while a turn drains
 POLL_S = 0.02  # while several leases on a device may compute
 IDLE_POLL_S = 0.2
-REST_PER_LOOK = 5.0  # at most a sixth of a processor
+PAUSE_PER_STEP = 5.0  # in durations of the step: the thread uses at most a sixth of a processor
 REST_S = 0.2
-# A thread that waits is believed for so long: it may have been ended within the wait.
+# A waiting thread may have ended within its wait, so a wait counts at most this long.
 WAIT_S = 60.0
-# A held lease gets a new word so often: the library goes on after 3 s without one.
+# The turn of a held lease is written anew this often; the library stops waiting 3 s after the last write.
 RENEW_S = 1.0
 SHOW_S = 0.5
-# A process of which the sampler has not heard yet counts for so long.
+# A process that the sampler has not seen yet counts for this long.
 NEW_S = 2.0
 _NUMBERS = 1 << 30
 
 
 @dataclass(slots=True)
 class _LeaseProcess:
-    """A process of a lease, as its account showed it."""
+    """A process of a lease, as its account shows it."""
 
     since: float
     work: int = -1
@@ -59,12 +59,12 @@ class _LeaseProcess:
 
 @dataclass(slots=True)
 class _Lease:
-    """What is kept about a lease while it may have turns."""
+    """The state of a lease while it may have turns."""
 
     lease: HelperLease
     seen: dict[Key, _LeaseProcess] = field(default_factory=dict)
     turn: Turn | None = None
-    # Begins at one that no helper before has written.
+    # Starts at a number that no earlier helper has written.
     number: int = field(default_factory=lambda: int(1000 * time.monotonic()))
     written_at: float = 0.0
 
@@ -73,7 +73,7 @@ class Turns:
     """The turns of all leases of this machine."""
 
     def __init__(self, registry: LeaseRegistry, devices: DeviceStates, *, proves_end: bool) -> None:
-        """``proves_end``: as in `Checkpoint`."""
+        """``proves_end``: see `Checkpoint`."""
         self._registry = registry
         self._devices = devices
         self._proves_end = proves_end
@@ -83,7 +83,7 @@ class Turns:
         self._shown_at = float("-inf")
 
     def _in_force(self, lease: HelperLease) -> tuple[ComputeShare, str]:
-        """Return how a lease shares time now, and why not as it was asked for ("": it does)."""
+        """Return how a lease shares time now, and why that is not what it requested ("" if it is)."""
         asked, _ = lease.shares_time
         if asked is ComputeShare.OFF:
             return asked, ""
@@ -91,18 +91,18 @@ class Turns:
         return (ComputeShare.OFF, reason) if reason else (asked, "")
 
     def run(self) -> None:
-        """Keep the turns for ever."""
+        """Open and close turns for ever."""
         while True:
             began_at, pause_s = time.monotonic(), IDLE_POLL_S
             try:
-                pause_s = self.look(began_at)
-            except Exception:  # the outermost loop: a held lease goes on after 3 s, but unfairly
+                pause_s = self.step(began_at)
+            except Exception:  # the outermost loop: a held lease continues after 3 s, but unfairly
                 log.exception("the turns of leases cannot be kept")
-            # With many leases a look takes milliseconds.
-            time.sleep(max(pause_s, REST_PER_LOOK * (time.monotonic() - began_at)))
+            # With many leases a step takes milliseconds.
+            time.sleep(max(pause_s, PAUSE_PER_STEP * (time.monotonic() - began_at)))
 
-    def look(self, at: float) -> float:
-        """Decide once what each lease may do, and write it; returns the time until the next look, s."""
+    def step(self, at: float) -> float:
+        """Decide once what each lease may do and write it; return the seconds until the next step."""
         asking = self._asking()
         for name in self._leases.keys() - {lease.name for lease in asking}:
             self._leave(self._leases.pop(name))
@@ -112,7 +112,7 @@ class Turns:
                 self._leases[lease.name] = _Lease(lease)
         self._show(at)
         leases = [lease for lease in asking if lease.time_share.compute_share is not ComputeShare.OFF]
-        # Nobody competes where only one lease is on a device.
+        # A lease that is alone on its devices does not compete.
         beside = Counter(uuid for lease in leases for uuid in lease.limits)
         contenders = {
             lease.name: self._contender(self._leases[lease.name], at)
@@ -122,18 +122,18 @@ class Turns:
         if any(contender.computes for contender in contenders.values()):
             self._computed_at = at
         turns = self._ring.step(at, contenders)
-        # Also where shares are not in force: the page of a new strict lease says that it is held.
+        # Also if shares are not in force, because the page of a new strict lease says that it is held.
         for lease in asking:
             self._write(self._leases[lease.name], turns.get(lease.name, Turn.NONE), at)
         if self._ring.is_draining:
             return DRAINING_POLL_S
-        # A strict lease has turns also while it computes nothing.
+        # A strict lease has turns even while it computes nothing.
         if at - self._computed_at < LINGER_S and any(turn is not Turn.NONE for turn in turns.values()):
             return CONTESTED_POLL_S
         return POLL_S if contenders else IDLE_POLL_S
 
     def _show(self, at: float) -> None:
-        """Note with each lease how it shares time: at once where that changes, what it got now and then."""
+        """Store in each lease how it shares time, at once, and its measured share, every `SHOW_S`."""
         is_due = at - self._shown_at >= SHOW_S
         self._shown_at = at if is_due else self._shown_at
         for lease in self._registry.all():
@@ -164,7 +164,7 @@ class Turns:
             seen = known.seen[slot.key] = before.get(slot.key) or _LeaseProcess(at)
             lives = slot.key in living
             if not lives and (seen.lived or at - seen.since > NEW_S):
-                continue  # it has ended, and its slot is not swept yet
+                continue  # it has ended, but its slot is not swept yet
             seen.lived |= lives
             if slot.work != seen.work:
                 seen.work, seen.worked_at = slot.work, at
@@ -190,6 +190,6 @@ class Turns:
             known.turn, known.written_at = turn, at
 
     def _leave(self, known: _Lease) -> None:
-        """Let a lease that shares no time any more go on."""
+        """Let a lease that no longer shares time launch freely."""
         if known.turn not in (None, Turn.NONE):
             known.lease.take_turn(NO_TURNS, known.lease.ahead_us)
