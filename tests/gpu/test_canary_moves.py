@@ -174,7 +174,7 @@ canary.Canary.examine = counting
 def test_a_move_without_room_is_tested_again_and_takes_nothing_away(equal: Machine) -> None:
     other = equal.worker(device=1, mib=79 * 1024)
     equal.start(examine=True, before=COUNTS)
-    assert says(equal) == [(True, False, canary.NO_ROOM), (False, False, canary.NO_MEMORY)]
+    assert says(equal) == [(True, False, canary.NO_MEMORY_ON_OTHER), (False, False, canary.NO_MEMORY)]
     seen = equal.log.read_text().count("tested 1")
     until(lambda: equal.log.read_text().count("tested 1") > seen + 1, "the full one is tested again")
     assert equal.log.read_text().count("tested 0") == 1  # it could move nowhere
@@ -201,7 +201,7 @@ canary.Canary.examine = failing
 def test_another_test_of_a_move_that_fails_takes_no_suspension_away(equal: Machine) -> None:
     other = equal.worker(device=1, mib=79 * 1024)
     equal.start(examine=True, before=FAILS_ONCE)
-    assert says(equal)[0] == (True, False, canary.NO_ROOM)
+    assert says(equal)[0] == (True, False, canary.NO_MEMORY_ON_OTHER)
     other.kill()
     until(lambda: says(equal)[0] == (True, False, "one bad moment"), "it is tested again")
 
@@ -211,7 +211,7 @@ def test_the_room_of_a_move_is_reserved_beside_what_is_kept_for_other_restores(e
     context_mib = 500
     other = equal.worker(device=1, mib=80 * 1024 - 800 - context_mib)
     equal.start(examine=True)
-    assert says(equal)[0] == (True, False, canary.NO_ROOM)
+    assert says(equal)[0] == (True, False, canary.NO_MEMORY_ON_OTHER)
     assert "(and a margin of 0.5 GiB) are needed on" in equal.log.read_text()
     other.kill()
     until(lambda: says(equal)[0] == (True, True, ""), "it has room")
@@ -259,7 +259,7 @@ def test_verdicts_of_a_helper_that_knew_no_moves_are_kept_and_moves_are_tested(e
     [
         Verdict(suspendable=True, movable=True),
         Verdict(suspendable=True, move_reason=canary.NO_OTHER),
-        Verdict(suspendable=True, move_reason=canary.NO_ROOM, move_final=False),
+        Verdict(suspendable=True, move_reason=canary.NO_MEMORY_ON_OTHER, move_final=False),
     ],
 )
 def test_what_is_known_of_moves_outlives_the_helper(verdict: Verdict) -> None:

@@ -1,26 +1,26 @@
-"""The self-test of one device: which levels hold, and does a process survive suspension?
+"""The self-test of one device: which limits hold, and whether a process survives suspension.
 
-A child (`driver.probe`: no descendant of the helper, another user where possible, with
-what frameworks use) holds at least 64 MiB in a lease of its own, asks for more than its
-limit, goes through a full cycle of suspension, and reads its memory back:
+A child process (`driver.probe`) uses the device as frameworks do.  It is no descendant of the
+helper, and runs as another user if possible.  It holds at least 64 MiB in its own lease, requests more
+than its limit, goes through a full cycle of suspension, and reads its memory back:
 
-* the library's level is offered only where the excess was denied, and where the
-  driver says how many bytes a process holds: the watchdog cannot compare otherwise;
-* the driver's cgroup limit only where a second child, in a cgroup and without the
-  library, was denied it; a MIG instance where the hardware denied it;
-* suspending only where the driver showed the child's bytes held and gone and they came
-  back the same, because a driver that damages them (or a platform that cannot: MIG,
-  MPS, some virtual GPUs) would damage a user's kernel next.
+* The library's level is offered only if the excess was denied and the driver reports the
+  bytes of processes, without which the watchdog cannot compare.
+* The driver's cgroup limit is offered only if a second child, in a cgroup and without the
+  library, was denied the excess.  A MIG instance is offered only if the hardware denied it.
+* Suspending is offered only if the driver showed the child's bytes held and then gone, and they
+  came back unchanged.  A driver that damages them (or an unsuited platform: MIG, MPS, some virtual
+  GPUs) would also damage a user's kernel.
 
-Then the child is suspended once more and restored on another device of the same model
-and memory, where it ends: processes are moved only from devices whose child came through.
-A move that fails takes nothing else away.
+Then the child is suspended once more, restored on another device of the same model and memory, and
+ended there.  Processes are moved only from devices whose child survived this.  A failed move
+affects no other part of the verdict.
 
-This is evidence, no proof: a framework may use what the child does not.
+This is evidence, not proof, because a framework may use features that the child does not.
 
-A verdict holds for one boot and one driver.  A helper that starts again while the
-devices are full uses the saved one: there may be no memory to test.  The test is
-repeated after an error of the driver (`health`).
+A verdict holds for one boot and one driver.  A helper that starts again uses the saved
+verdict, because full devices may have no memory for a test.  The test is repeated after an
+error of the driver (`health`).
 """
 
 from __future__ import annotations
@@ -56,24 +56,24 @@ from jupyter_gpushare.protocol.helper import Level
 log = logging.getLogger(__name__)
 
 CANARY_BYTES = 64 << 20
-# What the features of the child need beside it.
+# Memory for the features of the child.
 FEATURE_BYTES = 32 << 20
-# A context, the pattern, and as much again.
+# Twice a context and the pattern.
 FREE_BYTES = 1 << 30
-# PyTorch, where it is there, may be read from a cold disk.
+# If PyTorch is installed, it may be read from a cold disk.
 START_TIMEOUT_S = 180.0
 CALL_TIMEOUT_S = 30.0
-# The driver's list of processes may lag behind an allocation, or a checkpoint.
+# The driver's list of processes may lag behind an allocation or a checkpoint.
 SHOWN_TIMEOUT_S = 2.0
 NO_MEMORY = "no free memory on the device for its self-test"
-# The processes of a lease, and when their memory is gone, could not be recognised then.
+# Then the helper cannot recognise the processes of a lease, nor when their memory is gone.
 NO_PIDS = "the driver does not show processes by their pids here (a container without the host's?)"
 BLIND = "the driver does not say how much memory a process holds here"
-# The library limits all the same, but the watchdog cannot see a process that evades it.
+# The library still limits, but the watchdog cannot see a process that evades it.
 NO_WATCHDOG = f"{BLIND}, so the watchdog is blind"
 NO_OTHER = "no other device of the same model"
-NO_ROOM = "no free memory on the other device for the self-test of a move"
-# cuda.h has the pairs of `checkpoint.restore` since CUDA 13.0.
+NO_MEMORY_ON_OTHER = "no free memory on the other device for the self-test of a move"
+# CUDA 13.0 added the pairs of `checkpoint.restore` (cuda.h).
 FIRST_DRIVER_THAT_MOVES = 580
 PACKAGE_ROOT = Path(__file__).resolve().parents[3]
 
@@ -87,7 +87,7 @@ class Child:
     launcher: subprocess.Popen[bytes]
 
     def kill(self) -> None:
-        """End it and close its pipes."""
+        """End the child and close its pipes."""
         pidfd = procfs.open_pidfd(self.pid, self.start_ticks)
         if pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -96,7 +96,7 @@ class Child:
             os.close(pidfd)
         for pipe in (self.launcher.stdin, self.launcher.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # what was not read any more
+                with contextlib.suppress(OSError):  # unread data
                     pipe.close()
         with contextlib.suppress(ChildProcessError):  # this helper may be the init of its container
             os.waitpid(self.pid, os.WNOHANG)
@@ -110,19 +110,19 @@ class Canary:
         machine: Machine,
         cgroups: Cgroups,
         own_pids: set[int],
-        room: Callable[[Mapping[str, int], float], contextlib.AbstractContextManager[None]],
+        reserve: Callable[[Mapping[str, int], float], contextlib.AbstractContextManager[None]],
     ) -> None:
-        """``own_pids`` gets the pids of the children: the watchdog ignores them.
+        """``own_pids`` gets the pids of the children, so that the watchdog ignores them.
 
-        ``room`` reserves bytes by device for a restore beside those of leases (`Mover.room`).
+        ``reserve`` is `Mover.reserve`.
         """
         self._machine = machine
         self._cgroups = cgroups
         self._own_pids = own_pids
-        self._room = room
+        self._reserve = reserve
 
-    def has_room(self, gpu: DriverGpu) -> bool:
-        """Whether a device has free memory for a test.
+    def has_memory(self, gpu: DriverGpu) -> bool:
+        """Return whether a device has enough free memory for a test.
 
         Raises:
             DeviceError: the driver does not answer.
@@ -130,12 +130,12 @@ class Canary:
         return self._machine.nvml.free_bytes(gpu.uuid) >= min(FREE_BYTES, gpu.memory_bytes // 4)
 
     def examine(self, gpu: DriverGpu, other: DriverGpu | None) -> Verdict:
-        """The verdict on one device; takes seconds on a real one.
+        """Test one device and return the verdict; this takes seconds on a real device.
 
-        ``other``: a device of the same model and memory, to move to; None: there is none.
+        ``other`` is a device of the same model and memory to move to, or None if there is none.
         """
         try:
-            if not self.has_room(gpu):
+            if not self.has_memory(gpu):
                 return Verdict(
                     suspendable=False,
                     reason=NO_MEMORY,
@@ -159,7 +159,7 @@ class Canary:
             )
 
     def _mig(self, gpu: DriverGpu) -> Verdict:
-        """An instance: more than it has is denied by the hardware."""
+        """Test whether the hardware denies a child more than the memory of its MIG instance."""
         with self._child(gpu, gpu.memory_bytes, os.geteuid()) as (_, _digest, denied):
             why_not = "" if denied else "more than the instance's memory was granted"
         reason = "the driver cannot checkpoint on MIG"
@@ -201,7 +201,7 @@ class Canary:
         )
 
     def _cgroup(self, gpu: DriverGpu) -> str:
-        """Why the driver does not limit cgroups here; "" where it was seen to do so."""
+        """Return why the driver does not limit cgroups on this machine; "" if a test showed that it does."""
         if self._cgroups.unavailable:
             return self._cgroups.unavailable
         if gpu.memory_bytes < 4 * FREE_BYTES:
@@ -210,7 +210,7 @@ class Canary:
             return NO_MEMORY
         name = f"{SELF_TEST_PREFIX}{secrets.token_hex(8)}"
         try:
-            # A context and the pattern fit once; as much again does not, though the device has it.
+            # A context and the pattern fit once but not twice, although the device has the memory.
             path = self._cgroups.make(name, {gpu.uuid: FREE_BYTES}, {})
             with self._child(gpu, FREE_BYTES, os.geteuid(), None, str(path)) as (_, _digest, denied):
                 return "" if denied else "the driver granted a cgroup more than its limit"
@@ -232,7 +232,7 @@ class Canary:
         files: LeaseDirectory | None = None,
         cgroup: str = "",
     ) -> Iterator[tuple[Child, str, bool]]:
-        """A child that holds the pattern; with its digest, and whether the excess was denied.
+        """Run a child that holds the pattern; yield it, its digest, and whether the excess was denied.
 
         Raises:
             _Failed: it could not use the device.
@@ -240,7 +240,7 @@ class Canary:
         child = _start(gpu, excess_bytes, uid, files, cgroup)
         self._own_pids.add(child.pid)
         try:
-            _say(child, "go")
+            _send(child, "go")
             _, digest, denied, features = _answer(child, START_TIMEOUT_S, "ready", 4)
             log.info("device=%s self-test uid=%d features=%s", gpu.uuid, uid, features)
             yield child, digest, denied == "2"  # CUDA_ERROR_OUT_OF_MEMORY
@@ -249,7 +249,7 @@ class Canary:
             self._own_pids.discard(child.pid)
 
     def _cycle(self, child: Child, digest: str, gpu: DriverGpu, held: int | None) -> Verdict:
-        """Suspend and resume the child, which is shown with ``held`` bytes, and compare what it holds."""
+        """Suspend and resume the child and compare its memory; the driver shows ``held`` bytes of it."""
         nvml, checkpoint = self._machine.nvml, self._machine.checkpoint
         if held is None and child.pid not in nvml.processes(gpu.uuid):
             return Verdict(suspendable=False, reason=NO_PIDS, blind=True)
@@ -262,7 +262,7 @@ class Canary:
             halfway = time.monotonic()
             checkpoint.restore(child.pid, CALL_TIMEOUT_S)
             restored = time.monotonic()
-            self._go_on(child, digest)
+            self._unlock(child, digest)
             grown = (nvml.processes(gpu.uuid).get(child.pid) or held) - held
         except (DeviceError, OSError, _Failed) as error:
             log.warning("device=%s self-test failed: %s", gpu.uuid, error)
@@ -281,7 +281,7 @@ class Canary:
     def _moved(
         self, cycle: Verdict, child: Child, digest: str, gpu: DriverGpu, other: DriverGpu | None
     ) -> Verdict:
-        """The verdict with whether the child, which went through a cycle, can move to another device."""
+        """Add to the verdict ``cycle`` whether the child can move to another device."""
         driver = self._machine.nvml.driver
         if not cycle.suspendable:
             return replace(cycle, move_reason=cycle.reason)
@@ -295,36 +295,36 @@ class Canary:
             self._move(child, digest, gpu, other)
         except MoveRefused as error:
             log.info("device=%s self-test of a move to %s: %s", gpu.uuid, other.uuid, error)
-            return replace(cycle, move_reason=NO_ROOM, move_final=False)
+            return replace(cycle, move_reason=NO_MEMORY_ON_OTHER, move_final=False)
         except (DeviceError, OSError, _Failed) as error:
             log.warning("device=%s self-test of a move to %s failed: %s", gpu.uuid, other.uuid, error)
             return replace(cycle, move_reason=f"self-test of a move failed: {error}")
         return replace(cycle, movable=True)
 
     def _move(self, child: Child, digest: str, gpu: DriverGpu, other: DriverGpu) -> None:
-        """Suspend the child, resume it on another device, compare what it holds, and end it.
+        """Suspend the child, resume it on another device, compare its memory, and end it.
 
         Raises:
-            MoveRefused: there is no room.
-            DeviceError, OSError, _Failed: it did not work.
+            MoveRefused: the other device lacks free memory.
+            DeviceError, OSError, _Failed: the move failed.
         """
         nvml, checkpoint = self._machine.nvml, self._machine.checkpoint
         needed = nvml.processes(gpu.uuid).get(child.pid) or FREE_BYTES
-        before, there = (nvml.usage(each.uuid).unexplained_bytes for each in (gpu, other))
+        before, other_before = (nvml.usage(each.uuid).unexplained_bytes for each in (gpu, other))
         self._park(child, gpu)
-        with self._room({other.uuid: needed}, SHOWN_TIMEOUT_S):
+        with self._reserve({other.uuid: needed}, SHOWN_TIMEOUT_S):
             checkpoint.restore(child.pid, CALL_TIMEOUT_S, {gpu.uuid: other.uuid})
-        self._go_on(child, digest)
+        self._unlock(child, digest)
         if (self._shown(other, child.pid) or 0) < CANARY_BYTES:
             raise _Failed("the driver does not show its memory on the other device")
         if not self._gone(gpu, child.pid, before):
             raise _Failed("the driver still shows its memory on its first device")
-        # The other device may be tested next: memory that is freed late would hide what a child keeps.
+        # The other device may be tested next, and memory that is freed late would spoil that test.
         child.kill()
-        self._gone(other, child.pid, there)
+        self._gone(other, child.pid, other_before)
 
     def _park(self, child: Child, gpu: DriverGpu) -> float:
-        """Suspend the child; the seconds that its checkpoint took.
+        """Suspend the child and return the seconds that its checkpoint took.
 
         Raises:
             DeviceError: a call failed.
@@ -339,20 +339,20 @@ class Canary:
             raise _Failed("the driver still shows its memory after the checkpoint")
         return took_s
 
-    def _go_on(self, child: Child, digest: str) -> None:
-        """Unlock the child, which was restored, and compare what it holds.
+    def _unlock(self, child: Child, digest: str) -> None:
+        """Unlock the restored child and compare its memory.
 
         Raises:
             DeviceError: the driver does not unlock it.
-            OSError, _Failed: it ended, or its memory is another.
+            OSError, _Failed: it has ended, or its memory has changed.
         """
         self._machine.checkpoint.unlock(child.pid)
-        _say(child, "check")
+        _send(child, "check")
         if _answer(child, CALL_TIMEOUT_S, "", 1) != [digest]:
             raise _Failed("its memory came back changed")
 
     def _shown(self, gpu: DriverGpu, pid: int) -> int | None:
-        """The child's bytes that the driver shows, `CANARY_BYTES` at least where it shows any; None: none."""
+        """Return the child's bytes that the driver shows, or None; wait until they reach `CANARY_BYTES`."""
         deadline = time.monotonic() + SHOWN_TIMEOUT_S
         while True:
             held = self._machine.nvml.processes(gpu.uuid).get(pid)
@@ -361,7 +361,7 @@ class Canary:
             time.sleep(0.05)
 
     def _gone(self, gpu: DriverGpu, pid: int, unexplained_before: int) -> bool:
-        """Whether the child's bytes are gone: from the list of processes, and from what is used."""
+        """Wait until the driver shows no bytes of the child, by process or as used; False on timeout."""
         deadline = time.monotonic() + SHOWN_TIMEOUT_S
         while True:
             usage = self._machine.nvml.usage(gpu.uuid)
@@ -379,7 +379,7 @@ class _Failed(Exception):
 
 
 def _context_bytes(held: int | None, account: AccountFile | None, child: Key) -> int:
-    """Bytes that the driver shows of a process beyond what the library counted; 0: it counted nothing."""
+    """Return the bytes of a process beyond those that the library counts; 0 if it counts none."""
     counted = sum(account.held().get(child, ())) if account else 0
     return max(0, held - counted) if held and counted else 0
 
@@ -393,7 +393,7 @@ def _start(gpu: DriverGpu, excess_bytes: int, uid: int, files: LeaseDirectory | 
     environment |= {"CUDA_VISIBLE_DEVICES": gpu.uuid, "PYTHONPATH": str(PACKAGE_ROOT)}
     if files is not None:
         environment |= {"GPUSHARE_LEASE": files.path.name, "GPUSHARE_LEASE_DIR": str(files.path)}
-        with contextlib.suppress(GpuShareError):  # not built: the limit is not enforced, and the test says so
+        with contextlib.suppress(GpuShareError):  # not built; the test then shows that no limit is enforced
             environment["LD_PRELOAD"] = str(native.preload_path())
     module = ["-m", probe.__name__, str(CANARY_BYTES), str(excess_bytes), str(uid)]
     launcher = subprocess.Popen(
@@ -414,17 +414,17 @@ def _start(gpu: DriverGpu, excess_bytes: int, uid: int, files: LeaseDirectory | 
         raise
 
 
-def _say(child: Child, word: str) -> None:
+def _send(child: Child, command: str) -> None:
     assert child.launcher.stdin is not None
-    child.launcher.stdin.write(f"{word}\n".encode())
+    child.launcher.stdin.write(f"{command}\n".encode())
     child.launcher.stdin.flush()
 
 
 def _answer(child: Child, timeout_s: float, first: str, words: int) -> list[str]:
-    """The words of the child's next line.
+    """Return the words of the child's next line.
 
     Raises:
-        _Failed: it ended, took too long, or said something else.
+        _Failed: it ended, took too long, or sent something else.
     """
     stdout = child.launcher.stdout
     assert stdout is not None

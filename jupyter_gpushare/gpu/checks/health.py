@@ -2,20 +2,20 @@
 
 A device is taken out of service (*drained*) when the driver loses it or does not
 answer for it, when its count of uncorrectable memory errors grows, when it
-reports an XID that asks for a reset, or while the driver asks for a recovery action
-(a reset of the GPU, a reboot).  Nothing new is placed on it, nothing is
-suspended or restored there.  It comes back only after the self-test of `canary`
-passed on it, tried again after `RETRY_S`, then after twice as long each time.
+reports an XID that requires a reset, or while the driver requests a recovery action
+(a reset of the GPU, a reboot).  Nothing new is placed on a drained device, and nothing is
+suspended or restored there.  It returns only after the self-test of `canary` has
+passed on it.  The test is retried after `RETRY_S`, then after twice as long each time.
 
-XIDs caused by an application, or that ask for nothing, drain nothing
-(`APPLICATION_XIDS`: those that NVIDIA's catalog, docs.nvidia.com/deploy/xid-errors,
-"Analyzing Xid Errors", answers with RESTART_APP or IGNORE).  All others do: an
-unknown XID costs one self-test.  XID 154 (recovery action changed) may mean that a
-reset is required, so it is none of them.  While an action is asked for no self-test is
-made: it could pass on a GPU that the driver does not trust.
+XIDs that an application causes, or that need no action, do not drain a device
+(`APPLICATION_XIDS`: NVIDIA's catalog, docs.nvidia.com/deploy/xid-errors, "Analyzing Xid
+Errors", answers them with RESTART_APP or IGNORE).  All other XIDs do; an unknown XID costs
+one self-test.  XID 154 (recovery action changed) may mean that a reset is required, so it
+drains too.  While the driver requests an action there is no self-test, because it could pass
+on a GPU that the driver does not trust.
 
-A device is drained as well while it has a process with which the driver is out of step (`moves.steps`),
-and not tested before that process has ended or runs again.
+A device is also drained while it has a process with which the driver is out of step (`moves.steps`).
+It is not tested until that process has ended or runs again.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 
 RETRY_S = 30.0
 MAX_RETRY_S = 3600.0
-# One wait for events; so long a restart of the driver may take to be noticed.
+# Duration of one wait for events, after which a restart of the driver is noticed.
 EVENT_WAIT_MS = 500
-# After an error of the wait itself, before the events are asked for again.
+# Pause after an error of the wait itself.
 EVENT_RETRY_S = 1.0
 
 APPLICATION_XIDS = frozenset(
@@ -82,26 +82,26 @@ class HealthChecks:
         self._registry = registry
         self._devices = devices
         self._guard = threading.Lock()
-        self._drained: dict[str, float] = {}  # when each device that is out of service is tested again
+        self._drained: dict[str, float] = {}  # time of the next test, by drained device
         self._ecc: dict[str, int] = {}
         self._recovery_actions: dict[str, int] = {}
-        self._waits: dict[str, tuple[float, float]] = {}  # the last wait of each device, and when it began
+        self._waits: dict[str, tuple[float, float]] = {}  # length and start of the last wait, by device
         self._restarted = False
 
     def due(self, uuid: str, now: float) -> bool:
-        """Whether a drained device may be tested now."""
+        """Return whether a drained device may be tested now."""
         test_at = self._drained.get(uuid)
         if test_at is None or now < test_at or self._recovery_actions.get(uuid):
             return False
         return not any(uuid in lease.out_of_step for lease in self._registry.all())
 
     def out_of_step(self, lease: HelperLease) -> None:
-        """Drain the devices of processes of a lease with which the driver is out of step."""
+        """Drain the devices of a lease's processes with which the driver is out of step."""
         for uuid, pid in lease.out_of_step.items():
             self.drain(uuid, f"the driver fails at every call about process {pid}")
 
     def errors(self, uuid: str, count: int | None) -> None:
-        """Drain a device when its count of uncorrectable memory errors grew; None: not counted."""
+        """Drain a device if its count of uncorrectable memory errors has grown; None if not counted."""
         if count is None:
             return
         before = self._ecc.get(uuid, count)
@@ -110,39 +110,39 @@ class HealthChecks:
             self.drain(uuid, f"{count - before} uncorrectable memory error(s)")
 
     def recovery(self, uuid: str, action: int | None) -> None:
-        """Drain a device for as long as the driver asks for a recovery action; None: not reported."""
+        """Drain a device while the driver requests a recovery action; None if not reported."""
         if action is None or action == self._recovery_actions.get(uuid, 0):
             return
         self._recovery_actions[uuid] = action
         if not action:
             return
         reason = f"the driver asks to {RECOVERY_WORDS.get(action, f'take recovery action {action}')}"
-        self.drain(uuid, reason, says_more=True)  # than a symptom: it says what to do
+        self.drain(uuid, reason, overrides=True)  # a symptom does not say what to do
 
     def xid(self, uuid: str, code: int) -> None:
-        """Drain a device that reported an XID, unless its cause is an application."""
-        word = XID_WORDS.get(code, "see NVIDIA's catalog of XIDs")
+        """Drain a device that reported an XID, unless an application caused it."""
+        meaning = XID_WORDS.get(code, "see NVIDIA's catalog of XIDs")
         if code in APPLICATION_XIDS:
             log.warning("device=%s xid=%d of an application, the device stays in service", uuid, code)
         else:
-            self.drain(uuid, f"XID {code}: {word}")
+            self.drain(uuid, f"XID {code}: {meaning}")
 
-    def drain(self, uuid: str, reason: str, *, says_more: bool = False) -> None:
-        """Take a device out of service; one that is already keeps its reason unless this ``says_more``."""
+    def drain(self, uuid: str, reason: str, *, overrides: bool = False) -> None:
+        """Take a device out of service; if it already is, only a reason that ``overrides`` is stored."""
         now = time.monotonic()
         with self._guard:
             if uuid not in self._drained:
                 wait_s, at = self._waits.get(uuid, (0.0, now))
-                # Failed again soon after the last time: wait longer.
+                # It has failed again soon after the last time, so the wait is longer.
                 wait_s = min(2 * wait_s, MAX_RETRY_S) if now - at < 2 * MAX_RETRY_S else 0.0
                 self._wait(uuid, max(wait_s, RETRY_S), now)
-            elif not says_more:
+            elif not overrides:
                 return
             self._devices.set_out_of_service(uuid, reason)
         self._publish(uuid, reason, healthy=False)
 
     def failed(self, uuid: str, why: str) -> None:
-        """Test a drained device again, later than last time."""
+        """Schedule the next test of a drained device, after twice the last wait."""
         now = time.monotonic()
         with self._guard:
             if uuid not in self._drained:
@@ -166,7 +166,7 @@ class HealthChecks:
         self.drain(uuid, str(error))
 
     def run(self) -> None:
-        """Wait for the devices' events for ever, in its own thread: the wait may hang."""
+        """Wait for the devices' events for ever; needs its own thread, because the wait may hang."""
         while True:
             try:
                 if self._restarted:
@@ -197,10 +197,10 @@ class HealthChecks:
 
     def _publish(self, uuid: str, reason: str, *, healthy: bool) -> None:
         log.warning("device=%s healthy=%s reason=%s", uuid, healthy, reason or "self-test passed")
-        word = "true" if healthy else "false"
-        self._events.publish(EventKind.DEVICE, device=uuid, reason=reason, fields={"healthy": word})
+        value = "true" if healthy else "false"
+        self._events.publish(EventKind.DEVICE, device=uuid, reason=reason, fields={"healthy": value})
         for lease in self._registry.all():
             if uuid in lease.limits:
                 self._events.publish(
-                    EventKind.DEVICE, lease=lease.name, device=uuid, reason=reason, fields={"healthy": word}
+                    EventKind.DEVICE, lease=lease.name, device=uuid, reason=reason, fields={"healthy": value}
                 )

@@ -1,8 +1,8 @@
-"""When each device is tested, and what follows from a verdict.
+"""Run the self-tests of devices and apply the verdicts.
 
-At start, unless a verdict of this boot and driver was saved; again while there was
-no memory for the test; again when the driver failed on the device; and before a
-device that was out of service comes back (`health`).
+A device is tested at start, unless a verdict of this boot and driver was saved.  It is tested
+again if there was no memory for the test, if the driver failed on it, and before it returns
+to service (`health`).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from jupyter_gpushare.protocol.helper import EventKind
 
 log = logging.getLogger(__name__)
 
-# How long until a device that could not be tested is tried again; twice as long each time.
+# Pause before a device that could not be tested is tried again; it doubles each time.
 RETRY_S = 30.0
 MAX_RETRY_S = 600.0
-# How often a device that is out of service is considered.
+# Devices that are out of service are checked this often.
 DRAINED_POLL_S = 1.0
 
 
@@ -48,16 +48,16 @@ class SelfTests:
         self._first = threading.Event()
 
     def wait_first(self, timeout_s: float) -> None:
-        """Wait for the tests at start, bounded."""
+        """Wait at most ``timeout_s`` for the tests at start."""
         self._first.wait(timeout_s)
 
     def forget_deaths(self) -> None:
-        """Let the next helper try devices again on which processes ended (`devices`)."""
+        """Let the next helper test the devices again on which the driver ended processes (`devices`)."""
         self._devices.forget_deaths()
         self._save()
 
     def load(self) -> None:
-        """Take over the verdicts that an earlier helper saved."""
+        """Load the verdicts that an earlier helper saved."""
         machine = self._machine
         key = f"{machine.state.boot_id} {machine.nvml.driver} {machine.simulated}"
         self._devices.load(machine.state.devices(), key)
@@ -70,34 +70,34 @@ class SelfTests:
         wait_s, untested_at = RETRY_S, time.monotonic()
         while True:
             due.clear()
-            again = time.monotonic() >= untested_at
+            retries = time.monotonic() >= untested_at
             for gpu in self._machine.nvml.gpus:
-                if self._is_due(gpu, again):
+                if self._is_due(gpu, retries):
                     self._examine(gpu)
             self._save()
             self._first.set()
             untested = not devices.all_complete()
-            if again:
+            if retries:
                 untested_at = time.monotonic() + wait_s
                 wait_s = min(2 * wait_s, MAX_RETRY_S) if untested else RETRY_S
             drained = any(devices.out_of_service(gpu.uuid) for gpu in self._machine.nvml.gpus)
             due.wait(DRAINED_POLL_S if drained else untested_at - time.monotonic() if untested else None)
 
-    def _is_due(self, gpu: DriverGpu, again: bool) -> bool:
+    def _is_due(self, gpu: DriverGpu, retries: bool) -> bool:
         if self._devices.out_of_service(gpu.uuid):
             return self._health.due(gpu.uuid, time.monotonic())
         verdict = self._devices.verdict(gpu.uuid)
         if verdict is UNTESTED or self._devices.is_doubted(gpu.uuid):
             return True
-        # The other device may have been out of service.
+        # At the last test the other device may have been out of service.
         other = self._other(gpu)
         if verdict.move_reason == NO_OTHER and other is not None:
             return True
-        has_room = not verdict.final or other is None or self._canary.has_room(other)
-        return again and not verdict.is_complete and has_room
+        has_memory = not verdict.final or other is None or self._canary.has_memory(other)
+        return retries and not verdict.is_complete and has_memory
 
     def _other(self, gpu: DriverGpu) -> DriverGpu | None:
-        """The next device in service of the same model and memory, so that each is the target of one test."""
+        """Return the next equal device in service: each device is then the target of one test."""
         gpus = self._machine.nvml.gpus
         at = gpus.index(gpu)
         for each in gpus[at + 1 :] + gpus[:at]:
@@ -113,7 +113,7 @@ class SelfTests:
         )
         verdict = self._canary.examine(gpu, self._other(gpu))
         if only_move:
-            # What is known of the device itself holds, whatever this test saw.
+            # This test changes only what is known about moves, not about the device itself.
             verdict = replace(
                 known,
                 movable=verdict.movable,

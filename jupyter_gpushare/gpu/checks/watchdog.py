@@ -1,25 +1,23 @@
 """Compare the memory that the driver shows with what was granted.
 
 The preload library is cooperative, so this check does not rely on it.  Two things are
-reported and, the first by choice (``--watchdog stop``), ended:
+reported and stopped, the first only with ``--watchdog stop``:
 
-* a lease with more memory on a device than its limit in two samples in a row
-  (anything at all while it is suspended, or on a device that is not its own);
+* a lease with more memory on a device than its limit, in two samples in a row
+  (any memory while it is suspended, or on a device that is not its own);
 * a process without a lease on a device (`unleased`).
 
-Until either is over, the device takes no new lease (`Watchdog.closed`).
+Until this is over, the device takes no new lease (`Watchdog.closed`).
 
-Stopping hits one process, through its pidfd: of a lease over its limit the one
-that holds most beyond what the library counts for it, and only if that is more
-than contexts explain.  The account is written by its owner: it can only shift the
-blame inside its own lease.
-
-Never the leader of a lease (the server or the job itself), a process with saved memory, or a process of
-another lease.  First SIGTERM, SIGKILL when it still runs `GRACE_S` later.
+In a lease over its limit one process is stopped, through its pidfd: the one with the most
+memory beyond what the library counts for it, and only if that is more than contexts
+explain.  The owner can write the account, but can only shift the blame within the lease.
+Never stopped are the leader of a lease (the server or the job itself), a process with saved memory, and
+a process of another lease.  The process gets SIGTERM, and SIGKILL if it still runs `GRACE_S` later.
 ``warn`` only reports; ``off`` does nothing.
 
-On a device where the driver does not say how many bytes a process holds, nothing can
-be compared: the watchdog is blind there, which the sample says (`DeviceSample.blind`).
+If the driver does not report the bytes of processes on a device, nothing can be compared.
+The watchdog is blind there, and the sample says so (`DeviceSample.blind`).
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ MAX_REMEMBERED = 1024
 
 
 class Watchdog:
-    """Compares one sample after the other with what was granted."""
+    """Compares each sample with what was granted."""
 
     def __init__(
         self, action: WatchdogAction, processes: Processes, events: Events, unleased: UnleasedProcesses
@@ -64,13 +62,14 @@ class Watchdog:
         self._stopping: dict[Key, float] = {}
 
     def over(self, lease: str) -> tuple[Overuse, ...]:
-        """Return what a lease held beyond its limits in the last two samples; in any thread."""
+        """Return what a lease held beyond its limits in the last two samples; callable from any thread."""
         return self._shown.get(lease, ())
 
     def closed(self, uuid: str) -> str:
-        """Return why a device takes no new lease, by the last two samples; empty: it does.  In any thread.
+        """Return why a device takes no new lease, by the last two samples; empty if it does.
 
-        Contexts of a lease on its own device close nothing: the library counts all else there.
+        Contexts of a lease on its own device do not close it; the library counts everything else there.
+        Callable from any thread.
         """
         for found in self._shown.values():
             if any(each.device == uuid and (each.pid or not each.limit_bytes) for each in found):
@@ -84,7 +83,7 @@ class Watchdog:
         now = time.monotonic()
         leases = list(leases)
         owner = {process.pid: lease.name for lease in leases for process in lease.processes}
-        # A device that is late is as it was.
+        # A device that has not answered keeps its last values.
         names = {lease.name for lease in leases}
         over = {key: used for key, used in self._over.items() if key[0] in names and key[1] not in usages}
         shown = {name: tuple(x for x in self.over(name) if x.device not in usages) for name in names}
@@ -107,10 +106,7 @@ class Watchdog:
     def _over_limit(
         self, lease: HelperLease, uuid: str, used: int, usage: DeviceReading, now: float
     ) -> Overuse:
-        """Report a lease over its limit, and stop a process of it under ``--watchdog stop``.
-
-        Returns what was seen.
-        """
+        """Report a lease over its limit, and stop a process with ``--watchdog stop``; return the overuse."""
         if lease.phase in (Phase.SUSPENDED, Phase.SUSPENDING):
             reason = f"uses {gibibytes(used)} of a device that is lent"
         else:
@@ -159,7 +155,7 @@ class Watchdog:
         return True
 
     def _kill_overdue(self, leases: Iterable[HelperLease], now: float) -> None:
-        # One that was suspended since has its memory in RAM; one that is about to be may have soon.
+        # A process that was suspended since then has its memory in RAM; a moving one may have it there soon.
         saved = {key for lease in leases for key in (*lease.parked, *lease.lost)}
         moving = {
             process.key for lease in leases if lease.phase is Phase.SUSPENDING for process in lease.processes
@@ -173,9 +169,10 @@ class Watchdog:
 
 
 def _unexplained(lease: HelperLease, uuid: str, usage: DeviceReading) -> list[Process]:
-    """Return the processes of a lease with memory that neither the library nor contexts explain, most first.
+    """Return the processes of a lease with memory that neither the library nor contexts explain.
 
-    Never one that has memory saved: what the driver shows of it is late.
+    The process with the most such memory comes first.  A process with saved memory is left out, because
+    the driver may show its memory too late.
     """
     counted = lease.counted_bytes(lease.account, uuid, (process.key for process in lease.processes))
     saved = {*lease.parked, *lease.lost}

@@ -1,4 +1,4 @@
-"""The helper's side of a connection: the broker's with its events, and those of seats."""
+"""The helper's side of its connections: with the broker, including events, and with seats."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Exchange:
         self._events = events
 
     def talk(self, lines: Lines) -> None:
-        """Answer requests until the peer closes the connection, or has sent a line that is too long.
+        """Answer requests until the peer closes the connection or sends a line that is too long.
 
         Raises:
             Closed: the peer closed it.
@@ -42,7 +42,7 @@ class Exchange:
             try:
                 verb, fields = request_of(line)
                 if verb == "watch":
-                    # The sample is taken after this, so no event is missed.
+                    # Before the sample is taken, so that no event is missed.
                     watcher = self._events.watch()
                 answer: dict[str, Any] = {"ok": True, "result": asdict(self._requests.answer(verb, fields))}
             except Exception as error:  # the outermost loop of this thread
@@ -76,7 +76,7 @@ def request_of(line: bytes) -> tuple[str, dict[str, Any]]:
     """Return the verb and the fields of a request.
 
     Raises:
-        InvalidRequest: it is none.
+        InvalidRequest: the line is not a request.
     """
     fields = decode(line)
     verb = fields.pop("verb", None)
@@ -100,7 +100,7 @@ def error_answer(error: Exception) -> dict[str, Any]:
     return {"ok": False, "error": {"kind": str(kind), "message": message, "call": call, "code": code}}
 
 
-# ---- the helper's socket for seats: the open connection is the seat (`protocol.seats`)
+# ---- the helper's socket for seats; an open connection is a seat (`protocol.seats`)
 
 POLL_S = 0.25
 
@@ -125,13 +125,13 @@ class SeatSocket:
         sit = self._seated(lines)
         if sit is None:
             return
-        self._tell(sit, "connected")
+        self._publish(sit, "connected")
         vacated = False
         try:
-            vacate = _asked(lines, lines.read(), "vacate", Vacate)
+            vacate = _expect(lines, lines.read(), "vacate", Vacate)
             if vacate is not None:
                 self._machine.seats.vacate(sit.seat, vacate.left_s)
-                self._tell(sit, "leaving")
+                self._publish(sit, "leaving")
                 lines.write(_answer(self._vacated(lines, sit)))
                 vacated = True
         finally:
@@ -139,10 +139,10 @@ class SeatSocket:
                 self._machine.seats.forget(sit.seat)
             else:
                 self._machine.seats.lose(sit.seat)
-            self._tell(sit, "gone" if vacated else "lost")
+            self._publish(sit, "gone" if vacated else "lost")
 
     def _seated(self, lines: Lines) -> Sit | None:
-        sit = _asked(lines, lines.read(), "sit", Sit)
+        sit = _expect(lines, lines.read(), "sit", Sit)
         if sit is None:
             return None
         try:
@@ -165,16 +165,16 @@ class SeatSocket:
                 raise Closed
             time.sleep(POLL_S)
 
-    def _tell(self, sit: Sit, state: str) -> None:
+    def _publish(self, sit: Sit, state: str) -> None:
         self._machine.events.publish(EventKind.SEAT, fields={"seat": sit.seat, "state": state})
 
 
-def _asked(lines: Lines, line: bytes, verb: str, kind: type[_Request]) -> _Request | None:
-    """Return the request, which has to be this verb; None after another one was refused."""
+def _expect(lines: Lines, line: bytes, verb: str, kind: type[_Request]) -> _Request | None:
+    """Return the request in a line; if it is no valid ``verb``, refuse it and return None."""
     try:
-        asked, fields = request_of(line)
-        if asked != verb:
-            raise HelperError(ErrorKind.UNKNOWN_VERB, f"expected {verb}, not {asked[:40]!r}")
+        requested, fields = request_of(line)
+        if requested != verb:
+            raise HelperError(ErrorKind.UNKNOWN_VERB, f"expected {verb}, not {requested[:40]!r}")
         return build(kind, fields)
     except (HelperError, InvalidRequest) as error:
         lines.write(encode(error_answer(error)))

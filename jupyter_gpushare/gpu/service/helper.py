@@ -1,12 +1,12 @@
 """The device helper: one process per GPU machine, the only one that touches the driver.
 
-Started by ``gpushare helper`` or ``python -m jupyter_gpushare.gpu.service.helper``.  It
+``gpushare helper`` or ``python -m jupyter_gpushare.gpu.service.helper`` starts it.  It
 outlives the broker.  When it ends, suspended leases stay suspended, limit pages
-stay in force, and the next helper takes both over from the state directory.
+stay in force, and the next helper adopts both from the state directory.
 
-One that is bound to its parent (`parent`: ``gpushare broker --respawn``) ends with it until it
-serves.  From then on it ends when its parent is gone, no broker asks (`registry.SILENT_S`) and no
-process of a lease lives.
+A helper that is bound to its parent (`parent`: ``gpushare broker --respawn``) ends with the parent as long
+as it does not serve yet.  Once it serves, it ends when its parent is gone, no broker has sent a request for
+`registry.SILENT_S`, and no process of a lease lives.
 """
 
 from __future__ import annotations
@@ -59,21 +59,21 @@ from jupyter_gpushare.procfs import boot_id
 
 log = logging.getLogger(__name__)
 
-# How long a stop waits for a move in progress.
+# A stop waits this long for a move in progress.
 STOP_WAIT_S = 5.0
 STOP_LIMIT_S = 2.0
-# How often a helper looks whether it is needed.
-LOOK_S = 1.0
+# A helper that is bound to its parent checks this often whether it is needed.
+CHECK_S = 1.0
 
 
 class Helper:
-    """All parts of the helper, wired together; `start` makes them run."""
+    """All parts of the helper, wired together; `start` runs them."""
 
     def __init__(self, options: HelperOptions) -> None:
-        """Open the driver and take over what an earlier helper left.
+        """Open the driver and adopt the leases of an earlier helper.
 
         Raises:
-            GpuShareError: there is no driver, or another helper runs here.
+            GpuShareError: there is no driver, or another helper runs on this state directory.
         """
         self._options = options
         state = StateDirectory(options.state_dir, boot_id(), options.lease_dir)
@@ -172,43 +172,43 @@ class Helper:
         )  # fmt: skip
 
     def is_needed(self) -> bool:
-        """Return whether a broker asks, or a process of a lease lives."""
+        """Return whether a broker uses the helper or a process of a lease lives."""
         return not self._registry.is_unattended() or any(each.processes for each in self._registry.all())
 
     def stop(self) -> None:
-        """Stop serving; suspended leases stay suspended, lease files stay in place.
+        """Stop serving; suspended leases stay suspended, and lease files stay in place.
 
-        Device files get the rights back that they had.
+        Device files get their original rights back.
         """
         self._machine.files.restore()
         self._self_tests.forget_deaths()
         for server in (self._server, self._tcp, self._seats):
             if server is not None:
                 server.stop()
-        # No other move begins; those in progress, which are in the journal step by step, get a moment to end.
+        # No further move begins.  One in progress gets some time to end; the journal has each of its steps.
         for lease in [each for each in self._registry.all() if not each.moving.acquire(blocking=False)]:
             lease.moving.acquire(timeout=STOP_WAIT_S)
 
 
 def _gpu_pods(kubelet: Path) -> GpuPods:
-    """Return the pods that a kubelet lists on its socket.
+    """Return the list of pods of the kubelet with this socket.
 
     Raises:
-        GpuShareError: what this needs is not installed.
+        GpuShareError: a package that this needs is not installed.
     """
     pods: GpuPods = find_kube("node.pod_resources").KubeletPods(kubelet)
     return pods
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the helper until SIGTERM or SIGINT; 0 after a clean stop, 1 with a reason otherwise."""
+    """Run the helper until SIGTERM or SIGINT; return 1 and print a reason if it cannot start."""
     options = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr
     )
     stop_requested, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
-    # Any thread may get the signal; its number is written to the pipe.
+    # Any thread may get the signal; Python writes its number to the pipe.
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda _number, _frame: None)
@@ -224,24 +224,24 @@ def main(argv: Sequence[str] | None = None) -> int:
     starter = parent.release()
     stop = select.poll()  # select(2) takes no descriptor above 1,023
     stop.register(stop_requested, select.POLLIN)
-    while not stop.poll(LOOK_S * 1_000 if starter else None):
+    while not stop.poll(CHECK_S * 1_000 if starter else None):
         if os.getppid() != starter and not helper.is_needed():
             log.info("the process that started this helper is gone, and no broker or lease needs it")
             break
     systemd.stopping()
-    # A kill at any step loses nothing, so a call that hangs is not waited for longer than this.
+    # A kill at any step loses nothing, so a hanging call delays the stop no longer than this.
     limit = threading.Timer(STOP_LIMIT_S, os._exit, (0,))
     limit.daemon = True
     limit.start()
     helper.stop()
     log.info("helper stopped")
-    # Threads go on until here, and one that hangs in the driver must not keep the process alive.
+    # Threads still run, and one that hangs in the driver must not keep the process alive.
     sys.stderr.flush()
     os._exit(0)
 
 
 def _raise_descriptors() -> None:
-    """Raise the descriptor limit to the hard one: every process of a lease takes a pidfd."""
+    """Raise the descriptor limit to the hard limit, because every process of a lease needs a pidfd."""
     _soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

@@ -1,6 +1,6 @@
-"""One connection of the helper as lines.
+"""Read and write lines on a connection of the helper.
 
-Every wait has an end: a peer that neither reads nor finishes its line is disconnected.
+Every wait has a time limit: a peer that does not read or does not finish its line is disconnected.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import ssl
 
 from jupyter_gpushare.protocol.helper import MAX_LINE_BYTES
 
-# For the rest of a line once begun; for an answer to be read; for an idle peer.
+# Maximum time for the rest of a line, for the peer to read an answer, and for an idle peer.
 LINE_TIMEOUT_S = 30.0
 SEND_TIMEOUT_S = 10.0
 IDLE_TIMEOUT_S = 3600.0
@@ -24,13 +24,13 @@ class Lines:
     """Lines of a unix socket, or of TLS."""
 
     def __init__(self, peer: socket.socket, idle_s: float | None = IDLE_TIMEOUT_S) -> None:
-        """``idle_s``: how long the peer may be silent between lines; None: for ever."""
+        """``idle_s`` is the maximum time between two lines of the peer; None means no limit."""
         self._peer = peer
         self._idle_s = idle_s
         self._rest = bytearray()
 
     def read(self) -> bytes:
-        """Return the next line without its end, or the first bytes of one that is too long.
+        """Return the next line without its line break, or the first bytes of a line that is too long.
 
         Raises:
             Closed: the peer closed the connection.
@@ -50,7 +50,7 @@ class Lines:
         return line
 
     def write(self, line: bytes) -> None:
-        """Send a line, with its end, within `SEND_TIMEOUT_S`.
+        """Send ``line``, which ends with a line break, within `SEND_TIMEOUT_S`.
 
         Raises:
             OSError: the peer does not read it, or is gone.
@@ -59,7 +59,7 @@ class Lines:
         self._peer.sendall(line)
 
     def is_open(self) -> bool:
-        """Return whether the peer is connected; what it has sent stays to be read."""
+        """Return whether the peer is connected; `read` still returns what it has sent."""
         self._peer.setblocking(False)
         try:
             more = self._peer.recv(1)  # TLS has no MSG_PEEK

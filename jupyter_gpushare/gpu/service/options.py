@@ -18,7 +18,7 @@ from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER, TlsFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperOptions:
-    """How a helper is started."""
+    """The options of a helper."""
 
     state_dir: Path
     socket: Path
@@ -29,14 +29,14 @@ class HelperOptions:
     host_budget_percent: int = 50
     cgroup_root: Path | None = None
     own_device_files: bool = False
-    device_dir: Path | None = None  # None: /dev; of the simulated driver: there are none
+    device_dir: Path | None = None  # None: /dev, or no device files with the simulated driver
     park_before_kill: bool = False
     sample_s: float = 1.0
     endpoint: Endpoint | None = None  # for a broker on another machine
     seat_socket: Path | None = None  # leases need seats
     node: str = ""
-    library_dir: Path | None = None  # where the preload library is copied to
-    pod_resources: Path | None = None  # socket of the kubelet that lists pods with GPUs
+    library_dir: Path | None = None  # the preload library is copied into it
+    pod_resources: Path | None = None  # the kubelet's socket that lists pods with GPUs
 
 
 _EXAMPLES = (
@@ -189,7 +189,7 @@ def _parser() -> Parser:
 
 
 def _endpoint(given: argparse.Namespace) -> Endpoint | None:
-    """The TCP port that is asked for.
+    """Return the TCP endpoint of ``--listen``, or None without that option.
 
     Raises:
         GpuShareError: its options are wrong.
@@ -213,7 +213,7 @@ def _endpoint(given: argparse.Namespace) -> Endpoint | None:
 
 
 def parse(argv: Sequence[str]) -> HelperOptions:
-    """The options on a command line; exits with 2 and a usage line when they are wrong."""
+    """Return the options on a command line; exit with 2 and a usage line if they are wrong."""
     parser = _parser()
     given = parser.parse_args(argv)
     if not 0.05 <= given.sample_s <= 10:
@@ -233,7 +233,7 @@ def parse(argv: Sequence[str]) -> HelperOptions:
         "socket": given.socket or given.state_dir / "helper.sock",
         "allow_uids": frozenset(given.allow_uids),
         "unleased": StopRules(
-            # On Kubernetes the cluster placed it.
+            # On Kubernetes the cluster placed the process.
             stops=given.unleased == "stop" and not given.seat_socket,
             first_uid=given.stop_uids,
             ignore=tuple(given.watchdog_ignore),

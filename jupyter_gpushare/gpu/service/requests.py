@@ -1,8 +1,8 @@
 """The verbs of the device helper: each request is checked, fenced by its epoch and answered.
 
 Verbs that change something carry the broker's epoch (`protocol.helper`).  The epoch is
-on disk before the effect, and compared again once the lease is held, so that a
-request of an old broker that waited does nothing.
+on disk before the request takes effect, and is compared again once the lease is held.  So a
+delayed request of an old broker does nothing.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from jupyter_gpushare.protocol.seats import CountSeats
 
 log = logging.getLogger(__name__)
 
-# How long `inventory` waits for the self-tests that run at start; a `DEVICE` event follows a later end.
+# `inventory` waits this long for the self-tests at start; if they end later, a `DEVICE` event follows.
 CANARY_WAIT_S = 4.0
-# How long the answer to a move waits for a sample that shows it.
+# The answer to a move waits this long for a sample that shows the move.
 REFRESH_WAIT_S = 0.3
 SIGNAL_ROUNDS = 3
-# How long processes that are to be killed may take to come to rest.
+# Maximum duration of the suspension before a kill.
 PARK_TIMEOUT_S = 5.0
 
 
@@ -72,11 +72,11 @@ class Requests:
         self._watchdog = watchdog
 
     def answer(self, verb: str, fields: dict[str, Any]) -> Any:
-        """The answer to a request, a dataclass of `protocol.helper`.
+        """Return the answer to a request, a dataclass of `protocol.helper`.
 
         Raises:
             InvalidRequest: a field is missing, unknown or wrong.
-            HelperError: no such verb or lease, a stale epoch, or the lease is busy.
+            HelperError: the verb or lease is unknown, the epoch is stale, or the lease is busy.
             DeviceError: the driver failed.
         """
         epoch = fields.pop("epoch", None)
@@ -198,7 +198,7 @@ class Requests:
         if lease.phase is Phase.SUSPENDED and (reason := self._registry.conflict(lease.name, limits)):
             return refusal(Refusal.NO_MEMORY, reason)
         moved = self._guests.resume(lease, request.timeout_s, request.devices)
-        if moved.done or moved.refused is Refusal.LOST:  # else it may still be under way
+        if moved.done or moved.refused is Refusal.LOST:  # otherwise it may still be in progress
             self._registry.confirm(lease)
         return moved
 
@@ -235,7 +235,7 @@ class Requests:
         if number is signal.SIGKILL and request.to == "all":
             lease.killed = True
         sent: set[tuple[int, int]] = set()
-        # A process that forks while it is signalled leaves a child for the next round.
+        # A process may fork while it is signalled; the next round finds the child.
         for _ in range(1 if request.to == "leader" else SIGNAL_ROUNDS):
             targets = self._registry.living(request.lease)
             if request.to == "leader":
@@ -253,12 +253,12 @@ class Requests:
         return helper.Signalled(count=len(sent))
 
     def _end_process(self, request: EndProcess, epoch: int) -> helper.Signalled:
-        """End a process without a lease, for an administrator; `UnleasedProcesses` has the rules."""
+        """End a process without a lease for an administrator; see `UnleasedProcesses.end`."""
         self._watchdog.unleased.end(request.device, request.process, self._registry.all())
         return helper.Signalled(count=1)
 
     def _park(self, lease: HelperLease, epoch: int) -> None:
-        """Checkpoint a lease that is killed next; where that fails, it is killed all the same."""
+        """Suspend a lease before it is killed; log a failure, because it is killed in any case."""
         reason = "it is being moved"
         with contextlib.suppress(HelperError), self._registry.hold(lease, epoch):
             reason = self._mover.suspend(lease, "", PARK_TIMEOUT_S).reason

@@ -1,13 +1,13 @@
 """Measure every second, in one thread, and answer `sample` from memory.
 
-A pass asks all devices at once and waits for them only briefly (one that is late
-keeps its last values, one that hangs or fails is taken out of service: `health`),
-finds the processes of each lease, and reads each account.  A pass also runs at once
-when a process of a lease ended and after each move.
+A pass queries all devices at once and waits for them only briefly.  A device that is late
+keeps its last values; a device that hangs or fails is taken out of service (`health`).  The
+pass also finds the processes of each lease and reads each account.  A pass also runs
+when a process of a lease has ended, and after each move.
 
-Whether a process computed is asked from the driver per process; where it cannot
-say (MIG, some vGPUs), a busy device counts as activity of every lease with memory on
-it: better too active than suspended while computing.
+The driver says of each process whether it computed.  Where it cannot (MIG, some vGPUs), a
+busy device counts as activity of every lease with memory on it, so that no lease is
+suspended while it computes.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from jupyter_gpushare.protocol.helper import (
 
 log = logging.getLogger(__name__)
 
-# Of a lease, and of all leases together: a sample stays below `protocol.helper.MAX_LINE_BYTES`.
+# Per lease, and for all leases together, so that a sample stays below `protocol.helper.MAX_LINE_BYTES`.
 PROCESSES_SHOWN = 64
 PROCESSES_SHOWN_IN_ALL = 2048
-# Passes are at least so far apart.
+# Minimum time between two passes.
 PAUSE_S = 0.03
 SETTLE_EVERY_S = 5.0
-# Smaller changes of what contexts take are not written into the limit page.
+# Smaller changes of the bytes of contexts are not written into the limit page.
 CONTEXT_STEP_BYTES = 1 << 20
 
 
@@ -75,17 +75,17 @@ class Sampler:
         self._pass = threading.Condition()
         self._begun = 0
         self._ended = 0
-        self._asked = False
-        self._readings: dict[str, DeviceReading] = {}  # the newest of each device
-        self._last: dict[str, DeviceReading] = {}  # those of devices that have not failed since
-        self._late: frozenset[str] = frozenset()  # devices with a call that the last pass began
+        self._requested = False
+        self._readings: dict[str, DeviceReading] = {}  # the newest reading of each device
+        self._last: dict[str, DeviceReading] = {}  # only of devices that have not failed since
+        self._late: frozenset[str] = frozenset()  # devices that had not answered when the last pass ended
         self._at = 0.0
         self._host_available_bytes = 0
 
     # For other threads
 
     def sample(self) -> Sample:
-        """The last measurement; never asks the driver."""
+        """Return the last measurement, without a driver call."""
         leases = list(self._registry.all())
         pods = self._machine.kubelet.pods() if self._machine.kubelet else None
         shown = min(PROCESSES_SHOWN, PROCESSES_SHOWN_IN_ALL // max(1, len(leases)))
@@ -104,11 +104,11 @@ class Sampler:
         )
 
     def refresh(self, timeout_s: float) -> None:
-        """Request a pass that begins now, and wait for its end, bounded."""
+        """Request a pass that begins now, and wait at most ``timeout_s`` for its end."""
         with self._pass:
-            # One that runs already may have measured too early: the next one counts.
+            # A running pass may have measured too early, so the next pass counts.
             wanted = self._begun + 1
-            self._asked = True
+            self._requested = True
             self._pass.notify_all()
             self._pass.wait_for(lambda: self._ended >= wanted, timeout_s)
 
@@ -118,7 +118,7 @@ class Sampler:
         """Measure for ever."""
         while True:
             with self._pass:
-                self._asked = False
+                self._requested = False
                 self._begun += 1
             try:
                 self.measure()
@@ -127,17 +127,17 @@ class Sampler:
             with self._pass:
                 self._ended = self._begun
                 self._pass.notify_all()
-                self._pass.wait_for(lambda: self._asked, self._period_s)
+                self._pass.wait_for(lambda: self._requested, self._period_s)
             time.sleep(PAUSE_S)
 
     def run_exits(self) -> None:
-        """Request a pass whenever a process of a lease ended, for ever."""
+        """Request a pass whenever a process of a lease has ended, for ever."""
         while True:
             if self._machine.processes.wait_exit(30.0):
                 self.refresh(self._period_s)
 
     def run_settle(self) -> None:
-        """Settle leases for ever, in a thread of its own: the driver calls may hang."""
+        """Settle leases for ever; needs its own thread, because the driver calls may hang."""
         while True:
             try:
                 self._settle()
@@ -146,20 +146,20 @@ class Sampler:
             time.sleep(SETTLE_EVERY_S)
 
     def measure(self) -> None:
-        """One pass; it shows what was true when it began."""
+        """Make one pass, which shows the state at its beginning."""
         began_at = time.monotonic()
         answers = self._machine.nvml.usages()
         for gpu in self._machine.nvml.gpus:
             self._device(gpu, answers[gpu.uuid], began_at)
         usages = {uuid: usage for uuid, usage in answers.items() if isinstance(usage, DeviceReading)}
-        # A device that is late keeps its last usage; one that failed has none.
+        # A late device keeps its last usage; a failed device has none.
         shown = {uuid: last for uuid, last in self._last.items() if answers[uuid] is None} | usages
         self._last = shown
         self._readings |= usages
         leases = list(self._registry.all())
         self._machine.processes.on_devices = {pid for usage in shown.values() for pid in usage.processes}
         living = self._registry.scan()
-        # A call of an earlier pass may have seen what was true then.
+        # An answer to a call of an earlier pass may be older than this pass.
         late = self._late.union(uuid for uuid, answer in answers.items() if answer is None)
         self._leftovers.find(leases, living, shown, late, began_at)
         fresh = {uuid: usage for uuid, usage in usages.items() if uuid not in late}
@@ -190,7 +190,7 @@ class Sampler:
             self._health.lost(gpu.uuid, answer)
 
     def _device_sample(self, uuid: str) -> DeviceSample:
-        """The newest measurement of a device with what is known about the device by now."""
+        """Return the newest measurement of a device and the current state of the device."""
         newest, last = self._readings.get(uuid), self._last.get(uuid)
         reason = self._states.out_of_service(uuid)
         return DeviceSample(
@@ -205,14 +205,14 @@ class Sampler:
         )
 
     def _is_blind(self, uuid: str, usage: DeviceReading) -> bool:
-        """Whether the driver does not say how many bytes each process holds on a device."""
+        """Return whether the driver does not report the bytes of each process on a device."""
         return self._states.is_blind(uuid) or None in usage.processes.values()
 
     def _may_hold_unread(self, lease: HelperLease, usages: dict[str, DeviceReading]) -> bool:
-        """Whether a process of its user that does not answer uses a device of a lease, or may."""
+        """Return whether an unread process of its user uses, or may use, a device of a lease."""
         pids = {process.pid for process in self._machine.processes.unread if process.uid == lease.asked.uid}
         return bool(pids) and any(
-            # What a device does not say now is not known.
+            # A device without an answer in this pass may be in use.
             (usage := usages.get(uuid)) is None
             or self._is_blind(uuid, usage)
             or pids & usage.processes.keys()
@@ -224,7 +224,7 @@ class Sampler:
     ) -> None:
         before, was_alive = lease.account, bool(lease.processes)
         if lease.unread_since and was_alive and not living:
-            return  # it keeps its last values: a process that does not answer may be its own
+            return  # it keeps its last values, because an unread process may belong to it
         lease.processes = living
         lease.had_runner |= any(process.is_runner for process in living)
         self._registry.place(lease)
@@ -243,7 +243,7 @@ class Sampler:
         outside = frozenset(key for key in held if account is None or key not in account.slots)
         lease.count_work(account)
         lease.outside, lease.goes_around = outside, bool(outside & lease.outside)
-        # The account and the driver's answer match only where no allocation happened in between.
+        # The account and the driver's answer match only if no allocation happened in between.
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
             self._charge_contexts(lease, account)
         if lease.phase is Phase.RUNNING:
@@ -258,9 +258,9 @@ class Sampler:
     def _held(
         self, lease: HelperLease, account: AccountFile | None, uuid: str, usage: DeviceReading
     ) -> dict[int, int]:
-        """Bytes on a device by pid: as the driver shows them, as the library counts them where it does not.
+        """Return the bytes on a device by pid, from the driver or, if it does not report them, the library.
 
-        A process that is listed without bytes, and counts none, only called cuInit.
+        A process without bytes in both only called cuInit and is left out.
         """
         shown = {process.pid: usage.processes.get(process.pid, 0) for process in lease.processes}
         is_blind = self._states.is_blind(uuid)
@@ -270,10 +270,10 @@ class Sampler:
         return found | {p.pid: counted[p.key] for p in hidden if counted.get(p.key)}
 
     def _charge_contexts(self, lease: HelperLease, account: AccountFile) -> None:
-        """Charge to the limit what the driver shows beyond the account: contexts, at least the first one.
+        """Charge the bytes that the driver shows beyond the account: contexts, at least the first one.
 
-        A rise is charged once two passes have shown it: memory that came after the account was read and went
-        before it was read again is seen by the driver alone, in one pass.
+        A rise is charged only after two passes have shown it.  Memory that is allocated after one read of
+        the account and freed before the next read appears only in the driver, in one pass.
         """
         keys = {process.key for process in lease.processes}
         limits = lease.limits
@@ -293,7 +293,7 @@ class Sampler:
                     lease.charge_context(index, uuid, beyond)
 
     def _settle(self) -> None:
-        """Settle moves that a hung driver call cut short; let leases go on after a loss."""
+        """Settle moves that a hung driver call interrupted, and end the LOST phase of leases."""
         for lease in list(self._registry.all()):
             needs = lease.unsettled or lease.unsaved or lease.lost
             if not needs or not lease.moving.acquire(blocking=False):
@@ -315,13 +315,13 @@ class Sampler:
         suspended = phase is Phase.SUSPENDED
         account = lease.account
         slots = account.slots if account else {}
-        by_process, left = lease.by_process, sum(lease.left_bytes.values())
+        by_process, left_bytes = lease.by_process, sum(lease.left_bytes.values())
         shown = [
             process
             for process in lease.processes
             if process.pid in by_process or process.key in slots or process.key in lease.parked
         ]
-        keepers = lease.keepers if left else ()
+        keepers = lease.keepers if left_bytes else ()
         shown = [process for process in shown if process not in keepers]
         keys = [process.key for process in shown if process.pid in by_process]
         reason = self._mover.blockers.reason(lease, account, keys, forced=False)
@@ -351,7 +351,7 @@ class Sampler:
                     for each in shown[:processes_shown]
                 ),
                 *(
-                    _process_sample(each, 0 if index else left, -1, keeps=True)
+                    _process_sample(each, 0 if index else left_bytes, -1, keeps=True)
                     for index, each in enumerate(keepers[: max(1, processes_shown - len(shown))])
                 ),
             ),

@@ -1,11 +1,11 @@
-"""The helper's unix sockets: access by uid, one line in, one line out, everything bounded.
+"""The helper's unix sockets: access by uid, one line in, one line out, everything limited.
 
-The kernel reports the uid of the peer (SO_PEERCRED): root, the helper's own user and
-those named with ``--allow-uid`` have access, whatever the socket's mode.  Where that
-is one user beside root, the socket belongs to that user and no other can connect;
-where there are more, every user can connect and the others are refused.  At most
-``most`` connections are served at once (`Peers`), with lines of at most
-`protocol.helper.MAX_LINE_BYTES`; one more is refused as ``busy`` where all have a request in progress.
+The kernel reports the uid of the peer (SO_PEERCRED).  Root, the helper's own user and the
+users of ``--allow-uid`` have access, whatever the socket's mode.  If only one of them is not
+root, the socket belongs to that user and no other user can connect.  Otherwise every user can
+connect, and users without access are refused.  At most ``max_connections`` connections are
+served at once (`Peers`), with lines of at most `protocol.helper.MAX_LINE_BYTES`.  A further
+connection is refused as ``busy`` if all of them have a request in progress.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from jupyter_gpushare.protocol.helper import ErrorKind, encode
 log = logging.getLogger(__name__)
 
 
-# ---- the helper's connections, each served by a thread of its own, by the rules of `connections`
-# A connection that gives way is shut down, and its thread has `ENDS_S` to end before the next connection is
-# accepted: so there are hardly more threads than connections.  A request in progress cannot be cancelled,
-# and never gives way.
+# ---- the helper's connections, each in its own thread, by the rules of `connections`
+# A connection that gives way is shut down, and its thread gets `ENDS_S` to end before the next connection is
+# accepted.  So there are hardly more threads than connections.  A request in progress cannot be cancelled,
+# so its connection never gives way.
 
-# Connections that have not shown yet that they may ask, or that are told that they may not.
-# A thread that waits costs about 0.02 MiB of memory.
+# Connections that have not proved yet that they have access, or that are being refused.
+# A waiting thread costs about 0.02 MiB of memory.
 MAX_UNPROVEN = 128
 ENDS_S = 1.0
 
@@ -46,9 +46,9 @@ ENDS_S = 1.0
 class Acceptor(abc.ABC):
     """A listening socket, and the connections that were accepted on it."""
 
-    def __init__(self, listener: socket.socket, most: int) -> None:
+    def __init__(self, listener: socket.socket, max_connections: int) -> None:
         self._socket = listener
-        self._peers = Peers(most)
+        self._peers = Peers(max_connections)
         self._stopped = False
 
     def run(self) -> None:
@@ -59,13 +59,13 @@ class Acceptor(abc.ABC):
             except OSError:
                 if self._stopped:
                     return
-                time.sleep(0.1)  # out of descriptors: peers wait in the backlog
+                time.sleep(0.1)  # no descriptor is free; peers wait in the backlog
                 continue
             self.meet(peer, address)
 
     @abc.abstractmethod
     def meet(self, peer: socket.socket, address: Any) -> None:
-        """Serve a connection in a thread of its own, or close it; never wait for its peer."""
+        """Serve a connection in its own thread, or close it; never wait for its peer."""
 
     def stop(self) -> None:
         """Close the socket and every connection."""
@@ -79,19 +79,19 @@ class Acceptor(abc.ABC):
 class Peers:
     """Connections of one listener and their threads; only one thread calls `serve`."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_connections: int) -> None:
         self._guard = threading.Lock()
         self._connections: Connections[socket.socket] = Connections(
-            unproven=MAX_UNPROVEN, proven=most, cancels=False
+            unproven=MAX_UNPROVEN, proven=max_connections, cancels=False
         )
         self._threads: dict[socket.socket, threading.Thread] = {}
 
     def serve(
         self, peer: socket.socket, holder: str, talk: Callable[[], None], *, is_proven: bool = False
     ) -> bool:
-        """Run ``talk`` in a thread, and close ``peer`` at its end; False: there is no place for it.
+        """Run ``talk`` in a thread that finally closes ``peer``; return False if there is no place for it.
 
-        In the latter case ``peer`` stays open.
+        In that case ``peer`` stays open.
         """
         with self._guard:
             given_way = self._connections.admit(
@@ -107,13 +107,13 @@ class Peers:
             self._threads[peer] = started
         try:
             started.start()
-        except RuntimeError as error:  # the system has no more
+        except RuntimeError as error:  # the system has no further thread
             log.error("a connection is refused: %s", error)
             self._leave(peer)
         return True
 
     def prove(self, peer: socket.socket, holder: str) -> bool:
-        """Count a connection as proven; False: there is no place for it."""
+        """Count a connection as proven; return False if there is no place for it."""
         with self._guard:
             given_way = self._connections.prove(peer, holder)
             if given_way is not None and given_way is not peer:
@@ -121,13 +121,13 @@ class Peers:
         return given_way is not peer
 
     def expires_at(self, peer: socket.socket) -> float:
-        """Return by when (monotonic) an unproven connection has to go on; the past: it has given way."""
+        """Return the monotonic time by which an unproven connection must continue; 0 if it has given way."""
         with self._guard:
             entry = self._connections.of(peer)
         return entry.expires_at if entry is not None else 0.0
 
     def lines(self, peer: socket.socket) -> Lines:
-        """Return the lines of a connection, which is idle while it waits for the next one."""
+        """Return the lines of a connection, which counts as idle while it waits for the next line."""
         return _CountedLines(self, peer)
 
     def idle(self, peer: socket.socket) -> None:
@@ -166,16 +166,16 @@ class Peers:
         peer.close()
 
     def _shut(self, peer: socket.socket | None) -> threading.Thread | None:
-        """End the connection that gives way; returns its thread."""
+        """Shut down a connection that gives way; return its thread."""
         if peer is None:
             return None
         with contextlib.suppress(OSError):
-            socket.socket.shutdown(peer, socket.SHUT_RDWR)  # below TLS, which another thread may be in
+            socket.socket.shutdown(peer, socket.SHUT_RDWR)  # below TLS, which another thread may be using
         return self._threads.get(peer)
 
 
 class _CountedLines(Lines):
-    """Lines of a connection that is idle between an answer and the next request."""
+    """Lines of a connection that counts as idle between an answer and the next request."""
 
     def __init__(self, peers: Peers, peer: socket.socket) -> None:
         super().__init__(peer)
@@ -201,7 +201,7 @@ class Server(Acceptor):
         path: Path,
         allowed_uids: frozenset[int],
         talk: Callable[[Lines], None],
-        most: int = MAX_CONNECTIONS,
+        max_connections: int = MAX_CONNECTIONS,
         idle_s: float | None = IDLE_TIMEOUT_S,
     ) -> None:
         """Bind the socket; a peer that is silent for ``idle_s`` is disconnected.
@@ -212,17 +212,19 @@ class Server(Acceptor):
         self._path = path
         self._allowed = allowed_uids | {0, os.geteuid()}
         self._talk = talk
-        self._most = most
+        self._max_connections = max_connections
         self._idle_s = idle_s
-        super().__init__(_bind(path, self._allowed), most)
+        super().__init__(_bind(path, self._allowed), max_connections)
 
     def meet(self, peer: socket.socket, address: Any) -> None:
-        """Serve a user that has access, and tell any other that it has none."""
+        """Serve a user that has access; refuse any other user."""
         uid = socket_uid(peer)
         if uid not in self._allowed:
             self._refuse(peer, uid, ErrorKind.NOT_ALLOWED, f"uid {uid} may not use this socket")
         elif not self._peers.serve(peer, f"uid {uid}", partial(self._serve, peer), is_proven=True):
-            self._refuse(peer, uid, ErrorKind.BUSY, f"{self._most} connections are open: try again")
+            self._refuse(
+                peer, uid, ErrorKind.BUSY, f"{self._max_connections} connections are open: try again"
+            )
 
     def stop(self) -> None:
         """Close the socket and every connection, and remove the socket's file."""
@@ -235,7 +237,7 @@ class Server(Acceptor):
 
     def _serve(self, peer: socket.socket) -> None:
         if self._idle_s is None:
-            # A peer that may be silent for ever never gives way: its connection itself is its request.
+            # A peer that may be silent for ever counts as busy, and so never gives way.
             self._peers.busy(peer)
             self._talk(Lines(peer, None))
         else:
@@ -251,7 +253,7 @@ def _bind(path: Path, allowed: frozenset[int]) -> socket.socket:
         path.unlink(missing_ok=True)
         path.parent.mkdir(parents=True, exist_ok=True)
         listener.bind(str(path))
-        # Until here only root and the helper's user can connect.
+        # Before this only root and the helper's user can connect.
         users = allowed - {0} or {0}
         if len(users) > 1:
             path.chmod(0o666)
@@ -269,7 +271,7 @@ def _bind(path: Path, allowed: frozenset[int]) -> socket.socket:
 
 
 def _answer_refusal(peer: socket.socket, kind: ErrorKind, message: str) -> None:
-    """Answer the peer's first line with a refusal (an earlier answer might not be read)."""
+    """Answer the peer's first line with a refusal; the peer might not read an earlier answer."""
     peer.settimeout(IDLE_S)
     peer.recv(65536)
     peer.sendall(encode(error_answer(HelperError(kind, message))))

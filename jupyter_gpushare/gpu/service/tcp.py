@@ -1,8 +1,8 @@
 """The helper's TCP port for a broker on another machine, with certificates on both sides.
 
-A peer is served once it has shown a certificate of the broker (`protocol.helper_tls`).  Until then it is an
-unproven connection (`server`) of its address, and takes no place of the broker's.
-A peer that vanished without a word is noticed by TCP keepalive.
+A peer is served once it has shown a certificate of the broker (`protocol.helper_tls`).  Until then it
+counts as an unproven connection of its address (`server`), and takes no place of the broker's.
+TCP keepalive finds peers that vanished without closing the connection.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jupyter_gpushare.protocol.helper_tls import BROKER, TlsFiles, keep_alive, n
 
 log = logging.getLogger(__name__)
 
-# Failed handshakes are logged this often at most.
+# Failed handshakes are logged at most this often.
 LOG_EVERY_S = 60.0
 
 
@@ -37,19 +37,19 @@ class Endpoint:
 
     host: str
     port: int
-    node: str  # of which the helper says that it is
+    node: str  # the name of its node that the helper sends to the broker
     tls: TlsFiles
 
 
 class TcpServer(Acceptor):
-    """Accepts connections on a TCP port; ``talk`` serves each of the broker's."""
+    """Accepts connections on a TCP port; ``talk`` serves each connection of the broker."""
 
     def __init__(self, endpoint: Endpoint, talk: Callable[[Lines], None]) -> None:
         """Bind the port.
 
         Raises:
             HelperError: it cannot be bound.
-            GpuShareError: the certificate, its key or its authority cannot be used.
+            GpuShareError: the certificate, its key or its authority is unusable.
         """
         self._endpoint = endpoint
         self._talk = talk
@@ -66,11 +66,11 @@ class TcpServer(Acceptor):
 
     @property
     def port(self) -> int:
-        """The port that it listens on."""
+        """The port of the listening socket."""
         return int(self._socket.getsockname()[1])
 
     def meet(self, peer: socket.socket, address: Any) -> None:
-        """Begin the handshake of a peer in a thread of its own."""
+        """Begin the handshake of a peer in its own thread."""
         host = str(address[0])
         try:
             prepared = self._prepared(peer)
@@ -85,7 +85,7 @@ class TcpServer(Acceptor):
     def _serve(self, peer: ssl.SSLSocket, host: str) -> None:
         try:
             peer.settimeout(max(0.001, self._peers.expires_at(peer) - time.monotonic()))
-            peer.do_handshake()  # its timeout is one for all of its messages
+            peer.do_handshake()  # the timeout covers all of its messages together
             lines = self._peers.lines(peer)
             if BROKER not in names(peer.getpeercert()):
                 refused = HelperError(ErrorKind.NOT_ALLOWED, f"the broker's certificate has to name {BROKER}")
@@ -101,11 +101,11 @@ class TcpServer(Acceptor):
             self._log_failure(host, reason(error))
 
     def _prepared(self, peer: socket.socket) -> ssl.SSLSocket:
-        """Return the socket of a peer below TLS; nothing has been read yet.
+        """Return the TLS socket of a peer, before its handshake.
 
         Raises:
             OSError: the peer is gone.
-            GpuShareError: the certificate cannot be used.
+            GpuShareError: the certificate is unusable.
         """
         keep_alive(peer)
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -1,4 +1,4 @@
-"""Which GPUs a container sees: what the pod of ``gpushare kube check --canary`` runs."""
+"""Check which GPUs a container sees; the pod of ``gpushare kube check --canary`` runs this."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ _EXAMPLES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the devices that the driver shows here; return 0 if they are exactly the one that is named."""
+    """Print the devices of this container; return 0 if the named device is the only one."""
     parser = Parser(
         prog="gpushare canary",
         description="Print the GPUs of this container; 0 if it sees exactly the one that is named.",
         examples=_EXAMPLES,
     )
     Option("UUID", "the one that it was told").add_to(parser)
-    told = parser.parse_args(argv).uuid
+    expected = parser.parse_args(argv).uuid
     try:
         shown = [gpu.uuid for gpu in Nvml().gpus]
     except GpuShareError as error:
         print(f"gpushare canary: {error}")
         return 1
-    print(f"told {told}, the driver shows {', '.join(shown) or 'none'}")
-    return 0 if shown == [told] else 1
+    print(f"told {expected}, the driver shows {', '.join(shown) or 'none'}")
+    return 0 if shown == [expected] else 1

@@ -25,11 +25,11 @@ RESOURCES = "nvidia.com/"
 
 
 class Unreadable(Exception):
-    """The kubelet gave no answer that can be read."""
+    """The kubelet gave no valid answer."""
 
 
 class KubeletPods:
-    """Pods with GPUs as the kubelet last listed them; `run` keeps the list up to date."""
+    """The pods with GPUs as of the kubelet's last answer; `run` keeps the list up to date."""
 
     def __init__(self, path: Path) -> None:
         """``path`` is the socket of the kubelet.
@@ -54,7 +54,7 @@ class KubeletPods:
             time.sleep(REFRESH_S)
 
     def refresh(self) -> None:
-        """Ask the kubelet once; a failure is logged unless it is the same as before."""
+        """Query the kubelet once; log a failure unless it is the same as before."""
         try:
             self._known, self._at, self._failure = self.ask(), time.monotonic(), ""
         except Unreadable as error:
@@ -63,7 +63,7 @@ class KubeletPods:
             self._failure = str(error)
 
     def ask(self) -> tuple[GpuPod, ...]:
-        """Ask the kubelet for the pods with GPUs.
+        """Query the kubelet for the pods with GPUs and return them.
 
         Raises:
             Unreadable: no valid answer came within `ANSWER_S`, or it has more than `MAX_PODS` pods.
@@ -81,7 +81,7 @@ class KubeletPods:
 
 
 def _response_class() -> Any:
-    """Return the class of ``ListPodResourcesResponse``, which the build compiled from `pod_resources.proto`.
+    """Return the class of ``ListPodResourcesResponse``, compiled from `pod_resources.proto` at build time.
 
     Raises:
         GpuShareError: grpcio or protobuf is not installed.

@@ -1,11 +1,11 @@
 """A seat: the process of the pod that Kubernetes places and evicts for one lease (`protocol.seats`).
 
-    start    ask the driver which devices this container has, connect to the node's helper, say so
-    wait     until SIGTERM; a connection that is lost is opened again
+    start    ask the driver for the devices of this container, and report them to the node's helper
+    wait     until SIGTERM; reopen a lost connection
     SIGTERM  ask the helper to take the lease off the devices, and end once it has
 
-Which devices it has is never read from the environment: an image or a runtime may set anything there.
-A seat that no helper has accepted stands for no memory, and ends at once.
+The devices never come from the environment, because an image or a runtime may set anything there.
+A seat that no helper has accepted stands for no memory, and ends at once on SIGTERM.
 """
 
 from __future__ import annotations
@@ -36,21 +36,24 @@ log = logging.getLogger(__name__)
 SOCKET = "seat.sock"  # in the helper's folder
 RETRY_S = 0.5
 ANSWER_S = 10.0
-# Refusals that no later try changes.
+# Refusals that no retry changes.
 _FINAL = (ErrorKind.STALE_EPOCH, ErrorKind.BAD_REQUEST, ErrorKind.NOT_ALLOWED)
 
 
 class SeatProcess:
-    """One seat and its connection to the helper; ``stop`` is a descriptor that a signal makes readable."""
+    """One seat and its connection to the helper."""
 
     def __init__(self, sit: Sit, path: Path, stop: int) -> None:
-        """``path`` is the helper's socket; `Sit.returns` becomes true once a helper has accepted the seat."""
+        """``path`` is the helper's socket; a signal makes the descriptor ``stop`` readable.
+
+        `Sit.returns` becomes true once a helper has accepted the seat.
+        """
         self._sit = sit
         self._path = path
         self._stop = stop
 
     def run(self) -> str:
-        """Return what became of the lease's memory once the seat may end.
+        """Run until the seat may end; return what became of the lease's memory.
 
         Raises:
             HelperError: the helper refuses this seat for good.
@@ -81,7 +84,7 @@ class SeatProcess:
         return helper
 
     def _is_seated(self, helper: socket.socket, leaving: bool) -> bool:
-        """Connect this seat; False: the helper refused it for now."""
+        """Register this seat with the helper; return False if the helper refuses it for now."""
         if self._ask(helper, "sit", replace(self._sit, leaving=leaving), ANSWER_S) is None:
             return False
         self._sit = replace(self._sit, returns=True)
@@ -89,16 +92,16 @@ class SeatProcess:
         return True
 
     def _wait(self, helper: socket.socket) -> bool:
-        """Return whether the seat was asked to end; False: the connection was lost first."""
+        """Wait until the seat is asked to end; return False if the connection is lost first."""
         ready, _, _ = select.select([helper.fileno(), self._stop], [], [])
         return self._stop in ready
 
     def _vacate(self, helper: socket.socket, kill_at: float) -> str:
-        """Return what became of the memory; empty when the connection was lost first."""
-        left_s = max(0.0, kill_at - time.monotonic())
-        log.info("lease=%s leaves within %.0f s", self._sit.lease, left_s)
-        # The kubelet ends the wait, should the helper never answer.
-        answer = self._ask(helper, "vacate", Vacate(left_s=left_s), None)
+        """Have the helper free the devices; return what became of the memory, or "" on a lost connection."""
+        remaining_s = max(0.0, kill_at - time.monotonic())
+        log.info("lease=%s leaves within %.0f s", self._sit.lease, remaining_s)
+        # If the helper never answers, the kubelet ends the wait.
+        answer = self._ask(helper, "vacate", Vacate(left_s=remaining_s), None)
         if answer is None:
             return ""
         return " ".join(word for word in (str(answer.get("outcome")), str(answer.get("reason", ""))) if word)
@@ -106,10 +109,10 @@ class SeatProcess:
     def _ask(
         self, helper: socket.socket, verb: str, request: Sit | Vacate, timeout_s: float | None
     ) -> dict[str, Any] | None:
-        """Return the helper's answer; None: it refused for now, or closed the connection.
+        """Send a request and return the helper's answer; None on a closed connection or a refusal for now.
 
         Raises:
-            HelperError: it refused for good.
+            HelperError: the helper refused for good.
             OSError: it does not answer.
         """
         lines = Lines(helper, timeout_s)
@@ -157,7 +160,7 @@ _OPTIONS = (
 
 
 def parse(argv: Sequence[str]) -> tuple[Sit, Path]:
-    """Return the seat without devices, and the helper's socket; exits with 2 where they are wrong."""
+    """Return the seat, without devices, and the helper's socket; exit with 2 if an option is wrong."""
     parser = Parser(
         prog="gpushare seat",
         description="Stands for one lease on a Kubernetes node; started by the broker, in a pod that the "
@@ -171,7 +174,7 @@ def parse(argv: Sequence[str]) -> tuple[Sit, Path]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a seat until it is asked to end and its lease is off the devices; 1 with a reason otherwise."""
+    """Run a seat until it is asked to end and its lease is off the devices; on failure exit with 1."""
     sit, path = parse(sys.argv[1:] if argv is None else argv)
     logging.basicConfig(
         level=logging.INFO, format="%(asctime)s %(levelname).1s %(message)s", stream=sys.stderr
