@@ -64,7 +64,9 @@ def reasons_in(path: Path) -> Iterator[str]:
             case ast.Return(value=value) if path.name in RETURNED:
                 yield from said(value)
             case ast.Assign(
-                targets=[ast.Name(id="NO_PIDS" | "NO_OTHER" | "NO_ROOM" | "BLIND" | "LOST" | "LEFT_OUT")],
+                targets=[
+                    ast.Name(id="NO_PIDS" | "NO_OTHER" | "NO_MEMORY_ON_OTHER" | "BLIND" | "LOST" | "LEFT_OUT")
+                ],
                 value=value,
             ):
                 yield from said(value)

@@ -375,7 +375,7 @@ def test_a_process_that_left_its_lease_has_not_ended() -> None:
     scene.table.living = scene.lease.processes
     usages = {"GPU-1": DeviceReading(8 * GIB, 0, 0, {}, None)}
     scene._leftovers.find([scene.lease], {"ada": (fork,)}, usages, (), 1.0)
-    assert (scene.lease.left, scene.lease.keepers) == ({}, ())
+    assert (scene.lease.leftovers, scene.lease.keepers) == ({}, ())
 
 
 class Marked(HelperLease):
@@ -385,7 +385,7 @@ class Marked(HelperLease):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "unsaved" and value:
-            self.at_mark = tuple(each.pid for each in self.left.values())
+            self.at_mark = tuple(each.pid for each in self.leftovers.values())
         super().__setattr__(name, value)
 
 

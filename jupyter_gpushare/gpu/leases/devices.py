@@ -1,4 +1,4 @@
-"""What is known about each device beyond its properties: self-test, service, reserve, failures.
+"""The state of each device beyond its properties: self-test, service, reserve, failures.
 
 The checks write here; the moves and the registry read.  Verdicts, hidden bytes and deaths hold for one
 boot and one driver (`saved`, `load`).  A helper that is stopped, not killed, forgets the deaths.
@@ -21,8 +21,8 @@ from jupyter_gpushare.protocol.helper import Level, Rung
 
 # One process may have ended in Lock, Checkpoint or Restore for another reason.
 DEATHS_TOLERATED = 1
-# Of the bytes that no process explains, what exceeds 1/HIDDEN_PART of the device belongs to a tenant that
-# the driver does not list.
+# Bytes that no process explains, beyond 1/HIDDEN_PART of the device, belong to a tenant that the driver
+# does not list.
 HIDDEN_PART = 8
 # After a free, used bytes and the list of processes may disagree this long (`canary.SHOWN_TIMEOUT_S`).
 HIDDEN_SETTLES_S = 5.0
@@ -35,17 +35,17 @@ class Verdict:
     suspendable: bool
     reason: str = ""
     works: bool = True  # a process could use the device at all
-    blind: bool = False  # the driver does not say how many bytes a process holds here
+    blind: bool = False  # the driver does not report the bytes of processes on this device
     ladder: tuple[Rung, ...] = ()
     suspend_bytes_per_s: int = 0
     resume_bytes_per_s: int = 0
     grown_bytes: int = 0  # bytes that the child held after the cycle in addition to those before
     context_bytes: int = 0  # bytes that the driver showed of the child beyond what the library counted
     final: bool = True  # False: it could not be tested now and must be tested again
-    denied: bool = False  # the driver denied it to this helper; the next helper tests again
-    movable: bool = False  # the child was then restored on another device of the same model
-    move_reason: str = ""  # why not
-    move_final: bool = True  # False: a move could not be tested now, test again
+    denied: bool = False  # the driver denied this helper a call; the next helper tests again
+    movable: bool = False  # the child was also restored on another device of the same model
+    move_reason: str = ""  # why it is not movable
+    move_final: bool = True  # False: a move could not be tested now and must be tested again
 
     @property
     def level(self) -> Level:
@@ -59,11 +59,11 @@ class Verdict:
 
     @property
     def is_kept(self) -> bool:
-        """Whether the next helper on the same boot and driver takes it over."""
+        """Whether the next helper on the same boot and driver adopts it."""
         return self.final and not self.denied
 
     def offers(self, level: Level) -> bool:
-        """Whether a level passed its test."""
+        """Return whether a level passed its test."""
         return any(rung.level is level and rung.offered for rung in self.ladder)
 
 
@@ -91,7 +91,7 @@ class DeviceStates:
     # Self-test
 
     def verdict(self, uuid: str) -> Verdict:
-        """The last verdict on a device; `UNTESTED` before its first self-test ended."""
+        """Return the last verdict on a device; `UNTESTED` before its first self-test has ended."""
         return self._verdicts.get(uuid, UNTESTED)
 
     def set_verdict(self, uuid: str, verdict: Verdict) -> None:
@@ -100,16 +100,16 @@ class DeviceStates:
         self._doubted.discard(uuid)
 
     def ladder(self, uuid: str) -> tuple[Rung, ...]:
-        """Return all levels of a device, as its self-test found and as the access to its file allows now."""
+        """Return all levels of a device, by its self-test and by the current access to its file."""
         rungs = self.verdict(uuid).ladder
         return with_access(rungs, self._files.access(uuid)) if self._files else rungs
 
     def all_complete(self) -> bool:
-        """Whether no tested device waits for another test."""
+        """Return whether no tested device waits for another test."""
         return all(verdict.is_complete for verdict in self._verdicts.values())
 
     def offers(self, uuid: str, level: Level) -> bool:
-        """Whether a level passed its test on a device."""
+        """Return whether a level passed its test on a device."""
         return self.verdict(uuid).offers(level)
 
     def turns_obstacle(self, lease: HelperLease, *, proves_end: bool) -> str:
@@ -121,12 +121,12 @@ class DeviceStates:
             return "its driver cannot tell when a process has nothing left to run (before CUDA 12.5)"
         if not all(self.offers(uuid, Level.PRELOAD) for uuid in lease.limits):
             return "its device has no library that could hold calls"
-        if lease.goes_around:
+        if lease.bypasses_library:
             return "a process of it runs without the library that holds calls"
         return ""
 
     def is_blind(self, uuid: str) -> bool:
-        """Whether the driver does not say how many bytes a process holds on a device."""
+        """Return whether the driver does not report the bytes of processes on a device."""
         return self.verdict(uuid).blind
 
     def doubt(self, uuid: str) -> None:
@@ -135,20 +135,20 @@ class DeviceStates:
         self.test_due.set()
 
     def is_doubted(self, uuid: str) -> bool:
-        """Whether the driver failed on a device since its last self-test."""
+        """Return whether the driver failed on a device since its last self-test."""
         return uuid in self._doubted
 
     # Service
 
     def out_of_service(self, uuid: str) -> str:
-        """Why a device is out of service; "" when it is not."""
+        """Return why a device is out of service; "" if it is not."""
         if uuid in self._out_of_service:
             return self._out_of_service[uuid]
         # A lease of an earlier helper may have a device that is gone.
         return "" if uuid in self._gpus else LEFT_OUT
 
     def set_out_of_service(self, uuid: str, reason: str) -> None:
-        """Take a device out of service, or back with ""."""
+        """Take a device out of service, or return it to service if ``reason`` is empty."""
         if reason:
             self._out_of_service[uuid] = reason
         else:
@@ -163,7 +163,7 @@ class DeviceStates:
         return self._deaths[uuid]
 
     def forget_deaths(self) -> None:
-        """Try devices again on which processes ended, because an administrator stopped the helper."""
+        """Forget the counted deaths, because an administrator stopped the helper."""
         self._deaths.clear()
 
     def suspend_blocker(self, uuid: str) -> str:
@@ -220,7 +220,7 @@ class DeviceStates:
 
     def hidden_bytes(self, uuid: str) -> int:
         """Return the bytes that a device shows as used when it is empty."""
-        # Where the driver hides the bytes of processes, those would count here; nothing is restored there.
+        # On a blind device the bytes of processes would count too, but nothing is restored there.
         return 0 if self.is_blind(uuid) else self._hidden_bytes.get(uuid, 0)
 
     def margin_bytes(self, uuid: str, saved_bytes: int) -> int:
@@ -245,7 +245,7 @@ class DeviceStates:
     # What outlives the helper
 
     def saved(self) -> dict[str, Any]:
-        """Return the state that `load` takes over on the same boot and driver."""
+        """Return the state that `load` adopts on the same boot and driver."""
         return {
             "key": self._key,
             "devices": {uuid: asdict(each) for uuid, each in list(self._verdicts.items()) if each.is_kept},
@@ -254,7 +254,7 @@ class DeviceStates:
         }
 
     def load(self, saved: dict[str, Any], key: str) -> None:
-        """Take over the state of an earlier helper if its ``key`` (boot and driver) is the same."""
+        """Adopt the state of an earlier helper if its ``key`` (boot and driver) is the same."""
         self._key = key
         if saved.get("key") != key:
             return
@@ -269,7 +269,7 @@ class DeviceStates:
 
 
 def with_access(rungs: tuple[Rung, ...], access: FileAccess) -> tuple[Rung, ...]:
-    """Return the rungs of a device; that of the whole device is offered only if its file is closed."""
+    """Return the rungs of a device; the one for whole GPUs is offered only if the device file is closed."""
     return tuple(
         replace(rung, offered=not access.reason, reason=access.reason, by=access.by)
         if rung.level is Level.WHOLE_GPU and rung.offered

@@ -165,35 +165,34 @@ class AccountFile:
 
 @dataclass(frozen=True, slots=True)
 class Counters:
-    """How many CUDA calls each process (pid, start_ticks, as it wrote itself) entered.
+    """The numbers of CUDA calls that each process entered, by the key that it wrote itself.
 
-    ``entered`` answers "may it wait?": (calls, queries).  ``worked`` answers "does it
-    work?": launches, copies, allocations and synchronisation alone, which ``entered``
-    counts as calls too.
+    ``entered`` has (calls, queries) and shows whether a process may wait.  ``worked`` shows whether it
+    works: it has only launches, copies, allocations and synchronisation, which count as calls too.
     """
 
     entered: Mapping[tuple[int, int], tuple[int, int]]
     worked: Mapping[tuple[int, int], int] = field(default_factory=dict)
 
     def token(self) -> str:
-        """An opaque word that changes when a call is entered; queries do not count."""
+        """Return an opaque token that changes when a call is entered; queries do not count."""
         text = ",".join(
             f"{pid}:{start}:{calls}" for (pid, start), (calls, _) in sorted(self.entered.items()) if calls
         )
         return "c" + blake2b(text.encode(), digest_size=12).hexdigest()
 
     def calls_since(self, before: Counters) -> bool:
-        """Whether a process entered a CUDA call after ``before``; one that ended does not count."""
+        """Return whether a process entered a CUDA call after ``before``; ended processes do not count."""
         return any(
             calls != before.entered.get(process, (0, 0))[0] for process, (calls, _) in self.entered.items()
         )
 
     def worked_since(self, before: Counters) -> bool:
-        """Whether a process launched, copied, allocated or synchronised after ``before``."""
+        """Return whether a process launched, copied, allocated or synchronised after ``before``."""
         return any(work != before.worked.get(process, 0) for process, work in self.worked.items())
 
     def queries_since(self, before: Counters) -> bool:
-        """Whether a process asked for the state of a stream or event after ``before``."""
+        """Return whether a process queried the state of a stream or event after ``before``."""
         return any(
             queries != before.entered.get(process, (0, 0))[1]
             for process, (_, queries) in self.entered.items()
@@ -220,7 +219,7 @@ def check_lease(lease: str) -> str:
 
 
 def uuid_bytes(uuid: str) -> bytes:
-    """The 16 bytes of ``GPU-...`` or ``MIG-...`` as cuDeviceGetUuid_v2 answers them.
+    """Return the 16 bytes of ``GPU-...`` or ``MIG-...`` as cuDeviceGetUuid_v2 returns them.
 
     Raises:
         InvalidRequest: it is not such a name.
@@ -395,17 +394,17 @@ class LeaseDirectory:
             except OSError:
                 return b""
 
-    def turn_slots(self, *, everyone: bool = False) -> list[TurnSlot]:
+    def turn_slots(self, *, all_slots: bool = False) -> list[TurnSlot]:
         """Return the entries of the account opened last, those of ended processes included.
 
-        This runs hundreds of times a second.  Without ``everyone`` it reads the entries in use and some
+        This runs hundreds of times a second.  Without ``all_slots`` it reads the entries in use and some
         more, so that it may miss a new process until the next sample.
         """
         with self._guard:
             if self._account_fd < 0:
                 return []
             try:
-                size = SLOT.size * SLOTS if everyone else self._turn_bytes
+                size = SLOT.size * SLOTS if all_slots else self._turn_bytes
                 raw = os.pread(self._account_fd, size, ACCOUNT_HEAD.size)
             except OSError:
                 return []
@@ -466,7 +465,7 @@ class LeaseDirectory:
         shutil.rmtree(self.path, ignore_errors=True)
 
     def _wake(self) -> None:
-        """Wake all threads that wait for a turn.  The mapping is not read: the file may be shorter."""
+        """Wake all threads that wait for a turn.  The mapping is never read, as the file may be shorter."""
         if _SYS_FUTEX is None:
             return
         if (page := self._page) is None:

@@ -1,9 +1,9 @@
-"""Which users held a lease since the machine booted, and of which of them a lease's record was lost.
+"""The users that held a lease since the machine booted, and those with a lease whose record was lost.
 
 The watchdog stops only processes of users that hold a lease here, or held one since boot.  It stops none of
 a user with a lost record, because it does not know which processes were in that lease.  A record is lost if
-the helper's own folder of a lease has none.  That a process names a lease without a record shows nothing:
-every user can start such a process.
+the directory of a lease exists without one.  A process that names a lease without a record proves
+nothing, because every user can start such a process.
 """
 
 from __future__ import annotations

@@ -111,19 +111,19 @@ class HostMemory:
         promised_bytes = self._promised_bytes + sum(v for k, v in self._reserved.items() if k != lease)
         budget_bytes = self.budget_bytes() - taken_bytes - promised_bytes
         if need_bytes > budget_bytes:
-            needs, left = compared(need_bytes, max(0, budget_bytes))
-            return f"the copy needs {needs} of host memory, {left} of the budget are left"
+            needs, free_text = compared(need_bytes, max(0, budget_bytes))
+            return f"the copy needs {needs} of host memory, {free_text} of the budget are left"
         available_bytes = self.available_bytes() - promised_bytes
         if need_bytes > available_bytes:
-            needs, left = compared(need_bytes, max(0, available_bytes))
-            return f"the copy needs {needs} of host memory, {left} are available"
+            needs, free_text = compared(need_bytes, max(0, available_bytes))
+            return f"the copy needs {needs} of host memory, {free_text} are available"
         promised = self._promised_by_cgroup
         return _cgroup_refusal(need_bytes, {path: free[path] - promised.get(path, 0) for path in free})
 
 
-def _cgroup_refusal(need_bytes: int, left: Mapping[str, int]) -> str:
-    left_bytes = min(left.values(), default=need_bytes)
-    if need_bytes <= left_bytes:
+def _cgroup_refusal(need_bytes: int, free: Mapping[str, int]) -> str:
+    free_bytes = min(free.values(), default=need_bytes)
+    if need_bytes <= free_bytes:
         return ""
-    needs, has = compared(need_bytes, max(0, left_bytes))
+    needs, has = compared(need_bytes, max(0, free_bytes))
     return f"the copy needs {needs} in the memory cgroup of the lease, {has} are left"

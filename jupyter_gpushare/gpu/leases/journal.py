@@ -187,10 +187,10 @@ class StateDirectory:
         return {path.name: _read_record(path, self.boot_id) for path in sorted(self._journal.iterdir())}
 
     def save_devices(self, saved: dict[str, Any]) -> None:
-        """Write what is known about the devices (`DeviceStates.saved`).
+        """Write the state of the devices (`DeviceStates.saved`).
 
         Raises:
-            OSError: the disk does not take it.
+            OSError: the disk refused it.
         """
         with self._devices_guard:
             write_or_overwrite(self._private / "canary", json.dumps(saved).encode())

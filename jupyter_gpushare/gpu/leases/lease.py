@@ -107,12 +107,12 @@ class HelperLease:
         # While not RUNNING: processes that are locked or checkpointed, and the counters at suspension.
         self.parked = {each.key: each for each in record.parked}
         self.lost = {each.key: each for each in record.lost}
-        # By process that is being moved: since when every driver call about it has failed.
+        # By moving process: the time since which every driver call about it has failed.
         self.failing: dict[Key, float] = {}
         # Memory of dead processes, and the living processes that keep it (`leftovers`).
-        self.left: dict[Key, Leftover] = {each.key: each for each in record.left}
+        self.leftovers: dict[Key, Leftover] = {each.key: each for each in record.left}
         self.keepers: tuple[Process, ...] = ()
-        self.free_since = 0.0  # since when its devices show none of that memory; 0: they still do
+        self.free_since = 0.0  # time since which its devices show none of that memory; 0: they still do
         # Living processes that a failed checkpoint may have damaged.
         self.damaged = set(record.damaged)
         self.baseline = Counters(
@@ -121,7 +121,7 @@ class HelperLease:
         self.wanted = False
         self.queries_only = False
         self.stalled = False  # a process seems to wait in a call that the library does not count
-        self.stays_for = ""  # the last logged reason why it was not resumed while no broker answered
+        self.logged_reason = ""  # the last logged reason why it was not resumed while no broker answered
         self.wanted_published_at = 0.0
         self.compared_account = b""  # the account as the wake detector last compared it
 
@@ -149,7 +149,7 @@ class HelperLease:
         # Processes whose device memory the library did not count in the last sample, and whether one of them
         # was also in the sample before it.
         self.outside: frozenset[Key] = frozenset()
-        self.goes_around = False
+        self.bypasses_library = False
 
     @property
     def limits(self) -> dict[str, int]:
@@ -163,7 +163,7 @@ class HelperLease:
 
     @property
     def is_guest(self) -> bool:
-        """Whether it is on the device of another lease now."""
+        """Whether it is now on the device of another lease."""
         return bool(self.asked.guest_of) and self.phase is not Phase.SUSPENDED
 
     @property
@@ -267,7 +267,7 @@ class HelperLease:
         if phase is Phase.SUSPENDED:
             self.unconfirmed = False
         self.wanted = self.queries_only = self.stalled = False
-        self.wanted_published_at, self.compared_account, self.stays_for = 0.0, b"", ""
+        self.wanted_published_at, self.compared_account, self.logged_reason = 0.0, b"", ""
         return before
 
     def put_on(self, devices: Iterable[str]) -> None:
@@ -389,7 +389,7 @@ class HelperLease:
             phase=self.phase,
             parked=tuple(self.parked.values()),
             lost=tuple(self.lost.values()),
-            left=tuple(self.left.values()),
+            left=tuple(self.leftovers.values()),
             damaged=tuple(sorted(self.damaged)),
             unconfirmed=self.unconfirmed,
             names=self.names if self.names != tuple(self.limits) else (),

@@ -64,14 +64,14 @@ class Leftovers:
         Raises:
             OSError: no descriptor or memory is free; nothing is noted.
         """
-        left = {lease: self._left(lease, living.get(lease.name, ())) for lease in leases}
+        leftovers = {lease: self._leftovers_of(lease, living.get(lease.name, ())) for lease in leases}
         answered = usages.keys() - set(late)
         with_state = {lease: _with_state(lease, living, usages) for lease in leases}
         forks = {
             lease: self._without_siblings(
                 _forks(found, living.get(lease.name, ()), with_state[lease]), living.get(lease.name, ())
             )
-            for lease, found in left.items()
+            for lease, found in leftovers.items()
             if found and lease.measured_at and lease.limits.keys() <= answered
         }
         users = {each.key: each.uid for found in forks.values() for each in found}
@@ -89,7 +89,7 @@ class Leftovers:
             if process.key in with_state[lease]
         }
         kept: dict[HelperLease, dict[Key, Leftover]] = {}
-        for lease, found in left.items():
+        for lease, found in leftovers.items():
             images = {each.image for each in keepers.get(lease, ())}
             known = lease in forks
             kept[lease] = _largest(
@@ -125,7 +125,7 @@ class Leftovers:
                 keepers.append(each)
         return tuple(keepers)
 
-    def _left(self, lease: HelperLease, living: tuple[Process, ...]) -> dict[Key, Leftover]:
+    def _leftovers_of(self, lease: HelperLease, living: tuple[Process, ...]) -> dict[Key, Leftover]:
         """Return the leftovers of a lease: those noted before, and those of processes that ended since."""
         present = {process.key for process in living}
         ended = {
@@ -140,10 +140,10 @@ class Leftovers:
             and (held := lease.held.get(process.key))
             and any(image := self._last_images.get(process.key, process.image))
         }
-        return lease.left | {key: each for key, each in ended.items() if not self._processes.alive(key)}
+        return lease.leftovers | {key: each for key, each in ended.items() if not self._processes.alive(key)}
 
     def _shares(
-        self, left: Mapping[HelperLease, Mapping[Key, Leftover]], uuid: str, usage: DeviceReading
+        self, leftovers: Mapping[HelperLease, Mapping[Key, Leftover]], uuid: str, usage: DeviceReading
     ) -> dict[HelperLease, int]:
         """Return the bytes of a device that the dead processes of each lease still hold.
 
@@ -152,14 +152,14 @@ class Leftovers:
         """
         counts = {
             lease: sum(each.held_bytes.get(uuid, 0) for each in found.values())
-            for lease, found in left.items()
+            for lease, found in leftovers.items()
         }
         if self._devices.is_blind(uuid):
             return counts
         beyond = max(0, usage.unexplained_bytes - self._devices.hidden_bytes(uuid))
         shares: dict[HelperLease, int] = {}
         for lease in sorted(counts, key=counts.__getitem__, reverse=True):
-            listed = sum(usage.processes.get(pid) or 0 for pid, _ in filter(self._is_dead, left[lease]))
+            listed = sum(usage.processes.get(pid) or 0 for pid, _ in filter(self._is_dead, leftovers[lease]))
             shares[lease] = min(counts[lease], listed + beyond)
             beyond -= max(0, shares[lease] - listed)
         return shares
@@ -181,23 +181,23 @@ def keepers_of(lease: HelperLease, processes: Processes) -> tuple[Process, ...]:
 
 
 def _note(
-    lease: HelperLease, left: dict[Key, Leftover], keepers: tuple[Process, ...], is_free: bool, at: float
+    lease: HelperLease, leftovers: dict[Key, Leftover], keepers: tuple[Process, ...], is_free: bool, at: float
 ) -> None:
     """Note the leftovers of a lease, or forget them once its devices have shown none for long enough."""
     if not is_free:
         lease.free_since = 0.0
-    elif not lease.free_since or left.keys() - lease.left.keys():
+    elif not lease.free_since or leftovers.keys() - lease.leftovers.keys():
         lease.free_since = at
     elif at - lease.free_since >= HIDDEN_SETTLES_S:  # the driver has freed it
-        left, keepers = {}, ()
-    changed = left.keys() != lease.left.keys()
-    lease.left, lease.keepers = left, keepers
+        leftovers, keepers = {}, ()
+    changed = leftovers.keys() != lease.leftovers.keys()
+    lease.leftovers, lease.keepers = leftovers, keepers
     if changed:  # last: the record must have it
         lease.unsaved = True
 
 
-def _largest(left: Mapping[Key, Leftover]) -> dict[Key, Leftover]:
-    return dict(nlargest(MAX_TRACKED, left.items(), key=lambda item: sum(item[1].held_bytes.values())))
+def _largest(leftovers: Mapping[Key, Leftover]) -> dict[Key, Leftover]:
+    return dict(nlargest(MAX_TRACKED, leftovers.items(), key=lambda item: sum(item[1].held_bytes.values())))
 
 
 def _with_state(lease: HelperLease, living: Living, usages: Mapping[str, DeviceReading]) -> set[Key]:
@@ -210,7 +210,7 @@ def _with_state(lease: HelperLease, living: Living, usages: Mapping[str, DeviceR
 
 
 def _forks(
-    left: Mapping[Key, Leftover], living: tuple[Process, ...], with_state: set[Key]
+    leftovers: Mapping[Key, Leftover], living: tuple[Process, ...], with_state: set[Key]
 ) -> tuple[Process, ...]:
     """Return the living processes without GPU state that a dead process of the lease may have forked.
 
@@ -218,7 +218,7 @@ def _forks(
     process, or has its own GPU state.  Such a process is left out, and so are those that it forked.
     """
     begun: dict[tuple[int, ...], int] = {}
-    for each in left.values():
+    for each in leftovers.values():
         begun[each.image] = min(each.start_ticks, begun.get(each.image, each.start_ticks))
     found: list[Process] = []
     others: set[int] = set()

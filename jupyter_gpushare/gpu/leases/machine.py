@@ -39,7 +39,7 @@ class Machine:
     files: DeviceFiles
     seats: SeatTable = field(default_factory=SeatTable)
     kubelet: GpuPods | None = None  # of a node of a cluster
-    library: str = ""  # the preload library, where pods of this node find it
+    library: str = ""  # path of the preload library for the pods of this node
 
     @property
     def simulated(self) -> bool:

@@ -1,4 +1,4 @@
-"""The leases of this machine: created, changed, dropped, and adopted at start.
+"""Create, change, drop and adopt the leases of this machine.
 
 A thread that changes or moves a lease holds it (`LeaseRegistry.hold`).  After the wait the broker's epoch is
 checked again, so that a waiting request of an old broker does nothing.  A lease is in the journal before
@@ -38,7 +38,7 @@ from jupyter_gpushare.protocol.helper import Drop, Dropped, ErrorKind, LeaseFile
 log = logging.getLogger(__name__)
 
 
-# ---- check what the broker asks for before a lease is created or changed -----
+# ---- check a request before a lease is created or changed --------------------
 
 
 def check_limits(request: SetLimit, gpus: Iterable[DriverGpu]) -> None:
@@ -72,13 +72,13 @@ def check_limits(request: SetLimit, gpus: Iterable[DriverGpu]) -> None:
 # ---- the leases --------------------------------------------------------------
 
 MAX_LEASES = 256
-# How long a change of a lease waits for a move in progress.
+# A change of a lease waits this long for a move in progress.
 HOLD_WAIT_S = 5.0
-# How long a drop waits for killed processes; the watchdog handles one that is stuck in the kernel.
+# A drop waits this long for killed processes; the watchdog handles a process that is stuck in the kernel.
 END_PROCESSES_S = 1.0
-# How long the first scan may wait for processes that do not answer: no sample is due yet.
+# The first scan may wait this long for processes that do not answer, because no sample is due yet.
 FIRST_SCAN_S = 1.0
-# A broker asks for a sample every second.  After this long without a request it counts as unreachable.
+# A broker requests a sample every second.  After this long without a request it counts as unreachable.
 SILENT_S = 5.0
 
 
@@ -213,12 +213,12 @@ class LeaseRegistry:
     def _on_devices(self, name: str) -> list[HelperLease]:
         """Return the other leases that hold device memory, may hold it soon, or are being moved."""
         leases = self._leases.values()
-        there = [each for each in leases if each.phase is not Phase.SUSPENDED or each.moving.locked()]
-        # While a host counts here, its limit includes its guest's memory.
-        hosts = {each.name: each.limits for each in leases if each in there or each.name == name}
-        guests = [each for each in there if each.is_guest and each.asked.guest_of in hosts]
+        awake = [each for each in leases if each.phase is not Phase.SUSPENDED or each.moving.locked()]
+        # The limit of a host that counts includes the memory of its guest.
+        hosts = {each.name: each.limits for each in leases if each in awake or each.name == name}
+        guests = [each for each in awake if each.is_guest and each.asked.guest_of in hosts]
         within = [each for each in guests if each.limits.keys() & hosts[each.asked.guest_of].keys()]
-        return [each for each in there if each.name != name and each not in within]
+        return [each for each in awake if each.name != name and each not in within]
 
     def _fits(self, limits: Mapping[str, int], beside: list[HelperLease]) -> bool:
         """Return whether these limits fit beside those of the other leases on each device."""
@@ -336,13 +336,13 @@ class LeaseRegistry:
             OSError: its limit page is missing.
         """
         devices = tuple(devices)
-        left = {*lease.limits, *lease.moves_from} - set(devices)
+        former = {*lease.limits, *lease.moves_from} - set(devices)
         lease.put_on(devices)
         lease.files.set_devices(devices)
         lease.write_kept()
         if lease.in_cgroup or all(self._devices.offers(uuid, Level.CGROUP) for uuid in devices):
             cgroup_limits.limit(lease, self._cgroups)
-            self._cgroups.clear_limits(lease.name, left)
+            self._cgroups.clear_limits(lease.name, former)
 
     def place(self, lease: HelperLease) -> None:
         """Move the processes of a lease into its cgroup, if the driver limits it."""
@@ -358,7 +358,7 @@ class LeaseRegistry:
         if lease is None:
             return Dropped(known=False)
         with self.hold(lease, epoch):
-            # Without their lease no request could resume these processes: they would wait for ever.
+            # Without their lease no request could resume these processes, and they would wait for ever.
             send = self._machine.processes.signal
             killed = [key for key in lease.parked if send(key, signal.SIGKILL)]
             lease.dropped = True
@@ -377,13 +377,13 @@ class LeaseRegistry:
         """Kill the processes of a lease, for `END_PROCESSES_S` at most; return their keys."""
         processes, killed = self._machine.processes, []
         until = time.monotonic() + END_PROCESSES_S
-        while (left := self.living(lease.name)) and time.monotonic() < until:
-            killed += [process.key for process in left if processes.signal(process.key, signal.SIGKILL)]
+        while (remaining := self.living(lease.name)) and time.monotonic() < until:
+            killed += [each.key for each in remaining if processes.signal(each.key, signal.SIGKILL)]
             time.sleep(0.01)
         return killed
 
     def adopt(self) -> None:
-        """Take over the leases of the previous helper; `Mover.settle` ends moves that were in progress."""
+        """Adopt the leases of the previous helper; `Mover.settle` later ends moves that were in progress."""
         state = self._machine.state
         journal = state.records()
         records = {name: record for name, record in journal.items() if record is not None}
@@ -426,8 +426,8 @@ class LeaseRegistry:
                 continue
             with contextlib.suppress(InvalidRequest, OSError):
                 files = LeaseDirectory(state.leases, path.name)
-                left = path.name in stale or path.name.startswith(SELF_TEST_PREFIX)
-                if left or files.phase() in (None, PagePhase.REVOKED):
+                is_stale = path.name in stale or path.name.startswith(SELF_TEST_PREFIX)
+                if is_stale or files.phase() in (None, PagePhase.REVOKED):
                     files.revoke()
                     continue
                 state.holders.lose_record(uid := files.owner())

@@ -1,4 +1,4 @@
-"""Seats of this node (`protocol.seats`), and how long a lease without a seat may hold device memory.
+"""Seats of this node (`protocol.seats`), and the deadlines of leases without a seat.
 
 A seat counts for an attempt of its lease if it has all devices of the attempt.  On a node of a unit pool,
 where the broker chooses the devices of leases, it counts if it has at least as many devices.

@@ -173,7 +173,7 @@ class ProcessMoves:
         it sees the phase.
         """
         deadline = time.monotonic() + timeout_s
-        while any(slot.looking and slot.key in keys for slot in lease.files.turn_slots(everyone=True)):
+        while any(slot.looking and slot.key in keys for slot in lease.files.turn_slots(all_slots=True)):
             if time.monotonic() >= deadline:
                 return False
             time.sleep(LIBRARY_POLL_S)

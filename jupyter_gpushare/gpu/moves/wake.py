@@ -227,8 +227,8 @@ class UnattendedResumes:
             moved = resume_unrecorded(self._registry, self._mover, lease, 0.0, by_broker=False)
         finally:
             lease.moving.release()
-        if not moved.done and lease.stays_for != moved.reason:
-            lease.stays_for = moved.reason
+        if not moved.done and lease.logged_reason != moved.reason:
+            lease.logged_reason = moved.reason
             log.warning(
                 "lease=%s stays %s while no broker answers: %s", lease.name, lease.phase, moved.reason
             )

@@ -1,4 +1,4 @@
-"""In which container a process is, and what is mounted there.
+"""Find the container of a process, and the mounts that the process sees.
 
 On Kubernetes the outermost ``pod<UID>`` in /proc/PID/cgroup names the pod, with all its containers.
 Elsewhere the outermost container id of an engine does (64 hexadecimal digits: Docker, Podman).

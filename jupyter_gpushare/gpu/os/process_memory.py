@@ -103,11 +103,13 @@ class ProcessMemoryReader(Generic[_Value]):
             stuck = [batch for batch in batches if batch.is_stuck()]
             for batch in stuck:
                 batch.overtaken = True
-            # Another thread reads the processes that a stuck one has not reached.
-            under_way = {
-                key for batch in batches for key in ([batch.left[0]] if batch in stuck else batch.left)
+            # Another thread reads the processes that a stuck thread has not reached.
+            in_progress = {
+                key
+                for batch in batches
+                for key in ([batch.remaining[0]] if batch in stuck else batch.remaining)
             }
-            keys = [key for key in users if users[key] == user and key not in under_way]
+            keys = [key for key in users if users[key] == user and key not in in_progress]
             if keys and len(batches) < THREADS_PER_USER:
                 batches.append(self._start(keys))
             if not stuck:
@@ -125,13 +127,13 @@ class ProcessMemoryReader(Generic[_Value]):
     def _run(self, batch: _Batch) -> None:
         """Read processes one after the other, in a thread of their user."""
         try:
-            while batch.left and not batch.overtaken:
+            while batch.remaining and not batch.overtaken:
                 batch.since = time.monotonic()
-                key = batch.left[0]
+                key = batch.remaining[0]
                 answer = ProcessReading(self._read(key[0]), batch.since)
                 with self._guard:
                     self._answers[key] = answer
-                    batch.left.popleft()
+                    batch.remaining.popleft()
         except OSError as error:
             self._error = error
         finally:
@@ -142,7 +144,7 @@ class _Batch:
     """The processes that one thread reads, one after the other."""
 
     def __init__(self, keys: Sequence[Key]) -> None:
-        self.left = deque(keys)  # the first is being read
+        self.remaining = deque(keys)  # the first is being read
         self.since = time.monotonic()  # when the read of the first began
         self.overtaken = False  # another thread reads the rest
         self.ended = threading.Event()

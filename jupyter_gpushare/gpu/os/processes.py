@@ -1,11 +1,11 @@
-"""Processes of this machine: what the kernel says about one, signals that cannot hit another, exits.
+"""Processes of this machine: facts from the kernel, signals that cannot hit a wrong process, exits.
 
 A process is named by its pid and its start time (`Key`), as `procfs` explains.  A process that is watched
 for its exit is held open by a pidfd: that polls readable when the process has ended, zombies included, so
 an exit is noticed without a scan.  At most half of the descriptors that this process may open are such
 pidfds, so that no user can exhaust them.  Processes beyond that are looked up in each scan.
 
-"It has ended" and "it could not be looked at" are different answers: without a free descriptor or memory
+"It has ended" and "it could not be read" are different answers.  Without a free descriptor or memory
 `read_facts`, `alive`, `signal` and `exit_status` raise `OSError`, and the caller must change nothing.
 """
 
@@ -35,7 +35,7 @@ _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessFacts:
-    """What the kernel says about one process, without a look into the process's memory."""
+    """What the kernel says about one process, without a read of the process's memory."""
 
     pid: int
     start_ticks: int  # field 22 of /proc/PID/stat

@@ -242,7 +242,7 @@ class Sampler:
         lease.held, lease.account = held, account
         outside = frozenset(key for key in held if account is None or key not in account.slots)
         lease.count_work(account)
-        lease.outside, lease.goes_around = outside, bool(outside & lease.outside)
+        lease.outside, lease.bypasses_library = outside, bool(outside & lease.outside)
         # The account and the driver's answer match only if no allocation happened in between.
         if account and before and account.held() == before.held() and lease.phase is Phase.RUNNING:
             self._charge_contexts(lease, account)
