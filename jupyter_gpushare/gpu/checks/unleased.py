@@ -13,9 +13,9 @@ Each such process is reported in the first sample that shows it, and again each 
 * No record of a lease of its user was lost since boot (`Holders`), because it might be in that lease.
 
 A process closes its device for new leases (`UnleasedProcesses.closes`) if its user held a lease, it holds
-memory in two samples in a row, and nothing spares it.  If the device is leased to another user, it stays
-closed until the process is gone; otherwise until the notice is over.  A lease that begins then has the
-process stopped.
+memory in two samples in a row, and an administrator could end it (`UnleasedProcess.kept` is empty).  If the
+device is leased to another user, it stays closed until the process is gone; otherwise until the notice is
+over.  If a lease begins there later, the process is stopped.
 
 A process in a user namespace, which may give it another uid, also belongs to the maker of that namespace.
 All users of containers may have one uid.  So a process in a container that had a lease never counts as a
@@ -26,9 +26,9 @@ device.  It is stopped only if it cannot be in one or that lease is to end: its 
 there, or processes there hold more than the leases allow, or the broker had all processes of
 such a lease killed.  That lease cannot end before this process, so the device counts as leased to another.
 
-Never stopped are processes of root, MPS servers of root's control daemon, and processes below a cgroup of
-``--watchdog-ignore``.  Only root controls these facts: a process cannot spare itself by its name or its
-environment.  Ended leases leave no process behind, because `LeaseRegistry.drop` kills them.
+Processes of root, MPS servers of root's control daemon, and processes below a cgroup of
+``--watchdog-ignore`` are never stopped.  Only root controls these facts: a process cannot spare itself by
+its name or its environment.  Ended leases leave no process behind, because `LeaseRegistry.drop` kills them.
 
 An administrator may have a process ended (`UnleasedProcesses.end`) that the watchdog would only report.
 That excludes processes that are never stopped, in a container, or possibly in a lease.
@@ -189,7 +189,7 @@ class UnleasedProcesses:
         self._kill_overdue({key for key, _ in present} - kept_alone, now)
 
     def _kill_overdue(self, present: set[Key], now: float) -> None:
-        """Kill the ``present`` processes that `end` asked to end `GRACE_S` ago; forget those that ended."""
+        """Kill the ``present`` processes that got SIGTERM from `end` `GRACE_S` ago; forget ended ones."""
         for key, since in list(self._ending.items()):
             if not self._processes.alive(key):
                 del self._ending[key]
@@ -232,7 +232,7 @@ class UnleasedProcesses:
         return ""
 
     def _closes(self, process: Process, uuid: str, on_device: Iterable[HelperLease], now: float) -> bool:
-        """Return whether a process that nothing spares keeps new leases from its device."""
+        """Return whether a process that could be ended keeps new leases from its device."""
         if self._seen[process.key, uuid].held < 2 or not self._is_of_a_holder(process):
             return False
         first_at = self._notice(process, uuid, now).first_at

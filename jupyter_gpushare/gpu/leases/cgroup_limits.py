@@ -14,7 +14,7 @@ log = logging.getLogger(__name__)
 
 
 def limit(lease: HelperLease, cgroups: Cgroups) -> None:
-    """Have the driver limit a lease, where it can; ``lease.in_cgroup`` then says whether it does."""
+    """Have the driver limit a lease, if it can; ``lease.in_cgroup`` then says whether it does."""
     # Memory that a suspended lease has lent must not stay guaranteed to it.
     suspended = lease.phase is Phase.SUSPENDED
     guaranteed = dict.fromkeys(lease.limits, 0) if suspended else lease.asked.guaranteed

@@ -7,7 +7,7 @@ its cgroup belongs to the lease.  A process of any other container belongs to no
 
 A mount is compared by its file system (major:minor) and by its root within that, both from
 /proc/PID/mountinfo.  The kernel answers that; no path below /proc/PID/root, which a user controls, is
-resolved.  Mounts that a user made in a user namespace of its own do not count.
+resolved.  Mounts that a user made in its own user namespace do not count.
 
 The answers are written to a private file, because the first process of a container may have left its
 mounts when the next helper starts.  They outlive the lease: what runs in its container then has no lease.

@@ -191,7 +191,7 @@ class DeviceStates:
     def measure_hidden(self, uuid: str, usage: DeviceReading, at: float) -> bool:
         """Note the hidden bytes of a device: neither free nor held by a listed process.
 
-        On an idle H100 these are the driver's own memory and that of graphics sessions.  The first sample
+        On an idle H100 they belong to the driver itself and to graphics sessions.  The first sample
         may also count memory of a process that has ended.  So the number falls to the maximum of the
         samples of `HIDDEN_SETTLES_S`, and never rises.  ``at`` is the time of this sample, in seconds.
         Return whether the number fell.

@@ -1,6 +1,6 @@
 """The two files of a lease, as the preload library shares them with the helper.
 
-The layout is that of native/gpushare_lease.h; tests hold the two together.
+native/gpushare_lease.h defines the same layout; tests compare the two.
 
 * ``limit`` belongs to the helper: written whole under another name and renamed,
   changed field by field with pwrite, so that a process that has it mapped sees each
@@ -121,7 +121,7 @@ class Slot:
 
     taints: Taint
     work: int  # launches, copies, allocations, synchronisation, each once
-    again: int  # those that waited, counted again while they do and when they go on
+    again: int  # calls that waited, counted again while they wait and when they continue
     calls: int  # every call that may wait while suspended, both of these included
     queries: int  # calls that programs poll: streams, events, pointers, contexts, captures
     used_bytes: tuple[int, ...]  # by index in the limit page
@@ -133,7 +133,7 @@ class TurnSlot(NamedTuple):
 
     key: Key  # as this process names it
     wants_memory: int  # grows while a call of it waits for bytes that are kept for another lease
-    work: int  # calls, counted again when they go on after a wait
+    work: int  # calls, counted again when they continue after a wait
     settled: int  # the number of calls at which nothing of it was left on a device
     waiting: int  # threads that wait for a turn
     looking: int  # 1: the library's own thread is in the driver
@@ -395,7 +395,7 @@ class LeaseDirectory:
                 return b""
 
     def turn_slots(self, *, all_slots: bool = False) -> list[TurnSlot]:
-        """Return the entries of the account opened last, those of ended processes included.
+        """Return the entries of the account opened last, including those of ended processes.
 
         This runs hundreds of times a second.  Without ``all_slots`` it reads the entries in use and some
         more, so that it may miss a new process until the next sample.

@@ -6,10 +6,10 @@ last of these descriptors is closed (NVIDIA-NeMo/Megatron-Bridge pull request 59
 1,135 MiB).  It then lists the dead process (GaTech-RL2/EgoVerse pull request 682) or no process.
 
 So every sample remembers what each process held.  When a process with memory ends, its *keepers* are the
-living processes that have its image, are younger, have a device open and have no GPU state of their own.
+younger living processes that have its image and an open device, but no GPU state of their own.
 Keepers may be killed, so none is named while a device of the lease does not say who has memory there.
 
-The memory is charged to the lease as far as the device shows that many bytes of no living process.  It is
+The memory is charged to the lease, up to the bytes that the device shows of no living process.  It is
 forgotten once the device has not shown them for `HIDDEN_SETTLES_S`, because used bytes and processes are
 read one after the other.
 """

@@ -3,10 +3,10 @@
 A process belongs to a lease if it runs as the lease's user and
 
 1. one of its cgroups is named ``gpushare-<lease>`` (with or without a systemd suffix), or
-2. ``GPUSHARE_LEASE_DIR`` in its environment is the directory of the lease here.  Where that is not set,
-   ``GPUSHARE_LEASE`` counts; where the environment may not be read, an argument ``GPUSHARE_LEASE=<lease>``
-   does.  The directory counts first because another helper on this machine may have leases of the same
-   names.  Or
+2. ``GPUSHARE_LEASE_DIR`` in its environment is the directory of the lease of this helper.  If that is not
+   set, ``GPUSHARE_LEASE`` counts; if the environment may not be read, an argument
+   ``GPUSHARE_LEASE=<lease>`` does.  The directory counts first because another helper on this machine may
+   have leases of the same names.  Or
 3. its parent belonged to the lease when the process was first seen, and the process names no lease of its
    user (a child that cleared its environment, or has the environment of an ended server).  This is
    remembered, so that a child that outlives its parent (double fork) stays in the lease.
@@ -15,8 +15,8 @@ The user is compared last: whatever a process writes into its environment, it ne
 lease.  A process in a container belongs to the lease of its container, and nothing else counts
 (`containers`).
 
-The kernel is asked through `gpu.os.processes`; what lies in a process's own memory (environment and
-arguments) is read by `gpu.os.process_memory`.  A process that does not answer there is *unread*.  It belongs
+`gpu.os.processes` reads the kernel's facts, and `gpu.os.process_memory` reads the environment and arguments
+from a process's own memory.  A process that does not answer there is *unread*.  It belongs
 where its cgroup, its parent or `claim` puts it.  If none of them does, it may belong to any lease of its
 user, so none of these leases on the same devices may be taken as ended.  A scan waits `ANSWER_S`
 unless it is given another time.

@@ -4,8 +4,8 @@ A *host* has a whole device, and its *guest* uses part of it.  The limit page of
 limit and the bytes kept for the other: in the host's page the bytes of the guest, in the guest's page all
 except these.  An allocation that fits the limit, but not beside the kept bytes, waits in the library and
 increments a counter in the account (`gpushare_lease.h`).  A thread of this module reads these counters.  If
-either grows, the helper suspends the guest without the broker and keeps no bytes for it.  The host
-continues, and the guest's call waits until the guest is resumed where it has its whole limit.
+a counter of either lease grows, the helper suspends the guest without the broker and keeps no bytes for it.
+The host continues, and the guest's call waits until the guest is resumed where it has its whole limit.
 
 * The guest's record defines the pair: `SetLimit.guest_of` of a lease that is not suspended.  The pair ends
   when the guest is suspended or dropped (`LeaseRegistry.end_pair`).

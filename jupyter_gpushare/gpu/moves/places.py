@@ -1,4 +1,4 @@
-"""Where a suspended lease can resume: on its own devices, or on equal devices of this machine.
+"""Decide where a suspended lease can resume: on its own devices, or on equal devices of this machine.
 
 An equal device has the same model and memory, and the self-test of both devices proved a move
 (`Verdict.movable`).  The processes of the lease must be able to open the new device.  So a lease stays if

@@ -163,13 +163,13 @@ class Mover:
     # Verbs
 
     def suspend(self, lease: HelperLease, calls: str, timeout_s: float) -> MoveResult:
-        """Move the lease's device memory to host memory; the caller holds the lease."""
+        """Move the lease's device memory to host memory and return the result; the caller holds the lease."""
         return self._move(
             lease, Phase.RUNNING, Phase.SUSPENDED, lambda: self._suspend(lease, calls, timeout_s)
         )
 
     def resume(self, lease: HelperLease, timeout_s: float, devices: Sequence[str] = ()) -> MoveResult:
-        """Copy the lease's memory back to its devices; the caller holds the lease.
+        """Copy the lease's memory back to its devices and return the result; the caller holds the lease.
 
         ``devices``, if any, are other devices to resume on, in the order of its own.
         """

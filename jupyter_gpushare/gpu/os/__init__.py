@@ -1,2 +1,4 @@
-"""What the device layer asks the operating system: processes, memory, cgroups, containers,
-device files.  Imports nothing of the leases."""
+"""Access to the operating system: processes, memory, cgroups, containers, device files.
+
+Imports nothing of the leases.
+"""

@@ -22,7 +22,7 @@ def open_regular(path: Path, access: int = os.O_RDONLY) -> int:
     A user may have put a link, a FIFO or a mount there: none of them is followed or waited for.
     """
     with contextlib.suppress(OSError), contextlib.ExitStack() as stack:
-        # O_PATH asks no filesystem anything (open(2)); fdinfo answers from the kernel's memory (proc(5)).
+        # O_PATH calls no filesystem (open(2)), and fdinfo comes from the kernel's memory (proc(5)).
         folder = os.open(path.parent, os.O_PATH | os.O_CLOEXEC)
         stack.callback(os.close, folder)
         found = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)

@@ -3,7 +3,7 @@
 For such a read (proc(5): environ, cmdline, maps) the kernel takes the lock of the process's
 memory.  The process can hold that lock without end, for example in mmap(2) of a file on a FUSE
 filesystem whose server does not answer, and the read waits meanwhile.  So each user's processes
-are read in threads of their own, and the caller waits for all these threads together:
+are read in separate threads, and the caller waits for all these threads together:
 
 * A caller waits `ANSWER_S` unless it gives another time.  A later answer is kept for the next call.
 * A thread that has read one process for `ANSWER_S` is stuck.  No caller waits for its user.

@@ -25,7 +25,7 @@ from jupyter_gpushare.gpu.os.containers import CGROUP_BYTES, container_of
 
 log = logging.getLogger(__name__)
 
-# Exit statuses that are remembered: a move asks for those of processes that ended during a driver call.
+# Exit statuses that are remembered; a move needs those of processes that ended during a driver call.
 EXITS_KEPT = 1024
 
 Key = tuple[int, int]  # pid, start ticks

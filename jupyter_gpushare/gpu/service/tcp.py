@@ -33,7 +33,7 @@ LOG_EVERY_S = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Endpoint:
-    """Where a helper listens for a broker on another machine."""
+    """The TCP address of a helper for a broker on another machine, with its certificate files."""
 
     host: str
     port: int

@@ -6,16 +6,17 @@ turns (`Turn.NONE`) and is never held.
 
 * **Order.**  A lease has a virtual time on each of its devices: the device time that it got, divided by
   its share (stride scheduling, Waldspurger and Weihl 1995).  The virtual time of a device is the lowest of
-  the leases that compute on it.  The lease with the lowest lead over its device goes first.  A lease that
-  computes again after a pause starts at the device's virtual time, minus at most `CREDIT_S` for time that
-  it did not use.  With such credit it gets the next turn, and the running turn ends early.
+  the leases that compute on it.  The lease with the lowest lead over the device goes first (its virtual
+  time minus the device's).  A lease that computes again after a pause starts at the device's virtual time,
+  minus at most `CREDIT_S` for unused time.  With such credit it gets the next turn, and the running turn
+  ends early.
 * **Length.**  Each lease gets its part of a round of at most `ROUND_S` by weight, from `SHORTEST_S` to
   `LONGEST_S`.  A lease whose part would be shorter skips rounds, because its virtual time runs ahead.
 * **End.**  A turn closes early enough for the work that the lease has in flight (`ahead_s`).  The next turn
   begins once the library has proved that this work is done, or after `DRAIN_S`.
 * **Debt.**  A lease is charged until that proof, also after its turn: work that runs over delays its next
   turns (the deficit of Shreedhar and Varghese 1996).  If several leases have work on a device, the driver
-  divides the device equally between their *processes*, and so does the charge.
+  divides the device equally between their *processes*, and they are charged the same way.
 * A **fair** lease gives up its turn as soon as it has nothing to compute.  A **strict** lease never gets
   more than its share of the time, even alone: it has a token bucket of `LONGEST_S`.
 * A lease of several devices has its turn on all of them at once.  Its place in the order is the one on the

@@ -39,7 +39,7 @@ PAUSE_PER_STEP = 5.0  # in durations of the step: the thread uses at most a sixt
 REST_S = 0.2
 # A waiting thread may have ended within its wait, so a wait counts at most this long.
 WAIT_S = 60.0
-# The turn of a held lease is written anew this often; the library stops waiting 3 s after the last write.
+# The turn of a held lease is rewritten this often; the library stops waiting 3 s after the last write.
 RENEW_S = 1.0
 SHOW_S = 0.5
 # A process that the sampler has not seen yet counts for this long.
