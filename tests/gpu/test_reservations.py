@@ -24,7 +24,7 @@ import pytest
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver import denied
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
-from jupyter_gpushare.gpu.driver.checkpoint import NotAsked, ProcessState
+from jupyter_gpushare.gpu.driver.checkpoint import CallNotMade, ProcessState
 from jupyter_gpushare.gpu.driver.ladder import margin_bytes
 from jupyter_gpushare.gpu.driver.nvml import DeviceReading, DriverGpu
 from jupyter_gpushare.gpu.events import Events
@@ -454,7 +454,7 @@ def test_the_codes_of_a_restore_say_whether_its_process_is_lost(
     ("answers", "is_lost"),
     [
         ([DeviceError("cuCheckpointProcessGetState", TIMED_OUT)] * 2, True),
-        ([NotAsked("cuCheckpointProcessGetState", "16 driver calls have not returned")] * 2, False),
+        ([CallNotMade("cuCheckpointProcessGetState", "16 driver calls have not returned")] * 2, False),
         (
             [
                 DeviceError("cuCheckpointProcessGetState", TIMED_OUT),

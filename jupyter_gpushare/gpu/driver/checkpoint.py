@@ -58,7 +58,7 @@ _NOT_SUPPORTED = 801  # CUDA_ERROR_NOT_SUPPORTED
 _STAYS: Mapping[str, str] = MappingProxyType({})
 
 
-class NotAsked(DeviceError):
+class CallNotMade(DeviceError):
     """A driver call about a process was not made, because earlier calls have not returned."""
 
     def __init__(self, call: str, why: str) -> None:
@@ -219,27 +219,29 @@ class Checkpoint:
         the process running, and leave it locked for ever.
 
         Raises:
-            NotAsked: an earlier call that moves the process has not returned.
+            CallNotMade: an earlier call that moves the process has not returned.
             DeviceError: an earlier GetState has not returned (code ``TIMED_OUT``).
         """
         with self._guard:
             self._abandoned = {each: worker for each, worker in self._abandoned.items() if worker.stuck_in}
             if worker := self._abandoned.get(pid):
                 why = f"{worker.stuck_in} of process {pid} has not returned"
-                raise DeviceError(name, TIMED_OUT, why) if worker.stuck_in == _STATE else NotAsked(name, why)
+                raise (
+                    DeviceError(name, TIMED_OUT, why) if worker.stuck_in == _STATE else CallNotMade(name, why)
+                )
 
     def _take(self, name: str) -> BoundedWorker:
         """Return an idle worker; calls for different processes run in parallel.
 
         Raises:
-            NotAsked: `MAX_STUCK` calls hang.
+            CallNotMade: `MAX_STUCK` calls hang.
         """
         with self._guard:
             for at, worker in enumerate(self._free):
                 if not worker.stuck_in:
                     return self._free.pop(at)
             if self._workers >= MAX_STUCK:
-                raise NotAsked(name, f"{MAX_STUCK} driver calls have not returned")
+                raise CallNotMade(name, f"{MAX_STUCK} driver calls have not returned")
             self._workers += 1
             return BoundedWorker(f"cuda-{self._workers}")
 

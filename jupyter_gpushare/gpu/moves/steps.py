@@ -35,7 +35,7 @@ from dataclasses import replace
 from jupyter_gpushare.errors import DeviceError
 from jupyter_gpushare.gpu.driver import denied
 from jupyter_gpushare.gpu.driver.bounded import TIMED_OUT
-from jupyter_gpushare.gpu.driver.checkpoint import NotAsked, ProcessState
+from jupyter_gpushare.gpu.driver.checkpoint import CallNotMade, ProcessState
 from jupyter_gpushare.gpu.leases.devices import DeviceStates
 from jupyter_gpushare.gpu.leases.files import AccountFile
 from jupyter_gpushare.gpu.leases.journal import Parked
@@ -423,7 +423,11 @@ class ProcessMoves:
         Raises:
             DeviceError: ``error``, if they have not yet, or if the helper itself cannot make the call.
         """
-        if self._machine.checkpoint.unavailable or isinstance(error, NotAsked) or denied.is_of_helper(error):
+        if (
+            self._machine.checkpoint.unavailable
+            or isinstance(error, CallNotMade)
+            or denied.is_of_helper(error)
+        ):
             raise error
         began_at = lease.failing.setdefault(key, time.monotonic())
         if time.monotonic() - began_at < copy_s(lease.parked[key]):
