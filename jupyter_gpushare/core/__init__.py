@@ -1,5 +1,5 @@
-"""Decides: model, quota, order, placement, plan, replay.
+"""Decide who gets which GPU: model, quota, order, placement, plan, replay.
 
-No I/O, no clock, no log, no configuration: values in, values out, so that the
-broker and the simulator run the very same rules.
+This package takes values and returns values.  It has no I/O, clock, log or configuration, so the broker and
+the simulator run the same rules.
 """

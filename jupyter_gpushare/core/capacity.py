@@ -1,8 +1,8 @@
 """Capacity of one device: what is free, reserved and claimed.
 
 All numbers are thousandths of the device; `cluster_state` defines them.  A
-`CapacityView` says how much of a device a lease may use: placement works with
-any of them.
+`CapacityView` says how much of a device a lease may use; placement works with
+any view.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jupyter_gpushare.core.model import WHOLE_GPU, Device, Lease, held_by
 
 @dataclass(slots=True, eq=False)
 class DeviceCapacity:
-    """What is free, reserved and claimed of one device."""
+    """The free, reserved and claimed parts of one device."""
 
     device: Device
     free: int = WHOLE_GPU
@@ -27,12 +27,14 @@ class DeviceCapacity:
     awaited: int = 0
     guest_demand: int = 0
     unlent: bool = False  # reserved for a job that does not borrow: until it starts, claims are not lent
-    guest: str = ""  # the lease that is a guest here: nobody else gets the device before it has left
-    holders: dict[str, Lease] = field(default_factory=dict)  # by id: hold capacity, and are not leaving
+    guest: str = (
+        ""  # the lease that is a guest on the device: no other lease gets the device before it leaves
+    )
+    holders: dict[str, Lease] = field(default_factory=dict)  # leases that hold capacity and stay, by id
     version: int = 0  # grows with every change; caches compare it
 
     def rollback_point(self) -> Callable[[], None]:
-        """Return a function that restores what decisions change."""
+        """Return a function that restores the numbers that decisions change."""
         free, releasing, reserved, claimed = self.free, self.releasing, self.reserved, self.claimed
         suspended_claims, guest_demand = self.suspended_claims, self.guest_demand
         unlent = self.unlent
@@ -46,7 +48,7 @@ class DeviceCapacity:
         return undo
 
     def seen_by(self, lease: Lease, view: CapacityView) -> int:
-        """Return how much of the device ``lease`` may use: a guest does not stand in its own way."""
+        """Return how much of the device ``lease`` may use; a guest does not block itself."""
         guest, self.guest = self.guest, "" if self.guest == lease.id else self.guest
         seen = view(self)
         self.guest = guest
@@ -55,43 +57,43 @@ class DeviceCapacity:
     def _at_once(self) -> int:
         return 0 if self.guest else self.free
 
-    # Views: methods, so that placement works with any of them.
+    # The views of placement
 
     def now(self) -> int:
-        """Capacity that can be granted at once."""
+        """Return the capacity that can be granted at once."""
         return min(self._at_once(), self.soon())
 
     def soon(self) -> int:
-        """Capacity that can be granted once every leaving lease has left."""
+        """Return the capacity that can be granted once every leaving lease has left."""
         soon = self.free + self.releasing - self.reserved
         return soon - self.suspended_claims if self.unlent else soon
 
     def unclaimed(self) -> int:
-        """Capacity that can be granted at once and that no suspended session claims."""
+        """Return the capacity that can be granted at once and that no suspended session claims."""
         return min(self._at_once(), self.unclaimed_soon())
 
     def unawaited(self) -> int:
-        """`unclaimed` without what suspended leases wait for here."""
+        """Return `unclaimed` minus the capacity that suspended leases wait for on this device."""
         return self.unclaimed() - self.awaited
 
     def unclaimed_soon(self) -> int:
-        """`soon` without the claims of suspended sessions."""
+        """Return `soon` minus the claims of suspended sessions."""
         return self.free + self.releasing - self.reserved - self.suspended_claims
 
     def claimable(self) -> int:
-        """Capacity that can still be guaranteed to a build session."""
+        """Return the capacity that can still be guaranteed to a build session."""
         return WHOLE_GPU - self.claimed - self.unreclaimable
 
     def claimable_now(self) -> int:
-        """Capacity that can be guaranteed to a session and granted at once."""
+        """Return the capacity that can be guaranteed to a session and granted at once."""
         return min(self.claimable(), self.now())
 
     def returnable(self) -> int:
-        """Free, unclaimed capacity of a device that supports suspending; 0 on any other."""
+        """Return the free, unclaimed capacity of a device that supports suspending; 0 on any other."""
         return self.unclaimed() if self.device.suspendable else 0
 
     def on_lent(self, claimants: Container[str]) -> list[Lease]:
-        """Leases without a claim that hold claimed capacity, the oldest grant first."""
+        """Return the leases without a claim that hold claimed capacity, the oldest grant first."""
         found: list[Lease] = []
         if not self.claimed:
             return found

@@ -1,25 +1,25 @@
 """Capacity of every device, quota use of every project, and free host memory.
 
-A `ClusterState` follows the leases (`put`, `drop`).  During a round decisions
-change it (`allocate`, `reserve`, `evict`, ...), so that each decision sees the
-ones before it; `undo` takes them all back.  Per device, in thousandths:
+A `ClusterState` follows the leases (`put`, `drop`).  During a round, decisions
+change it (`allocate`, `reserve`, `evict`, ...), so each decision sees the
+earlier ones; `undo` reverts them all.  Per device, in thousandths:
 
-* ``free``: 1000 minus what is held, in any state of `HOLDS_CAPACITY`
+* ``free``: 1000 minus the capacity held in any state of `HOLDS_CAPACITY`
 * ``releasing``: held by leases that are leaving
 * ``reserved``: kept for waiting leases until it is free
 * ``claimed``: guaranteed to build sessions, suspended or not
 * ``suspended_claims``: claims of suspended sessions that are not waking
 * ``guest_demand``: requested by suspended sessions beyond quota; it precedes
-  reclaims for jobs that are owed nothing
-* ``awaited``: suspended leases without a claim wait for it; others start elsewhere if they can
-* ``guest``: a lease on what another one holds; to all rules it is a suspended job that waits for
-  capacity of its own, and whose part of the device is already reserved in host memory
+  reclaims for jobs that no quota owes anything
+* ``awaited``: suspended leases without a claim wait for it; other leases avoid it if they can
+* ``guest``: a lease that runs on capacity held by another lease; all rules treat it as a suspended
+  job that waits for capacity of its own, with host memory already reserved for its state
 * ``unreclaimable``: held without a claim by a session that cannot be suspended;
   guaranteed to no other session
 
-Host memory: suspended state counts, state that is being copied counts with a
-margin, and so do the bytes of every suspendable job on lent capacity: when the
-lender wakes, the job's memory needs a place while the lender's copy is there.
+Three things take host memory: suspended state; state that is being copied, with a
+margin; and the bytes of every suspendable job on lent capacity.  When the lender
+wakes, the job's memory is copied out before the lender's copy is released.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ CHECKPOINT_PERCENT = 105
 
 
 def suspended_bytes(lease: Lease) -> int:
-    """Host memory that suspending ``lease`` takes, in bytes."""
+    """Return the host memory that suspending ``lease`` takes, in bytes."""
     return ceil(lease.used_bytes * CHECKPOINT_PERCENT / 100)
 
 
@@ -70,9 +70,9 @@ class ClusterState:
             if capacity.device.movable:
                 self._alike[_kind_of(capacity.device)].append(capacity)
         self.leases: dict[str, Lease] = {}
-        self.stopping: dict[str, Lease] = {}  # the part of them that is being stopped
-        self.guests: dict[str, Lease] = {}  # the part of them on capacity of others, as they are
-        self.hosts: dict[str, Lease] = {}  # the part of them that has memory to spare for a guest
+        self.stopping: dict[str, Lease] = {}  # leases that are being stopped
+        self.guests: dict[str, Lease] = {}  # guests in their real state; `leases` shows them suspended
+        self.hosts: dict[str, Lease] = {}  # running jobs that have memory to spare for a guest
         self.quotas = QuotaState(projects, WHOLE_GPU * len(self.capacities))
         self.host_free = settings.host_budget_bytes
         self.reserved_bytes: dict[str, int] = {}  # host memory reserved for jobs on lent capacity
@@ -80,9 +80,9 @@ class ClusterState:
         self._arrived: dict[str, Lease] = {}  # not counted yet
         self._watchers: list[set[DeviceCapacity]] = []
         self._on_lent: dict[DeviceCapacity, list[Lease]] = {}
-        self._lent_devices: Counter[str] = Counter()  # by lease: on how many it is in `_on_lent`
+        self._lent_devices: Counter[str] = Counter()  # by lease: the number of its devices in `_on_lent`
         self._relent: set[DeviceCapacity] = set()  # devices with an outdated entry in `_on_lent`
-        self._undo: dict[object, Callable[[], object]] = {}  # by what changed
+        self._undo: dict[object, Callable[[], object]] = {}  # by the object that changed
         self._host_free_before = self.host_free  # when the round began
 
     @classmethod
@@ -97,7 +97,7 @@ class ClusterState:
     # -- leases
 
     def watch(self) -> set[DeviceCapacity]:
-        """Return a set to which every device that changes is added; at first it has all of them."""
+        """Return a set that starts with all devices and then receives every device that changes."""
         watcher = set(self.capacities.values())
         self._watchers.append(watcher)
         return watcher
@@ -119,7 +119,7 @@ class ClusterState:
             self._arrived[lease.id] = lease
 
     def drop(self, id: str) -> None:
-        """Remove a lease, if it is there."""
+        """Remove a lease if it is known."""
         lease = self.leases.pop(id, None)
         self.stopping.pop(id, None)
         self.hosts.pop(id, None)
@@ -168,7 +168,7 @@ class ClusterState:
         self._occupy(lease, sign)
 
     def _occupy(self, lease: Lease, sign: int) -> None:
-        """Add a lease to its devices and to host memory, or remove it."""
+        """Add a lease to its devices and to host memory (``sign`` 1), or remove it (-1)."""
         held, claimant = sign * held_by(lease), self.has_claim(lease)
         holds, leaving = lease.state in HOLDS_CAPACITY, lease.state in LEAVING
         stays = holds and not leaving
@@ -218,35 +218,35 @@ class ClusterState:
         return len(self.log)
 
     def account(self, lease: Lease) -> Account:
-        """Account of the lease's project."""
+        """Return the account of the lease's project."""
         return self.quotas.account(lease.project)
 
     def has_claim(self, lease: Lease) -> bool:
-        """Whether ``lease`` is a session with a claim on its devices."""
+        """Return whether ``lease`` is a session with a claim on its devices."""
         return lease.id in self.quotas.claimants
 
     def capacities_of(self, lease: Lease) -> list[DeviceCapacity]:
-        """Devices that ``lease`` is bound to, as far as they exist."""
+        """Return the existing devices that ``lease`` is bound to."""
         capacities = self.capacities
         return [capacities[uuid] for uuid in lease.devices if uuid in capacities]
 
     def resume_devices(self, lease: Lease) -> list[DeviceCapacity]:
-        """Devices that a suspended lease may resume on: its own, and where it may move those alike.
+        """Return the devices that a suspended lease may resume on: its own, and similar ones if it can move.
 
-        Those are of the same model and on the same node, since a process does not leave its machine,
-        and have as much memory to grant.
+        A similar device has the same model, is on the same node (a process does not leave its machine) and
+        has at least as much memory to grant.
         """
         own = self.capacities_of(lease)
         kinds = {_kind_of(c.device) for c in own if c.device.movable}
         if not lease.movable or len(kinds) != 1 or not all(c.device.movable for c in own):
             return own
-        not_to = {*lease.devices, *(name for name, until_at in lease.avoids if until_at > self.moment)}
+        excluded = {*lease.devices, *(name for name, until_at in lease.avoids if until_at > self.moment)}
         needs = max(c.device.grantable_bytes for c in own)
-        others = (c for c in self._alike[kinds.pop()] if c.device.uuid not in not_to)
+        others = (c for c in self._alike[kinds.pop()] if c.device.uuid not in excluded)
         return [*own, *(c for c in others if c.device.grantable_bytes >= needs)]
 
     def least_size(self, job: Lease) -> int:
-        """Least capacity that ``job`` takes on any device, in thousandths of a GPU."""
+        """Return the least capacity that ``job`` takes on any device, in thousandths of a GPU."""
         if job.devices:
             return held_by(job) * len(job.devices)
         if not job.size.memory_bytes:
@@ -254,19 +254,19 @@ class ClusterState:
         return min([c.device.demand_milli(job.size) for c in self.usable], default=WHOLE_GPU)
 
     def has_all_devices(self, lease: Lease) -> bool:
-        """Whether every device that ``lease`` is bound to exists."""
+        """Return whether every device that ``lease`` is bound to exists."""
         return all(uuid in self.capacities for uuid in lease.devices)
 
     def can_suspend(self, lease: Lease) -> bool:
-        """Whether ``lease`` can be suspended, host memory aside."""
+        """Return whether ``lease`` can be suspended, regardless of host memory."""
         return lease.suspendable and all(c.device.suspendable for c in self.capacities_of(lease))
 
     def granted_bytes(self, devices: Iterable[str], held_milli: int) -> int:
-        """Device memory that ``held_milli`` of each of ``devices`` comes to, in bytes."""
+        """Return the device memory of ``held_milli`` of each of ``devices``, in bytes."""
         return sum(self.capacities[u].device.grantable_bytes * held_milli // WHOLE_GPU for u in devices)
 
     def host_memory_needed(self, lease: Lease, devices: Iterable[str], held_milli: int) -> int:
-        """Host memory in bytes, beyond what it has, that suspending the job from these devices may take."""
+        """Return the additional host memory, in bytes, that suspending a job from these devices may take."""
         capacities = [self.capacities[u] for u in devices]
         if not lease.survival.suspends or not lease.suspendable:
             return 0
@@ -278,12 +278,12 @@ class ClusterState:
     # -- decisions
 
     def begin(self) -> None:
-        """Start a round: `undo` returns to this point."""
+        """Start a round; `undo` returns to this point."""
         self._undo = {}
         self._host_free_before = self.host_free
 
     def undo(self) -> None:
-        """Take back all decisions since `begin`."""
+        """Revert all decisions since `begin`."""
         self.host_free = self._host_free_before
         for key, undo in self._undo.items():
             undo()
@@ -312,7 +312,7 @@ class ClusterState:
     def allocate(
         self, lease: Lease, devices: tuple[str, ...], held_milli: int, *, claim: bool = False
     ) -> None:
-        """Give ``lease`` free capacity; ``claim``: it is guaranteed to it from now on."""
+        """Give ``lease`` free capacity; with ``claim``, guarantee it that capacity from now on."""
         size = held_milli * len(devices)
         for uuid in devices:
             capacity = self.capacities[uuid]
@@ -367,13 +367,13 @@ class ClusterState:
         account, claimant = self._changing(lease), self.has_claim(lease)
         if claimant or in_quota or (lease.kind is Kind.TRAIN and account.fits_quota(size)):
             account.in_quota_use += size
-        # What a session with a claim holds counted while it was asleep.
+        # The capacity of a session with a claim already counted while it was asleep.
         account.capped += 0 if claimant else size
         account.use += size
         account.unborrowing += 0 if lease.borrow else size
 
     def evict(self, lease: Lease, *, suspended: bool) -> None:
-        """Count ``lease`` as leaving; ``suspended``: its state goes to host memory."""
+        """Count ``lease`` as leaving; with ``suspended``, its state goes to host memory."""
         if QuotaState not in self._undo:
             self._undo[QuotaState] = self.quotas.rollback_point()
         self._count_leaving(lease, 1)
@@ -387,7 +387,7 @@ class ClusterState:
                     self._will_change(capacity)
 
     def reinstate(self, lease: Lease, *, suspended: bool) -> None:
-        """Take back `evict`."""
+        """Revert `evict`."""
         self._count_leaving(lease, -1)
         for capacity in self.capacities_of(lease):
             capacity.holders[lease.id] = lease
@@ -410,5 +410,5 @@ class ClusterState:
 
 
 def _kind_of(device: Device) -> tuple[str, str, str, int]:
-    """What two devices have in common that a suspended process may move between."""
+    """Return a key that is equal for two devices if a suspended process may move between them."""
     return device.node, device.name, device.profile, device.memory_bytes

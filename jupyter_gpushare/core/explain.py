@@ -44,13 +44,13 @@ class Starts(enum.StrEnum):
     """When a session of a size would start if it were requested now."""
 
     NOW = "now"
-    ASLEEP = "asleep"  # a session on lent devices: they return at its first use
+    ASLEEP = "asleep"  # on lent devices, which return at its first use
     NO = "no"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """What a new session of one size would get now."""
+    """The outcome of a request for a new session of one size now."""
 
     size: Size
     starts: Starts
@@ -63,7 +63,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Use:
-    """Use of a project, in thousandths of a GPU."""
+    """Capacity that a project uses and waits for, in thousandths of a GPU."""
 
     project: str
     in_use_milli: int  # held by its leases
@@ -78,9 +78,9 @@ def _needs(cluster: Cluster, lease: Lease) -> int:
 
 
 def smaller(done: SchedulingRound, lease: Lease) -> Size | None:
-    """Return the largest smaller size that would start after the decisions of a round; None: none would.
+    """Return the largest smaller size that would start after the decisions of a round, or None.
 
-    There is none smaller than a MIG instance, and none for a lease that is bound to its devices.
+    It is always None for a MIG instance and for a lease that is bound to its devices.
     """
     if lease.devices or lease.size.profile:
         return None
@@ -102,7 +102,7 @@ def smaller(done: SchedulingRound, lease: Lease) -> Size | None:
 
 def offers(cluster: Cluster, project: str, sizes: Iterable[Size], now: float) -> tuple[Offer, ...]:
     """Return what a new session of ``project`` would get now, for each of ``sizes``."""
-    # Waiting jobs take nothing from a session.
+    # Waiting jobs do not reduce what a session gets.
     others = tuple(x for x in cluster.leases if x.kind is Kind.BUILD or x.state is not State.PENDING)
     done = dry_run(replace(cluster, leases=others), now).run_sessions()
     session = Lease(id=_PROBE, project=project, kind=Kind.BUILD, size=Size(), submitted_at=now, queued_at=now)
@@ -137,7 +137,7 @@ def check_request(cluster: Cluster, lease: Lease) -> None:
     """Check that ``lease`` could run on these devices if they were empty.
 
     Raises:
-        InvalidRequest: it could not; the text says the largest size that could.
+        InvalidRequest: it could not; the text names the largest size that could.
     """
     size = lease.size
     if size.device_count < 1 or not (size.memory_bytes > 0 or 0 < size.fraction_milli <= WHOLE_GPU):
@@ -168,8 +168,8 @@ def _check_devices(devices: Sequence[Device], lease: Lease) -> None:
     size, count = lease.size, lease.size.device_count
     fitting = [device for device in devices if device.profile == size.profile or size.memory_bytes]
     if not fitting:
-        what = f"a MIG instance of profile {size.profile}" if size.profile else "a GPU that is not divided"
-        raise InvalidRequest(f"Asks for {what}; {_instances(devices)}.", reason=Why.TOO_LARGE)
+        wanted = f"a MIG instance of profile {size.profile}" if size.profile else "a GPU that is not divided"
+        raise InvalidRequest(f"Asks for {wanted}; {_instances(devices)}.", reason=Why.TOO_LARGE)
     if count > len(fitting) and not lease.consolidate:
         raise InvalidRequest(f"Asks for {count} GPUs; there are {len(fitting)}.", reason=Why.TOO_LARGE)
     if count > len(fitting):
@@ -181,17 +181,17 @@ def _check_devices(devices: Sequence[Device], lease: Lease) -> None:
             f"Asks for {count} GPUs together; the largest machine has {max(nodes.values())}{all_of_them}.",
             reason=Why.TOO_LARGE,
         )
-    most = max(device.grantable_bytes for device in devices)
-    if size.memory_bytes > most:
+    largest_bytes = max(device.grantable_bytes for device in devices)
+    if size.memory_bytes > largest_bytes:
         raise InvalidRequest(
             f"Asks for {gibibytes(size.memory_bytes)} of GPU memory; "
-            f"the largest GPU has {gibibytes(most)} to give.",
+            f"the largest GPU has {gibibytes(largest_bytes)} to give.",
             reason=Why.TOO_LARGE,
         )
 
 
 def _instances(devices: Sequence[Device]) -> str:
-    """Profiles of the MIG instances here, the largest first, as a sentence."""
+    """Return a phrase with the profiles of the MIG instances, the largest first."""
     memory = {device.profile: device.memory_bytes for device in devices if device.profile}
     if not memory:
         return "no GPU here is divided"
@@ -204,9 +204,9 @@ def _gpus(milli: int) -> str:
 
 
 def borrowed(cluster: Cluster) -> Mapping[str, bool]:
-    """Return, for every lease that holds capacity, whether it may be reclaimed.
+    """Return, for every lease that holds capacity, whether that capacity may be reclaimed.
 
-    It may if it is over quota or claimed by a suspended session.
+    It may be if it is over quota or if a suspended session claims it.
     """
     state = ClusterState.of(cluster)
     on_lent = {
@@ -242,12 +242,12 @@ def claims(cluster: Cluster) -> Mapping[str, int]:
 
 
 def _over_quota(project: Project, count: Mapping[str, int]) -> int:
-    """Return what a project holds over its quota: of a lease that may be reclaimed whole, maybe a part."""
+    """Return the capacity that a project holds over its quota; this may be only part of a lease."""
     return min(count["borrowed"], max(0, count["held"] + count["asleep"] - project.quota_milli))
 
 
 def uses(cluster: Cluster) -> tuple[Use, ...]:
-    """Return the use of each configured project, in their order."""
+    """Return the use of each configured project, in the order of the configuration."""
     state = ClusterState.of(cluster)
     borrowing = borrowed(cluster)
     counts: dict[str, dict[str, int]] = {}
