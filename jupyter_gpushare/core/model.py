@@ -9,12 +9,12 @@ Units are part of the names and never mixed:
 
 Three terms that are easy to confuse:
 
-* a lease *holds capacity* of its devices in the states of `HOLDS_CAPACITY`:
-  device memory is, or may still be, in use;
-* a build session within its project's quota keeps a *claim* on its devices for
-  as long as it lives, running or suspended: claims on one device never exceed
-  the device, and any other lease on claimed capacity *borrows* it;
-* a suspended lease holds host memory (`Lease.saved_bytes`), not capacity.
+* A lease *holds capacity* of its devices in the states of `HOLDS_CAPACITY`:
+  it uses device memory, or may still use it.
+* A build session within its project's quota keeps a *claim* on its devices for
+  its whole life, running or suspended.  Claims on one device never exceed the
+  device.  Any other lease on claimed capacity *borrows* it.
+* A suspended lease holds host memory (`Lease.saved_bytes`), not capacity.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ class Kind(enum.StrEnum):
 class CheckpointMode(enum.StrEnum):
     """How a training job survives a preemption."""
 
-    SUSPEND = "suspend"  # device memory suspended, process lives; where that is impossible as NONE
-    SUSPEND_SIGTERM = "suspend,sigterm"  # the same; where that is impossible, or harms it, as SIGTERM
+    SUSPEND = "suspend"  # device memory is suspended, the process lives; NONE where that is impossible
+    SUSPEND_SIGTERM = "suspend,sigterm"  # as SUSPEND; SIGTERM where that is impossible or harms the job
     SIGTERM = "sigterm"  # stopped with grace, starts again from its own checkpoint
     NONE = "none"  # stopped with grace, starts again from the beginning
 
     def __init__(self, value: str) -> None:
-        self.suspends = "suspend" in value  # where the driver can
-        self.has_checkpoint = "sigterm" in value  # of its own, from which a job that is stopped continues
+        self.suspends = "suspend" in value  # if the driver can suspend it
+        self.has_checkpoint = "sigterm" in value  # its own checkpoint, from which it continues after a stop
 
 
 class Order(enum.StrEnum):
     """Order of the jobs of a project (`order.ORDERS`)."""
 
-    PROGRESS = "progress"  # least remaining work where it is measured, else as `LAS`; preempts
+    PROGRESS = "progress"  # least remaining work if it is measured, else as `LAS`; preempts
     LAS = "las"  # least attained service; preempts
     FIFO = "fifo"  # first come first served; a job that cannot start blocks the jobs behind it
     BACKFILL = "backfill"  # first come first served; a job that cannot start is bypassed, for a while
@@ -63,7 +63,7 @@ class State(enum.StrEnum):
     """State of a lease; ``docs/lease.md`` draws the transitions."""
 
     PENDING = "pending"  # waits for capacity
-    GRANTED = "granted"  # holds capacity, its processes are being started
+    GRANTED = "granted"  # holds capacity; its processes are being started
     RUNNING = "running"
     SUSPENDING = "suspending"
     SUSPENDED = "suspended"
@@ -74,7 +74,7 @@ class State(enum.StrEnum):
 
 
 class LeaseEvent(enum.StrEnum):
-    """What moves a lease from one `State` to another."""
+    """Event that moves a lease from one `State` to another."""
 
     GRANT = "grant"
     GRANT_ASLEEP = "grant_asleep"  # to a build session on lent devices
@@ -88,7 +88,7 @@ class LeaseEvent(enum.StrEnum):
     RESUME_REFUSED = "resume_refused"
     STATE_LOST = "state_lost"
     RESIZE = "resize"  # a session becomes larger or smaller on its device
-    KEEP = "keep"  # a guest has the device that its host has left
+    KEEP = "keep"  # a guest keeps the device that its host has left
     STOP = "stop"
     REQUEUED = "requeued"
     RELEASE = "release"
@@ -126,14 +126,14 @@ TRANSITIONS: Mapping[tuple[State, LeaseEvent], State] = MappingProxyType(
     }
 )
 
-# Device memory is, or may still be, in use.
+# States in which a lease uses device memory, or may still use it.
 HOLDS_CAPACITY = frozenset({State.GRANTED, State.RUNNING, State.SUSPENDING, State.RESUMING, State.STOPPING})
-# Leases that release their capacity without a further decision.
+# States in which a lease releases its capacity without a further decision.
 LEAVING = frozenset({State.SUSPENDING, State.STOPPING})
 
 
 def advance(state: State, event: LeaseEvent) -> State:
-    """Return the state that follows.
+    """Return the state that follows ``event`` in ``state``.
 
     Raises:
         Conflict: ``event`` cannot happen in ``state``.
@@ -152,16 +152,16 @@ class Device:
     memory_bytes: int
     reserve_bytes: int = 0
     node: str = ""
-    island: str = ""  # same non-empty word on the same node: linked by NVLink
+    island: str = ""  # devices of a node with the same non-empty word are linked by NVLink
     name: str = ""
     profile: str = ""  # of a MIG instance, such as "1g.10gb"; "": a physical GPU
     usable: bool = True  # False: draining, broken or vanished; takes nothing new
-    # It works, and is not usable only because an administrator empties it, or because its memory is used
-    # beyond what was granted.
+    # It works; it is unusable only because an administrator drains it, or because its memory is used beyond
+    # the grants.
     draining: bool = False
-    suspendable: bool = True  # the driver's checkpoint passed its test here
-    movable: bool = False  # what is suspended here can be restored on another device of its node and model
-    units: int = 0  # on a node of a unit pool (`core.units`): so many equal parts; 0: on another node
+    suspendable: bool = True  # the driver's checkpoint passed its test on this device
+    movable: bool = False  # leases suspended on it can be restored on another device of its node and model
+    units: int = 0  # the number of equal parts on a node of a unit pool (`core.units`); 0 on another node
     pool_obstacle: str = ""  # why the unit pool of its node grants and lends nothing
 
     @property
@@ -170,32 +170,32 @@ class Device:
         return self.memory_bytes - self.reserve_bytes
 
     def demand_milli(self, size: Size) -> int:
-        """Thousandths of this device that ``size`` needs here; more than 1000 if it does not fit.
+        """Return the thousandths of this device that ``size`` needs; more than 1000 if it does not fit.
 
         Bytes are rounded up to the next thousandth.  In a unit pool only whole units fit.
         """
         if self.units and not _is_whole_units(size, self.units):
             return WHOLE_GPU + 1
         if size.memory_bytes:
-            most = self.grantable_bytes
-            return -(-size.memory_bytes * WHOLE_GPU // most) if most > 0 else WHOLE_GPU + 1
+            grantable = self.grantable_bytes
+            return -(-size.memory_bytes * WHOLE_GPU // grantable) if grantable > 0 else WHOLE_GPU + 1
         return size.fraction_milli if size.profile == self.profile else WHOLE_GPU + 1
 
 
 def _is_whole_units(size: Size, units: int) -> bool:
-    """Return whether a size is one of so many units of a GPU, or whole GPUs where a GPU is one unit."""
+    """Return whether a size is one of ``units`` parts of a GPU, or whole GPUs if a GPU is one unit."""
     is_part = size.device_count == 1 or units == 1
     return not size.memory_bytes and is_part and size.fraction_milli * units == WHOLE_GPU
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Project:
-    """A project with its part of the cluster, in thousandths of a GPU."""
+    """A project and its part of the cluster, in thousandths of a GPU."""
 
     name: str
     quota_milli: int  # guaranteed
-    weight: int = 1  # share of what is over
-    limit_milli: int | None = None  # hard cap, None: no cap
+    weight: int = 1  # its share of the capacity that no quota guarantees
+    limit_milli: int | None = None  # hard cap; None: no cap
     priority: int = 0
 
 
@@ -213,63 +213,63 @@ class Lease:
     user: str = ""
     server: str = ""
     state: State = State.PENDING
-    devices: tuple[str, ...] = ()  # UUIDs; kept while suspended (bound to return there)
-    held_milli: int = 0  # per device, once placed (memory requests are converted then)
+    devices: tuple[str, ...] = ()  # UUIDs; kept while suspended, when it waits for them
+    held_milli: int = 0  # per device, once it is placed and a request for memory is converted
     priority: int = 0
     survival: CheckpointMode = CheckpointMode.SUSPEND
-    consolidate: bool = True  # several GPUs: within one island or node
+    consolidate: bool = True  # several GPUs must be in one island or node
     borrow: bool = True  # False: a job that starts only within its project's quota
-    waits: bool = False  # a session that waits for its start, behind jobs that the quotas owe
+    waits: bool = False  # a session that waits for its start, behind jobs that a quota owes capacity
     submitted_at: float = 0.0  # created
     queued_at: float = 0.0  # entered its present queue: submitted, or demoted (`order.served`)
     waits_since_at: float = 0.0  # submitted, or last lost its capacity
     granted_at: float = 0.0  # last got capacity
     idle_since_at: float | None = None  # None: busy
-    idle_timeout_s: float | None = None  # its own (`idle`); None: that of the settings
-    notice_s: float | None = None  # its own (`idle`); None: that of the settings
-    keep_until_at: float = 0.0  # not suspended for being idle before
+    idle_timeout_s: float | None = None  # its own (`idle`); None: as in the settings
+    notice_s: float | None = None  # its own (`idle`); None: as in the settings
+    keep_until_at: float = 0.0  # before this time it is not suspended for being idle
     lend_now: bool = False  # the owner offers the devices at once
     wanted: bool = False  # suspended, and its processes want the GPU
     suspendable: bool = True
     movable: bool = False  # its processes can use another device of its node and model
-    retry_at: float = 0.0  # a refused action is not retried before
-    # Nodes that had no capacity for its server, devices that it could not move to, and until when.
+    retry_at: float = 0.0  # before this time a refused action is not retried
+    # Nodes that could not place its server and devices that it could not move to, each until a time.
     avoids: tuple[tuple[str, float], ...] = ()
-    used_bytes: int = 0  # device memory in use, all devices: what a suspension copies
-    saved_bytes: int = 0  # host memory it holds while suspended, all devices
-    attained_gpu_s: float = 0.0  # received up to ``attained_at``
-    attained_at: float | None = None  # None: what a running job receives is not counted
+    used_bytes: int = 0  # device memory in use on all devices, which a suspension copies
+    saved_bytes: int = 0  # host memory that it holds while suspended, for all devices
+    attained_gpu_s: float = 0.0  # GPU-seconds received up to ``attained_at``
+    attained_at: float | None = None  # None: the GPU-seconds of the running job are not counted
     left_gpu_s: float | None = None  # remaining work by its progress (`measure.rounded`); None: not measured
     trusted_until_gpu_s: float = 0.0  # attained service from which ``left_gpu_s`` no longer counts
     cancelled: bool = False  # ended by its owner
-    borrowed: bool = False  # as its last grant said: claims of other leases come first
-    made_way_for: str = ""  # lease for which it last gave its devices up; "" once it has some again
+    borrowed: bool = False  # its last grant was borrowed: claims of other leases come first
+    made_way_for: str = ""  # lease for which it last gave its devices up; "" once it has devices again
     share: bool = False  # owner and site let it run on one GPU with another job, as host or as guest
     host: str = ""  # lease on whose capacity it is a guest; "": it has its own
-    spare_bytes: int = 0  # of a running job: what a guest may use on each of its devices; 0: nothing
-    needs_bytes: int = 0  # device memory without which it is no guest; 0: not known
-    pair_key: str = ""  # owner and command: what `Cluster.parted` names it by
-    turns: int = 0  # times it got capacity after `Settings.starvation_guard_s` of waiting
+    spare_bytes: int = 0  # memory that a guest may use on each device of a running job; 0: none
+    needs_bytes: int = 0  # minimum device memory that it needs as a guest; 0: not known
+    pair_key: str = ""  # owner and command, by which `Cluster.parted` names it
+    turns: int = 0  # number of times it got capacity after `Settings.starvation_guard_s` of waiting
 
     @property
     def can_be_guest(self) -> bool:
-        """Whether it can run on what another job holds, and give that back at any moment."""
+        """Whether it can run on capacity held by another job and give that back at any moment."""
         return self.size.device_count == 1 and self.survival.suspends and self.borrow
 
 
 def held_by(lease: Lease) -> int:
-    """Thousandths of each of its devices that ``lease`` holds, or will hold when it resumes."""
+    """Return the thousandths of each of its devices that ``lease`` holds, or will hold when it resumes."""
     return lease.held_milli or lease.size.fraction_milli
 
 
 def size_of(lease: Lease) -> int:
-    """Thousandths of a GPU over all its devices; 0 of a guest, which has none of its own."""
+    """Return the thousandths of a GPU over all its devices; 0 for a guest, which holds none of its own."""
     return 0 if lease.host else held_by(lease) * len(lease.devices)
 
 
 @dataclass(frozen=True, slots=True)
 class JobOrder:
-    """Rules of an order of jobs: first come first served; `order` has those of the others."""
+    """Rules of an order of jobs, by default first come first served; `order` defines other orders."""
 
     strict: bool = False  # a job that cannot start blocks the jobs behind it
     preempts: bool = False  # a waiting job may preempt running jobs of a later level
@@ -277,44 +277,44 @@ class JobOrder:
     drifts: bool = False  # the group of a running job changes continuously
 
     def group(self, lease: Lease, now: float, settings: Settings) -> float:
-        """Group of a job; a smaller group comes first."""
+        """Return the group of a job; a smaller group comes first."""
         return 0.0
 
     def place(self, lease: Lease, settings: Settings) -> tuple[float, bool, float]:
-        """Group of a waiting job, whether it comes after jobs that ran in it, and its sort time."""
+        """Return the group of a waiting job, whether it follows jobs that ran in it, and its sort time."""
         return 0.0, False, lease.queued_at
 
     def entered_at(self, lease: Lease, now: float, settings: Settings) -> float:
-        """Time at which a job entered its present group."""
+        """Return the time at which a job entered its present group."""
         return lease.queued_at
 
     def leaves_at(self, lease: Lease, now: float, settings: Settings) -> float | None:
-        """Time at which a running job enters a later group; None: it stays."""
+        """Return the time at which a running job enters a later group; None: it stays."""
         return None
 
     def gain_gpu_s(self, lease: Lease, now: float, settings: Settings) -> float:
-        """GPU-seconds that a waiting job may run before it ends or enters a later group."""
+        """Return the GPU-seconds that a waiting job may run before it ends or enters a later group."""
         return inf
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """Parameters of the policy; by default nothing that costs or bounds anything is on.
+    """Parameters of the policy; the defaults switch all costs and bounds off.
 
-    `DEFAULT_POLICY` is what a site gets.
+    A site gets `DEFAULT_POLICY`.
     """
 
     idle_timeout_s: float = 900.0
-    notice_s: float = 0.0  # an owner is told so long before an idle session is suspended (`notice`)
+    notice_s: float = 0.0  # time from the notice to the suspension of an idle session (`notice`)
     host_budget_bytes: int = 1 << 62  # host memory for all suspended state
     order: Order | JobOrder = Order.LAS
-    las_thresholds_gpu_s: tuple[float, ...] = (3250.0, 7200.0)  # ascending; where queues 1, 2, ... begin
-    min_run_s: float = 0.0  # no job is preempted inside its project before
-    preempt_cost_s: float = 0.0  # of each GPU that changes hands, what a preemption costs
-    grace_s: float = 0.0  # from SIGTERM until the capacity of a job that is stopped is free
-    starvation_guard_s: float | None = None  # a job that waits for so long starves (`order`); None: none does
-    max_bypass_s: float | None = None  # with backfill: bypassed for at most this long; None: no bound
-    fairness_horizon_s: float | None = None  # lags behind the fair share are made up within; None: never
+    las_thresholds_gpu_s: tuple[float, ...] = (3250.0, 7200.0)  # where queues 1, 2, ... begin; ascending
+    min_run_s: float = 0.0  # minimum run time before a job is preempted inside its project
+    preempt_cost_s: float = 0.0  # cost of a preemption for each GPU that changes hands
+    grace_s: float = 0.0  # from SIGTERM until the capacity of a stopped job is free
+    starvation_guard_s: float | None = None  # wait after which a job starves (`order`); None: never
+    max_bypass_s: float | None = None  # maximum time that backfill bypasses a job; None: no bound
+    fairness_horizon_s: float | None = None  # time in which lags are made up (`fairshare`); None: never
     share_between_projects: bool = False  # a guest may be on the GPU of another project's job
 
 
@@ -334,23 +334,26 @@ DEFAULT_POLICY = Settings(
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """What a user who is behind gets before others of the project (`fairshare`), in thousandths of a GPU."""
+    """Capacity that a user who is behind gets before others of the project (`fairshare`).
 
-    left_milli: int  # of the share; below 0: more than that is held
+    In thousandths of a GPU.
+    """
+
+    left_milli: int  # the share minus the use; negative if the user holds more than the share
     first_milli: int = 0  # the largest first job of a user who holds nothing
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cluster:
-    """Everything that `plan` depends on, at one moment."""
+    """Everything that a plan depends on, at one moment."""
 
     devices: tuple[Device, ...]
     projects: tuple[Project, ...]
     leases: tuple[Lease, ...]
     settings: Settings = field(default_factory=Settings)
     lags_gpu_s: Mapping[str, float] = field(default_factory=dict)  # by project (`fairshare`)
-    behind: Mapping[tuple[str, str], Behind] = field(default_factory=dict)  # by project and user, likewise
-    parted: frozenset[tuple[str, str]] = frozenset()  # `Lease.pair_key` of host and guest: not to be tried
+    behind: Mapping[tuple[str, str], Behind] = field(default_factory=dict)  # by project and user
+    parted: frozenset[tuple[str, str]] = frozenset()  # pairs not to try: `Lease.pair_key` of host and guest
 
 
 class Why(enum.StrEnum):
@@ -358,7 +361,7 @@ class Why(enum.StrEnum):
 
     FREE_CAPACITY = "free_capacity"
     CLAIM = "claim"  # guaranteed to its project
-    IDLE = "idle"  # devices of an idle session are lent
+    IDLE = "idle"  # an idle session lends its devices
     LEND_NOW = "lend_now"  # offered by its owner
     OVER_QUOTA = "over_quota"  # reclaimed for another project
     LENDER_RETURNED = "lender_returned"  # reclaimed for the session with the claim
@@ -366,29 +369,29 @@ class Why(enum.StrEnum):
     ORDER = "order"  # for a job of the same project that comes first in the order of jobs
     MOVED = "moved"  # for a larger job; it continues elsewhere
     CAPACITY_BACK = "capacity_back"  # capacity is free again
-    GUEST = "guest"  # on what a running job leaves of its GPU
-    HOST_LEFT = "host_left"  # the job that it is a guest of gives its GPU up
-    HOST_MEMORY_WANTED = "host_memory_wanted"  # the job that it is a guest of needs the memory
+    GUEST = "guest"  # on the unused part of a running job's GPU
+    HOST_LEFT = "host_left"  # its host gives the GPU up
+    HOST_MEMORY_WANTED = "host_memory_wanted"  # its host needs the memory
     OWN_MEMORY_WANTED = "own_memory_wanted"  # it needs more memory than its host leaves
-    PAIR_PARTED = "pair_parted"  # the job that it is a guest of became too slow, or neither gained
+    PAIR_PARTED = "pair_parted"  # its host became too slow, or neither gained
     CANNOT_YIELD = "cannot_yield"  # a guest that can no longer be suspended
     WANTED = "wanted"  # its owner runs a GPU cell
-    NOT_WAITING = "not_waiting"  # it has what it needs, or requests nothing now
+    NOT_WAITING = "not_waiting"  # it has the capacity that it needs, or requests none now
     NO_CAPACITY = "no_capacity"
     OWN_DEVICES = "own_devices"  # its own devices are in use, and it cannot move
     NOT_WORTH_IT = "not_worth_it"  # a preemption would cost more than it gains
-    RESERVED = "reserved"  # it starves: the capacity that it needs is reserved before all other jobs
-    NOT_BYPASSED = "not_bypassed"  # it was bypassed for long: no later job of its project precedes it
-    IN_LINE = "in_line"  # a job before it has to start first
+    RESERVED = "reserved"  # it starves: its capacity is reserved before all other jobs
+    NOT_BYPASSED = "not_bypassed"  # it was bypassed for too long: no later job of its project precedes it
+    IN_LINE = "in_line"  # a job before it must start first
     AWAITING_RELEASE = "awaiting_release"  # the capacity is being released
     PROJECT_LIMIT = "project_limit"
     QUOTA = "quota"  # it does not borrow, and its project's quota is in use
-    TOO_LARGE = "too_large"  # can never run here
-    HOST_MEMORY = "host_memory"  # of the sessions that would have to sleep
-    JOB_HOST_MEMORY = "job_host_memory"  # of the job itself; a job with its own checkpoint would start
+    TOO_LARGE = "too_large"  # it can never run on this cluster
+    HOST_MEMORY = "host_memory"  # too little for the sessions that would have to sleep
+    JOB_HOST_MEMORY = "job_host_memory"  # too little for the job; with its own checkpoint it would start
     BACKING_OFF = "backing_off"
     DEVICE_BROKEN = "device_broken"
-    DRAINING = "draining"  # it would fit on devices that take nothing new for now
+    DRAINING = "draining"  # it would fit on devices that are draining
 
 
 @dataclass(frozen=True, slots=True)
@@ -397,8 +400,8 @@ class Grant:
 
     ``asleep``: a build session gets its claim on devices that are lent now, and
     starts suspended.  ``borrowed``: over quota or on claimed capacity; it may be
-    reclaimed.  ``host``: the lease on whose capacity a job becomes a guest.  A guest
-    that is granted what it stands on, without ``host``, has it for its own.
+    reclaimed.  ``host``: the lease on whose capacity a job becomes a guest.  A grant
+    of its own device, without ``host``, gives a guest that device for itself.
     """
 
     lease: str
@@ -408,7 +411,7 @@ class Grant:
     borrowed: bool = False
     asleep: bool = False
     host: str = ""
-    guest_bytes: int = 0  # of the device memory that ``host`` holds
+    guest_bytes: int = 0  # the guest's part of the device memory that ``host`` holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -424,7 +427,7 @@ class Suspend:
 class Resume:
     """Resume a suspended lease on its devices, which are free, or on others that it moves to.
 
-    The n-th of ``devices`` takes what was on the n-th of its own; empty: it stays.
+    The n-th of ``devices`` takes the memory of its own n-th device; empty: it stays.
     """
 
     lease: str
@@ -448,7 +451,7 @@ Action = Grant | Suspend | Resume | Requeue
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """The owner of ``lease`` is told that it is suspended for ``for_lease``, not before ``until_at``."""
+    """Notify the owner of ``lease`` that it is suspended for ``for_lease``, not before ``until_at``."""
 
     lease: str
     for_lease: str
