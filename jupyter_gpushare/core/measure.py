@@ -1,21 +1,21 @@
-"""Remaining work of a job, measured by the progress that it reports and checked against its service.
+"""Remaining work of a job, measured by its progress reports and checked against its attained service.
 
-A job reports ``done`` of ``total`` in a unit of its own.  What is left of the total,
-at the rate of the present attempt, is its remaining work in GPU-seconds.  It
-counts once the attempt has been measured for `LEAST_S` and `LEAST_PART` of its
-work; until then the estimate of the attempt before holds.
+A job reports ``done`` of ``total`` in a unit of its own.  The rest of the total, at
+the rate of the present attempt, is its remaining work in GPU-seconds.  It counts
+once the attempt has run for `MIN_S` and has done `MIN_PART` of its work.  Until
+then the estimate of the previous attempt holds.
 
-Reports come from the job itself, so the order trusts them no further than the
-attained service bears them out (`on`):
+Reports come from the job itself, so the order trusts them only as far as the
+attained service confirms them (`on`):
 
-* A job counts as measured until it has attained `TOLERANCE` times what it needs in all by
-  its least estimate and what attempts say was lost.
-* A job that is measured late counts with as much as if it had been measured from its
-  start: its remaining work begins at all of its work, and ends at 0.
+* A job counts as measured until it has attained `TOLERANCE` times its total work: its
+  smallest estimate plus the work that attempts report as lost.
+* A job that is measured late counts as if it had been measured from its start: its
+  remaining work begins at its total work and ends at 0.
 
-A total that begins again or changes counts from there if it was not measured yet,
-in the first `LEAST_S` of the attempt.  Later it is an inner progress bar, and the attempt
-is not measured.  So it is after a report that is withdrawn, whose total was not that of the job.
+A total may restart or change in the first `MIN_S` of an attempt that is not measured yet:
+then it counts from there.  Later it is an inner progress bar, and the attempt is not
+measured.  Nor is an attempt that withdraws a report because its total was not the job's.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from math import log2
 
 from jupyter_gpushare.core.model import Lease
 
-LEAST_S = 600.0
-LEAST_PART = 0.05
-# An honest job may take a little longer than it said, for example at its restarts.
+MIN_S = 600.0
+MIN_PART = 0.05
+# An honest job may take a little longer than it reported, for example because of restarts.
 TOLERANCE = 1.05
-# An estimate that is less by a smaller part changes nothing: each change wakes the planner.
-LEAST_CHANGE = 0.01
-# Remaining work below this many GPU-seconds is all the same; above it, within a factor of 2.
-LEAST_GPU_S = 60.0
+# An estimate that falls by a smaller part changes nothing, because each change wakes the planner.
+MIN_CHANGE = 0.01
+# The order does not distinguish remaining work below this, nor above it within a factor of 2.
+MIN_GPU_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Report:
-    """Progress of an attempt, and the service that the job has attained at that moment."""
+    """Progress of an attempt, and the service that the job had attained when it reported."""
 
     attempt: int
     done: float
@@ -48,28 +48,28 @@ class Report:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Measure:
-    """What the reports of a job have shown."""
+    """Result of the reports of a job."""
 
     attempt: int
     total: float
     done: float = 0.0
     began_gpu_s: float = 0.0  # attained service at the first report of the attempt
-    from_done: float = 0.0  # the rate counts from here ...
-    from_gpu_s: float = 0.0  # ... and this attained service
-    inner: bool = False  # the bars of this attempt are not those of the job
+    from_done: float = 0.0  # progress from which the rate counts
+    from_gpu_s: float = 0.0  # attained service from which the rate counts
+    inner: bool = False  # the progress bars of this attempt are not those of the job
     left_gpu_s: float | None = None  # remaining work; None: not measured
     at_gpu_s: float = 0.0  # attained service at the last report
-    ends_gpu_s: float | None = None  # attained service at the end, by the least estimate
-    late: float = 1.0  # all of the work by the first estimate, over what was left of it then
+    ends_gpu_s: float | None = None  # attained service at the end, by the smallest estimate
+    late: float = 1.0  # total work by the first estimate, divided by the remaining work at that time
 
     def left_at(self, attained_gpu_s: float) -> float | None:
-        """Remaining GPU-seconds of a job that has attained so many; None: not known, or it is overdue."""
+        """Return the remaining GPU-seconds at ``attained_gpu_s``; None: not known, or the job is overdue."""
         left = (self.left_gpu_s or 0.0) - (attained_gpu_s - self.at_gpu_s)
         return left if left > 0 else None
 
 
 def after(before: Measure | None, report: Report) -> Measure | None:
-    """Return what the reports of a job have shown, with one more."""
+    """Return the measure of a job after one more report."""
     if not 0 <= report.done <= report.total or not report.total:
         return before
     if before is None:
@@ -84,16 +84,16 @@ def after(before: Measure | None, report: Report) -> Measure | None:
 
 
 def withdrawn(before: Measure | None, *, attempt: int, attained_gpu_s: float, gpus: float) -> Measure | None:
-    """Return what the reports of a job have shown, where those of this attempt were not of the whole job."""
+    """Return the measure of a job after it withdrew its reports, which were not of the whole job."""
     if before is None or before.attempt != attempt:
         return before
-    if before.left_gpu_s is None and attained_gpu_s - before.began_gpu_s <= LEAST_S * gpus:
+    if before.left_gpu_s is None and attained_gpu_s - before.began_gpu_s <= MIN_S * gpus:
         return None
     return replace(before, inner=True, left_gpu_s=None)
 
 
 def on(lease: Lease, measure: Measure | None) -> Lease:
-    """Return a job's lease with the remaining work that the planner counts (`rounded`), and for how long."""
+    """Return a job's lease with its remaining work (`rounded`) and the service until which it counts."""
     left, until = None, 0.0
     if measure is not None and measure.left_gpu_s is not None:
         left, until = rounded(measure.left_gpu_s * measure.late), TOLERANCE * (measure.ends_gpu_s or 0.0)
@@ -103,8 +103,8 @@ def on(lease: Lease, measure: Measure | None) -> Lease:
 
 
 def rounded(gpu_s: float) -> float:
-    """``gpu_s`` rounded down to `LEAST_GPU_S` x 2^n; 0 below."""
-    return LEAST_GPU_S * 2.0 ** int(log2(gpu_s / LEAST_GPU_S)) if gpu_s >= LEAST_GPU_S else 0.0
+    """Return ``gpu_s`` rounded down to `MIN_GPU_S` x 2^n; 0 below `MIN_GPU_S`."""
+    return MIN_GPU_S * 2.0 ** int(log2(gpu_s / MIN_GPU_S)) if gpu_s >= MIN_GPU_S else 0.0
 
 
 def _begun(report: Report) -> Measure:
@@ -119,23 +119,23 @@ def _begun(report: Report) -> Measure:
 
 
 def _next_attempt(before: Measure, report: Report) -> Measure:
-    """Begin where the attempt says, with the rate of the one before until its own is measured.
+    """Begin an attempt at its reported progress, with the previous rate until its own is measured.
 
-    What it says was lost comes on top of the least estimate, which holds for all attempts.
+    The work that it reports as lost is added to the smallest estimate, which holds for all attempts.
     """
     todo = before.total - before.done
     if before.left_gpu_s is None or before.ends_gpu_s is None or report.total != before.total or todo <= 0:
-        return _begun(report)  # and it is estimated anew
+        return _begun(report)  # without an estimate
     again = before.left_gpu_s * (report.total - report.done) / todo
     lost = max(0.0, again - before.left_gpu_s)
-    # Work that begins again counts as what it is, not as work that was measured late.
+    # Repeated work is not counted as work that was measured late.
     late = max(1.0, before.late * before.left_gpu_s / again) if lost else before.late
     ends = before.ends_gpu_s + lost
     return replace(_begun(report), left_gpu_s=again, ends_gpu_s=ends, late=late)
 
 
 def _restarted(before: Measure, report: Report) -> Measure:
-    runs_long = report.attained_gpu_s - before.began_gpu_s > LEAST_S * report.gpus
+    runs_long = report.attained_gpu_s - before.began_gpu_s > MIN_S * report.gpus
     return replace(
         before,
         total=report.total,
@@ -148,11 +148,11 @@ def _restarted(before: Measure, report: Report) -> Measure:
 
 def _estimated(now: Measure, report: Report) -> Measure:
     service, done = report.attained_gpu_s - now.from_gpu_s, report.done - now.from_done
-    if service < LEAST_S * report.gpus or done <= 0 or done < LEAST_PART * (report.total - now.from_done):
+    if service < MIN_S * report.gpus or done <= 0 or done < MIN_PART * (report.total - now.from_done):
         return now
     left = service * (report.total - report.done) / done
     ends = report.attained_gpu_s + left
     if now.ends_gpu_s is None:
         return replace(now, left_gpu_s=left, ends_gpu_s=ends, late=ends / left if left else 1.0)
-    is_less = ends < (1 - LEAST_CHANGE) * now.ends_gpu_s
+    is_less = ends < (1 - MIN_CHANGE) * now.ends_gpu_s
     return replace(now, left_gpu_s=left, ends_gpu_s=ends if is_less else now.ends_gpu_s)

@@ -1,10 +1,10 @@
 """The order of the jobs inside one project, and of build sessions.
 
-Jobs sort by `level` first: priority, then those of users who are behind (`fairshare`)
-where the order preempts, then the group that the site's order (`Settings.order`) puts
-them into.  A waiting job may preempt running jobs of a
-later level where the order preempts.  `ORDERS` holds one object per order of a
-site; a simulation may bring another (`model.JobOrder`):
+Jobs sort by `level` first: by priority, then jobs of users who are behind
+(`fairshare`) if the order preempts, then by the group in the site's order
+(`Settings.order`).  If the order preempts, a waiting job may preempt running jobs of
+a later level.  `ORDERS` holds one object per order of a site; a simulation may use
+another (`model.JobOrder`):
 
 ============  =========================================================  ========
 order         next job                                                   preempts
@@ -18,15 +18,15 @@ order         next job                                                   preempt
               bypassed, for at most ``max_bypass_s``
 ============  =========================================================  ========
 
-Under every order a job that has waited for ``starvation_guard_s`` without a
+Under every order, a job that has waited for ``starvation_guard_s`` without a
 break *starves*: it precedes all jobs of its project, whatever their priority.
-No job is then preempted for another by the order (`undisturbed_until`) for the
-minimum run time, doubled at each further turn of this kind.  A preemptive order
-needs a minimum run time for it: else starving jobs would preempt each other
-endlessly.
+Once it runs, no job of its project preempts it for the minimum run time, which
+doubles at each further turn of this kind (`undisturbed_until`).  With a preemptive
+order the guard needs a minimum run time; without one, starving jobs would preempt
+each other endlessly.
 
 Attained service is stored up to `Lease.attained_at` and extrapolated while the
-job runs; `served` writes it down when the job stops.
+job runs; `served` stores it when the job stops.
 """
 
 from __future__ import annotations
@@ -38,47 +38,47 @@ from functools import lru_cache
 from math import inf, nextafter, sqrt
 from types import MappingProxyType
 
-from jupyter_gpushare.core.measure import LEAST_GPU_S, rounded
+from jupyter_gpushare.core.measure import MIN_GPU_S, rounded
 from jupyter_gpushare.core.model import WHOLE_GPU, JobOrder, Lease, Order, Settings, State
 
-Level = tuple[float, bool, float]  # priority, whether no user who is behind is preferred, group
+Level = tuple[float, bool, float]  # negated priority, whether it is not preferred (`fairshare`), group
 Rank = tuple[Level, bool, bool, float, str]
 
 # The level of jobs that have waited for longer than the starvation guard.
 STARVED: Level = (-inf, False, -1.0)
-# The least remaining work that a job past the last LAS threshold is taken to have where it is not
-# measured.  Measured on jittered copies of Philly traces (docs/benchmarks-archive.md).
+# The minimum remaining work that the order assumes for an unmeasured job past the last LAS threshold.
+# Measured on jittered copies of Philly traces (docs/benchmarks-archive.md).
 UNMEASURED_GPU_S = 3e5
-# What a stop of a job without a checkpoint loses counts for at most so many minimum run times.
-MOST_LOST = 4.0
+# The maximum number of minimum run times that the loss of a stopped job counts for.
+MAX_LOST = 4.0
 # Attained service below this counts as zero: event times are floats.
 _EPSILON_GPU_S = 1e-3
 
 
 def session_rank(lease: Lease) -> tuple[int, float, str]:
-    """Sort key of build sessions: priority, then first come first served."""
+    """Return the sort key of build sessions: priority, then first come first served."""
     return -lease.priority, lease.queued_at, lease.id
 
 
 def gpus(lease: Lease) -> float:
-    """Number of GPUs that the lease holds or requests."""
+    """Return the number of GPUs that the lease holds or requests."""
     return (lease.held_milli or lease.size.fraction_milli) * lease.size.device_count / WHOLE_GPU
 
 
 def attained_gpu_s(lease: Lease, now: float) -> float:
-    """GPU-seconds that a job has received until ``now``."""
+    """Return the GPU-seconds that a job has received until ``now``."""
     if lease.state is not State.RUNNING or lease.attained_at is None:
         return lease.attained_gpu_s
     return lease.attained_gpu_s + gpus(lease) * max(0.0, now - lease.attained_at)
 
 
 def is_measured(lease: Lease, attained: float) -> bool:
-    """Whether the remaining work of a job counts that has attained so many GPU-seconds."""
+    """Return whether the measured remaining work of a job counts at ``attained`` GPU-seconds."""
     return lease.left_gpu_s is not None and attained + _EPSILON_GPU_S < lease.trusted_until_gpu_s
 
 
 def is_waiting(lease: Lease) -> bool:
-    """Whether a job waits for capacity, pending or suspended."""
+    """Return whether a job waits for capacity, pending or suspended."""
     return lease.state is State.PENDING or lease.state is State.SUSPENDED
 
 
@@ -86,15 +86,15 @@ class LeastAttained(JobOrder):
     """Discretized two-dimensional least attained service (Tiresias, NSDI'19).
 
     The group is the queue: the number of thresholds that the attained GPU-seconds
-    have reached.  Inside a queue running jobs stay; waiting jobs that ran in it come
-    first, the last to stop before the others, then the rest by the time of entering
-    the queue.
+    have reached.  Inside a queue, running jobs keep running.  Waiting jobs that ran in
+    it come first, the last to stop before the others; the rest follow in the order in
+    which they entered the queue.
     """
 
     __slots__ = ()
 
     def thresholds(self, settings: Settings) -> Sequence[float]:
-        """GPU-seconds at which a job enters the next queue, ascending."""
+        """Return the GPU-seconds at which a job enters the next queue, ascending."""
         return settings.las_thresholds_gpu_s
 
     def group(self, lease: Lease, now: float, settings: Settings) -> float:
@@ -137,15 +137,16 @@ class LeastAttained(JobOrder):
 class LeastRemaining(LeastAttained):
     """Least remaining work of jobs whose progress is measured, least attained service of the others.
 
-    Both are one number of GPU-seconds, 0 in the first LAS queue.  Then it is what is
-    left of a measured job (`measure.rounded`), of one that has run for longer than it
-    said at least what it has received (`_overdue`), and of any other the threshold that
-    its queue begins at.  From the last LAS threshold on that is at least
-    `UNMEASURED_GPU_S`, and doubles with the attained service.
+    The group is a number of GPU-seconds, 0 in the first LAS queue.  After that queue:
 
-    When a job ends depends on who precedes it where it counts most.  That is with all
-    its work at least: at the start if it reports truly, at the end if it reports less or
-    nothing.  So neither silence nor a lie gains much.
+    * A measured job has its remaining work (`measure.rounded`).
+    * A job that has run for longer than it reported has at least its attained service (`_overdue`).
+    * Any other job has the lower threshold of its queue.  From the last LAS threshold on this is
+      at least `UNMEASURED_GPU_S`, and it doubles with the attained service.
+
+    The largest group that a job reaches decides when it ends.  That is at least its total work:
+    at the start if its reports are true, at the end if it reports too little or nothing.  So
+    neither silence nor a lie gains much.
     """
 
     __slots__ = ()
@@ -181,30 +182,30 @@ class LeastRemaining(LeastAttained):
 
     def gain_gpu_s(self, lease: Lease, now: float, settings: Settings) -> float:
         if is_measured(lease, lease.attained_gpu_s):
-            return lease.left_gpu_s or LEAST_GPU_S
+            return lease.left_gpu_s or MIN_GPU_S
         if lease.left_gpu_s is not None and _reached(lease.attained_gpu_s, self.thresholds(settings)):
             return _doubles_at(lease, lease.attained_gpu_s) - lease.attained_gpu_s
         return LeastAttained.gain_gpu_s(self, lease, now, settings)
 
 
 def _overdue(lease: Lease, attained: float) -> float:
-    """Return the group of a job that has run for longer than it said.
+    """Return the group of a job that has run for longer than it reported.
 
-    It counts with what it has received, as many times as that is more than it said.
+    It is the attained service times the factor by which that exceeds the reported work.
     """
-    said = max(lease.trusted_until_gpu_s, LEAST_GPU_S)
-    return rounded((attained + _EPSILON_GPU_S) ** 2 / said)
+    reported = max(lease.trusted_until_gpu_s, MIN_GPU_S)
+    return rounded((attained + _EPSILON_GPU_S) ** 2 / reported)
 
 
 def _doubles_at(lease: Lease, attained: float) -> float:
     """Return the attained service at which `_overdue` grows."""
-    said = max(lease.trusted_until_gpu_s, LEAST_GPU_S)
-    return sqrt(max(LEAST_GPU_S, 2 * _overdue(lease, attained)) * said)
+    reported = max(lease.trusted_until_gpu_s, MIN_GPU_S)
+    return sqrt(max(MIN_GPU_S, 2 * _overdue(lease, attained)) * reported)
 
 
 @lru_cache(maxsize=16)
 def _doubling(thresholds: tuple[float, ...]) -> tuple[float, ...]:
-    """LAS thresholds, then doubled `UNMEASURED_GPU_S` for as long as a job could run."""
+    """Return the LAS thresholds, then `UNMEASURED_GPU_S` doubled beyond the longest possible job."""
     doubled = (UNMEASURED_GPU_S * 2.0**n for n in range(1, 40))
     return *thresholds, *(x for x in doubled if x > max(thresholds, default=0.0))
 
@@ -225,81 +226,81 @@ ORDERS: Mapping[Order, JobOrder] = MappingProxyType(
 
 
 def order_of(settings: Settings) -> JobOrder:
-    """The rules of the order that is configured."""
+    """Return the rules of the configured order."""
     return settings.order if isinstance(settings.order, JobOrder) else ORDERS[settings.order]
 
 
 def queue_of(attained: float, settings: Settings) -> int:
-    """LAS queue of a job with ``attained`` GPU-seconds: the number of thresholds reached."""
+    """Return the LAS queue of a job with ``attained`` GPU-seconds: the number of thresholds reached."""
     return _reached(attained, settings.las_thresholds_gpu_s)
 
 
 def served(lease: Lease, now: float, settings: Settings) -> Lease:
-    """Return a job with its attained service and its entry into its group written down at ``now``."""
+    """Return a job with its attained service at ``now`` and the time at which it entered its group."""
     entered_at = order_of(settings).entered_at(lease, now, settings)
     return replace(lease, attained_gpu_s=attained_gpu_s(lease, now), attained_at=now, queued_at=entered_at)
 
 
 def has_guard(settings: Settings) -> bool:
-    """Whether the starvation guard is in force."""
+    """Return whether the starvation guard is in force."""
     bounded = settings.min_run_s > 0 or not order_of(settings).preempts
     return settings.starvation_guard_s is not None and bounded
 
 
 def is_starved(lease: Lease, now: float, settings: Settings) -> bool:
-    """Whether a waiting job has waited for longer than the starvation guard."""
+    """Return whether a waiting job has waited for longer than the starvation guard."""
     return _has_waited(lease, now, settings) and is_waiting(lease) and has_guard(settings)
 
 
 def _has_waited(lease: Lease, at: float, settings: Settings) -> bool:
-    """Whether the last wait of a job was as long as the guard by ``at``."""
+    """Return whether the last wait of a job had reached the starvation guard at ``at``."""
     guard_s = settings.starvation_guard_s
     return guard_s is not None and at >= lease.waits_since_at + guard_s
 
 
 def with_turn(lease: Lease, granted_at: float, settings: Settings) -> Lease:
-    """Return a job that begins to run on capacity granted at ``granted_at``, with its turns counted."""
+    """Return a job that starts on capacity granted at ``granted_at``, with its `Lease.turns` updated."""
     starved = _has_waited(lease, granted_at, settings) and has_guard(settings)
     return replace(lease, turns=lease.turns + 1) if starved else lease
 
 
 def share_run_s(settings: Settings) -> float:
-    """Return for how many seconds a job keeps borrowed GPUs before another project's share takes them.
+    """Return the seconds for which a job keeps borrowed GPUs before another project's share takes them.
 
-    Lags are made up in no less than ``fairness_horizon_s``, so no share needs them more often.
+    Lags are made up over ``fairness_horizon_s``, so no share needs the GPUs sooner.
     """
     return max(settings.min_run_s, settings.fairness_horizon_s or 0.0)
 
 
 def undisturbed_until(lease: Lease, settings: Settings) -> float:
-    """Time until which no job of its project preempts a running job."""
+    """Return the time until which no job of its project preempts a running job."""
     starved = lease.turns > 1 and _has_waited(lease, lease.granted_at, settings)
     return lease.granted_at + (_turn_s(lease.turns, settings) if starved else settings.min_run_s)
 
 
 def _turn_s(number: int, settings: Settings) -> float:
-    """Seconds for which a job runs undisturbed in its turn of this number, from 1."""
+    """Return the seconds for which a job runs undisturbed in turn ``number``, counted from 1."""
     return settings.min_run_s * 2.0 ** max(0, number - 1)
 
 
 def is_bypass_over(lease: Lease, now: float, settings: Settings) -> bool:
-    """Whether capacity is reserved for a waiting job, because it was bypassed for long or starves."""
+    """Return whether capacity is reserved for a waiting job: it was bypassed for too long or starves."""
     wait_s = settings.max_bypass_s if order_of(settings).bounds_bypass else None
     return (wait_s is not None and now >= lease.waits_since_at + wait_s) or is_starved(lease, now, settings)
 
 
 def long_waits(settings: Settings) -> list[float]:
-    """Seconds of waiting after which a job is treated differently, ascending."""
+    """Return the waits, in seconds, after which a job is treated differently, ascending."""
     waits = [settings.max_bypass_s] if order_of(settings).bounds_bypass else []
     waits += [settings.starvation_guard_s] if has_guard(settings) else []
     return sorted(wait_s for wait_s in waits if wait_s is not None)
 
 
 def level(lease: Lease, now: float, settings: Settings, *, preferred: bool = False) -> Level:
-    """Sort key of groups of jobs; a waiting job may preempt running jobs of a later level.
+    """Return the sort key of levels; a waiting job may preempt running jobs of a later level.
 
-    ``preferred``: it comes first for its user, who is behind (`fairshare`); only an order that preempts
-    knows that.
+    ``preferred``: the job comes first because its user is behind (`fairshare`); only an order that
+    preempts uses it.
     """
     rules = order_of(settings)
     if rules.preempts and is_starved(lease, now, settings):
@@ -308,7 +309,7 @@ def level(lease: Lease, now: float, settings: Settings, *, preferred: bool = Fal
 
 
 def rank(lease: Lease, now: float, settings: Settings, *, preferred: bool = False) -> Rank:
-    """Sort key of the waiting jobs of a project; suspended jobs precede pending ones of their level.
+    """Return the sort key of a project's waiting jobs; suspended jobs precede pending ones of their level.
 
     A suspended job comes first because its state takes host memory.
     """
@@ -321,15 +322,15 @@ def rank(lease: Lease, now: float, settings: Settings, *, preferred: bool = Fals
 
 
 def seniority(lease: Lease, now: float, settings: Settings) -> float:
-    """Sort key of the running jobs of a level: the time since which a job runs in it."""
+    """Return the sort key of the running jobs of a level: the time since which a job runs in it."""
     return max(lease.granted_at, order_of(settings).entered_at(lease, now, settings))
 
 
 def moved(leases: Iterable[Lease], id: str, beside: str, *, behind: bool) -> list[Lease]:
-    """Return the waiting jobs that change when job ``id`` gets the place before or behind ``beside``.
+    """Return the waiting jobs that change when job ``id`` moves to the place before or behind ``beside``.
 
-    ``leases`` are jobs of one level that have not run, both included.  They exchange their
-    times among each other, so that no other job gets an earlier or a later place.
+    ``leases`` are the jobs of one level that have not run, including both.  The jobs exchange their
+    times, so no other job gets an earlier or a later place.
     """
     places = sorted(leases, key=lambda x: (x.queued_at, x.id))
     by_id = {x.id: x for x in places}
@@ -337,7 +338,7 @@ def moved(leases: Iterable[Lease], id: str, beside: str, *, behind: bool) -> lis
     ids.insert(ids.index(beside) + behind, id)
     changed, last_at = [], -inf
     for name, place in zip(ids, places, strict=True):
-        # Equal times would leave the order to the ids.
+        # With equal times the ids would decide.
         last_at = place.queued_at if place.queued_at > last_at else nextafter(last_at, inf)
         after = replace(by_id[name], queued_at=last_at, waits_since_at=place.waits_since_at)
         if after != by_id[name]:
@@ -346,9 +347,9 @@ def moved(leases: Iterable[Lease], id: str, beside: str, *, behind: bool) -> lis
 
 
 def gain_gpu_s(lease: Lease, now: float, settings: Settings) -> float:
-    """GPU-seconds that a preemption for a waiting job gains: what it runs before it ends or is demoted.
+    """Return the GPU-seconds that a preemption for a waiting job gains before the job ends or is demoted.
 
-    What a job without a checkpoint does again, because it was stopped, gains nothing.
+    The work that a stopped job without a checkpoint repeats is not a gain.
     """
     if is_starved(lease, now, settings):
         return _turn_s(lease.turns + 1, settings) * gpus(lease)
@@ -357,5 +358,8 @@ def gain_gpu_s(lease: Lease, now: float, settings: Settings) -> float:
 
 
 def lost_s(lease: Lease, now: float) -> float:
-    """Seconds of its GPUs that a job loses by a stop: all since it last started or resumed, or none."""
+    """Return the seconds of its GPUs that a job loses by a stop.
+
+    They are counted from its last start or resume; 0 with a checkpoint of its own.
+    """
     return 0.0 if lease.survival.has_checkpoint else now - lease.granted_at

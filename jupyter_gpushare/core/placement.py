@@ -1,14 +1,14 @@
 """Where a lease is placed.
 
-* One device, or a part of one: on the device with the least capacity that is
-  enough (best fit), then on the node with the least free; ties by UUID.
+* One device or a part of one is on the device with the least sufficient capacity
+  (best fit), then on the node with the least free capacity; ties by UUID.
 * Memory is requested in bytes and held in thousandths of a device, rounded up.
-* A MIG instance goes whole to a request for its profile; a request for bytes
-  may get a part of one.
-* Several devices are taken at once or not at all.  With `Lease.consolidate`
-  they lie in one island, else in one node; a job larger than every node takes
-  whole nodes, and the rest in one more.  Without it they lie anywhere.
-* A device that is not usable takes no new lease; what is bound to it may sleep, wake and end there.
+* A request for a MIG profile gets a whole instance; a request for bytes may get a
+  part of one.
+* Several devices are taken at once or not at all.  With `Lease.consolidate` they are
+  in one island, else in one node.  A job larger than every node takes whole nodes and
+  the rest from one more.  Without `Lease.consolidate` they may be anywhere.
+* An unusable device takes no new lease; a lease that is bound to it may sleep, wake and end there.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Group = Sequence[DeviceCapacity]
 
 
 def empty_device(capacity: DeviceCapacity) -> int:
-    """Capacity of an empty device."""
+    """Return the capacity of an empty device."""
     return WHOLE_GPU
 
 
@@ -42,7 +42,7 @@ class Placement:
 
 
 class Topology:
-    """Islands and nodes: the sets of devices that lie together."""
+    """Islands and nodes: the sets of devices that belong together."""
 
     def __init__(self, capacities: Group) -> None:
         islands: dict[tuple[str, str], list[DeviceCapacity]] = {}
@@ -59,11 +59,11 @@ class Topology:
         self.largest_node = max(map(len, self.nodes), default=0)
 
     def spans_nodes(self, lease: Lease) -> bool:
-        """Whether a job is larger than every node."""
+        """Return whether a job is larger than every node."""
         return lease.consolidate and lease.size.device_count > self.largest_node
 
     def tiers(self, lease: Lease) -> list[list[Group]]:
-        """Sets of devices that a lease may lie in, the better kind of set first."""
+        """Return the sets of devices that a lease may be placed in, the better kind of set first."""
         if lease.size.device_count == 1:
             return [[(capacity,) for capacity in self.everything]]
         if not lease.consolidate or self.spans_nodes(lease):
@@ -71,19 +71,19 @@ class Topology:
         return [self.islands, self.nodes]
 
     def sets(self, lease: Lease) -> tuple[list[Group], dict[DeviceCapacity, tuple[int, ...]]]:
-        """Sets of all tiers, and the sets that each device belongs to; for several devices only."""
+        """Return the sets of all tiers, and the set numbers of each device; for several devices only."""
         together = lease.consolidate and not self.spans_nodes(lease)
         if together not in self._sets:
             sets = [*self.islands, *self.nodes] if together else [self.everything]
-            of: dict[DeviceCapacity, tuple[int, ...]] = dict.fromkeys(self.everything, ())
+            numbers: dict[DeviceCapacity, tuple[int, ...]] = dict.fromkeys(self.everything, ())
             for number, group in enumerate(sets):
                 for capacity in group:
-                    of[capacity] = (*of[capacity], number)
-            self._sets[together] = sets, of
+                    numbers[capacity] = (*numbers[capacity], number)
+            self._sets[together] = sets, numbers
         return self._sets[together]
 
     def choose(self, lease: Lease, able: Group, view: CapacityView) -> list[DeviceCapacity] | None:
-        """The devices that ``lease`` takes of ``able``, all of one set; None: too few."""
+        """Return the devices that ``lease`` takes from ``able``, which are of one set; None: too few."""
         count = lease.size.device_count
         if len(able) < count:
             return None
@@ -109,10 +109,10 @@ class Topology:
 
 
 def packed(lease: Lease, capacities: Iterable[DeviceCapacity], view: CapacityView) -> list[DeviceCapacity]:
-    """Devices in the order in which a job takes them: node by node, the fullest device first.
+    """Return devices in the order in which a job takes them: node by node, the fullest device first.
 
-    A consolidated job begins with the node that has most able devices, any
-    other with the node that has fewest, which leaves large sets free.
+    A consolidated job begins with the node that has the most devices.  Any other job
+    begins with the node that has the fewest, which leaves large sets free.
     """
     capacities = list(capacities)
     on_node: dict[str, int] = {}
@@ -128,10 +128,10 @@ def packed(lease: Lease, capacities: Iterable[DeviceCapacity], view: CapacityVie
 
 
 def to_resume_on(lease: Lease, able: Iterable[DeviceCapacity], view: CapacityView) -> tuple[str, ...] | None:
-    """Return the devices of ``able`` that a suspended lease resumes on, in the order of its own.
+    """Return the devices of ``able`` that a suspended lease resumes on, in the order of its own devices.
 
-    It keeps those of its own that are able, but leaves those that take nothing new, and
-    takes the fullest of the others.  None: too few.
+    It keeps its own devices if they are able, leaves draining ones if it can, and takes the
+    fullest of the others.  None: too few.
     """
     others = {c.device.uuid: c for c in able}
     own = {uuid: others.pop(uuid) for uuid in lease.devices if uuid in others}
@@ -145,25 +145,25 @@ def to_resume_on(lease: Lease, able: Iterable[DeviceCapacity], view: CapacityVie
 
 
 def find(
-    lease: Lease, topology: Topology, view: CapacityView, most_milli: int | None = None
+    lease: Lease, topology: Topology, view: CapacityView, max_milli: int | None = None
 ) -> Placement | None:
     """Return where ``lease`` fits, or None.
 
-    ``view`` says how much of a device may be used; ``most_milli`` bounds
-    what is taken over all devices (what a quota or a limit leaves).
+    ``view`` says how much of a device may be used.  ``max_milli`` is the maximum over
+    all devices that a quota or a limit leaves.
     """
-    return Index(topology, view, set()).find(lease, most_milli)
+    return Index(topology, view, set()).find(lease, max_milli)
 
 
-# A device with capacity: how much, free on its node, first UUID of the node, UUID.
+# A device with capacity: its capacity, the capacity of its node, first UUID of the node, UUID.
 _Entry = tuple[int, int, str, str]
 
 
 class Index:
     """Finds capacity by one ``view`` without scanning all devices.
 
-    Single devices are found by their capacity, gangs of whole devices by the number
-    of empty devices per set.  A query first updates the devices in ``changed``.
+    A single device is found by its capacity, a gang of whole devices by the number of
+    empty devices per set.  Each query first updates the devices in ``changed``.
     """
 
     def __init__(self, topology: Topology, view: CapacityView, changed: set[DeviceCapacity]) -> None:
@@ -171,16 +171,16 @@ class Index:
         self._view = view
         self._changed = changed
         self._value: dict[DeviceCapacity, int] = dict.fromkeys(topology.everything, 0)
-        # Entries of devices with capacity, ascending, by kind: a request is of one size on a kind.
+        # By kind: entries of devices with capacity, ascending.  A request has one size on all of a kind.
         self._able: dict[tuple[int, str], list[_Entry]] = {}
         self._kinds: dict[tuple[int, str], Device] = {}
-        self._entry: dict[DeviceCapacity, _Entry] = {}  # of those with capacity
+        self._entry: dict[DeviceCapacity, _Entry] = {}  # of devices with capacity
         for capacity in topology.everything:
             self._able.setdefault(_kind(capacity), [])
             self._kinds.setdefault(_kind(capacity), capacity.device)
         self._node = {capacity: number for number, node in enumerate(topology.nodes) for capacity in node}
         self._first = [min(capacity.device.uuid for capacity in node) for node in topology.nodes]
-        self._empty = [0] * (len(topology.islands) + len(topology.nodes))  # whole devices per set
+        self._empty = [0] * (len(topology.islands) + len(topology.nodes))  # empty devices per set
         self._empty_total = 0
         self._sets: dict[DeviceCapacity, list[int]] = {capacity: [] for capacity in topology.everything}
         for number, group in enumerate([*topology.islands, *topology.nodes]):
@@ -223,25 +223,25 @@ class Index:
             self._changed.clear()
 
     def empty_devices(self) -> int:
-        """Return the number of devices that may be used whole."""
+        """Return the number of devices that are free as a whole."""
         self._refresh()
         return self._empty_total
 
-    def find(self, lease: Lease, most_milli: int | None = None) -> Placement | None:
+    def find(self, lease: Lease, max_milli: int | None = None) -> Placement | None:
         """Return where ``lease`` fits, or None."""
         self._refresh()
         if lease.size.device_count > 1:
-            if most_milli is not None and lease.size.fraction_milli * lease.size.device_count > most_milli:
+            if max_milli is not None and lease.size.fraction_milli * lease.size.device_count > max_milli:
                 return None
             return self._find_gang(lease)
-        return self._find_one(lease, most_milli)
+        return self._find_one(lease, max_milli)
 
-    def _find_one(self, lease: Lease, most_milli: int | None) -> Placement | None:
+    def _find_one(self, lease: Lease, max_milli: int | None) -> Placement | None:
         best: tuple[_Entry, int] | None = None
         for kind, able in self._able.items():
             need = self._kinds[kind].demand_milli(lease.size)
             at = bisect_left(able, (need,))
-            if at == len(able) or (most_milli is not None and need > most_milli):
+            if at == len(able) or (max_milli is not None and need > max_milli):
                 continue
             value, total, first, uuid = able[at]
             found = (value - need, total, first, uuid), need
@@ -266,7 +266,7 @@ class Index:
                 inside = [r for r in group if self._value[r] >= need and r.device.demand_milli(size) <= need]
                 if len(inside) >= count:
                     insides.append(inside)
-            # The set with the fewest able devices: larger ones stay free for larger gangs.
+            # The set with the fewest able devices, so that larger sets stay free for larger gangs.
             inside = min(insides, key=len, default=[])
             if inside and (chosen := topology.choose(lease, inside, self._value.__getitem__)):
                 return Placement(tuple(capacity.device.uuid for capacity in chosen), need)

@@ -1,4 +1,4 @@
-"""Where a lease fits on a cluster that changes: one `placement.Index` per view of capacity, kept."""
+"""Placement on a changing cluster, with one cached `placement.Index` per view of capacity."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ class Placer:
         self._indexes: dict[CapacityView, Index] = {}
         self._possible: dict[tuple[Size, bool], bool] = {}
 
-    def find(self, lease: Lease, view: CapacityView, most_milli: int | None = None) -> Placement | None:
+    def find(self, lease: Lease, view: CapacityView, max_milli: int | None = None) -> Placement | None:
         """Return where ``lease`` fits by ``view``, or None."""
-        return self.index(view).find(lease, most_milli)
+        return self.index(view).find(lease, max_milli)
 
     def index(self, view: CapacityView) -> Index:
         """Return the index of the usable devices by ``view``."""
@@ -40,14 +40,14 @@ class Placer:
         return index
 
     def find_for_job(self, job: Lease, view: CapacityView) -> Placement | None:
-        """Return where ``job`` fits by ``view``: lent devices only if host memory could take it back."""
-        state, account, most_milli = self._state, self._state.account(job), None
-        if job.size.memory_bytes:  # it takes more of a small device than of a large one
-            most_milli = account.limit_left
+        """Return where ``job`` fits by ``view``, or None; on lent devices only if host memory can hold it."""
+        state, account, max_milli = self._state, self._state.account(job), None
+        if job.size.memory_bytes:  # it takes a larger part of a small device
+            max_milli = account.limit_left
         if not job.borrow:
             left = account.unborrowed_left
-            view, most_milli = UNLENT.get(view, view), left if most_milli is None else min(left, most_milli)
-        found = self.find_to_resume(job, view) if job.devices else self.find(job, view, most_milli)
+            view, max_milli = UNLENT.get(view, view), left if max_milli is None else min(left, max_milli)
+        found = self.find_to_resume(job, view) if job.devices else self.find(job, view, max_milli)
         unclaimed = DeviceCapacity.unclaimed_soon if view is DeviceCapacity.soon else DeviceCapacity.unclaimed
         if found is None or not job.borrow or not self.uses_lent(found, unclaimed):
             return found
@@ -62,41 +62,41 @@ class Placer:
         return None if devices is None else Placement(devices, held)
 
     def fits_soon(self, job: Lease) -> bool:
-        """Whether ``job`` fits by its size alone once every leaving lease has left."""
+        """Return whether ``job`` fits by its size alone once every leaving lease has left."""
         find = self.find_to_resume if job.devices else self.find
         return find(job, DeviceCapacity.soon) is not None
 
     def lacks_quota(self, job: Lease) -> bool:
-        """Whether ``job`` would have to borrow and does not want to."""
+        """Return whether ``job`` would have to borrow but must not."""
         return not job.borrow and self._state.least_size(job) > self._state.account(job).unborrowed_left
 
     def lacks_host_memory(self, job: Lease) -> bool:
-        """Whether ``job``, which fits nowhere, would fit if it were stopped instead of suspended."""
+        """Return whether ``job``, which fits nowhere, would fit if it were stopped instead of suspended."""
         stopped = replace(job, survival=CheckpointMode.NONE)
         return self.find_for_job(stopped, DeviceCapacity.soon) is not None
 
     def uses_lent(self, placement: Placement, unclaimed: CapacityView) -> bool:
-        """Whether part of ``placement`` is claimed by suspended sessions."""
+        """Return whether part of ``placement`` is claimed by suspended sessions."""
         return any(unclaimed(self._state.capacities[u]) < placement.held_milli for u in placement.devices)
 
     def borrows(self, job: Lease, placement: Placement, *, lent: bool) -> bool:
-        """Whether ``job`` holds ``placement`` only until others need it; ``lent``: part of it is claimed."""
+        """Return whether ``job`` borrows ``placement``; ``lent``: suspended sessions claim part of it."""
         return job.borrow and (lent or not self._state.account(job).fits_quota(placement.size_milli))
 
     def fits_ever(self, lease: Lease) -> bool:
-        """Whether ``lease`` fits on the usable devices if they are empty."""
+        """Return whether ``lease`` fits on the usable devices if they are empty."""
         key = lease.size, lease.consolidate
         if key not in self._possible:
             self._possible[key] = self.find(lease, empty_device) is not None
         return self._possible[key]
 
     def could_run(self, job: Lease) -> bool:
-        """Whether a waiting job could start if its project and its devices had capacity."""
+        """Return whether a waiting job could start if its project and its devices had capacity."""
         fits = self._state.has_all_devices(job) if job.devices else self.fits_ever(job)
         return fits and not self.lacks_quota(job)
 
     def unplaced(self, lease: Lease) -> Why:
-        """Why a lease that does not fit now does not."""
+        """Return why a lease does not fit now."""
         if self.fits_ever(lease):
             return Why.NO_CAPACITY
         everything = list(self._state.capacities.values())
@@ -107,11 +107,11 @@ class Placer:
         return Why.TOO_LARGE
 
     def session_grant(self, lease: Lease) -> Grant | Why:
-        """Grant that a new session gets at this point of the round, or why it gets none.
+        """Return the grant of a new session at this point of the round, or why it gets none.
 
-        Within quota, capacity that it can claim: free if possible, else lent and
-        the session starts suspended.  Beyond quota, free and unclaimed capacity
-        that it can give back.
+        Within quota it gets capacity that it can claim: free capacity if possible, else
+        lent capacity, on which it starts suspended.  Beyond quota it gets free and
+        unclaimed capacity that it can give back.
         """
         account = self._state.account(lease)
         quota_left = account.claimable - account.claimed

@@ -97,7 +97,7 @@ class Victim:
 
     def price_s(self, settings: Settings) -> float:
         """Seconds of its GPUs that its preemption costs."""
-        return self.swap_s(settings) + min(self.lost_s, order.MOST_LOST * settings.min_run_s)
+        return self.swap_s(settings) + min(self.lost_s, order.MAX_LOST * settings.min_run_s)
 
     def swap_s(self, settings: Settings) -> float:
         """The same without the work that it loses."""
