@@ -1,16 +1,16 @@
 """Waiting and running jobs of each project, kept sorted between scheduling rounds.
 
-Waiting jobs are grouped by `Shape`: jobs of one shape fit or fail alike, so a
-round tries a shape once and not each of its jobs.  Running jobs are grouped by
-level, so that the jobs that a waiting one may preempt are found without a scan.
+Waiting jobs are grouped by `Shape`: jobs of one shape fit or fail alike, so a round
+tries each shape once instead of each job.  Running jobs are grouped by level, so the
+jobs that a waiting job may preempt are found without a scan.
 
-Levels change with time: a running job is demoted, a waiting one starves.
-`refile_due` sorts those jobs again; `next_at` is the time of the next change.
-When a user gets behind (`fairshare`), `set_behind` sorts the running jobs of that user
-again, and `prefer` the waiting ones that the user's share holds.
+Levels change with time: a running job is demoted, a waiting job starves.
+`refile_due` sorts such jobs again; `next_at` is the time of the next change.
+When a user falls behind (`fairshare`), `set_behind` sorts that user's running jobs
+again, and `prefer` those waiting jobs that fit the user's share.
 
-The sorted lists hold numbers and names, not leases, so that the garbage
-collector has nothing to follow there, however many jobs wait.
+The sorted lists hold numbers and names, not leases, so the garbage collector has
+nothing to follow there, whatever the number of waiting jobs.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ from jupyter_gpushare.core.size import Size
 
 @dataclass(frozen=True, slots=True, eq=False, weakref_slot=True)
 class Fit:
-    """What decides whether two jobs of a level fit or fail alike; `JobQueues` has one object for each."""
+    """Properties that make jobs of a level fit or fail alike; `JobQueues` has one object for each value."""
 
-    starved: int | None  # the priority of a job that starves, which may preempt by it; None: it does not
+    starved: int | None  # the priority of a starving job, by which it may preempt; None: it does not starve
     size: Size
     consolidate: bool
     borrow: bool
@@ -56,29 +56,29 @@ class Fit:
 
     @property
     def is_common(self) -> bool:
-        """Whether such jobs of any project that holds nothing fit or fail alike."""
+        """Whether such jobs of all projects that hold nothing fit or fail alike."""
         return self.borrow and self.starved is None and not self.devices
 
 
 Shape = tuple[order.Level, Fit]
-RunningKey = tuple[bool, float, str]  # sorts the running jobs of a level, the first to be preempted first
+RunningKey = tuple[bool, float, str]  # sort key in a level; the first job is preempted first
 Timer = tuple[float, int, str]  # time, stamp of the lease when it was set, lease id
 
 User = tuple[str, str]  # project, user
 
 _WAITING = (State.PENDING, State.SUSPENDED)
-# So many waiting jobs of a user who is behind come first at most, whatever the share.
-MOST_PREFERRED = 64
+# The maximum number of waiting jobs that come first for a user who is behind, whatever the share.
+MAX_PREFERRED = 64
 
 
 class Summary(NamedTuple):
-    """What a round asks of the waiting jobs of a project, in thousandths of a GPU."""
+    """Least sizes of the waiting jobs of a project, in thousandths of a GPU."""
 
-    least: int  # what the smallest job takes at least
-    # Of each shape the first rank, project and fit, and what such a job takes at least; by rank.
+    least: int  # of the smallest job
+    # For each shape its first rank, its project and fit, and the least size of its jobs; sorted by rank.
     shapes: Sequence[tuple[order.Rank, tuple[str, Fit], int]]
-    borrowing: int  # what all jobs take at least that borrow
-    unborrowing: int  # and the others
+    borrowing: int  # sum of the jobs that borrow
+    unborrowing: int  # sum of the others
 
 
 @dataclass(slots=True)
@@ -87,11 +87,11 @@ class ProjectQueue:
 
     waiting: dict[Shape, list[order.Rank]] = field(default_factory=dict)
     running: dict[order.Level, list[RunningKey]] = field(default_factory=dict)
-    demotions: list[Timer] = field(default_factory=list)  # heap: when the level of a running job changes
-    summary: Summary | None = None  # of ``waiting``; None once that changed
+    demotions: list[Timer] = field(default_factory=list)  # heap of times when a running job changes its level
+    summary: Summary | None = None  # of ``waiting``; None after a change
 
     def starved(self) -> dict[Shape, list[order.Rank]]:
-        """The part of ``waiting`` that starves."""
+        """Return the part of ``waiting`` that starves."""
         return {shape: ranks for shape, ranks in self.waiting.items() if ranks[0][0] is order.STARVED}
 
 
@@ -142,16 +142,16 @@ class JobQueues:
         self.waking_sessions: dict[str, Lease] = {}  # suspended, and their processes want the GPU
         self.idle: dict[str, Lease] = {}  # sessions that may lend their devices, now or later
         self.backing_off: dict[str, Lease] = {}  # jobs that are not tried before `Lease.retry_at`
-        # By lease, those that gave their devices up for it: since when they wait, ascending; inf: they leave.
+        # By lease, `_left_at` of the leases that gave their devices up for it, ascending.
         self._made_way_for: dict[str, list[tuple[float, str]]] = {}
-        self._promised: set[str] = set()  # the waiting jobs among those that have not run since
-        self.leases: dict[str, Lease] = {}  # all of them, by id
+        self._promised: set[str] = set()  # waiting jobs in `_made_way_for` that have not run since
+        self.leases: dict[str, Lease] = {}  # all leases, by id
         self._behind: Mapping[User, Behind] = {}
-        self._waiting_of: dict[User, list[order.Rank]] = {}  # of users who are behind, as if nobody were
-        self._preferred: set[str] = set()  # waiting jobs of such users
+        self._waiting_of: dict[User, list[order.Rank]] = {}  # of users who are behind; `_not_preferred`
+        self._preferred: set[str] = set()  # the preferred waiting jobs of users who are behind
         self._stamps: dict[str, int] = {}  # by id; timers with another stamp are outdated
         self._waiting_at: dict[str, tuple[Shape, order.Rank]] = {}
-        self._sharing: set[str] = set()  # the waiting jobs among them that may become guests
+        self._sharing: set[str] = set()  # waiting jobs that may become guests
         self._running_at: dict[str, tuple[order.Level, RunningKey]] = {}
         self._timers: list[Timer] = []  # heap
         self._fits: WeakValueDictionary[tuple[object, ...], Fit] = WeakValueDictionary()
@@ -160,25 +160,25 @@ class JobQueues:
         self._long_waits_s = order.long_waits(settings)
 
     def level(self, lease: Lease, now: float) -> order.Level:
-        """Level of a job (`order.level`)."""
+        """Return the level of a job (`order.level`)."""
         return order.level(lease, now, self.settings, preferred=self._is_preferred(lease))
 
     def running_level(self, lease: Lease, now: float) -> order.Level:
-        """Level of a running job, as it was last sorted."""
+        """Return the level of a running job as it was last sorted."""
         return self.level(lease, now) if self._order.drifts else self._running_at[lease.id][0]
 
     def rank(self, lease: Lease, now: float) -> order.Rank:
-        """Sort key of a waiting job (`order.rank`)."""
+        """Return the sort key of a waiting job (`order.rank`)."""
         return order.rank(lease, now, self.settings, preferred=self._is_preferred(lease))
 
     def _is_preferred(self, lease: Lease) -> bool:
-        """Whether a job comes first for its user, who is behind: all that run, and those of `prefer`."""
+        """Return whether a job is preferred because its user is behind: it runs, or `prefer` chose it."""
         if lease.state in _WAITING:
             return lease.id in self._preferred
         return (lease.project, lease.user) in self._behind
 
     def set_behind(self, behind: Mapping[User, Behind], now: float) -> None:
-        """Sort running jobs again whose users are behind now, or are no more (`fairshare`)."""
+        """Set the users who are behind (`fairshare`); re-sort the jobs of users who are new or gone."""
         changed = behind.keys() ^ self._behind.keys()
         self._behind = behind
         if not changed:
@@ -189,16 +189,16 @@ class JobQueues:
             self.put(lease, now)
 
     def prefer(self, could_run: Callable[[Lease], bool], now: float) -> None:
-        """Let those waiting jobs come first that users who are behind may start within their share.
+        """Prefer the waiting jobs that users who are behind may start within their share.
 
-        ``could_run``: whether a job could run where there is capacity; others take no part of the share.
+        ``could_run``: whether a job could run if there were capacity; other jobs take no part of the share.
         """
         preferred: set[str] = set()
         for user, behind in self._behind.items():
             left = behind.left_milli
             waiting = (self.leases[rank[-1]] for rank in self._waiting_of.get(user, ()))
-            for lease in islice(filter(could_run, waiting), MOST_PREFERRED):
-                # A request for memory counts as one GPU: which part it is depends on the device.
+            for lease in islice(filter(could_run, waiting), MAX_PREFERRED):
+                # A request for memory counts as one GPU, because its fraction depends on the device.
                 size = (held_by(lease) or WHOLE_GPU) * lease.size.device_count
                 if size <= left or (size <= behind.first_milli and left == behind.left_milli):
                     preferred.add(lease.id)
@@ -263,7 +263,7 @@ class JobQueues:
         queue, settings = self._queue_of(lease.project), self.settings
         level = self.level(lease, now)
         if self._order.drifts:
-            level = *level[:2], 0.0  # `outranked` works the levels out
+            level = *level[:2], 0.0  # `outranked` computes the levels
         stops = not lease.survival.suspends or not lease.suspendable
         key = stops, -order.seniority(lease, now, settings), lease.id
         insort(queue.running.setdefault(level, []), key)
@@ -277,7 +277,7 @@ class JobQueues:
         return self.by_project[project]
 
     def drop(self, id: str) -> None:
-        """Remove a lease, if it is there."""
+        """Remove a lease if it is known."""
         lease = self.leases.pop(id, None)
         if lease is None:
             return
@@ -321,23 +321,23 @@ class JobQueues:
                 self.put(self.leases[timer[2]], now)
 
     def next_at(self) -> float | None:
-        """Next time at which a decision may change by itself; call it right after `refile_due`."""
+        """Return the next time at which a decision may change by itself; call it right after `refile_due`."""
         heaps = [self._timers, *(queue.demotions for queue in self.by_project.values() if queue.waiting)]
         return min((heap[0][0] for heap in heaps if heap), default=None)
 
     def _review_promise(self, id: str) -> None:
-        """Decide again whether a job waits for what other leases made way for."""
+        """Decide again whether a job waits for capacity that other leases released for it."""
         others = self._made_way_for.get(id) if id in self._waiting_at else None
-        # A job that ran in the meantime has had what it was promised.
+        # A job that ran in the meantime has used its promise.
         if others and others[-1][0] >= self.leases[id].waits_since_at:
             self._promised.add(id)
         else:
             self._promised.discard(id)
 
     def promised(self) -> list[Lease]:
-        """Waiting jobs that other leases made way for.
+        """Return the waiting jobs that other leases made way for.
 
-        Those come first that fit in the fewest places: bound to devices, large, not borrowing.
+        Jobs that fit in the fewest places come first: bound to devices, large, not borrowing.
         """
         return sorted(
             map(self.leases.__getitem__, self._promised),
@@ -351,7 +351,7 @@ class JobQueues:
         return [(self.leases[id], self._waiting_at[id][0][1]) for id in first]
 
     def summaries(self, state: ClusterState) -> dict[str, Summary]:
-        """Summaries of the projects with waiting jobs, by name."""
+        """Return the summaries of the projects with waiting jobs, by name."""
         return {
             name: queue.summary or self._summarize(name, queue, state)
             for name, queue in self.by_project.items()
@@ -359,19 +359,22 @@ class JobQueues:
         }
 
     def _summarize(self, name: str, queue: ProjectQueue, state: ClusterState) -> Summary:
-        wanted = {True: 0, False: 0}  # by whether they borrow
+        wanted_milli = {True: 0, False: 0}  # by whether they borrow
         shapes = []
         for (_, fit), ranks in queue.waiting.items():
             size = state.least_size(self.leases[ranks[0][-1]])
-            wanted[fit.borrow] += size * len(ranks)
+            wanted_milli[fit.borrow] += size * len(ranks)
             shapes.append((ranks[0], (name, fit), size))
         shapes.sort(key=itemgetter(0))
         least = min(size for _, _, size in shapes)
-        queue.summary = Summary(least, shapes, wanted[True], wanted[False])
+        queue.summary = Summary(least, shapes, wanted_milli[True], wanted_milli[False])
         return queue.summary
 
     def waiting_milli(self, state: ClusterState) -> dict[str, int]:
-        """Least thousandths of a GPU that waiting jobs take; without borrowing, what the quota leaves."""
+        """Return the least thousandths of a GPU that the waiting jobs of each project take.
+
+        Jobs that do not borrow count only up to the unused quota.
+        """
         found = {}
         for name, queue in self.by_project.items():
             account = state.quotas.account(name)  # also of a project that is not configured
@@ -383,7 +386,7 @@ class JobQueues:
         return found
 
     def outranked(self, project: str, level: order.Level, now: float) -> Iterable[Lease]:
-        """Running jobs of a project of later levels than ``level``, the first to be preempted first."""
+        """Return the running jobs of a project in later levels than ``level``, the first to preempt first."""
         running = self.by_project[project].running if project in self.by_project else {}
         if self._order.drifts:
             jobs = [self.leases[key[-1]] for keys in running.values() for key in keys]
@@ -399,7 +402,7 @@ class JobQueues:
         return at, self._stamps[lease.id], lease.id
 
     def _shape(self, lease: Lease, level: order.Level) -> Shape:
-        """What decides whether two waiting jobs of a project fit or fail alike."""
+        """Return the shape of a waiting job: jobs of a project with one shape fit or fail alike."""
         key = (
             lease.priority if level is order.STARVED else None,
             lease.size,
@@ -418,11 +421,11 @@ class JobQueues:
 
 
 def _left_at(lease: Lease) -> tuple[float, str]:
-    """When a lease that made way had left, inf if it has not, and its id."""
+    """Return the time when a lease that made way had left (inf if it has not yet), and its id."""
     return inf if lease.state in LEAVING else lease.waits_since_at, lease.id
 
 
 def _not_preferred(rank: order.Rank) -> order.Rank:
     """Return the rank that a waiting job has if it is not preferred."""
     level, *place = rank
-    return (level[0], True, level[2]), *place  # type: ignore[return-value]  # as long as it was
+    return (level[0], True, level[2]), *place  # type: ignore[return-value]  # the length is the same

@@ -1,21 +1,21 @@
 """Claims, use, quota and fair share of projects.
 
-* A build session within quota has a *claim*: capacity of its devices for as
-  long as it lives, running or suspended.  Claims of a project never exceed its
-  quota; claims on a device never exceed the device.
-* A job that does not *borrow* (`Lease.borrow`) starts only on what the quota
-  leaves beside claims and the other jobs of this kind, and is in quota before
-  jobs that borrow.
-* *Use* is what a project's leases hold, without leaving ones.  A suspended
-  session is a claim, not use.
-* A project's *limit* counts what its leases hold, and its claims: a session with
-  a claim may return at any time, so it counts awake or asleep (`QuotaState.capped_by`).
-* A lease is *in quota* if it has a claim, or if it is a job that fits into what
-  the claims in use leave of the quota: first jobs that do not borrow, then jobs
-  that once starved (`Lease.turns`), then the oldest grant.  All other use is
-  *over quota*: borrowed, and reclaimed first.
-* Where the quotas exceed the machine together, jobs count on shares of it by
-  weight instead (`kept_quotas`); claims are given up to the configured quota.
+* A build session within quota has a *claim* on capacity of its devices for its
+  whole life, running or suspended.  Claims of a project never exceed its quota;
+  claims on a device never exceed the device.
+* A job that does not *borrow* (`Lease.borrow`) starts only on the quota that claims
+  and other such jobs leave.  It is in quota before jobs that borrow.
+* *Use* is the capacity that a project's leases hold, except leaving ones.  A
+  suspended session is a claim, not use.
+* A project's *limit* applies to the capacity that its leases hold and to its claims.  A
+  session with a claim may return at any time, so it counts awake or asleep
+  (`QuotaState.capped_by`).
+* A lease is *in quota* if it has a claim, or if it is a job that fits into the quota
+  beside the claims in use: first jobs that do not borrow, then jobs that once starved
+  (`Lease.turns`), then the oldest grant.  All other use is *over quota*: borrowed, and
+  reclaimed first.
+* If all quotas together exceed the machine, jobs get shares of it by weight instead
+  (`kept_quotas`); claims are given up to the configured quota.
 * *Fair share*: quota first, then the rest by weight, never more than a project
   can use (water filling over its real demand).
 
@@ -48,16 +48,16 @@ class Account:
     """Use and claims of one project in a round, in thousandths of a GPU."""
 
     project: Project  # with the quota that can be kept (`kept_quotas`)
-    claimable: int  # its quota as configured: no session loses a claim because others were promised more
+    claimable: int  # its configured quota: no session loses a claim because other quotas are too high
     claimed: int = 0  # by its build sessions, suspended or not
     use: int = 0  # held by leases that are not leaving
     in_quota_use: int = 0
-    unborrowing: int = 0  # the part of it held by jobs that do not borrow
-    capped: int = 0  # what counts against the limit (`QuotaState.capped_by`)
-    leaving: int = 0  # the part of it that counts no more once every leaving lease has left
+    unborrowing: int = 0  # the part of ``use`` held by jobs that do not borrow
+    capped: int = 0  # counted against the limit (`QuotaState.capped_by`)
+    leaving: int = 0  # the part of ``capped`` that ends once every leaving lease has left
 
     def rollback_point(self) -> Callable[[], None]:
-        """Return a function that restores what decisions change."""
+        """Return a function that restores the numbers that decisions change."""
         before = self.claimed, self.use, self.in_quota_use, self.unborrowing, self.capped, self.leaving
 
         def undo() -> None:
@@ -73,11 +73,11 @@ class Account:
         return undo
 
     def is_below_quota(self, more: int) -> bool:
-        """Whether the project stays within quota with ``more``: quota owes it that capacity."""
+        """Return whether the project stays within quota with ``more``, so its quota owes it that capacity."""
         return self.use + more <= self.project.quota_milli
 
     def fits_quota(self, more: int) -> bool:
-        """Whether ``more`` would be in quota, leaving aside what the project borrows."""
+        """Return whether ``more`` would be in quota, regardless of the capacity that the project borrows."""
         return self.in_quota_use + more <= self.project.quota_milli
 
     @property
@@ -86,29 +86,29 @@ class Account:
         return self.project.quota_milli - self.claimed - self.unborrowing
 
     def over_limit(self, more: int) -> int:
-        """Thousandths by which ``more`` would exceed the project's limit now, or 0."""
+        """Return the thousandths by which ``more`` would exceed the project's limit now, or 0."""
         limit = self.project.limit_milli
         return 0 if limit is None else max(0, self.capped + more - limit)
 
     def over_limit_soon(self, more: int) -> int:
-        """`over_limit` once every leaving lease has left."""
+        """Return `over_limit` once every leaving lease has left."""
         return max(0, self.over_limit(more) - self.leaving)
 
     @property
     def limit_left(self) -> int | None:
-        """What the limit leaves once every leaving lease has left; None: no limit."""
+        """Capacity that the limit leaves once every leaving lease has left; None: no limit."""
         limit = self.project.limit_milli
         return None if limit is None else max(0, limit - self.capped + self.leaving)
 
     def demand(self, waiting: int) -> int:
-        """What the project could use: what it holds, and what its limit leaves of ``waiting``."""
+        """Return the capacity that the project could use: its use, and ``waiting`` within its limit."""
         left = self.limit_left
         return self.use + (waiting if left is None else min(waiting, left))
 
     def turn(self, catching_up: int, *, owed: bool) -> tuple[float, float]:
-        """Sort key of projects: by the part of their quota in use if ``owed``, else by excess per weight.
+        """Return the sort key of a project: the used part of its quota if ``owed``, else excess per weight.
 
-        ``catching_up``: thousandths that a project may have more, or must have less, for its lag.
+        ``catching_up``: thousandths that its lag adds to its share, or takes from it.
         """
         quota = self.project.quota_milli
         if owed:
@@ -119,9 +119,9 @@ class Account:
 class QuotaState:
     """Accounts of all projects, and the leases that are in quota.
 
-    Leases with devices `enter` and `exit`.  Whether a session has a claim decides
-    how it is counted, so leases are counted after `claims_to_change`, those with a
-    changed claim once more; `settle` then brings the quotas up to date.
+    Leases with devices `enter` and `exit`.  A claim changes how a session is counted.  So
+    leases are counted after `claims_to_change`, and leases with a changed claim are counted
+    again; then `settle` updates the quotas.
     """
 
     def __init__(self, projects: Iterable[Project], capacity_milli: int) -> None:
@@ -132,15 +132,16 @@ class QuotaState:
         self.in_quota: set[str] = set()  # leases in quota that hold capacity
         self.jobs: dict[str, dict[str, Lease]] = {}  # by project and id: jobs that hold capacity
         self._beyond: dict[str, dict[str, Lease]] = {}  # jobs over quota
-        # Jobs over quota with their sizes, in the order in which they get into quota.
+        # Jobs over quota with their sizes, in the order in which they enter the quota.
         self._next: dict[str, list[tuple[int, Lease]]] = {}
         self._guests: dict[str, Lease] = {}  # sessions over quota
-        self._sessions: dict[str, Lease] = {}  # may have a claim
+        self._sessions: dict[str, Lease] = {}  # sessions that may have a claim
         self._unsettled: set[str] = set()  # projects with changed jobs
-        self._changed_sessions: dict[str, Lease | None] = {}  # as they were, since the last distribution
+        # Sessions that changed since claims were last distributed, as they were then; None: new.
+        self._changed_sessions: dict[str, Lease | None] = {}
 
     def rollback_point(self) -> Callable[[], None]:
-        """Return a function that restores holders and quotas after decisions."""
+        """Return a function that restores the jobs and the leases in quota."""
         jobs, in_quota = {name: held.copy() for name, held in self.jobs.items()}, self.in_quota.copy()
 
         def undo() -> None:
@@ -150,7 +151,7 @@ class QuotaState:
         return undo
 
     def account(self, project: str) -> Account:
-        """The account of ``project``; one that is not configured has no quota."""
+        """Return the account of ``project``; a project that is not configured has no quota."""
         found = self.accounts.get(project)
         if found is None:
             found = self.accounts[project] = Account(Project(name=project, quota_milli=0), 0)
@@ -163,20 +164,20 @@ class QuotaState:
             self._changed_sessions.setdefault(lease.id, None)
 
     def exit(self, lease: Lease) -> None:
-        """Remove a lease as it entered; `count` with sign -1 takes out what was counted."""
+        """Remove a lease that entered; `count` with sign -1 subtracts it."""
         if (before := self._sessions.pop(lease.id, None)) is not None:
             self._changed_sessions.setdefault(lease.id, before)
 
     def capped_by(self, lease: Lease) -> int:
-        """Thousandths that ``lease`` counts against the limit of its project."""
+        """Return the thousandths that ``lease`` counts against the limit of its project."""
         return size_of(lease) if lease.id in self.claimants or lease.state in HOLDS_CAPACITY else 0
 
     def capped_until_left(self, lease: Lease) -> int:
-        """The part of `capped_by` that counts no more once ``lease`` has left its devices."""
+        """Return the part of `capped_by` that ends once ``lease`` has left its devices."""
         return 0 if lease.id in self.claimants else self.capped_by(lease)
 
     def count(self, lease: Lease, sign: int) -> None:
-        """Add what ``lease`` holds (``sign`` 1), or subtract it (-1)."""
+        """Add the capacity that ``lease`` holds (``sign`` 1), or subtract it (-1)."""
         account, size = self.account(lease.project), sign * size_of(lease)
         claimant = lease.id in self.claimants
         holds, leaving = lease.state in HOLDS_CAPACITY, lease.state in LEAVING
@@ -210,13 +211,13 @@ class QuotaState:
             account.in_quota_use -= size_of(job)
 
     def over_quota(self) -> Iterator[Lease]:
-        """The leases that hold capacity beyond their project's quota."""
+        """Yield the leases that hold capacity beyond their project's quota."""
         for beyond in self._beyond.values():
             yield from beyond.values()
         yield from self._guests.values()
 
     def claims_to_change(self) -> set[str]:
-        """Distribute claims again; returns the sessions that gain or lose one."""
+        """Distribute claims again; return the sessions that gain or lose one."""
         changed, self._changed_sessions = self._changed_sessions, {}
         if all(_claim_key(before) == _claim_key(self._sessions.get(id)) for id, before in changed.items()):
             return set()
@@ -230,7 +231,7 @@ class QuotaState:
             if not account.project.quota_milli:
                 continue  # no job can be in quota
             if account.in_quota_use + sum(map(size_of, beyond.values())) > account.project.quota_milli:
-                # Not all fit: whether one does depends on those that are older.
+                # Not all jobs fit: whether a job fits depends on the older ones.
                 for lease in self.jobs.get(name, {}).values():
                     self._take_out_of_quota(account, lease)
             for lease in self.promote(account):
@@ -239,7 +240,7 @@ class QuotaState:
         self._unsettled.clear()
 
     def promote(self, account: Account) -> list[Lease]:
-        """Bring jobs into quota as far as they fit; returns the jobs that were over quota before.
+        """Bring the jobs over quota that now fit into quota; return them.
 
         Jobs that do not borrow come first, then jobs that once starved, then the oldest.
         """
@@ -268,22 +269,22 @@ def _quota_rank(job: Lease) -> tuple[bool, bool, float, str]:
 
 
 def has_place(lease: Lease) -> bool:
-    """Whether ``lease`` is bound to devices now, suspended or not."""
+    """Return whether ``lease`` is bound to devices now, suspended or not."""
     return bool(lease.devices) and (lease.state in HOLDS_CAPACITY or lease.state is State.SUSPENDED)
 
 
 def _claim_key(session: Lease | None) -> tuple[object, ...]:
-    """What of a session decides about claims."""
+    """Return the properties of a session that decide about claims."""
     if session is None:
         return ()
     return session.borrowed, session.queued_at, session.project, session.devices, held_by(session)
 
 
 def _give_claims(quotas: QuotaState, sessions: Iterable[Lease]) -> set[str]:
-    """Sessions with a claim, first come first served.
+    """Distribute claims, first come first served; return the ids of the sessions with a claim.
 
-    A session that started on borrowed capacity may gain a claim, but never at
-    the cost of one that was granted.
+    A session that started on borrowed capacity may gain a claim, but never takes a
+    claim that was granted.
     """
     claimants = set()
     on_device: dict[str, int] = {}
@@ -307,9 +308,9 @@ def fair_shares(
 ) -> dict[str, int]:
     """Return the fair share of each project in thousandths of a GPU, by name.
 
-    Quota first, then the rest by weight, never more than a project demands or
-    its limit allows.  Exact: the shares add up to the capacity, or to the whole
-    demand if that is less.
+    Quota comes first, then the rest by weight, never more than a project demands or
+    its limit allows.  The sum of the shares is exactly the capacity, or the demand if
+    that is less.
     """
     ranked = sorted(projects, key=lambda p: (-p.priority, p.name))
     shares: list[int] = []
@@ -340,7 +341,7 @@ def fair_shares(
 def kept_quotas(projects: Iterable[Project], capacity_milli: int) -> list[Project]:
     """Return the projects with quotas that ``capacity_milli`` can keep together.
 
-    Where it cannot keep all that are configured, they are shares of it by weight.
+    If it cannot keep all configured quotas, the quotas are shares of it by weight.
     """
     projects = list(projects)
     promised = {p.name: p.quota_milli for p in projects}
@@ -354,8 +355,8 @@ def kept_quotas(projects: Iterable[Project], capacity_milli: int) -> list[Projec
 class Shares:
     """Fair shares of the projects in a round, computed on first use.
 
-    ``catching_up``: thousandths added to each share for its lag (`fairshare`); ``version``: a number
-    that changes with every use of capacity.
+    ``catching_up``: thousandths added to each share for the project's lag (`fairshare`).
+    ``version``: returns a number that changes with every use of capacity.
     """
 
     def __init__(
@@ -368,14 +369,14 @@ class Shares:
     ):
         self._quotas = quotas
         self._version = version
-        self._known: dict[str, tuple[int, Any]] = {}  # what was worked out, with its version
+        self._known: dict[str, tuple[int, Any]] = {}  # cached results, each with its version
         self._waiting_milli = waiting_milli
         self._capacity = capacity_milli
         self._catching_up = catching_up
         self._shares: dict[str, int] | None = None
 
     def of(self, project: str) -> int:
-        """Fair share of a project, in thousandths of a GPU."""
+        """Return the fair share of a project, in thousandths of a GPU."""
         if self._shares is None:
             accounts = self._quotas.accounts
             if len(accounts) == 1:
@@ -388,28 +389,30 @@ class Shares:
         return self._shares.get(project, 0)
 
     def catching_up(self, project: str) -> int:
-        """Thousandths of the share that make up for what the project lags; below 0 where it is ahead."""
+        """Return the thousandths that make up for the project's lag; negative if it is ahead."""
         return self._catching_up.get(project, 0)
 
-    def most(self, project: str) -> int:
-        """What a project may hold at most, once it lags enough: all but the quotas of others."""
+    def maximum(self, project: str) -> int:
+        """Return the maximum that a project may hold once it lags enough: all but the quotas of others."""
         others = (a.project.quota_milli for name, a in self._quotas.accounts.items() if name != project)
         return self._capacity - sum(others)
 
     def at_or_below_share(self) -> frozenset[str]:
-        """Projects that hold no more than their share."""
-        return self._once("share", lambda accounts: frozenset(n for n, a in accounts if a.use <= self.of(n)))
+        """Return the projects that hold no more than their share."""
+        return self._cached(
+            "share", lambda accounts: frozenset(n for n, a in accounts if a.use <= self.of(n))
+        )
 
     def total_excess(self) -> int:
-        """Thousandths that all projects together hold beyond their shares."""
-        return self._once(
+        """Return the thousandths that all projects together hold beyond their shares."""
+        return self._cached(
             "excess", lambda accounts: sum(max(0, a.use - max(0, self.of(n))) for n, a in accounts if a.use)
         )
 
-    def _once(self, name: str, work_out: Callable[[Iterable[tuple[str, Account]]], T]) -> T:
-        """Work a number or a set out again only once the use of capacity changed."""
+    def _cached(self, name: str, compute: Callable[[Iterable[tuple[str, Account]]], T]) -> T:
+        """Return a result, computed again only if the use of capacity has changed."""
         known = self._known.get(name)
         if known is None or known[0] != self._version():
-            known = self._known[name] = self._version(), work_out(self._quotas.accounts.items())
+            known = self._known[name] = self._version(), compute(self._quotas.accounts.items())
         found: T = known[1]
         return found

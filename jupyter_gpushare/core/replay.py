@@ -544,7 +544,7 @@ def _seen(speed: float, began_at: float, is_known: bool) -> Rates:
 
 
 def _waits(lease: Lease) -> bool:
-    """Whether a lease waits for capacity; a guest waits for its own."""
+    """Return whether a lease waits for capacity; a guest waits for its own."""
     if lease.host and lease.state is State.RUNNING:
         return True
     if lease.state is State.SUSPENDED:

@@ -1,26 +1,26 @@
-"""Unit pools: which GPUs of a node its leases get, where a scheduler only counts them.
+"""Unit pools: which GPUs of a node its leases get when a scheduler only counts units.
 
-Every GPU of a pool is so many equal units, and a lease takes one unit of each of its GPUs: whole
-GPUs where a GPU is one unit, else a part of one GPU.  The scheduler grants numbers of units; which
-GPUs these are is decided here.  Units of one GPU can be exchanged, so that an assignment names GPUs.
+Every GPU of a pool consists of the same number of equal units.  A lease takes one unit of each of
+its GPUs: whole GPUs if a GPU is one unit, else a part of one GPU.  The scheduler grants numbers of
+units; this module decides which GPUs.  Units of one GPU are equal, so an assignment names only GPUs.
 
 =====  ===================================================================================
 U1     a unit has at most one awake lease
 U2     a unit has at most one claim, and a lease with a claim is only on the units it claims
 U3     so the claims in a pool never exceed its units
-U4     awake units never exceed those that the scheduler has granted there
+U4     awake units never exceed the units that the scheduler has granted in the pool
 =====  ===================================================================================
 
 A lease without a claim is a *guest*; on units that another lease claims it *borrows*.  A guest
 that can be neither parked nor restarted (`Exit.NONE`) counts as a claim: it never borrows.
 
-From these rules follows that what was granted can be placed:
+These rules guarantee that every grant can be placed:
 
-* A return: by U2 every awake lease that fills its GPU beyond its claims is a guest, so that
-  displacing one guest for each of its units at most makes them free (`Pool.bring_back`).
-* A displaced guest that restarts: by U4 as many units are free elsewhere as it had.
-* A new lease with a claim: by U3 enough units have no claim; guests there are displaced alike.
-* A new guest: by U4 enough units are free, and unclaimed ones are taken first (`Pool.place`).
+* A returning lease: by U2, every awake lease beyond the claims of a GPU is a guest, so displacing
+  at most one guest for each of its units frees them (`Pool.bring_back`).
+* A displaced guest that restarts: by U4, as many units as it had are free elsewhere.
+* A new lease with a claim: by U3, enough units have no claim; guests on them are displaced too.
+* A new guest: by U4, enough units are free, and unclaimed units are taken first (`Pool.place`).
 """
 
 from __future__ import annotations
@@ -31,32 +31,32 @@ from dataclasses import dataclass, replace
 
 
 class Exit(enum.StrEnum):
-    """What a guest does when it is displaced."""
+    """Reaction of a guest when it is displaced."""
 
-    RESTART = "restart"  # stops, and starts again on other units of the pool; its grant stays
-    PARK = "park"  # gives its grant up; its memory returns to the same GPUs later
-    NONE = "none"  # neither
+    RESTART = "restart"  # it stops and starts again on other units of the pool; it keeps its grant
+    PARK = "park"  # it gives its grant up; its memory returns to the same GPUs later
+    NONE = "none"  # it can do neither
 
 
 class Presence(enum.StrEnum):
-    """What a lease has of the units that it is assigned to."""
+    """State of a lease on the units that it is assigned to."""
 
-    ASLEEP = "asleep"  # its memory returns there
+    ASLEEP = "asleep"  # its memory will return to the units
     ARRIVING = "arriving"  # granted; it waits until its units are free
-    AWAKE = "awake"  # has, or may have, device memory
-    LEAVING = "leaving"  # has memory, and releases it without a further decision
+    AWAKE = "awake"  # it has device memory, or may have
+    LEAVING = "leaving"  # it has device memory and releases it without a further decision
 
 
 _IN_USE = (Presence.AWAKE, Presence.LEAVING)
 _STAYS = (Presence.AWAKE, Presence.ARRIVING)
 EVERY_EXIT = frozenset(Exit)
-# In which order guests of the same GPU are displaced.
-_FIRST = (Exit.RESTART, Exit.PARK, Exit.NONE)
+# The order in which guests of one GPU are displaced.
+_EXIT_ORDER = (Exit.RESTART, Exit.PARK, Exit.NONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Occupant:
-    """A lease that is assigned to units: one of each of ``gpus``."""
+    """A lease that is assigned to one unit of each of ``gpus``."""
 
     lease: str
     gpus: tuple[str, ...]
@@ -72,7 +72,7 @@ class Occupant:
 
 @dataclass(frozen=True, slots=True)
 class UnitPlacement:
-    """GPUs of a lease, and the guests that have to leave before it can use them."""
+    """GPUs of a lease, and the guests that must leave before it can use them."""
 
     gpus: tuple[str, ...]
     displaced: tuple[str, ...] = ()
@@ -95,11 +95,11 @@ class Pool:
         return next((each for each in self.occupants if each.lease == lease), None)
 
     def claimed(self, gpu: str) -> int:
-        """Return how many units of a GPU no further lease may claim."""
+        """Return the number of units of a GPU that no further lease may claim."""
         return sum(each.keeps for each in self.on(gpu))
 
     def is_free(self, lease: str) -> bool:
-        """Return whether an assigned lease can use its units now: no other one has memory there."""
+        """Return whether an assigned lease can use its units now, because no other lease has memory there."""
         mine = self.of(lease)
         return mine is not None and all(
             sum(each.presence in _IN_USE for each in self.on(gpu) if each is not mine) < self.per_gpu
@@ -107,10 +107,10 @@ class Pool:
         )
 
     def place(self, units: int, *, keeps: bool) -> UnitPlacement | None:
-        """Return GPUs for a new lease of so many units; None: there are too few yet.
+        """Return GPUs for a new lease of ``units`` units; None: too few are available now.
 
-        ``keeps``: it claims its units, or cannot leave them, and gets unclaimed ones.  Guests that are in
-        the way are displaced then.  Any other lease gets units that are free now, unclaimed ones first.
+        ``keeps``: the lease claims its units or cannot leave them.  It gets unclaimed units, and guests on
+        them are displaced.  Any other lease gets units that are free now, unclaimed ones first.
         """
         if keeps:
             fitting = [gpu for gpu in self.gpus if self.claimed(gpu) < self.per_gpu]
@@ -124,24 +124,24 @@ class Pool:
     def bring_back(self, lease: str, exits: Container[Exit] = EVERY_EXIT) -> UnitPlacement | None:
         """Return the guests that an assigned lease displaces from its own GPUs when it gets them back.
 
-        None: some unit of it is taken by a lease that it does not displace: one with a claim, or a guest
-        with another exit than ``exits``.  Of a lease with a claim that is never so.
+        None: it cannot displace the lease on one of its units, which has a claim or an exit that is not in
+        ``exits``.  With all exits this never happens to a lease with a claim.
         """
         mine = self.of(lease)
         if mine is None:
             return None
         displaced = self._displaced(mine.gpus, lease, exits)
-        left = self.without(displaced)
-        if any(left._staying(gpu, lease) >= self.per_gpu for gpu in mine.gpus):
+        rest = self.without(displaced)
+        if any(rest._staying(gpu, lease) >= self.per_gpu for gpu in mine.gpus):
             return None
         return UnitPlacement(mine.gpus, displaced)
 
     def put(self, occupant: Occupant) -> Pool:
-        """Return the pool in which a lease is assigned as this says."""
+        """Return the pool with this assignment of a lease, in place of its previous one."""
         return replace(self, occupants=(*self.without((occupant.lease,)).occupants, occupant))
 
     def now(self, lease: str, presence: Presence) -> Pool:
-        """Return the pool in which an assigned lease has another presence."""
+        """Return the pool with another presence of an assigned lease."""
         return replace(
             self,
             occupants=tuple(
@@ -150,11 +150,11 @@ class Pool:
         )
 
     def without(self, leases: Container[str]) -> Pool:
-        """Return the pool in which these leases have no units."""
+        """Return the pool without these leases."""
         return replace(self, occupants=tuple(each for each in self.occupants if each.lease not in leases))
 
-    def _staying(self, gpu: str, but: str = "") -> int:
-        return sum(each.presence in _STAYS for each in self.on(gpu) if each.lease != but)
+    def _staying(self, gpu: str, except_for: str = "") -> int:
+        return sum(each.presence in _STAYS for each in self.on(gpu) if each.lease != except_for)
 
     def _taken(self, gpu: str) -> int:
         return sum(each.presence is not Presence.ASLEEP for each in self.on(gpu))
@@ -165,18 +165,18 @@ class Pool:
         return guests >= self.per_gpu - self.claimed(gpu)
 
     def _displaced(self, gpus: tuple[str, ...], lease: str, exits: Container[Exit]) -> tuple[str, ...]:
-        """Return the guests to displace, so that each of these GPUs has a unit for one lease more."""
-        left, found = self, list[str]()
+        """Return the guests to displace so that each of these GPUs has a unit for one more lease."""
+        rest, found = self, list[str]()
         for gpu in gpus:
-            if left._staying(gpu, lease) < self.per_gpu:
+            if rest._staying(gpu, lease) < self.per_gpu:
                 continue
             guests = [
                 each
-                for each in left.on(gpu)
+                for each in rest.on(gpu)
                 if each.presence in _STAYS and not each.claims and each.exit in exits and each.lease != lease
             ]
             if guests:
-                chosen = min(guests, key=lambda each: (_FIRST.index(each.exit), each.lease))
+                chosen = min(guests, key=lambda each: (_EXIT_ORDER.index(each.exit), each.lease))
                 found.append(chosen.lease)
-                left = left.without((chosen.lease,))
+                rest = rest.without((chosen.lease,))
         return tuple(found)

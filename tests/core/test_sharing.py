@@ -9,7 +9,7 @@ import pytest
 from jupyter_gpushare.core.explain import uses
 from jupyter_gpushare.core.model import CheckpointMode, Grant, Requeue, Resume, State, Suspend, Why
 from jupyter_gpushare.core.planning.planner import IncrementalPlanner, plan
-from jupyter_gpushare.core.planning.sharing import MOST_TRIED
+from jupyter_gpushare.core.planning.sharing import MAX_TRIED
 from tests.core.build import (
     ASLEEP,
     GIB,
@@ -180,7 +180,7 @@ def test_a_pair_that_was_parted_is_not_tried_again():
 
 
 def test_jobs_without_consent_hide_none_behind_them():
-    crowd = [train(f"c{n}", 1000, queued_at=float(n)) for n in range(2 * MOST_TRIED)]
+    crowd = [train(f"c{n}", 1000, queued_at=float(n)) for n in range(2 * MAX_TRIED)]
     assert actions(cluster(host(), *crowd, waiting(queued_at=1e6))) == [joins()]
 
 

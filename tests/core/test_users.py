@@ -10,7 +10,7 @@ from jupyter_gpushare.core import order
 from jupyter_gpushare.core.fairshare import BEHIND_S, HALF_LIFE_S, REVIEW_S, UserLedger
 from jupyter_gpushare.core.model import Behind, Order, Project, State
 from jupyter_gpushare.core.planning.planner import Planner
-from jupyter_gpushare.core.queues import MOST_PREFERRED
+from jupyter_gpushare.core.queues import MAX_PREFERRED
 from jupyter_gpushare.core.size import Size
 from tests.core.build import NOW, build, cluster, device, started, stops
 
@@ -214,8 +214,8 @@ def test_planners_that_live_on_prefer_as_a_new_one_does():
 
 
 def test_of_very_many_jobs_only_so_many_come_first():
-    count = MOST_PREFERRED + 9
+    count = MAX_PREFERRED + 9
     mine = [stops(f"m{n:03}", user="a", attained_gpu_s=9_000.0) for n in range(count)]
     gpus = [device(n) for n in range(count)]
     c = contest(*mine, stops("new", user="b"), behind={A: Behind(1000 * count)}, gpus=gpus)
-    assert started(c).index("new") == MOST_PREFERRED
+    assert started(c).index("new") == MAX_PREFERRED

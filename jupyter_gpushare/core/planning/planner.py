@@ -1,13 +1,13 @@
 """Plan actions: a snapshot in, a list of actions out.
 
-The broker calls `plan` with real leases, the simulator with a trace.  It is
-called again whenever something changed or failed, so it never assumes that an
-earlier action took place: it reads states, not history, and counts capacity
-that is being released.
+The broker calls `plan` with real leases, the simulator with a trace.  Both call it
+again after every change or failure, so it never assumes that an earlier action took
+place.  It reads states, not history, and counts capacity that is being released.
 
-The rules are in `scheduler`, the choice of devices in `placer`.  A `Planner`
-gets only the changes, so that a round costs what changed and not what there is; an
-`IncrementalPlanner` compares snapshots itself; `plan` makes a planner for one round.
+The rules are in `scheduler`, the choice of devices in `placer`.  A `Planner` receives
+only the changes, so the cost of a round depends on the changes, not on the number of
+leases.  An `IncrementalPlanner` compares snapshots itself; `plan` makes a planner for
+one round.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from jupyter_gpushare.core.queues import JobQueues
 
 
 def plan(cluster: Cluster, now: float) -> Plan:
-    """Return what to do now, most important first, and when to ask again.
+    """Return the actions for now, most important first, and the time of the next plan.
 
-    Actions take only what is free at ``now``.  Capacity that is being released
-    is reserved for the lease it was reclaimed for, and granted by a later call.
+    Actions take only capacity that is free at ``now``.  Capacity that is being released
+    is reserved for the lease that it was reclaimed for; a later call grants it.
     """
     return Planner.of(cluster).plan(now)
 
 
 class Planner:
-    """Plans round after round for the leases of `put`, as `plan` would."""
+    """Plans each round for the leases of `put`, as `plan` would."""
 
     def __init__(self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings) -> None:
         self.state = ClusterState(devices, projects, settings)
@@ -58,8 +58,8 @@ class Planner:
     def put(self, lease: Lease) -> None:
         """Add a lease, or replace it after a change."""
         self.state.put(lease)
-        moves = lease.state is State.SUSPENDING and lease.made_way_for == lease.id
-        if lease.host and lease.state is not State.RUNNING and not moves:
+        is_moving = lease.state is State.SUSPENDING and lease.made_way_for == lease.id
+        if lease.host and lease.state is not State.RUNNING and not is_moving:
             self.queues.drop(lease.id)  # a guest that starts or leaves waits for nothing
             self._changed.pop(lease.id, None)
         else:
@@ -72,14 +72,14 @@ class Planner:
         self._changed.pop(id, None)
 
     def plan(self, now: float) -> Plan:
-        """Return the actions of now; ``now`` never goes back."""
+        """Return the actions for ``now``, which must not go back."""
         done = self.begin(now).run()
         share_devices(done, self.parted)
         self.state.undo()
         return self.notices.hold_back(Plan(tuple(done.actions), done.next_at), self.state, now)
 
     def begin(self, now: float, *, explain_all: bool = False) -> SchedulingRound:
-        """Return a round at ``now`` that has not run; ``explain_all``: with every reason."""
+        """Return a round at ``now`` that has not run; with ``explain_all``, it finds every job's reason."""
         self.state.settle(now)
         self.queues.set_behind(self.behind, now)
         for lease in self._changed.values():
@@ -94,7 +94,7 @@ class Planner:
 
 
 class IncrementalPlanner:
-    """Plans snapshot after snapshot as `plan` would, at the cost of their differences."""
+    """Plans each snapshot as `plan` would, at the cost of the differences from the previous one."""
 
     def __init__(self) -> None:
         self._planner: Planner | None = None
@@ -102,9 +102,9 @@ class IncrementalPlanner:
         self._notices = Notices()
 
     def plan(self, cluster: Cluster, now: float) -> Plan:
-        """Return what `plan` returns; ``now`` never goes back."""
+        """Return the result of `plan`; ``now`` must not go back."""
         planner = self._updated(cluster)
-        # After an error in the middle of a round a new planner is made.
+        # After an error in the middle of a round, the next call makes a new planner.
         self._planner = None
         planned = planner.plan(now)
         self._planner = planner
@@ -130,5 +130,5 @@ class IncrementalPlanner:
 
 
 def dry_run(cluster: Cluster, now: float) -> SchedulingRound:
-    """Return a round that has not run, with the reason of every waiting job once it has."""
+    """Return a round that has not run; once it has, it knows the reason of every waiting job."""
     return Planner.of(cluster).begin(now, explain_all=True)

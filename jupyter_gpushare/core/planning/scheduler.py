@@ -3,18 +3,18 @@
 Rules, in the order in which they bind:
 
 1. *Owners*: a suspended session with a claim gets its devices back when its
-   processes want the GPU; leases there without a claim are preempted.
-2. *New sessions* within quota get a claim: awake on free capacity, suspended
-   where it is lent.  Beyond quota they start on free, unclaimed capacity or not
-   at all.  Between the two come *jobs that others made way for*, which get what
-   was released for them, and *jobs that starve* (`order`), in projects that hold
-   no more than their share.
+   processes want the GPU; leases on those devices without a claim are preempted.
+2. *New sessions* within quota get a claim: they start awake on free capacity, or
+   suspended on lent capacity.  Beyond quota they start on free, unclaimed capacity
+   or not at all.  Between the two come *jobs that others made way for*, which get
+   the capacity released for them, and *jobs that starve* (`order`), in projects that
+   hold no more than their share.
 3. *Jobs*, in the passes of `PASSES`: owed by quota, below fair share, rest.
-   After the first pass sessions beyond quota wake, and those that wait
-   (`Lease.waits`) start.  A job takes free capacity, else capacity that is being
-   released, else capacity that it may reclaim (`reclaim`).
+   After the first pass, sessions beyond quota wake, and sessions that wait for
+   their start (`Lease.waits`) start.  A job takes free capacity, else capacity that
+   is being released, else capacity that it may reclaim (`reclaim`).
 
-A job that does not fit blocks no other, unless the order is strict or capacity
+A job that does not fit blocks no other job, unless the order is strict or capacity
 is reserved for it because it was bypassed for too long (`reservations`).
 """
 
@@ -56,12 +56,12 @@ Turn = tuple[tuple[float, ...], tuple[Any, ...], str]
 
 # A job that waits for one of these reasons does not block the jobs behind it in a strict order.
 BLOCKS_NOTHING = frozenset({Why.TOO_LARGE, Why.DEVICE_BROKEN, Why.DRAINING})
-# Reasons of a job that capacity is reserved for.
-_KEEPS = frozenset({Why.RESERVED, Why.NOT_BYPASSED})
+# Reasons of a job that has reserved capacity.
+_HAS_RESERVATION = frozenset({Why.RESERVED, Why.NOT_BYPASSED})
 
 
 class SchedulingRound:
-    """One application of all rules; keeps the reason of every lease that got nothing."""
+    """One application of all rules, with the reason of every lease that got nothing."""
 
     def __init__(
         self,
@@ -73,7 +73,10 @@ class SchedulingRound:
         *,
         explain_all: bool,
     ) -> None:
-        """``lags_gpu_s``: by project (`fairshare`); ``explain_all``: a reason per job, not per shape."""
+        """Create a round that has not run.
+
+        ``lags_gpu_s``: by project (`fairshare`); ``explain_all``: find a reason per job, not per shape.
+        """
         self.state = state
         self.queues = queues
         self.placer = placer
@@ -83,7 +86,7 @@ class SchedulingRound:
         horizon_s = self.settings.fairness_horizon_s or inf
         self.catch_up_milli = {name: int(WHOLE_GPU * lag / horizon_s) for name, lag in lags_gpu_s.items()}
         capacity_milli = WHOLE_GPU * len(self.state.usable)
-        # A partial, not a method: a reference cycle would be left to the garbage collector.
+        # A partial, not a method, which would be a reference cycle for the garbage collector.
         waiting_milli = partial(self.queues.waiting_milli, self.state)
         self.shares = Shares(
             self.state.quotas, waiting_milli, capacity_milli, self.catch_up_milli, self.state.version
@@ -92,20 +95,20 @@ class SchedulingRound:
         self.reservations = Reservations(self.state, placer.topology, placer.find, queues.rank)
         self.actions: list[Action] = []
         self.waiting: dict[str, Why] = {}  # leases that got nothing, in the order of service
-        self.places: dict[str, tuple[str, ...]] = {}  # devices reserved for jobs until they are released
+        self.places: dict[str, tuple[str, ...]] = {}  # devices reserved for a job until they are released
         self.next_at: float | None = None
         self.shared = sum(bool(q.waiting or q.running) for q in self.queues.by_project.values()) > 1
         self._explain_all = explain_all
         self._evicted: list[Victim] = []
         self._summaries = queues.summaries(state)
-        # Each project is tried by itself: what one of its jobs gets depends on more than its shape.
+        # Each project is tried by itself, because the result of a job depends on more than its shape.
         self._is_single = explain_all or self.order.strict or self.order.bounds_bypass
-        self._lost: set[str] = set()  # projects of leases that were evicted
-        self._nowhere: set[Fit] = set()  # what failed in this pass, and not for own jobs
-        self._nowhere_at = -1  # the version of the state then
-        self._unplaceable: dict[tuple[str, Fit], Why] = {}  # what fails, fails at later levels too
-        self._not_worth: dict[tuple[str, Shape], float] = {}  # GPU-seconds that were not worth a preemption
-        self.served: set[str] = set()  # leases for which this round does something
+        self._evicted_from: set[str] = set()  # projects of leases that were evicted
+        self._nowhere: set[Fit] = set()  # fits that failed in this pass regardless of own jobs
+        self._nowhere_version = -1  # the version of the state when they failed
+        self._unplaceable: dict[tuple[str, Fit], Why] = {}  # fits that failed; they fail at later levels too
+        self._not_worth: dict[tuple[str, Shape], float] = {}  # gains that were not worth a preemption
+        self.served: set[str] = set()  # leases for which this round decided something
         self._guests: list[Lease] = []  # new sessions beyond quota
 
     def run(self) -> SchedulingRound:
@@ -132,7 +135,7 @@ class SchedulingRound:
         return self
 
     def run_sessions(self) -> SchedulingRound:
-        """Apply rules 1 and 2 only: what one more session would find."""
+        """Apply only rules 1 and 2, which decide what one more session would get."""
         for lease in self._waking(claim=True):
             self._wake_owner(lease)
         self._reinstate_unneeded()
@@ -169,7 +172,7 @@ class SchedulingRound:
         state.reserve(lease, lease.devices, held)
 
     def _clear_way(self, lease: Lease) -> Why | None:
-        """Evict the leases in the way of a session with a claim; returns why it waits, None: it need not."""
+        """Evict the leases in the way of a session with a claim; return why it has to wait, or None."""
         is_short = any(c.now() < held_by(lease) for c in self.state.capacities_of(lease))
         if is_short:
             victims = self.reclaimer.for_owner(lease)
@@ -179,9 +182,9 @@ class SchedulingRound:
         return Why.AWAITING_RELEASE if self._over_own_limit(lease) or is_short else None
 
     def _over_own_limit(self, lease: Lease) -> bool:
-        """Whether jobs of its own project must leave before a session may wake; evicts them.
+        """Evict jobs so that a session stays within the limit; return whether it must wait for them.
 
-        A limit that no job stands in the way of does not keep an owner from a claim.
+        If no job can leave, the limit does not keep an owner from a claim.
         """
         account = self.state.account(lease)
         if not account.over_limit(0):
@@ -223,28 +226,28 @@ class SchedulingRound:
     # -- jobs
 
     def would_start(self, job: Lease) -> bool:
-        """Whether a new job would start at this point of the round."""
+        """Return whether a new job would start at this point of the round."""
         found = None if self.placer.lacks_quota(job) else self.placer.find_for_job(job, DeviceCapacity.now)
         return found is not None and not self.state.account(job).over_limit(found.size_milli)
 
     def is_owed(self, job: Lease) -> bool:
-        """Whether the project of ``job`` stays within its quota with it."""
+        """Return whether the project of ``job`` stays within its quota with ``job``."""
         return self.state.account(job).is_below_quota(self.state.least_size(job))
 
     def is_below_share(self, job: Lease) -> bool:
-        """Whether the project of ``job`` stays within its fair share with it."""
+        """Return whether the project of ``job`` stays within its fair share with ``job``."""
         return self.state.account(job).use + self.state.least_size(job) <= self.shares.of(job.project)
 
     def quota_of(self, project: str) -> int:
-        """Quota of a project."""
+        """Return the quota of a project."""
         return self.state.quotas.account(project).project.quota_milli
 
     def share_of(self, project: str) -> int:
-        """Fair share of a project."""
+        """Return the fair share of a project."""
         return self.shares.of(project)
 
     def is_within_share(self, job: Lease) -> bool:
-        """Whether the project of ``job`` holds no more than its share, and that is enough for the job."""
+        """Return whether the project holds no more than its share, and the share can hold ``job``."""
         share = self._entitled(job)
         return self.state.account(job).use <= share and self.state.least_size(job) <= share
 
@@ -262,7 +265,7 @@ class SchedulingRound:
                 queue = self.queues.by_project[name]
                 waiting = queue.starved() if serving.starved else queue.waiting
                 cursors[name] = Cursor(waiting, self.queues.leases)
-            if served:  # its project has no earlier turn for it
+            if served:  # the project's turn comes with its next job
                 cursors[name].advance()
                 if cursors[name]:
                     insort(turns, (turn, cursors[name].rank, name))
@@ -271,20 +274,20 @@ class SchedulingRound:
             if self._serve_next(cursors[name], serving):
                 insort(turns, (self._turn(name, serving), cursors[name].rank, name))
             if any(not isinstance(a, Grant | Resume) for a in self.actions[decided:]):
-                # Projects that lost capacity come earlier now.
+                # Projects that lost capacity now come earlier.
                 turns = sorted((self._turn(n, serving), rank, n) for _, rank, n in turns)
 
     def _turns(self, serving: Pass) -> list[Turn]:
-        """Projects that a pass may serve, in the order of service."""
+        """Return the turns of the projects that a pass may serve, in the order of service."""
         ranks = [(summary.shapes[0][0], name, summary.least) for name, summary in self._summaries.items()]
         if serving.starved:
             return sorted(((), rank, name) for rank, name, _ in ranks if rank[0] is order.STARVED)
-        account_of, most = self.state.quotas.account, serving.most
-        # What a project holds may become less; where it holds nothing, the smallest job has to be admitted.
+        account_of, maximum = self.state.quotas.account, serving.maximum
+        # The use of a project may fall.  A project without use must fit its smallest job.
         return sorted(
             (self._turn(name, serving), rank, name)
             for rank, name, least in ranks
-            if account_of(name).use or least <= most(self, name)
+            if account_of(name).use or least <= maximum(self, name)
         )
 
     def _turn(self, project: str, serving: Pass) -> tuple[float, ...]:
@@ -294,21 +297,21 @@ class SchedulingRound:
         return account.turn(self.catch_up_milli.get(project, 0), owed=serving.by_quota)
 
     def _fails_as_others(self, project: str, serving: Pass) -> bool:
-        """Whether every job of a project fails as jobs of others did, for want of own jobs to preempt.
+        """Return whether every job of a project fails as jobs of other projects did; note the failures.
 
-        Then it is noted, as for the others, what failed.
+        They do if the project has no jobs of its own to preempt.
         """
         shapes = self._summaries[project].shapes
-        if self._is_single or project in self._lost or shapes[0][0][0] is order.STARVED:
+        if self._is_single or project in self._evicted_from or shapes[0][0][0] is order.STARVED:
             return False
-        if self._nowhere_at != self.state.version():
-            self._nowhere_at = self.state.version()
+        if self._nowhere_version != self.state.version():
+            self._nowhere_version = self.state.version()
             self._nowhere.clear()
-        most = serving.most(self, project) - self.state.quotas.account(project).use
+        available = serving.maximum(self, project) - self.state.quotas.account(project).use
         nowhere, unplaceable = self._nowhere, self._unplaceable
         tried = []
         for rank, key, size in shapes:
-            if size <= most and key not in unplaceable:
+            if size <= available and key not in unplaceable:
                 if key[1] not in nowhere:
                     return False
                 tried.append((rank, key))
@@ -325,7 +328,7 @@ class SchedulingRound:
         return True
 
     def _serve_next(self, cursor: Cursor, serving: Pass) -> bool:
-        """Serve one job of a project; False: the pass is over for the project."""
+        """Serve one job of a project; return False if the pass is over for the project."""
         while cursor:
             job, shape = cursor.current
             if job.id in self.served:
@@ -333,8 +336,8 @@ class SchedulingRound:
                 if self.order.strict and job.id in self.waiting:
                     return False
             elif not serving.admits(self, job):
-                last = serving.competes or not self.shared  # jobs not admitted wait for their own project
-                if self.order.strict or (last and self._is_bypass_over(job) and self._may_hold_up(job)):
+                is_last = serving.competes or not self.shared  # jobs not admitted wait for their own project
+                if self.order.strict or (is_last and self._is_bypass_over(job) and self._may_hold_up(job)):
                     return False
                 cursor.skip_shape()
             elif self._serve(job, shape, serving):
@@ -353,22 +356,22 @@ class SchedulingRound:
         return False
 
     def _holds_up_its_project(self, job: Lease) -> bool:
-        """Whether later jobs of its project wait for ``job``: it starves and exceeds the project's share.
+        """Return whether later jobs of its project wait for ``job``: it starves and exceeds the share.
 
-        Then the project falls behind its share, until what it lags makes up for the size of the job.
+        The project then falls behind its share until its lag makes up for the size of the job.
         """
         stuck = self.shared and self.waiting[job.id] is Why.NO_CAPACITY
         starves = stuck and order.is_starved(job, self.now, self.settings)
         return starves and not self.is_within_share(job) and self._may_hold_up(job)
 
     def _may_hold_up(self, job: Lease) -> bool:
-        """Whether the share of its project can hold a job that starves, now or once the project lags."""
-        most = self.shares.most(job.project) if self.settings.fairness_horizon_s else 0
-        reachable = self.state.least_size(job) <= max(self._entitled(job), most)
+        """Return whether the share of its project can hold a starving job, now or once the project lags."""
+        maximum = self.shares.maximum(job.project) if self.settings.fairness_horizon_s else 0
+        reachable = self.state.least_size(job) <= max(self._entitled(job), maximum)
         return not self.shared or reachable or not order.is_starved(job, self.now, self.settings)
 
     def _entitled(self, job: Lease) -> int:
-        """Thousandths that the project of ``job`` may hold by its share or its quota."""
+        """Return the thousandths that the project of ``job`` may hold by its share or its quota."""
         return max(self.shares.of(job.project), self.state.account(job).project.quota_milli)
 
     def _mark_blocked(self, cursor: Cursor) -> None:
@@ -378,10 +381,10 @@ class SchedulingRound:
             cursor.advance()
 
     def _serve(self, job: Lease, shape: Shape, serving: Pass) -> bool:
-        """Give ``job`` what can be given; False: nothing was decided."""
+        """Start ``job`` or reserve capacity for it; return False if nothing was decided."""
         key = job.project, shape[1]
         if why := self._unplaceable.get(key):
-            if self.waiting.get(job.id) not in _KEEPS:
+            if self.waiting.get(job.id) not in _HAS_RESERVATION:
                 self.waiting[job.id] = why
             return False
         gain_gpu_s = order.gain_gpu_s(job, self.now, self.settings)
@@ -394,20 +397,20 @@ class SchedulingRound:
         if why is Why.NOT_WORTH_IT:
             self._not_worth[job.project, shape] = gain_gpu_s
         if why not in (Why.AWAITING_RELEASE, Why.NOT_WORTH_IT):
-            self._unplaceable[key] = Why.IN_LINE if why in _KEEPS else why
+            self._unplaceable[key] = Why.IN_LINE if why in _HAS_RESERVATION else why
         return why is Why.AWAITING_RELEASE
 
     def _serve_promised(self) -> None:
-        """Serve the jobs that other leases made way for: what was released for them is theirs."""
+        """Serve the jobs that other leases made way for, which own the capacity released for them."""
         for job in self.queues.promised():
-            if (why := self._take(job)[0]) is Why.AWAITING_RELEASE:
+            if (why := self._start_or_reserve(job)[0]) is Why.AWAITING_RELEASE:
                 self.waiting[job.id] = why
             if why in (None, Why.AWAITING_RELEASE):
                 self.served.add(job.id)
 
     def _try_to_start(self, job: Lease, fit: Fit, serving: Pass) -> Why | None:
-        """Start ``job`` or get capacity for it; returns why it waits, None if it starts."""
-        why, soon = self._take(job)
+        """Start ``job``, or reserve or reclaim capacity for it; return why it waits, or None."""
+        why, soon = self._start_or_reserve(job)
         if why not in (Why.NO_CAPACITY, Why.PROJECT_LIMIT):
             return why
         decided, why = self.reclaimer.decided, self._reclaim(job, soon, serving)
@@ -415,15 +418,15 @@ class SchedulingRound:
             return why
         if self.placer.fits_soon(job):
             return Why.JOB_HOST_MEMORY if self.placer.lacks_host_memory(job) else why
-        # Where quota is owed, sessions over quota may be taken, but not those of the own project.
-        alone = bool(self.queues.by_project[job.project].running) or job.project in self._lost
-        alone = alone or (serving.by_quota and self.state.account(job).use > 0)
-        if self.reclaimer.decided == decided and fit.is_common and not alone:
+        # For a job that quota owes, sessions over quota may be preempted, except those of its own project.
+        is_special = bool(self.queues.by_project[job.project].running) or job.project in self._evicted_from
+        is_special = is_special or (serving.by_quota and self.state.account(job).use > 0)
+        if self.reclaimer.decided == decided and fit.is_common and not is_special:
             self._nowhere.add(fit)
         return why
 
-    def _take(self, job: Lease) -> tuple[Why | None, Placement | None]:
-        """Start ``job`` or reserve what is being released; returns why it waits, if so, and its place."""
+    def _start_or_reserve(self, job: Lease) -> tuple[Why | None, Placement | None]:
+        """Start ``job`` or reserve capacity that is being released; return why it waits, and its place."""
         state, account = self.state, self.state.account(job)
         if not state.has_all_devices(job):
             return Why.DEVICE_BROKEN, None
@@ -455,13 +458,13 @@ class SchedulingRound:
         size = soon.size_milli if soon else state.least_size(job)
         over, owed = account.over_limit_soon(size) > 0, self.is_owed(job)
         below_share = not owed and self.shared and self.is_below_share(job)
-        # Capacity taken in another pass would go to the first project of the next round.
+        # In another pass, the first project of the next round would get the reclaimed capacity.
         takes = below_share and (serving.competes or serving.starved)
         plan = self.reclaimer.for_job(job, owed=owed, below_share=takes, soon=soon)
         if isinstance(plan, Why):
             if over:
                 return Why.PROJECT_LIMIT
-            # A project beyond its share keeps no capacity from others.
+            # A project beyond its share must not reserve capacity against others.
             may_reserve = owed or below_share or not self.shared or serving.starved
             if may_reserve and self._is_bypass_over(job) and self.reservations.reserve_for(job):
                 return Why.RESERVED if serving.starved else Why.NOT_BYPASSED
@@ -473,11 +476,11 @@ class SchedulingRound:
         return Why.AWAITING_RELEASE
 
     def reason(self, job: Lease, fit: Fit) -> Why | None:
-        """Return why a waiting job got nothing; None: it got something, or was not tried."""
+        """Return why a waiting job got nothing; None if it got something or was not tried."""
         return self.waiting.get(job.id) or self._unplaceable.get((job.project, fit))
 
     def _is_bypass_over(self, job: Lease) -> bool:
-        """Whether no later job may overtake ``job`` any more."""
+        """Return whether no later job may overtake ``job`` any more."""
         # A job that lacks quota waits for its own project only.
         return not self.placer.lacks_quota(job) and order.is_bypass_over(job, self.now, self.settings)
 
@@ -504,8 +507,8 @@ class SchedulingRound:
     def _resume(self, lease: Lease, placement: Placement, why: Why) -> None:
         """Resume a suspended lease on its devices, or on those that it moves to.
 
-        A guest keeps the device that its host has left, or is suspended to be resumed elsewhere.  Until it
-        is suspended, its place is kept for it.
+        A guest keeps the device that its host has left, or is suspended and resumes elsewhere.  While it is
+        being suspended, the place is reserved for it.
         """
         stays = placement.devices == lease.devices
         guest = self.state.guests.get(lease.id)
@@ -520,19 +523,19 @@ class SchedulingRound:
         self.state.allocate(lease, placement.devices, placement.held_milli)
 
     def _evict(self, victims: Iterable[Victim], lease: Lease, *, final: bool = False) -> None:
-        """Suspend or requeue ``victims``; ``final``: they are needed for more than their devices."""
+        """Suspend or requeue ``victims``; with ``final``, never reinstate them."""
         for v in victims:
             action = Suspend if v.suspends else Requeue
             self.actions.append(action(v.lease.id, v.why, lease.id))
-            self._lost.add(v.lease.project)
+            self._evicted_from.add(v.lease.project)
             self.state.evict(v.lease, suspended=v.suspends)
             if not final:
                 self._evicted.append(v)
 
     def _reinstate_unneeded(self) -> None:
-        """Keep running the leases that turned out not to be needed.
+        """Take back the eviction of leases that turned out not to be needed.
 
-        A large borrower, evicted last, may be enough for owners that small ones left for.
+        A large borrower that was evicted last may be enough for several owners.
         """
         for v in sorted(self._evicted, key=lambda v: (-v.cost, held_by(v.lease), v.rank)):
             if all(c.soon() >= held_by(v.lease) for c in self.state.capacities_of(v.lease)):
@@ -543,7 +546,7 @@ class SchedulingRound:
     # -- waiting leases, and when to plan again
 
     def _is_kept_from_others(self, lease: Lease) -> bool:
-        """Whether a suspended lease without a claim would resume if it could use free devices."""
+        """Return whether a suspended lease without a claim would resume if it could use the free devices."""
         if not lease.devices or self.state.has_claim(lease):
             return False
         for _, until_at in lease.avoids:
@@ -567,11 +570,13 @@ class Pass:
     """One pass over the waiting jobs of all projects."""
 
     admits: Callable[[SchedulingRound, Lease], bool]
-    most: Callable[[SchedulingRound, str], float] = lambda *_: inf  # what a project may hold to be served
-    by_quota: bool = False  # projects by the part of their quota in use; else by excess per weight
+    maximum: Callable[[SchedulingRound, str], float] = lambda *_: (
+        inf
+    )  # the use up to which it serves a project
+    by_quota: bool = False  # sorts projects by the used part of their quota, else by excess per weight
     competes: bool = False  # only with several projects; its jobs may reclaim from projects above share
     serves_guests: bool = False  # sessions beyond quota wake and start after it
-    starved: bool = False  # jobs that starve, the longest waiting first, before sessions beyond quota
+    starved: bool = False  # serves starving jobs, the longest wait first, before sessions beyond quota
 
 
 STARVED_JOBS = Pass(SchedulingRound.is_within_share, starved=True)
