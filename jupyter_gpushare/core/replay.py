@@ -1,21 +1,21 @@
 """Replay work through the policy in virtual time, for the simulator.
 
-A `Replay` holds leases and a heap of events.  Time jumps from event to event;
-after the events of one moment the broker's planner plans, and its actions are
-carried out at the cost of `Costs`.  It plans only when a lease waits and
-something changed: capacity was released, a lease came, moved or wants its GPU,
-or the time of `Plan.next_at` has come.
+A `Replay` holds leases and a heap of events.  Time jumps from event to event.
+After the events of one moment the broker's planner plans, and its actions are
+carried out at the cost of `Costs`.  It plans only if a lease waits and something
+changed: capacity was released, a lease came, moved or wants its GPU, or the time of
+`Plan.next_at` has come.
 
-* A *job* runs for ``duration_s``.  Suspended, it goes on from where it was, on its devices or on
-  those that it moves to; requeued, it starts again anywhere, with a checkpoint of its own from
-  where it was, else from the start.
-* A job may be the *guest* of another (`sharing`).  Then both have the speeds that the caller gives; the pair
-  is judged once, after its trial (`pairs`), as its speeds do not change.  A host has been watched alone.
-* A *session* comes with its first cell and ends with its last.  Its cells run
-  one after the other, each when it is submitted or when the one before it
-  ends; in between it is idle.  A cell of a suspended session wakes it.
+* A *job* runs for ``duration_s``.  A suspended job continues where it stopped, on its devices or on
+  those that it moves to.  A requeued job starts again on any devices: where it stopped if it has a
+  checkpoint of its own, else from the beginning.
+* A job may be the *guest* of another (`sharing`).  Then both have the speeds that the caller gives.  The pair
+  is judged once, after its trial (`pairs`), because its speeds do not change.  Hosts are watched alone first.
+* A *session* comes with its first cell and ends with its last.  Its cells run one after
+  the other, each when it is submitted or when the previous cell ends.  Between cells the
+  session is idle.  A cell of a suspended session wakes it.
 
-Leases follow `model.TRANSITIONS` like any others.
+Leases follow `model.TRANSITIONS`, as in the broker.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from jupyter_gpushare.core.planning.sharing import WATCHED_S, needed_bytes
 from jupyter_gpushare.core.simulated_lease import Cell as Cell
 from jupyter_gpushare.core.simulated_lease import Happening, Reports, SimulatedLease
 
-# The speeds of a host and of its guest beside each other, as parts of those alone.
+# Returns the speeds of a host and of its guest beside each other, as parts of their speeds alone.
 Speeds = Callable[[Lease, Lease], tuple[float, float]]
 
-# After this many rounds at one moment the plan is taken not to settle.
-MOST_ROUNDS = 10_000
+# The maximum number of rounds at one moment; after them the plan counts as unstable.
+MAX_ROUNDS = 10_000
 _ALWAYS = -1  # stamp of an event that stays valid
 
 
@@ -75,7 +75,7 @@ class Costs:
     copy_bytes_per_s: float = inf  # of each GPU, to host memory and back
 
     def copy_s(self, count: int, devices: int) -> float:
-        """Seconds to copy ``count`` bytes that are spread evenly over ``devices`` GPUs."""
+        """Return the seconds to copy ``count`` bytes that are spread evenly over ``devices`` GPUs."""
         return count / max(devices, 1) / self.copy_bytes_per_s
 
 
@@ -84,11 +84,11 @@ NO_COSTS = Costs()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CellRun:
-    """How long a cell waited, and why; reported when it begins."""
+    """The wait of a cell and its causes, reported when the cell begins."""
 
     lease: Lease  # its session, as it is now
-    due_at: float  # submitted, and the previous cell had ended
-    waited_s: float  # since then
+    due_at: float  # when it was submitted and the previous cell had ended
+    waited_s: float  # since ``due_at``
     lent: bool  # its GPU was lent
     crowded: bool  # other sessions held its devices
 
@@ -97,20 +97,20 @@ class ReplayWatcher:
     """Receives the events of a replay; this one ignores them."""
 
     def changed(self, now: float, before: Lease | None, after: Lease) -> None:
-        """A lease came (``before`` is None) or changed."""
+        """Receive a lease that came (``before`` is None) or changed."""
 
     def began(self, now: float, run: CellRun) -> None:
-        """A cell runs from now on."""
+        """Receive a cell that begins now."""
 
     def ran(self, lease: Lease, seconds: float, speed: float, guest: str) -> None:
-        """A job ran at this speed until now, beside its guest or (``guest``: "") without one."""
+        """Receive a period of a job's work that ends now; ``guest`` is its guest, or "" without one."""
 
     def judged(self, now: float, host: Lease, guest: Lease, verdict: PairVerdict) -> None:
-        """The trial of a pair is over."""
+        """Receive the verdict on a pair after its trial."""
 
 
 class Replay:
-    """Leases on devices in virtual time, from ``now`` on."""
+    """Leases on devices in virtual time that starts at ``now``."""
 
     def __init__(
         self,
@@ -123,11 +123,11 @@ class Replay:
         speeds: Speeds | None = None,
         parted: Parted | None = None,
     ) -> None:
-        """``cluster``: without leases; they come in by `add_job` and `add_session`.
+        """Prepare a replay on a ``cluster`` without leases; `add_job` and `add_session` add them.
 
         ``adaptive``: each session's idle timeout follows from its own history (`idle`).
-        ``speeds``: those of pairs, where jobs that `share` may be hosts and guests; a job uses
-        `needs_bytes` of each of its devices.  ``parted``: pairs that are not tried.
+        ``speeds``: the speeds of pairs.  If given, jobs that `share` may be hosts and guests, and a job
+        uses `needs_bytes` of each of its devices.  ``parted``: pairs that are not tried.
         """
         self.now = now
         self.rounds = self.decisions = self.events = 0
@@ -138,48 +138,48 @@ class Replay:
         self.shares = speeds is not None
         self._speeds = speeds
         self._parted = parted or Parted()
-        self.stopped = False  # set to True: `run` returns after the present moment
+        self.stopped = False  # once it is set to True, `run` returns after the present moment
         self._memory = {device.uuid: device.grantable_bytes for device in cluster.devices}
         self._planner = Planner(cluster.devices, cluster.projects, settings)
-        self._ledger: ProjectLedger | None = None  # with several projects only
+        self._ledger: ProjectLedger | None = None  # only with several projects
         if settings.fairness_horizon_s and len(cluster.projects) > 1:
             self._ledger = ProjectLedger(cluster.projects, cluster.devices, cluster.lags_gpu_s, now=now)
-        self._users: UserLedger | None = None  # where they decide
+        self._users: UserLedger | None = None  # only if the order considers users
         if order_of(settings).preempts:
             self._users = UserLedger(cluster.devices, {}, now=now)
         self._leases: dict[str, SimulatedLease] = {}
         self._heap: list[tuple[float, Happening, int, str, int]] = []
         self._scheduled = 0
         self._waiting: set[str] = set()  # ids of leases that wait for capacity
-        self._due = False  # a round may decide something
+        self._due = False  # whether a round may decide something
         self._next_at = inf
         self._delayed: list[SimulatedLease] = []  # sessions with a cell that found no GPU at this moment
 
     def add_job(self, lease: Lease, duration_s: float, reports: Reports | None = None) -> None:
-        """Add a job that comes at its ``submitted_at``, runs for ``duration_s`` and may report progress."""
+        """Add a job that comes at its ``submitted_at`` and runs for ``duration_s``, maybe with reports."""
         self._leases[lease.id] = SimulatedLease(lease, duration_s, reports=reports)
         self._schedule(max(lease.submitted_at, self.now), Happening.CAME, lease.id)
 
     def add_session(self, lease: Lease, cells: Sequence[Cell]) -> None:
-        """Add a session that comes with the first of ``cells``, which are sorted by submission."""
+        """Add a session that comes with the first of ``cells``, which must be sorted by submission."""
         self._leases[lease.id] = SimulatedLease(lease, 0.0, cells)
         self._schedule(max(cells[0].submit_at, self.now), Happening.CAME, lease.id)
 
-    def run(self, until_at: float = inf, *, most_events: float = inf) -> bool:
-        """Run until ``until_at``, or for about ``most_events``; False: nothing is left to do."""
-        last = self.events + most_events
+    def run(self, until_at: float = inf, *, max_events: float = inf) -> bool:
+        """Run until ``until_at``, or for about ``max_events``; return False if nothing is left to do."""
+        end = self.events + max_events
         self._decide()
-        while self.events < last and not self.stopped:
+        while self.events < end and not self.stopped:
             at = min(self._heap[0][0] if self._heap else inf, self._next_at)
             if at > until_at or at == inf:
                 return at < inf
             self.now = max(self.now, at)
             while self._heap and self._heap[0][0] <= self.now:
-                _, what, _, name, stamp = heapq.heappop(self._heap)
+                _, kind, _, name, stamp = heapq.heappop(self._heap)
                 sim = self._leases.get(name)
                 if sim is not None and stamp in (sim.stamp, _ALWAYS):
                     self.events += 1
-                    self._handle(what, sim)
+                    self._handle(kind, sim)
             if self._next_at <= self.now:
                 self.events += 1
                 self._due = True
@@ -188,13 +188,13 @@ class Replay:
 
     # -- events
 
-    def _schedule(self, moment: float, what: Happening, name: str) -> None:
+    def _schedule(self, moment: float, kind: Happening, name: str) -> None:
         self._scheduled += 1
-        stamp = _ALWAYS if what >= Happening.CAME else self._leases[name].stamp
-        heapq.heappush(self._heap, (moment, what, self._scheduled, name, stamp))
+        stamp = _ALWAYS if kind >= Happening.CAME else self._leases[name].stamp
+        heapq.heappush(self._heap, (moment, kind, self._scheduled, name, stamp))
 
-    def _handle(self, what: Happening, sim: SimulatedLease) -> None:
-        match what:
+    def _handle(self, kind: Happening, sim: SimulatedLease) -> None:
+        match kind:
             case Happening.MOVED:
                 self._complete(sim, sim.lease)
             case Happening.ENDED if sim.busy:
@@ -223,7 +223,7 @@ class Replay:
             self._submit_cell(sim)
 
     def _put(self, sim: SimulatedLease, state: State, **changes: Any) -> None:
-        """Change a lease; notes whether it waits, and whether the planner may have something to decide."""
+        """Change a lease; note whether it waits, and whether the planner may have something to decide."""
         before = sim.lease
         self._update(sim, before, replace(before, state=state, **changes))
 
@@ -239,7 +239,7 @@ class Replay:
         self._changed(before, after)
 
     def _changed(self, before: Lease | None, after: Lease) -> None:
-        """Tell planner, ledger and watcher that a lease came (``before`` is None), changed or ended."""
+        """Notify planner, ledgers and watcher that a lease came (``before`` is None), changed or ended."""
         if after.state in (State.RELEASED, State.FAILED):
             self._planner.drop(after.id)
         else:
@@ -277,7 +277,7 @@ class Replay:
             self._next_cell(sim)
 
     def _next_cell(self, sim: SimulatedLease) -> None:
-        """Begin the next due cell; without one become idle, or end after the last."""
+        """Begin the next due cell; without one, become idle, or end after the last cell."""
         state = sim.lease.state
         if sim.due:
             sim.due_at = self.now
@@ -326,7 +326,7 @@ class Replay:
 
     def _decide(self) -> None:
         """Plan until nothing is left to decide at this moment."""
-        for _ in range(MOST_ROUNDS):
+        for _ in range(MAX_ROUNDS):
             if not self._waiting:
                 self._due, self._next_at = False, inf
             if not self._due:
@@ -393,14 +393,14 @@ class Replay:
         self._part(sim)
         sim.stamp += 1
         sim.lease = replace(sim.lease, state=state, spare_bytes=0, **changes)
-        takes_s = self._takes(sim)
-        if takes_s > 0:
+        duration_s = self._transition_s(sim)
+        if duration_s > 0:
             self._update(sim, before, sim.lease)
-            self._schedule(self.now + takes_s, Happening.MOVED, sim.lease.id)
+            self._schedule(self.now + duration_s, Happening.MOVED, sim.lease.id)
         else:
             self._complete(sim, before)
 
-    def _takes(self, sim: SimulatedLease) -> float:
+    def _transition_s(self, sim: SimulatedLease) -> float:
         lease, costs = sim.lease, self._costs
         match lease.state:
             case State.GRANTED:
@@ -413,7 +413,7 @@ class Replay:
                 return costs.copy_s(lease.saved_bytes, len(lease.devices))
 
     def _complete(self, sim: SimulatedLease, before: Lease) -> None:
-        """Complete a transition; ``before``: the lease as the watcher knows it."""
+        """Complete a transition; ``before`` is the lease as the watcher knows it."""
         lease, now = sim.lease, self.now
         is_guest = bool(lease.host)
         self._due = True  # `Plan.next_at` did not know that the lease would run or wait
@@ -438,7 +438,7 @@ class Replay:
                 sim.attempt += 1
                 if not lease.survival.has_checkpoint:
                     sim.left_s = sim.duration_s
-        if is_guest:  # it waits, and attains what it gets
+        if is_guest:  # it still waits, and its attained service is counted by its speed
             changes |= {"attained_at": None, "waits_since_at": lease.waits_since_at}
             changes["host"] = lease.host if lease.state in (State.GRANTED, State.RESUMING) else ""
         self._update(sim, before, replace(lease, state=advance(lease.state, event), **changes))
@@ -475,7 +475,7 @@ class Replay:
             self._watcher.ran(sim.lease, seconds, sim.speed, sim.guest)
 
     def _set_pace(self, sim: SimulatedLease) -> None:
-        """Begin to run as a guest, beside one, or alone; the other of the pair changes its pace as well."""
+        """Set the speed of a lease that begins to run; a guest also changes the speed of its host."""
         lease, name = sim.lease, sim.lease.id
         host = self._leases.get(lease.host)
         if host is not None and host.runs_from_at is not None and not host.guest:
@@ -493,26 +493,26 @@ class Replay:
         self._run_from_now(sim)
 
     def _part(self, sim: SimulatedLease) -> None:
-        """End the pair of a lease that stops running or gets capacity of its own, if it is in one."""
+        """End the pair, if any, of a lease that stops running or gets capacity of its own."""
         host = self._leases.get(sim.lease.host, sim)
         guest = self._leases.get(host.guest)
         if guest is None or sim not in (host, guest):
             return
-        for one in (host, guest):
-            if one.runs_from_at is not None:
-                self._change_pace(one, 1.0)
-            one.speed, one.guest = 1.0, ""
+        for each in (host, guest):
+            if each.runs_from_at is not None:
+                self._change_pace(each, 1.0)
+            each.speed, each.guest = 1.0, ""
         if sim is not host:
             self._update(host, host.lease, replace(host.lease, spare_bytes=0))
 
     def _become_host(self, sim: SimulatedLease) -> None:
-        least = min(self._memory[uuid] for uuid in sim.lease.devices)
-        spare_bytes = max(0, least - needed_bytes(sim.lease.needs_bytes))
+        memory_bytes = min(self._memory[uuid] for uuid in sim.lease.devices)
+        spare_bytes = max(0, memory_bytes - needed_bytes(sim.lease.needs_bytes))
         self._due = self._due or bool(self._waiting)
         self._update(sim, sim.lease, replace(sim.lease, spare_bytes=spare_bytes))
 
     def _keep_device(self, sim: SimulatedLease) -> None:
-        """A guest gets what it stands on for its own."""
+        """Give a guest the capacity of its device, which its host has left."""
         before = sim.lease
         self._settle(sim)
         self._part(sim)
@@ -525,7 +525,10 @@ class Replay:
     def _judge(self, sim: SimulatedLease) -> None:
         host = self._leases[sim.lease.host]
         began_at = self.now - TRIAL_S
-        rates = _seen(host.speed, began_at, is_known=True), _seen(sim.speed, began_at, sim.alone_s >= ALONE_S)
+        rates = (
+            _rates(host.speed, began_at, is_known=True),
+            _rates(sim.speed, began_at, sim.alone_s >= ALONE_S),
+        )
         verdict = judge(*rates, began_at, self.now)
         if verdict.decision is PairDecision.PART:
             self._parted.add(host.lease.pair_key, sim.lease.pair_key, self.now)
@@ -533,8 +536,8 @@ class Replay:
         self._watcher.judged(self.now, host.lease, sim.lease, verdict)
 
 
-def _seen(speed: float, began_at: float, is_known: bool) -> Rates:
-    """Return what is known at the end of a trial of a job that has this part of its speed alone."""
+def _rates(speed: float, began_at: float, is_known: bool) -> Rates:
+    """Return the rates at the end of a trial of a job that runs at this part of its speed alone."""
     rates = Rates()
     for second in range(-int(2 * ALONE_S), int(TRIAL_S) + 1, 60):
         if second >= 0 or is_known:
@@ -544,7 +547,7 @@ def _seen(speed: float, began_at: float, is_known: bool) -> Rates:
 
 
 def _waits(lease: Lease) -> bool:
-    """Return whether a lease waits for capacity; a guest waits for its own."""
+    """Return whether a lease waits for capacity; a guest waits for capacity of its own."""
     if lease.host and lease.state is State.RUNNING:
         return True
     if lease.state is State.SUSPENDED:

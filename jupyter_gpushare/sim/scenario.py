@@ -331,7 +331,7 @@ def _run(
     replay: Replay, meter: ReplayMeter, fleet: Fleet, done: Callable[[], float], progress: Progress | None
 ) -> ReplayResult:
     began = time.perf_counter()
-    while replay.run(most_events=SLICE):
+    while replay.run(max_events=SLICE):
         if progress is not None:
             progress(done())
     meter.advance(replay.now)

@@ -239,7 +239,7 @@ def test_a_run_can_be_bounded_in_time_and_events_and_goes_on(story):
     r.add_job(job("b", at=100), 50)
     assert r.run(until_at=60) is True
     assert story.ended("a") == 50
-    assert r.run(most_events=1) is True
+    assert r.run(max_events=1) is True
     assert r.now == 100
     assert r.run() is False
     assert story.ended("b") == 150
@@ -259,7 +259,7 @@ def test_a_plan_that_never_settles_is_an_error_and_not_a_hang(story, monkeypatch
     r.run(until_at=1)
     monkeypatch.setattr(r, "_carry_out", lambda action: setattr(r, "_due", True))
     r.add_job(job("b", at=2), 50)
-    monkeypatch.setattr("jupyter_gpushare.core.replay.MOST_ROUNDS", 5)
+    monkeypatch.setattr("jupyter_gpushare.core.replay.MAX_ROUNDS", 5)
     monkeypatch.setattr(r._planner, "plan", lambda now: Plan((Resume("b", Why.CAPACITY_BACK),)))
     with pytest.raises(AssertionError, match="does not settle at 2"):
         r.run()

@@ -150,5 +150,5 @@ def test_what_a_waiting_job_is_told_holds(seed):
     world = World(seed)
     world.replay.run(GUARD_S)
     world.check_rounds()
-    world.replay.run(DAY_S, most_events=200)
+    world.replay.run(DAY_S, max_events=200)
     assert world.rounds

@@ -1,1 +1,1 @@
-"""Choose which leases to preempt, for which waiting lease, and at what cost."""
+"""Choose which leases to preempt for a waiting lease, and compute the cost."""

@@ -1,10 +1,10 @@
 """Move running jobs together, so that a gang finds enough empty devices on a node.
 
-The capacity for a gang may be free, but scattered.  A running job of its project
-may be moved if it writes checkpoints of its own and another node has free
-devices for it; a job of a later level may leave without.  The nodes are chosen
-where the fewest GPUs change hands, then where the fewest suspended leases wait: those
-resume nowhere else.  A move is a preemption and costs as much.
+The capacity for a gang may be free but scattered.  A running job of the gang's project
+may be moved if it writes its own checkpoints and another node has free devices for it.
+A job of a later level may leave without either.  The planner chooses the nodes where the
+fewest GPUs change hands, then those where the least capacity is awaited by suspended
+leases, which may have no other place to resume.  A move costs as much as a preemption.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from jupyter_gpushare.core.reclaim.victims import Victim, prune
 
 @dataclass(frozen=True, slots=True)
 class NodeClearing:
-    """Leases to preempt on a node so that enough of its devices are empty."""
+    """Leases to preempt on a node so that enough of its devices become empty."""
 
-    size: int  # devices that change hands
+    size: int  # number of devices that change hands
     node: Group
     victims: tuple[Victim, ...]
 
@@ -38,9 +38,10 @@ class Defragmenter:
         movable: Callable[[Lease], Victim | None],
         available: CapacityView,
     ) -> None:
-        """``juniors``: jobs that ``job`` may preempt, by id; ``movable``: a lease as a victim to be moved.
+        """Prepare to clear nodes for ``job``.
 
-        ``available``: what ``job`` can count on without a preemption.
+        ``juniors``: jobs that ``job`` may preempt, by id.  ``movable``: returns a lease as a victim to be
+        moved, or None.  ``available``: capacity that ``job`` can use without a preemption.
         """
         self._topology = topology
         self._job = job
@@ -54,7 +55,7 @@ class Defragmenter:
         self._free_on = [(node, devices) for node, devices in free_on if devices]
 
     def plan(self) -> tuple[list[DeviceCapacity], tuple[Victim, ...]] | None:
-        """Devices to take and leases to preempt there; None: moving does not help."""
+        """Return the devices to take and the leases to preempt on them; None: moving does not help."""
         job, largest = self._job, self._topology.largest_node
         whole, rest = 0, job.size.device_count
         if self._topology.spans_nodes(job):
@@ -84,9 +85,9 @@ class Defragmenter:
         return sorted(found, key=lambda c: (c.size, sum(x.awaited for x in c.node), c.node[0].device.uuid))
 
     def _clear(self, node: Group, count: int) -> NodeClearing | None:
-        """The fewest devices to clear so that ``count`` devices of ``node`` are empty."""
+        """Return the clearing of ``node`` to ``count`` empty devices that changes the fewest, or None."""
         missing = count - len(self._free.intersection(node))
-        # Leases that leave only empty devices behind; others may have started there in this round.
+        # Leases that share a device cannot empty it; some may have started there in this round.
         leases: dict[str, Lease] = {}
         shared: set[str] = set()
         for capacity in node:
@@ -125,7 +126,7 @@ class Defragmenter:
         return NodeClearing(sum(v.lease.size.device_count for v in taken), node, tuple(taken))
 
     def _all_fit(self, clearings: list[NodeClearing]) -> bool:
-        """Whether other nodes have free devices for every job that is moved."""
+        """Return whether other nodes have free devices for every job that is moved."""
         moved = [v.lease for c in clearings for v in c.victims if v.why is Why.MOVED]
         cleared = {c.node[0].device.node for c in clearings}
         free = [list(devices) for node, devices in self._free_on if node[0].device.node not in cleared]

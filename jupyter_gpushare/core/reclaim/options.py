@@ -1,6 +1,6 @@
-"""Cost of reclaiming capacity: on one device, and on the cheapest set of devices.
+"""Cost of reclaiming capacity on one device, and on the cheapest set of devices.
 
-Costs are computed on demand and again after a change of the device.
+Costs are computed on demand, and again after the device has changed.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ _FREE: Price = (-1, 0, ())
 class ReclaimOption(NamedTuple):
     """Reclaim of one device for one kind of job."""
 
-    short: int  # thousandths still missing if every possible victim leaves
+    short: int  # thousandths that are still missing if every possible victim leaves
     price: Price | None  # None: the possible victims are not enough
-    victims: Sequence[Victim]  # that have to leave
+    victims: Sequence[Victim]  # victims that have to leave
 
 
 class ReclaimOptions:
@@ -36,29 +36,29 @@ class ReclaimOptions:
         self._victim_index = victim_index
         self._scope = scope
         self._candidates = victim_index.candidate_devices(scope)
-        self._known: dict[DeviceCapacity, tuple[int, ReclaimOption]] = {}  # with the version it is of
+        self._known: dict[DeviceCapacity, tuple[int, ReclaimOption]] = {}  # with the version of the device
 
     def option(self, capacity: DeviceCapacity) -> ReclaimOption:
-        """Reclaim option of a device."""
+        """Return the reclaim option of a device."""
         known = self._known.get(capacity)
         if known is None or known[0] != capacity.version:
             known = self._known[capacity] = capacity.version, self._make_option(capacity)
         return known[1]
 
     def short(self, capacity: DeviceCapacity) -> int:
-        """Thousandths of a device that are missing if every possible victim leaves."""
+        """Return the thousandths of a device that are missing if every possible victim leaves."""
         return self.option(capacity).short if capacity in self._candidates else self.missing(capacity)
 
     def victims_on(self, capacity: DeviceCapacity) -> list[Victim]:
-        """Every possible victim on a device, the cheapest first."""
+        """Return every possible victim on a device, the cheapest first."""
         return self._victim_index.victims_on(capacity, self._scope)
 
     def victims_of(self, capacities: Iterable[DeviceCapacity]) -> list[Victim]:
-        """Victims that have to leave so that the job gets all of these devices, each once."""
+        """Return the victims, each once, that have to leave so that the job gets all of these devices."""
         return list({v.lease.id: v for c in capacities for v in self.option(c).victims}.values())
 
     def missing(self, capacity: DeviceCapacity) -> int:
-        """Thousandths that are missing if no lease leaves."""
+        """Return the thousandths that are missing if no lease leaves."""
         need = held_by(self._job) if self._job.devices else capacity.device.demand_milli(self._job.size)
         return need - self._scope.available(capacity)
 
@@ -83,9 +83,9 @@ class ReclaimOptions:
 
 
 class Cheapest:
-    """The cheapest set of devices for one kind of job.
+    """Finds the cheapest devices for one kind of job.
 
-    In question is every set that the job may use, and that has a candidate device.
+    It considers every set of devices that the job may use and that has a candidate device.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Cheapest:
         candidates: set[DeviceCapacity],
         bound_to: Group,
     ) -> None:
-        """``bound_to``: the devices that a suspended job may resume on; empty for any other."""
+        """Prepare to search; ``bound_to`` has the devices that a suspended job may resume on, else none."""
         self._job = job
         self._topology = topology
         self._options = options
@@ -107,7 +107,7 @@ class Cheapest:
         self._tiers = [[x for x in groups if not candidates.isdisjoint(x)] for groups in tiers]
 
     def best(self) -> list[DeviceCapacity] | None:
-        """The cheapest devices to reclaim; None: no set of devices will do."""
+        """Return the cheapest devices to reclaim; None: no set of devices is enough."""
         if self._job.size.device_count == 1:
             singles = [(option.price, c) for c in self._devices if (option := self._options.option(c)).price]
             return [min(singles, key=itemgetter(0))[1]] if singles else None
@@ -116,7 +116,7 @@ class Cheapest:
         return cheapest and cheapest[1]
 
     def _priced(self, tier: int, group: Group) -> tuple[Price, list[DeviceCapacity]] | None:
-        """The cheapest devices of a set, and their price; None: too few can be reclaimed."""
+        """Return the price of the cheapest devices of a set, and these; None: too few can be reclaimed."""
         able = [(option.price, c) for c in group if (option := self._options.option(c)).price]
         if len(able) < self._job.size.device_count:
             return None
@@ -128,18 +128,18 @@ class Cheapest:
         return (*price(victims), tier, *able[0][0][3:]), capacities
 
     def _chosen(self, able: list[DeviceCapacity]) -> list[DeviceCapacity] | None:
-        """The devices to take of ``able``, which are sorted by price."""
+        """Return the devices to take of ``able``, which are sorted by price."""
         job, topology = self._job, self._topology
         if job.devices or not topology.spans_nodes(job):
             return able[: job.size.device_count]
-        # Whole nodes, out of as few of the cheapest devices as contain enough of them.
+        # Whole nodes, from the smallest number of cheapest devices that contains enough of them.
         numbers = range(job.size.device_count, len(able) + 1)
-        least = bisect_left(
+        extra = bisect_left(
             numbers, True, key=lambda n: topology.choose(job, able[:n], self._options.missing) is not None
         )
-        return topology.choose(job, able[: job.size.device_count + least], self._options.missing)
+        return topology.choose(job, able[: job.size.device_count + extra], self._options.missing)
 
 
 def price(victims: Sequence[Victim]) -> Price:
-    """Sort key of sets of sorted victims: the dearest kind, then their number, then their ranks."""
+    """Return the sort key of sorted victims: the most expensive kind, then their number, then their ranks."""
     return (victims[-1].cost, len(victims), tuple([v.rank for v in victims])) if victims else _FREE

@@ -1,17 +1,16 @@
 """Search capacity for one job among running jobs of later levels in its project.
 
-Leases that may be preempted anyway are cheaper and counted as free.  Juniors,
-the jobs of later levels, are added one after the other, the first to be
-preempted first, until the job fits into a set of devices; then the victims that
-are not needed are dropped, the dearest first.  So the dearest victim is as
-cheap as possible.
+Leases that may be preempted anyway are cheaper and count as free.  Juniors, the jobs
+of later levels, are added one by one in the order in which they are preempted, until
+the job fits into a set of devices.  Then the victims that are not needed are dropped,
+the most expensive first.  So the most expensive victim is as cheap as possible.
 
-Only devices near a junior are looked at: without one, the reclaim from other
-projects has failed there already.
+Only devices with juniors are searched: on the others the reclaim from other projects
+has failed already.
 
-`SingleDeviceSearch` serves jobs of one device or a part of it, which are many,
-and goes through their juniors once for all jobs of a kind; `MultiDeviceSearch`
-serves any other job.
+`SingleDeviceSearch` serves jobs of one device or a part of it.  There are many, so it
+goes through their juniors once for all jobs of a kind.  `MultiDeviceSearch` serves
+any other job.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class MultiDeviceSearch:
         self._topology = topology
         self._job = job
         self._options = options
-        self._short: dict[DeviceCapacity, int] = {}  # thousandths that the job still lacks of a device
-        self._able: dict[int, int] = {}  # by set of devices: the number of devices with enough
+        self._short: dict[DeviceCapacity, int] = {}  # thousandths of a device that the job still lacks
+        self._able: dict[int, int] = {}  # by set: its number of devices with enough capacity
 
     def search(self, juniors: Iterable[Victim]) -> Candidate | None:
-        """Devices to take and leases to preempt there; None: all juniors are not enough."""
+        """Return the devices to take and the leases to preempt; None: all juniors are not enough."""
         if self._job.devices:
             able = self._state.resume_devices(self._job)
             return self._search_in([able], dict.fromkeys(able, (0,)), juniors)
@@ -54,23 +53,27 @@ class MultiDeviceSearch:
         return short
 
     def _search_in(
-        self, sets: list[Group], of: dict[DeviceCapacity, tuple[int, ...]], juniors: Iterable[Victim]
+        self, sets: list[Group], numbers: dict[DeviceCapacity, tuple[int, ...]], juniors: Iterable[Victim]
     ) -> Candidate | None:
-        """Devices of one of several sets; ``of``: the sets that a device belongs to."""
+        """Search in ``sets``; ``numbers`` has the set numbers of each device."""
         taken: list[Victim] = []
         for v in juniors:
             for capacity in self._state.capacities_of(v.lease):
-                for number in of.get(capacity, ()):
+                for number in numbers.get(capacity, ()):
                     if number not in self._able:
                         self._able[number] = sum([self._lacks(c) <= 0 for c in sets[number]])
             taken.append(v)
-            done = [n for n in self._add(v, 1, of) if self._is_enough(sets[n], n)]
-            if done:
-                return self._needed_in(sets, min(done), of, taken)
+            enough = [n for n in self._add(v, 1, numbers) if self._is_enough(sets[n], n)]
+            if enough:
+                return self._needed_in(sets, min(enough), numbers, taken)
         return None
 
     def _needed_in(
-        self, sets: list[Group], number: int, of: dict[DeviceCapacity, tuple[int, ...]], taken: list[Victim]
+        self,
+        sets: list[Group],
+        number: int,
+        numbers: dict[DeviceCapacity, tuple[int, ...]],
+        taken: list[Victim],
     ) -> Candidate:
         group = sets[number]
         inside = {capacity.device.uuid for capacity in group}
@@ -79,10 +82,10 @@ class MultiDeviceSearch:
         victims += [v for v in taken if not inside.isdisjoint(v.lease.devices)]
 
         def try_without(v: Victim) -> bool:
-            self._add(v, -1, of)
+            self._add(v, -1, numbers)
             if self._is_enough(group, number):
                 return True
-            self._add(v, 1, of)
+            self._add(v, 1, numbers)
             return False
 
         kept = prune(reversed(victims), try_without)
@@ -90,17 +93,17 @@ class MultiDeviceSearch:
         assert devices is not None
         return devices, tuple(reversed(kept))
 
-    def _add(self, victim: Victim, sign: int, of: dict[DeviceCapacity, tuple[int, ...]]) -> set[int]:
-        """Add what a victim frees, or subtract it; returns the sets in which a device changed sides."""
+    def _add(self, victim: Victim, sign: int, numbers: dict[DeviceCapacity, tuple[int, ...]]) -> set[int]:
+        """Add the capacity of a victim, or subtract it; return the sets whose able devices changed."""
         changed: set[int] = set()
         freed = sign * held_by(victim.lease)
         for capacity in self._state.capacities_of(victim.lease):
-            if capacity in of:
+            if capacity in numbers:
                 before = self._lacks(capacity)
                 after = self._short[capacity] = before - freed
                 if (after <= 0) != (before <= 0):
-                    changed.update(of[capacity])
-                    for number in of[capacity]:
+                    changed.update(numbers[capacity])
+                    for number in numbers[capacity]:
                         if number in self._able:
                             self._able[number] += sign
         return changed
@@ -112,7 +115,7 @@ class MultiDeviceSearch:
         return bool(one_node) or self._chosen(group) is not None
 
     def _chosen(self, group: Group) -> list[DeviceCapacity] | None:
-        short = self._short  # all devices of the set are in it
+        short = self._short  # it has all devices of the set
         devices = [capacity for capacity in group if short[capacity] <= 0]
         if self._job.devices:
             uuids = to_resume_on(self._job, devices, lambda capacity: -self._short[capacity])
@@ -123,8 +126,8 @@ class MultiDeviceSearch:
 class SingleDeviceSearch:
     """Finds the device that jobs of one kind and level get first if their juniors leave in order.
 
-    It keeps its position for the next job of the kind; only devices that
-    changed since are counted again.
+    It keeps its position for the next job of the kind, and counts again only devices that
+    have changed since.
     """
 
     def __init__(
@@ -134,22 +137,25 @@ class SingleDeviceSearch:
         juniors: Sequence[Lease],
         as_victim: Callable[[Lease], Victim | None],
     ) -> None:
-        """``juniors``: the first to be preempted first; ``as_victim``: None where one cannot be any more."""
+        """Prepare to search; ``as_victim`` returns None for a lease that can no longer be preempted.
+
+        ``juniors`` are sorted, the first to be preempted first.
+        """
         self._state = state
         self._options = options
         self._juniors = juniors
         self._as_victim = as_victim
-        self._added = 0  # the number of juniors looked at
-        # By device: the juniors there, with their number and that of the device among theirs.
+        self._added = 0  # the number of juniors added
+        # By device: its juniors, each with its number and the device's index among the junior's devices.
         self._on: dict[DeviceCapacity, list[tuple[int, int, Lease]]] = {}
-        self._short: dict[DeviceCapacity, int] = {}  # what is missing there if all of them leave
-        # Heap, some entries outdated: number of the junior with which a device is enough.
+        self._short: dict[DeviceCapacity, int] = {}  # thousandths that are missing if the added juniors leave
+        # Heap with outdated entries: the number of the junior that makes a device large enough.
         self._enough: list[tuple[int, int, str, DeviceCapacity]] = []
         self._since: dict[DeviceCapacity, tuple[int, int] | None] = {}
         self._seen = len(state.log)
 
     def first(self) -> Candidate | None:
-        """The device to take and leases to preempt there; None: all juniors are not enough."""
+        """Return the device to take and the leases to preempt on it; None: all juniors are not enough."""
         for capacity in set(self._state.log[self._seen :]) & self._on.keys():
             self._recount(capacity)
         self._seen = len(self._state.log)
@@ -187,7 +193,7 @@ class SingleDeviceSearch:
                 heapq.heappush(self._enough, (number, nth, capacity.device.uuid, capacity))
 
     def _needed_on(self, capacity: DeviceCapacity, last: int) -> tuple[Victim, ...]:
-        """Leases to preempt on a device, out of the juniors up to number ``last`` and all others."""
+        """Return the leases to preempt on a device, out of juniors up to ``last`` and all other victims."""
         victims = list(self._options.victims_on(capacity))
         victims += [v for number, _, x in self._on[capacity] if number <= last and (v := self._as_victim(x))]
         spare = -self._short[capacity]

@@ -1,15 +1,14 @@
 """Which leases may be preempted, for which waiting lease, and at what cost.
 
-`Cost` sorts the kinds of victims, the cheapest first.  `RULES` says which
-leases each kind of waiting lease may take capacity from; a lease that is just
-resuming is never a victim.
+`Cost` sorts the kinds of victims, the cheapest first.  `RULES` says which leases
+each kind of waiting lease may preempt.  A lease that is resuming is never a victim.
 
 ==================  ==========================================  ==============
 waiting lease       may take from                               minimum run
                                                                 time respected
 ==================  ==========================================  ==============
-returning owner     leases on its devices without a claim,      no
-                    and idle sessions there
+returning owner     leases without a claim and idle sessions    no
+                    on its devices
 session at a limit  jobs of its own project                     no
 any job             idle sessions, host memory permitting       no
 job owed by quota   leases over quota of other projects         no
@@ -18,10 +17,10 @@ job                 jobs of its own project of lower priority   yes (*)
                     or of a later group
 ==================  ==========================================  ==============
 
-A job that suspends comes before others of its priority and user if fewer suspended
-leases wait for its devices: it resumes behind them.
+Among jobs of one priority and user, a job that suspends is preempted first if fewer
+suspended leases wait for its devices, because it resumes behind them.
 
-(*) A job that begins again when it is stopped may make way before, in place of one that loses more.
+(*) A job that loses its work by a stop may be preempted earlier, in place of a job that would lose more.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Cost(enum.IntEnum):
 
     OFFERED = 0  # a session that its owner offered
     IDLE = 1  # an idle session, the longest idle first (`VictimIndex._idle_session`)
-    SUSPENDED_JOB = 2  # a job that is suspended, last in first out
+    SUSPENDED_JOB = 2  # a job that is suspended, the latest grant first
     STARTING_JOB = 3  # a job that has not started yet
     STOPPED_JOB = 4  # a job that starts again
     BUSY_SESSION = 5  # a session beyond quota; suspended, never stopped
@@ -56,7 +55,7 @@ class Rule:
     """One row of the table above: the leases of one kind that may be preempted."""
 
     why: Why
-    sessions: bool = False  # busy sessions without a claim too, not only jobs
+    sessions: bool = False  # busy sessions without a claim, too
     after_min_run: bool = True
 
 
@@ -73,7 +72,7 @@ class RULES:
 
 
 class Victim:
-    """A lease that would give its capacity back."""
+    """A lease to preempt, with the way and the cost."""
 
     __slots__ = ("cost", "lease", "lost_s", "rank", "suspends", "why")
 
@@ -90,27 +89,27 @@ class Victim:
         self.lease = lease
         self.cost = cost
         self.why = why
-        self.suspends = suspends  # else it is stopped
+        self.suspends = suspends  # False: it is stopped
         since_at = (lease.idle_since_at or 0.0) if cost <= Cost.IDLE else -lease.granted_at
-        self.lost_s = lost_s  # by a stop (`order.lost_s`)
+        self.lost_s = lost_s  # lost by a stop (`order.lost_s`)
         self.rank = (int(cost), -frees_bytes, lost_s, since_at, lease.id)  # sorts victims, the cheapest first
 
     def price_s(self, settings: Settings) -> float:
-        """Seconds of its GPUs that its preemption costs."""
+        """Return the cost of its preemption, in seconds of its GPUs."""
         return self.swap_s(settings) + min(self.lost_s, order.MAX_LOST * settings.min_run_s)
 
     def swap_s(self, settings: Settings) -> float:
-        """The same without the work that it loses."""
+        """Return `price_s` without the work that it loses."""
         return settings.preempt_cost_s + (0.0 if self.suspends else settings.grace_s)
 
 
 def rank(victim: Victim) -> tuple[int, int, float, float, str]:
-    """Sort key of victims, the cheapest first."""
+    """Return the sort key of victims, the cheapest first."""
     return victim.rank
 
 
 def prune(victims: Iterable[Victim], try_without: Callable[[Victim], bool]) -> list[Victim]:
-    """``victims`` that are needed; ``try_without`` spares one if the others are enough, in this order."""
+    """Return the needed victims; ``try_without`` is called for each, and spares it if the rest is enough."""
     return [v for v in victims if not try_without(v)]
 
 
@@ -118,14 +117,14 @@ def prune(victims: Iterable[Victim], try_without: Callable[[Victim], bool]) -> l
 class ReclaimScope:
     """Scope of a reclaim: which leases may be preempted.
 
-    Made by `VictimIndex` only, one object per scope and round.
+    Only `VictimIndex` makes scopes, one object per scope and round.
     """
 
-    project: str  # of the waiting job; "" where none of its leases could be taken
+    project: str  # of the waiting job; "" if it is protected in any case
     owed: bool  # the project is below quota
     below_share: bool  # the project is below its fair share
     lend: bool  # devices of idle and suspended sessions may be used
-    protected: frozenset[str]  # projects that nothing is taken from
+    protected: frozenset[str]  # projects whose leases are not preempted
 
     @property
     def takes(self) -> bool:
@@ -133,7 +132,7 @@ class ReclaimScope:
         return self.owed or self.below_share
 
     def available(self, capacity: DeviceCapacity) -> int:
-        """Capacity that the job can count on without a preemption."""
+        """Return the capacity of a device that the job can use without a preemption."""
         available = capacity.free + capacity.releasing - capacity.reserved  # `DeviceCapacity.soon`, inlined
         if capacity.unlent or not self.lend:
             available -= capacity.suspended_claims
@@ -141,11 +140,11 @@ class ReclaimScope:
 
 
 class VictimIndex:
-    """Finds the leases of a `ClusterState` that may be preempted; lives for one round."""
+    """Finds the leases of a `ClusterState` that may be preempted, for one round."""
 
     def __init__(self, state: ClusterState, queues: JobQueues) -> None:
         self.state = state
-        self.memory_short = False  # an idle session was passed over for lack of host memory
+        self.memory_short = False  # host memory was too small for an idle session
         self.next_at: float | None = None  # when the next job reaches its minimum run time
         self._queues = queues
         self._scopes: dict[tuple[object, ...], ReclaimScope] = {}
@@ -163,19 +162,19 @@ class VictimIndex:
         lend: bool,
         protected: frozenset[str] = frozenset(),
     ) -> ReclaimScope:
-        """Scope of a reclaim for ``job``."""
-        # A project that is below its share is protected itself.
+        """Return the scope of a reclaim for ``job``."""
+        # A project that is below its share is protected anyway.
         project = job.project if owed else ""
         key = project, owed, below_share, lend, protected
         return self._scopes.setdefault(key, ReclaimScope(*key))
 
     def candidate_devices(self, scope: ReclaimScope) -> set[DeviceCapacity]:
-        """Devices on which a lease may be preempted."""
+        """Return the devices on which a lease may be preempted."""
         if scope not in self._candidates:
             found = self._candidates[scope] = set(self._idle_on) if scope.lend else set()
             if scope.takes:
                 on = self._over_quota_on
-                found.update(c for c, here in on.items() if any(self._may_take(x, scope) for x in here))
+                found.update(c for c, leases in on.items() if any(self._may_take(x, scope) for x in leases))
         return self._candidates[scope]
 
     @cached_property
@@ -200,7 +199,7 @@ class VictimIndex:
         return found
 
     def victims_on(self, capacity: DeviceCapacity, scope: ReclaimScope) -> list[Victim]:
-        """Leases on a device that may be preempted, the cheapest first."""
+        """Return the leases on a device that may be preempted, the cheapest first."""
         known = self._found.get((scope, capacity))
         if known is None or known[0] != capacity.version:
             victims = sorted(self._victims_on(capacity, scope), key=rank)
@@ -224,19 +223,19 @@ class VictimIndex:
         return found.values()
 
     def _may_take(self, lease: Lease, scope: ReclaimScope) -> bool:
-        """Whether the capacity of a lease may go to the project of ``scope``."""
+        """Return whether the capacity of a lease may go to the project of ``scope``."""
         own_or_protected = lease.project == scope.project or lease.project in scope.protected
         return not own_or_protected and lease.id not in self.state.quotas.in_quota
 
     def forget(self) -> None:
-        """Drop what is cached, because free host memory changed."""
+        """Clear the caches, because free host memory changed."""
         self._found.clear()
         self._victims.clear()
 
     # -- one lease
 
     def victim(self, lease: Lease, rule: Rule) -> Victim | None:
-        """``lease`` as a victim by ``rule``; None: it cannot be preempted now."""
+        """Return ``lease`` as a victim by ``rule``; None: it cannot be preempted now."""
         key = rule, lease.id
         if key not in self._victims:
             self._victims[key] = self._victim(lease, rule)
@@ -257,15 +256,15 @@ class VictimIndex:
         return self.stopped(lease, rule.why)
 
     def stopped(self, lease: Lease, why: Why) -> Victim:
-        """A running job as a victim that is stopped."""
+        """Return a running job as a victim that is stopped."""
         lost_s = order.lost_s(lease, self.state.moment)
         return Victim(lease, Cost.STOPPED_JOB, why, suspends=False, lost_s=lost_s)
 
     def _is_better_stopped(self, lease: Lease, rule: Rule) -> bool:
-        """Whether a job with a checkpoint of its own would get other devices sooner than these back.
+        """Return whether a job with its own checkpoint would get other devices sooner than these again.
 
-        An order suspends such a job only if it has one device, can move to another, and no
-        suspended lease waits for those already.
+        An order suspends such a job only if it has one device and can move to another, and no
+        suspended lease waits for these devices yet.
         """
         if not (rule.after_min_run and lease.survival.has_checkpoint):
             return False
@@ -274,18 +273,18 @@ class VictimIndex:
         return rule is RULES.MOVE or is_bound or any(c.awaited for c in devices)
 
     def for_owner(self, holder: Lease) -> Victim | None:
-        """A lease on the devices of a returning owner as a victim."""
-        # Not cached: each owner's victims take host memory from the next one's.
+        """Return a lease on the devices of a returning owner as a victim; None: it stays."""
+        # Not cached, because each owner's victims take host memory from the next owner's victims.
         if holder.kind is Kind.BUILD and (idle := self._make_idle(holder)):
             return idle
         return None if self.state.has_claim(holder) else self._victim(holder, RULES.OWNER)
 
     def for_limit(self, holder: Lease) -> Victim | None:
-        """A job as a victim for a session of its project that a limit keeps from waking."""
+        """Return a job as a victim for a session of its project that a limit keeps from waking, or None."""
         return self._victim(holder, RULES.LIMIT)
 
     def to_move(self, project: str, holder: Lease) -> Victim | None:
-        """A job of ``project`` as a victim that continues from its checkpoint elsewhere."""
+        """Return a job of ``project`` as a victim that continues elsewhere from its checkpoint, or None."""
         movable = holder.project == project and holder.survival.has_checkpoint and self._has_run(holder)
         return self.victim(holder, RULES.MOVE) if movable else None
 
@@ -296,10 +295,10 @@ class VictimIndex:
         return self._victims[key]
 
     def _make_idle(self, lease: Lease) -> Victim | None:
-        """An idle session as a victim.
+        """Return an idle session as a victim, or None.
 
-        The longest idle comes first; where host memory cannot hold all idle
-        sessions, the one that frees most bytes.
+        The longest idle session comes first.  If host memory cannot hold all idle
+        sessions, the session that frees the most bytes comes first.
         """
         state = self.state
         if not eligible(lease, state.settings, state.moment) or not state.can_suspend(lease):
@@ -324,34 +323,34 @@ class VictimIndex:
     # -- jobs of the same project
 
     def juniors(self, job: Lease) -> Iterator[Victim]:
-        """Jobs of the project of ``job`` that it may preempt, the first to be preempted first."""
-        if job.devices:  # most often a session holds them, and there is no job to preempt
+        """Yield the jobs in its project that ``job`` may preempt, the first to be preempted first."""
+        if job.devices:  # usually a session holds them, and there is no job to preempt
             jobs = self.state.quotas.jobs.get(job.project, {})
-            here = {id for c in self.state.resume_devices(job) for id in c.holders if id in jobs}
-            if not here:
+            in_way = {id for c in self.state.resume_devices(job) for id in c.holders if id in jobs}
+            if not in_way:
                 return
         for lease in self.outranked(job):
-            if (not job.devices or lease.id in here) and (victim := self.junior(lease, job.priority)):
+            if (not job.devices or lease.id in in_way) and (victim := self.junior(lease, job.priority)):
                 yield victim
 
     def outranked(self, job: Lease) -> Sequence[Lease]:
-        """Jobs of later levels in the project of ``job``, the first to be preempted first.
+        """Return the jobs of later levels in the project of ``job``, the first to be preempted first.
 
-        Some may have been evicted since.
+        Some may have been evicted already.
         """
         state = self.state
         key = job.project, self._queues.level(job, state.moment)
         if key not in self._outranked:
             later = list(self._queues.outranked(*key, state.moment))
             able = list(filter(self._has_run, later))
-            # Jobs that lose nothing and wait for no device are in this order already.
+            # Jobs with SIGTERM lose nothing and wait for no device, so they are sorted already.
             if any(x.survival is not CheckpointMode.SIGTERM for x in later):
                 able = sorted([*able, *self._instead_of(able, later)], key=self._makes_way)
             self._outranked[key] = able
         return self._outranked[key]
 
     def _instead_of(self, able: Iterable[Lease], later: Iterable[Lease]) -> Iterator[Lease]:
-        """Jobs that have only started, and lose less by a stop than as many of ``able``, which are spared."""
+        """Yield young jobs, each to spare a job of ``able`` that would lose more by a stop."""
         spared = sorted(size_of(x) for x in able if self._restarts(x))
         young = [x for x in later if self._restarts(x) and not x.turns and not self._has_run(x)]
         for lease in sorted(young, key=lambda x: (-x.granted_at, x.id)):
@@ -360,32 +359,35 @@ class VictimIndex:
                 yield lease
 
     def _makes_way(self, lease: Lease) -> tuple[float, ...]:
-        """Sort key of juniors.
+        """Return the sort key of juniors.
 
-        Priority, users who are not behind, what suspended leases wait for on a device, loss, group.
-        Without the third one GPU collects suspended jobs while the jobs on others end.
+        By priority, users who are not behind, capacity that suspended leases await, loss, and group.
+        Without the third key, one GPU collects suspended jobs while the jobs on other GPUs end.
         """
-        here = self.state.capacities_of(lease) if lease.survival.suspends else ()
-        awaited = max([c.awaited for c in here]) if here else 0
+        capacities = self.state.capacities_of(lease) if lease.survival.suspends else ()
+        awaited = max([c.awaited for c in capacities]) if capacities else 0
         _, is_not_behind, group = self._queues.running_level(lease, self.state.moment)
         lost_s = order.lost_s(lease, self.state.moment) if self._restarts(lease) else 0.0
         return lease.priority, not is_not_behind, awaited, lost_s, -group
 
     def _restarts(self, lease: Lease) -> bool:
-        """Whether a job begins again when it makes way."""
+        """Return whether a job loses its work when it makes way."""
         survival = lease.survival
         return not survival.has_checkpoint and not (survival.suspends and self.state.can_suspend(lease))
 
     def junior(self, lease: Lease, priority: int) -> Victim | None:
-        """A job of a later level as a victim for one with ``priority``, if it still holds its devices."""
+        """Return a job of a later level as a victim for a job with ``priority``.
+
+        None: it has been evicted or cannot be preempted now.
+        """
         if lease.id not in self.state.quotas.jobs[lease.project]:
             return None
         return self.victim(lease, RULES.PRIORITY if lease.priority < priority else RULES.ORDER)
 
     def _has_run(self, lease: Lease, *, by_order: bool = True) -> bool:
-        """Whether a job has reached its minimum run time; else notes when it will.
+        """Return whether a job has reached its minimum run time; if not, note when it will.
 
-        ``by_order``: the time for which no job of its project preempts it, which may be longer.
+        ``by_order``: use the time for which no job of its project preempts it, which may be longer.
         """
         settings = self.state.settings
         if by_order:
