@@ -1,8 +1,8 @@
 """Explain decisions: what could start now, which leases borrow, what each project uses.
 
 Every answer comes from the round that decides (`scheduler.SchedulingRound`) or
-from the `ClusterState` that it works on, so that it cannot differ from what
-happens.
+from the `ClusterState` that it works on, so it cannot differ from the real
+decisions.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from jupyter_gpushare.gibibytes import gibibytes
 
 # Fractions that `smaller` tries.
 _FRACTIONS = (750, 500, 250, 125)
-# What `uses` counts for each project.
+# The numbers that `uses` counts for each project.
 _COUNTED = ("held", "borrowed", "asleep", "waiting")
 _PROBE = "-"  # id of a lease that does not exist
 

@@ -1,7 +1,7 @@
-"""Kubernetes with KAI-Scheduler: what leases need from it, and what follows from what it granted.
+"""Rules for Kubernetes with KAI-Scheduler: what leases need from it, and what they do with its grants.
 
 Each lease that needs capacity has a *seat*: a pod of ours that carries the GPU request, and that KAI
-places and evicts.  `demands` says which seat each lease needs now; `reconcile` says how the seats
-there are differ from that; `follow` says what leases do because of their seats.  KAI decides about
-capacity: nothing here chooses a device or a victim.
+places and evicts.  `demands` returns the seat that each lease needs now, `reconcile` the changes to the
+existing seats, and `follow` the actions of leases because of their seats.  KAI decides about capacity:
+these rules choose neither a device nor a victim.
 """

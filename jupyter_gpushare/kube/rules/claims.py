@@ -1,13 +1,13 @@
-"""Guarantees of sessions, asleep included: KAI counts only the seats that exist.
+"""Guarantees of sessions, including suspended ones, because KAI counts only existing seats.
 
-A session keeps its guarantee while it is suspended and has no seat, so that the broker has to keep
-two sums below what KAI will give back:
+A session keeps its guarantee while it is suspended and has no seat.  So the broker must keep two sums
+within the capacity that KAI will give back:
 
-* of a project: the sessions in ``<p>-build`` fit its quota, as KAI counts sizes;
-* of a device: the guarantees on it fit the device.
+* per project: the sessions in ``<p>-build`` fit its quota, as KAI counts sizes;
+* per device: the guarantees on it fit the device.
 
-In a unit pool (`pools`), a session without a guarantee that cannot be suspended counts beside the
-guarantees on a device: no returning owner could displace it.
+In a unit pool (`pools`), a session without a guarantee that cannot be suspended counts like a
+guarantee on its devices, because no returning owner could displace it.
 """
 
 from __future__ import annotations
@@ -31,22 +31,22 @@ _ENDED = (State.RELEASED, State.FAILED, State.STOPPING)
 
 
 def claimants(cluster: Cluster) -> frozenset[str]:
-    """Return the sessions that are guaranteed their capacity.
+    """Return the sessions whose capacity is guaranteed.
 
-    Sessions that were granted as guaranteed come first, then the others, in the order of their
-    grants: no later session takes a guarantee away, and no device is guaranteed twice.
+    Sessions with a guaranteed grant come first, then the others, in the order of their grants.  So no
+    later session takes a guarantee away, and no device is guaranteed twice.
     """
     on_device = dict.fromkeys((d.uuid for d in cluster.devices), WHOLE_GPU)
     fixed = immovable(cluster)
-    left = {p.name: p.quota_milli // 10 for p in cluster.projects}
+    quota_left = {p.name: p.quota_milli // 10 for p in cluster.projects}
     sessions = [x for x in cluster.leases if x.kind is Kind.BUILD and x.state not in _ENDED]
     found: set[str] = set()
     for lease in sorted(sessions, key=lambda x: _by_grant(x, fixed)):
         counted = counted_centi(lease.size, cluster.devices)
         fits = all(held_by(lease) <= on_device.get(uuid, WHOLE_GPU) for uuid in lease.devices)
-        is_claimant = fits and counted <= left.get(lease.project, 0)
+        is_claimant = fits and counted <= quota_left.get(lease.project, 0)
         if is_claimant:
-            left[lease.project] -= counted
+            quota_left[lease.project] -= counted
             found.add(lease.id)
         if is_claimant or (fits and lease.id in fixed):
             on_device |= {uuid: on_device.get(uuid, WHOLE_GPU) - held_by(lease) for uuid in lease.devices}
@@ -92,7 +92,7 @@ def full_nodes(cluster: Cluster, size: Size, claimed: Mapping[str, int]) -> tupl
 
 
 def closed_pools(cluster: Cluster, size: Size) -> frozenset[str]:
-    """Return the nodes whose unit pool takes no lease of this size, or none at all."""
+    """Return the nodes whose unit pool takes no lease of this size."""
     return frozenset(
         device.node
         for device in cluster.devices
@@ -101,13 +101,13 @@ def closed_pools(cluster: Cluster, size: Size) -> frozenset[str]:
 
 
 def guests(lease: Lease, cluster: Cluster, claiming: frozenset[str]) -> list[Lease]:
-    """Return the leases without a guarantee that stay on capacity which ``lease`` needs to return.
+    """Return the leases without a guarantee on capacity that ``lease`` needs to return.
 
-    None, if what is free on its devices, or is being released there, is enough.
+    The list is empty if the free or leaving capacity on its devices is enough.
     """
     mine, staying = set(lease.devices), HOLDS_CAPACITY - LEAVING
-    there = [x for x in cluster.leases if x.id != lease.id and x.state in staying and mine & set(x.devices)]
-    used = {uuid: sum(held_by(x) for x in there if uuid in x.devices) for uuid in mine}
+    others = [x for x in cluster.leases if x.id != lease.id and x.state in staying and mine & set(x.devices)]
+    used = {uuid: sum(held_by(x) for x in others if uuid in x.devices) for uuid in mine}
     if all(milli + held_by(lease) <= WHOLE_GPU for milli in used.values()):
         return []
-    return [x for x in there if x.id not in claiming]
+    return [x for x in others if x.id not in claiming]

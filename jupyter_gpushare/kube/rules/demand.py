@@ -3,17 +3,17 @@
 =========================================  ==========================================================
 lease                                      demand
 =========================================  ==========================================================
-job that waits, or holds capacity          `TRAIN` at the level of its LAS queue; on no node that had no
-                                           capacity for its server lately; bound to its node once it
-                                           has processes there
-session within its guarantee               `SESSION`
-session beyond it                          `BORROWED`
-idle session that is due, and can be       `IDLE`: KAI evicts it when another lease waits
-suspended and come back
-suspended, wanted by its owner             `RETURN` within its guarantee, else `BORROWED`; bound to its
-                                           node
+job that waits or holds capacity           `TRAIN` at the level of its LAS queue; not on a node that
+                                           recently could not place its server; bound to its node once
+                                           it has processes on it
+session with a guarantee                   `SESSION`
+session without a guarantee                `BORROWED`
+idle session that is due and can be        `IDLE`: KAI evicts it when another lease waits
+suspended and return
+suspended, wanted by its owner             `RETURN` with a guarantee, else `BORROWED`; bound to its node
 holds capacity that such an owner needs    `YIELD`
-suspended and not wanted, stopping, ended  none; nor what has to wait in a unit pool (`pools`)
+suspended and not wanted, stopping, ended  none
+has to wait in a unit pool (`pools`)       none
 =========================================  ==========================================================
 """
 
@@ -38,14 +38,14 @@ from jupyter_gpushare.kube.rules.claims import (
 from jupyter_gpushare.kube.rules.seats import Demand, SeatClass, counted_centi, return_is_certain
 
 _LAS = LeastAttained(preempts=True)
-# Of leases with processes on their devices, or that are being started there.
+# States of leases whose processes run or start on their devices.
 _ALIVE = (State.GRANTED, State.RUNNING, State.RESUMING)
 _PARKED = (State.SUSPENDING, State.SUSPENDED)
 
 
 @dataclass(frozen=True, slots=True)
 class Demands:
-    """Demands by lease, and when to ask again if nothing changes until then."""
+    """Demands by lease, and the time to compute them again if nothing changes until then."""
 
     by_lease: dict[str, Demand]
     next_at: float | None = None
@@ -54,16 +54,16 @@ class Demands:
 def demands(
     cluster: Cluster, sleepable: Container[str], now: float, restarting: Container[str] = ()
 ) -> Demands:
-    """Return what every lease needs at ``now``.
+    """Return the seat that every lease needs at ``now``.
 
-    ``sleepable``: nodes on which a helper can suspend a lease now.  While news are old it is empty, so
-    that nothing becomes lendable.  ``restarting``: jobs that keep their seat while they stop.
+    ``sleepable``: nodes on which a helper can suspend a lease now.  It is empty while the state of seats
+    is stale, so that no lease becomes lendable.  ``restarting``: jobs that keep their seat while they stop.
     """
     return _Round(cluster, sleepable, now, restarting).run()
 
 
 def level(lease: Lease, cluster: Cluster, now: float) -> int:
-    """Return the priority class of a job: its LAS queue where the site's order preempts, else 0."""
+    """Return the level of a job's priority class: its LAS queue if the site's order preempts, else 0."""
     if not order_of(cluster.settings).preempts or is_starved(lease, now, cluster.settings):
         return 0
     return queue_of(attained_gpu_s(lease, now), cluster.settings)
@@ -149,12 +149,12 @@ class _Round:
         return lease.retry_at <= self._now
 
     def _jobs(self) -> Iterator[Lease]:
-        """Yield the jobs that need a seat; one that does not borrow only within its project's quota."""
+        """Yield the jobs that need a seat; jobs that do not borrow need one only within quota."""
         cluster, settings = self._cluster, self._cluster.settings
-        left = {p.name: p.quota_milli // 10 for p in cluster.projects}
+        quota_left = {p.name: p.quota_milli // 10 for p in cluster.projects}
         for lease in cluster.leases:
             if lease.id in self._claimants:
-                left[lease.project] -= counted_centi(lease.size, cluster.devices)
+                quota_left[lease.project] -= counted_centi(lease.size, cluster.devices)
         excluded = self._pooled.excluded
         jobs = [
             x for x in cluster.leases if x.kind is Kind.TRAIN and not x.cancelled and x.id not in excluded
@@ -169,9 +169,9 @@ class _Round:
                     continue
             if not lease.borrow:
                 counted = counted_centi(lease.size, cluster.devices)
-                if lease.state is State.PENDING and counted > left.get(lease.project, 0):
+                if lease.state is State.PENDING and counted > quota_left.get(lease.project, 0):
                     continue
-                left[lease.project] = left.get(lease.project, 0) - counted
+                quota_left[lease.project] = quota_left.get(lease.project, 0) - counted
             at = _LAS.leaves_at(lease, self._now, settings) if order_of(settings).preempts else None
             if at is not None:
                 self._times.append(at)
@@ -182,13 +182,13 @@ class _Round:
         return is_restarting or job.state in (*_ALIVE, *_PARKED)
 
     def _yielding(self) -> frozenset[str]:
-        """Return the leases without a guarantee that hold what a returning owner needs."""
+        """Return the leases without a guarantee that hold capacity that a returning owner needs."""
         cluster, claiming = self._cluster, self._claimants
         found = (guest.id for owner in self._owners for guest in guests(owner, cluster, claiming))
         return self._pooled.displaced.union(found)
 
     def _idling(self) -> frozenset[str]:
-        """Return the sessions that may be suspended now; the first that are due, as host memory permits."""
+        """Return the sessions that may be suspended now, the earliest due first, as host memory permits."""
         saved: dict[str, int] = {}
         for lease in self._cluster.leases:
             if lease.state in _PARKED and lease.devices:

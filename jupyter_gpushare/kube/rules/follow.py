@@ -1,4 +1,4 @@
-"""What follows from the seats: what leases do, and how seats have to change.
+"""Actions of leases because of their seats, and the changes of seats.
 
 ==================================  ====================================================
 lease and its seats                 action
@@ -6,17 +6,17 @@ lease and its seats                 action
 waiting job, a placed seat          `Grant` of the devices of the seat
 waiting job, a placed seat on a     none: `reconcile` deletes the seat
 node that it avoids
-running, no seat, or one that       `Suspend`; a job that cannot be suspended and come
-leaves                              back: `Requeue`
+running, no seat, or one that       `Suspend`; `Requeue` for a job that cannot be
+leaves                              suspended and return
 suspended job, or session that is   `Resume`
 wanted, a placed seat on its own
 devices
 suspended, a placed seat on other   none: `reconcile` deletes the seat, and the lease
-devices                             asks again later (`Misplaced`)
+devices                             retries later (`Misplaced`)
 ==================================  ====================================================
 
-A seat is placed for these rules once it is connected: only then its devices are known.  Nothing
-else is ever granted, suspended or resumed.
+For these rules a seat is placed once it is connected, because only then are its devices known.
+In no other case is a lease granted, suspended or resumed.
 """
 
 from __future__ import annotations
@@ -77,20 +77,20 @@ class Delete:
 
 
 Change = Create | Retarget | Delete
-# Leases without a process that uses a device.
-_MAY_ASK = (State.PENDING, State.SUSPENDED)
+# States of leases without a process that uses a device.
+_MAY_GET_SEAT = (State.PENDING, State.SUSPENDED)
 
 
 def live(seats: Seats, lease_id: str) -> Seat | None:
-    """Return the seat of a lease that waits or is placed; the newest if there are two."""
+    """Return the waiting or placed seat of a lease, the newest if there are several, or None."""
     found = [s for s in seats.get(lease_id, ()) if s.seating in (Seating.WAITING, Seating.PLACED)]
     return max(found, key=lambda s: (s.since_at, s.name), default=None)
 
 
 def evicted_for(seats: Seats, seat: Seat) -> tuple[Seat, ...]:
-    """Return the seats that KAI evicts for a seat, or evicted for those that it is instead of.
+    """Return the seats that KAI is evicting for a seat, or for earlier seats that it replaces.
 
-    A seat that is gone is not among them: that eviction is over.
+    Seats that are gone are left out, because their eviction is over.
     """
     names = {seat.name, *seat.instead_of}
     found = (s for mine in seats.values() for s in mine if s.evicted_for in names)
@@ -98,7 +98,10 @@ def evicted_for(seats: Seats, seat: Seat) -> tuple[Seat, ...]:
 
 
 def is_awaited(seats: Seats, seat: Seat) -> bool:
-    """Return whether a seat waits for an eviction: that goes on without it, and again for the next seat."""
+    """Return whether a seat waits for an eviction.
+
+    If the seat were deleted, KAI would finish that eviction and evict again for the next seat.
+    """
     return seat.seating is Seating.WAITING and bool(evicted_for(seats, seat))
 
 
@@ -108,20 +111,20 @@ def _connected(seats: Seats, lease_id: str) -> Seat | None:
 
 
 def misplaced_seat(lease: Lease, seats: Seats) -> Seat | None:
-    """Return the seat of a suspended lease that is on other devices than its memory returns to."""
+    """Return the seat of a suspended lease if it is not on the devices that its memory returns to."""
     seat = _connected(seats, lease.id) if lease.state is State.SUSPENDED else None
     return seat if seat is not None and set(seat.devices) != set(lease.devices) else None
 
 
 def follow(cluster: Cluster, seats: Seats, now: float) -> Plan:
-    """Return what leases do because of their seats.
+    """Return the actions of leases because of their seats.
 
-    ``seats`` holds every seat that exists: the lease of a missing seat has lost it.
+    ``seats`` must hold every existing seat: a lease whose seat is missing has lost it.
     """
     due = {x.id: a for x in cluster.leases if (a := _action(x, cluster, seats, now)) is not None}
     retry_at = {x.id: x.retry_at for x in cluster.leases if x.id in due and x.retry_at > now}
     actions = [action for lease_id, action in due.items() if lease_id not in retry_at]
-    order = {Resume: 0, Suspend: 1, Requeue: 1, Grant: 2}  # a wake goes first
+    order = {Resume: 0, Suspend: 1, Requeue: 1, Grant: 2}  # resumes come first
     return Plan(tuple(sorted(actions, key=lambda a: order[type(a)])), min(retry_at.values(), default=None))
 
 
@@ -170,15 +173,15 @@ def _is_over_quota(lease: Lease, cluster: Cluster) -> bool:
 
 
 def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> list[Change]:
-    """Return the changes that make the seats those that are needed, the most urgent first.
+    """Return the changes that turn the seats into the needed ones, the most urgent first.
 
-    What yields is patched before the return seat that it is for is created, and returns come before
-    everything else.  A running lease that lost its seat gets a new one only after it followed the
-    loss: its device memory must have left the device before it is granted again.  A return seat on
-    other devices is always deleted, and so is that of a waiting job on other nodes than it may use now.
-    A seat for which KAI evicts stays until that is over (`is_awaited`).
+    A yielding seat is patched before the return seat that it yields to is created, and returns come before
+    all other new seats.  A running lease that lost its seat gets a new one only after its suspension or
+    requeue, because its memory must leave the device before the device is granted again.  A return seat on
+    other devices is always deleted, and so is the seat of a waiting job on a node that the job may not use.
+    A seat for which KAI evicts stays until the eviction is over (`is_awaited`).
     """
-    may_ask = {x.id for x in cluster.leases if x.state in _MAY_ASK}
+    may_get_seat = {x.id for x in cluster.leases if x.state in _MAY_GET_SEAT}
     misplaced = {x.id for x in cluster.leases if misplaced_seat(x, seats) is not None}
     misplaced |= {x.id for x in cluster.leases if _is_elsewhere(x, needed.get(x.id), live(seats, x.id))}
     changes: list[Change] = []
@@ -188,12 +191,14 @@ def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> l
         changes += [Delete(s.name) for s in unneeded if not is_awaited(seats, s)]
         if keep is not None and keep.terms != (wanted := terms(needed[lease_id])):
             changes.append(Retarget(keep.name, wanted))
-    changes += [Create(d) for d in needed.values() if d.lease in may_ask and live(seats, d.lease) is None]
+    changes += [
+        Create(d) for d in needed.values() if d.lease in may_get_seat and live(seats, d.lease) is None
+    ]
     return sorted(changes, key=_urgency)
 
 
 def _is_elsewhere(lease: Lease, demand: Demand | None, seat: Seat | None) -> bool:
-    """Return whether the seat of a waiting job is on a node that it avoids, or avoids one without need."""
+    """Return whether a waiting job's seat is on a node that it avoids, or excludes one that it does not."""
     if lease.state is not State.PENDING or lease.kind is not Kind.TRAIN or demand is None or seat is None:
         return False
     if seat.seating is Seating.PLACED:
@@ -212,11 +217,11 @@ def _urgency(change: Change) -> int:
 
 
 # ---- return seats that KAI placed on other devices than those of their lease -
-# Device memory returns only to the devices that it came from.  On a node with several GPUs KAI may
-# place a return seat on another one: there it helps nothing and keeps a GPU from other work.
-# `follow.reconcile` deletes it, and the lease asks again later, each time after twice the pause.
+# Device memory returns only to the devices that it came from.  On a node with several GPUs, KAI may
+# place a return seat on another GPU, where it is useless and blocks other work.
+# `follow.reconcile` deletes the seat, and the lease retries later, each time after twice the pause.
 
-# A try holds a GPU of the node for some seconds.
+# Each retry holds a GPU of the node for some seconds.
 FIRST_PAUSE_S = 30.0
 MAX_PAUSE_S = 480.0
 
@@ -227,15 +232,15 @@ class Misplaced:
 
     seat: str
     pause_s: float
-    retry_at: float  # the lease asks for no seat before
+    retry_at: float  # before this time the lease gets no seat
 
 
 def note_misplaced(
     cluster: Cluster, seats: Seats, known: Mapping[str, Misplaced], now: float
 ) -> dict[str, Misplaced]:
-    """Return the misplaced seats by lease; ``known`` is the answer to the last call.
+    """Return the misplaced seats by lease; ``known`` is the result of the last call.
 
-    What is known of a lease is kept as long as it is suspended.
+    The entry of a lease is kept while the lease is suspended.
     """
     found: dict[str, Misplaced] = {}
     for lease in cluster.leases:
@@ -249,7 +254,7 @@ def note_misplaced(
 
 
 def delayed(cluster: Cluster, known: Mapping[str, Misplaced]) -> Cluster:
-    """Return the cluster with leases that ask for no seat before the end of their pause."""
+    """Return the cluster with leases that get no seat before the end of their pause."""
     if not known:
         return cluster
     leases = (

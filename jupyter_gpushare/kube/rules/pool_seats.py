@@ -1,7 +1,7 @@
-"""Seats of unit pools: which devices they stand for, and what the guests there do when owners return.
+"""Seats of unit pools: the devices of each seat, and the actions of guests when owners return.
 
 `assigned` gives every seat of a pool (`pools`) the devices of its lease: those it returns to, or those
-chosen for it.  A seat has none as long as its units are not free, so that `follow` waits.
+chosen for it.  A seat has no devices until its units are free, so `follow` waits.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ from jupyter_gpushare.kube.rules.seats import Seat, Seating
 
 @dataclass(frozen=True, slots=True)
 class Assigned:
-    """Seats with the devices of their leases, and what displaced guests do."""
+    """Seats with the devices of their leases, and the actions of displaced guests."""
 
     seats: Seats
     actions: tuple[Action, ...] = ()
 
 
 def assigned(cluster: Cluster, seats: Seats, now: float, starting: frozenset[str] = frozenset()) -> Assigned:
-    """Return the seats as `follow` reads them; those outside of unit pools stay as they are.
+    """Return the seats as `follow` reads them; seats outside unit pools stay unchanged.
 
     ``starting``: sessions in ``cluster`` that wait until their units are free.
     """
@@ -56,18 +56,20 @@ class _Assignment:
         self._claiming = claimants(cluster)
         self._pools = pools_of(cluster, self._claiming, starting)
         self._closed = obstacles(cluster)
-        self._devices: dict[str, tuple[str, ...]] = {}  # of seats, by lease
+        self._devices: dict[str, tuple[str, ...]] = {}  # devices of seats, by lease
         self._actions: dict[str, Action] = {}
 
     def run(self) -> Assigned:
         seated = [(x, s) for x in self._leases.values() if (s := self._seat(x)) is not None]
-        back = [(x, s.node) for x, s in seated if x.state is State.SUSPENDED and (x.wanted or _is_job(x))]
+        returning = [
+            (x, s.node) for x, s in seated if x.state is State.SUSPENDED and (x.wanted or _is_job(x))
+        ]
         for node, pool in self._pools.items():
             for each in pool.occupants:
                 if each.presence is Presence.ARRIVING:
                     self._arrive(self._leases[each.lease], node, EVERY_EXIT)
                     self._is_in(each.lease, node)
-        for lease, node in sorted(back, key=lambda x: (x[0].id not in self._claiming, x[0].id)):
+        for lease, node in sorted(returning, key=lambda x: (x[0].id not in self._claiming, x[0].id)):
             exits = EVERY_EXIT if lease.id in self._claiming else GUEST_EXITS[lease.kind]
             if self._arrive(lease, node, exits) and self._is_in(lease.id, node):
                 self._devices[lease.id] = lease.devices
@@ -80,16 +82,16 @@ class _Assignment:
         )
 
     def _seat(self, lease: Lease) -> Seat | None:
-        """Return the connected seat of a lease on a pool that counts for it."""
+        """Return the connected seat of a lease on its pool, if it has as many devices as the lease."""
         seat = live(self._seats, lease.id)
         if seat is None or seat.seating is not Seating.PLACED or seat.node not in self._pools:
             return None
-        counts = lease.devices or range(lease.size.device_count)
-        is_there = all(self._node.get(uuid) == seat.node for uuid in lease.devices)
-        return seat if is_there and len(seat.devices) == len(counts) else None
+        needed = lease.devices or range(lease.size.device_count)
+        is_on_node = all(self._node.get(uuid) == seat.node for uuid in lease.devices)
+        return seat if is_on_node and len(seat.devices) == len(needed) else None
 
     def _arrive(self, lease: Lease, node: str, exits: frozenset[Exit]) -> bool:
-        """Let a granted lease have its own units, and displace the guests there; False: it has to wait."""
+        """Give a granted lease its own units and displace guests on them; return False if it must wait."""
         pool = self._pools[node]
         placement = pool.bring_back(lease.id, exits)
         if placement is None:
@@ -102,14 +104,14 @@ class _Assignment:
         return True
 
     def _is_in(self, lease: str, node: str) -> bool:
-        """Return whether an arriving lease has its units now; the next one then finds them in use."""
+        """Return whether the units of an arriving lease are free now; if so, mark them as used."""
         is_free = self._pools[node].is_free(lease)
         if is_free:
             self._pools[node] = self._pools[node].now(lease, Presence.AWAKE)
         return is_free
 
     def _displace(self, guest: str, pool: Pool, owner: str) -> None:
-        """Note what a displaced guest does; one without an exit loses its seat (`follow`)."""
+        """Add the action of a displaced guest; a guest without an exit loses its seat (`follow`)."""
         lease, occupant = self._leases[guest], pool.of(guest)
         if occupant is None or lease.retry_at > self._now:
             return
@@ -119,7 +121,7 @@ class _Assignment:
             self._actions[guest] = Suspend(guest, Why.LENDER_RETURNED, owner)
 
     def _place(self, lease: Lease, node: str) -> None:
-        """Give a new job units, if enough are free."""
+        """Give a new job units if enough are free."""
         fits = node not in self._closed and all(
             device.demand_milli(lease.size) <= WHOLE_GPU
             for device in self._cluster.devices

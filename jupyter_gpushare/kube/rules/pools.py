@@ -1,17 +1,16 @@
-"""Unit pools on Kubernetes: the seats of a node with several GPUs only count there.
+"""Unit pools on Kubernetes: on some nodes with several GPUs, seats only count units.
 
-A node that an administrator labels ``gpushare.jupyter.org/units: "s"`` is a pool (`core.units`): which
-GPU KAI or the kubelet names is no news, and leases get GPUs from us.  A lease's GPUs are
-`Lease.devices`, as everywhere, and nothing else is stored.
+An administrator makes a node a pool (`core.units`) with the label ``gpushare.jupyter.org/units: "s"``.
+On a pool the broker chooses the GPUs of leases and ignores the GPU that KAI or the kubelet names.  A
+lease's GPUs are `Lease.devices`, as everywhere, and nothing else is stored.
 
 ===============================================  =================================================
 a pool                                           grants and lends
 ===============================================  =================================================
-of equal GPUs, whose leases are whole units and  leases of s = 1: whole GPUs, else of exactly 1/s
+of equal GPUs, whose leases are whole units and  whole GPUs if s = 1, else exactly 1/s of a GPU
 where no other pod has a GPU
-any other                                        nothing: no new seat is placed there and no session
-                                                 is lent, until that is over; what was suspended
-                                                 returns
+any other                                        nothing: for that time no new seat is placed on it
+                                                 and no session is lent; suspended leases return
 ===============================================  =================================================
 """
 
@@ -36,25 +35,25 @@ from jupyter_gpushare.kube.rules.seats import Demand, SeatClass
 
 LABEL = "gpushare.jupyter.org/units"
 UNITS = (1, 2, 4, 8)
-# A session without a guarantee that returns; a job displaces no lease.
+# The exits of guests that a returning lease without a guarantee may displace; a job displaces none.
 GUEST_EXITS = {Kind.BUILD: frozenset({Exit.RESTART}), Kind.TRAIN: frozenset[Exit]()}
 
 
 def marked(cluster: Cluster, labels: Mapping[str, str], foreign: Mapping[str, str]) -> Cluster:
-    """Return the cluster with the unit pool of each device.
+    """Return the cluster with the units and pool obstacle of each device.
 
-    ``labels``: values of the label, by node.  ``foreign``: pods that have GPUs without being ours, by
-    node, as a sentence has them.
+    ``labels``: values of the label, by node.  ``foreign``: the sentence about GPU pods that are not ours,
+    by node.
     """
     if not labels:
         return cluster
-    on: dict[str, list[Device]] = {}
+    on_node: dict[str, list[Device]] = {}
     for device in cluster.devices:
-        on.setdefault(device.node, []).append(device)
-    said = {node: _units_of(labels[node], mine) for node, mine in on.items() if node in labels}
+        on_node.setdefault(device.node, []).append(device)
+    found = {node: _units_of(labels[node], mine) for node, mine in on_node.items() if node in labels}
     devices = tuple(
-        replace(d, units=said[d.node][0], pool_obstacle=said[d.node][1] or foreign.get(d.node, ""))
-        if d.node in said
+        replace(d, units=found[d.node][0], pool_obstacle=found[d.node][1] or foreign.get(d.node, ""))
+        if d.node in found
         else d
         for d in cluster.devices
     )
@@ -62,7 +61,7 @@ def marked(cluster: Cluster, labels: Mapping[str, str], foreign: Mapping[str, st
 
 
 def _units_of(label: str, devices: list[Device]) -> tuple[int, str]:
-    """Return the units of each GPU and why the pool is closed."""
+    """Return the units of each GPU, and why the pool is closed ("" if it is open)."""
     units = next((n for n in UNITS if str(n) == label), 0)
     if not units:
         return 0, f"its label {LABEL} is {label!r}: write 1, 2, 4 or 8"
@@ -81,20 +80,20 @@ def _with_odd_leases(cluster: Cluster) -> Cluster:
         for uuid in lease.devices
         if uuid in device_of and device_of[uuid].demand_milli(lease.size) > WHOLE_GPU
     }
-    said = "it has leases of other sizes: they have to end first"
+    reason = "it has leases of other sizes: they have to end first"
     devices = (
-        replace(d, pool_obstacle=d.pool_obstacle or said) if d.node in odd else d for d in cluster.devices
+        replace(d, pool_obstacle=d.pool_obstacle or reason) if d.node in odd else d for d in cluster.devices
     )
     return replace(cluster, devices=tuple(devices)) if odd else cluster
 
 
 def obstacles(cluster: Cluster) -> dict[str, str]:
-    """Return the closed pools, by node, each with its reason."""
+    """Return the reason of each closed pool, by node."""
     return {d.node: d.pool_obstacle for d in cluster.devices if d.pool_obstacle}
 
 
 def takes(cluster: Cluster, size: Size) -> bool:
-    """Return whether any node takes leases of this size, as far as units go."""
+    """Return whether the units of any node allow leases of this size."""
     return any(not d.units or d.demand_milli(size) <= WHOLE_GPU for d in cluster.devices)
 
 
@@ -105,14 +104,14 @@ def is_in_pool(lease: Lease, devices: Iterable[Device]) -> bool:
 
 def keeps(demand: Demand, node: str, cluster: Cluster) -> bool:
     """Return whether a session that starts on a pool gets units that no other lease claims."""
-    here = (device for device in cluster.devices if device.node == node)
-    return demand.seat_class is SeatClass.SESSION or not all(device.suspendable for device in here)
+    devices = (device for device in cluster.devices if device.node == node)
+    return demand.seat_class is SeatClass.SESSION or not all(device.suspendable for device in devices)
 
 
 def pools_of(
     cluster: Cluster, claiming: frozenset[str], arriving: frozenset[str] = frozenset()
 ) -> dict[str, Pool]:
-    """Return the unit pools by node; ``arriving``: leases that were granted, and wait for their units."""
+    """Return the unit pools by node; ``arriving``: granted leases that wait for their units."""
     device_of = {device.uuid: device for device in cluster.devices if device.units}
     found: dict[str, Pool] = {}
     for device in device_of.values():
@@ -154,10 +153,10 @@ def _exit(lease: Lease, *, can_park: bool) -> Exit:
 
 @dataclass(frozen=True, slots=True)
 class Returns:
-    """What returning owners mean for the guests of unit pools.
+    """Effect of returning owners on the guests of unit pools.
 
-    ``excluded``: guests that get no seat: suspended ones without free units, and ones on the units of
-    an owner that can neither be suspended nor restarted.
+    ``excluded``: guests that get no seat.  They are suspended and have no free units, or they are on the
+    units of an owner and can be neither suspended nor restarted.
     """
 
     displaced: frozenset[str] = frozenset()
@@ -165,25 +164,25 @@ class Returns:
 
 
 def returns(cluster: Cluster, claiming: frozenset[str], owners: Iterable[Lease]) -> Returns:
-    """Return what owners that want their units back mean for guests."""
+    """Return the effect of owners that want their units back on guests."""
     found = pools_of(cluster, claiming, frozenset(owner.id for owner in owners))
     leases = {lease.id: lease for lease in cluster.leases} if found else {}
     displaced: set[str] = set()
     excluded: set[str] = set()
     for pool in found.values():
-        left = pool
+        rest = pool
         for each in pool.occupants:
-            if each.presence is Presence.ARRIVING and (placement := left.bring_back(each.lease)):
+            if each.presence is Presence.ARRIVING and (placement := rest.bring_back(each.lease)):
                 displaced.update(placement.displaced)
                 for guest in placement.displaced:
-                    left = left.now(guest, Presence.LEAVING)
+                    rest = rest.now(guest, Presence.LEAVING)
         excluded |= {x.lease for x in pool.occupants if x.lease in displaced and x.exit is Exit.NONE}
-        excluded |= {x.lease for x in left.occupants if not x.claims and _is_blocked(leases[x.lease], left)}
+        excluded |= {x.lease for x in rest.occupants if not x.claims and _is_blocked(leases[x.lease], rest)}
     return Returns(frozenset(displaced), frozenset(excluded))
 
 
 def _is_blocked(guest: Lease, pool: Pool) -> bool:
-    """Return whether a guest that is parked, or is being parked, has to wait for its units."""
+    """Return whether a guest that is suspended or being suspended must wait for its units."""
     if guest.state not in (State.SUSPENDED, State.SUSPENDING):
         return False
     return pool.bring_back(guest.id, GUEST_EXITS[guest.kind]) is None

@@ -3,29 +3,29 @@
 ==========  ================  ====================  ==================  =================================
 class       queue             priority class        preemptibility      of which leases
 ==========  ================  ====================  ==================  =================================
-`SESSION`   ``<p>-build``     gpushare-session      ``non-preemptible``  session within its guarantee
+`SESSION`   ``<p>-build``     gpushare-session      ``non-preemptible``  session with a guarantee
 `RETURN`    return root, leaf gpushare-session      ``non-preemptible``  the same, until it is back
-`BORROWED`  ``<p>-train``     gpushare-borrowed     ``preemptible``      session beyond it
+`BORROWED`  ``<p>-train``     gpushare-borrowed     ``preemptible``      session without a guarantee
 `TRAIN`     ``<p>-train``     gpushare-train-LEVEL  ``preemptible``      job
 `IDLE`      idle root, leaf   gpushare-idle         ``preemptible``      idle session that can be suspended
 `YIELD`     idle root, leaf   gpushare-yield        ``preemptible``      in the way of a returning owner
 ==========  ================  ====================  ==================  =================================
 
-The three fields belong to the seat's PodGroup and change in one patch.  ``preemptible`` is said
-always: KAI otherwise takes it from the value of the priority class.
+The three fields belong to the seat's PodGroup and change in one patch.  ``preemptible`` is always
+set, because KAI otherwise derives it from the value of the priority class.
 
-A return has a root of its own because KAI compares the roots first, and places a project that is
-within its quota before one that is beyond it.  A session beyond the quota on another node would put
-the return behind every job that waits within the quota of its project, the one that yields included.
-Each would take the freed GPU, yield and be evicted in its turn.  That the return is within its
-project's quota is what its guarantee says (`claims`).
+A return has its own root because KAI compares the roots first, and places a project within its quota
+before a project beyond it.  Otherwise a session beyond quota on another node would put the return
+behind every job that waits within the quota of its project, even the yielding job.  Each of them would
+take the freed GPU, yield, and be evicted in turn.  The guarantee of the return ensures that it is
+within its project's quota (`claims`).
 
 KAI counts a fraction of a GPU against queues in hundredths, rounded to the nearest, and adds them up
-as floats in random order; it compares them with a device as whole MiB (v0.16.8,
+as floats in random order.  It compares them with a device as whole MiB (v0.16.8,
 ``pkg/scheduler/api/resource_info/gpu_resource_requirment.go:265-269``,
-``pkg/scheduler/api/node_info/node_info.go:611-617``).  Binary fractions are therefore not exact
-there: 1/8 counts 0.13.  So a request says exactly what was asked, and what is promised against a
-quota is counted as KAI counts it (`counted_centi`).
+``pkg/scheduler/api/node_info/node_info.go:611-617``).  So binary fractions are not exact: 1/8 counts
+0.13.  A request therefore has the exact size, and guarantees against a quota are counted as KAI counts
+them (`counted_centi`).
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ IDLE_LEAF = "gpushare-idle-sessions"
 YIELD_LEAF = "gpushare-yield"
 RETURN_ROOT = "gpushare-return"
 RETURN_LEAF = "gpushare-return-sessions"
-# KAI takes a request of at most a hundredth for none (gpu_resource_requirment.go:20,89-92).
-LEAST_MILLI = 15
+# KAI treats a request of at most a hundredth as no request (gpu_resource_requirment.go:20,89-92).
+MIN_MILLI = 15
 _MIB = 1 << 20
 # A project's queues are `<p>`, `<p>-build` and `<p>-train`: names of at most 63 characters, and labels.
 _PROJECT = re.compile(r"[a-z]([-a-z0-9]{0,55}[a-z0-9])?")
@@ -55,13 +55,13 @@ class Seating(enum.StrEnum):
     """State of a seat."""
 
     WAITING = "waiting"  # KAI has not placed it
-    PLACED = "placed"  # holds capacity of its node
-    LEAVING = "leaving"  # evicted or deleted; holds its capacity until it is gone
-    GONE = "gone"  # its pod ended without being asked
+    PLACED = "placed"  # it holds capacity of its node
+    LEAVING = "leaving"  # evicted or deleted; it holds its capacity until it is gone
+    GONE = "gone"  # its pod ended by itself
 
 
 class SeatClass(enum.StrEnum):
-    """On what terms KAI schedules a seat."""
+    """Class of the terms on which KAI schedules a seat."""
 
     SESSION = "session"
     RETURN = "return"
@@ -73,7 +73,7 @@ class SeatClass(enum.StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Fields of a PodGroup that say how KAI schedules it."""
+    """Fields of a PodGroup by which KAI schedules it."""
 
     queue: str
     priority_class: str
@@ -88,15 +88,15 @@ class Demand:
     project: str
     seat_class: SeatClass
     size: Size
-    level: int = 0  # of a job: its LAS queue
-    node: str = ""  # its processes live there
-    not_nodes: tuple[str, ...] = ()  # guarantees there are full, or its server did not fit there
-    instead_of: tuple[str, ...] = ()  # names of seats that were given up: what KAI evicts for them is for it
+    level: int = 0  # the LAS queue of a job
+    node: str = ""  # the node of its processes
+    not_nodes: tuple[str, ...] = ()  # nodes with no guarantee left, or that could not place its server
+    instead_of: tuple[str, ...] = ()  # names of replaced seats; KAI's evictions for them are for this seat
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """GPU request of a seat: exactly one of the three is not 0."""
+    """GPU request of a seat; exactly one of the three fields is not 0."""
 
     fraction_milli: int = 0  # annotation ``gpu-fraction``, in thousandths
     memory_mib: int = 0  # annotation ``gpu-memory``
@@ -110,22 +110,22 @@ class Request:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seat:
-    """What KAI and the nodes say about one seat."""
+    """State of one seat, as KAI and the nodes report it."""
 
     name: str
     lease: str
     seating: Seating
     terms: Terms
     node: str = ""
-    not_nodes: tuple[str, ...] = ()  # as its demand said when it was created
+    not_nodes: tuple[str, ...] = ()  # of its demand when it was created
     devices: tuple[str, ...] = ()  # UUIDs; empty until the seat is connected to the helper of its node
-    since_at: float = 0.0  # created; in Unix time, as `ends_at`
+    since_at: float = 0.0  # creation, in Unix time, as `ends_at`
     why: Why | None = None  # KAI's reason that it waits
-    asks: Request | None = None  # None: its pod is gone, or asks for no GPU
-    is_binding: bool = False  # KAI has chosen its node, where it may have to reserve a GPU first
-    instead_of: tuple[str, ...] = ()  # as its demand said
+    asks: Request | None = None  # None: its pod is gone or requests no GPU
+    is_binding: bool = False  # KAI has chosen its node and may have to reserve a GPU on it first
+    instead_of: tuple[str, ...] = ()  # of its demand
     evicted_for: str = ""  # name of the seat for which KAI evicts this one
-    ends_at: float = 0.0  # its pod is killed then; of a seat that leaves
+    ends_at: float = 0.0  # time at which the pod of a leaving seat is killed
 
 
 def terms(demand: Demand) -> Terms:
@@ -146,10 +146,10 @@ def terms(demand: Demand) -> Terms:
 
 
 def check_project(name: str) -> str:
-    """Return the name of a project that can be a queue's.
+    """Return ``name`` if a queue can have this name of a project.
 
     Raises:
-        InvalidRequest: not a DNS label of at most 57 characters, or a name of ours.
+        InvalidRequest: it is not a DNS label of at most 57 characters, or it begins with ``gpushare``.
     """
     if not _PROJECT.fullmatch(name) or name.startswith("gpushare"):
         raise InvalidRequest(
@@ -161,35 +161,36 @@ def check_project(name: str) -> str:
 
 
 def request(size: Size, devices: Iterable[Device]) -> Request:
-    """Return what a seat of this size asks KAI for.
+    """Return the GPU request of a seat of this size.
 
-    An amount of memory is scaled up by the reserve of the devices: KAI hands out all of a device's
-    memory, and leases get it without the reserve.
+    An amount of memory is scaled up by the reserve of the devices, because KAI hands out all memory of a
+    device and leases get it without the reserve.
 
     Raises:
-        InvalidRequest: a MIG instance, or less than KAI counts.
+        InvalidRequest: the size is a MIG instance, or less than KAI counts.
     """
     if size.profile:
         raise InvalidRequest("a MIG instance cannot be requested on Kubernetes: ask for a part of a GPU")
     if size.memory_bytes:
         scales = [(d.memory_bytes, d.grantable_bytes) for d in devices if d.grantable_bytes > 0]
-        most = max(
-            (-(-size.memory_bytes * all_ // given) for all_, given in scales), default=size.memory_bytes
+        scaled_bytes = max(
+            (-(-size.memory_bytes * total // grantable) for total, grantable in scales),
+            default=size.memory_bytes,
         )
-        return Request(memory_mib=-(-most // _MIB))
+        return Request(memory_mib=-(-scaled_bytes // _MIB))
     if size.device_count > 1 or size.fraction_milli == WHOLE_GPU:
         return Request(gpus=size.device_count)
-    if size.fraction_milli < LEAST_MILLI:
+    if size.fraction_milli < MIN_MILLI:
         raise InvalidRequest(
             "%1 GPU is too small a part on Kubernetes: at least %2",
             f"{size.fraction_milli / WHOLE_GPU:g}",
-            f"{LEAST_MILLI / WHOLE_GPU:g}",
+            f"{MIN_MILLI / WHOLE_GPU:g}",
         )
     return Request(fraction_milli=size.fraction_milli)
 
 
 def counted_centi(size: Size, devices: Iterable[Device]) -> int:
-    """Return how many hundredths of a GPU KAI counts against a queue, at most, for a seat of this size."""
+    """Return the maximum hundredths of a GPU that KAI counts against a queue for a seat of this size."""
     if size.memory_bytes:
         return max((-(-d.demand_milli(size) // 10) for d in devices if not d.units), default=100)
     return (size.fraction_milli + 5) // 10 * size.device_count
@@ -198,9 +199,8 @@ def counted_centi(size: Size, devices: Iterable[Device]) -> int:
 def return_is_certain(lease: Lease, devices: Iterable[Device]) -> bool:
     """Return whether a suspended lease gets its own devices back with any seat on its node.
 
-    So it is on a node with one GPU, in a unit pool, and for a lease of all GPUs of its node: elsewhere
-    KAI may place the seat on another GPU of the node, and device memory only returns to the GPU that it
-    came from.
+    It does on a node with one GPU, in a unit pool, and if it has all GPUs of its node.  Otherwise KAI may
+    place the seat on another GPU of the node, but device memory returns only to the GPU that it came from.
     """
     known = tuple(devices)
     mine = [device for device in known if device.uuid in lease.devices]
