@@ -1,11 +1,11 @@
-"""Fill a cluster with pods that request parts of GPUs, until more is requested than exists.
+"""Fill a cluster with pods that request parts of GPUs, until they request more than exists.
 
-The set-up of the published comparison (FGD, USENIX ATC'23; the openb trace of
-2023): the pods of the list are shuffled, and more are drawn from it at random,
-until the GPUs asked for reach `LOAD` of the cluster.  They arrive one by one,
-never leave, and are dropped when they do not fit.  CPU, memory and the model of
-GPU bind as well.  What is compared is how much of all GPUs is allocated once as
-much as the cluster has was asked for.
+This is the set-up of the published comparison (FGD, USENIX ATC'23; the openb trace
+of 2023).  The pods of the list are shuffled, and more pods are drawn from it at
+random until the requested GPUs reach `LOAD` of the cluster.  Pods arrive one by one,
+never leave, and are dropped if they do not fit.  CPU, memory and GPU model bind as
+well.  The comparison is about the allocated part of all GPUs when the requests
+reach the capacity of the cluster.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from math import exp
 from jupyter_gpushare.core.model import WHOLE_GPU
 from jupyter_gpushare.sim.traces import Stock, TracePod
 
-# GPUs asked for, of what the cluster has, when the last pod has come.
+# The requested GPUs, as a part of the cluster's, when the last pod has arrived.
 LOAD = 1.3
 
 
-# The least of these is taken: (score, what is left), or None where the pod does not fit.
+# (score, rest of the node), of which the least is taken; None if the pod does not fit.
 Choice = tuple[tuple[float, ...], Stock] | None
 Choose = Callable[[Stock, TracePod], Choice]
 
@@ -34,35 +34,37 @@ Choose = Callable[[Stock, TracePod], Choice]
 class Filled:
     """Allocation over a run."""
 
-    pods: int  # that arrived
+    pods: int  # number of arrived pods
     dropped: int
     gpus: int
-    asked_percent: tuple[float, ...]  # after each pod that asks for a GPU, of all GPUs
+    requested_percent: tuple[float, ...]  # of all GPUs, after each pod that requests a GPU
     allocated_percent: tuple[float, ...]
 
-    def allocated_at(self, asked_percent: float) -> float:
-        """Return the per cent of all GPUs allocated when ``asked_percent`` was first requested."""
-        pairs = zip(self.asked_percent, self.allocated_percent, strict=True)
-        return next((got for asked, got in pairs if asked >= asked_percent), self.allocated_percent[-1])
+    def allocated_at(self, percent: float) -> float:
+        """Return the percentage of all GPUs allocated when the requests first reached ``percent``."""
+        pairs = zip(self.requested_percent, self.allocated_percent, strict=True)
+        return next(
+            (allocated for requested, allocated in pairs if requested >= percent), self.allocated_percent[-1]
+        )
 
 
 def arrivals(pods: Sequence[TracePod], capacity_milli: int, rng: random.Random) -> list[TracePod]:
-    """Return the pods in the order of one run: all, shuffled, then drawn until the load is reached.
+    """Return the pods in the order of one run: all pods shuffled, then pods drawn up to the load.
 
-    Each pod occurs once where none of them requests a GPU.
+    If no pod requests a GPU, each pod occurs once.
     """
     arriving = list(pods)
     rng.shuffle(arriving)
-    asked = sum(p.gpus * p.gpu_milli for p in arriving)
-    while 0 < asked < LOAD * capacity_milli:
+    requested = sum(p.gpus * p.gpu_milli for p in arriving)
+    while 0 < requested < LOAD * capacity_milli:
         pod = rng.choice(pods)
         arriving.append(pod)
-        asked += pod.gpus * pod.gpu_milli
+        requested += pod.gpus * pod.gpu_milli
     return arriving
 
 
 def options(stock: Stock, pod: TracePod) -> list[Stock]:
-    """Return the possible rests of a node after placing ``pod``; empty: it does not fit."""
+    """Return the possible rests of a node after placing ``pod``; none if it does not fit."""
     cpu, memory = stock.cpu_milli - pod.cpu_milli, stock.memory_mib - pod.memory_mib
     if cpu < 0 or memory < 0 or (pod.models and stock.model not in pod.models):
         return []
@@ -70,10 +72,10 @@ def options(stock: Stock, pod: TracePod) -> list[Stock]:
     if not pod.gpus:
         return [Stock(stock.model, cpu, memory, free)]
     if pod.gpus > 1:
-        left = len(free) - pod.gpus
-        if left < 0 or free[left] < WHOLE_GPU:
+        kept = len(free) - pod.gpus
+        if kept < 0 or free[kept] < WHOLE_GPU:
             return []
-        return [Stock(stock.model, cpu, memory, tuple(sorted(free[:left] + (0,) * pod.gpus)))]
+        return [Stock(stock.model, cpu, memory, tuple(sorted(free[:kept] + (0,) * pod.gpus)))]
     found = []
     for value in dict.fromkeys(v for v in free if v >= pod.gpu_milli):
         rest = list(free)
@@ -84,14 +86,14 @@ def options(stock: Stock, pod: TracePod) -> list[Stock]:
 
 
 def best_fit(stock: Stock, pod: TracePod) -> Choice:
-    """Score by the rest of CPU and GPU together: best fit on the node, then on its GPUs."""
+    """Return a choice scored by the rest of CPU and GPU: best fit on the node, then on its GPUs."""
     able = options(stock, pod)
     if not able:
         return None
-    return (_left(able[0]),), able[0]  # options come with the tightest GPU first
+    return (_rest(able[0]),), able[0]  # the first option has the tightest GPU
 
 
-def _left(stock: Stock) -> float:
+def _rest(stock: Stock) -> float:
     return stock.cpu_milli / _CPU_SCALE + sum(stock.gpu_milli) / _GPU_SCALE
 
 
@@ -101,11 +103,10 @@ _GPU_SCALE = 8 * WHOLE_GPU
 
 
 def planner(stock: Stock, pod: TracePod) -> Choice:
-    """The planner's own placement (`core.placement`): best fit on GPUs, then on their node.
+    """Return the choice of the planner's placement (`core.placement`): best fit on GPUs, then on nodes.
 
-    CPU and memory only bind: the planner does not place them.  A pod for several
-    GPUs goes to the node with the fewest empty ones, a pod without goes where
-    `best_fit` puts it.
+    CPU and memory only bind: the planner does not place them.  A pod for several GPUs
+    goes to the node with the fewest empty GPUs; `best_fit` places a pod without GPUs.
     """
     able = options(stock, pod)
     if not able or not pod.gpus:
@@ -116,42 +117,45 @@ def planner(stock: Stock, pod: TracePod) -> Choice:
     return (min(v for v in stock.gpu_milli if v >= pod.gpu_milli) - pod.gpu_milli, free), able[0]
 
 
-# ---- fragmentation gradient descent (FGD): place a pod where it leaves most for the pods to come
-# After Weng et al., "Beware of Fragmentation" (USENIX ATC'23), on GPUs alone.  For one
-# kind of pod the *fragment* of a node is the free GPU that such a pod cannot use there: all
-# of it if the node has too few GPUs for the pod, else what lies on GPUs with less than the
-# pod needs of one.  The fragment of a node is the mean over the load.
+# ---- fragmentation gradient descent (FGD): place a pod where it leaves the most for later pods
+# After Weng et al., "Beware of Fragmentation" (USENIX ATC'23), on GPUs alone.  For one kind
+# of pod the *fragment* of a node is the free GPU capacity that such a pod cannot use: all of
+# it if the node has too few GPUs for the pod, else the capacity on GPUs that have less than
+# the pod needs of one GPU.  The fragment of a node is the mean over the load.
 #
-# Scores are whole numbers from 0 to 100, as in the published scheduler, and that
-# matters: nodes tie, and ties go to the best fit, which packs.
+# Scores are whole numbers from 0 to 100, as in the published scheduler.  This matters: nodes
+# tie, and ties go to the best fit, which packs.
 
 
 class Fragments:
-    """Fragments of nodes for the kinds of ``pods``, each as often as it occurs; they are cached."""
+    """Cached fragments of nodes for the kinds of ``pods``, weighted by their frequency."""
 
     def __init__(self, pods: Iterable[TracePod]) -> None:
-        often = Counter((pod.gpu_milli, pod.gpus) for pod in pods if pod.gpus)
-        total = often.total()
-        self._kinds = [(*kind, count / total) for kind, count in sorted(often.items())]
+        counts = Counter((pod.gpu_milli, pod.gpus) for pod in pods if pod.gpus)
+        total = counts.total()
+        self._kinds = [(*kind, count / total) for kind, count in sorted(counts.items())]
         self.milli = cache(self._milli)
 
     def _milli(self, gpus: tuple[int, ...]) -> float:
-        """Expected fragment of a node with ``gpus`` free thousandths on its GPUs, ascending."""
+        """Return the mean fragment of a node; ``gpus``: free thousandths of its GPUs, ascending."""
         usable = 0.0
-        for gpu_milli, gpu_count, often in self._kinds:
+        for gpu_milli, gpu_count, frequency in self._kinds:
             able = [free for free in gpus if free >= gpu_milli]
             if sum([free // gpu_milli for free in able]) >= gpu_count:
-                usable += often * sum(able)
+                usable += frequency * sum(able)
         return sum(gpus) - usable
 
 
 def score(before: float, after: float) -> int:
-    """Score, from 0 to 100, of a fragment that becomes ``after``; 50: no difference."""
+    """Return the score, from 0 to 100, of a change of a fragment; 50 means no change."""
     return int(100 / (1 + exp((after - before) / WHOLE_GPU)))
 
 
 def fgd(pods: Sequence[TracePod]) -> Choose:
-    """Fragmentation gradient descent for a load like ``pods``; pods of several GPUs as by `planner`."""
+    """Return the placement by fragmentation gradient descent for a load like ``pods``.
+
+    `planner` places pods of several GPUs.
+    """
     fragments = Fragments(pods)
 
     def choose(stock: Stock, pod: TracePod) -> Choice:
@@ -169,30 +173,30 @@ def fgd(pods: Sequence[TracePod]) -> Choose:
 
 
 def fill(nodes: Sequence[Stock], pods: Sequence[TracePod], placement: Choose | None, seed: int) -> Filled:
-    """Return how the cluster filled; ``placement`` None: a random node, there a random GPU."""
+    """Return how the cluster filled; with ``placement`` None, on random nodes and their random GPUs."""
     rng = random.Random(seed)  # noqa: S311 - a repeatable order, no secret
     capacity = sum(sum(node.gpu_milli) for node in nodes)
     fleet = _Fleet(nodes, placement, rng)
-    asked = given = dropped = 0
-    asked_percent, allocated_percent = [], []
+    requested = allocated = dropped = 0
+    requested_percent, allocated_percent = [], []
     arriving = arrivals(pods, capacity, rng)
     for pod in arriving:
         size = pod.gpus * pod.gpu_milli
-        asked += size
+        requested += size
         if fleet.place(pod):
-            given += size
+            allocated += size
         else:
             dropped += 1
         if size:
-            asked_percent.append(100 * asked / capacity)
-            allocated_percent.append(100 * given / capacity)
+            requested_percent.append(100 * requested / capacity)
+            allocated_percent.append(100 * allocated / capacity)
     return Filled(
-        len(arriving), dropped, capacity // WHOLE_GPU, tuple(asked_percent), tuple(allocated_percent)
+        len(arriving), dropped, capacity // WHOLE_GPU, tuple(requested_percent), tuple(allocated_percent)
     )
 
 
 class _Fleet:
-    """Nodes grouped by their stock, so that equal nodes are judged once."""
+    """Nodes grouped by their stock, so that equal nodes are scored once."""
 
     def __init__(self, nodes: Sequence[Stock], placement: Choose | None, rng: random.Random) -> None:
         self._placement = cache(placement) if placement is not None else None

@@ -1,19 +1,18 @@
 """Metrics of a replay: completion and queue times, allocation, utilization, lending, fairness.
 
-A `ReplayMeter` receives every change (`core.replay.Watcher`) and integrates what is
-held between changes.  Terms:
+A `ReplayMeter` receives every change (`core.replay.ReplayWatcher`) and integrates the
+held capacity between changes.  Terms:
 
 * *completion*: from submission to the end; *queue*: the part of it without GPUs;
 * *allocation*: held GPU time over all GPU time; *utilization*: the part of all
   GPU time in which jobs make progress or cells run;
-* *idle*: GPU time of sessions between the end of a cell and the next; it is
-  *available* once the session may be suspended, needed or not, and *used* where
-  a job runs on the devices of a suspended session;
+* *idle*: GPU time of sessions between the end of a cell and the next cell; it is
+  *available* once the session may be suspended, needed or not, and *used* while a
+  job runs on the devices of a suspended session;
 * *delayed*: a cell that found its GPU lent;
-* *with a guest*: GPU time in which a guest runs; it is no part of allocation and utilization, which are
-  its host's;
-* *speed of a host*: its work over all the time for which it ran; *beside*: while it had a guest, by time;
-* *owed*: a project has a job waiting that its quota covers.
+* *with a guest*: GPU time in which a guest runs; allocation and utilization count only its host;
+* *speed of a host*: its work divided by the time that it ran; *beside*: only while it had a guest;
+* *owed*: a project has a waiting job that its quota covers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ from jupyter_gpushare.core.model import (
 from jupyter_gpushare.core.pairs import PairDecision, PairVerdict
 from jupyter_gpushare.core.replay import CellRun, ReplayWatcher
 
-# A job that goes from the one to the other is preempted; what takes no time is reported in one step.
+# A job that changes from the first to the second is preempted; a change without duration is one step.
 _PRESENT = HOLDS_CAPACITY - LEAVING
 _PREEMPTED = LEAVING | {State.PENDING, State.SUSPENDED}
 HOUR_S = 3600.0
@@ -48,13 +47,13 @@ DAY_HOURS = 24
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least ``percent`` of the values do not exceed; 0 of none."""
+    """Return the smallest value that at least ``percent`` of the values do not exceed; 0 without values."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)] if ordered else 0.0
 
 
 class Curve:
-    """A quantity over time: its rate changes at moments, its integral is kept per hour."""
+    """A quantity over time with a piecewise constant rate; its integral is kept per hour."""
 
     def __init__(self) -> None:
         self.rate = 0.0
@@ -78,8 +77,8 @@ class ProjectMeter:
 
     project: Project
     held: Curve = field(default_factory=Curve)
-    waiting: Curve = field(default_factory=Curve)  # rate 1 while a job of it waits
-    sizes: Counter[int] = field(default_factory=Counter)  # of its waiting jobs, thousandths
+    waiting: Curve = field(default_factory=Curve)  # rate 1 while one of its jobs waits
+    sizes: Counter[int] = field(default_factory=Counter)  # sizes of its waiting jobs, in thousandths
     use_milli: int = 0
     owed_since_at: float | None = None
     longest_owed_s: float = 0.0
@@ -107,19 +106,19 @@ class ReplayMeter(ReplayWatcher):
         self.waits_s: list[float] = []  # one per cell
         self.idle_gpu_s = 0.0
         self.available_gpu_s = 0.0
-        self.lent = Curve()  # GPUs of sleeping sessions that others hold
-        self.guests = Curve()  # guests that run
-        self.parted = 0  # pairs, by their trial
+        self.lent = Curve()  # GPUs of sleeping sessions that jobs hold
+        self.guests = Curve()  # running guests
+        self.parted = 0  # number of pairs that their trial parted
         self._hosts: set[str] = set()
-        self._beside_s: dict[float, float] = {}  # seconds of hosts with a guest, by their speed
-        self._ran: dict[str, tuple[float, float]] = {}  # seconds and work of a job, as a guest left out
+        self._beside_s: dict[float, float] = {}  # seconds of hosts with a guest, by the host's speed
+        self._ran: dict[str, tuple[float, float]] = {}  # seconds and work of a job, except as a guest
         self._waits_since_at: dict[str, float] = {}
         self._waited_s: dict[str, float] = {}
-        self._idle: dict[str, tuple[float, float]] = {}  # since, and the moment of eligibility
+        self._idle: dict[str, tuple[float, float]] = {}  # start of the idle time, time of eligibility
         self._others: Counter[str] = Counter()  # thousandths held by jobs, per device
         self._asleep: Counter[str] = Counter()  # thousandths of sleeping sessions, per device
 
-    # -- what the replay reports
+    # -- events of the replay
 
     def changed(self, now: float, before: Lease | None, after: Lease) -> None:
         """Count a lease that was added (``before`` is None) or changed."""
@@ -161,11 +160,11 @@ class ReplayMeter(ReplayWatcher):
 
     @property
     def host_speeds(self) -> list[float]:
-        """The parts of their speed alone that jobs had which were hosts, over all the time that they ran."""
+        """The mean speed of each host over its whole run, as a part of its speed alone."""
         return [work_s / ran_s for ran_s, work_s in map(self._ran.__getitem__, self._hosts) if ran_s]
 
     def host_speed_beside(self, percent: float) -> float:
-        """The speed that hosts had in at least ``percent`` of their time with a guest; 1 without any."""
+        """Return the speed that hosts reach in ``percent`` of their time with a guest; 1 without guests."""
         left_s = sum(self._beside_s.values()) * (1 - percent / 100)
         for speed, seconds in sorted(self._beside_s.items()):
             left_s -= seconds
@@ -182,15 +181,15 @@ class ReplayMeter(ReplayWatcher):
         for p in self.projects.values():
             p.held.advance(self.now, now)
             p.waiting.advance(self.now, now)
-            left = p.project.quota_milli - p.use_milli
-            if left > 0 and p.sizes and min(p.sizes) <= left:
+            quota_left = p.project.quota_milli - p.use_milli
+            if quota_left > 0 and p.sizes and min(p.sizes) <= quota_left:
                 p.owed_since_at = self.now if p.owed_since_at is None else p.owed_since_at
                 p.longest_owed_s = max(p.longest_owed_s, now - p.owed_since_at)
             else:
                 p.owed_since_at = None
         self.now = now
 
-    # -- how it is counted
+    # -- counters
 
     def _count_use(self, before: Lease | None, after: Lease) -> None:
         held = _holds(after) - _holds(before)
@@ -203,7 +202,7 @@ class ReplayMeter(ReplayWatcher):
             p.held.rate += held / WHOLE_GPU
             p.use_milli += held
             if held > 0:
-                p.owed_since_at = None  # it gets something: what is owed beyond that waits from now on
+                p.owed_since_at = None  # it got capacity: the wait for the rest begins now
 
     def _count_job(self, now: float, before: Lease | None, after: Lease) -> None:
         p = self.projects[after.project]
@@ -235,7 +234,7 @@ class ReplayMeter(ReplayWatcher):
             self._idle[after.id] = now, math.inf if at is None else at
 
     def _count_lending(self, before: Lease | None, after: Lease) -> None:
-        """Count the capacity of suspended sessions that jobs hold, by device."""
+        """Count, by device, the capacity of suspended sessions that jobs hold."""
         change = _holds(after) - _holds(before)
         slept, sleeps = _sleeps(before), _sleeps(after)
         if after.kind is Kind.TRAIN:
@@ -253,12 +252,12 @@ class ReplayMeter(ReplayWatcher):
 
 
 def _holds(lease: Lease | None) -> int:
-    """Return the thousandths of a GPU that are held, over all devices."""
+    """Return the thousandths of a GPU that a lease holds over all its devices."""
     return size_of(lease) if lease is not None and lease.state in HOLDS_CAPACITY else 0
 
 
 def _computes(lease: Lease | None) -> int:
-    """Return the thousandths of a GPU on which jobs make progress or cells run."""
+    """Return the thousandths of a GPU on which a job makes progress or a cell runs."""
     if lease is None or lease.state is not State.RUNNING or lease.idle_since_at is not None or lease.wanted:
         return 0
     return size_of(lease)
@@ -273,7 +272,7 @@ def _waits(lease: Lease | None) -> bool:
 
 
 def _sleeps(lease: Lease | None) -> bool:
-    """Whether a session is suspended and does not want its devices back."""
+    """Return whether a session is suspended and does not want its devices back."""
     return (
         lease is not None and lease.kind is Kind.BUILD and lease.state is State.SUSPENDED and not lease.wanted
     )

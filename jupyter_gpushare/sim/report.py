@@ -47,8 +47,8 @@ def job_numbers(result: ReplayResult) -> Numbers:
 def sharing_numbers(result: ReplayResult) -> Numbers:
     """Return the figures of hosts and guests.
 
-    ``host_speed_p95``: what 95 % of the hosts had at least of their speed alone, over all the time that they
-    ran; ``host_speed_beside_p95``: what hosts had in 95 % of their time with a guest;
+    ``host_speed_p95``: the speed that 95 % of the hosts reach over their whole run, as a part of their speed
+    alone.  ``host_speed_beside_p95``: the speed that hosts reach in 95 % of their time with a guest.
     ``guest_time_percent``: GPU time with a guest, of all GPU time.
     """
     meter, replay = result.meter, result.replay
@@ -105,16 +105,17 @@ def fraction_numbers(filled: Filled, wall_s: float) -> Numbers:
 
 
 def fairness(meter: ReplayMeter) -> list[Numbers]:
-    """Return per project its GPU-hours, and its share of over-quota GPU time against its weight.
+    """Return the GPU-hours of each project, and its share of over-quota GPU time against its weight.
 
-    ``share_percent``: of what was over quota on contested days, against
-    ``entitled_percent``, its weight's part.  ``worst_day_percent``: over every
-    24 hours (by the hour) in which every project had a job waiting all the
-    time, how far its share was from its weight's at most, in per cent of that;
-    ``p90_day_percent``: for nine of ten such days.
-    None: there was no such day.
-    ``longest_owed_s``: how long jobs that its quota covers waited at most
-    without the project getting anything.
+    A contested day is any 24 hours, by the hour, in which every project always had a
+    waiting job.  The figures of contested days are None if there was none.
+
+    ``share_percent``: its share of the over-quota GPU time of contested days.
+    ``entitled_percent``: the share that its weight entitles it to.
+    ``worst_day_percent``: the largest deviation of a day's share from the entitled share,
+    in per cent of that; ``p90_day_percent``: the 90th percentile of the deviations.
+    ``longest_owed_s``: the longest time that jobs within its quota waited while the project
+    got no capacity.
     """
     projects = list(meter.projects.values())
     days = _contested_days(projects)
@@ -145,7 +146,7 @@ def fairness(meter: ReplayMeter) -> list[Numbers]:
 
 
 def _contested_days(projects: Sequence[ProjectMeter]) -> list[int]:
-    """Hours at which a contested day begins: every project has a job waiting throughout."""
+    """Return the hours at which a contested day begins (`fairness`)."""
     if len(projects) < 2:
         return []
     hours = min(len(p.waiting.hours) for p in projects)
@@ -155,7 +156,7 @@ def _contested_days(projects: Sequence[ProjectMeter]) -> list[int]:
 
 
 def _over(p: ProjectMeter, hour: int, hours: int = DAY_HOURS) -> float:
-    """GPU-seconds beyond quota in the day, or so many hours, that begin with ``hour``."""
+    """Return the GPU-seconds beyond quota in the ``hours`` hours, by default a day, from ``hour``."""
     quota = p.project.quota_milli / WHOLE_GPU * HOUR_S
     return sum(max(0.0, held - quota) for held in p.held.hours[hour : hour + hours])
 
@@ -165,10 +166,10 @@ def _all_over(projects: Sequence[ProjectMeter], hour: int) -> float:
 
 
 def table(numbers: Mapping[str, object]) -> str:
-    """Return the figures as a table, one per line; lists follow as rows."""
+    """Return the figures as a table, one per line; lists follow as tables with rows."""
     plain = {name: value for name, value in numbers.items() if not isinstance(value, list)}
     width = max(map(len, plain))
-    lines = [f"{name.replace('_', ' '):<{width}}  {_said(value)}" for name, value in plain.items()]
+    lines = [f"{name.replace('_', ' '):<{width}}  {_formatted(value)}" for name, value in plain.items()]
     for name, rows in numbers.items():
         if isinstance(rows, list) and len(rows) > 1:
             lines += ["", *_columns(name, rows)]
@@ -178,12 +179,12 @@ def table(numbers: Mapping[str, object]) -> str:
 def _columns(title: str, rows: Sequence[Mapping[str, object]]) -> list[str]:
     cells = [[title, *map(str, list(rows[0])[1:])]]
     cells[0] = [cell.replace("_", " ") for cell in cells[0]]
-    cells += [[_said(value) for value in row.values()] for row in rows]
+    cells += [[_formatted(value) for value in row.values()] for row in rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
     return ["  ".join(f"{c:<{w}}" for c, w in zip(row, widths, strict=True)).rstrip() for row in cells]
 
 
-def _said(value: object) -> str:
+def _formatted(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:,}" if isinstance(value, int | float) else str(value)
@@ -200,7 +201,7 @@ def _percent(part: float, whole: float) -> float:
 # ---- the picture -------------------------------------------------------------
 
 WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 900, 320, 52, 34, 40
-MOST_POINTS = 450
+MAX_POINTS = 450
 SERIES = (("allocation", "#4c78a8"), ("utilization", "#f58518"))
 
 
@@ -208,7 +209,7 @@ def plot(result: ReplayResult) -> str:
     """Return an SVG of allocation and utilization over time, in per cent of all GPUs."""
     meter, gpus = result.meter, result.fleet.gpus
     hours = max(len(meter.allocated.hours), 1)
-    group = -(-hours // MOST_POINTS)
+    group = -(-hours // MAX_POINTS)
     curves = {"allocation": meter.allocated.hours, "utilization": meter.used.hours}
     inner_width, inner_height = WIDTH - LEFT - 20, HEIGHT - TOP - BOTTOM
 

@@ -47,15 +47,15 @@ from jupyter_gpushare.sim.sharing import Sharing, by_turns, side_by_side
 count = command_line.count(1, 99_999_999)
 
 
-def number(least: float, expected: str) -> Callable[[str], float]:
-    """Return a reader of numbers from ``least``; ``expected`` says in an error what they are."""
+def number(minimum: float, expected: str) -> Callable[[str], float]:
+    """Return a reader of numbers from ``minimum``; its error says that ``expected`` was expected."""
 
     def parse(text: str) -> float:
         try:
             value = float(text)
         except ValueError:
             value = -1.0
-        if not least <= value <= traces.LARGEST:
+        if not minimum <= value <= traces.LARGEST:
             raise argparse.ArgumentTypeError(f"{text!r} is not {expected}")
         return value
 
@@ -63,10 +63,10 @@ def number(least: float, expected: str) -> Callable[[str], float]:
 
 
 def part(text: str) -> float:
-    """Return a number from 0 to 1, both left out.
+    """Return a number between 0 and 1, both excluded.
 
     Raises:
-        ArgumentTypeError: it is none.
+        ArgumentTypeError: it is not such a number.
     """
     value = positive(text)
     if value >= 1:
@@ -79,10 +79,10 @@ positive = number(1e-9, "a number above 0")
 
 
 def share_and_error(text: str) -> tuple[float, float]:
-    """Return a share of jobs and the error of their reports: ``0.5,0.3``.
+    """Return a share of jobs and the error of their reports, such as ``0.5,0.3``.
 
     Raises:
-        ArgumentTypeError: it is none.
+        ArgumentTypeError: it is not such a pair.
     """
     try:
         share, sigma = map(float, text.split(","))
@@ -94,25 +94,25 @@ def share_and_error(text: str) -> tuple[float, float]:
 
 
 def seconds_or(word: str) -> Callable[[str], float | None]:
-    """Return a reader of seconds, with ``word`` as None."""
+    """Return a reader of seconds that reads ``word`` as None."""
     return lambda text: None if text == word else seconds(text)
 
 
-def numbers(least: int, most: int) -> Callable[[str], list[int]]:
-    """Return a reader of a list of whole numbers from ``least`` to ``most``, with commas."""
-    read = command_line.count(least, most)
+def numbers(minimum: int, maximum: int) -> Callable[[str], list[int]]:
+    """Return a reader of comma-separated whole numbers from ``minimum`` to ``maximum``."""
+    read = command_line.count(minimum, maximum)
     return lambda text: [read(part) for part in text.split(",")]
 
 
-# ---- a progress bar for long runs: on a terminal only, on standard error, erased at the end
+# ---- a progress bar for long runs, only on a terminal; it is on standard error and erased at the end
 
 WIDTH = 30
-EVERY_S = 0.2
+REDRAW_S = 0.2
 
 
 @contextmanager
-def progress_bar(what: str) -> Iterator[Callable[[float], None]]:
-    """Yield a function that shows which part of the work is done, 0 to 1."""
+def progress_bar(unit: str) -> Iterator[Callable[[float], None]]:
+    """Yield a function that shows the part of the work that is done, 0 to 1."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -121,13 +121,13 @@ def progress_bar(what: str) -> Iterator[Callable[[float], None]]:
     def show(done: float) -> None:
         nonlocal shown_at
         now = time.monotonic()
-        if now < shown_at + EVERY_S:
+        if now < shown_at + REDRAW_S:
             return
         shown_at = now
         full = round(WIDTH * min(done, 1.0))
-        left = f", about {(now - began_at) * (1 - done) / done:.0f} s left" if done > 0.02 else ""
+        estimate = f", about {(now - began_at) * (1 - done) / done:.0f} s left" if done > 0.02 else ""
         bar = "#" * full + "." * (WIDTH - full)
-        print(f"\r[{bar}] {done:4.0%} of the {what}{left}\x1b[K", end="", file=sys.stderr, flush=True)
+        print(f"\r[{bar}] {done:4.0%} of the {unit}{estimate}\x1b[K", end="", file=sys.stderr, flush=True)
 
     try:
         yield show
@@ -139,9 +139,9 @@ def progress_bar(what: str) -> Iterator[Callable[[float], None]]:
 
 EXIT_OK, EXIT_USAGE, EXIT_INTERRUPTED = 0, 2, 130
 
-# Those of a site, and the ideal of a scheduler that knows all durations.
+# The orders of a site, and the ideal of a scheduler that knows all durations.
 _ORDERS: dict[str, Order | JobOrder] = {order.value: order for order in Order} | {"srtf": SRTF}
-# The part of its GPU's time that a job leaves, where nothing else is said.
+# The default part of its GPU's time that a job leaves.
 GAPS = 0.5
 PLACEMENTS = ("planner", "fgd", "best-fit", "random")
 # Options that bound preemptions and waits, and the parameters of the policy that they set.
@@ -154,7 +154,7 @@ _BOUNDS = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one simulation and return the exit code (see the module's text)."""
+    """Run one simulation and return the exit code (see the module's docstring)."""
     args = _parser().parse_args(argv)
     try:
         numbers, result = args.run(args)
@@ -194,12 +194,12 @@ def _parser() -> Parser:
 
 
 _CLUSTER = (
-    Option("--gpus N", "of the cluster", count, required=True),
-    Option("--nodes M", f"the GPUs lie on (default: {GPUS_PER_NODE} GPUs each)", count),
+    Option("--gpus N", "GPUs of the cluster", count, required=True),
+    Option("--nodes M", f"nodes of the cluster (default: {GPUS_PER_NODE} GPUs each)", count),
     Option("--islands K", "groups linked by NVLink, per node (default 1)", count, default=1),
     Option(
         "--placement-nodes",
-        "none: GPUs are only counted, any will do together",
+        "none: only the number of GPUs counts, not their place",
         ["all", "none"],
         default="all",
     ),
@@ -207,7 +207,7 @@ _CLUSTER = (
     Option("--order", "default %(default)s", list(_ORDERS), default=DEFAULT_ORDER.value),
     Option(
         "--preempt-cost S",
-        "seconds that a job that was stopped holds its GPUs before it goes on (default 0)",
+        "seconds for which a stopped job holds its GPUs before it continues (default 0)",
         seconds,
         default=0.0,
     ),
@@ -234,29 +234,29 @@ _JOBS = (
     ),
     Option(
         "--checkpoint",
-        "how jobs are preempted, as of `gpushare submit`: suspend (default) copies 16 GiB per GPU to host"
-        " memory and back at 8 GB/s; sigterm goes on from the job's own checkpoint, anywhere (default with"
-        " --placement-nodes none, where any GPU will do); none starts again; suspend,sigterm suspends"
-        " a job or stops it, as it gets GPUs sooner",
+        "how jobs are preempted, as with `gpushare submit`: suspend (default) copies 16 GiB per GPU to host"
+        " memory and back at 8 GB/s; sigterm continues from the job's own checkpoint, anywhere (default with"
+        " --placement-nodes none, where all GPUs are equal); none starts again; suspend,sigterm suspends"
+        " or stops a job, whichever gets it GPUs sooner",
         [mode.value for mode in CheckpointMode],
     ),
     Option(
         "--move",
-        "on (default): what is suspended may resume on another GPU of its node; off: as with drivers"
+        "on (default): a suspended job may resume on another GPU of its node; off: as with drivers"
         " before r580, or in containers",
         ["on", "off"],
         default="on",
     ),
     Option(
         "--progress SHARE,SIGMA",
-        "with order progress: this share of the jobs reports progress, by which the remaining work is "
-        "estimated with a log-normal error (default 0,0)",
+        "with order progress: this share of the jobs reports progress, which estimates the remaining work"
+        " with a log-normal error (default 0,0)",
         share_and_error,
         default=(0.0, 0.0),
     ),
     Option(
         "--share",
-        "on: waiting jobs run as guests on what others leave of their GPU (default off)",
+        "on: waiting jobs run as guests on the unused part of other jobs' GPUs (default off)",
         ["on", "off"],
         default="off",
     ),
@@ -285,8 +285,8 @@ _JOBS = (
 _NOTEBOOKS = (
     Option("CELLS", "columns num_gpu, submit_time, duration (minutes)", Path, dest="file"),
     *_CLUSTER,
-    Option("--jobs FILE", "training jobs, as `simulate jobs` reads", Path),
-    Option("--saturate", "the jobs come over and over, so that small ones always wait"),
+    Option("--jobs FILE", "training jobs, as for `simulate jobs`", Path),
+    Option("--saturate", "repeat the jobs, so that small ones always wait"),
     Option(
         "--idle-timeout S",
         "idle seconds after which a session's GPUs may be lent (default 900);"
@@ -296,7 +296,7 @@ _NOTEBOOKS = (
     ),
     Option(
         "--notice S",
-        "seconds for which an owner is told before the GPUs are lent, at most a third of the idle"
+        "seconds from the notice to the owner until the GPUs are lent, at most a third of the idle"
         " timeout (default 30)",
         seconds,
         default=DEFAULT_POLICY.notice_s,
@@ -305,17 +305,17 @@ _NOTEBOOKS = (
     Option("--copy-gbps R", "GB/s of each GPU to host memory and back (default 8)", positive, default=8.0),
     Option(
         "--survival",
-        "of jobs: sigterm (default) writes its state and goes on anywhere, suspend keeps its place",
+        "of jobs: sigterm (default) writes the state and continues anywhere, suspend keeps the place",
         CheckpointMode,
         choices=[CheckpointMode.SIGTERM, CheckpointMode.SUSPEND],
         default=CheckpointMode.SIGTERM,
     ),
-    Option("--host-gib G", "host memory for what sleeps (default: enough)", positive),
+    Option("--host-gib G", "host memory for suspended leases (default: enough)", positive),
 )
 _FRACTIONS = (
     Option("PODS", kind=Path, dest="file"),
     Option("--nodes-file NODES", kind=Path, required=True),
-    Option("--placement", "default planner: as the product places", PLACEMENTS, default="planner"),
+    Option("--placement", "default planner: as the broker places", PLACEMENTS, default="planner"),
     Option("--seed N", "of the order of arrival (default 42)", int, default=42),
 )
 _MAKE = (
@@ -323,9 +323,9 @@ _MAKE = (
     Option("FILE", "compressed if it ends in .gz", Path),
     Option("--count N", "jobs or sessions", count, default=1_000),
     Option("--seed N", "default 0", int, default=0),
-    Option("--gpus N", "that the jobs load (default 64)", count, default=64),
-    Option("--load L", "part of these GPUs asked for (default 0.9)", positive, default=0.9),
-    Option("--days D", "within which sessions begin (default 14)", positive, default=14.0),
+    Option("--gpus N", "GPUs that the jobs load (default 64)", count, default=64),
+    Option("--load L", "part of these GPUs that the jobs request (default 0.9)", positive, default=0.9),
+    Option("--days D", "days in which sessions begin (default 14)", positive, default=14.0),
 )
 
 
@@ -339,12 +339,12 @@ def _fleet(args: argparse.Namespace) -> Fleet:
 
 
 def _settings(args: argparse.Namespace) -> Settings:
-    # Where neither placement nor preemption costs anything, nothing is bounded: the published ideal.
+    # If neither placement nor preemption costs anything, nothing is bounded, as in the published ideal.
     ideal = args.placement_nodes == "none" and args.preempt_cost <= 0
     policy = Settings() if ideal else DEFAULT_POLICY
-    given = {field: getattr(args, field) for field, _ in _BOUNDS.values() if hasattr(args, field)}
-    if "min_run_s" in given:
-        given["min_run_s"] = given["min_run_s"] or 0.0
+    bounds = {field: getattr(args, field) for field, _ in _BOUNDS.values() if hasattr(args, field)}
+    if "min_run_s" in bounds:
+        bounds["min_run_s"] = bounds["min_run_s"] or 0.0
     return replace(
         policy,
         order=_ORDERS[args.order],
@@ -353,7 +353,7 @@ def _settings(args: argparse.Namespace) -> Settings:
         idle_timeout_s=getattr(args, "idle_timeout", None) or 0.0,
         notice_s=getattr(args, "notice", 0.0),
         host_budget_bytes=int(args.host_gib * GIB) if getattr(args, "host_gib", None) else 1 << 62,
-        **given,
+        **bounds,
     )
 
 
@@ -389,7 +389,7 @@ def jobs(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | None]
     gpushare simulate jobs philly.csv.gz --gpus 40 --share on --gaps 0.5    two jobs on one GPU
     gpushare simulate jobs philly.csv.gz --gpus 40 --weights 1,1,2,4 --quotas 0,0,0,8 --plot use.svg
     """
-    jobs = traces.read_jobs(args.file, most_gpus=args.gpus)
+    jobs = traces.read_jobs(args.file, max_gpus=args.gpus)
     sharing = _sharing(args)
     default = CheckpointMode.SIGTERM if args.placement_nodes == "none" else CheckpointMode.SUSPEND
     with progress_bar("jobs") as bar:
@@ -414,8 +414,8 @@ def notebooks(args: argparse.Namespace) -> tuple[report.Numbers, ReplayResult | 
     gpushare simulate notebooks cells.csv.gz --gpus 64 --jobs jobs.csv --idle-timeout adaptive --json
     """
     fleet = _fleet(args)
-    sessions = traces.read_cells(args.file, most_gpus=fleet.largest_node)
-    jobs = traces.read_jobs(args.jobs, most_gpus=args.gpus) if args.jobs else []
+    sessions = traces.read_cells(args.file, max_gpus=fleet.largest_node)
+    jobs = traces.read_jobs(args.jobs, max_gpus=args.gpus) if args.jobs else []
     if args.saturate and not jobs:
         raise InvalidRequest("--saturate needs jobs to do it with: give --jobs FILE")
     with progress_bar("cells") as bar:

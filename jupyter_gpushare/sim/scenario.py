@@ -62,7 +62,7 @@ class ShortestRemaining(JobOrder):
 SRTF = ShortestRemaining(preempts=True, drifts=True)
 
 
-# ---- progress reports of simulated jobs: by a share of them, with an error ---
+# ---- progress reports of simulated jobs: a share of the jobs reports, with an error ---
 
 
 def with_error(factor: float) -> Reports:
@@ -71,43 +71,46 @@ def with_error(factor: float) -> Reports:
 
 
 def some(share: float, sigma: float, seed: int = 0) -> Callable[[int], Reports | None]:
-    """Return what job n reports: a ``share`` of the jobs, each with a log-normal error of its own."""
+    """Return a function of a job's number that returns its reports.
 
-    def of(number: int) -> Reports | None:
+    Only a ``share`` of the jobs reports, each with its own log-normal error.
+    """
+
+    def reports_of(number: int) -> Reports | None:
         random = Random(f"{seed} {number}")  # noqa: S311 - a repeatable draw, no secret
         error = exp(random.gauss(0.0, sigma))
         return with_error(error) if random.random() < share else None
 
-    return of
+    return reports_of
 
 
 # ---- scenarios ---------------------------------------------------------------
 
 GPUS_PER_NODE = 8
 NOTEBOOKS, JOBS = "notebooks", "jobs"
-# How many small jobs always wait where load is made to saturate: more than a node takes at once.
+# The number of small jobs that always wait under saturation: more than a node takes at once.
 BACKLOG = 64
-# How many events pass between two looks at the clock.
+# The number of events between two updates of the progress.
 SLICE = 2_000
 
-Progress = Callable[[float], None]  # gets the part that is done, 0 to 1
+Progress = Callable[[float], None]  # receives the part that is done, 0 to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fleet:
-    """The GPUs; ``nodes`` None: placement is ignored, only their number counts."""
+    """The GPUs of a cluster; with ``nodes`` None, placement is ignored and only their number counts."""
 
     gpus: int
     nodes: int | None
     islands: int = 1  # per node, each linked by NVLink
     memory_bytes: int = 80 * GIB
-    movable: bool = False  # what is suspended may resume on another GPU of its node
+    movable: bool = False  # a suspended lease may resume on another GPU of its node
 
     def devices(self) -> tuple[Device, ...]:
-        """Return the GPUs, spread evenly over the nodes, and there over the NVLink islands.
+        """Return the GPUs, spread evenly over the nodes and over the NVLink islands of each node.
 
         Raises:
-            InvalidRequest: a node or an island would have none.
+            InvalidRequest: a node or an island would have no GPU.
         """
         if self.nodes is None:
             names = [f"g{number:05d}" for number in range(self.gpus)]
@@ -117,8 +120,8 @@ class Fleet:
         if self.nodes > self.gpus:
             raise InvalidRequest(f"{self.gpus} GPUs cannot make {self.nodes} nodes: each has at least one")
         if self.islands > self.gpus // self.nodes:
-            least = self.gpus // self.nodes
-            raise InvalidRequest(f"{least} GPUs of a node cannot make {self.islands} islands")
+            per_node = self.gpus // self.nodes
+            raise InvalidRequest(f"{per_node} GPUs of a node cannot make {self.islands} islands")
         return tuple(
             Device(
                 uuid=f"n{node:04d}g{number:04d}",
@@ -133,7 +136,7 @@ class Fleet:
 
     @property
     def largest_node(self) -> int:
-        """Return the GPUs of the largest node, or all of them where placement is ignored."""
+        """The number of GPUs of the largest node, or of all GPUs if placement is ignored."""
         return max(_parts(self.gpus, self.nodes or 1))
 
 
@@ -153,10 +156,10 @@ class ReplayResult:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFootprint:
-    """Device memory of a workload on each of its GPUs, and its copy rate."""
+    """Device memory of a workload on each of its GPUs, and the rate at which it is copied."""
 
     bytes_per_gpu: int = 16 * GIB
-    copy_bytes_per_s: float = 8e9  # of each GPU
+    copy_bytes_per_s: float = 8e9  # per GPU
 
 
 def replay_jobs(
@@ -172,14 +175,13 @@ def replay_jobs(
     sharing: Sharing | None = None,
     progress: Progress | None = None,
 ) -> ReplayResult:
-    """Replay training jobs to their end; job n belongs to project n mod their number.
+    """Replay training jobs to their end; job n belongs to project n mod the number of projects.
 
-    A job that is stopped, which takes `Settings.grace_s`, starts again anywhere; there it makes no
-    progress for ``preempt_cost_s``.  One that is suspended has its GPU memory
-    (`DeviceFootprint`) copied to the host, and goes on where it was, or on another GPU of its
-    node where the ``fleet`` is movable.
-    ``reports`` and ``users`` give what a job reports of its progress, and its user, by its number.
-    ``sharing``: every job may be a host or a guest.
+    A stop takes `Settings.grace_s`.  The stopped job starts again on any GPUs and makes no progress for
+    ``preempt_cost_s``.  A suspension copies the GPU memory of a job (`DeviceFootprint`) to the host.  The
+    suspended job continues on its GPUs, or on other GPUs of its node if the ``fleet`` is movable.
+    ``reports`` and ``users`` return the progress reports and the user of a job, by its number.
+    With ``sharing``, every job may be a host or a guest.
     """
     projects = projects or (Project(name="p0", quota_milli=fleet.gpus * WHOLE_GPU),)
     devices = fleet.devices()
@@ -244,14 +246,13 @@ def replay_notebooks(
 ) -> ReplayResult:
     """Replay notebook sessions and training jobs together, until the last session ends.
 
-    The sessions' project is guaranteed every GPU, that of the jobs none: jobs
-    run on unclaimed devices and on those of suspended sessions.  A session that
-    is suspended has its state copied to host memory; so has a job with
-    ``survival`` suspend, which then goes on where it was, while one with sigterm
-    takes as long to write its state and goes on anywhere.  ``adaptive``: each
-    session has an idle timeout of its own, learned from its past.
-    ``saturate``: the jobs do not come at their times but so that `BACKLOG` of
-    the smallest always wait, the list over and over.
+    The project of the sessions is guaranteed every GPU, the project of the jobs none.
+    So jobs run on unclaimed devices and on those of suspended sessions.  A suspension
+    copies the state of a session, or of a job with ``survival`` suspend, to host memory;
+    such a job continues on the same GPUs.  A job with sigterm takes as long to write its
+    state and continues on any GPUs.  ``adaptive``: each session learns its own idle
+    timeout from its past.  ``saturate``: the submission times of the jobs are ignored, and
+    the list is repeated so that `BACKLOG` of the smallest jobs always wait.
     """
     projects = (
         Project(name=NOTEBOOKS, quota_milli=fleet.gpus * WHOLE_GPU),
@@ -278,7 +279,7 @@ def replay_notebooks(
         return (job_lease(number, job, JOBS, fleet, state, survival) for number, job in enumerate(jobs))
 
     if saturate and jobs:
-        jobs = [replace(job, submit_at=0.0) for job in jobs]  # comes when it is added
+        jobs = [replace(job, submit_at=0.0) for job in jobs]  # each comes when it is added
         meter.feed(leases(itertools.cycle(jobs)), min(j.gpus for j in jobs))
     else:
         for lease in leases(jobs):
@@ -288,7 +289,7 @@ def replay_notebooks(
 
 
 class _UntilSessionsEnd(ReplayMeter):
-    """A meter that ends the replay with the last session, and until then may keep jobs waiting."""
+    """A meter that ends the replay with the last session, and can keep jobs waiting until then."""
 
     replay: Replay
 
@@ -296,13 +297,13 @@ class _UntilSessionsEnd(ReplayMeter):
         self, devices: Iterable[Device], projects: Iterable[Project], settings: Settings, *, sessions: int
     ) -> None:
         super().__init__(devices, projects, settings)
-        self._left = sessions
+        self._sessions_left = sessions
         self._source: Iterator[TraceJob] = iter(())
-        self._size = 0  # of the jobs of which some always wait; 0: of none
-        self._scheduled = 0  # of that size, added but not come
+        self._size = 0  # size of the jobs that always wait; 0: no job does
+        self._scheduled = 0  # number of jobs of that size that are added but have not come
 
     def feed(self, source: Iterator[TraceJob], gpus: int) -> None:
-        """Keep `BACKLOG` jobs for ``gpus`` GPUs in the queue from now on, from an endless ``source``."""
+        """Keep `BACKLOG` jobs for ``gpus`` GPUs in the queue, taken from an endless ``source``."""
         self._source, self._size = source, gpus * WHOLE_GPU
         self._top_up()
 
@@ -310,8 +311,8 @@ class _UntilSessionsEnd(ReplayMeter):
         """Count the change, and refill the queue."""
         super().changed(now, before, after)
         if after.kind is Kind.BUILD:
-            self._left -= after.state is State.RELEASED
-            self.replay.stopped = not self._left
+            self._sessions_left -= after.state is State.RELEASED
+            self.replay.stopped = not self._sessions_left
         elif self._size and (before is None or before.state is State.PENDING):
             self._scheduled -= before is None and _size(after) == self._size
             self._top_up()

@@ -1,8 +1,8 @@
 """Generated load in the format of the traces.
 
-Durations are log-normal: the median and the spread (the standard deviation of
-the logarithm) say everything, a percentile is ``median * exp(spread * z)`` with
-the normal quantile z.  Jobs and sessions come at random, evenly over time.
+Durations are log-normal.  The median and the spread (the standard deviation of the
+logarithm) define them: a percentile is ``median * exp(spread * z)`` with the normal
+quantile z.  Jobs and sessions come at random times, evenly distributed.
 
 ==================  ========  ======  ========  ========  =========
 seconds             median    spread  p90       p95       p99
@@ -12,9 +12,9 @@ cell duration       120       1.4     722       1,200     3,116
 pause after a cell  300       1.6     2,331     4,169     12,403
 ==================  ========  ======  ========  ========  =========
 
-A session has 20 cells in the median (spread 1.5: p90 137, p99 655).  Of the
-jobs 75 % ask for 1 GPU, 10 % for 2, 9 % for 4, 6 % for 8; of the sessions 60 %
-for 1, 20 % for 2, 15 % for 4, 5 % for 8.
+The median session has 20 cells (spread 1.5: p90 137, p99 655).  75 % of the jobs
+request 1 GPU, 10 % request 2, 9 % request 4, 6 % request 8.  60 % of the sessions
+request 1 GPU, 20 % request 2, 15 % request 4, 5 % request 8.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class LogNormal:
 
     @property
     def mean(self) -> float:
-        """Return the mean of the distribution."""
+        """The mean of the distribution."""
         return self.median * exp(self.spread**2 / 2)
 
     def draw(self, rng: random.Random) -> float:
@@ -49,20 +49,20 @@ JOB_S = LogNormal(600.0, 2.0)
 CELL_S = LogNormal(120.0, 1.4)
 PAUSE_S = LogNormal(300.0, 1.6)
 CELLS = LogNormal(20.0, 1.5)
-JOB_GPUS = {1: 75, 2: 10, 4: 9, 8: 6}  # of 100
+JOB_GPUS = {1: 75, 2: 10, 4: 9, 8: 6}  # weights in per cent, by number of GPUs
 SESSION_GPUS = {1: 60, 2: 20, 4: 15, 8: 5}
 
 
 def make_jobs(count: int, *, gpus: int, load: float, seed: int) -> list[TrainingJob]:
-    """Return ``count`` jobs that on average request ``load`` of ``gpus`` GPUs."""
+    """Return ``count`` jobs that on average load the part ``load`` of ``gpus`` GPUs."""
     rng = random.Random(seed)  # noqa: S311 - a repeatable draw, no secret
     work_gpu_s = JOB_S.mean * sum(n * w for n, w in JOB_GPUS.items()) / sum(JOB_GPUS.values())
-    every_s = work_gpu_s / (gpus * load)
+    interval_s = work_gpu_s / (gpus * load)
     jobs = []
     now = 0.0
     for _ in range(count):
         jobs.append(TrainingJob(_choose(rng, JOB_GPUS), round(now, 3), round(JOB_S.draw(rng), 3)))
-        now += rng.expovariate(1 / every_s)
+        now += rng.expovariate(1 / interval_s)
     return jobs
 
 
@@ -85,15 +85,15 @@ def _choose(rng: random.Random, weights: dict[int, int]) -> int:
 
 
 def jobs_csv(jobs: Sequence[TrainingJob]) -> str:
-    """Return the jobs as CSV, as `traces.read_jobs` reads them."""
+    """Return the jobs as CSV for `traces.read_jobs`."""
     rows = [f"{n},{job.gpus},{job.submit_at!r},{job.duration_s!r}" for n, job in enumerate(jobs)]
     return "\n".join(["job_id,num_gpu,submit_time,duration", *rows, ""])
 
 
 def cells_csv(sessions: Sequence[NotebookSession]) -> str:
-    """Return the cells as CSV in minutes, as `traces.read_cells` reads them.
+    """Return the cells as CSV in minutes for `traces.read_cells`.
 
-    Every session begins before the one above it, so that times drop between them.
+    Every session begins before the session above it, so that times drop between sessions.
     """
     rows = [
         f"{session.gpus},{cell.submit_at / MINUTE_S!r},{cell.duration_s / MINUTE_S!r}"

@@ -1,7 +1,7 @@
 """Read traces: training jobs, notebook cells, pods and nodes; CSV, plain or gzip.
 
-A file is read to its end and checked before anything is simulated.  The first
-invalid row is refused with file, row (1 is the header) and what was expected.
+A file is read and checked completely before the simulation starts.  The error for
+the first invalid row names the file, the row (1 is the header) and the expectation.
 
 ==========  ================================================================
 training    ``num_gpu`` (whole GPUs), ``submit_time``, ``duration`` (seconds),
@@ -9,10 +9,10 @@ training    ``num_gpu`` (whole GPUs), ``submit_time``, ``duration`` (seconds),
 cells       the same columns in *minutes*; rows are grouped by session: a drop
             of ``submit_time`` starts the next session
 pods        ``cpu_milli, memory_mib, num_gpu, gpu_milli``, optional
-            ``gpu_spec`` (GPU models that will do, ``V100M16|V100M32``)
+            ``gpu_spec`` (suitable GPU models, ``V100M16|V100M32``)
 nodes       ``cpu_milli, memory_mib, gpu, model``
 pairs       ``job_a, job_b, rate_a, rate_b``: the part of its speed alone that
-            each job has beside the other; 0: both do not fit
+            each job keeps beside the other; 0: they do not fit together
 ==========  ================================================================
 
 Other columns are ignored.
@@ -36,9 +36,9 @@ from jupyter_gpushare.errors import InvalidRequest
 
 GZIP_MAGIC = b"\x1f\x8b"
 MINUTE_S = 60.0
-# The speeds of two jobs beside each other, as parts of those alone.
+# The speeds of two jobs beside each other, as parts of their speeds alone.
 PairRates = tuple[float, float]
-# Beyond it a number is a slip: 30,000 years in seconds.
+# Larger numbers are mistakes: this is 30,000 years in seconds.
 LARGEST = 1e12
 
 
@@ -53,20 +53,20 @@ class TrainingJob:
 
 @dataclass(frozen=True, slots=True)
 class NotebookSession:
-    """The cells of one session, in order; it holds as many GPUs as its largest cell asks for."""
+    """The cells of one session, in order; ``gpus`` is the largest request of a cell."""
 
     gpus: int
     cells: tuple[Cell, ...]
 
 
 class TracePod(NamedTuple):
-    """What one pod of a trace requests of one node; pods of equal requests are interchangeable."""
+    """The request of one pod of a trace; pods with equal requests are interchangeable."""
 
     gpus: int
     gpu_milli: int  # of each GPU
     cpu_milli: int
     memory_mib: int
-    models: frozenset[str]  # of GPUs that will do; empty: any
+    models: frozenset[str]  # suitable GPU models; empty: any
 
 
 class Stock(NamedTuple):
@@ -78,17 +78,17 @@ class Stock(NamedTuple):
     gpu_milli: tuple[int, ...]  # per GPU, ascending
 
 
-def read_jobs(path: Path, *, most_gpus: int | None = None) -> list[TrainingJob]:
-    """Return the training jobs of ``path``, by time of submission.
+def read_jobs(path: Path, *, max_gpus: int | None = None) -> list[TrainingJob]:
+    """Return the training jobs of ``path``, sorted by submission.
 
     Raises:
-        InvalidRequest: the file cannot be read, or a row is not as expected;
-            also a job for more than ``most_gpus`` GPUs.
+        InvalidRequest: the file cannot be read, a row is invalid, or a job requests
+            more than ``max_gpus`` GPUs.
     """
     jobs: list[TrainingJob] = []
     before = 0.0
     for row in _rows(path, ("num_gpu", "submit_time", "duration")):
-        gpus = _gpus(row, most_gpus, "of the cluster")
+        gpus = _gpus(row, max_gpus, "of the cluster")
         submit_at = row.number("submit_time")
         if submit_at < before:
             raise row.wrong("submit_time", f"at least {before:g}, the row before (rows are sorted by time)")
@@ -97,12 +97,12 @@ def read_jobs(path: Path, *, most_gpus: int | None = None) -> list[TrainingJob]:
     return jobs
 
 
-def read_cells(path: Path, *, most_gpus: int | None = None) -> list[NotebookSession]:
-    """Return the notebook sessions of ``path``, times turned from minutes into seconds.
+def read_cells(path: Path, *, max_gpus: int | None = None) -> list[NotebookSession]:
+    """Return the notebook sessions of ``path``, with times in seconds instead of minutes.
 
     Raises:
-        InvalidRequest: the file cannot be read, or a row is not as expected;
-            also a cell for more than ``most_gpus`` GPUs.
+        InvalidRequest: the file cannot be read, a row is invalid, or a cell requests
+            more than ``max_gpus`` GPUs.
     """
     sessions: list[tuple[list[int], list[Cell]]] = []
     for row in _rows(path, ("num_gpu", "submit_time", "duration")):
@@ -110,21 +110,21 @@ def read_cells(path: Path, *, most_gpus: int | None = None) -> list[NotebookSess
         if not sessions or cell.submit_at < sessions[-1][1][-1].submit_at:
             sessions.append(([], []))
         gpus, cells = sessions[-1]
-        gpus.append(_gpus(row, most_gpus, "of the largest node: a session has one"))
+        gpus.append(_gpus(row, max_gpus, "of the largest node: a session has one"))
         cells.append(cell)
     return [NotebookSession(max(gpus), tuple(cells)) for gpus, cells in sessions]
 
 
 def read_pods(path: Path) -> list[TracePod]:
-    """Return the pods of ``path`` in their order.
+    """Return the pods of ``path`` in the order of the file.
 
     Raises:
-        InvalidRequest: the file cannot be read, or a row is not as expected.
+        InvalidRequest: the file cannot be read, or a row is invalid.
     """
     pods = []
     for row in _rows(path, ("cpu_milli", "memory_mib", "num_gpu", "gpu_milli")):
         gpus = row.count("num_gpu")
-        milli = row.count("gpu_milli", least=1 if gpus else 0, most=WHOLE_GPU) if gpus else 0
+        milli = row.count("gpu_milli", minimum=1 if gpus else 0, maximum=WHOLE_GPU) if gpus else 0
         if gpus > 1 and milli != WHOLE_GPU:
             raise row.wrong("gpu_milli", f"{WHOLE_GPU}: several GPUs are only given whole")
         models = frozenset(m for m in row.text("gpu_spec", "").split("|") if m)
@@ -133,27 +133,27 @@ def read_pods(path: Path) -> list[TracePod]:
 
 
 def read_nodes(path: Path) -> list[Stock]:
-    """Return the nodes of ``path`` in their order, all of them empty.
+    """Return the nodes of ``path`` in the order of the file, all empty.
 
     Raises:
-        InvalidRequest: the file cannot be read, or a row is not as expected.
+        InvalidRequest: the file cannot be read, or a row is invalid.
     """
     return [
         Stock(
             row.text("model"),
             row.count("cpu_milli"),
             row.count("memory_mib"),
-            (WHOLE_GPU,) * row.count("gpu", most=1024),
+            (WHOLE_GPU,) * row.count("gpu", maximum=1024),
         )
         for row in _rows(path, ("cpu_milli", "memory_mib", "gpu", "model"))
     ]
 
 
 def read_pairs(path: Path) -> dict[tuple[str, str], PairRates]:
-    """Return the rates of every ordered pair of the jobs in ``path``, by their names.
+    """Return the rates of every ordered pair of the jobs in ``path``, by the names of both.
 
     Raises:
-        InvalidRequest: the file cannot be read, a row is not as expected, or a pair is missing.
+        InvalidRequest: the file cannot be read, a row is invalid, or a pair is missing.
     """
     rates: dict[tuple[str, str], PairRates] = {}
     for row in _rows(path, ("job_a", "job_b", "rate_a", "rate_b")):
@@ -166,15 +166,15 @@ def read_pairs(path: Path) -> dict[tuple[str, str], PairRates]:
     return rates
 
 
-def _gpus(row: _Row, most: int | None, owner: str) -> int:
-    gpus = row.count("num_gpu", least=1)
-    if most is not None and gpus > most:
-        raise row.wrong("num_gpu", f"at most {most}, the GPUs {owner}")
+def _gpus(row: _Row, maximum: int | None, owner: str) -> int:
+    gpus = row.count("num_gpu", minimum=1)
+    if maximum is not None and gpus > maximum:
+        raise row.wrong("num_gpu", f"at most {maximum}, the GPUs {owner}")
     return gpus
 
 
 class _Row:
-    """One row by column names; its errors name file, row and column."""
+    """One row, with cells by column name; its errors name file, row and column."""
 
     def __init__(self, path: Path, number: int, cells: Mapping[str, str]) -> None:
         self._number = number
@@ -184,8 +184,8 @@ class _Row:
     def wrong(self, column: str, expected: str) -> InvalidRequest:
         return _wrong(self._path, self._number, f"{column} is {self._cells[column][:40]!r}", expected)
 
-    def text(self, column: str, otherwise: str | None = None) -> str:
-        return self._cells[column] if otherwise is None else self._cells.get(column, otherwise)
+    def text(self, column: str, default: str | None = None) -> str:
+        return self._cells[column] if default is None else self._cells.get(column, default)
 
     def number(self, column: str) -> float:
         try:
@@ -196,11 +196,11 @@ class _Row:
             raise self.wrong(column, "a number, 0 or more")
         return value
 
-    def count(self, column: str, *, least: int = 0, most: int = 1_000_000_000) -> int:
+    def count(self, column: str, *, minimum: int = 0, maximum: int = 1_000_000_000) -> int:
         value = self.number(column)
-        if value != int(value) or not least <= value <= most:
-            up_to = f" to {most}" if most < 1_000_000_000 else " or more"
-            raise self.wrong(column, f"a whole number, {least}{up_to}")
+        if value != int(value) or not minimum <= value <= maximum:
+            up_to = f" to {maximum}" if maximum < 1_000_000_000 else " or more"
+            raise self.wrong(column, f"a whole number, {minimum}{up_to}")
         return int(value)
 
 
@@ -210,8 +210,8 @@ def _rows(path: Path, columns: Sequence[str]) -> Iterator[_Row]:
         header = next(reader, [])
         missing = [name for name in columns if name not in header]
         if missing:
-            there = ", ".join(header)[:120] or "nothing"
-            raise _wrong(path, 1, f"the header has {there}", f"the columns {', '.join(columns)}")
+            found = ", ".join(header)[:120] or "nothing"
+            raise _wrong(path, 1, f"the header has {found}", f"the columns {', '.join(columns)}")
         count = 0
         for cells in reader:
             if not cells:

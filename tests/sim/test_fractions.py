@@ -147,7 +147,7 @@ def test_pods_are_drawn_until_the_load_is_reached():
 def test_what_does_not_fit_is_dropped_and_the_curve_says_so():
     filled = fill([stock(1000, 1000)], [pod(1), pod(1), pod(1)], best_fit, seed=1)
     assert (filled.pods, filled.dropped, filled.gpus) == (3, 1, 2)
-    assert filled.asked_percent == (50.0, 100.0, 150.0)
+    assert filled.requested_percent == (50.0, 100.0, 150.0)
     assert filled.allocated_percent == (50.0, 100.0, 100.0)
     assert (filled.allocated_at(100), filled.allocated_at(999)) == (100.0, 100.0)
 

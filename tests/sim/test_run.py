@@ -226,7 +226,7 @@ def test_jobs_are_suspended_and_move_unless_told_otherwise(simulate, monkeypatch
 
 
 def test_a_bar_is_drawn_on_a_terminal_only_and_wiped_in_the_end(monkeypatch, capsys):
-    monkeypatch.setattr("jupyter_gpushare.sim.run.EVERY_S", 0.0)
+    monkeypatch.setattr("jupyter_gpushare.sim.run.REDRAW_S", 0.0)
     with progress_bar("jobs") as bar:
         bar(0.5)
     assert capsys.readouterr().err == ""

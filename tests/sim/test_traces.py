@@ -107,7 +107,7 @@ BAD_JOBS = {
 def test_a_bad_file_is_refused_with_file_row_and_what_was_expected(file, content, complaint):
     path = file(content)
     with pytest.raises(InvalidRequest) as refusal:
-        read_jobs(path, most_gpus=8)
+        read_jobs(path, max_gpus=8)
     assert str(refusal.value).startswith(str(path))
     assert complaint in str(refusal.value)
     assert "\n" not in str(refusal.value)
@@ -123,7 +123,7 @@ def test_a_session_must_fit_on_a_node(file):
     with pytest.raises(
         InvalidRequest, match="row 3: num_gpu is '8'; expected at most 4, the GPUs of the largest"
     ):
-        read_cells(path, most_gpus=4)
+        read_cells(path, max_gpus=4)
 
 
 @pytest.mark.parametrize(
