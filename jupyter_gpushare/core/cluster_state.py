@@ -64,7 +64,7 @@ class ClusterState:
         self.moment = 0.0  # the time of the round
         self.capacities = {d.uuid: DeviceCapacity(d) for d in devices}
         self.usable = [c for c in self.capacities.values() if c.device.usable]
-        # Usable devices that a suspended lease may move between.
+        # Usable devices by kind; a suspended lease may move between devices of one kind.
         self._alike: dict[tuple[object, ...], list[DeviceCapacity]] = defaultdict(list)
         for capacity in self.usable:
             if capacity.device.movable:
@@ -338,7 +338,7 @@ class ClusterState:
         account.capped += held_milli * len(devices)
 
     def _claim(self, capacity: DeviceCapacity, held_milli: int) -> None:
-        """Count a new claim; jobs that run on what it claims need host memory from now on."""
+        """Count a new claim; jobs on the claimed capacity need host memory from now on."""
         capacity.claimed += held_milli
         for lease in capacity.on_lent(self.quotas.claimants):
             if lease.id not in self.reserved_bytes:

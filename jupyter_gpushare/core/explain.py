@@ -101,7 +101,7 @@ def smaller(done: SchedulingRound, lease: Lease) -> Size | None:
 
 
 def offers(cluster: Cluster, project: str, sizes: Iterable[Size], now: float) -> tuple[Offer, ...]:
-    """Return what a new session of ``project`` would get now, for each of ``sizes``."""
+    """Return the offer for a new session of ``project`` now, for each of ``sizes``."""
     # Waiting jobs do not reduce what a session gets.
     others = tuple(x for x in cluster.leases if x.kind is Kind.BUILD or x.state is not State.PENDING)
     done = dry_run(replace(cluster, leases=others), now).run_sessions()

@@ -460,7 +460,10 @@ class Notice:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """``actions``, most important first; ``next_at``: when to plan again if nothing changes until then."""
+    """Result of a round.
+
+    ``actions`` are sorted, the most important first.  ``next_at``: when to plan again if nothing changes.
+    """
 
     actions: tuple[Action, ...]
     next_at: float | None = None

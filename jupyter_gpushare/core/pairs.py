@@ -193,15 +193,17 @@ class Rates:
                 self._progress.begin()
         last, self._last = self._last, reading
         report, self._report = self._report, reading if _has_progress(reading) else None
-        made = _made(report, self._report)
-        if made is None and report is not None:  # the earlier progress has another unit, or was not the job's
+        progress = _progress_between(report, self._report)
+        if (
+            progress is None and report is not None
+        ):  # the earlier progress has another unit, or was not the job's
             self._progress = _Counter()
         if last is None or not 0 < (seconds := reading.at - last.at) <= MAX_GAP_S:
             return
         if 0 <= last.work <= reading.work:
             self._window(self._work).add(seconds, reading.work - last.work)
-        if made is not None and report is last:
-            self._window(self._progress).add(seconds, made)
+        if progress is not None and report is last:
+            self._window(self._progress).add(seconds, progress)
 
     def interrupt(self) -> None:
         """Leave out the time until the next reading, because the job does not run."""
@@ -235,7 +237,7 @@ def _has_progress(reading: Reading) -> bool:
     return reading.done is not None and 0 <= reading.done <= reading.total < inf and reading.total > 0
 
 
-def _made(before: Reading | None, after: Reading | None) -> float | None:
+def _progress_between(before: Reading | None, after: Reading | None) -> float | None:
     """Return the progress between two reports of one series; None if they are not of one series."""
     if before is None or after is None or before.done is None or after.done is None:
         return None

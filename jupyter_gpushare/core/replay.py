@@ -57,7 +57,7 @@ from jupyter_gpushare.core.pairs import (
 from jupyter_gpushare.core.planning.planner import Planner
 from jupyter_gpushare.core.planning.sharing import WATCHED_S, needed_bytes
 from jupyter_gpushare.core.simulated_lease import Cell as Cell
-from jupyter_gpushare.core.simulated_lease import Happening, Reports, SimulatedLease
+from jupyter_gpushare.core.simulated_lease import ReplayEvent, Reports, SimulatedLease
 
 # Returns the speeds of a host and of its guest beside each other, as parts of their speeds alone.
 Speeds = Callable[[Lease, Lease], tuple[float, float]]
@@ -148,7 +148,7 @@ class Replay:
         if order_of(settings).preempts:
             self._users = UserLedger(cluster.devices, {}, now=now)
         self._leases: dict[str, SimulatedLease] = {}
-        self._heap: list[tuple[float, Happening, int, str, int]] = []
+        self._heap: list[tuple[float, ReplayEvent, int, str, int]] = []
         self._scheduled = 0
         self._waiting: set[str] = set()  # ids of leases that wait for capacity
         self._due = False  # whether a round may decide something
@@ -158,12 +158,12 @@ class Replay:
     def add_job(self, lease: Lease, duration_s: float, reports: Reports | None = None) -> None:
         """Add a job that comes at its ``submitted_at`` and runs for ``duration_s``, maybe with reports."""
         self._leases[lease.id] = SimulatedLease(lease, duration_s, reports=reports)
-        self._schedule(max(lease.submitted_at, self.now), Happening.CAME, lease.id)
+        self._schedule(max(lease.submitted_at, self.now), ReplayEvent.ARRIVED, lease.id)
 
     def add_session(self, lease: Lease, cells: Sequence[Cell]) -> None:
         """Add a session that comes with the first of ``cells``, which must be sorted by submission."""
         self._leases[lease.id] = SimulatedLease(lease, 0.0, cells)
-        self._schedule(max(cells[0].submit_at, self.now), Happening.CAME, lease.id)
+        self._schedule(max(cells[0].submit_at, self.now), ReplayEvent.ARRIVED, lease.id)
 
     def run(self, until_at: float = inf, *, max_events: float = inf) -> bool:
         """Run until ``until_at``, or for about ``max_events``; return False if nothing is left to do."""
@@ -188,27 +188,27 @@ class Replay:
 
     # -- events
 
-    def _schedule(self, moment: float, kind: Happening, name: str) -> None:
+    def _schedule(self, moment: float, kind: ReplayEvent, name: str) -> None:
         self._scheduled += 1
-        stamp = _ALWAYS if kind >= Happening.CAME else self._leases[name].stamp
+        stamp = _ALWAYS if kind >= ReplayEvent.ARRIVED else self._leases[name].stamp
         heapq.heappush(self._heap, (moment, kind, self._scheduled, name, stamp))
 
-    def _handle(self, kind: Happening, sim: SimulatedLease) -> None:
+    def _handle(self, kind: ReplayEvent, sim: SimulatedLease) -> None:
         match kind:
-            case Happening.MOVED:
+            case ReplayEvent.MOVED:
                 self._complete(sim, sim.lease)
-            case Happening.ENDED if sim.busy:
+            case ReplayEvent.ENDED if sim.busy:
                 sim.busy = False
                 self._next_cell(sim)
-            case Happening.ENDED:
+            case ReplayEvent.ENDED:
                 self._release(sim)
-            case Happening.REPORTED:
+            case ReplayEvent.REPORTED:
                 self._report(sim)
-            case Happening.JUDGED:
+            case ReplayEvent.JUDGED:
                 self._judge(sim)
-            case Happening.WATCHED:
+            case ReplayEvent.WATCHED:
                 self._become_host(sim)
-            case Happening.CAME:
+            case ReplayEvent.ARRIVED:
                 self._on_arrival(sim)
             case _:
                 self._submit_cell(sim)
@@ -272,7 +272,7 @@ class Replay:
         sim.due.append(sim.cells[sim.next_cell])
         sim.next_cell += 1
         if sim.next_cell < len(sim.cells):
-            self._schedule(sim.cells[sim.next_cell].submit_at, Happening.CELL, sim.lease.id)
+            self._schedule(sim.cells[sim.next_cell].submit_at, ReplayEvent.CELL, sim.lease.id)
         if not sim.busy and len(sim.due) == 1:
             self._next_cell(sim)
 
@@ -396,7 +396,7 @@ class Replay:
         duration_s = self._transition_s(sim)
         if duration_s > 0:
             self._update(sim, before, sim.lease)
-            self._schedule(self.now + duration_s, Happening.MOVED, sim.lease.id)
+            self._schedule(self.now + duration_s, ReplayEvent.MOVED, sim.lease.id)
         else:
             self._complete(sim, before)
 
@@ -456,7 +456,7 @@ class Replay:
         if self._speeds is not None:
             self._set_pace(sim)
         sim.runs_from_at = self.now
-        self._schedule(self.now + sim.left_s / sim.speed, Happening.ENDED, sim.lease.id)
+        self._schedule(self.now + sim.left_s / sim.speed, ReplayEvent.ENDED, sim.lease.id)
         if sim.reports is not None:
             self._report(sim)
 
@@ -465,7 +465,7 @@ class Replay:
         if (after := sim.report(self.now)) != before:
             self._due = True
             self._update(sim, before, after)
-        self._schedule(self.now + sim.reports_in_s(self.now), Happening.REPORTED, before.id)
+        self._schedule(self.now + sim.reports_in_s(self.now), ReplayEvent.REPORTED, before.id)
 
     # -- hosts and guests
 
@@ -482,9 +482,9 @@ class Replay:
             assert self._speeds is not None
             speed, sim.speed = self._speeds(host.lease, lease)
             self._change_pace(host, speed, name)
-            self._schedule(self.now + TRIAL_S, Happening.JUDGED, name)
+            self._schedule(self.now + TRIAL_S, ReplayEvent.JUDGED, name)
         elif sim.is_alone and lease.share and lease.kind is Kind.TRAIN:
-            self._schedule(self.now + WATCHED_S, Happening.WATCHED, name)
+            self._schedule(self.now + WATCHED_S, ReplayEvent.WATCHED, name)
 
     def _change_pace(self, sim: SimulatedLease, speed: float, guest: str = "") -> None:
         self._settle(sim)

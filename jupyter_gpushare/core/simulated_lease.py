@@ -27,7 +27,7 @@ class Cell:
     duration_s: float
 
 
-class Happening(enum.IntEnum):
+class ReplayEvent(enum.IntEnum):
     """Kinds of events; of events at one moment, those that free capacity come first."""
 
     MOVED = 0  # a transition is complete
@@ -35,7 +35,7 @@ class Happening(enum.IntEnum):
     REPORTED = 2  # a job reports its progress
     JUDGED = 3  # the trial of a guest is over
     WATCHED = 4  # a job ran alone for long enough to be a host
-    CAME = 5
+    ARRIVED = 5
     CELL = 6  # a cell is submitted
 
 

@@ -140,7 +140,7 @@ class Pool:
         """Return the pool with this assignment of a lease, in place of its previous one."""
         return replace(self, occupants=(*self.without((occupant.lease,)).occupants, occupant))
 
-    def now(self, lease: str, presence: Presence) -> Pool:
+    def with_presence(self, lease: str, presence: Presence) -> Pool:
         """Return the pool with another presence of an assigned lease."""
         return replace(
             self,

@@ -89,7 +89,7 @@ def test_units_are_free_once_no_other_lease_has_memory_there():
     waits = pool(owner("o", "a", Presence.ARRIVING), on("g", "a", Presence.LEAVING))
     assert not waits.is_free("o")
     assert waits.without(("g",)).is_free("o")
-    assert waits.now("g", Presence.ASLEEP).is_free("o")
+    assert waits.with_presence("g", Presence.ASLEEP).is_free("o")
     assert not waits.is_free("unknown")
 
 
@@ -135,10 +135,10 @@ class Node(RuleBasedStateMachine):
             assert not guest.claims
             assert guest.exit is not Exit.NONE
             if guest.presence is Presence.ARRIVING:
-                self.pool = self.pool.now(lease, Presence.ASLEEP)
+                self.pool = self.pool.with_presence(lease, Presence.ASLEEP)
                 del self.granted[lease]
             else:
-                self.pool = self.pool.now(lease, Presence.LEAVING)
+                self.pool = self.pool.with_presence(lease, Presence.LEAVING)
                 if guest.exit is Exit.RESTART:
                     self.restarting.append(lease)
 
@@ -172,7 +172,7 @@ class Node(RuleBasedStateMachine):
     def lose_the_grant(self, data: st.DataObject) -> None:
         """An idle owner, or a guest that the scheduler evicts, is parked."""
         lease = data.draw(st.sampled_from(self.leases(Presence.AWAKE, exit=Exit.PARK)))
-        self.pool = self.pool.now(lease, Presence.LEAVING)
+        self.pool = self.pool.with_presence(lease, Presence.LEAVING)
 
     @precondition(lambda self: self.leases(Presence.ASLEEP))
     @rule(data=st.data())
@@ -188,7 +188,7 @@ class Node(RuleBasedStateMachine):
             return
         assert placement.gpus == mine.gpus
         self.displace(placement, self.size[lease])
-        self.pool = self.pool.now(lease, Presence.ARRIVING)
+        self.pool = self.pool.with_presence(lease, Presence.ARRIVING)
         self.granted[lease] = self.size[lease]
 
     @precondition(lambda self: self.leases(Presence.LEAVING))
@@ -200,7 +200,7 @@ class Node(RuleBasedStateMachine):
         if lease in self.restarting:
             self.pool = self.pool.without((lease,))
         else:
-            self.pool = self.pool.now(lease, Presence.ASLEEP)
+            self.pool = self.pool.with_presence(lease, Presence.ASLEEP)
             del self.granted[lease]
 
     @rule()
@@ -208,7 +208,7 @@ class Node(RuleBasedStateMachine):
         """Use what is free: units of arrivals, and others for what restarts."""
         for lease in self.leases(Presence.ARRIVING):
             if self.pool.is_free(lease):
-                self.pool = self.pool.now(lease, Presence.AWAKE)
+                self.pool = self.pool.with_presence(lease, Presence.AWAKE)
         for lease in [x for x in self.restarting if self.pool.of(x) is None]:
             if (placement := self.pool.place(self.size[lease], keeps=False)) is not None:
                 self.pool = self.pool.put(on_units(lease, placement))
@@ -296,5 +296,5 @@ def test_every_unit_can_be_lent_and_returned(per_gpu):
         placement = lent.bring_back(each.lease)
         assert placement is not None
         assert len(placement.displaced) == 1
-        lent = lent.without(placement.displaced).now(each.lease, Presence.AWAKE)
+        lent = lent.without(placement.displaced).with_presence(each.lease, Presence.AWAKE)
     assert {x.lease for x in lent.occupants} == {x.lease for x in owners}

@@ -1,1 +1,1 @@
-"""Rounds: `scheduler` has the rules of one, `sharing` adds guests, `planner` plans round after round."""
+"""Scheduling rounds: `scheduler` has the rules, `sharing` adds guests, `planner` runs one round per plan."""

@@ -104,8 +104,8 @@ class SchedulingRound:
         # Each project is tried by itself, because the result of a job depends on more than its shape.
         self._is_single = explain_all or self.order.strict or self.order.bounds_bypass
         self._evicted_from: set[str] = set()  # projects of leases that were evicted
-        self._nowhere: set[Fit] = set()  # fits that failed in this pass regardless of own jobs
-        self._nowhere_version = -1  # the version of the state when they failed
+        self._failed_fits: set[Fit] = set()  # fits that failed in this pass regardless of own jobs
+        self._failed_version = -1  # the version of the state when they failed
         self._unplaceable: dict[tuple[str, Fit], Why] = {}  # fits that failed; they fail at later levels too
         self._not_worth: dict[tuple[str, Shape], float] = {}  # gains that were not worth a preemption
         self.served: set[str] = set()  # leases for which this round decided something
@@ -253,7 +253,7 @@ class SchedulingRound:
 
     def _run_pass(self, serving: Pass) -> None:
         """Serve the jobs that a pass admits, project by project."""
-        self._nowhere.clear()
+        self._failed_fits.clear()
         cursors: dict[str, Cursor] = {}
         turns = self._turns(serving)
         while turns:
@@ -304,15 +304,15 @@ class SchedulingRound:
         shapes = self._summaries[project].shapes
         if self._is_single or project in self._evicted_from or shapes[0][0][0] is order.STARVED:
             return False
-        if self._nowhere_version != self.state.version():
-            self._nowhere_version = self.state.version()
-            self._nowhere.clear()
+        if self._failed_version != self.state.version():
+            self._failed_version = self.state.version()
+            self._failed_fits.clear()
         available = serving.maximum(self, project) - self.state.quotas.account(project).use
-        nowhere, unplaceable = self._nowhere, self._unplaceable
+        failed, unplaceable = self._failed_fits, self._unplaceable
         tried = []
         for rank, key, size in shapes:
             if size <= available and key not in unplaceable:
-                if key[1] not in nowhere:
+                if key[1] not in failed:
                     return False
                 tried.append((rank, key))
         if self.queues.by_project[project].running:
@@ -422,7 +422,7 @@ class SchedulingRound:
         is_special = bool(self.queues.by_project[job.project].running) or job.project in self._evicted_from
         is_special = is_special or (serving.by_quota and self.state.account(job).use > 0)
         if self.reclaimer.decided == decided and fit.is_common and not is_special:
-            self._nowhere.add(fit)
+            self._failed_fits.add(fit)
         return why
 
     def _start_or_reserve(self, job: Lease) -> tuple[Why | None, Placement | None]:

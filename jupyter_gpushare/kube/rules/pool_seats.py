@@ -96,10 +96,10 @@ class _Assignment:
         placement = pool.bring_back(lease.id, exits)
         if placement is None:
             return False
-        pool = pool.now(lease.id, Presence.ARRIVING)
+        pool = pool.with_presence(lease.id, Presence.ARRIVING)
         for guest in placement.displaced:
             self._displace(guest, pool, lease.id)
-            pool = pool.now(guest, Presence.LEAVING)
+            pool = pool.with_presence(guest, Presence.LEAVING)
         self._pools[node] = pool
         return True
 
@@ -107,7 +107,7 @@ class _Assignment:
         """Return whether the units of an arriving lease are free now; if so, mark them as used."""
         is_free = self._pools[node].is_free(lease)
         if is_free:
-            self._pools[node] = self._pools[node].now(lease, Presence.AWAKE)
+            self._pools[node] = self._pools[node].with_presence(lease, Presence.AWAKE)
         return is_free
 
     def _displace(self, guest: str, pool: Pool, owner: str) -> None:

@@ -175,7 +175,7 @@ def returns(cluster: Cluster, claiming: frozenset[str], owners: Iterable[Lease])
             if each.presence is Presence.ARRIVING and (placement := rest.bring_back(each.lease)):
                 displaced.update(placement.displaced)
                 for guest in placement.displaced:
-                    rest = rest.now(guest, Presence.LEAVING)
+                    rest = rest.with_presence(guest, Presence.LEAVING)
         excluded |= {x.lease for x in pool.occupants if x.lease in displaced and x.exit is Exit.NONE}
         excluded |= {x.lease for x in rest.occupants if not x.claims and _is_blocked(leases[x.lease], rest)}
     return Returns(frozenset(displaced), frozenset(excluded))
