@@ -20,7 +20,7 @@ job                 jobs of its own project of lower priority   yes (*)
 Among jobs of one priority and user, a job that suspends is preempted first if fewer
 suspended leases wait for its devices, because it resumes behind them.
 
-(*) A job that loses its work by a stop may be preempted earlier, in place of a job that would lose more.
+(*) A job that loses its work by a stop may be preempted sooner, to spare a job that would lose more.
 """
 
 from __future__ import annotations
