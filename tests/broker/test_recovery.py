@@ -71,7 +71,7 @@ async def test_a_job_with_processes_that_do_not_answer_is_not_taken_as_ended(sit
     await asyncio.sleep(300)
     assert (broker.state(job), broker.lease(job).attempt) == ("running", 1)
     (reason,) = broker.views.health().reasons
-    assert reason.startswith(f"Lease {held.handle}: processes of its user on its GPU have not")
+    assert reason.startswith(f"Lease {held.handle}: the device helper could not read processes of its user")
     held.unread_since = 0.0
     await until(lambda: held.handle not in site.held, 60)
     assert not broker.views.health().reasons
