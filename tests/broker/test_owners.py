@@ -14,7 +14,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import HubError, HubUser, ServerKey
 from jupyter_gpushare.broker.control import administration
 from jupyter_gpushare.broker.control.effects import MAX_TRIES
-from jupyter_gpushare.broker.control.ownership import AGAIN_S, LOOK_S
+from jupyter_gpushare.broker.control.ownership import CHECK_S, RECHECK_S
 from jupyter_gpushare.broker.state.records import (
     MACHINE,
     JobRecord,
@@ -83,13 +83,13 @@ async def test_waiting_jobs_of_a_deleted_user_fail_when_the_hub_misses_the_user_
     job, other = await site.submit("ada"), await site.submit("bo")
     began = site.now
     site.deleted.add("ada")
-    await until(lambda: broker.registry.owners.absent == {"ada"}, LOOK_S + 10)
+    await until(lambda: broker.registry.owners.absent == {"ada"}, CHECK_S + 10)
     first = site.now
     assert broker.seen(job).state == "queued"
     assert broker.seen(job).reason == "Does not start: the Hub does not have its owner now."
-    await until(lambda: broker.job(job).result, AGAIN_S + 10)
-    assert AGAIN_S <= site.now - first <= AGAIN_S + 2
-    assert site.now - began <= LOOK_S + AGAIN_S + 10
+    await until(lambda: broker.job(job).result, RECHECK_S + 10)
+    assert RECHECK_S <= site.now - first <= RECHECK_S + 2
+    assert site.now - began <= CHECK_S + RECHECK_S + 10
     seen = broker.seen(job)
     assert (seen.state, seen.attempt) == ("failed", 0)
     assert seen.reason == "It did not start: the Hub does not have its owner ada any more."
@@ -102,9 +102,9 @@ async def test_waiting_jobs_of_a_deleted_user_fail_when_the_hub_misses_the_user_
 async def test_a_user_that_the_hub_misses_once_loses_nothing(site, broker):
     job = await site.submit("ada")
     site.deleted.add("ada")
-    await until(lambda: "ada" in broker.registry.owners.absent, LOOK_S + 10)
+    await until(lambda: "ada" in broker.registry.owners.absent, CHECK_S + 10)
     site.deleted.clear()
-    await asyncio.sleep(AGAIN_S + 5)
+    await asyncio.sleep(RECHECK_S + 5)
     assert not broker.registry.owners.absent
     await open_again(broker)
     assert await broker.ended(job, 120) == "succeeded"
@@ -124,7 +124,7 @@ async def test_a_list_that_misses_users_is_not_believed_without_asking_for_their
 
     monkeypatch.setattr(broker.hub, "user", functools.partial(one_of, users))
     monkeypatch.setattr(broker.hub, "users", some)
-    await asyncio.sleep(3 * LOOK_S)
+    await asyncio.sleep(3 * CHECK_S)
     assert not broker.registry.owners.absent
     await open_again(broker)
     assert await broker.ended(job, 120) == "succeeded"
@@ -136,8 +136,8 @@ async def test_a_start_for_a_user_that_the_hub_does_not_have_is_the_first_look(s
     job = await site.submit("ada")
     began = site.now
     await until(lambda: "ada" in broker.registry.owners.absent, 10)
-    await until(lambda: broker.job(job).result, AGAIN_S + 10)
-    assert site.now - began >= AGAIN_S
+    await until(lambda: broker.job(job).result, RECHECK_S + 10)
+    assert site.now - began >= RECHECK_S
     assert broker.seen(job).state == "failed"
     assert not site.started
 
@@ -164,7 +164,7 @@ async def test_the_next_user_of_a_name_has_nothing_of_the_last_one(site, broker)
     await open_again(broker)
     await until(lambda: broker.job(new).result, 120)
     assert site.started == {new.id: 1}
-    assert await broker.ended(job, LOOK_S + AGAIN_S + 10) == "failed"
+    assert await broker.ended(job, CHECK_S + RECHECK_S + 10) == "failed"
     sums = {use.user: use.used_gpu_s for use in registry.usage.sums.values() if use.kept_s}
     assert sums == {old: 60.0}
     assert set(registry.owners.of) == {"ada", "bo", "cy", "eve", "root"}
@@ -179,7 +179,7 @@ async def test_a_user_made_anew_while_a_job_starts_does_not_run_it(site):
     await until(lambda: broker.state(job) == "pending", 60)
     assert broker.job(job).user != "ada"
     assert broker.lease(job).tries == 0
-    assert await broker.ended(job, AGAIN_S + 20) == "failed"
+    assert await broker.ended(job, RECHECK_S + 20) == "failed"
     assert not site.started
 
 
@@ -205,9 +205,9 @@ async def test_an_answer_of_the_hub_that_came_late_is_put_right_at_the_next_look
     assert users_of(broker, job) == [former("ada", NEW)]
     assert broker.loop.ownership.find("ada", NEW) == former("ada", NEW)
     await open_again(broker)
-    await until(lambda: broker.job(job).result, LOOK_S + 60)
+    await until(lambda: broker.job(job).result, CHECK_S + 60)
     assert (broker.seen(job).user, broker.seen(job).state) == ("ada", "succeeded")
-    await asyncio.sleep(LOOK_S + AGAIN_S)
+    await asyncio.sleep(CHECK_S + RECHECK_S)
     assert not broker.registry.owners.absent
 
 
@@ -230,7 +230,7 @@ async def test_another_system_user_of_the_name_starts_nothing_until_an_administr
     job = await site.submit("ada")
     await broker.loop.ownership.meet("ada", site.made_at("ada"), 1001)
     await open_again(broker)
-    await asyncio.sleep(2 * LOOK_S)
+    await asyncio.sleep(2 * CHECK_S)
     assert broker.seen(job).state == "queued"
     assert broker.views.health().held_jobs == 1
     await broker.loop.ownership.adopt("ada", None, "root")
@@ -247,7 +247,7 @@ async def another_database(site: Site) -> tuple[Broker, JobRecord, JobRecord]:
     broker = await emptied(site)
     jobs = await site.submit("ada"), await site.submit("bo")
     made_anew(site, "ada", "bo", "cy", "eve", "root")
-    await until(lambda: broker.views.health().held_jobs == 2, LOOK_S + 10)
+    await until(lambda: broker.views.health().held_jobs == 2, CHECK_S + 10)
     return broker, *jobs
 
 
@@ -255,7 +255,7 @@ async def test_where_many_owners_go_at_once_nothing_fails(site):
     broker, *jobs = await another_database(site)
     await open_again(broker)
     await broker.loop.ownership.meet("ada", site.made_at("ada"))
-    await asyncio.sleep(3 * LOOK_S)
+    await asyncio.sleep(3 * CHECK_S)
     assert [broker.seen(job).state for job in jobs] == ["queued", "queued"]
     assert not site.started
     health = broker.views.health()
@@ -267,7 +267,7 @@ async def test_where_many_owners_go_at_once_nothing_fails(site):
     assert shown == {("ada", 1, True, True), ("bo", 1, True, True)}
     await broker.end()
     broker = await site.start_broker()
-    await asyncio.sleep(2 * LOOK_S)
+    await asyncio.sleep(2 * CHECK_S)
     assert [broker.seen(job).state for job in jobs] == ["queued", "queued"]
 
 
@@ -275,7 +275,7 @@ async def test_owners_that_are_back_are_not_held(site):
     broker, *jobs = await another_database(site)
     await open_again(broker)
     site.made.clear()
-    await until(lambda: all(broker.job(job).result for job in jobs), LOOK_S + 60)
+    await until(lambda: all(broker.job(job).result for job in jobs), CHECK_S + 60)
     assert [broker.seen(job).state for job in jobs] == ["succeeded", "succeeded"]
     assert broker.views.health().reasons == []
 
@@ -307,11 +307,11 @@ async def test_one_of_a_few_owners_may_go_and_so_may_a_tenth(site):
     broker = await emptied(site)
     jobs = [await site.submit(f"u{n}") for n in range(3)]
     site.deleted |= {"u0", "u1", "u2"}  # of 30
-    await until(lambda: all(broker.job(job).result for job in jobs), LOOK_S + AGAIN_S + 10)
+    await until(lambda: all(broker.job(job).result for job in jobs), CHECK_S + RECHECK_S + 10)
     assert {broker.seen(job).state for job in jobs} == {"failed"}
     more = [await site.submit(f"u{n}") for n in range(3, 6)]
     site.deleted |= {"u3", "u4", "u5"}  # of 27
-    await asyncio.sleep(2 * LOOK_S)
+    await asyncio.sleep(2 * CHECK_S)
     assert {broker.seen(job).state for job in more} == {"queued"}
     assert broker.views.health().held_jobs == 3
 
@@ -327,7 +327,7 @@ def rename(site: Site, old: str, new: str) -> None:
 async def test_everything_moves_with_a_user_that_is_renamed(site, broker):
     job = await site.submit("ada")
     rename(site, "ada", "lovelace")
-    await until(lambda: broker.job(job).user == "lovelace", LOOK_S + 10)
+    await until(lambda: broker.job(job).user == "lovelace", CHECK_S + 10)
     site.deleted.clear()  # another ada
     made_anew(site, "ada")
     await broker.loop.ownership.meet("ada", NEW)
@@ -349,7 +349,7 @@ async def test_a_renamed_user_keeps_everything_though_another_has_the_old_name(s
     made_anew(site, "ada")
     await broker.loop.ownership.meet("ada", NEW)
     site.groups["lovelace"], site.made["lovelace"] = ("vision",), moment
-    await until(lambda: broker.job(job).user == "lovelace", LOOK_S + 10)
+    await until(lambda: broker.job(job).user == "lovelace", CHECK_S + 10)
 
 
 @pytest.mark.parametrize("moment", ["2026-11-22T03:05:09.000000Z", ""])
@@ -360,7 +360,7 @@ async def test_a_moment_that_several_users_may_have_is_no_proof_of_a_rename(site
     site.groups["lovelace"], site.made["lovelace"] = ("vision",), moment
     site.deleted.add("ada")
     await broker.loop.ownership.meet("lovelace", moment)
-    assert await broker.ended(job, LOOK_S + AGAIN_S + 10) == "failed"
+    assert await broker.ended(job, CHECK_S + RECHECK_S + 10) == "failed"
     assert broker.seen(job).user.startswith("ada/")
 
 
@@ -457,7 +457,7 @@ async def test_a_rename_to_a_known_name_merges_no_two_users(site, broker, now, i
     if is_met:
         await broker.loop.ownership.meet("bo", moments["ada"])
         assert users_of(broker, jobs["ada"]) == ["bo"]
-    await asyncio.sleep(LOOK_S + AGAIN_S + 10)
+    await asyncio.sleep(CHECK_S + RECHECK_S + 10)
     names = {before: name for name, before in now.items()} | ({} if "cy" in now else {"cy": "cy"})
     expected = [names.get(name, former(name, moments[name])) for name in GONE]
     assert users_of(broker, *jobs.values()) == expected
@@ -473,7 +473,7 @@ async def test_the_last_of_many_users_with_one_moment_inherits_from_none(site):
     job = await site.submit("ada")
     site.deleted.add("ada")
     assert broker.loop.ownership.find("zed", NEW) is None
-    await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)
+    await until(lambda: broker.job(job).result, CHECK_S + RECHECK_S + 10)
     assert broker.seen(job).user == former("ada", NEW)
 
 
@@ -487,7 +487,7 @@ async def test_a_database_of_whole_seconds_makes_no_one_another_user(site, kept)
     broker = await emptied(site)
     job = await site.submit("ada")
     made_at, site.made["ada"] = site.made["ada"], kept
-    await asyncio.sleep(LOOK_S + AGAIN_S)
+    await asyncio.sleep(CHECK_S + RECHECK_S)
     assert users_of(broker, job) == ["ada"]
     assert broker.registry.owners.of["ada"].created == kept
     assert broker.loop.ownership.find("ada", made_at) == "ada"
@@ -506,11 +506,11 @@ async def test_a_token_keeps_its_groups_when_the_hub_says_whole_seconds(http):
 async def test_health_says_when_the_hub_does_not_date_its_users(site, broker):
     assert broker.views.health().status == "ok"
     site.made["ada"] = ""
-    await asyncio.sleep(LOOK_S + 10)
+    await asyncio.sleep(CHECK_S + 10)
     (said,) = broker.views.health().reasons
     assert said.endswith("the scope read:users.")
     site.made.clear()
-    await asyncio.sleep(LOOK_S + 10)
+    await asyncio.sleep(CHECK_S + 10)
     assert broker.views.health().status == "ok"
 
 
@@ -547,15 +547,15 @@ async def test_held_owners_stay_only_as_long_as_they_have_leases(site):
     kept = UsageRecord(day=registry.iso_now()[:10], user="u1", project="nlp", used_gpu_s=60.0)
     await registry.journal.commit(registry.usage.count(kept))
     site.deleted |= {f"u{n}" for n in range(20)}
-    await until(lambda: broker.views.health().held_jobs == 1, LOOK_S + 10)
+    await until(lambda: broker.views.health().held_jobs == 1, CHECK_S + 10)
     assert set(registry.owners.of) == {"ada", "bo", "cy", "eve", "root", "u0"}
     assert {owner.user for owner in registry.store.load().owners} == set(registry.owners.of)
     assert [use.user for use in registry.usage.sums.values()] == [former("u1", site.made_at("u1"))]
     await broker.requests.cancel(await broker.requests.job("u0", job.id))
-    await asyncio.sleep(LOOK_S + 10)
+    await asyncio.sleep(CHECK_S + 10)
     assert "u0" not in registry.owners.of
     site.deleted.clear()
-    await asyncio.sleep(LOOK_S + 10)
+    await asyncio.sleep(CHECK_S + 10)
     assert [use.user for use in registry.usage.sums.values()] == ["u1"]
     assert users_of(broker, job) == ["u0"]
 
@@ -564,22 +564,22 @@ async def test_a_session_of_an_owner_that_went_before_does_not_count_as_one_that
     await open_again(broker)
     await site.session("bo", "1/2")
     site.deleted.add("bo")
-    await asyncio.sleep(LOOK_S + 2 * AGAIN_S)
+    await asyncio.sleep(CHECK_S + 2 * RECHECK_S)
     assert former("bo", site.made_at("bo")) in broker.registry.owners.of
     await administration.drain(broker.registry, broker.engine, MACHINE, None, "root")
     job = await site.submit("ada")
     site.deleted.add("ada")
-    await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)
+    await until(lambda: broker.job(job).result, CHECK_S + RECHECK_S + 10)
     assert broker.views.health().held_jobs == 0
 
 
 async def test_a_user_that_was_failed_has_the_history_when_the_hub_has_it_again(site, broker):
     job = await site.submit("ada")
     site.deleted.add("ada")
-    await until(lambda: broker.job(job).result, LOOK_S + AGAIN_S + 10)
+    await until(lambda: broker.job(job).result, CHECK_S + RECHECK_S + 10)
     assert users_of(broker, job) == [former("ada", site.made_at("ada"))]
     site.deleted.clear()
-    await asyncio.sleep(LOOK_S + 10)
+    await asyncio.sleep(CHECK_S + 10)
     assert users_of(broker, job) == ["ada"]
 
 
@@ -649,7 +649,7 @@ async def test_a_name_with_a_slash_is_no_user_here(http, name):
     )
     with pytest.raises(NotAllowed, match="has a slash"):
         await http.broker.start(spawn(name, "1/2"))
-    await http.broker.loop.ownership.look()
+    await http.broker.loop.ownership.check_users()
     assert name not in http.broker.registry.owners.of
 
 
@@ -666,7 +666,7 @@ async def test_owners_of_an_earlier_version_that_the_hub_lacks_leave_nothing_to_
     await broker.loop.ownership.meet("bo", site.made_at("bo"))
     await broker.loop.ownership.meet("cy", site.made_at("cy"))
     assert users_of(broker, *jobs) == ["ada", former("bo", ""), former("cy", "")]
-    await until(lambda: broker.job(jobs[1]).result, LOOK_S + AGAIN_S + 10)
+    await until(lambda: broker.job(jobs[1]).result, CHECK_S + RECHECK_S + 10)
     assert [broker.seen(job).state for job in jobs] == ["queued", "failed", "cancelled"]
 
 

@@ -213,8 +213,8 @@ async def test_a_running_job_says_that_it_may_share_before_it_does(site, broker)
 )
 async def test_the_timeline_of_a_host_has_its_guests_and_why_they_left(site, broker, why, more, said):
     host, _ = await pair(site, broker)
-    await guests.came(broker.registry, broker.lease(host))
-    await guests.left(broker.registry, broker.lease(host), why, **more)
+    await guests.report_arrival(broker.registry, broker.lease(host))
+    await guests.report_departure(broker.registry, broker.lease(host), why, **more)
     moments = sent(await history.timeline(broker.registry, broker.job(host), "bo")).moments
     assert [each.sentence for each in moments if each.what == "guest"] == [
         "Your job train.py (1 GPU) shares its GPU with another job from now on.",
@@ -280,7 +280,7 @@ def test_a_guest_that_keeps_the_device_of_its_host_is_charged_from_then_on():
 async def test_metrics_count_guests_their_gpu_seconds_and_why_they_left(site, broker):
     host, _ = await pair(site, broker, gets=0.5)
     await asyncio.sleep(100)
-    await guests.left(broker.registry, broker.lease(host), Why.PAIR_PARTED, kept=0.8)
+    await guests.report_departure(broker.registry, broker.lease(host), Why.PAIR_PARTED, kept=0.8)
     text = text_of(broker.registry)
     assert value(text, 'gpushare_guests{project="nlp"}') == 1
     assert value(text, 'gpushare_guest_gpu_seconds_total{project="nlp"}') == pytest.approx(50, rel=0.2)

@@ -1,10 +1,9 @@
-"""Effects: carry out what a lease in a transitional state calls for.
+"""Effects: the actions that take a lease out of a transitional state.
 
-At most one task per lease.  Each effect follows the same order: the intent is
-committed (`Registry.advance`), the action is tried, and the observation decides
-the next transition.  An effect that fails is started again by a later round,
-in the state that the lease has then.  A lease releases its capacity only after
-the driver shows that its device memory is free.
+Each lease has at most one effect at work.  Each effect follows the same order: the intent is committed
+(`Registry.advance`), the action is tried, and the observation decides the next transition.  After a
+failure, a later round starts the effect for the state that the lease has by then.  A lease releases its
+capacity only after the driver shows that its device memory is free.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import DeviceBackend, Hub, HubError, Prepared, ServerKey
 from jupyter_gpushare.broker.control import losses, snapshot
 from jupyter_gpushare.broker.control.announcer import Announcer
-from jupyter_gpushare.broker.control.ending import LOOK_S, Ending, outcome_of, with_end
+from jupyter_gpushare.broker.control.ending import LEASE_POLL_S, Ending, outcome_of, with_end
 from jupyter_gpushare.broker.control.fenced_hub import StartTickets
 from jupyter_gpushare.broker.control.job_request import shown_name
 from jupyter_gpushare.broker.control.observer import GONE_S, Observer
@@ -56,14 +55,14 @@ log = logging.getLogger("gpushare.broker")
 Effect = Callable[[LeaseRecord], Coroutine[Any, Any, object]]
 
 _ASLEEP = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
-# Between two checks of a condition at the Hub.
+# Between two checks of the Hub; a failed effect is also tried again after this time.
 POLL_S = 1.0
-# A server without a process this long after its grant has not started.
+# A server that still has no process this long after its grant has not started.
 START_S = 60.0
 MAX_TRIES = 5
-# A Hub that starts no server is asked again after 2, 4, ... seconds, at most:
+# A Hub that starts no server is asked again after 2, 4, ... seconds, up to this maximum.
 HUB_BACKOFF_MAX_S = 60.0
-# Seconds until a suspension is tried again, by the reason of the refusal.
+# Seconds until a refused suspension is tried again, by reason.
 _BACKOFF_S: Mapping[Refusal, float] = {
     Refusal.NONE: 10.0,
     Refusal.WANTED: 0.0,
@@ -74,13 +73,14 @@ _BACKOFF_S: Mapping[Refusal, float] = {
     Refusal.LOST: 10.0,
     Refusal.NO_LEASE: 5.0,
 }
-# Refusals of a suspension that the driver, or a process that does not come to rest, is the reason of.
+# Refusals of a suspension because of the driver, or of a process that does not come to rest.
 _FAILURES = frozenset({Refusal.NONE, Refusal.BUSY, Refusal.NOT_SUSPENDABLE, Refusal.LOST})
-# Refusals of a move that the same request would meet again.
+# Refusals of a move to other devices that would repeat.
 _IMMOVABLE = frozenset({Refusal.NONE, Refusal.NOT_SUSPENDABLE})
-# So long a lease does not move to a device that it was refused.
+# After a refused move to a device, the lease avoids that device this long.
 _AVOID_DEVICE_S = 60.0
-# A refused resume is tried again at once, since memory may be freed at any moment; the delay doubles to:
+# A refused resume is tried again soon, because memory may be freed at any moment.  The delay starts at
+# 0.25 s and doubles up to this maximum.
 _RESUME_RETRY_MAX_S = 5.0
 
 
@@ -102,15 +102,15 @@ class Effects:
         self.announcer = announcer
         self.tickets = tickets
         self.tasks: dict[str, asyncio.Task[Any]] = {}
-        # Of attempts that have ended; the Hub lists them until they are removed.
+        # Servers of ended attempts; the Hub lists them until they are removed.
         self.ended_servers: dict[ServerKey, None] = {}
         self._ending, self._observer = Ending(registry, devices, observer), observer
         self._hub_backoff_s = 1.0
-        self._outdated: set[str] = set()  # attempts of which an earlier broker's start was refused
+        self._outdated: set[str] = set()  # handles whose start was an earlier broker's, and was refused
         self._errors = ErrorLog(log)
 
     def reconcile(self, record: LeaseRecord, now: float) -> None:
-        """Start the effect that a lease's state calls for, unless one runs or has to wait for a retry."""
+        """Start the effect that a lease's state needs, unless one runs or its retry is not due."""
         observation = self.registry.observations[record.id]
         if record.id in self.tasks or now < observation.effect_retry_at:
             return
@@ -132,7 +132,7 @@ class Effects:
             self._begin(effect, record)
 
     def _corrective_effect(self, record: LeaseRecord, observation: Observation, now: float) -> Effect | None:
-        """Return the effect for a lease if its sample disagrees with its state; None: they agree."""
+        """Return the effect for a lease whose sample disagrees with its record; None if they agree."""
         job = self.registry.job_of(record)
         if record.is_job and (observation.vanished_s >= GONE_S or job is None or job.exit_code is not None):
             return self._end_job
@@ -144,7 +144,7 @@ class Effects:
         phase = sample.phase if sample and snapshot.sampled_since_entry(self.registry, record) else None
         if record.lost and record.state is State.RUNNING:
             if record.is_job:
-                return self._start_anew
+                return self._requeue_lost
             return self._reconcile_restarted if phase is not None and phase is not Phase.LOST else None
         if record.state is State.SUSPENDED and phase in (Phase.RUNNING, Phase.LOST):
             return self._reconcile_awake if snapshot.may_be_awake(self.registry, record) else None
@@ -159,16 +159,16 @@ class Effects:
         self.tasks[record.id] = asyncio.create_task(self._effect(effect, record), name=name)
 
     async def _effect(self, effect: Effect, record: LeaseRecord) -> None:
-        """Run one effect; after an error a later round starts it again."""
+        """Run one effect; after an error, a later round starts it again."""
         observation = self.registry.observations.get(record.id)
-        what = f"lease={record.handle} {effect.__name__.strip('_')}"
+        source = f"lease={record.handle} {effect.__name__.strip('_')}"
         try:
             await self.registry.journal.durable()  # the intent
-            if self._still(record, record.state):
+            if self._is_still(record, record.state):
                 await effect(record)
-                self._errors.works(what)
+                self._errors.works(source)
         except (HelperError, HubError, DeviceError, DiskFull) as error:
-            self._errors.failed(what, error)
+            self._errors.failed(source, error)
             if observation is not None:
                 observation.effect_retry_at = self.registry.clock() + POLL_S
         except Conflict as error:
@@ -176,31 +176,31 @@ class Effects:
         except StoreError:
             return  # `Journal.failed` ends the process
         except Exception as error:
-            self._errors.broke(what, error)
+            self._errors.broke(source, error)
             if observation is not None:
                 observation.effect_retry_at = self.registry.clock() + 5 * POLL_S
         finally:
             self.tasks.pop(record.id, None)
-            if not self._still(record, State.GRANTED):
+            if not self._is_still(record, State.GRANTED):
                 self._outdated.discard(record.handle)
             self.registry.changed.set()
 
     # suspend and resume
 
     async def _confirm_awake(self, record: LeaseRecord) -> None:
-        """Tell the helper that a resume without a stored intent is recorded."""
+        """Confirm to the helper that a resume without a stored intent is now recorded."""
         await self.devices.resume(record.handle)
         self.registry.observations[record.id].effect_retry_at = self.registry.clock() + 2 * POLL_S
 
     async def _suspend(self, record: LeaseRecord) -> None:
         sample, calls = self.registry.observations[record.id].sample, ""
-        # Of a session that slept and was resumed unrecorded; what others may claim is taken all the same.
-        is_own_choice = record.why in (Why.IDLE, Why.LEND_NOW)
-        if is_own_choice and sample is not None and sample.unconfirmed:
-            called = "a process of the lease entered a CUDA call"
-            await self._suspend_refused(record, _refused(Refusal.WANTED, called))
+        # An unrecorded resume means that the session wanted its GPU.  A claim of others still suspends it.
+        is_voluntary = record.why in (Why.IDLE, Why.LEND_NOW)
+        if is_voluntary and sample is not None and sample.unconfirmed:
+            reason = "a process of the lease entered a CUDA call"
+            await self._suspend_refused(record, _refused(Refusal.WANTED, reason))
             return
-        if record.why == Why.IDLE:  # `Why.LEND_NOW` is forced: the owner asked for it
+        if record.why == Why.IDLE:  # `Why.LEND_NOW` does not check calls: the owner asked for it
             if sample is None:
                 await self._suspend_refused(record, _refused(Refusal.NO_LEASE, "not measured"))
                 return
@@ -244,7 +244,7 @@ class Effects:
                 await self._resume_refused(record, refused, ())
                 return
             record = self.registry.get(record.id)
-        # Its record has the devices that it is to resume on, which may be its own.
+        # Its record names the devices on which it is to resume, its earlier ones or others.
         moved = await self.devices.resume(record.handle, devices=record.lease.devices if record.moves else ())
         devices = moved.devices if snapshot.is_place_of(record, moved.devices) else ()
         now = self.registry.clock()
@@ -253,10 +253,10 @@ class Effects:
                 self.registry.wake_times.took_s.append(now - observation.wanted_at)
             observation.active_at, observation.resumes_refused = now, 0
             with contextlib.suppress(HelperError):
-                # The notification that follows must not show the sample of the suspended lease.
+                # The next notification must not show the sample of the suspended lease.
                 found = {sample.lease: sample for sample in (await self.devices.sample()).leases}
                 observation.sample = found.get(record.handle, observation.sample)
-            losses.woke(self.registry, record, moved.bytes, now)
+            losses.note_resume(self.registry, record, moved.bytes, now)
             await self.registry.advance(record, ResumeDone(devices=devices))
         elif moved.refused is Refusal.LOST:
             counts = self.registry.suspensions.after_loss(moved.reason, self.registry.iso_now())
@@ -269,7 +269,7 @@ class Effects:
             await self._resume_refused(record, moved, devices)
 
     async def _prepare_to_resume(self, record: LeaseRecord) -> MoveResult | None:
-        """Tell the helper where a suspended job is to resume, as a guest or not; returns why it may not."""
+        """Prepare a suspended job to resume, as a guest or not; return the refusal, None if it may resume."""
         try:
             await self.prepare(record, asleep=True)
         except HelperError as error:
@@ -280,16 +280,16 @@ class Effects:
         return None
 
     async def _resume_refused(self, record: LeaseRecord, moved: MoveResult, devices: tuple[str, ...]) -> None:
-        """Note that a lease was not resumed; it is on ``devices`` (none: where it was to resume)."""
+        """Record a refused resume; ``devices`` are its devices now, empty for those of its record."""
         observation, now = self.registry.observations[record.id], self.registry.clock()
-        again_s = (
+        delay_s = (
             _RESUME_RETRY_MAX_S
             if moved.refused is Refusal.NO_LEASE or record.lease.host
             else 0.25 * 2.0**observation.resumes_refused
         )
-        observation.retry_at = now + min(again_s, _RESUME_RETRY_MAX_S)
+        observation.retry_at = now + min(delay_s, _RESUME_RETRY_MAX_S)
         observation.resumes_refused = min(observation.resumes_refused + 1, 10)
-        self._watch_host_anew(record)
+        self._reset_host_peak(record)
         has_stayed = devices not in ((), record.lease.devices)
         if has_stayed:
             others = set(record.lease.devices) - set(devices)
@@ -297,21 +297,21 @@ class Effects:
         stays = has_stayed and moved.refused in _IMMOVABLE
         await self.registry.advance(record, ResumeRefused(reason=moved.reason, devices=devices, stays=stays))
 
-    def _watch_host_anew(self, guest: LeaseRecord) -> None:
-        """Let a host have no guest for a while: it had no room for this one."""
+    def _reset_host_peak(self, guest: LeaseRecord) -> None:
+        """Measure the peak of ``guest``'s host anew, because it had no room; until then it gets no guest."""
         if guest.lease.host in self.registry.observations:
             self.registry.observations[guest.lease.host].peak.reset()
 
     async def set_limits(self, record: LeaseRecord) -> LeaseRecord:
-        """Set the recorded limits of a session at the device helper, which may have others."""
+        """Set the recorded limits of a lease at the device helper, whose limits may differ."""
         await self.prepare(record, asleep=record.state is State.SUSPENDED)
         return await self.registry.edit(record, limits_set(record))
 
     async def prepare(self, record: LeaseRecord, *, asleep: bool) -> Prepared:
-        """Ask the device helper for what the record and the policy say about a lease.
+        """Prepare a lease at the device helper, as its record and the policy say.
 
         Raises:
-            HelperError: as `DeviceBackend.prepare`.
+            HelperError: see `DeviceBackend.prepare`.
             DeviceError: the driver refused.
         """
         observation = self.registry.observations[record.id]
@@ -321,10 +321,11 @@ class Effects:
         return prepared
 
     async def grant(self, record: LeaseRecord) -> wire.SpawnGrant:
-        """Have the devices prepared for a server that starts, and return what it may use.
+        """Prepare the devices for a server that starts, and return what the server may use.
 
         Raises:
-            Conflict: the device helper does not answer, or the driver refuses; a session has lost its lease.
+            Conflict: the device helper does not answer, or the driver refuses.  The lease of a session that
+                was granted is released.
         """
         asleep = record.state in _ASLEEP
         try:
@@ -353,29 +354,29 @@ class Effects:
             + ("lent just now and comes with your first GPU cell." if asleep else "ready."),
         )
 
-    async def _start_anew(self, record: LeaseRecord) -> None:
-        """Requeue a job after the loss of its device memory; it does not count as a failed attempt."""
+    async def _requeue_lost(self, record: LeaseRecord) -> None:
+        """Requeue a job that lost its device memory; the attempt does not count as failed."""
         await self.registry.advance(record, Stopping(why=messages.STATE_LOST, requeue=True))
 
     async def _reconcile_restarted(self, record: LeaseRecord) -> None:
-        """Clear the loss of a session: its kernels have restarted."""
+        """Clear the loss of a session whose kernels have restarted."""
         await self.registry.edit(record, loss_replaced)
 
     async def _reconcile_devices(self, record: LeaseRecord) -> None:
-        """Follow the helper, which has a lease on other devices than the record says."""
+        """Record the devices on which the helper has a lease; they differ from the record."""
         sample = self.registry.observations[record.id].sample
         if sample is not None:
             log.warning("lease=%s is on %s", record.handle, ",".join(sample.devices))
             await self.registry.edit(record, on_devices(*sample.devices))
 
     async def _reconcile_awake(self, record: LeaseRecord) -> None:
-        """Follow the helper, which undid a suspension, or resumed the lease while no broker answered."""
-        is_unasked = snapshot.resumed_without_intent(self.registry, record)
-        begun = ResumeBegun(why=Why.WANTED if is_unasked else Why.CAPACITY_BACK)
+        """Record a resume by the helper, which undid a suspension or acted while no broker answered."""
+        is_unrecorded = snapshot.resumed_without_intent(self.registry, record)
+        begun = ResumeBegun(why=Why.WANTED if is_unrecorded else Why.CAPACITY_BACK)
         await self._resume(await self.registry.advance(record, begun))
 
     async def _reconcile_suspended(self, record: LeaseRecord) -> None:
-        """Follow the helper, which completed a suspension that the broker did not record."""
+        """Record a suspension that the helper completed and the broker did not record."""
         sample = self.registry.observations[record.id].sample
         saved = sum(sample.saved_bytes.values()) if sample else 0
         why = Why.LENDER_RETURNED if record.is_job else Why.IDLE
@@ -387,14 +388,14 @@ class Effects:
     # start and stop
 
     async def _start_job(self, record: LeaseRecord) -> None:
-        """Ask the Hub to start a job's server, then wait until it runs or has failed to start."""
+        """Have the Hub start a job's server, and return when the server runs or has failed to start."""
         key = ServerKey(record.lease.user, record.handle)
         shown = shown_name(self.registry.jobs[record.id[1:]])
         request = asyncio.create_task(self.hub.start_server(key, shown, self.tickets.issue(key)))
         try:
-            # The Hub answers after seconds; an attempt that is stopped meanwhile does not wait for it.
-            while not request.done() and self._still(record, State.GRANTED):
-                await asyncio.wait((request,), timeout=LOOK_S)
+            # The Hub answers after seconds; an attempt that is stopped meanwhile does not wait that long.
+            while not request.done() and self._is_still(record, State.GRANTED):
+                await asyncio.wait((request,), timeout=LEASE_POLL_S)
             if not request.done():
                 return
             request.result()
@@ -404,7 +405,7 @@ class Effects:
                 return
             # The answer may have been lost after the Hub began the start.
             if error.unknown_user or not await self._may_still_start(record, key):
-                # Something before the Hub, or a hook of it, may have answered 404.
+                # A proxy in front of the Hub, or one of its hooks, may have answered 404.
                 is_owner_unknown = error.unknown_user and await self.hub.user(key.user) is None
                 await self.start_failed(record, str(error), is_owner_unknown=is_owner_unknown)
                 return
@@ -413,32 +414,32 @@ class Effects:
         finally:
             request.cancel()
         until = self.registry.clock() + START_S
-        while self._still(record, State.GRANTED):
+        while self._is_still(record, State.GRANTED):
             sample = self.registry.observations[record.id].sample
             if sample is not None and sample.runner_ended:
                 await self.registry.advance(record, Stopping(reason="its runner ended before it reported"))
                 return
             if record.handle in self._outdated and not await self._may_still_start(record, key):
                 self._outdated.discard(record.handle)
-                return  # the next round asks again
+                return  # the next round asks the Hub again
             if self.registry.clock() > until:
                 if not await self._may_still_start(record, key):
                     await self.start_failed(record, "its server did not start")
                     return
                 until = self.registry.clock() + POLL_S
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(LEASE_POLL_S)
 
     async def _may_still_start(self, record: LeaseRecord, key: ServerKey) -> bool:
         """Return whether this attempt has processes, or the Hub may still start them."""
         sample = self.registry.observations[record.id].sample
         return (sample is not None and sample.alive) or await self.hub.has_server(key)
 
-    def _still(self, record: LeaseRecord, state: State) -> bool:
+    def _is_still(self, record: LeaseRecord, state: State) -> bool:
         current = self.registry.leases.get(record.id)
         return current is not None and current.state is state and current.attempt == record.attempt
 
     async def _hub_busy(self, record: LeaseRecord, reason: str) -> None:
-        """Requeue a job that the Hub did not start for its own reasons, and pause all starts."""
+        """Requeue a job that the Hub refused for a reason of its own, and pause all starts."""
         registry = self.registry
         self._hub_backoff_s = min(2 * self._hub_backoff_s, HUB_BACKOFF_MAX_S)
         registry.hub_backoff_until = registry.clock() + self._hub_backoff_s
@@ -446,9 +447,9 @@ class Effects:
         await registry.advance(record, StartFailed(reason=reason, tries=record.tries))
 
     def on_outdated_start(self, record: LeaseRecord) -> None:
-        """Note that the Hub's start of a granted attempt was an earlier broker's, and was refused.
+        """Note that the start of a granted attempt was an earlier broker's, and was refused.
 
-        The Hub may have answered this broker's own request with it: `_start_job` asks once more.
+        The Hub may have taken this broker's request for that start, so `_start_job` asks once more.
         """
         self._outdated.add(record.handle)
 
@@ -457,20 +458,20 @@ class Effects:
     ) -> None:
         """Requeue a job that the Hub could not start; `MAX_TRIES` such failures end it.
 
-        ``is_owner_unknown``: this is no such failure; whether it ends is said by `Ownership`.
-        ``has_no_room``: nor is this; its host has no room for a guest.
-        If something of it may be on the machine, the attempt is stopped first.
+        Two failures do not count: ``is_owner_unknown``, after which `Ownership` decides whether the job ends,
+        and ``has_no_room``, when the host has no room for a guest.  If the attempt may still have processes
+        or device memory, it is stopped first.
         """
         registry = self.registry
         gone = await self._ending.is_gone_now(record)
-        if not self._still(record, State.GRANTED):
+        if not self._is_still(record, State.GRANTED):
             return
         if not gone:
             await registry.advance(record, Stopping(reason=reason))
             return
         await self.devices.drop(record.handle)
         if has_no_room:
-            self._watch_host_anew(record)
+            self._reset_host_peak(record)
         tries = record.tries + (not (is_owner_unknown or has_no_room))
         if tries >= MAX_TRIES:
             await self.finish(
@@ -483,7 +484,7 @@ class Effects:
             registry.owners.doubt(record.lease.user)
 
     async def _end_job(self, record: LeaseRecord) -> None:
-        """Stop a job that has reported its end or has no processes left."""
+        """Stop a job that has reported its end or has no process."""
         if record.lease.host:
             await self._observer.measure()
             sample = self.registry.observations[record.id].sample
@@ -495,8 +496,8 @@ class Effects:
     async def _stop_job(self, record: LeaseRecord) -> None:
         """Terminate a job within its grace period, release its lease, and end or requeue it."""
         job = self.registry.job_of(record)
-        await self._ending.of_job(record)
-        # From here on a server of this attempt that the Hub still starts runs nothing.
+        await self._ending.until_job_gone(record)
+        # If the Hub still starts a server of this attempt, that server now runs nothing.
         await self.devices.drop(record.handle)
         if job is None:
             await self.registry.advance(record, Released())
@@ -504,7 +505,7 @@ class Effects:
         await self._settle(record, self.registry.jobs[job.id])
 
     async def _stop_session(self, record: LeaseRecord) -> None:
-        """Release a session after its last process has ended and its device memory is free."""
+        """Release a session when its last process has ended and its device memory is free."""
         await self._ending.until_gone(record, self.registry.policy.grace_s)
         await self.devices.drop(record.handle)
         reason = ""
@@ -512,7 +513,7 @@ class Effects:
             reason = "the cluster lost its node"
             await self.registry.record_notice(record, "lost", "notice.node_lost")
         else:
-            await losses.server_ended(self.registry, record)
+            await losses.note_server_end(self.registry, record)
         await self.registry.advance(record, Released(reason=reason))
 
     async def _settle(self, record: LeaseRecord, job: JobRecord) -> None:
@@ -521,7 +522,7 @@ class Effects:
         observation = self.registry.observations.get(record.id)
         if job.exit_code is None and observation is not None and observation.end is not None:
             job = with_end(job, observation.end, self.registry.iso_now())
-            # By itself: with the commit of what follows, a full disk would undo the observation too.
+            # In its own commit: a full disk that refuses the next one must not undo this.
             await self.registry.put_job(job)
         self.ended_servers[ServerKey(record.lease.user, record.handle)] = None
         outcome = outcome_of(record, job)
@@ -535,10 +536,10 @@ class Effects:
     async def finish(
         self, record: LeaseRecord, result: str, reason: Text, job: JobRecord | None = None
     ) -> None:
-        """End a job: its result and the end of its lease are one commit.
+        """End a job; its result and the end of its lease are one commit.
 
         Raises:
-            Conflict: the lease has ended already.
+            Conflict: the lease has already ended.
             StoreError: the database failed; the broker ends.
         """
         registry, why = self.registry, messages.english(reason)
@@ -553,7 +554,7 @@ class Effects:
 
 
 def _limit_request(registry: Registry, record: LeaseRecord, *, asleep: bool) -> SetLimit:
-    """Return what the device helper is told about a lease."""
+    """Return the request to the device helper that sets the limits of a lease."""
     host = registry.leases.get(record.lease.host)
     return SetLimit(
         lease=record.handle,

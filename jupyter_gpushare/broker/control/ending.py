@@ -1,9 +1,9 @@
-"""How attempts end: by the maximum run time, by the end of the processes, and what becomes of the job.
+"""How attempts end: the maximum run time, the end of the processes, and the outcome for the job.
 
-A job's runner kills its command at the end of the grace period, writes the result and reports
-it; only then it may be killed.  So a job whose runner is late loses its processes on time,
-and its result `RECORD_S` later at the earliest.  Whether a lease is gone is said by measurements
-that began after it entered its state.
+At the end of the grace period, a job's runner kills its command, writes the result and reports it.  The
+runner may be killed only after that.  So if a runner is late, the other processes are killed on time, and
+the runner itself `RECORD_S` later at the earliest.  Only a measurement that began after a lease entered its
+state shows whether the lease is gone.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ log = logging.getLogger("gpushare.broker")
 
 
 # ---- the maximum run time of jobs --------------------------------------------
-# It counts while a job runs, in all of its attempts together; pauses do not count.  The owner
-# reads when it ends, and once more in the log of decisions `ANNOUNCED_S` before.  At its end
-# the job is stopped as by its owner, with its grace, and has then timed out.
+# It covers the time in which a job runs, in all its attempts together; pauses do not count.  The owner can
+# see when it ends, and gets a line in the log of decisions `ANNOUNCED_S` before the end.  At the end the job
+# is stopped with its grace period, as if by its owner, and counts as timed out.
 
-# Before the end; of a shorter run, at half of it.
+# A short run is announced at half of its maximum.
 ANNOUNCED_S = 300.0
 
 
 def limit_s(job: JobRecord) -> float | None:
-    """Return the maximum run time of a job in seconds; None: it has none."""
+    """Return the maximum run time of a job in seconds; None if it has none."""
     return wire.decode_stored(job.request, wire.JobTerms).max_run_s
 
 
 def left_s(job: JobRecord, record: LeaseRecord, now: float) -> float | None:
-    """Return for how many seconds a job may still run; None: it has no maximum, or does not run."""
+    """Return the seconds until a job's maximum run time ends; None if it has none or does not run."""
     limit = limit_s(job)
     if limit is None or record.state is not State.RUNNING:
         return None
@@ -52,7 +52,7 @@ def left_s(job: JobRecord, record: LeaseRecord, now: float) -> float | None:
 
 
 def why_over(job: JobRecord) -> wire.Text | None:
-    """Return the reason of a job that has run for its maximum; None: it has not."""
+    """Return the reason that ends a job which has run for its maximum; None if it has not."""
     limit = limit_s(job)
     if limit is None or job.ran_s < limit:
         return None
@@ -60,7 +60,7 @@ def why_over(job: JobRecord) -> wire.Text | None:
 
 
 async def apply_time_limits(registry: Registry, announcer: Announcer, now: float) -> None:
-    """Stop jobs that have run for their maximum, and announce that of others.
+    """Stop jobs that have run for their maximum, and announce the end of jobs close to it.
 
     Raises:
         DiskFull: nothing is changed.
@@ -75,22 +75,22 @@ async def apply_time_limits(registry: Registry, announcer: Announcer, now: float
             await registry.advance(record, Stopping(reason="its maximum run time is over"))
         elif not observation.end_announced and left <= min(ANNOUNCED_S, (limit_s(job) or 0.0) / 2):
             observation.end_announced = True
-            told = messages.duration_text(left)
-            await registry.record_notice(record, "time_limit", "notice.time_limit", told)
-            notice = messages.text("job.stopped_in", told)
+            duration = messages.duration_text(left)
+            await registry.record_notice(record, "time_limit", "notice.time_limit", duration)
+            notice = messages.text("job.stopped_in", duration)
             announcer.job("attention", job, "running", messages.english(notice))
 
 
-# ---- what becomes of a job after an attempt: cancelled, finished, preempted, lost or failed
+# ---- the outcome of an attempt: cancelled, finished, preempted, lost or failed
 
-# Of what a runner says about an end: a sentence, and the last lines that its command printed.
+# Bounds on a runner's reason for an end: a sentence, and the last lines that its command printed.
 _REASON_LINES = 6
-_REASON_CHARS = 300  # of each line
+_REASON_CHARS = 300  # per line
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptEnd:
-    """A job after an attempt: with a ``result`` it has ended, without it waits for the next attempt."""
+    """A job after an attempt.  With a ``result`` it has ended; without one it waits for its next attempt."""
 
     result: str
     reason: wire.Text
@@ -98,12 +98,12 @@ class AttemptEnd:
 
 
 def bounded(report: wire.JobReport) -> wire.JobReport:
-    """Return a report with no more of its reason than is stored."""
+    """Return a report with its reason cut to the part that is stored."""
     return wire.replace(report, reason=_plain(report.reason))
 
 
 def with_end(job: JobRecord, report: wire.JobReport, at: str) -> JobRecord:
-    """Return a job with a `bounded` report of its end; ``at`` is the time (ISO 8601) of the report."""
+    """Return a job with the values of a `bounded` report of its end, made ``at`` a time (ISO 8601)."""
     return replace(
         job,
         exit_code=1 if report.exit_code is None else report.exit_code,
@@ -116,20 +116,20 @@ def with_end(job: JobRecord, report: wire.JobReport, at: str) -> JobRecord:
 
 
 def _plain(reason: str) -> str:
-    """Return what a runner said, bounded; only its line breaks stay of what is not printable."""
+    """Return a bounded reason without unprintable characters other than line breaks."""
     lines = reason.splitlines()[:_REASON_LINES]
     return "\n".join(messages.printable(line[:_REASON_CHARS]) for line in lines)
 
 
 def outcome_of(record: LeaseRecord, job: JobRecord) -> AttemptEnd:
-    """Return what an attempt that has ended, or is about to stop, makes of its job."""
-    # Neither is a failure of its own: its memory was lost, or it was ended for its host.
+    """Return the outcome for the job of an attempt that has ended or is about to stop."""
+    # A job does not fail because its memory was lost, or because it was ended for its host.
     lost = (record.lost or record.why == Why.CANNOT_YIELD) and job.exit_code != 0
     if record.lease.cancelled:
         return AttemptEnd("cancelled", messages.text("job.cancelled"), job)
     if job.exit_code is not None and not job.stopped and not lost:
         if job.exit_code == 0:
-            # A reason says what its log lacks.
+            # Its reason names what is missing in its log.
             done = job.reason_texts[0] if job.reason_texts else messages.text("job.done")
             return AttemptEnd("succeeded", done, job)
         code = messages.text("job.ended_with", job.exit_code)
@@ -148,12 +148,12 @@ def _after_failure(job: JobRecord, reason: wire.Text) -> AttemptEnd:
 
 
 def result_state(result: str) -> wire.JobState:
-    """Return the state of a job with a result; of one without: that it waits."""
+    """Return the state of a job with this result; an empty result means that the job waits."""
     return cast(wire.JobState, result or "queued")
 
 
-def outcome_told(record: LeaseRecord | None, job: JobRecord) -> wire.JobOutcome:
-    """Return what a runner is told of its job after an attempt; without a record it has ended before."""
+def outcome_for_runner(record: LeaseRecord | None, job: JobRecord) -> wire.JobOutcome:
+    """Return the answer to a runner whose attempt ends; without a ``record`` the job has already ended."""
     if job.result or record is None or record.state is State.PENDING:
         return wire.JobOutcome(state=result_state(job.result), reason=job.reason)
     outcome = outcome_of(record, job)
@@ -162,15 +162,15 @@ def outcome_told(record: LeaseRecord | None, job: JobRecord) -> wire.JobOutcome:
 
 # ---- the end of the processes ------------------------------------------------
 
-# Between two looks at a lease that starts or ends.
-LOOK_S = 0.2
-# The processes of a job are killed this long after the grace period; the runner kills them at the end of it.
+# Between two checks of a lease that starts or ends.
+LEASE_POLL_S = 0.2
+# The broker kills a job's processes this long after the grace period; the runner kills them at its end.
 KILL_MARGIN_S = 0.4
-# A runner that has not reported by then is killed this much later.
+# A runner that has not reported by then is killed this long after the other processes.
 RECORD_S = 2.0
-# A runner that has reported its end, or was killed, exits within this time or is killed (again).
+# A runner that has reported its end, or was killed, is killed (again) if it does not exit within this time.
 EXIT_S = 5.0
-# Processes that outlive the runner of their job, or have just begun, are killed this long after SIGTERM.
+# Processes that outlive the runner of their job are killed this long after SIGTERM.
 LEFTOVER_S = 2.0
 
 
@@ -182,35 +182,35 @@ class Ending:
         self._devices = devices
         self._observer = observer
 
-    async def of_job(self, record: LeaseRecord) -> None:
-        """Return when a job that is to stop is gone: what it started has its grace period."""
+    async def until_job_gone(self, record: LeaseRecord) -> None:
+        """Stop a job, and return when it is gone; its processes have the job's grace period."""
         registry = self._registry
         job, sample = registry.job_of(record), registry.observations[record.id].sample
         grace_s = (
             min(job.grace_s, registry.policy.max_grace_s) if job is not None else registry.policy.grace_s
         )
         if sample is not None and sample.runner_ended:
-            # What is left reports no result, whatever it saves.
-            await self.until_gone(record, LEFTOVER_S, tell="all")
+            # Whatever the other processes save, none of them reports a result.
+            await self.until_gone(record, LEFTOVER_S, terminate="all")
         elif job is None or job.exit_code is None:
-            await self.until_gone(record, grace_s + KILL_MARGIN_S, tell="leader")
+            await self.until_gone(record, grace_s + KILL_MARGIN_S, terminate="leader")
         else:
             await self.until_gone(record, grace_s + EXIT_S)
 
-    async def until_gone(self, record: LeaseRecord, kill_after_s: float, *, tell: str = "") -> None:
+    async def until_gone(self, record: LeaseRecord, kill_after_s: float, *, terminate: str = "") -> None:
         """Return when a lease has no process and the driver shows no memory of it.
 
-        ``tell``: its ``leader`` or ``all`` get SIGTERM first; it may begin only just now, and the
-        time until SIGKILL counts from then.
+        Its processes get SIGKILL after ``kill_after_s``.  With ``terminate``, its ``leader`` or ``all`` get
+        SIGTERM first, as soon as they exist, and the time counts from that signal.
         """
         clock, observation = self._registry.clock, self._registry.observations[record.id]
-        kill_at, spares_runner, is_first = clock() + kill_after_s, tell == "leader", True
+        kill_at, spares_runner, is_first = clock() + kill_after_s, terminate == "leader", True
         waits_for_record = False
         while True:
             alive = observation.sample is not None and observation.sample.alive
-            if tell and (is_first or alive):
-                if await self._devices.signal(record.handle, signal.SIGTERM, tell):
-                    kill_at, tell = clock() + kill_after_s, ""
+            if terminate and (is_first or alive):
+                if await self._devices.signal(record.handle, signal.SIGTERM, terminate):
+                    kill_at, terminate = clock() + kill_after_s, ""
                 is_first = False
             await self._observer.measure()
             if observation.is_gone and snapshot.sampled_since_entry(self._registry, record):
@@ -218,22 +218,22 @@ class Ending:
             now = clock()
             if now >= kill_at or (waits_for_record and self._has_reported(record)):
                 waits_for_record = spares_runner and not self._has_reported(record)
-                to, spares_runner = "others" if waits_for_record else "all", False
-                log.warning("lease=%s has processes after its grace: killing %s", record.handle, to)
-                await self._devices.signal(record.handle, signal.SIGKILL, to)
+                target, spares_runner = "others" if waits_for_record else "all", False
+                log.warning("lease=%s has processes after its grace: killing %s", record.handle, target)
+                await self._devices.signal(record.handle, signal.SIGKILL, target)
                 kill_at = now + (RECORD_S if waits_for_record else EXIT_S)
-            await asyncio.sleep(min(LOOK_S, kill_at - now))
+            await asyncio.sleep(min(LEASE_POLL_S, kill_at - now))
 
     def _has_reported(self, record: LeaseRecord) -> bool:
-        """Whether the result of an attempt is known: its record is on disk before it is reported."""
+        """Return whether an attempt has reported its result, which the runner writes to disk before that."""
         job = self._registry.job_of(record)
         return job is None or job.exit_code is not None
 
     async def is_gone_now(self, record: LeaseRecord) -> bool:
-        """Return whether a measurement that begins from now on shows nothing of a lease; False: none came."""
+        """Return whether a new measurement shows nothing of a lease; False if none comes within `STALE_S`."""
         clock, observation = self._registry.clock, self._registry.observations[record.id]
-        asked_at = clock()
-        while observation.measured_at <= asked_at and clock() - asked_at <= STALE_S:
-            await asyncio.sleep(LOOK_S)
+        began_at = clock()
+        while observation.measured_at <= began_at and clock() - began_at <= STALE_S:
+            await asyncio.sleep(LEASE_POLL_S)
             await self._observer.measure()
-        return observation.measured_at > asked_at and observation.is_gone
+        return observation.measured_at > began_at and observation.is_gone

@@ -1,9 +1,9 @@
-"""Hosts and guests: what each gets, whether the pair pays, and what is said and counted of it.
+"""Hosts and guests: measure each pair, judge whether it pays, and report and count its start and end.
 
-The planner makes and ends pairs (`core.planning.sharing`), and the helper takes a guest off by itself
-when memory is needed.  `GuestControl.look` measures in between: each round it takes the rates of all jobs
-that may share a GPU, and judges each pair when it is due (`core.pairs`).  A pair that does not pay is
-noted as parted, and the planner takes the guest off.
+The planner makes and ends pairs (`core.planning.sharing`), and the helper takes a guest off a GPU by itself
+when memory is needed.  In between, each round calls `GuestControl.update`: it measures the rates of all
+jobs that may share a GPU, and judges each pair when that is due (`core.pairs`).  A pair that does not pay is
+recorded as parted; then the planner takes the guest off.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from jupyter_gpushare.core.pairs import KEEPS, PairDecision, PairVerdict, Readin
 log = logging.getLogger("gpushare.broker")
 
 _ACTION = "guest"
-# A longer time without a measurement counts for nothing.
-_LONGEST_S = 5.0
+# Of a longer time between two measurements, only this much counts.
+_MAX_STEP_S = 5.0
 
 
 @dataclass(slots=True)
 class _Pair:
-    """A host and its guest, both of which run."""
+    """A running host with a running guest."""
 
-    host: str  # id of the lease
+    host: str  # id of its lease
     began_at: float
     measured_at: float
     verdict: PairVerdict | None = None
@@ -45,8 +45,8 @@ class GuestControl:
         self._pairs: dict[str, _Pair] = {}  # by guest
         self._began_at = registry.clock()
 
-    async def look(self, now: float) -> None:
-        """Measure and judge; what is decided by it counts in the snapshot that follows.
+    async def update(self, now: float) -> None:
+        """Measure and judge all pairs; the next snapshot has the results.
 
         Raises:
             StoreError: the database failed.
@@ -59,9 +59,9 @@ class GuestControl:
             if guest_id not in self._pairs or self._pairs[guest_id].host != host.id:
                 self._pairs[guest_id] = _Pair(host.id, now, now)
                 registry.observations[guest_id].left_host = None
-                # Of the others, an earlier broker told the owner.
+                # An earlier broker has reported older pairs to their owners.
                 if registry.leases[guest_id].entered_at >= self._began_at:
-                    await came(registry, host)
+                    await report_arrival(registry, host)
         self._measure(now)
         at_work = snapshot.at_work(registry, now)
         for guest_id, pair in self._pairs.items():
@@ -76,14 +76,14 @@ class GuestControl:
                 yield record, host
 
     def _measure(self, now: float) -> None:
-        """Take the memory and the rate of each running job that may share its GPU."""
+        """Measure the memory and the rate of each running job that may share its GPU."""
         registry = self._registry
-        beside = {pair.host: guest_id for guest_id, pair in self._pairs.items()}
-        beside |= {guest_id: pair.host for guest_id, pair in self._pairs.items()}
+        companions = {pair.host: guest_id for guest_id, pair in self._pairs.items()}
+        companions |= {guest_id: pair.host for guest_id, pair in self._pairs.items()}
         for record in registry.index.placed.values():
             observation, job = registry.observations[record.id], registry.job_of(record)
             sample = observation.sample
-            if record.id not in beside:
+            if record.id not in companions:
                 observation.companion = None
             if job is None or sample is None or record.state is not State.RUNNING or not record.lease.share:
                 continue
@@ -92,7 +92,7 @@ class GuestControl:
             observation.most_bytes = max(observation.most_bytes, used)
             at, done, total = observation.measured_at, job.done, job.total or 0.0
             reading = Reading(at=at, attempt=record.attempt, done=done, total=total, work=sample.work)
-            observation.rates.add(reading, beside.get(record.id, ""))
+            observation.rates.add(reading, companions.get(record.id, ""))
 
     async def _judge(self, guest_id: str, pair: _Pair, now: float) -> None:
         observations = self._registry.observations
@@ -119,9 +119,9 @@ class GuestControl:
         return snapshot.pair_key(job.user, job.command) if job is not None else ""
 
     def _note(self, guest_id: str, pair: _Pair, now: float, at_work: Collection[str]) -> None:
-        """Note with both what they get."""
+        """Note with both jobs what each gets of the GPU."""
         observations, verdict = self._registry.observations, pair.verdict
-        passed_s, pair.measured_at = min(_LONGEST_S, now - pair.measured_at), now
+        passed_s, pair.measured_at = min(_MAX_STEP_S, now - pair.measured_at), now
         host, guest = observations[pair.host], observations[guest_id]
         gets = _gets(guest, guest_id in at_work, pair.host in at_work)
         guest.guest_gpu_s += passed_s * gets
@@ -141,23 +141,23 @@ class GuestControl:
         if host is not None and why in (Why.HOST_MEMORY_WANTED, Why.OWN_MEMORY_WANTED):
             registry.observations[host.id].peak.reset()
         kept = pair.verdict.host if pair.verdict is not None else None
-        await left(registry, host, str(why), took_s=took_s, kept=kept)
+        await report_departure(registry, host, str(why), took_s=took_s, kept=kept)
         if guest is not None and guest.why == Why.CANNOT_YIELD:
-            # It lost its work.  The same would happen again whenever this host needs memory.
+            # The guest lost its work, and would lose it again whenever this host needs memory.
             await self._part(guest_id, pair, now)
 
 
 def _gets(guest: Observation, is_at_work: bool, host_is_at_work: bool) -> float:
-    """Return the part of its device's time that a guest got lately: all where its host computed nothing.
+    """Return the part of the device's time that a guest got lately, from 0 to 1.
 
-    Its share was measured only while both computed.
+    The helper measures its share only while both compute; while the host is idle, a working guest gets all.
     """
     share = guest.sample.measured_share if guest.sample is not None else 0.0
     return share if share >= 0 and host_is_at_work else float(is_at_work)
 
 
-async def came(registry: Registry, host: LeaseRecord) -> None:
-    """Tell the owner of ``host`` that a guest is on one of its devices.
+async def report_arrival(registry: Registry, host: LeaseRecord) -> None:
+    """Notify the owner of ``host`` that a guest is on one of its devices.
 
     Raises:
         StoreError: the database failed.
@@ -165,7 +165,7 @@ async def came(registry: Registry, host: LeaseRecord) -> None:
     await registry.record_notice(host, _ACTION, "notice.guest_came")
 
 
-async def left(
+async def report_departure(
     registry: Registry,
     host: LeaseRecord | None,
     why: str,
@@ -173,9 +173,9 @@ async def left(
     took_s: float | None = None,
     kept: float | None = None,
 ) -> None:
-    """Count that a guest has left, and tell the owner of its host; None: that has ended.
+    """Count the departure of a guest, and notify the owner of its host; ``host`` is None if it has ended.
 
-    ``why``: `Why.HOST_MEMORY_WANTED`, with the seconds that the host waited (``took_s``);
+    ``why`` is `Why.HOST_MEMORY_WANTED`, with the seconds that the host waited (``took_s``);
     `Why.PAIR_PARTED`, with the part of its speed that the host kept (``kept``); or another reason, such as
     "ended" or `Why.CAPACITY_BACK`.
 

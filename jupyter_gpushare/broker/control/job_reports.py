@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from jupyter_gpushare import messages
-from jupyter_gpushare.broker.control.ending import bounded, outcome_told, with_end
+from jupyter_gpushare.broker.control.ending import bounded, outcome_for_runner, with_end
 from jupyter_gpushare.broker.control.requests import RequestService
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord
 from jupyter_gpushare.broker.state.transitions import Started
@@ -45,11 +45,11 @@ class JobReports:
         # A requeued lease keeps the number of its last attempt.
         if record is None or record.attempt != attempt or record.state is State.PENDING:
             await registry.journal.durable()
-            return outcome_told(record, job) if report.state in _ENDS else None
+            return outcome_for_runner(record, job) if report.state in _ENDS else None
         match report.state:
             case "stopping":
                 await registry.journal.durable()
-                return outcome_told(record, job)
+                return outcome_for_runner(record, job)
             case "started":
                 if record.state is State.GRANTED:
                     job = replace(job, started_at=job.started_at or registry.iso_now())
@@ -65,7 +65,7 @@ class JobReports:
                     await registry.advance(record, Started(), job=job)
                 else:
                     await registry.put_job(job)
-                return outcome_told(registry.leases.get(record.id), registry.jobs.get(job.id, job))
+                return outcome_for_runner(registry.leases.get(record.id), registry.jobs.get(job.id, job))
             case "progress":
                 await self._progress(record, job, report)
         return None

@@ -1,9 +1,8 @@
 """The control loop: measure, decide, record the intent, act, observe.
 
-It is level-triggered.  Every round reads the present state, asks the engine
-what to do, and makes sure that every lease in a transitional state has an
-effect at work (`effects`).  No step counts as done before it was observed: an
-effect that fails is started again, and a restarted broker continues from the
+The loop is level-triggered.  Every round reads the present state, asks the engine what to do, and makes
+sure that every lease in a transitional state has an effect at work (`effects`).  No step counts as done
+before it was observed: an effect that fails is started again, and a restarted broker continues from the
 states that it finds in the database and at the device helper.
 """
 
@@ -42,67 +41,67 @@ from jupyter_gpushare.protocol.wire import JOB_SERVER_NAME
 log = logging.getLogger("gpushare.broker")
 
 
-# ---- work that goes on while nothing can be stored: the disk is full, or the database does not answer
-# * On a full disk, what was stored before is carried out; what becomes of it is stored later
-#   (`carry_out`).  Jobs do not start.  Where a commit hangs, an effect that has not begun waits for it.
-# * Sessions that are wanted wake (`wake`).  Their resume is the one effect without a stored intent:
-#   the device helper makes it where no living lease has their part of the devices, writes it down
-#   first, and refuses what does not fit beside it.  A broker that can store, this or the next, reads it
-#   from the sample, records it and confirms it (`Effects`).
+# ---- work that continues while nothing can be stored: the disk is full, or the database does not answer
+# * On a full disk, stored intents are carried out (`carry_out`), and their results are stored later.  Jobs
+#   do not start.  While a commit hangs, an effect that has not begun waits for the commit.
+# * Wanted sessions wake (`wake`).  Their resume is the only effect without a stored intent.  The device
+#   helper resumes a session if no living lease has its part of the devices.  It writes the resume down
+#   first, and refuses leases that do not fit beside it.  This or the next broker reads the resume from the
+#   sample as soon as it can store, and records and confirms it (`Effects`).
 #
 # Nothing else changes, and no request that changes something is answered.
 
-# A lease of which the driver has the memory in RAM may be recorded in these states.
+# The recorded states of a lease whose memory the driver may have moved to RAM.
 _ASLEEP = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
 
 
 class Unstored:
-    """Wakes sessions while nothing can be stored; on a full disk, also carries out what was stored."""
+    """Wakes sessions while nothing can be stored; on a full disk, also carries out stored intents."""
 
     def __init__(self, registry: Registry, devices: DeviceBackend, effects: Effects) -> None:
         self._registry = registry
         self._devices = devices
         self._effects = effects
         self._errors = ErrorLog(log)
-        self.wakes: dict[str, asyncio.Task[None]] = {}  # by lease; one each
+        self.wakes: dict[str, asyncio.Task[None]] = {}  # by lease
 
     def carry_out(self, now: float) -> None:
-        """Carry out stored suspensions and ends; a session that is wanted is not put to sleep."""
+        """Carry out stored suspensions and ends, except suspensions of wanted sessions."""
         for record in list(self._registry.index.placed.values()):
             wanted = self._registry.observations[record.id].wanted
             if record.state is State.STOPPING or (record.state is State.SUSPENDING and not wanted):
                 self._effects.reconcile(record, now)
 
     def wake(self) -> None:
-        """Resume wanted sessions; waits for no commit."""
+        """Start to resume wanted sessions, without a wait for a commit."""
         for record in self._wakeable():
             if record.id not in self.wakes:
                 name = f"wake {record.handle}"
                 self.wakes[record.id] = asyncio.create_task(self._resume(record), name=name)
 
     async def _resume(self, record: LeaseRecord) -> None:
-        what = f"lease={record.handle} wake"
+        source = f"lease={record.handle} wake"
         try:
             moved = await self._devices.resume(record.handle, unrecorded=True)
             if moved.done:
                 log.warning("lease=%s resumed without a stored intent", record.handle)
-                self._errors.works(what)
+                self._errors.works(source)
             else:
-                self._errors.failed(what, HelperError(moved.refused, moved.reason))
+                self._errors.failed(source, HelperError(moved.refused, moved.reason))
         except (HelperError, DeviceError) as error:
-            self._errors.failed(what, error)
+            self._errors.failed(source, error)
         except Exception as error:
-            self._errors.broke(what, error)
+            self._errors.broke(source, error)
         finally:
-            # Not at once again: the sample may be older than the resume.
+            # A second resume waits, because the sample may be older than this one.
             await asyncio.sleep(2 * POLL_S)
             del self.wakes[record.id]
 
     def _wakeable(self) -> list[LeaseRecord]:
-        """Return wanted sessions that sleep.
+        """Return the suspended sessions that are wanted and may resume.
 
-        Those that have a claim: whether their part of the devices is free is for the helper to say.
-        One that borrows was promised nothing: its part must be free in the records too.
+        For a session with a claim, the helper decides whether its part of the devices is free.  For one that
+        borrows, that part must also be free in the records.
         """
         registry, held, asleep = self._registry, Counter[str](), list[LeaseRecord]()
         for record in registry.index.placed.values():
@@ -125,8 +124,8 @@ class Unstored:
 
 SAMPLE_S = 1.0
 SERVERS_S = 15.0  # between two comparisons with the Hub's list of servers
-SERVICES_S = 60.0  # between two looks at the Hub's services
-# A measurement is late after this time: it waits for a commit, a move or self-tests.
+SERVICES_S = 60.0  # between two reads of the Hub's services
+# A measurement that takes longer is late; it may wait for a commit, a move or self-tests.
 LATE_S = 1.5
 
 
@@ -163,7 +162,7 @@ class Loop:
 
         Raises:
             StoreError: the database failed; the process must end.
-            Superseded: a newer broker is at work; the process must end for good.
+            Superseded: a newer broker is at work; the process must end and not restart.
         """
         parts = {
             "measuring": self._measuring,
@@ -184,12 +183,11 @@ class Loop:
         await asyncio.shield(self.registry.journal.failed)
 
     async def _supervised(self, name: str, part: Callable[[], AsyncIterator[None]]) -> None:
-        """Run one part until cancelled; after an error it is started again.
+        """Run one part until cancelled, and start it again after an error.
 
-        A part yields each time that it has worked.  This is the one place that logs when a part
-        fails and when it works again.
+        A part yields after each success.  Only this method logs when a part fails and when it works again.
         """
-        if part != self._measuring:  # which first takes an epoch above those that the helper has seen
+        if part != self._measuring:  # measuring first takes an epoch above all that the helper has seen
             await self.observer.epoch_checked.wait()
         while True:
             pause_s = SAMPLE_S
@@ -215,7 +213,7 @@ class Loop:
             await asyncio.sleep(SAMPLE_S)
 
     async def _fencing(self) -> AsyncIterator[None]:
-        """Ask the helper for a newer broker while a measurement, which would notice it, is late."""
+        """Ask the helper for a newer broker's epoch while a measurement, which would show it, is late."""
         while True:
             if self.registry.clock() - self.observer.answered_at > LATE_S:
                 await self.hub.fence()
@@ -223,7 +221,7 @@ class Loop:
             await asyncio.sleep(SAMPLE_S / 2)
 
     async def _waking(self) -> AsyncIterator[None]:
-        """Wake wanted sessions while nothing can be stored; no part that waits for a commit delays this."""
+        """Wake wanted sessions while nothing can be stored, apart from all parts that wait for commits."""
         while True:
             if self.registry.journal.takes_nothing:
                 self.unstored.wake()
@@ -237,7 +235,7 @@ class Loop:
             began = self.registry.clock()
             await self.decide()
             yield
-            # A round takes long where the queue is long: requests get at least as much time.
+            # With a long queue a round takes long; requests get at least as much time as the round.
             await asyncio.sleep(min(SAMPLE_S, self.registry.clock() - began))
             timeout = SAMPLE_S
             if self._next_at is not None:
@@ -248,7 +246,7 @@ class Loop:
             self.registry.changed.clear()
 
     async def decide(self) -> None:
-        """Run one round: reconcile every lease, then decide, commit and start what was decided.
+        """Run one round: reconcile every lease, ask the engine, commit its decisions and start their effects.
 
         Raises:
             StoreError: the database failed; the broker ends.
@@ -265,10 +263,10 @@ class Loop:
             await registry.notify()
         for lease in list(registry.index.placed.values()):
             self.effects.reconcile(lease, now)
-        await self.guests.look(now)
+        await self.guests.update(now)
         snapshot.update_fairness(registry, self.engine, now)
         await registry.store_sums(now)
-        # No wait from here to the intents: a request in between would change what was planned for.
+        # No await from here to the intents: a request in between would change what the plan is based on.
         cluster = snapshot.cluster(registry, self.engine, now)
         self._metering.sample(cluster, now)
         plan = self.engine.decide(cluster, now)
@@ -301,10 +299,12 @@ class Loop:
     def _record_intent(
         self, record: LeaseRecord, action: Grant | Suspend | Resume | Requeue
     ) -> tuple[LeaseRecord, list[Change]]:
-        """Move a lease in memory as one action says; without a wait, so that no reader sees half a plan.
+        """Apply one action to its lease in memory; return the lease and the changes to store.
+
+        It does not await, so that no reader sees half a plan.
 
         Raises:
-            Conflict: the lease is in another state by now.
+            Conflict: the lease has entered another state.
         """
         move = self.registry.move
         match action:
@@ -343,7 +343,7 @@ class Loop:
     # ---- servers of the Hub --------------------------------------------------
 
     async def _reconciling_servers(self) -> AsyncIterator[None]:
-        """Compare with the Hub's list when processes of a lease are missed, else every `SERVERS_S`."""
+        """Compare with the Hub's list every `SERVERS_S`, and at once when processes of a session vanish."""
         missed = self.observer.missed
         while True:
             missed.clear()
@@ -371,7 +371,7 @@ class Loop:
                 continue
             sample = registry.observations[record.id].sample
             alive = sample is not None and sample.alive
-            # Before it was seen alive, its server may still be starting.
+            # Until the lease was seen alive, its server may still be starting.
             begun = record.state is not State.GRANTED or now - record.entered_at > START_S
             settled = begun and registry.devices.are_known(now)
             if settled and not alive and ServerKey(record.lease.user, record.server) not in servers:
@@ -388,7 +388,7 @@ class Loop:
                 registry.culling.cullers = tuple(filter(None, cullers))
 
     async def _removing_servers(self) -> AsyncIterator[None]:
-        """Remove the servers of ended attempts, so that the Hub's pages list no job that has ended."""
+        """Remove the servers of ended attempts from the Hub, so that its pages list no ended job."""
         ended, pauses = self.effects.ended_servers, dict[ServerKey, tuple[float, float]]()
         while True:
             now = self.registry.clock()
@@ -398,7 +398,7 @@ class Loop:
                     continue
                 try:
                     await self.hub.stop_server(key)
-                except HubError:  # refused while the server starts: asked again
+                except HubError:  # refused while the server starts; tried again
                     pauses[key] = (now + pause_s, min(2 * pause_s, SERVERS_S))
                 else:
                     ended.pop(key, None)
@@ -411,7 +411,7 @@ class Loop:
         return record is not None and record.lease.user == key.user and record.state is not State.PENDING
 
     async def _is_ours(self, key: ServerKey) -> bool:
-        """Return whether a server belongs to a job of its user, and not only has a job's name."""
+        """Return whether a server with a job's name belongs to a job of its user."""
         job_id = key.server[1:].partition("-")[0]
         job = self.registry.jobs.get(job_id) or await self.registry.store.job(job_id, key.user)
         return job is not None and job.user == key.user

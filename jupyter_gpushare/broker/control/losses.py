@@ -1,9 +1,9 @@
-"""Losses of saved GPU memory: a process that sleeps ended, and what it had in host memory is gone.
+"""Losses of saved GPU memory: a suspended process ended, and its memory in host RAM is gone.
 
-The device helper shows that memory is gone, at once.  What ended the process is known to others: the
-session's server reports how its kernels ended, and the Hub says that it stopped the server.  So a loss is
-told when one of them has, or after `EXPLAIN_S`.  The record has the bytes that were saved until then:
-a broker that restarts finds the same loss again.
+The device helper shows the loss at once, but not what ended the process.  The session's server reports
+how its kernels ended, and the Hub says that it stopped the server.  So the owner is notified of a loss when
+it is explained, or after `EXPLAIN_S`.  Until then the record keeps the saved bytes, so that a restarted
+broker finds the same loss.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from jupyter_gpushare.errors import DiskFull
 from jupyter_gpushare.protocol.helper import LeaseSample, Phase, ProcessSample
 from jupyter_gpushare.protocol.wire import Text
 
-# A server looks at its kernels every second, and finds a dead one within 3 s.
+# A server checks its kernels every second, and finds a dead one within 3 s.
 EXPLAIN_S = 10.0
-# A server and the device helper look at different moments.
+# A server and the device helper check at different moments.
 _APART_S = 2.0
-# Reasons that one sentence names.
-_REASONS = 3
+# Maximum number of reasons in one sentence.
+_MAX_REASONS = 3
 
 
-async def look(registry: Registry, record: LeaseRecord, sample: LeaseSample | None, now: float) -> None:
-    """Note what a sleeping lease has lost since it fell asleep, and tell it once it is explained.
+async def check(registry: Registry, record: LeaseRecord, sample: LeaseSample | None, now: float) -> None:
+    """Note what a suspended lease has lost since its suspension; notify its owner once that is explained.
 
     Raises:
         StoreError: the database failed.
@@ -43,37 +43,37 @@ async def look(registry: Registry, record: LeaseRecord, sample: LeaseSample | No
     if registry.journal.is_disk_full or sample is None:
         return
     if record.state is not State.SUSPENDED:
-        _saw(observation, sample, now)
+        _note_sleepers(observation, sample, now)
     elif sample.phase is not Phase.SUSPENDED or sample.unread_since:
         return
     elif snapshot.sampled_since_entry(registry, record):
         lost_bytes = record.lease.saved_bytes - sum(sample.saved_bytes.values())
         if lost_bytes <= 0:
             observation.loss = None
-            _saw(observation, sample, now)
+            _note_sleepers(observation, sample, now)
         else:
             _note(registry, observation, sample, lost_bytes, now)
     loss = observation.loss
-    # Without a process its server is ending, or has: that is told when it is known how.
+    # Without a process its server has ended or is ending; `note_server_end` notifies of that.
     if loss is None or record.state is State.STOPPING or not sample.alive:
         return
     is_explained = loss.gone and all(_report_of(observation, each) is not None for each in loss.gone)
     if is_explained or now - loss.since >= EXPLAIN_S:
-        with contextlib.suppress(DiskFull):  # told when there is room
-            await _tell(registry, record, observation, loss)
+        with contextlib.suppress(DiskFull):  # a later check tries again
+            await _notify(registry, record, observation, loss)
 
 
-def woke(registry: Registry, record: LeaseRecord, back_bytes: int, now: float) -> None:
-    """Note what a lease lost that no measurement saw: it wakes with fewer bytes than it slept with."""
+def note_resume(registry: Registry, record: LeaseRecord, back_bytes: int, now: float) -> None:
+    """Note a loss that no sample showed: the lease resumes with fewer bytes than it had saved."""
     record = registry.leases.get(record.id, record)
     observation, lost_bytes = registry.observations[record.id], record.lease.saved_bytes - back_bytes
-    # A lease that runs already is answered without bytes.
+    # For a lease that already runs, the helper answers with 0 bytes.
     if observation.loss is None and back_bytes and lost_bytes > 0 and observation.sample is not None:
         _note(registry, observation, observation.sample, lost_bytes, now)
 
 
-async def server_ended(registry: Registry, record: LeaseRecord) -> None:
-    """Tell what a session lost whose server ended while it slept; its record says what ended it.
+async def note_server_end(registry: Registry, record: LeaseRecord) -> None:
+    """Notify the owner of what a session lost because its server ended during a suspension.
 
     Raises:
         DiskFull: it could not be stored.
@@ -87,11 +87,11 @@ async def server_ended(registry: Registry, record: LeaseRecord) -> None:
         why = messages.reason_text(record.note or "its server is gone")
         await _store(registry, record, record.lease.saved_bytes, messages.time_text(at), why)
     elif observation.loss is not None:
-        await _tell(registry, record, observation, observation.loss)
+        await _notify(registry, record, observation, observation.loss)
 
 
 def why_stopped(registry: Registry, record: LeaseRecord, by_hub: bool | None) -> str:
-    """Return what ended a session's server: whether the Hub stopped it, and whether a culler asked for it."""
+    """Return what ended a session's server: itself, the Hub, or the Hub at the request of a culler."""
     if by_hub is None:
         return "its server ended"
     if not by_hub:
@@ -104,7 +104,7 @@ def why_stopped(registry: Registry, record: LeaseRecord, by_hub: bool | None) ->
     return f"the Hub stopped its server, idle longer than its service {end.by} allows"
 
 
-def _saw(observation: Observation, sample: LeaseSample, now: float) -> None:
+def _note_sleepers(observation: Observation, sample: LeaseSample, now: float) -> None:
     if observation.loss is None:
         observation.sleepers, observation.sleepers_at = sample.processes, now
 
@@ -119,41 +119,41 @@ def _note(
     observation.loss.lost_bytes, observation.loss.gone = lost_bytes, gone
 
 
-async def _tell(registry: Registry, record: LeaseRecord, observation: Observation, loss: Loss) -> None:
+async def _notify(registry: Registry, record: LeaseRecord, observation: Observation, loss: Loss) -> None:
     reasons: list[Text] = []
     for each in loss.gone:
         if (why := _why(observation, each)) not in reasons:
             reasons.append(why)
-    first, *more = reasons[:_REASONS] or [messages.text("ended.unknown")]
+    first, *more = reasons[:_MAX_REASONS] or [messages.text("ended.unknown")]
     why = reduce(lambda one, other: messages.text("part.and_then", one, other), more, first)
     at = messages.time_text(loss.at)
-    if observation.sleepers_at is None:  # this broker never saw it whole
+    if observation.sleepers_at is None:  # this broker has no sample from before the loss
         at = messages.text("part.or_earlier", at)
     await _store(registry, record, loss.lost_bytes, at, why)
     observation.loss, observation.has_lost = None, True
 
 
 async def _store(registry: Registry, record: LeaseRecord, lost_bytes: int, at: Text, why: Text) -> None:
-    """Store the event with the bytes that are left, in one commit."""
+    """Store the event and the remaining saved bytes in one commit."""
     registry.journal.check()
     subject, lost = registry.subject_of(record), messages.memory(lost_bytes)
     notice = messages.text("notice.saved_lost", subject, lost, at, why)
     event = registry.decisions.add(record, "saved-lost", notice)
 
-    def left(current: LeaseRecord) -> LeaseRecord:
-        left_bytes = max(0, current.lease.saved_bytes - lost_bytes)
-        return replace(current, lease=replace(current.lease, saved_bytes=left_bytes))
+    def with_rest(current: LeaseRecord) -> LeaseRecord:
+        rest_bytes = max(0, current.lease.saved_bytes - lost_bytes)
+        return replace(current, lease=replace(current.lease, saved_bytes=rest_bytes))
 
-    await registry.edit(record, left, event)
+    await registry.edit(record, with_rest, event)
 
 
 def _fits(observation: Observation, ended: KernelEnded) -> bool:
-    """Return whether the end of a kernel may be that of a process that is gone: it is not an older one."""
+    """Return whether a kernel's end may explain the loss: it is not older than the last complete sample."""
     return observation.sleepers_at is None or ended.at >= observation.sleepers_at - _APART_S
 
 
 def _report_of(observation: Observation, process: ProcessSample) -> Text | None:
-    """Return how its server says that a kernel ended; None: it does not say, or it is no kernel."""
+    """Return how a process ended as a kernel of its server; None if the server did not report that."""
     ended = observation.kernels_ended.get(process.kernel[:64]) if process.kernel else None
     if ended is None or not _fits(observation, ended):
         return None

@@ -209,7 +209,7 @@ class Observer:
                 ago_s = now - observation.pauses.busy_from
                 self.registry.usage.worked(record.lease, ago_s, worked_s, self.registry.iso_now())
             await self._observe_low_use(record, now)
-        await losses.look(self.registry, self.registry.leases.get(record.id, record), sample, now)
+        await losses.check(self.registry, self.registry.leases.get(record.id, record), sample, now)
         asleep = record.state is State.SUSPENDED and snapshot.sampled_since_entry(self.registry, record)
         if sample is not None and sample.wanted and asleep:
             await self._wanted(record, queries_only=sample.queries_only)

@@ -1,17 +1,18 @@
-"""Owners: a name at the Hub is not a person, but a name and the moment at which it was made is.
+"""Owners: a name at the Hub does not identify a person; a name with its moment of creation does.
 
-* What belongs to the present user of a name is kept under the name.  When another user gets it,
-  everything of the earlier one is moved aside at once (`records.former`): the new user neither sees
-  nor runs nor inherits it.  When the earlier user is back, as after a restored database, it moves back.
-* A new name with the very same moment as one owner of another name is a rename, if the old name has
-  gone: everything moves to the new name.  Whole seconds (a MySQL database) are no such
-  moment, and neither is one that several have (of a Hub that is older than these moments).
-* `Ownership.look` compares all owners with the Hub's users, every `LOOK_S`, and `AGAIN_S` after one
-  was absent: from the list, and when asked for by name.  After two such looks the waiting jobs fail.
-* All users of the Hub are owners once they were seen.  When more than a tenth of them and more than
-  one, or all, are absent at one look, the Hub has another database.  Then nothing fails: the jobs are
-  held until an administrator gives them to a user (`adopt`) or ends them (`end`), or the owners are back.
-  Absent owners without a lease are forgotten, so that the table has a bound; their history stays aside.
+* What belongs to the present user of a name is kept under the name.  When another user gets the name,
+  everything of the earlier user is moved aside at once (`records.former`): the new user cannot see, run or
+  inherit it.  When the earlier user is back, as after a restored database, it moves back.
+* A new name is a rename if its moment of creation is exactly that of one owner whose name has gone from the
+  Hub.  Everything moves to the new name.  A moment does not count if it is in whole seconds (a MySQL
+  database) or if several owners share it (a Hub that did not record moments at first).
+* `Ownership.check_users` compares all owners with the Hub's users, every `CHECK_S`.  An owner is absent if
+  the Hub neither lists it nor knows it by name; the next check then follows after `RECHECK_S`.  If the owner
+  is absent in both checks, its waiting jobs fail.
+* Every user of the Hub that was once seen is an owner.  If all owners, or more than a tenth and more than
+  one, are absent in one check, the Hub has another database.  Then no job fails: jobs are held until an
+  administrator gives them to a user (`adopt`) or ends them (`end`), or until their owners are back.  Held
+  owners without a lease are forgotten, so that the table has a bound; their history stays aside.
 * Jobs of absent, held or former owners do not start (`KnownOwners.absent`).
 """
 
@@ -36,14 +37,14 @@ from jupyter_gpushare.wall_clock import exact, is_same, is_whole_second
 
 log = logging.getLogger("gpushare.broker")
 
-LOOK_S = 300.0
-AGAIN_S = 60.0
-# More owners than this and than a tenth do not go by chance.
+CHECK_S = 300.0
+RECHECK_S = 60.0
+# If more owners than this, and more than a tenth, disappear together, that is no coincidence.
 _FEW = 1
-# Since when an owner is absent after its jobs were failed.
+# Replaces the start of an owner's absence once its waiting jobs have failed.
 _LONG_AGO = float("-inf")
-# When so many are absent in the list, not all are asked for by name.
-_ASKED = 50
+# If many owners are missing in the list, only this many are asked for by name.
+_MAX_REQUESTS = 50
 
 
 class Ownership:
@@ -54,37 +55,37 @@ class Ownership:
         self._hub = hub
         self._effects = effects
         self._absent_since: dict[str, float] = {}  # by `Owner.user`
-        self._has_looked = False
-        self._changing = asyncio.Lock()  # held from a question to the Hub to what follows from it
+        self._has_checked = False
+        self._changing = asyncio.Lock()  # held from a request to the Hub until its answer is carried out
 
     # ---- users that come -----------------------------------------------------
 
     def find(self, name: str, created: str) -> str | None:
-        """Return the `Owner.user` of a user that was made at ``created``; None: the name is not known."""
+        """Return the `Owner.user` of a user that was made at ``created``; None if the name is unknown."""
         owner = self._registry.owners.of.get(name)
         if not _is_name(name):
-            return former(name, created)  # nothing is of such a user
+            return former(name, created)  # such a user owns nothing
         if owner is not None and not owner.is_other(created):
             return name
-        # The Hub's answer about a token may be of before a rename.
-        if same := self._only_one_made(created):
+        # The Hub's answer about a token may be older than a rename.
+        if same := self._only_owner_made_at(created):
             return same.user
         return None if owner is None else former(name, created)
 
     async def meet(self, name: str, created: str, uid: int = -1) -> None:
-        """Note that the Hub has this user now; what belongs to another of that name is moved aside.
+        """Note that the Hub has this user now; move aside what belongs to another user of that name.
 
         Raises:
-            BrokerUnavailable: the Hub does not answer, and has to be asked about a rename.
-            NotAllowed: the name has a slash, as what is kept under has (`records.former`).
-            DiskFull: another user had the name, and that cannot be stored.
+            BrokerUnavailable: the Hub does not answer the question whether this is a rename.
+            NotAllowed: the name has a slash, like the keys of former owners (`records.former`).
+            DiskFull: another user had the name, and the change cannot be stored.
             StoreError: the database failed; the broker ends.
         """
         if not _is_name(name):
             raise NotAllowed("the name %1 has a slash: the GPU service knows no such user", repr(name[:60]))
         known = self._registry.owners.of.get(name)
         if known is not None and known == known.with_known(created, uid) and not known.is_other(created, uid):
-            return  # also while the Hub is looked at
+            return  # does not wait for a check of the Hub's users
         async with self._changing:
             try:
                 await self._meet(name, created, uid)
@@ -92,7 +93,7 @@ class Ownership:
                 raise BrokerUnavailable(str(error)) from None
 
     async def _meet(self, name: str, created: str, uid: int = -1) -> None:
-        """Note a user of the Hub; one that is new under this name may have had another name.
+        """Note a user of the Hub; a user who is new under this name may have had another name.
 
         Raises:
             HubError: the Hub does not answer.
@@ -103,7 +104,7 @@ class Ownership:
                 await self.change(same)
             return
         if known is None and registry.journal.is_disk_full:
-            return  # noted at the next time
+            return  # a later call notes it
         is_uid_other = known is not None and not known.is_other(created)
         earlier = self._former(name, created, uid if is_uid_other else -1)
         if not is_uid_other and earlier not in registry.owners.of:
@@ -111,13 +112,14 @@ class Ownership:
         if known is not None:
             moves = self._aside(known, is_uid_other=is_uid_other)
         else:
-            # Of a user that went before the broker knew moments; all others were met at the first look.
-            moves = (OwnerMoved(name, former(name, "")),) if self._has_looked else ()
+            # Data under this name is of a user who went before the broker recorded moments: the first check
+            # met all others.
+            moves = (OwnerMoved(name, former(name, "")),) if self._has_checked else ()
         await self.change(
             *moves, OwnerMoved(earlier, name), Owner(user=name, name=name, created=created, uid=uid)
         )
         self._absent_since.pop(earlier, None)
-        self._show()
+        self._update_absent()
 
     def _aside(self, known: Owner, *, is_uid_other: bool) -> tuple[Owner | OwnerMoved, ...]:
         """Return the changes that move aside what belongs to the earlier user of a name."""
@@ -125,13 +127,14 @@ class Ownership:
         aside = former(name, known.created, known.uid if is_uid_other else -1)
         log.warning("user=%s is another one than that made at %s", name, known.created)
         self._absent_since.setdefault(aside, self._absent_since.pop(name, self._registry.clock()))
-        # Another uid alone is seen at one user after the other, however many have one.
+        # A check cannot count users who differ in their uid alone, because each is seen at its own start.
+        # So such an owner is held at once.
         earlier = replace(known, user=aside, held=known.held or is_uid_other)
         is_kept = name in self._users_of_leases() or not earlier.held
         return OwnerMoved(name, aside), *((earlier,) if is_kept else ())
 
     def _former(self, name: str, created: str, uid: int) -> str:
-        """Return the key of a user that had the name before (`records.former`)."""
+        """Return the key of an earlier user of the name (`records.former`)."""
         known = (
             owner.user
             for owner in self._registry.owners.of.values()
@@ -142,19 +145,19 @@ class Ownership:
         return next(known, former(name, created, uid))
 
     async def _renamed_to(self, name: str, created: str) -> str | None:
-        """Return the `Owner.user` of the owner that had another name before; None: there is none.
+        """Return the `Owner.user` of the owner that was renamed to ``name``; None if there is none.
 
         Raises:
             HubError: the Hub does not answer.
         """
-        owner = self._only_one_made(created)
+        owner = self._only_owner_made_at(created)
         if owner is None or owner.name == name:
             return None
-        there = None if owner.is_former else await self._hub.user(owner.name)
-        return owner.user if there is None or owner.is_other(there.created) else None
+        present = None if owner.is_former else await self._hub.user(owner.name)
+        return owner.user if present is None or owner.is_other(present.created) else None
 
-    def _only_one_made(self, created: str) -> Owner | None:
-        """Return the only owner that was made at a moment; None: there are several, or none."""
+    def _only_owner_made_at(self, created: str) -> Owner | None:
+        """Return the only owner that was made at this moment; None if there are several or none."""
         same = [owner for owner in self._registry.owners.of.values() if owner.created == created]
         is_exact = bool(created) and not is_whole_second(created)
         return same[0] if is_exact and len(same) == 1 else None
@@ -163,32 +166,32 @@ class Ownership:
         return {record.lease.user for record in self._registry.leases.values()}
 
     async def meet_start(self, request: wire.SpawnRequest) -> None:
-        """Note the owner of a server that is about to start, as `meet` does."""
+        """Note the owner of a server that is about to start; see `meet`."""
         uid = request.uid if request.own_uid else -1
         await self.meet(request.user, exact(request.created), uid)
 
     # ---- users that go -------------------------------------------------------
 
     async def watch(self) -> AsyncIterator[None]:
-        """Look at the Hub's users, again and again."""
+        """Check the Hub's users until cancelled; yield after each check."""
         doubted = self._registry.owners.doubted
         while True:
             doubted.clear()
             if not self._registry.journal.is_disk_full:
-                await self.look()
+                await self.check_users()
             yield
             with contextlib.suppress(TimeoutError):
-                # A timer may be a moment early.
                 is_new = any(since != _LONG_AGO for since in self._absent_since.values())
-                async with asyncio.timeout(AGAIN_S + 1 if is_new else LOOK_S):
+                # One second more, because a timer may be a moment early.
+                async with asyncio.timeout(RECHECK_S + 1 if is_new else CHECK_S):
                     await doubted.wait()
 
-    async def look(self) -> None:
-        """Compare all owners with the Hub's users; fail or hold the waiting jobs of those that are absent.
+    async def check_users(self) -> None:
+        """Compare all owners with the Hub's users; fail or hold the waiting jobs of absent owners.
 
         Raises:
             HubError: the Hub does not answer.
-            DiskFull: not everything could be stored; the next look goes on.
+            DiskFull: not everything could be stored; the next check continues.
             StoreError: the database failed; the broker ends.
         """
         async with self._changing:
@@ -196,29 +199,29 @@ class Ownership:
             users = {user.name: user for user in await self._hub.users() if _is_name(user.name)}
             registry.owners.are_undated = any(not user.created for user in users.values())
             await self._meet_all(users)
-            absent = [x for x in registry.owners.of.values() if not x.held and not self._is_in(users, x)]
-            asked = absent[:_ASKED] if self._are_many(absent) else absent
-            gone = [owner for owner in asked if await self._is_gone(owner)]
-            if len(gone) < len(asked):
-                absent = gone  # the list is not of all users
+            absent = [x for x in registry.owners.of.values() if not x.held and not self._is_listed(users, x)]
+            requested = absent[:_MAX_REQUESTS] if self._are_many(absent) else absent
+            gone = [owner for owner in requested if await self._is_gone(owner)]
+            if len(gone) < len(requested):
+                absent = gone  # the list was incomplete
             self._absent_since = {each.user: self._absent_since.get(each.user, now) for each in absent}
             if self._are_many(absent):
                 await self.change(*(replace(owner, held=True) for owner in absent))
                 log.error("%d owners are gone from the Hub at once: their jobs are held", len(absent))
                 self._absent_since.clear()
             for owner in absent:
-                if now - self._absent_since.get(owner.user, now) >= AGAIN_S:
+                if now - self._absent_since.get(owner.user, now) >= RECHECK_S:
                     await self._end(owner)
             await self._forget_idle()
-            self._show()
+            self._update_absent()
 
     async def _meet_all(self, users: Mapping[str, HubUser]) -> None:
-        """Note all users of the list, and those owners of leases that only a database of names knows."""
+        """Note all users of the list, and the owners of leases that the database knows only by name."""
         registry, is_first = self._registry, not self._registry.owners.of
-        made = Counter(user.created for user in users.values())
+        made_at = Counter(user.created for user in users.values())
         unknown = [user for user in users.values() if user.name not in registry.owners.of]
-        # A moment that many users share says of none that it was renamed.
-        new = [user for user in unknown if is_first or made[user.created] > 1]
+        # A moment that several users share cannot prove a rename.
+        new = [user for user in unknown if is_first or made_at[user.created] > 1]
         moves = () if is_first else (OwnerMoved(former(user.name, user.created), user.name) for user in new)
         await self.change(
             *moves, *(Owner(user=user.name, name=user.name, created=user.created) for user in new)
@@ -228,34 +231,37 @@ class Ownership:
         back = [registry.owners.of[name] for name in users if name in registry.owners.of]
         await self.change(*(replace(owner, held=False) for owner in back if owner.held))
         for name in self._users_of_leases() - registry.owners.of.keys():
-            if _is_name(name) and (there := await self._hub.user(name)):
-                await self._meet(name, there.created)
+            if _is_name(name) and (present := await self._hub.user(name)):
+                await self._meet(name, present.created)
             else:
                 aside = former(name, "")
                 await self.change(OwnerMoved(name, aside), Owner(user=aside, name=name))
-        self._has_looked = True
+        self._has_checked = True
 
     async def _forget_idle(self) -> None:
-        """Forget the held owners without a lease, so that rows have a bound; their history moves aside."""
+        """Forget held owners without a lease, so that their number is bounded; their history moves aside."""
         busy = self._users_of_leases()
         idle = [x for x in self._registry.owners.of.values() if x.held and x.user not in busy]
         for owner in idle:
             moves = () if owner.is_former else (OwnerMoved(owner.user, former(owner.name, owner.created)),)
             await self.change(*moves, OwnerForgotten(owner.user))
 
-    def _is_in(self, users: Mapping[str, HubUser], owner: Owner) -> bool:
-        return (there := users.get(owner.name)) is not None and self._is_back(owner, there)
+    def _is_listed(self, users: Mapping[str, HubUser], owner: Owner) -> bool:
+        return (user := users.get(owner.name)) is not None and self._is_same(owner, user)
 
-    def _is_back(self, owner: Owner, there: HubUser) -> bool:
-        """Return whether the Hub's user of this name is this owner; only the uid of another may differ."""
-        if owner.is_former and not owner.created and there.created:
-            return False  # gone before the broker knew when it was made
-        now = self._registry.owners.of.get(owner.name)
-        is_uid_other = owner.is_former and now is not None and not now.is_other(there.created)
-        return not owner.is_other(there.created) and not is_uid_other
+    def _is_same(self, owner: Owner, user: HubUser) -> bool:
+        """Return whether the Hub's user of this name is this owner.
+
+        A former owner with the moment of the present owner differs from it in the uid, so it is not.
+        """
+        if owner.is_former and not owner.created and user.created:
+            return False  # it went before the broker recorded moments
+        present = self._registry.owners.of.get(owner.name)
+        is_uid_other = owner.is_former and present is not None and not present.is_other(user.created)
+        return not owner.is_other(user.created) and not is_uid_other
 
     def _are_many(self, absent: list[Owner]) -> bool:
-        """Return whether so many have gone that the Hub has another database, without those of long ago."""
+        """Return whether enough owners are newly absent to mean that the Hub has another database."""
         known, gone = (
             sum(not x.held and self._absent_since.get(x.user) != _LONG_AGO for x in owners)
             for owners in (self._registry.owners.of.values(), absent)
@@ -263,11 +269,11 @@ class Ownership:
         return gone > 0 and (gone > max(_FEW, known / 10) or gone == known)
 
     async def _is_gone(self, owner: Owner) -> bool:
-        there = await self._hub.user(owner.name)
-        return there is None or not self._is_back(owner, there)
+        user = await self._hub.user(owner.name)
+        return user is None or not self._is_same(owner, user)
 
     async def _end(self, owner: Owner) -> None:
-        """Fail the waiting jobs of an owner, and keep the rest aside."""
+        """Fail the waiting jobs of an owner, and move everything else aside."""
         registry = self._registry
         for record in [r for r in registry.index.queued.values() if r.lease.user == owner.user]:
             await self._effects.finish(record, "failed", messages.text("job.owner_gone", owner.name))
@@ -280,12 +286,12 @@ class Ownership:
         else:
             await self.change(*moves, OwnerForgotten(owner.user))
         log.info("user=%s, made at %s, is gone from the Hub", owner.name, owner.created or "?")
-        self._show()
+        self._update_absent()
 
     async def change(
         self, *changes: Owner | OwnerMoved | OwnerForgotten, note: wire.Text | None = None
     ) -> None:
-        """Change owners in this order, in one commit, with ``note`` in the log of decisions.
+        """Apply changes of owners in this order, in one commit, with ``note`` in the log of decisions.
 
         Raises:
             DiskFull: nothing is changed.
@@ -295,7 +301,9 @@ class Ownership:
         registry.journal.check()
         stored: list[Change] = [*changes]
         moved = {change.old for change in changes if isinstance(change, OwnerMoved)}
-        is_seen = bool(moved and moved & (self._users_of_leases() | {x.user for x in registry.jobs.values()}))
+        is_visible = bool(
+            moved and moved & (self._users_of_leases() | {x.user for x in registry.jobs.values()})
+        )
         for change in changes:
             match change:
                 case Owner():
@@ -307,11 +315,11 @@ class Ownership:
         if note is not None:
             stored.append(registry.decisions.add(None, "owner", note))
         await registry.journal.commit(*stored)
-        if is_seen or note is not None:  # else readers see the same as before
+        if is_visible or note is not None:
             await registry.notify()
 
     def _move(self, old: str, new: str) -> UserLags:
-        """Let everything of one owner belong to another, in memory; returns what else is to be stored."""
+        """Give everything of one owner to another in memory; return the change that must also be stored."""
         registry = self._registry
         records = [record for record in registry.leases.values() if record.lease.user == old]
         jobs = [job for job in registry.jobs.values() if job.user == old]
@@ -327,8 +335,8 @@ class Ownership:
         registry.owners.of.pop(old, None)
         return registry.fairness.move_owner(old, new)
 
-    def _show(self) -> None:
-        """Let jobs start, or wait, as the owners are now."""
+    def _update_absent(self) -> None:
+        """Update the absent owners, whose jobs do not start."""
         registry = self._registry
         absent = {x.user for x in registry.owners.of.values() if x.held or x.is_former}
         before, registry.owners.absent = registry.owners.absent, frozenset(absent | self._absent_since.keys())
@@ -341,11 +349,11 @@ class Ownership:
     async def adopt(self, name: str, to: str | None, by: str) -> None:
         """Give what belongs to the absent owners of a name to a user of the Hub.
 
-        ``to``: the name of that user; None: the present user of the same name.
+        ``to`` is the name of that user; None means the present user of the same name.
 
         Raises:
             BrokerUnavailable: the Hub does not answer.
-            Conflict: the Hub has no such user, or it may not have what is given: the text says why.
+            Conflict: the Hub has no such user, or the user may not have this; the text says why.
             NotFound: no owner of this name is absent.
             DiskFull: nothing is changed.
             StoreError: the database failed; the broker ends.
@@ -355,29 +363,29 @@ class Ownership:
             registry.journal.check()
             self._absent(name)
             try:
-                there = await self._hub.user(target)
-                if there is None or not _is_name(target):
+                user = await self._hub.user(target)
+                if user is None or not _is_name(target):
                     raise Conflict("the Hub has no user %1: name another, or add it there", repr(target[:60]))
-                await self._meet(target, there.created)
+                await self._meet(target, user.created)
             except HubError as error:
                 raise BrokerUnavailable(str(error)) from None
             note = messages.text("notice.owner_adopted", *map(messages.printable, (by, name, target)))
-            # One of them may be there again.
+            # One of them may be back by now.
             found = [
                 x for x in registry.owners.of.values() if x.name == name and x.user in registry.owners.absent
             ]
-            self._check_adoption({owner.user for owner in found}, target, there.groups)
+            self._check_adoption({owner.user for owner in found}, target, user.groups)
             moves = [OwnerMoved(owner.user, target) for owner in found if owner.user != target]
             await self.change(*moves, replace(registry.owners.of[target], held=False), note=note)
             for owner in found:
                 self._absent_since.pop(owner.user, None)
-            self._show()
+            self._update_absent()
 
     def _check_adoption(self, owners: set[str], target: str, groups: Sequence[str]) -> None:
-        """Return if a user can have what belongs to these owners.
+        """Refuse an adoption by a user who cannot have what belongs to these owners.
 
         Raises:
-            Conflict: the user lacks a project of the jobs, or two would be of one server.
+            Conflict: the user lacks a project of the jobs, or would have two sessions of one server.
         """
         registry = self._registry
         mine = registry.policy.projects_of(groups)
