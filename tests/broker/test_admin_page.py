@@ -216,11 +216,11 @@ async def test_the_highest_priority_of_a_project_is_set_in_the_form_and_taken_ba
     assert registry.decisions.latest[-1].sentence == (
         "root set project nlp to quota 1, weight 1, limit 1.5, priority at most 30, was quota 1, weight 1."
     )
-    assert http.broker.request_policy.most_priority("nlp") == 30
+    assert http.broker.request_policy.max_priority("nlp") == 30
     form["priority_max"] = "101"
     assert (await http.ask("POST", f"{http.url}{PREFIX}", "root", data=form)).status_code == 400
     assert (await http.ask("POST", f"{http.url}{PREFIX}", "root", data={"reset": "nlp"})).status_code == 303
-    assert http.broker.request_policy.most_priority("nlp") == 0
+    assert http.broker.request_policy.max_priority("nlp") == 0
     assert not registry.overrides
 
 

@@ -1,4 +1,4 @@
-"""What administrators do: with the leases and jobs of others, and with devices that they empty."""
+"""Acts of administrators: on leases and jobs of other users, on processes, and on devices to be emptied."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from jupyter_gpushare.wall_clock import iso
 
 
 async def note_act(registry: Registry, record: LeaseRecord, act: str, by: str) -> None:
-    """Store that ``by`` asked for ``act`` (as in the path of the request) on the lease of another user.
+    """Log that ``by`` asked for ``act`` (as in the path of the request) on the lease of another user.
 
-    Called before the act, so that none is without its line; one that is then refused has a line too.
+    Call it before the act, so that no act is without its line.  An act that is then refused has a line too.
 
     Raises:
         StoreError: the database failed; the broker ends.
@@ -31,12 +31,12 @@ async def note_act(registry: Registry, record: LeaseRecord, act: str, by: str) -
 
 
 async def prioritize(registry: Registry, job: JobRecord, change: wire.JobChange, by: str) -> JobRecord:
-    """Raise or lower the priority of another user's job, whatever the right of its project.
+    """Change the priority of another user's job, even above its project's maximum.
 
     Raises:
         Conflict: the job has ended.
         DiskFull: nothing is changed.
-        InvalidRequest: something else is to change, or the priority is out of range.
+        InvalidRequest: the change is not of the priority only, or the priority is out of range.
         StoreError: the database failed; the broker ends.
     """
     priority = change.priority
@@ -49,9 +49,9 @@ async def prioritize(registry: Registry, job: JobRecord, change: wire.JobChange,
     if priority == before:
         await registry.journal.durable()
         return job
-    asked = wire.replace(wire.decode(job.request.encode(), wire.JobRequest), priority=priority)
-    check_job(asked)
-    changed = replace(job, request=wire.encode(asked).decode())
+    request = wire.replace(wire.decode(job.request.encode(), wire.JobRequest), priority=priority)
+    check_job(request)
+    changed = replace(job, request=wire.encode(request).decode())
     registry.journal.check()
     subject = registry.subject_of(record)
     notice = messages.text("notice.admin_priority", subject, messages.printable(by), priority, before)
@@ -61,13 +61,13 @@ async def prioritize(registry: Registry, job: JobRecord, change: wire.JobChange,
 
 
 async def end_process(registry: Registry, devices: DeviceBackend, uuid: str, name: str, by: str) -> None:
-    """End a process without a lease that the last sample shows on a device, by its ``process`` there.
+    """End a process without a lease on a device; ``name`` is its ``process`` in the last sample.
 
-    The line in the log of decisions comes first.
+    The line in the log of decisions is stored first.
 
     Raises:
-        Conflict: the watchdog's rules leave it alone, or the device helper does not end it.
-        DiskFull: nothing is done.
+        Conflict: the watchdog's rules spare it, or the device helper did not end it.
+        DiskFull: nothing is changed.
         NotFound: there is no such device or process.
         StoreError: the database failed; the broker ends.
     """
@@ -92,24 +92,24 @@ async def end_process(registry: Registry, devices: DeviceBackend, uuid: str, nam
         raise Conflict("the process was not ended: %1", str(error)) from None
 
 
-# ---- emptying devices: an administrator lets a device, or the machine, take nothing new
-# What is there stays: sessions may sleep, wake and end, jobs may end; owners of sessions are
-# asked to finish.  Nothing is stopped, also not at the time that was named.  The planner sees a
-# device that is being emptied as not usable (`core.model.Device`).
+# ---- emptying devices: an administrator bars new work from a device, or from the whole machine
+# Leases that are on the device stay: sessions may sleep, wake and end, and jobs may end.  Owners of sessions
+# are asked to finish.  Nothing is stopped, not even at the announced time.  For the planner, a device that is
+# being emptied is not usable (`core.model.Device`).
 
 MAX_DRAINS = 1_000
-_MOST_AHEAD = timedelta(days=366)
+_MAX_AHEAD = timedelta(days=366)
 
 
 async def drain(registry: Registry, engine: Engine, name: str, until: str | None, by: str) -> None:
-    """Let a device (UUID), or all of them (`MACHINE`), take nothing new; stored until `undrain`.
+    """Bar new work from a device (UUID), or from all (`MACHINE`), until `undrain`.
 
-    ``until``: ISO 8601 with a zone, for the sentences to the owners of sessions there.
+    ``until`` (ISO 8601 with a zone) is only announced to the owners of sessions there.
 
     Raises:
-        Conflict: the engine cannot keep a device empty, or `MAX_DRAINS` are being emptied.
+        Conflict: the engine cannot keep a device empty, or `MAX_DRAINS` devices are being emptied.
         NotFound: there is no such device.
-        InvalidRequest: ``until`` is no time in the next year.
+        InvalidRequest: ``until`` is not a time within the next year.
         DiskFull: nothing is changed.
         StoreError: the database failed; the broker ends.
     """
@@ -117,7 +117,7 @@ async def drain(registry: Registry, engine: Engine, name: str, until: str | None
         raise Conflict("the cluster's scheduler places work here: empty a node with kubectl cordon")
     _check_name(registry, name)
     at = registry.iso_now()
-    # Also of devices that are absent now: they may come back, to work that an administrator forbade.
+    # Absent devices keep theirs: they may come back, and the administrator's bar still holds for them.
     drains = registry.devices.drains.of
     if name not in drains and len(drains) >= MAX_DRAINS:
         raise Conflict("%1 GPUs are being emptied: let one of them take work again", MAX_DRAINS)
@@ -127,10 +127,10 @@ async def drain(registry: Registry, engine: Engine, name: str, until: str | None
     if before is not None and (before.by, before.until) == (wanted.by, wanted.until):
         await registry.journal.durable()
         return
-    what = _what(name)
-    sentence = messages.text("notice.drain", by, what)
+    target = _target(name)
+    sentence = messages.text("notice.drain", by, target)
     if wanted.until:
-        sentence = messages.text("notice.drain_until", by, what, messages.time_text(wanted.until))
+        sentence = messages.text("notice.drain_until", by, target, messages.time_text(wanted.until))
     await _set(registry, Drains(of={**drains, name: wanted}), sentence)
 
 
@@ -139,7 +139,7 @@ async def undrain(registry: Registry, name: str, by: str) -> None:
 
     Raises:
         NotFound: there is no such device.
-        InvalidRequest: the whole machine is being emptied, and this is one device.
+        InvalidRequest: ``name`` is one device, but the whole machine is being emptied.
         DiskFull: nothing is changed.
         StoreError: the database failed; the broker ends.
     """
@@ -152,7 +152,7 @@ async def undrain(registry: Registry, name: str, by: str) -> None:
     if kept == drains.of:
         await registry.journal.durable()
         return
-    sentence = messages.text("notice.drain_over", messages.printable(by), _what(name))
+    sentence = messages.text("notice.drain_over", messages.printable(by), _target(name))
     await _set(registry, replace(drains, of=kept), sentence)
 
 
@@ -163,7 +163,7 @@ async def _set(registry: Registry, drains: Drains, sentence: Text) -> None:
     await registry.notify()
 
 
-def _what(name: str) -> Text:
+def _target(name: str) -> Text:
     return messages.text("part.machine") if name == MACHINE else messages.text("verbatim", f"GPU {name}")
 
 
@@ -173,10 +173,10 @@ def _check_name(registry: Registry, name: str) -> None:
 
 
 def _time(text: str, now: str) -> str:
-    """Return a time as the broker writes times.
+    """Return a time in the broker's own format.
 
     Raises:
-        InvalidRequest: it is none, has no zone, is over, or is more than a year ahead.
+        InvalidRequest: the text is no time, has no zone, or names a time that is past or over a year ahead.
     """
     try:
         at = datetime.fromisoformat(text)
@@ -184,6 +184,6 @@ def _time(text: str, now: str) -> str:
         at = None
     if at is None or at.tzinfo is None or len(text) > 40:
         raise InvalidRequest("until is a time with its zone, like 2026-11-22T18:00+01:00")
-    if not timedelta(0) < at - datetime.fromisoformat(now) <= _MOST_AHEAD:
+    if not timedelta(0) < at - datetime.fromisoformat(now) <= _MAX_AHEAD:
         raise InvalidRequest("until is a time in the future, at most a year ahead")
     return iso(at)

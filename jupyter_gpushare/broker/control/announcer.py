@@ -1,7 +1,7 @@
-"""Tells the administrator's webhook, and users by mail, what happens to jobs.
+"""Messages about jobs, to the administrator's webhook and by mail to users.
 
-Only addresses and commands of the administrator are called: no text of a user chooses where a
-message goes or what is run.  Each receiver has a queue and a worker of its own, and delays no other.
+Only URLs and commands of the administrator are used: no text of a user chooses where a message goes or what
+is run.  Each receiver has its own queue and worker, so that none delays another.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Announcer:
         self._mail = notices.Outbox("the mail command", log, DEADLINE_S)
 
     def job(self, event: str, job: JobRecord, state: str, reason: str = "") -> None:
-        """Announce an ``event``: started, paused, queued (again), attention or ended."""
+        """Announce an ``event`` of a job: started, paused, queued (again), attention or ended."""
         if self.receivers.url:
             project = messages.news_line(job.project)
             body = notices.body(

@@ -1,6 +1,6 @@
-"""Fencing of the Hub, which knows no epochs: the device helper is asked before each change.
+"""Fencing of changes at the Hub, which knows no epochs: the device helper is asked before each change.
 
-What the Hub refuses to the broker itself is noted for the administrator (`Faults`).
+Refusals that concern the broker itself, not one server, are noted for the administrator (`Faults`).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from jupyter_gpushare.errors import HelperError
 from jupyter_gpushare.protocol.helper import ErrorKind
 
 # ---- tickets of starts: the epoch that the start of a job's server carries through the Hub
-# The broker hands a ticket to the Hub with the request to start a server, the Hub's spawner shows it
-# when the start is carried out, which may be much later.  The Hub keeps it among the options of the
-# server, which its user may read and replace.  So a ticket is the epoch and a MAC over epoch, user and
-# server, with the spawner's token as key, which no user has ("EPOCH.MAC").
+# The broker gives the Hub a ticket with the request to start a server.  The Hub's spawner returns the ticket
+# when it carries out the start, which may be much later.  The Hub keeps it among the options of the server,
+# which the server's user can read and replace.  So a ticket is "EPOCH.MAC", with a MAC over epoch, user and
+# server; its key is the spawner's token, which no user has.
 
 _LABEL = "gpushare start of a job's server"
 
@@ -28,17 +28,17 @@ class StartTickets:
     """Issues tickets in the epoch of this broker, and reads those of all brokers of the site."""
 
     def __init__(self, epoch: Callable[[], int], tokens: Sequence[str]) -> None:
-        """``tokens``: of the spawner; the first signs, any of them is accepted."""
+        """Sign with the first of the spawner's ``tokens``; accept tickets signed with any of them."""
         self._epoch = epoch
         self.tokens = tuple(tokens)
 
     def issue(self, key: ServerKey) -> str:
-        """Return the ticket of a start that this broker asks for now."""
+        """Return a ticket for a start that this broker requests now."""
         epoch = self._epoch()
         return f"{epoch}.{_mac(self.tokens[0], epoch, key)}"
 
     def epoch_of(self, key: ServerKey, ticket: str) -> int | None:
-        """Return the epoch of the broker that asked for this start; None: no broker of this site did."""
+        """Return the epoch of the broker that requested this start; None if no broker of this site did."""
         number, _, mac = ticket.partition(".")
         if not (number.isascii() and number.isdecimal() and len(number) < 16 and mac.isascii()):
             return None
@@ -56,14 +56,14 @@ def _mac(token: str, epoch: int, key: ServerKey) -> str:
 
 T = TypeVar("T")
 
-# A refused change is tried again within a minute while something needs it.
+# A fault that does not recur is forgotten after this time; a change that is still needed recurs in a minute.
 _FORGET_S = 600.0
 
 
 class FencedHub(Hub):
     """A Hub that changes servers only while no broker with a higher epoch has acted on the devices.
 
-    A change adds one request to the device helper, which answers from memory.
+    Each change costs one more request to the device helper, which answers from memory.
     """
 
     def __init__(self, hub: Hub, devices: DeviceBackend, epoch: Callable[[], int], faults: Faults) -> None:
@@ -73,10 +73,10 @@ class FencedHub(Hub):
         self._faults = faults
 
     async def fence(self) -> None:
-        """Return if no broker with a higher epoch has acted on the devices.
+        """Raise if a broker with a higher epoch has acted on the devices.
 
         Raises:
-            HelperError: one has (``stale_epoch``), or the device helper does not answer.
+            HelperError: there is such a broker (``stale_epoch``), or the device helper does not answer.
         """
         newest, epoch = await self._devices.epoch(), self._epoch()
         if newest > epoch:
@@ -89,8 +89,8 @@ class FencedHub(Hub):
             answer = await request
         except HubError as error:
             if error.remedy:
-                said = f"The Hub refuses the broker: {str(error).rstrip('.')}. Remedy: {error.remedy}."
-                self._faults.found(source, said, forget_s=_FORGET_S)
+                sentence = f"The Hub refuses the broker: {str(error).rstrip('.')}. Remedy: {error.remedy}."
+                self._faults.found(source, sentence, forget_s=_FORGET_S)
             raise
         self._faults.mended(source)
         return answer
@@ -119,7 +119,9 @@ class FencedHub(Hub):
         return await self._noted("hub-read", self._hub.servers())
 
     async def services(self) -> Mapping[str, Sequence[str]]:
-        return await self._hub.services()  # a refusal is no fault: sentences name fewer times
+        return (
+            await self._hub.services()
+        )  # a refusal is no fault: without cullers, sentences name fewer times
 
     async def has_server(self, key: ServerKey) -> bool:
         return await self._noted("hub-user", self._hub.has_server(key))

@@ -1,4 +1,4 @@
-"""Reports of job runners: the command has started, how far it is, it has ended."""
+"""Reports of job runners: start of the command, progress, end."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jupyter_gpushare.core.model import State
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
 
-# Reports that are answered with what becomes of the job.
+# Reports that are answered with the outcome for the job.
 _ENDS = frozenset({"stopping", "ended"})
 
 
@@ -31,11 +31,11 @@ class JobReports:
     ) -> wire.JobOutcome | None:
         """Store a runner's report of its attempt; a report of another attempt is ignored.
 
-        Returns what becomes of the job after ``stopping`` and ``ended``; None after the others.
+        Return the outcome for the job after ``stopping`` and ``ended``; None after other reports.
 
         Raises:
             NotFound: the user has no such job.
-            InvalidRequest: an exit code that no process can have.
+            InvalidRequest: no process can have this exit code.
         """
         if report.exit_code is not None and not -64 <= report.exit_code <= 255:
             raise InvalidRequest("exit_code is a number from 0 to 255, or a signal's, negative")
@@ -59,7 +59,7 @@ class JobReports:
                     await registry.journal.durable()
             case "ended":
                 end = bounded(report)
-                registry.observations[record.id].end = end  # a full disk may refuse it
+                registry.observations[record.id].end = end  # kept here, because a full disk may refuse it
                 job = with_end(job, end, registry.iso_now())
                 if record.state is State.GRANTED:
                     await registry.advance(record, Started(), job=job)
@@ -71,7 +71,7 @@ class JobReports:
         return None
 
     async def _progress(self, record: LeaseRecord, job: JobRecord, report: wire.JobReport) -> None:
-        """Store the progress of a job and what it shows of its remaining work; None withdraws it."""
+        """Store a job's progress, and the measure of its remaining work; progress None withdraws it."""
         registry, before = self.registry, job.measure
         job = replace(job, done=report.done, total=report.total)
         as_guest = registry.observations[record.id].guest_gpu_s

@@ -1,4 +1,4 @@
-"""Requests for training jobs: checks, size, lease, and what the runner gets."""
+"""Requests for training jobs: their checks, their lease, and the description that the runner gets."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def default_name(command: Sequence[str]) -> str:
 
 
 def shown_name(job: JobRecord) -> str:
-    """Return what the Hub's pages call the server of a job: ``train.py (job k3v9m2x7qa)``."""
+    """Return the name of a job's server on the Hub's pages: ``train.py (job k3v9m2x7qa)``."""
     name = " ".join(messages.printable(job.name).split())
     return f"{name} (job {job.id})".lstrip()
 
@@ -42,7 +42,7 @@ def check_job(request: wire.JobRequest) -> None:
     """Refuse a request that no runner could run.
 
     Raises:
-        InvalidRequest: says which field and what to change.
+        InvalidRequest: the text names the field and what to change.
     """
     if not request.command or not request.command[0].strip():
         raise InvalidRequest(
@@ -89,7 +89,7 @@ def job_lease(lease_id: str, user: str, project: str, request: wire.JobRequest, 
     """Return the lease of a job that enters the queue at ``now``.
 
     Raises:
-        InvalidRequest: the size is none, or several.
+        InvalidRequest: the request has no size, or several.
     """
     return Lease(
         id=lease_id,
@@ -106,7 +106,7 @@ def job_lease(lease_id: str, user: str, project: str, request: wire.JobRequest, 
 
 
 def job_spec(job: JobRecord, attempt: int, settled: int) -> wire.JobSpec:
-    """Return the runner's description of one attempt; the outcomes of those until ``settled`` are known."""
+    """Return the runner's description of one attempt; attempts up to ``settled`` have known outcomes."""
     return wire.JobSpec(
         id=job.id,
         attempt=attempt,

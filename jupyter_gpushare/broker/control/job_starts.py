@@ -1,6 +1,6 @@
-"""The server of a training job starts and ends.
+"""Starts and ends of the servers of training jobs.
 
-It starts only after the job was granted, and by this broker's own request.
+Such a server starts only after the grant of its job, and only at the request of this broker.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from jupyter_gpushare.wall_clock import exact
 
 log = logging.getLogger("gpushare.broker")
 
-# For so long a job skips a node that had no capacity for its server.
+# A job skips a node that had no capacity for its server, for this time.
 _AVOID_S = 600.0
 
 
@@ -35,10 +35,10 @@ class JobStarts:
         self.ownership = ownership
 
     async def start(self, request: wire.SpawnRequest) -> wire.SpawnGrant:
-        """Return what the server of a job that was granted may use.
+        """Return what the server of a granted job may use.
 
         Raises:
-            RequestError: it must not start; the text is for the user.
+            RequestError: the server must not start; the text is for the user.
             StoreError: the database failed; the broker ends.
         """
         record = self.registry.by_handle(request.server)
@@ -67,7 +67,7 @@ class JobStarts:
         try:
             grant = await self.effects.grant(record)
         except GpuShareError:
-            # The spawner releases no lease that it was refused.
+            # The spawner does not release a lease after a refusal.
             current = self.registry.by_handle(request.server)
             if current is not None and current.state is State.GRANTED:
                 await self.effects.start_failed(
@@ -76,16 +76,16 @@ class JobStarts:
             raise
         current = self.registry.by_handle(request.server)
         if current is None or current.state is not State.GRANTED:
-            # It was stopped meanwhile; with its files back, its runner would start the command.
+            # The attempt was stopped meanwhile; if its files stayed, its runner would start the command.
             await self.devices.drop(record.handle)
             raise Conflict("the attempt %1 was stopped while its server started", request.server)
         return wire.replace(grant, job=job_spec(job, record.attempt, record.settled))
 
     def _check_ticket(self, request: wire.SpawnRequest, record: LeaseRecord) -> None:
-        """Return if this broker asked the Hub for this start.
+        """Refuse a start for which this broker did not ask the Hub.
 
         Raises:
-            Conflict: another broker did, or none.
+            Conflict: another broker asked for it, or none.
         """
         epoch = self.effects.tickets.epoch_of(ServerKey(request.user, request.server), request.ticket)
         if epoch is None:
@@ -104,7 +104,7 @@ class JobStarts:
     async def stop(self, request: wire.SpawnStop) -> None:
         """Note that a job's server has ended; a repeated call changes nothing.
 
-        A running job reports its own end; otherwise the observer misses its processes.
+        The end of a running job comes from its runner's report, or the observer finds its processes gone.
         """
         user = self.ownership.find(request.user, exact(request.created)) or request.user
         record = self.registry.by_server(user, request.server)
@@ -115,7 +115,7 @@ class JobStarts:
             await self.effects.start_failed(record, "the Hub could not start its server")
 
     def _avoid(self, record: LeaseRecord, not_nodes: Iterable[str]) -> None:
-        """Note for the next try of a job that the node of this one had no capacity for its server."""
+        """Note that the node of this attempt had no capacity, so that the next attempt avoids it."""
         nodes = self.registry.devices.nodes_of(record.lease.devices)
         for node in nodes.intersection(not_nodes):
             self.registry.observations[record.id].avoids[node] = self.registry.clock() + _AVOID_S

@@ -1,10 +1,9 @@
-"""The lending mode, applied: set by an administrator, and what each mode does in a round of the loop.
+"""The lending mode: an administrator sets it, and each round of the loop applies it.
 
-* ``on``: nothing here; the engine suspends idle sessions.
-* ``watch``: a second plan, as if lending were on, is made every `PLAN_S` and only
-  logged: one decision when a session would be suspended, one when it would have been
-  resumed.  Nothing is suspended.
-* ``off``: every suspended session is wanted, so that the engine resumes it.
+* ``on``: the engine suspends idle sessions; this module does nothing.
+* ``watch``: nothing is suspended.  Every `PLAN_S` a second plan is made as if lending were on, and only
+  logged: one decision when a session would be suspended, one when it would be resumed.
+* ``off``: every suspended session is marked as wanted, so that the engine resumes it.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from jupyter_gpushare.broker.state.tables import Change
 from jupyter_gpushare.core.model import State, Suspend
 from jupyter_gpushare.protocol.wire import Text
 
-# Between two plans that are only logged; each costs as much as a plan that is carried out.
+# Between two plans that are only logged; each costs as much as a real plan.
 PLAN_S = 5.0
 
 
@@ -28,12 +27,12 @@ class LendingControl:
     def __init__(self, registry: Registry, engine: Engine) -> None:
         self._registry = registry
         self._engine = engine
-        # By lease: a session that would be asleep now, and since when.
+        # By lease: a session that would be suspended now, and since when.
         self._watched: dict[str, tuple[LeaseRecord, float]] = {}
         self._plan_at = float("-inf")
 
     async def set(self, mode: LendingMode | None, by: str) -> None:
-        """Set the mode (None: as configured), stored with a line in the log of decisions.
+        """Store the mode (None: as configured), with a line in the log of decisions.
 
         Raises:
             DiskFull: nothing is changed.
@@ -49,7 +48,7 @@ class LendingControl:
         await registry.notify()
 
     async def apply(self, now: float) -> None:
-        """Do what the mode asks for in one round.
+        """Apply the mode in one round of the loop.
 
         Raises:
             StoreError: the database failed; the broker ends.
@@ -70,7 +69,7 @@ class LendingControl:
                 await registry.notify()
 
     def _watch(self, now: float) -> list[Change]:
-        """Return the decisions about sessions that would be put to sleep, or woken, now."""
+        """Return the decisions about sessions that would be suspended or resumed now."""
         registry = self._registry
         cluster = snapshot.cluster(registry, self._engine, now, as_if_lending=True)
         suspends: dict[str, Suspend] = {}
@@ -87,7 +86,7 @@ class LendingControl:
         return stored
 
     def _ended(self, lease: str, now: float) -> Change:
-        """Return the decision that a session would not be asleep any more, and for how long it was."""
+        """Return the decision that a session would be resumed now, with the duration of its suspension."""
         record, since = self._watched.pop(lease)
         sentence = messages.text(
             "decision.would_have_lent",

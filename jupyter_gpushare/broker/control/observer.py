@@ -1,4 +1,4 @@
-"""Measurements: samples and events of the device helper, noted for each lease and for the machine."""
+"""Samples and events of the device helper, noted for each lease and for the machine."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from jupyter_gpushare.protocol.helper import EventKind, LeaseSample, Phase, Samp
 log = logging.getLogger("gpushare.broker")
 
 
-# ---- samples of what computes and what is borrowed, for the sums of use ------
-# What a project holds over its quota is divided among its leases that may be reclaimed, by
-# their sizes, so that the sums of its users are what the project borrows.
+# ---- samples of computing and borrowed GPUs, for the sums of use -------------
+# The capacity that a project holds over its quota is divided among its leases that may be reclaimed, in
+# proportion to their sizes.  So the sums of its users are what the project borrows.
 
 # Between two samples.
 SAMPLE_S = 5.0
-# A longer time without a sample counts as this: what happened in it is not known.
-_LONGEST_S = 60.0
+# Of a longer time between two samples, only this much counts, because nothing is known about it.
+_MAX_STEP_S = 60.0
 
 
 class Metering:
@@ -42,8 +42,8 @@ class Metering:
         self._sampled_at = registry.clock()
 
     def sample(self, cluster: Cluster, now: float) -> None:
-        """Count the time since the last sample, by what is true now; without a wait."""
-        passed_s = min(_LONGEST_S, now - self._sampled_at)
+        """Count the time since the last sample, as if all of it had been like now."""
+        passed_s = min(_MAX_STEP_S, now - self._sampled_at)
         if passed_s < SAMPLE_S:
             return
         self._sampled_at = now
@@ -53,23 +53,23 @@ class Metering:
             return
         at_work, over = snapshot.at_work(registry, now), self._over_quota(cluster, now)
         until = registry.iso_now()
-        gets = self._guests(running)
+        guests = self._guests(running)
         given: defaultdict[str, float] = defaultdict(float)  # by host
-        for guest, gpus in gets.values():
+        for guest, gpus in guests.values():
             given[guest.host] += gpus
         for lease in running:
             held = held_gpus(lease)
             computing = max(0.0, held - given[lease.id]) if lease.id in at_work else 0.0
-            if lease.id in gets:
-                computing = gets[lease.id][1]
+            if lease.id in guests:
+                computing = guests[lease.id][1]
             registry.usage.sample(lease, until, passed_s, computing, held * over.get(lease.id, 0.0))
-        for guest, gpus in gets.values():
+        for guest, gpus in guests.values():
             host = registry.leases[guest.host].lease
             registry.usage.visited(guest, host, until, passed_s, gpus, over.get(host.id, 0.0))
             registry.tally.guest_gpu_s[guest.project] += passed_s * gpus
 
     def _guests(self, running: Sequence[Lease]) -> dict[str, tuple[Lease, float]]:
-        """Return what each guest of a running host gets of a GPU's time, by its id."""
+        """Return each guest of a running host, by id, with the part of a GPU's time that it gets."""
         ids = {lease.id for lease in running}
         found = {}
         for lease in running:
@@ -79,7 +79,7 @@ class Metering:
         return found
 
     def _over_quota(self, cluster: Cluster, now: float) -> dict[str, float]:
-        """Return which share of each lease that borrows is over its project's quota."""
+        """Return the part of each borrowing lease that is over its project's quota, from 0 to 1."""
         outlook = self._engine.outlook(cluster, now)
         may_be_reclaimed = [lease for lease in cluster.leases if outlook.borrowed.get(lease.id)]
         sizes: defaultdict[str, float] = defaultdict(float)
@@ -95,12 +95,12 @@ class Metering:
 
 # ---- leases and the machine --------------------------------------------------
 
-# A restarted broker waits this long for the processes of a lease before it misses them.
+# A lease without processes counts as gone after this time; a restarted broker may not have seen them yet.
 GONE_S = 3.0
 
 
 def _service(sample: Sample) -> list[tuple[bool, str]]:
-    """Return what a sample says about whether devices take new work."""
+    """Return for each device of a sample whether it takes new work, and why not."""
     return [(device.healthy, device.closed) for device in sample.devices]
 
 
@@ -110,14 +110,16 @@ class Observer:
     def __init__(self, registry: Registry, devices: DeviceBackend) -> None:
         self.registry = registry
         self._devices = devices
-        self.missed = asyncio.Event()  # processes of a session are gone: the Hub may know why
+        self.missed = asyncio.Event()  # the processes of a session have vanished; the Hub may know why
         self._inventory_due = True
         self.epoch_checked = asyncio.Event()
-        self.answered_at = float("-inf")  # when the helper gave the last sample
-        self._beyond_machine = ""  # what was said last about quotas
+        self.answered_at = float("-inf")  # when the last sample arrived
+        self._beyond_machine = ""  # the last warning about quotas
 
-    async def measure(self, *, all_anew: bool = True) -> None:
-        """Take one sample and note what it says about each lease; else `DeviceBackend.latest`.
+    async def measure(self, *, fresh: bool = True) -> None:
+        """Take one sample, and note what it shows of each lease.
+
+        Without ``fresh``, parts of the sample may be older (`DeviceBackend.latest`).
 
         Raises:
             HelperError: no answer, or a newer broker is at work.
@@ -125,30 +127,30 @@ class Observer:
         """
         registry, state = self.registry, self.registry.devices
         if not self.epoch_checked.is_set():
-            # A restored database has an old epoch.  Only at start: a broker that the helper
-            # refuses later has a successor, and must not pass it again.
+            # A restored database has an old epoch.  The epoch is raised only at start: a broker that the
+            # helper refuses later has a successor, and must not overtake it.
             await registry.raise_epoch_above(await self._devices.epoch())
             self.epoch_checked.set()
         if self._inventory_due:
             state.inventory = await self._devices.inventory()
             self._inventory_due = False
             self._check_quotas()
-        sample = await (self._devices.sample() if all_anew else self._devices.latest())
+        sample = await (self._devices.sample() if fresh else self._devices.latest())
         self.answered_at = registry.clock()
         if sample.at < state.sampled_at:
-            return  # a newer one was answered meanwhile
+            return  # a newer sample has arrived meanwhile
         before, now = state.sample, registry.clock()
-        # The time of the measurement: a helper whose sampler is stuck answers the last one from memory.
+        # The time of the measurement, not of the answer: a helper with a stuck sampler repeats the last one.
         state.sample, state.sampled_at = sample, min(now, sample.at)
         if not state.are_known(now):
-            return  # no lease is judged by it
+            return  # the sample is too old to judge leases
         by_handle = {s.lease: s for s in sample.leases}
-        # Thousands of jobs may wait, with nothing to observe.
+        # Waiting jobs are left out: there may be thousands, with nothing to observe.
         observed = [*registry.index.placed, *(x.id for x in map(registry.by_handle, by_handle) if x)]
         for lease_id in dict.fromkeys(observed):
             if (record := registry.leases.get(lease_id)) is not None:
                 found = by_handle.pop(record.handle, None)
-                if record.state is not State.PENDING:  # else it is of an attempt that is over
+                if record.state is not State.PENDING:  # otherwise the sample is of an earlier attempt
                     await self._observe_lease(record, found, now)
         self._observe_machine(sample, now)
         orphans = []
@@ -173,7 +175,7 @@ class Observer:
         registry.tally.used(breakdown, now)
 
     async def _fence_orphans(self, orphans: Sequence[LeaseSample]) -> None:
-        """Grant nothing on devices of running leases that are missing in the database, until they end."""
+        """Bar the devices of running leases that are missing in the database, until those leases end."""
         state, before = self.registry.devices, self.registry.devices.orphaned
         awake = [orphan for orphan in orphans if orphan.phase is not Phase.SUSPENDED]
         state.orphaned = {uuid: orphan.lease for orphan in awake for uuid in orphan.devices}
@@ -188,7 +190,7 @@ class Observer:
         at = self.registry.devices.sampled_at
         observation.measured_at = at if sample is None else min(at, sample.measured_at)
         if sample is None or not sample.alive or (record.is_job and sample.runner_ended):
-            # Processes that do not answer may be its own; a runner that ended is known to have.
+            # A job whose runner ended is gone.  Any other lease may still own the unread processes.
             ended = record.is_job and sample is not None and sample.runner_ended
             unread = sample is not None and sample.unread_since > 0
             aged = observation.measured_at - record.entered_at > GONE_S
@@ -220,7 +222,7 @@ class Observer:
             await self.registry.advance(record, Started())
 
     async def _observe_low_use(self, record: LeaseRecord, now: float) -> None:
-        """Tell a session once that its programs keep its GPU busy without computing."""
+        """Notify a session's owner once that its programs keep the GPU busy without computing."""
         registry, observation = self.registry, self.registry.observations[record.id]
         if record.state is not State.RUNNING:
             return
@@ -232,7 +234,7 @@ class Observer:
             await registry.record_notice(record, "low-use", "notice.low_use", messages.duration(low.lasted_s))
 
     def _check_quotas(self) -> None:
-        """Log once that projects are guaranteed more than this machine has."""
+        """Log once if the projects together are guaranteed more than this machine has."""
         registry, total_milli = self.registry, self.registry.devices.total_milli
         found = beyond_machine(registry.policy.in_force(total_milli, registry.overrides), total_milli)
         if found and found != self._beyond_machine:
@@ -240,12 +242,12 @@ class Observer:
         self._beyond_machine = found
 
     async def watch(self) -> AsyncIterator[None]:
-        """Handle the helper's events until the connection ends; yields once connected and after each.
+        """Handle the helper's events until the connection ends; yield once connected and after each event.
 
         Raises:
-            HelperError: no connection, it broke, or a newer broker is at work.
+            HelperError: there is no connection, it broke, or a newer broker is at work.
         """
-        self._inventory_due = True  # a device may have changed while no connection was open
+        self._inventory_due = True  # a device may have changed while there was no connection
         async for event in self._devices.watch():
             if event is not None:
                 await self._on_event(event)
@@ -257,7 +259,7 @@ class Observer:
             case EventKind.WANTED if record is not None:
                 await self._wanted(record, queries_only=event.fields.get("queries_only") == "true")
             case EventKind.ENDED | EventKind.SEAT:
-                await self.measure(all_anew=False)
+                await self.measure(fresh=False)
                 self.registry.changed.set()
             case EventKind.DEVICE:
                 await self._on_device_event(event, record)
@@ -270,9 +272,11 @@ class Observer:
                 took_s = float(event.fields.get("took_s", "0"))
                 observation = self.registry.observations[record.id]
                 observation.left_host = (wanted, took_s)
-                if wanted is Why.OWN_MEMORY_WANTED:  # it waits for it, so no measurement shows it
+                if (
+                    wanted is Why.OWN_MEMORY_WANTED
+                ):  # it waits for the memory, so no measurement shows the need
                     observation.most_bytes = max(observation.most_bytes, record.guest_bytes)
-                await self.measure(all_anew=False)
+                await self.measure(fresh=False)
                 self.registry.changed.set()
             case EventKind.EVICTED:
                 log.warning("lease=%s its GPU processes were ended: %s", event.lease, event.reason)
@@ -307,7 +311,7 @@ class Observer:
         await self.registry.record_notice(record, "watchdog", "notice.of", found)
 
     async def _on_unleased_process(self, event: HelperEvent) -> None:
-        """Tell the administrator, and the user in each of the user's leases."""
+        """Notify the administrator, and the user in each of the user's leases."""
         registry, uid = self.registry, event.fields.get("uid", "")
         log.warning("%s device=%s uid=%s: %s", event.kind, event.device, uid, event.reason)
         is_contained = event.fields.get("contained") == "true"
@@ -315,22 +319,22 @@ class Observer:
         user = mine[0].lease.user if mine else f"uid {uid}"
         pid, name = event.fields.get("pid", ""), event.fields.get("name", "")
         why = messages.reason_text(event.reason)
-        said = messages.text("notice.unleased_process", pid, name, user, event.device, why)
-        await registry.record_notice(None, "watchdog", "notice.of", said)
+        notice = messages.text("notice.unleased_process", pid, name, user, event.device, why)
+        await registry.record_notice(None, "watchdog", "notice.of", notice)
         for record in mine:
             if record.id in registry.leases:
-                await registry.record_notice(record, "watchdog", "notice.unleased_of_user", said)
+                await registry.record_notice(record, "watchdog", "notice.unleased_of_user", notice)
 
     async def _wanted(self, record: LeaseRecord, *, queries_only: bool) -> None:
         observation = self.registry.observations[record.id]
         if observation.declined:
             return
-        # Frameworks query streams in the background: while no kernel handles a request, nobody waits.
+        # Frameworks query streams in the background; nobody waits for that while no kernel handles a request.
         if not record.is_job and (observation.requested_at is not None or not queries_only):
             await self.registry.want(record)
 
     async def _stalled(self, record: LeaseRecord, now: float) -> None:
-        """Wake a session that seems to wait in a call which the library does not count."""
+        """Wake a session that seems to wait in a call that the library does not count."""
         observation = self.registry.observations[record.id]
         if not record.is_job and not observation.declined and observation.wake_by_stall(now):
             log.info("lease=%s wakes: its kernel waits without a counted call", record.handle)

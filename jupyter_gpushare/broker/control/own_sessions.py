@@ -1,4 +1,4 @@
-"""What owners do with a session that runs: keep it awake, wake it, lend it, free memory of dead processes."""
+"""Acts of owners on a running session: keep it awake, wake it, lend it, free memory of dead processes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ log = logging.getLogger("gpushare.broker")
 
 
 class OwnSessions:
-    """Carries out what owners ask; the HTTP handlers have checked whose session it is."""
+    """Carries out requests of owners; the HTTP handlers have checked the ownership of the session."""
 
     def __init__(self, registry: Registry, devices: DeviceBackend) -> None:
         self.registry = registry
         self.devices = devices
 
     async def activity(self, user: str, server: str, report: wire.ActivityReport) -> None:
-        """Store a server's report of its kernels, which only delays lending: users can forge it."""
+        """Store a server's report of its kernels; it can only delay lending, because users can forge it."""
         record = self.registry.by_server(user, server)
         if record is None or record.is_job:
             return
         observation, now = self.registry.observations[record.id], self.registry.clock()
         busy = {k.id[:64]: k.runs for k in report.kernels[:1_000] if k.busy}
-        # Servers that started before an upgrade say only that they are busy.
+        # Kernels of servers that started before an upgrade report only that they are busy.
         requests = any(k.busy or k.handles_request for k in report.kernels)
         changed = observation.report_kernels(busy, requests=requests, now=now)
         idle = min((max(0.0, k.idle_s) for k in report.kernels), default=None)
@@ -49,20 +49,20 @@ class OwnSessions:
             await self.registry.notify()
 
     async def wake(self, record: LeaseRecord) -> None:
-        """Resume a suspended session as if it ran a GPU cell.
+        """Resume a suspended session, as if it ran a GPU cell.
 
         Raises:
-            Conflict: it is not asleep.
+            Conflict: the session is not suspended.
         """
         if record.state is not State.SUSPENDED or record.is_job:
             raise Conflict("only a session that is asleep can be woken")
         await self.registry.want(record)
 
     async def stay_asleep(self, record: LeaseRecord) -> None:
-        """Let a session sleep that was to wake: its calls wait until the next cell, or until it is woken.
+        """Cancel the wake-up of a suspended session; its calls wait for the next cell or for `wake`.
 
         Raises:
-            Conflict: it does not wait for its GPU, or already gets its memory back.
+            Conflict: the session does not wait for its GPU, or is already resuming.
         """
         observation = self.registry.observations[record.id]
         if record.state is not State.SUSPENDED or record.is_job or not observation.wanted:
@@ -74,10 +74,11 @@ class OwnSessions:
     async def keep(self, record: LeaseRecord, minutes: float) -> None:
         """Protect a session from suspension for ``minutes``, within the user's daily budget (`keep_budget`).
 
-        Only the extension of an earlier protection counts; 0 ends it, and what was left of it does not count.
+        If the session is already protected, only the extension counts.  0 minutes end the protection, and
+        return the rest of it to the budget.
 
         Raises:
-            InvalidRequest: neither 0 nor 1 to 240 minutes.
+            InvalidRequest: ``minutes`` is neither 0 nor from 1 to 240.
             TooMany: the day's budget is used up.
         """
         if minutes and not 1 <= minutes <= 240:
@@ -88,11 +89,11 @@ class OwnSessions:
         if not minutes:
             used_s = self.registry.usage.kept_s(self._today(), lease.user, lease.project)
             until, longer_s = now, -min(used_s, max(0.0, lease.keep_until_at - now))
-        left = keep_left(self.registry, lease.user, lease.project)
-        if longer_s > 60 * left:
+        left_minutes = keep_left(self.registry, lease.user, lease.project)
+        if longer_s > 60 * left_minutes:
             raise TooMany(
                 "you can keep your GPU for %1 more minutes today",
-                floor(left),
+                floor(left_minutes),
                 retry_after_s=seconds_to_midnight(self.registry.iso_now()),
             )
         kept = UsageRecord(day=self._today(), user=lease.user, project=lease.project, kept_s=longer_s)
@@ -102,10 +103,10 @@ class OwnSessions:
         return self.registry.iso_now()[:10]
 
     async def lend(self, record: LeaseRecord) -> None:
-        """Lend the GPU of a session at once, busy or not.
+        """Lend the GPU of a session at once, even if it is busy.
 
         Raises:
-            Conflict: it is not awake.
+            Conflict: the session is not awake, or lending is not on.
         """
         if record.state is not State.RUNNING or record.is_job:
             raise Conflict("only a session that is awake can be lent")
@@ -114,10 +115,10 @@ class OwnSessions:
         await self.registry.edit(record, lent)
 
     async def release(self, record: LeaseRecord) -> None:
-        """End the processes of a lease that keep GPU memory of dead ones.
+        """End the processes of a lease that keep GPU memory of dead processes.
 
         Raises:
-            Conflict: none does, or the device helper does not end them.
+            Conflict: there is no such process, or the device helper did not end them.
         """
         sample = self.registry.observations[record.id].sample
         keepers = [each.pid for each in sample.processes if each.keeps] if sample else []
@@ -130,11 +131,11 @@ class OwnSessions:
         log.info("lease=%s releases what an ended process left: processes %s end", record.handle, keepers)
 
     async def allow_sleep(self, record: LeaseRecord, allowed: bool) -> None:
-        """Mark a session as never to be suspended, or take the mark away; a marked one that sleeps wakes.
+        """Mark a session as never to be suspended, and wake it; with ``allowed``, remove the mark.
 
         Raises:
-            Conflict: it is a job.
-            NotAllowed: its project has no right to this.
+            Conflict: the lease is a job's.
+            NotAllowed: its project has no right to this mark.
         """
         if record.is_job:
             raise Conflict("only sessions are marked; a job says with `checkpoint` how it is paused")

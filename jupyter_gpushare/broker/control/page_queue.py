@@ -1,4 +1,7 @@
-"""The queue of the spawn page: a session waits until its capacity is reserved (`state.session_queue`)."""
+"""The queue of the spawn page, where sessions wait until their capacity is reserved.
+
+`state.session_queue` holds the places.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +14,13 @@ from jupyter_gpushare.protocol import wire
 
 
 async def wait(policy: RequestPolicy, request: wire.SpawnRequest) -> QueuePlace | None:
-    """Return the place in the queue of a server that is to start when it can; None: it waits no more.
+    """Put a server into the queue, or keep it there, and return its place.
 
-    A request without a size gives the place up.
+    A request without a size gives the place up; then None is returned.
 
     Raises:
-        RequestError: it can never start, too many wait, or no session waits on this engine; the text
-            is for the user.
+        RequestError: it can never start, too many sessions wait, or this engine has no queue of sessions;
+            the text is for the user.
     """
     registry, engine = policy.registry, policy.engine
     queue, now = registry.session_queue, registry.clock()
@@ -29,7 +32,7 @@ async def wait(policy: RequestPolicy, request: wire.SpawnRequest) -> QueuePlace 
     if not engine.queues_sessions:
         raise Conflict("sessions do not wait here: start the server, and it is placed or refused")
     if not registry.devices.are_known(now):
-        # A helper that restarts ends no wait.
+        # A restart of the device helper ends no wait.
         kept = queue.keep(request.user, request.server, size, policy.project_of(request), now)
         if kept is not None:
             return kept

@@ -1,4 +1,4 @@
-"""Numbers of projects that administrators set: they win over the configuration until they are taken back."""
+"""Numbers of projects that administrators set; they override the configuration until they are reset."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("gpushare.broker")
 
 
 class ProjectNumbers:
-    """Changes quota, limit, weight and highest priority of projects."""
+    """Changes the quota, limit, weight and maximum priority of projects."""
 
     def __init__(self, registry: Registry, engine: Engine) -> None:
         self.registry = registry
@@ -28,10 +28,10 @@ class ProjectNumbers:
         """Override the configured numbers of a project; the log of decisions names ``by``.
 
         Raises:
-            NotFound: no such project.
+            NotFound: there is no such project.
             InvalidRequest: a value is out of range.
-            Conflict: a higher guarantee with which those of all projects together exceed the
-                machine, not forced; or the engine takes these numbers from elsewhere.
+            Conflict: the change would raise the sum of all guarantees above the machine's GPUs, and is not
+                forced; or the engine takes these numbers from elsewhere.
         """
         old = self.registry.overrides.get(name, ProjectOverride(name=name))
         if change.weight is not None and not 0 <= change.weight <= 1000:
@@ -58,17 +58,17 @@ class ProjectNumbers:
         await self._override(override, by)
 
     def _guaranteed_milli(self, override: ProjectOverride) -> int:
-        """What all projects are guaranteed together with this override, in thousandths of a GPU."""
+        """Return the sum of all guarantees with this override, in thousandths of a GPU."""
         registry = self.registry
         overrides = {**registry.overrides, override.name: override}
         projects = registry.policy.in_force(registry.devices.total_milli, overrides)
         return sum(project.quota_milli for project in projects)
 
     async def reset(self, name: str, by: str) -> None:
-        """Take the numbers of a project from the configuration again; a repeated call changes nothing.
+        """Return a project to its configured numbers; a repeated call changes nothing.
 
         Raises:
-            NotFound: no such project.
+            NotFound: there is no such project.
             Conflict: the engine takes these numbers from elsewhere.
         """
         await self._override(ProjectOverride(name=name), by)
@@ -110,9 +110,9 @@ def _numbers(project: Project, priority_max: int) -> wire.Text:
 
 
 def overrides_text(registry: Registry) -> list[str]:
-    """Return one sentence per stored override: what it changes, and that it wins over the configuration.
+    """Return one sentence per stored override, with each number and the configured one beside it.
 
-    Each number stands beside the configured one; a quota may be configured as a percentage.
+    A quota may be configured as a percentage.
     """
     notices = []
     for name, override in sorted(registry.overrides.items()):

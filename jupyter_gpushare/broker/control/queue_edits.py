@@ -1,11 +1,10 @@
-"""Changes of jobs in the queue by their owners: request and place.
+"""Changes of queued jobs by their owners: their request, and their place in the queue.
 
-A job that has been granted its GPUs meanwhile is refused.  Nothing waits between that
-check and the change in memory, so a job starts either with the request from before or
-with the changed one.
+A change of a job that was granted its GPUs meanwhile is refused.  There is no await between that check and
+the change in memory, so a job starts either with the old request or with the changed one.
 
-A user's jobs of one project and priority that have not run are in an order of their
-own: `place` exchanges their places in the queue and leaves those of all other jobs.
+`place` moves a job only among jobs of its user, project and priority that have not run: they exchange their
+places in the queue, and all other jobs keep theirs.
 """
 
 from __future__ import annotations
@@ -32,38 +31,38 @@ log = logging.getLogger("gpushare.broker")
 async def change(
     policy: RequestPolicy, job: JobRecord, groups: Sequence[str], change: wire.JobChange
 ) -> JobRecord:
-    """Change the request of a job in the queue; what it asks for already changes nothing.
+    """Change the request of a queued job; a change to the same values does nothing.
 
-    In another project it goes to the end of the queue.
+    A job that changes its project goes to the end of the queue.
 
     Raises:
-        Conflict: it has started or ended, or the devices are not known.
-        RequestError: such a job cannot be accepted; the text says what to change.
+        Conflict: the job has started or ended, or the devices are not known.
+        RequestError: the changed job cannot be accepted; the text says what to change.
     """
-    await policy.known()
+    await policy.devices_known()
     registry = policy.registry
     job = registry.jobs.get(job.id, job)
     before = wire.replace(wire.decode(job.request.encode(), wire.JobRequest), project=job.project)
-    asked = change.of(before)
-    if asked == before:
+    after = change.of(before)
+    if after == before:
         await registry.journal.durable()
         return job
     record = _queued(registry, job)
     project = job.project
-    if asked.project != project:
-        project = policy.choose_project(groups, asked.project)
-    check_job(asked)
+    if after.project != project:
+        project = policy.choose_project(groups, after.project)
+    check_job(after)
     # A priority that an administrator gave stays.
-    if (project, asked.priority) != (job.project, before.priority):
-        policy.check_priority(project, asked.priority)
-    policy.check_share(asked.asked_size())
-    lease = replace(record.lease, project=project, size=asked.asked_size(), priority=asked.priority)
+    if (project, after.priority) != (job.project, before.priority):
+        policy.check_priority(project, after.priority)
+    policy.check_share(after.asked_size())
+    lease = replace(record.lease, project=project, size=after.asked_size(), priority=after.priority)
     if project != job.project:
         lease = replace(lease, queued_at=registry.clock(), waits_since_at=registry.clock())
     policy.engine.check_request(snapshot.empty_machine(registry, policy.engine), lease)
     subject = registry.subject_of(record)
-    notice = messages.text("notice.job_changed", subject, _numbers(asked), _numbers(before))
-    changed = replace(job, project=project, request=wire.encode(asked).decode())
+    notice = messages.text("notice.job_changed", subject, _numbers(after), _numbers(before))
+    changed = replace(job, project=project, request=wire.encode(after).decode())
     registry.journal.check()
     if (lease.project, lease.size) != (record.lease.project, record.lease.size):
         _forget_promises(registry, record.id)
@@ -74,20 +73,20 @@ async def change(
 
 
 async def place(registry: Registry, job: JobRecord, place: wire.JobPlace) -> JobRecord:
-    """Move a job before or behind another of its owner; a job that is there already stays.
+    """Move a job before or behind another job of its owner; a repeated call changes nothing.
 
     Raises:
-        InvalidRequest: not one other job of the same owner, project and priority.
+        InvalidRequest: the other job is missing, or differs in owner, project or priority.
         Conflict: one of the two has started or ended.
     """
     if (place.before is None) == (place.behind is None):
         raise InvalidRequest("say before or behind which job: one of the two")
-    beside = place.before or place.behind or ""
+    other_id = place.before or place.behind or ""
     record = _queued(registry, job)
-    other = registry.jobs.get(beside)
+    other = registry.jobs.get(other_id)
     leases = {x.id: x for x in _own_order(registry, record.lease)}
     if record.id in leases and (other is None or other.user != job.user or other.id == job.id):
-        raise InvalidRequest("you have no other job %1", repr(beside[:40]))
+        raise InvalidRequest("you have no other job %1", repr(other_id[:40]))
     if other is None or record.id not in leases or _queued(registry, other).id not in leases:
         raise InvalidRequest(
             "only jobs of one project and priority that have not run are moved among each other: "
@@ -132,12 +131,12 @@ def _numbers(request: wire.JobRequest) -> wire.Text:
     size, project = messages.size_text(request.asked_size()), request.project or ""
     if request.max_run_s is None:
         return messages.text("job.numbers", size, project, request.priority)
-    longest = messages.duration_text(request.max_run_s)
-    return messages.text("job.numbers_limit", size, project, request.priority, longest)
+    max_run = messages.duration_text(request.max_run_s)
+    return messages.text("job.numbers_limit", size, project, request.priority, max_run)
 
 
 def _forget_promises(registry: Registry, lease_id: str) -> None:
-    """Forget which leases made way for a lease: what it asks for is not what they left for."""
+    """Forget which leases made way for a lease, because its request has changed since."""
     for observation in registry.observations.values():
         if observation.made_way_for == lease_id:
             observation.made_way_for = ""

@@ -1,7 +1,7 @@
-"""Requests about jobs: submit, look ahead, cancel, submit again.
+"""Requests about jobs: submit, outlook, cancel, submit again.
 
-A job is accepted into the queue; no request waits for capacity.  The HTTP
-handlers have checked scopes; this module checks which jobs belong to the caller.
+A job is accepted into the queue; no request waits for capacity.  The HTTP handlers have checked scopes; this
+module checks which jobs belong to the caller.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _QUEUE_RETRY_S = 60.0
 
 
 class RequestService:
-    """Checks and answers requests; effects carry them out."""
+    """Checks and answers requests; `Effects` carries them out."""
 
     def __init__(
         self,
@@ -56,11 +56,11 @@ class RequestService:
     async def submit(
         self, user: str, groups: Sequence[str], request: wire.JobRequest, key: str | None
     ) -> JobRecord:
-        """Accept a job into the queue; the same request under the same ``key`` returns the first one.
+        """Accept a job into the queue and return it; a repeated ``key`` returns the job of the first request.
 
         Raises:
             KeyReused: another request of this user has this key.
-            RequestError: it cannot be accepted; the text says what to change.
+            RequestError: the job cannot be accepted; the text says what to change.
         """
         registry = self.registry
         owner = registry.owners.of.get(user)
@@ -74,7 +74,7 @@ class RequestService:
         self.effects.announcer.receivers.check(user, request)
         project = self.request_policy.choose_project(groups, request.project)
         self.request_policy.check_priority(project, request.priority)
-        await self.request_policy.known()
+        await self.request_policy.devices_known()
         # No other task runs from here until the job is in the registry.
         if owner is not None and owner.is_other(registry.owners.of.get(user, owner).created):
             raise NotAllowed("the Hub has another user of this name by now: log in again", reason="login")
@@ -114,7 +114,7 @@ class RequestService:
         return job
 
     def _check_bounds(self, user: str, request: wire.JobRequest) -> None:
-        """Enforce the site's bounds: size, grace period, length of the queue, jobs of one user.
+        """Enforce the site's bounds on size, grace period, length of the queue and jobs per user.
 
         Raises:
             InvalidRequest: the size or the grace period is out of bounds.
@@ -124,7 +124,7 @@ class RequestService:
         self.request_policy.check_share(request.asked_size())
         if request.grace_s is not None and request.grace_s > registry.policy.max_grace_s:
             raise InvalidRequest(
-                "grace_s is at most %1 here: so long may a GPU's owner wait",
+                "grace_s is at most %1 here: a GPU's owner may have to wait that long",
                 f"{registry.policy.max_grace_s:g}",
             )
         waiting = [j for j in registry.jobs.values() if not j.result]
@@ -142,15 +142,15 @@ class RequestService:
             )
 
     async def outlook(self, user: str, request: wire.JobRequest) -> wire.JobOutlook:
-        """Return what would become of a job that is submitted now; its project must be named.
+        """Return when a job would start if it were submitted now; its project must be named.
 
         Raises:
             Conflict: the devices are not known.
-            InvalidRequest: it could never run, its size is none, or its priority is above its project's.
+            InvalidRequest: the job could never run, has no size, or has a priority above its project's.
         """
         project = request.project or ""
         self.request_policy.check_priority(project, request.priority)
-        await self.request_policy.known()
+        await self.request_policy.devices_known()
         now = self.registry.clock()
         lease = job_lease("j-", user, project, request, now)
         cluster = snapshot.cluster(self.registry, self.engine, now, extra=(lease,))
@@ -180,10 +180,10 @@ class RequestService:
         )
 
     async def job(self, user: str, job_id: str, *, admin: bool = False) -> JobRecord:
-        """Return a job of ``user``, also one that ended long ago.
+        """Return a job of ``user``, even if it ended long ago; with ``admin`` a job of any user.
 
         Raises:
-            NotFound: there is none, or it is another's.
+            NotFound: there is no such job, or it is another user's.
             StoreError: the database cannot be read.
         """
         job = self.registry.jobs.get(job_id)
@@ -194,7 +194,7 @@ class RequestService:
         return job
 
     async def cancel(self, job: JobRecord) -> JobRecord:
-        """End a job: at once when it is queued, after its grace period when it runs.
+        """End a queued job at once, or a running job within its grace period.
 
         Raises:
             Conflict: it has ended meanwhile.
@@ -222,14 +222,14 @@ class RequestService:
         if not job.result:
             raise Conflict("this job has not ended: cancel it first")
         request = wire.decode(job.request.encode(), wire.JobRequest)
-        # More than the right of its project was an administrator's gift to that job.
-        most = self.request_policy.most_priority(job.project)
-        request = wire.replace(request, priority=min(request.priority, most))
+        # A priority above the project's maximum was an administrator's gift to the first job only.
+        maximum = self.request_policy.max_priority(job.project)
+        request = wire.replace(request, priority=min(request.priority, maximum))
         return await self.submit(job.user, groups, request, None)
 
 
 def _same(job: JobRecord, request: wire.JobRequest) -> JobRecord:
-    # Not compared with its request of today, which its owner may have changed in the queue.
+    # The digest is compared, because the owner may have changed the stored request in the queue.
     if job.request_digest not in ("", wire.digest(request)):
         raise KeyReused(
             "this Idempotency-Key belongs to job %1, which was submitted with other values: use a new key",

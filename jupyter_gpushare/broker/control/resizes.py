@@ -1,13 +1,11 @@
-"""Change the size of a session that runs, on its device.
+"""Change the size of a running session on its device.
 
-* A session that grows: the new size is committed, then the device helper sets the limit.
-* A session that shrinks: the helper sets the limit, so that no allocation goes beyond it; the
-  next sample says whether what its processes hold fits.  Then the size is committed, else
-  the old limit is set again.
+* To grow a session, the new size is committed, then the device helper sets the limit.
+* To shrink a session, the helper sets the limit first, so that no allocation exceeds it.  If the next
+  sample shows that its processes fit, the size is committed; otherwise the old limit is set again.
 
-The helper's limit therefore never exceeds the recorded one.  `LeaseRecord.unprepared` is
-stored before the helper is asked: where the broker ends or the helper does not answer in
-between, `effects` sets the recorded limit again.
+So the helper's limit never exceeds the recorded one.  `LeaseRecord.unprepared` is stored before the request
+to the helper: if the broker ends or the helper does not answer, `effects` sets the recorded limit again.
 """
 
 from __future__ import annotations
@@ -32,10 +30,10 @@ from jupyter_gpushare.errors import Conflict, DeviceError, HelperError
 
 log = logging.getLogger("gpushare.broker")
 
-# How long a change waits for a sample that shows what the processes hold under the new limit.
+# A change waits this long for a sample of the memory that the processes hold under the new limit.
 _MEASURE_S = 5.0
-_LOOK_S = 0.1
-# An allocation that was admitted under the old limit is on the device so long after the new one was set.
+_POLL_S = 0.1
+# An allocation admitted under the old limit is on the device within this time after the new one was set.
 _IN_FLIGHT_S = 0.5
 
 
@@ -52,11 +50,11 @@ class Resizes:
         """Give a session another size on its device; a repeated call changes nothing.
 
         Raises:
-            RequestError: it cannot have this size now, or never; the text says what to change.
+            RequestError: it cannot have this size now, or ever; the text says what to change.
             StoreError: the database failed; the broker ends.
         """
         with self.alone(record) as record:
-            # No wait from here to the commit: no other decision takes what this one found.
+            # No await from here to the commit, so that no other decision takes the same capacity.
             if record.state is not State.RUNNING:
                 raise Conflict("only a session that is awake gets another size: run a GPU cell first")
             if size == record.lease.size:
@@ -76,10 +74,10 @@ class Resizes:
 
     @contextlib.contextmanager
     def alone(self, record: LeaseRecord) -> Iterator[LeaseRecord]:
-        """Keep effects and other requests from a lease while its limits are set; yield its present record.
+        """Yield the present record of a lease, and keep effects and other requests away from it meanwhile.
 
         Raises:
-            Conflict: a task works on it, or its last limits are not set yet.
+            Conflict: another task works on it, or its last limits are not set yet.
             NotFound: it has ended.
         """
         tasks, task = self.effects.tasks, asyncio.current_task()
@@ -96,10 +94,10 @@ class Resizes:
             self.registry.changed.set()
 
     def _decided(self, record: LeaseRecord, size: Size, *, borrow: bool) -> Answer:
-        """Return what the engine answers for a size.
+        """Return the engine's answer for a size.
 
         Raises:
-            Conflict: no; or only borrowed, and the request does not allow that.
+            Conflict: the engine refuses it, or would grant it borrowed, which the request does not allow.
         """
         now = self.registry.clock()
         cluster = snapshot.cluster(self.registry, self.engine, now)
@@ -124,15 +122,15 @@ class Resizes:
         record = await self.registry.advance(record, resized)
         try:
             return await self.effects.set_limits(record) if record.unprepared else record
-        except (HelperError, DeviceError) as error:  # the effect tries again
+        except (HelperError, DeviceError) as error:  # `Effects.set_limits` tries again
             log.warning("lease=%s prepare: %s", record.handle, error)
             return record
 
     async def _shrink(self, record: LeaseRecord, resized: Resized) -> LeaseRecord:
-        """Lower the limit, and commit it once the processes are seen to fit.
+        """Lower the limit, and commit it once a sample shows that the processes fit.
 
         Raises:
-            Conflict: they hold more, or are not measured; the old limit is set again.
+            Conflict: they hold more, or were not measured; the old limit is set again.
         """
         observation = self.registry.observations[record.id]
         _check_fits(observation.sample.used_bytes if observation.sample else None, resized)
@@ -150,9 +148,9 @@ class Resizes:
             ) from None
 
     async def _measured_since(self, record: LeaseRecord, since: float) -> Mapping[str, int] | None:
-        """Return the bytes per device that a lease uses, measured after ``since``; None: not in time."""
+        """Return the bytes per device that a lease used after ``since``; None without a sample in time."""
         while self.registry.clock() < since + _MEASURE_S:
-            await asyncio.sleep(_LOOK_S)
+            await asyncio.sleep(_POLL_S)
             for sample in (await self.devices.sample()).leases:
                 if sample.lease == record.handle and sample.measured_at > since:
                     return sample.used_bytes
@@ -160,11 +158,11 @@ class Resizes:
 
 
 def _refused(answer: NotResized, held_milli: int, project: str) -> Conflict:
-    """Return the refusal that says what the session can have instead."""
-    most = f"{fraction_text(min(answer.most_milli, WHOLE_GPU))} GPU"
+    """Return the refusal that names the size which the session can have instead."""
+    maximum = f"{fraction_text(min(answer.most_milli, WHOLE_GPU))} GPU"
     if answer.why is Why.PROJECT_LIMIT:
         return Conflict(
-            "project %1 is at its limit: choose at most %2, or end other work of it", project, most
+            "project %1 is at its limit: choose at most %2, or end other work of it", project, maximum
         )
     if answer.why is Why.DRAINING:
         return Conflict(
@@ -177,16 +175,16 @@ def _refused(answer: NotResized, held_milli: int, project: str) -> Conflict:
         )
     return Conflict(
         "the rest of its GPU is in use: choose at most %1, or start the server on another GPU",
-        most,
+        maximum,
         reason="no_capacity",
     )
 
 
 def _check_fits(used: Mapping[str, int] | None, resized: Resized) -> None:
-    """Return if processes that use these bytes per device fit within the new limits.
+    """Refuse limits that are below the bytes in use per device.
 
     Raises:
-        Conflict: they use more, or it is not known what they use.
+        Conflict: the processes use more, or their use is unknown.
     """
     if used is None:
         raise Conflict("what this session uses was not measured just now: try again in a few seconds")

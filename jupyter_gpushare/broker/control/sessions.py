@@ -1,7 +1,7 @@
-"""Sessions start and end, as the Hub's spawner says: may this server start, and with which GPUs.
+"""Starts and ends of sessions at the request of the Hub's spawner.
 
-A start is granted or refused at once, or as soon as a cluster's scheduler has placed it.
-Servers of jobs: `job_starts`.  The queue of the spawn page: `page_queue`.
+A start is granted or refused at once, or when a cluster's scheduler has placed it.  `job_starts` starts the
+servers of jobs; `page_queue` is the queue of the spawn page.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from jupyter_gpushare.wall_clock import exact
 
 log = logging.getLogger("gpushare.broker")
 
-# A start waits this long until an earlier server of the same name has released its lease.
+# A start waits at most this long for an earlier server of the same name to release its lease.
 _RELEASE_PREVIOUS_S = 10.0
-# Of the time for which the spawner waits: to give a seat back, and to answer.
+# The part of the spawner's wait that is reserved to give a seat back and to answer.
 ANSWER_S = 2.0
-# The progress page shows every sentence that differs, so it says times in these steps.
+# The progress page shows every sentence that differs, so times are rounded up to this step in seconds.
 _STEP_S = 10
 
 
@@ -46,17 +46,17 @@ class Sessions:
         self.effects = effects
         self.request_policy = request_policy
         self.ownership = ownership
-        # Admissions under way by user and server.
+        # By user and server: lease and task of each admission that has not finished.
         self._admitting: dict[tuple[str, str], tuple[str, asyncio.Task[LeaseRecord]]] = {}
-        self._committing: set[str] = set()  # leases of them that the engine granted
+        self._committing: set[str] = set()  # those leases that the engine has granted
 
     async def start(self, request: wire.SpawnRequest, until: float = inf) -> wire.SpawnGrant:
-        """Return what the server of a session that is about to start may use.
+        """Return what the server of a session may use, which is about to start.
 
-        ``until``: deadline (monotonic); without a grant by then the start is refused.
+        ``until`` is a deadline (monotonic); without a grant by then, the start is refused.
 
         Raises:
-            RequestError: it must not start; the text is for the user.
+            RequestError: the server must not start; the text is for the user.
             StoreError: the database failed; the broker ends.
         """
         await self._give_up(request.user, request.server)
@@ -80,7 +80,7 @@ class Sessions:
         )
 
     async def _reserved(self, request: wire.SpawnRequest) -> Mapping[str, str]:
-        """Return what a server without a GPU needs at its start to get one later; empty: it cannot."""
+        """Return the environment with which a server without a GPU can get one later; empty if it cannot."""
         if not (request.may_gain and self.engine.resizes):
             return {}
         try:
@@ -104,11 +104,11 @@ class Sessions:
             await asyncio.sleep(0.1)
 
     def progress(self, user: str, server: str) -> wire.SpawnProgress:
-        """Return how far the start of a server is."""
+        """Return the progress of a server's start."""
         lease_id, _ = self._admitting.get((user, server), ("", None))
         found = self.engine.start_progress(lease_id)
-        said = "" if found is None else messages.english(_progress_text(found))
-        return wire.SpawnProgress(message=said)
+        message = "" if found is None else messages.english(_progress_text(found))
+        return wire.SpawnProgress(message=message)
 
     async def admit(
         self,
@@ -119,11 +119,11 @@ class Sessions:
         until: float = inf,
         first: wire.SizeRequest | None = None,
     ) -> LeaseRecord:
-        """Return the granted session; arguments as of `RequestPolicy.admit`.
+        """Return the granted session; for the arguments see `RequestPolicy.admit`.
 
         Raises:
-            Conflict: refused; or the server has ended, or has started anew, before the answer.
-            RequestError: as `RequestPolicy.admit`.
+            Conflict: it is refused, or its server has ended or restarted before the answer.
+            RequestError: see `RequestPolicy.admit`.
         """
         key = request.user, request.server
         task = asyncio.ensure_future(self._place(request, size, lease_id, until, first))
@@ -148,8 +148,8 @@ class Sessions:
     ) -> LeaseRecord:
         registry = self.registry
         lease, grant = await self.request_policy.admit(request, size, lease_id, until=until, first=first)
-        # Nothing waits from the engine's answer to the record: no other start, and no decision, finds the
-        # same capacity.
+        # No await from the engine's answer to the record, so that no other start or decision takes the same
+        # capacity.
         record = LeaseRecord(
             lease=lease,
             uid=request.uid,
@@ -164,9 +164,9 @@ class Sessions:
             self._committing.discard(lease.id)
 
     async def _give_up(self, user: str, server: str) -> None:
-        """End an admission that is under way for this server.
+        """End the unfinished admission of this server, if there is one.
 
-        The engine's answer is cancelled, a commit is not: it leaves a lease, which the caller ends.
+        A wait for the engine is cancelled.  A commit is not: it leaves a lease, which the caller ends.
         """
         lease_id, task = self._admitting.get((user, server), ("", None))
         if task is not None:

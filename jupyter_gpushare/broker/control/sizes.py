@@ -1,4 +1,4 @@
-"""The size of a server that runs: a first GPU, a larger one, a smaller one (`resizes` carries it out)."""
+"""Requests for another size of a running server: a first GPU, more or less; `resizes` carries them out."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.errors import Conflict, NotFound
 from jupyter_gpushare.protocol import wire
 
-# Leases of servers that started without a GPU: see `Sessions._reserved`.
+# Lease ids of servers that started without a GPU (`Sessions._reserved`).
 _RESERVED = re.compile(r"b[a-z0-9]{10}")
 
 
@@ -37,11 +37,11 @@ class Sizes:
     ) -> wire.SpawnGrant | None:
         """Give a session of ``user`` another size, or a running server without a GPU its first one.
 
-        ``server`` is the server that asks for itself: it alone gets a first GPU, and the grant with it.
-        A repeated call changes nothing.
+        ``server`` is given if the server itself asks.  Only then can it get a first GPU, and the grant is
+        returned.  A repeated call changes nothing.
 
         Raises:
-            RequestError: it cannot have this size now, or never; the text says what to change.
+            RequestError: it cannot have this size now, or ever; the text says what to change.
             StoreError: the database failed; the broker ends.
         """
         size = request.size()
@@ -62,7 +62,7 @@ class Sizes:
                 return await self.effects.grant(record)
         if not self.engine.resizable(record.lease):
             raise _not_resizable()
-        await self.request_policy.known()
+        await self.request_policy.devices_known()
         self.request_policy.check_share(size)
         await self.resizes.change(record, size, borrow=request.borrow)
         return None

@@ -1,4 +1,4 @@
-"""The snapshot that an engine decides on: the registry's records with measurements filled in."""
+"""The snapshot from which an engine decides: the registry's records with measurements filled in."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ def cluster(
     as_if_lending: bool = False,
     but: ServerName | None = None,
 ) -> Cluster:
-    """Return the snapshot at ``now``; ``extra`` are leases that are only considered.
+    """Return the snapshot at ``now``, with the hypothetical leases ``extra``.
 
-    ``but`` leaves out the place of this server in the queue of sessions.
-    ``as_if_lending``: with sessions that could be suspended if the lending mode were on.
+    ``but`` names a server whose place in the queue of sessions is left out.  With ``as_if_lending``, sessions
+    count as suspendable that would be if the lending mode were on.
     """
     placed = registry.index.placed.values()
     return Cluster(
@@ -67,13 +67,13 @@ def cluster(
 async def admit(
     registry: Registry, engine: Engine, lease: Lease, *, not_nodes: Iterable[str], until: float, starts: bool
 ) -> Grant | Explanation:
-    """Return what a session gets now: what was reserved for its start, else what the engine answers.
+    """Return the grant that is reserved for a session, or else the engine's answer (`Engine.admit`).
 
-    ``starts``: its server starts, and gives up its place in the queue of sessions.  As long as sessions
-    wait, a new one is behind them.  Other arguments and answer as in `Engine.admit`, until ``until``.
+    With ``starts`` its server starts, and gives up its place in the queue of sessions.  A new session is
+    behind all sessions that wait there.  The engine answers until ``until`` (monotonic).
 
     Raises:
-        InvalidRequest: it can never run here.
+        InvalidRequest: it can never run on this machine.
     """
     now, queue = registry.clock(), registry.session_queue
     known = cluster(registry, engine, now, but=(lease.user, lease.server) if starts else None)
@@ -85,20 +85,20 @@ async def admit(
 
 
 def empty_machine(registry: Registry, engine: Engine) -> Cluster:
-    """Return devices and projects without any lease, for questions that no lease changes."""
+    """Return the devices and projects without any lease, for questions that do not depend on leases."""
     return Cluster(
         devices=tuple(registry.devices.for_planner()), projects=projects(registry, engine), leases=()
     )
 
 
 def projects(registry: Registry, engine: Engine) -> tuple[Project, ...]:
-    """Return all projects with the numbers in force."""
+    """Return all projects with the quotas, limits and weights that are in force."""
     total_milli = registry.devices.total_milli
     return engine.projects(registry.policy.in_force(total_milli, registry.overrides))
 
 
 def update_fairness(registry: Registry, engine: Engine, now: float) -> None:
-    """Add up, until ``now``, what projects and users lag behind their fair shares."""
+    """Update the lag of each project and user behind its fair share, up to ``now``."""
     index, devices = registry.index, tuple(registry.devices.for_planner())
     version = index.changes, _version(registry)
     leases = partial(_startable, registry, index.all.values())
@@ -112,10 +112,10 @@ def update_fairness(registry: Registry, engine: Engine, now: float) -> None:
 
 
 def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lending: bool = False) -> Lease:
-    """Return a lease with what is measured about it filled in."""
+    """Return a placed lease with its measurements filled in."""
     observation, lease = registry.observations[record.id], record.lease
     sample = observation.sample
-    # Suspended memory ends with its process, whatever the record says.
+    # Saved memory ends with its process, so the sample counts, not the record.
     asleep = sample is not None and sample.phase is Phase.SUSPENDED and lease.state is State.SUSPENDED
     job = registry.job_of(record)
     config = registry.policy.project_config(lease.project)
@@ -139,19 +139,19 @@ def measured(registry: Registry, record: LeaseRecord, now: float, *, as_if_lendi
 
 
 def _version(registry: Registry) -> object:
-    """Return what `_startable` depends on beside the leases."""
+    """Return the state on which `_startable` depends, apart from the leases."""
     return registry.hub_backoff_until, registry.owners.absent, registry.policy.share
 
 
 def _startable(registry: Registry, records: Iterable[LeaseRecord]) -> Iterator[Lease]:
-    """Yield leases as planned, without the waiting jobs of absent owners."""
+    """Yield the leases that may be planned: all except the waiting jobs of absent owners."""
     for record in records:
         if record.state is not State.PENDING or record.lease.user not in registry.owners.absent:
             yield _with_retry(registry, record)
 
 
 def _as_site_shares(registry: Registry, lease: Lease) -> Lease:
-    """Return a lease whose owner's consent to share counts only where the site lets jobs share."""
+    """Return a lease whose owner's consent to share counts only if the site lets jobs share."""
     if not lease.share:
         return lease
     job = registry.jobs.get(lease.id[1:])
@@ -160,12 +160,12 @@ def _as_site_shares(registry: Registry, lease: Lease) -> Lease:
 
 
 def pair_key(user: str, command: tuple[str, ...]) -> str:
-    """Return the key of `Lease.pair_key` for what a user runs."""
+    """Return the `Lease.pair_key` of a user's command."""
     return blake2b("\0".join((user, *command)).encode(errors="surrogateescape"), digest_size=16).hexdigest()
 
 
 def _sharing(registry: Registry, record: LeaseRecord, now: float, lease: Lease) -> Lease:
-    """Return a job with what decides whether it shares a GPU."""
+    """Return a job with its spare and its needed bytes, which decide whether it shares a GPU."""
     if not lease.share:
         return lease
     observation = registry.observations[record.id]
@@ -180,14 +180,14 @@ def _sharing(registry: Registry, record: LeaseRecord, now: float, lease: Lease) 
 
 
 def _saved_bytes(record: LeaseRecord, asleep: LeaseSample | None) -> int:
-    """Return the host memory that a lease takes suspended, or has reserved as a guest."""
+    """Return the bytes of host memory that a suspended lease takes, or that a guest has reserved."""
     if record.lease.host:
         return record.guest_bytes
     return sum(asleep.saved_bytes.values()) if asleep else record.lease.saved_bytes
 
 
 def _with_retry(registry: Registry, record: LeaseRecord) -> Lease:
-    """Return the lease of a job in the queue: what it waits for beside capacity is not in its record."""
+    """Return the lease of a job in the queue, with the limits on its start that its record lacks."""
     observation = registry.observations[record.id]
     retry_at = max(observation.retry_at, registry.hub_backoff_until)
     avoids, made_way_for = tuple(observation.avoids.items()), observation.made_way_for
@@ -208,9 +208,9 @@ def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:
 
 
 def idle_since(registry: Registry, record: LeaseRecord, now: float) -> float | None:
-    """Return since when no kernel of a lease has run a cell and its GPU did nothing; None: busy.
+    """Return the start of the time in which a lease ran no cell and its GPU was idle; None if it is busy.
 
-    Work of kernels on the processor counts until `holds_until`.
+    Kernels that work on the processor count as busy until `holds_until`.
     """
     observation = registry.observations[record.id]
     active = max(observation.active_at, observation.kernel_active_at, record.lease.granted_at)
@@ -222,7 +222,10 @@ def idle_since(registry: Registry, record: LeaseRecord, now: float) -> float | N
 
 
 def holds_until(registry: Registry, record: LeaseRecord) -> float | None:
-    """Return until when kernels keep a session busy without GPU work (``max_hold``); None: always."""
+    """Return the time until which kernels without GPU work keep a session busy; None if without end.
+
+    The project's ``max_hold`` sets it.
+    """
     max_hold_s = registry.policy.max_hold_of(record.lease.project)
     if max_hold_s is None or record.is_job:
         return None
@@ -230,33 +233,33 @@ def holds_until(registry: Registry, record: LeaseRecord) -> float | None:
 
 
 def gpu_active_at(registry: Registry, record: LeaseRecord) -> float:
-    """Return the last moment at which a lease worked on its GPU, or got it."""
+    """Return the last moment at which a lease worked on its GPU or was granted it."""
     return max(registry.observations[record.id].gpu_active_at, record.lease.granted_at)
 
 
 def at_work(registry: Registry, now: float) -> set[str]:
-    """Return the ids of leases that were seen to use a GPU a moment ago, whatever their kernels say."""
+    """Return the ids of leases that used a GPU within the last `_ACTIVE_S`, whatever their kernels report."""
     return {id for id in registry.index.placed if now - registry.observations[id].active_at < _ACTIVE_S}
 
 
 def never_sleeps(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether a session is marked as never to be suspended, by a right that its project has."""
+    """Return whether a session is marked never to be suspended, and its project has the right to that."""
     project = registry.policy.project_config(record.lease.project)
     return record.never_sleep and project is not None and project.never_sleep
 
 
 def resumed_without_intent(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether a lease was resumed without a stored intent: it holds its capacity again."""
+    """Return whether a lease was resumed without a stored intent; if so, it holds its capacity again."""
     sample = registry.observations[record.id].sample
     return sample is not None and sample.unconfirmed and record.state is State.SUSPENDED
 
 
 def may_be_awake(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether the record of a suspended lease that the helper has awake may say so now.
+    """Return whether a lease that is suspended in its record and awake at the helper may be recorded awake.
 
-    Where it was resumed without a stored intent, leases that the records have on its capacity go
-    first: those that have ended are recorded so, the helper refuses those that were granted meanwhile
-    until this one is confirmed, and nothing more is granted there.
+    After a resume without a stored intent, the lease waits for other leases that the records have on its
+    capacity.  Those that ended are recorded as ended first.  The helper refuses those that were granted
+    meanwhile until this lease is confirmed, and no further lease is granted that capacity.
     """
     if not resumed_without_intent(registry, record):
         return True
@@ -270,7 +273,7 @@ def may_be_awake(registry: Registry, record: LeaseRecord) -> bool:
 
 
 def suspend_obstacle(registry: Registry, record: LeaseRecord, *, as_if_lending: bool = False) -> str:
-    """Return why a lease cannot be suspended; empty: it can."""
+    """Return why a lease cannot be suspended; empty if it can."""
     if not record.is_job:
         if never_sleeps(registry, record):
             return "it is marked never to be put to sleep"
@@ -285,7 +288,7 @@ def suspend_obstacle(registry: Registry, record: LeaseRecord, *, as_if_lending: 
 
 
 def move_obstacle(registry: Registry, record: LeaseRecord) -> str:
-    """Return why a suspended lease resumes on its own devices alone; empty: it may move."""
+    """Return why a suspended lease can resume only on its own devices; empty if it may move."""
     if record.moves:
         return registry.devices.move_obstacle(record.lease.devices)
     job = registry.job_of(record)
@@ -295,12 +298,12 @@ def move_obstacle(registry: Registry, record: LeaseRecord) -> str:
 
 
 def is_place_of(record: LeaseRecord, devices: Sequence[str]) -> bool:
-    """Return whether a lease that may move can be on these devices: as many as its own."""
+    """Return whether a lease may move to these devices: it may move, and their number is the same."""
     return record.moves and len(devices) == len(record.lease.devices)
 
 
 def sampled_elsewhere(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether the helper has a lease on other devices than its record says."""
+    """Return whether the helper has a lease on devices other than those of its record."""
     sample = registry.observations[record.id].sample
     if sample is None or not sampled_since_entry(registry, record):
         return False
@@ -313,9 +316,9 @@ def sampled_since_entry(registry: Registry, record: LeaseRecord) -> bool:
 
 
 def share_differs(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether the helper was asked for another share of time than is configured now.
+    """Return whether the helper's way to share time differs from the configured one.
 
-    What an earlier broker asked for is read from the sample, where it is in force.
+    If only an earlier broker has asked for one, the sample shows which is in force.
     """
     observation, configured = registry.observations[record.id], registry.policy.compute_share
     if observation.share_asked is not None or observation.sample is None:
