@@ -117,7 +117,7 @@ async def drain(registry: Registry, engine: Engine, name: str, until: str | None
         raise Conflict("the cluster's scheduler places work here: empty a node with kubectl cordon")
     _check_name(registry, name)
     at = registry.iso_now()
-    # Absent devices keep theirs: they may come back, and the administrator's bar still holds for them.
+    # A drain of an absent device stays, because the device may come back.
     drains = registry.devices.drains.of
     if name not in drains and len(drains) >= MAX_DRAINS:
         raise Conflict("%1 GPUs are being emptied: let one of them take work again", MAX_DRAINS)

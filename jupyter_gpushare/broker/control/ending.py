@@ -68,14 +68,14 @@ async def apply_time_limits(registry: Registry, announcer: Announcer, now: float
     """
     for record in list(registry.index.placed.values()):
         job = registry.job_of(record) if record.is_job else None
-        if job is None or job.exit_code is not None or (left := left_s(job, record, now)) is None:
+        if job is None or job.exit_code is not None or (rest_s := left_s(job, record, now)) is None:
             continue
         observation = registry.observations[record.id]
-        if left <= 0:
+        if rest_s <= 0:
             await registry.advance(record, Stopping(reason="its maximum run time is over"))
-        elif not observation.end_announced and left <= min(ANNOUNCED_S, (limit_s(job) or 0.0) / 2):
+        elif not observation.end_announced and rest_s <= min(ANNOUNCED_S, (limit_s(job) or 0.0) / 2):
             observation.end_announced = True
-            duration = messages.duration_text(left)
+            duration = messages.duration_text(rest_s)
             await registry.record_notice(record, "time_limit", "notice.time_limit", duration)
             notice = messages.text("job.stopped_in", duration)
             announcer.job("attention", job, "running", messages.english(notice))

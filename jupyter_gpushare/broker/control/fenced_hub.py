@@ -119,9 +119,7 @@ class FencedHub(Hub):
         return await self._noted("hub-read", self._hub.servers())
 
     async def services(self) -> Mapping[str, Sequence[str]]:
-        return (
-            await self._hub.services()
-        )  # a refusal is no fault: without cullers, sentences name fewer times
+        return await self._hub.services()  # a refusal is no fault: sentences then lack the times of cullers
 
     async def has_server(self, key: ServerKey) -> bool:
         return await self._noted("hub-user", self._hub.has_server(key))

@@ -123,10 +123,10 @@ class GuestControl:
         observations, verdict = self._registry.observations, pair.verdict
         passed_s, pair.measured_at = min(_MAX_STEP_S, now - pair.measured_at), now
         host, guest = observations[pair.host], observations[guest_id]
-        gets = _gets(guest, guest_id in at_work, pair.host in at_work)
-        guest.guest_gpu_s += passed_s * gets
+        guest_part = _guest_part(guest, guest_id in at_work, pair.host in at_work)
+        guest.guest_gpu_s += passed_s * guest_part
         kept = (None, None) if verdict is None else (verdict.host, verdict.guest)
-        host.companion = Companion("host", guest_id, kept[0], gets, pair.began_at)
+        host.companion = Companion("host", guest_id, kept[0], guest_part, pair.began_at)
         guest.companion = replace(host.companion, role="guest", other=pair.host, kept=kept[1])
 
     async def _ended(self, guest_id: str, pair: _Pair, now: float) -> None:
@@ -147,7 +147,7 @@ class GuestControl:
             await self._part(guest_id, pair, now)
 
 
-def _gets(guest: Observation, is_at_work: bool, host_is_at_work: bool) -> float:
+def _guest_part(guest: Observation, is_at_work: bool, host_is_at_work: bool) -> float:
     """Return the part of the device's time that a guest got lately, from 0 to 1.
 
     The helper measures its share only while both compute; while the host is idle, a working guest gets all.

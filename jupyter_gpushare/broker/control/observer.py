@@ -272,9 +272,7 @@ class Observer:
                 took_s = float(event.fields.get("took_s", "0"))
                 observation = self.registry.observations[record.id]
                 observation.left_host = (wanted, took_s)
-                if (
-                    wanted is Why.OWN_MEMORY_WANTED
-                ):  # it waits for the memory, so no measurement shows the need
+                if wanted is Why.OWN_MEMORY_WANTED:  # it waits for the memory, so no sample shows the need
                     observation.most_bytes = max(observation.most_bytes, record.guest_bytes)
                 await self.measure(fresh=False)
                 self.registry.changed.set()
@@ -315,13 +313,13 @@ class Observer:
         registry, uid = self.registry, event.fields.get("uid", "")
         log.warning("%s device=%s uid=%s: %s", event.kind, event.device, uid, event.reason)
         is_contained = event.fields.get("contained") == "true"
-        mine = registry.of_uid(int(uid)) if uid.isdigit() and not is_contained else []
-        user = mine[0].lease.user if mine else f"uid {uid}"
+        records = registry.of_uid(int(uid)) if uid.isdigit() and not is_contained else []
+        user = records[0].lease.user if records else f"uid {uid}"
         pid, name = event.fields.get("pid", ""), event.fields.get("name", "")
         why = messages.reason_text(event.reason)
         notice = messages.text("notice.unleased_process", pid, name, user, event.device, why)
         await registry.record_notice(None, "watchdog", "notice.of", notice)
-        for record in mine:
+        for record in records:
             if record.id in registry.leases:
                 await registry.record_notice(record, "watchdog", "notice.unleased_of_user", notice)
 

@@ -388,13 +388,13 @@ class Ownership:
             Conflict: the user lacks a project of the jobs, or would have two sessions of one server.
         """
         registry = self._registry
-        mine = registry.policy.projects_of(groups)
+        projects = registry.policy.projects_of(groups)
         waiting = {r.lease.project for r in registry.index.queued.values() if r.lease.user in owners}
-        if lacks := sorted(waiting.difference(mine)):
+        if lacking := sorted(waiting.difference(projects)):
             raise Conflict(
                 "%1 is no member of project %2, in which jobs wait: add %1 to its group first",
                 target,
-                ", ".join(lacks),
+                ", ".join(lacking),
             )
         placed = registry.index.placed.values()
         servers = Counter(r.server for r in placed if r.lease.user in {*owners, target} and not r.is_job)

@@ -129,8 +129,8 @@ def overrides_text(registry: Registry) -> list[str]:
             ("priority_max", override.priority_max, config.priority_max),
         )
         parts = [
-            f"{what} {number} (configured: {configured})"
-            for what, number, configured in numbers
+            f"{label} {number} (configured: {configured})"
+            for label, number, configured in numbers
             if number not in (None, "none")
         ]
         notices.append(

@@ -36,18 +36,18 @@ class RequestPolicy:
             NotFound: there is no such project, or it is not the user's.
             NotAllowed: the user belongs to no project.
         """
-        mine = self.registry.policy.projects_of(groups)
+        allowed = self.registry.policy.projects_of(groups)
         if wanted is not None:
-            if wanted not in mine:
+            if wanted not in allowed:
                 name, reason = repr(wanted[:60]), "unknown_project"
-                if not mine:
+                if not allowed:
                     raise NotFound("there is no project %1 for you; you belong to none", name, reason=reason)
-                yours = ", ".join(mine)
-                raise NotFound("there is no project %1 for you; yours: %2", name, yours, reason=reason)
+                names = ", ".join(allowed)
+                raise NotFound("there is no project %1 for you; yours: %2", name, names, reason=reason)
             return wanted
-        if not mine:
+        if not allowed:
             raise NotAllowed("you belong to no project that may use GPUs: ask the admin of this Hub")
-        return mine[0]
+        return allowed[0]
 
     def project_of(self, request: wire.SpawnRequest) -> str:
         """Return the project of a session that starts; see `choose_project`."""

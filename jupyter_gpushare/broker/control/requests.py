@@ -78,8 +78,8 @@ class RequestService:
         # No other task runs from here until the job is in the registry.
         if owner is not None and owner.is_other(registry.owners.of.get(user, owner).created):
             raise NotAllowed("the Hub has another user of this name by now: log in again", reason="login")
-        mine = (j for j in registry.jobs.values() if j.user == user and j.idempotency_key == key)
-        if key is not None and (same := next(mine, None)) is not None:
+        repeated = (j for j in registry.jobs.values() if j.user == user and j.idempotency_key == key)
+        if key is not None and (same := next(repeated, None)) is not None:
             await registry.journal.durable()
             return _same(same, request)
         self._check_bounds(user, request)
@@ -142,7 +142,7 @@ class RequestService:
             )
 
     async def outlook(self, user: str, request: wire.JobRequest) -> wire.JobOutlook:
-        """Return when a job would start if it were submitted now; its project must be named.
+        """Return the outlook of a job as if it were submitted now; its project must be named.
 
         Raises:
             Conflict: the devices are not known.

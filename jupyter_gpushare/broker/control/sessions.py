@@ -51,7 +51,7 @@ class Sessions:
         self._committing: set[str] = set()  # those leases that the engine has granted
 
     async def start(self, request: wire.SpawnRequest, until: float = inf) -> wire.SpawnGrant:
-        """Return what the server of a session may use, which is about to start.
+        """Return what a session's server may use, when the server is about to start.
 
         ``until`` is a deadline (monotonic); without a grant by then, the start is refused.
 

@@ -40,12 +40,12 @@ def cluster(
     extra: Iterable[Lease] = (),
     *,
     as_if_lending: bool = False,
-    but: ServerName | None = None,
+    except_server: ServerName | None = None,
 ) -> Cluster:
     """Return the snapshot at ``now``, with the hypothetical leases ``extra``.
 
-    ``but`` names a server whose place in the queue of sessions is left out.  With ``as_if_lending``, sessions
-    count as suspendable that would be if the lending mode were on.
+    The place of ``except_server`` in the queue of sessions is left out.  With ``as_if_lending``, sessions are
+    suspendable as in the lending mode ``on``.
     """
     placed = registry.index.placed.values()
     return Cluster(
@@ -54,7 +54,7 @@ def cluster(
         leases=(
             *(measured(registry, r, now, as_if_lending=as_if_lending) for r in placed),
             *registry.index.waiting(_version(registry), partial(_startable, registry)),
-            *(registry.session_queue.leases(but) if engine.queues_sessions else ()),
+            *(registry.session_queue.leases(except_server) if engine.queues_sessions else ()),
             *(_as_site_shares(registry, lease) for lease in extra),
         ),
         settings=registry.policy.settings(registry.devices.host_budget_bytes),
@@ -76,7 +76,7 @@ async def admit(
         InvalidRequest: it can never run on this machine.
     """
     now, queue = registry.clock(), registry.session_queue
-    known = cluster(registry, engine, now, but=(lease.user, lease.server) if starts else None)
+    known = cluster(registry, engine, now, except_server=(lease.user, lease.server) if starts else None)
     engine.check_request(known, lease)
     if starts and (reserved := queue.take(lease, {each.uuid for each in known.devices if each.usable})):
         return reserved
@@ -208,7 +208,7 @@ def _own_timeout_s(registry: Registry, record: LeaseRecord) -> float | None:
 
 
 def idle_since(registry: Registry, record: LeaseRecord, now: float) -> float | None:
-    """Return the start of the time in which a lease ran no cell and its GPU was idle; None if it is busy.
+    """Return the time since which a lease has run no cell and its GPU has been idle; None if it is busy.
 
     Kernels that work on the processor count as busy until `holds_until`.
     """
@@ -222,7 +222,7 @@ def idle_since(registry: Registry, record: LeaseRecord, now: float) -> float | N
 
 
 def holds_until(registry: Registry, record: LeaseRecord) -> float | None:
-    """Return the time until which kernels without GPU work keep a session busy; None if without end.
+    """Return the time until which kernels without GPU work keep a session busy; None if there is no limit.
 
     The project's ``max_hold`` sets it.
     """
@@ -316,7 +316,7 @@ def sampled_since_entry(registry: Registry, record: LeaseRecord) -> bool:
 
 
 def share_differs(registry: Registry, record: LeaseRecord) -> bool:
-    """Return whether the helper's way to share time differs from the configured one.
+    """Return whether the helper's mode of sharing time differs from the configured one.
 
     If only an earlier broker has asked for one, the sample shows which is in force.
     """

@@ -1,1 +1,1 @@
-"""The seam to a scheduler: its contract, the outlook on one snapshot, and the engine of one machine."""
+"""The seam to a scheduler: the contract, the outlook on one snapshot, and the engine of one machine."""

@@ -1,11 +1,10 @@
-"""The seam between the broker and a scheduler: `Engine` decides, the broker carries out.
+"""The seam between the broker and a scheduler: an `Engine` decides, and the broker carries out.
 
-`local.LocalEngine` decides with the planner of `core`.  An engine that
-follows a cluster's own scheduler is one more implementation of `Engine` and
-`outlook.Outlook`: nothing else in the broker imports a planner.
+`local.LocalEngine` decides with the planner of `core`.  An engine for a cluster with its own scheduler is
+another implementation of `Engine` and `outlook.Outlook`.  Nothing else in the broker imports a planner.
 
-Every question takes the snapshot that it is about (`core.model.Cluster`).  Only
-`Engine.run`, `Engine.settle` and `Engine.admit` may wait.
+Every question takes a snapshot (`core.model.Cluster`), to which its answer applies.  Only `Engine.run`,
+`Engine.settle` and `Engine.admit` may wait.
 """
 
 from __future__ import annotations
@@ -26,29 +25,29 @@ __all__ = ["Engine", "NewSize", "NotResized", "StartPhase", "StartProgress"]
 
 
 class StartPhase(enum.StrEnum):
-    """How far `Engine.admit` is with a session that starts."""
+    """The phase of a start in `Engine.admit`."""
 
     PLACING = "placing"  # the scheduler has not decided
-    FREEING = "freeing"  # what uses its GPUs ends first
+    FREEING = "freeing"  # other work on its GPUs must end first
     RESERVING = "reserving"  # its node is chosen; the scheduler reserves a GPU there
-    CONNECTING = "connecting"  # placed; its node prepares
+    CONNECTING = "connecting"  # it is placed; its node prepares
 
 
 @dataclass(frozen=True, slots=True)
 class StartProgress:
-    """How far a start is, and within how many seconds this phase ends."""
+    """The phase of a start, and the maximum seconds until the phase ends."""
 
     phase: StartPhase
-    within_s: float | None = None  # None: not known
+    within_s: float | None = None  # None if unknown
 
 
 class Engine(abc.ABC):
     """Decides which lease holds which devices, and says why.
 
     ``drains``: `decide` and `admit` place nothing new on devices that are being emptied.
-    ``queues_sessions``: `decide` grants pending sessions; without it only `admit` does.
-    ``resizes``: `resize` may change the size of a session that runs.
-    ``start_s``: seconds that `admit` may take, by the engine's settings.
+    ``queues_sessions``: `decide` grants pending sessions; otherwise only `admit` does.
+    ``resizes``: `resize` may change the size of a running session.
+    ``start_s``: the maximum seconds that `admit` takes, from the engine's settings.
     """
 
     start_s: float = 0.0
@@ -58,19 +57,19 @@ class Engine(abc.ABC):
     resizes: ClassVar[bool] = False
 
     async def run(self) -> None:
-        """Follow the scheduler until cancelled; returns at once when snapshots say everything."""
+        """Follow the scheduler until cancelled; return at once if the engine needs only snapshots."""
         return
 
     @abc.abstractmethod
     def decide(self, cluster: Cluster, now: float) -> Plan:
         """Return the actions that are due at ``now`` (seconds, monotonic), most important first.
 
-        Actions use only capacity that is free at ``now``.  An action that was not
-        carried out is decided again by a later call.
+        Actions use only capacity that is free at ``now``.  A later call decides an action again that was
+        not carried out.
         """
 
     async def settle(self, cluster: Cluster, now: float) -> None:
-        """Tell the scheduler what every lease needs, after each commit; a repeated call changes nothing."""
+        """Pass the needs of all leases to the scheduler after a round; a repeated call changes nothing."""
         return
 
     @abc.abstractmethod
@@ -83,24 +82,24 @@ class Engine(abc.ABC):
         not_nodes: Iterable[str] = (),
         within_s: float = inf,
     ) -> Grant | Explanation:
-        """Place a session that starts now and is not in ``cluster`` yet, on none of ``not_nodes``.
+        """Return the grant of a session that starts now and is not in ``cluster`` yet, or why it is refused.
 
-        An `Explanation` refuses it, after ``within_s`` seconds at the latest.  Refused or cancelled it
-        leaves nothing behind, but what the scheduler is freeing for it: that goes to the next start of
-        the same size in its project.
+        The session gets no device on ``not_nodes``.  A refusal comes after at most ``within_s`` seconds.  A
+        refused or cancelled session leaves nothing behind, except capacity that the scheduler already frees
+        for it: the next start of the same size in its project gets that.
         """
 
     def resizable(self, lease: Lease) -> bool:
-        """Return whether a lease is of a kind that `resize` may change."""
+        """Return whether `resize` may change this kind of lease."""
         is_part = lease.size.device_count == 1 and not lease.size.profile
         return self.resizes and lease.kind is Kind.BUILD and is_part
 
     def resize(self, cluster: Cluster, lease: Lease, size: Size, now: float) -> NewSize | NotResized:
-        """Return what a `resizable` session that runs would hold of its device with ``size``."""
+        """Return what a running, `resizable` session would hold of its device with ``size``."""
         raise NotImplementedError
 
     def start_progress(self, lease_id: str) -> StartProgress | None:
-        """Return how far `admit` is with a session; None: it is not at work on it."""
+        """Return the progress of `admit` with a session; None if `admit` is not at work on it."""
         return None
 
     @abc.abstractmethod
@@ -116,7 +115,7 @@ class Engine(abc.ABC):
         """Return queue positions, reasons, free capacity and usage of a snapshot."""
 
     def would_suspend(self, cluster: Cluster, now: float) -> tuple[Suspend, ...]:
-        """Return the suspensions of a snapshot in which sessions may be suspended though none is."""
+        """Return the suspensions that `decide` would begin with this snapshot, made as if lending were on."""
         return tuple(x for x in self.outlook(cluster, now).actions if isinstance(x, Suspend))
 
     @abc.abstractmethod
@@ -128,9 +127,9 @@ class Engine(abc.ABC):
         """Accept new numbers for a project, before the broker stores them.
 
         Raises:
-            Conflict: the numbers are not the broker's to change; the text names where they are.
+            Conflict: the broker may not change the numbers; the text says where they are set.
         """
 
     def trouble(self) -> tuple[str, ...]:
-        """Return sentences for ``GET health``; empty when the scheduler works."""
+        """Return sentences for ``GET health``; empty while the scheduler works."""
         return ()

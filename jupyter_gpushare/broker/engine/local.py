@@ -20,13 +20,13 @@ from jupyter_gpushare.core.planning.sharing import share_devices
 from jupyter_gpushare.core.size import Size
 
 T = TypeVar("T")
-# A plan or an outlook is made anew after so long, also where nothing has changed.
+# A plan or an outlook is kept at most this long, even if nothing has changed.
 KEEP_S = 10.0
 
 
 @contextlib.contextmanager
 def gc_paused() -> Iterator[None]:
-    """Disable garbage collection during planning, which creates no cycles; collections took 10 % of it."""
+    """Disable garbage collection during planning, which creates no cycles; it took 10 % of the time."""
     gc.disable()
     try:
         yield
@@ -35,7 +35,7 @@ def gc_paused() -> Iterator[None]:
 
 
 class LocalOutlook(Outlook):
-    """Answers from one dry run of the scheduling round that decides, made when an answer needs it."""
+    """Answers from one dry run of the scheduling round, made when the first answer needs it."""
 
     @cached_property
     def _round(self) -> SchedulingRound:
@@ -44,7 +44,7 @@ class LocalOutlook(Outlook):
         return done
 
     def holds(self, now: float) -> bool:
-        """Return whether the answers are those of ``now``; a round that has not run yet will be."""
+        """Return whether the answers hold at ``now``; a round that has not run yet will run for ``now``."""
         if "_round" not in self.__dict__:
             self._now = now
             return True
@@ -88,18 +88,18 @@ class LocalOutlook(Outlook):
 
 
 class _Kept(Generic[T]):
-    """The last answer about a snapshot, as long as no other snapshot is asked about."""
+    """The last answer, for the snapshot to which it applies."""
 
     def __init__(self) -> None:
         self._cluster: Cluster | None = None
         self._until = 0.0
         self._answer: T
 
-    def about(self, cluster: Cluster, now: float) -> T | None:
-        """Return the answer, if it holds for ``cluster`` at ``now``."""
+    def get(self, cluster: Cluster, now: float) -> T | None:
+        """Return the answer if it holds for ``cluster`` at ``now``, else None."""
         if self._cluster is None or now >= self._until:
             return None
-        # Lags drift all the time; what follows from that is reviewed every `KEEP_S`.
+        # Lags change all the time, so they are left out; `KEEP_S` bounds the effect.
         is_same = replace(cluster, lags_gpu_s=self._cluster.lags_gpu_s) == self._cluster
         return self._answer if is_same else None
 
@@ -109,9 +109,9 @@ class _Kept(Generic[T]):
 
 
 class LocalEngine(Engine):
-    """Decides with `core.planning.planner`; keeps its index of leases between decisions.
+    """Decides with `core.planning.planner`, which keeps its index of leases between decisions.
 
-    While a snapshot stays the same, its plan without actions and its outlook are kept.
+    While the snapshot stays the same, its outlook is kept, and its plan if that has no actions.
     """
 
     drains = True
@@ -124,7 +124,7 @@ class LocalEngine(Engine):
         self._outlook = _Kept[LocalOutlook]()
 
     def decide(self, cluster: Cluster, now: float) -> Plan:
-        if (kept := self._plan.about(cluster, now)) is not None:
+        if (kept := self._plan.get(cluster, now)) is not None:
             return kept
         with gc_paused():
             planned = self._planner.plan(cluster, now)
@@ -153,7 +153,7 @@ class LocalEngine(Engine):
         explain.check_request(cluster, lease)
 
     def outlook(self, cluster: Cluster, now: float) -> Outlook:
-        known = self._outlook.about(cluster, now)
+        known = self._outlook.get(cluster, now)
         if known is not None and known.holds(now):
             return known
         return self._outlook.keep(cluster, now + KEEP_S, LocalOutlook(cluster, now))
@@ -162,4 +162,4 @@ class LocalEngine(Engine):
         return configured
 
     def set_project(self, project: Project) -> None:
-        """Accept any numbers: each decision takes them from its snapshot."""
+        """Accept any numbers, because each decision takes them from its snapshot."""

@@ -1,4 +1,4 @@
-"""What an engine knows about one snapshot: queue positions, reasons, free capacity, offers."""
+"""An engine's answers about one snapshot: queue positions, reasons, free capacity, offers."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ class Explanation:
     """Why a lease waits."""
 
     why: Why
-    position: int | None  # among waiting jobs, 1 is next; None: not in the queue
+    position: int | None  # among waiting jobs; 1 is next, None is not in the queue
     free_milli: int  # free capacity of all usable devices
 
 
 class Outlook(abc.ABC):
-    """What an engine knows about one snapshot; each value is computed at most once."""
+    """An engine's answers about one snapshot; each value is computed at most once."""
 
     def __init__(self, cluster: Cluster, now: float) -> None:
         self._cluster = cluster
@@ -34,17 +34,17 @@ class Outlook(abc.ABC):
     @property
     @abc.abstractmethod
     def actions(self) -> Iterable[Action]:
-        """What `Engine.decide` would begin now."""
+        """Actions that `Engine.decide` would begin now."""
 
     @property
     @abc.abstractmethod
     def why(self) -> Mapping[str, Why]:
-        """Why each waiting lease waits, in the order of the queue."""
+        """The reason why each waiting lease waits, in the order of the queue."""
 
     @property
     @abc.abstractmethod
     def position(self) -> Mapping[str, int]:
-        """Position of each waiting job that can start at all, 1 is next."""
+        """Position in the queue of each waiting job that can ever start; 1 is next."""
 
     @cached_property
     def grants(self) -> Mapping[str, Grant]:
@@ -59,12 +59,12 @@ class Outlook(abc.ABC):
     @property
     @abc.abstractmethod
     def borrowed(self) -> Mapping[str, bool]:
-        """For every lease that holds capacity: whether it may be reclaimed."""
+        """For each lease that holds capacity: whether the capacity may be reclaimed."""
 
     @property
     @abc.abstractmethod
     def lent(self) -> Mapping[str, tuple[str, ...]]:
-        """For every suspended session with a claim: the leases that use its capacity."""
+        """For each suspended session with a claim: the leases that use its capacity."""
 
     @property
     @abc.abstractmethod
@@ -73,27 +73,27 @@ class Outlook(abc.ABC):
 
     @property
     def misplaced(self) -> Mapping[str, float]:
-        """Suspended leases that were given other devices than their memory returns to.
+        """Suspended leases whose new devices are not those to which their memory returns.
 
-        The value is the time (monotonic) at which each asks again, past ones left out.
+        The value is the future time (monotonic) at which each lease retries.
         """
         return {}
 
     @cached_property
     def usage(self) -> Mapping[str, Use]:
-        """What each configured project holds, borrows, lends and waits for."""
+        """For each configured project: the capacity that it holds, borrows, lends and waits for."""
         return {use.project: use for use in explain.uses(self._cluster)}
 
     @abc.abstractmethod
     def smaller(self, lease: Lease) -> Size | None:
-        """Return the largest smaller size with which a waiting lease would start now; None: no size."""
+        """Return the largest smaller size with which a waiting lease would start now, or None."""
 
     @abc.abstractmethod
     def offers(self, project: str, sizes: Iterable[Size]) -> tuple[Offer, ...]:
-        """Return what a new session of ``project`` would get now, one offer per size."""
+        """Return one offer per size: what a new session of ``project`` would get now."""
 
     def explain(self, lease_id: str) -> Explanation:
-        """Return why a lease waits; ``Why.NOT_WAITING`` when it does not."""
+        """Return why a lease waits; the reason is ``Why.NOT_WAITING`` if it does not."""
         return Explanation(
             why=self.why.get(lease_id, Why.NOT_WAITING),
             position=self.position.get(lease_id),
