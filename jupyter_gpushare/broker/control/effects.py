@@ -57,7 +57,7 @@ Effect = Callable[[LeaseRecord], Coroutine[Any, Any, object]]
 _ASLEEP = (State.SUSPENDING, State.SUSPENDED, State.RESUMING)
 # Between two checks of the Hub; a failed effect is also tried again after this time.
 POLL_S = 1.0
-# A server that still has no process this long after its grant has not started.
+# A server that still has no process this long after its grant has failed to start.
 START_S = 60.0
 MAX_TRIES = 5
 # A Hub that starts no server is asked again after 2, 4, ... seconds, up to this maximum.
@@ -75,7 +75,7 @@ _BACKOFF_S: Mapping[Refusal, float] = {
 }
 # Refusals of a suspension because of the driver, or of a process that does not come to rest.
 _FAILURES = frozenset({Refusal.NONE, Refusal.BUSY, Refusal.NOT_SUSPENDABLE, Refusal.LOST})
-# Refusals of a move to other devices that would repeat.
+# Reasons for which a move to other devices would be refused again.
 _IMMOVABLE = frozenset({Refusal.NONE, Refusal.NOT_SUSPENDABLE})
 # After a refused move to a device, the lease avoids that device this long.
 _AVOID_DEVICE_S = 60.0
@@ -244,7 +244,7 @@ class Effects:
                 await self._resume_refused(record, refused, ())
                 return
             record = self.registry.get(record.id)
-        # Its record names the devices on which it is to resume, its earlier ones or others.
+        # The record names the devices on which the lease is to resume: its earlier ones, or others.
         moved = await self.devices.resume(record.handle, devices=record.lease.devices if record.moves else ())
         devices = moved.devices if snapshot.is_place_of(record, moved.devices) else ()
         now = self.registry.clock()
@@ -298,7 +298,7 @@ class Effects:
         await self.registry.advance(record, ResumeRefused(reason=moved.reason, devices=devices, stays=stays))
 
     def _reset_host_peak(self, guest: LeaseRecord) -> None:
-        """Measure the peak of ``guest``'s host anew, because it had no room; until then it gets no guest."""
+        """Forget the memory peak of ``guest``'s host, which had no room; without a peak it gets no guest."""
         if guest.lease.host in self.registry.observations:
             self.registry.observations[guest.lease.host].peak.reset()
 
