@@ -38,7 +38,7 @@ class _Pair:
 
 
 class GuestControl:
-    """All pairs of this machine."""
+    """Measures and judges all pairs of this machine."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

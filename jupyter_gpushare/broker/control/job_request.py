@@ -19,7 +19,7 @@ MAX_RUN_S = 365 * 86_400.0
 _ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 
 
-# Programs that run the program named after them.
+# Programs that run another program, which their arguments name.
 _RUNS_ANOTHER = re.compile(r"(python|pypy)[0-9.]*|ba?sh|sh|zsh|torchrun|accelerate|env|time|nice")
 
 

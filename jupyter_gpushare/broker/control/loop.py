@@ -381,7 +381,7 @@ class Loop:
                 await self.hub.stop_server(key)
         if now >= self._services_due_at:
             self._services_due_at = now + SERVICES_S
-            with contextlib.suppress(HubError, TimeoutError):  # its role may lack the scope
+            with contextlib.suppress(HubError, TimeoutError):  # the role of the broker may lack the scope
                 async with asyncio.timeout(POLL_S * 5):
                     services = await self.hub.services()
                 cullers = starmap(culler_of, services.items())

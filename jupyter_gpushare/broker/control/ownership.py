@@ -58,7 +58,7 @@ class Ownership:
         self._has_checked = False
         self._changing = asyncio.Lock()  # held from a request to the Hub until its answer is carried out
 
-    # ---- users that come -----------------------------------------------------
+    # ---- users that appear ---------------------------------------------------
 
     def find(self, name: str, created: str) -> str | None:
         """Return the `Owner.user` of a user that was made at ``created``; None if the name is unknown."""
@@ -170,7 +170,7 @@ class Ownership:
         uid = request.uid if request.own_uid else -1
         await self.meet(request.user, exact(request.created), uid)
 
-    # ---- users that go -------------------------------------------------------
+    # ---- users that disappear ------------------------------------------------
 
     async def watch(self) -> AsyncIterator[None]:
         """Check the Hub's users until cancelled; yield after each check."""

@@ -52,7 +52,7 @@ async def change(
     if after.project != project:
         project = policy.choose_project(groups, after.project)
     check_job(after)
-    # A priority that an administrator gave stays.
+    # A priority set by an administrator stays, even above the project's maximum.
     if (project, after.priority) != (job.project, before.priority):
         policy.check_priority(project, after.priority)
     policy.check_share(after.asked_size())
