@@ -17,7 +17,7 @@ from jupyter_gpushare.kube.cluster.api_server import KubeError
 from jupyter_gpushare.kube.cluster.client import ApiClient
 from jupyter_gpushare.kube.cluster.helpers import Helpers
 from jupyter_gpushare.kube.cluster.nodes import ForeignPods, NodeDevices
-from jupyter_gpushare.kube.cluster.seats import KubeSeats
+from jupyter_gpushare.kube.cluster.seats import KubeSeats, followed_nodes
 from jupyter_gpushare.kube.engine.kai import KaiEngine
 from jupyter_gpushare.kube.settings import GPUShareKube
 
@@ -47,14 +47,15 @@ class KubeCluster:
     """The engine, devices and connections of a broker with ``engine = "kai"``."""
 
     def __init__(self, kube: GPUShareKube, epoch: Callable[[], int]) -> None:
-        """Raise `GpuShareError` if a setting is missing or a file cannot be read."""
+        """Raise `GpuShareError` if a setting is missing."""
         if not kube.seat_image:
             raise GpuShareError("c.GPUShareKube.seat_image is not set: it is the image of the device helper")
         self._client = ApiClient(kube.address())
         self._kube = kube
-        self._helpers = Helpers(self._client, kube.helpers())
+        nodes = followed_nodes(self._client, lambda: seats.notify())
+        self._helpers = Helpers(self._client, kube.helpers(), nodes)
         self.devices = NodeDevices(self._helpers.addresses, epoch, pools=lambda: seats.units)
-        seats = KubeSeats(self._client, kube.seat(), self.devices.seat_devices, epoch)
+        seats = KubeSeats(self._client, kube.seat(), self.devices.seat_devices, epoch, nodes)
         foreign = ForeignPods(kube.namespace, kube.reservation_namespace, self.devices.samples)
         self.engine = KaiEngine(
             seats,
@@ -69,8 +70,9 @@ class KubeCluster:
         """Check that the cluster has what sessions need; only log it if the API server does not answer.
 
         Raises:
-            GpuShareError: something is missing; the text names all of it.
+            GpuShareError: a file with credentials cannot be used, or something is missing; the text names it.
         """
+        await self._client.open()
         try:
             async with asyncio.timeout(_CHECK_S):
                 missing = await find_missing(self._client, self._kube, projects)

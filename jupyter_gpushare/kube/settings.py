@@ -39,9 +39,9 @@ class GPUShareKube(Configurable):
     api_server = Unicode(
         "", help="URL of the API server, with token_file and ca_file instead of a kubeconfig file."
     ).tag(config=True)
-    token_file = Unicode("", help="With api_server: file with a token, which is read again every 30 s.").tag(
-        config=True
-    )
+    token_file = Unicode(
+        "", help="With api_server: file with a token, which is read before each request."
+    ).tag(config=True)
     ca_file = Unicode(
         "",
         help="With api_server: file with the certificate authority of the API server; by default those of "
@@ -129,7 +129,7 @@ class GPUShareKube(Configurable):
         """Return the configured API server.
 
         Raises:
-            KubeError: none is configured, or its file cannot be read; the text says what to change.
+            KubeError: none is configured; the text says what to change.
         """
         if self.api_server:
             return ApiServer(
@@ -137,7 +137,7 @@ class GPUShareKube(Configurable):
                 token_file=Path(self.token_file) if self.token_file else None,
                 ca_file=Path(self.ca_file) if self.ca_file else None,
             )
-        return ApiServer.of_kubeconfig(Path(self.kubeconfig)) if self.kubeconfig else ApiServer.of_pod()
+        return ApiServer(kubeconfig=Path(self.kubeconfig)) if self.kubeconfig else ApiServer.of_pod()
 
     def helpers(self) -> HelperPods:
         """Return how to find the device helpers, and the broker's certificates for them.

@@ -9,8 +9,7 @@ from traitlets.config import Config
 from jupyter_gpushare.core.model import State
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.kube.checks.cluster import examine, find_missing
-from jupyter_gpushare.kube.cluster.client import POD_GROUPS, PODS
-from jupyter_gpushare.kube.cluster.objects import SeatPod, pod_group, seat_pod
+from jupyter_gpushare.kube.cluster.objects import POD_GROUPS, PODS, SeatPod, pod_group, seat_pod
 from jupyter_gpushare.kube.rules.seats import Demand, Request, SeatClass
 from jupyter_gpushare.kube.settings import GPUShareKube
 from tests.helm.conftest import NS, Chart

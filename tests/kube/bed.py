@@ -12,7 +12,7 @@ from jupyter_gpushare.core.model import Kind, Lease, Project
 from jupyter_gpushare.kube.cluster.client import ApiClient
 from jupyter_gpushare.kube.cluster.objects import SeatPod, pod_group, seat_pod
 from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
-from jupyter_gpushare.kube.cluster.seats import KubeSeats
+from jupyter_gpushare.kube.cluster.seats import KubeSeats, followed_nodes
 from jupyter_gpushare.kube.engine.kai import KaiEngine
 from jupyter_gpushare.kube.rules.pools import LABEL
 from jupyter_gpushare.kube.rules.seats import Demand, SeatClass, request
@@ -123,7 +123,8 @@ class Bed:
 
     def start_engine(self) -> None:
         """Start an engine that knows nothing yet."""
-        self.seats = KubeSeats(self.client, self.site, self._connected, lambda: self.epoch)
+        nodes = followed_nodes(self.client, lambda: self.seats.notify())
+        self.seats = KubeSeats(self.client, self.site, self._connected, lambda: self.epoch, nodes)
         clock = asyncio.get_running_loop().time
         self.engine = KaiEngine(
             self.seats, lambda: self.sleepable, clock, place_s=20, seat_s=20, foreign=lambda: self.foreign

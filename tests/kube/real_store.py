@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import ssl
 import threading
 import time
 from collections.abc import Iterator
@@ -29,7 +30,7 @@ class RealStore:
         self.version = 0  # how often a pod or PodGroup changed
         self._client = httpx.Client(
             base_url=address.url,
-            verify=address.tls(),
+            verify=ssl.create_default_context(cafile=address.ca_file),
             headers={"Authorization": f"Bearer {address.token}"},
             timeout=httpx.Timeout(PATIENCE_S, read=None),
             trust_env=False,

@@ -6,7 +6,6 @@ import asyncio
 import base64
 import json
 import os
-import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -22,10 +21,13 @@ from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.find_kube import find_kube
 from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
 from jupyter_gpushare.kube.cluster.api_server import KubeError
+from jupyter_gpushare.kube.cluster.client import ApiClient
+from jupyter_gpushare.kube.cluster.objects import PODS
 from jupyter_gpushare.kube.cluster.queues import priority_classes, queues
 from jupyter_gpushare.kube.settings import GPUShareKube
 from tests.certificates import make_certificate
 from tests.kube.apiserver import api_server
+from tests.kube.rbac import Rights
 
 
 def gpushare(*words: str) -> subprocess.CompletedProcess[str]:
@@ -138,56 +140,98 @@ class TestKubeconfig:
         file.write_text(json.dumps(config))
         return file
 
-    def test_cluster_and_user_of_the_current_context(self, tmp_path: Path):
-        found = Address.of_kubeconfig(self.config(tmp_path))
-        assert found == Address(url="https://k:6443", token="secret")
-        kube = GPUShareKube(config=Config(GPUShareKube={"kubeconfig": str(tmp_path / "kubeconfig")}))
-        assert kube.address() == found
+    async def test_cluster_and_user_of_the_current_context(self, tmp_path: Path):
+        kube = GPUShareKube(config=Config(GPUShareKube={"kubeconfig": str(self.config(tmp_path))}))
+        found = await kube.address().configuration()
+        assert (found.host, found.api_key) == ("https://k:6443", {"BearerToken": "Bearer secret"})
 
-    def test_certificates_from_files_and_from_data(self, tmp_path: Path):
+    async def test_certificates_from_files_and_from_data(self, tmp_path: Path):
         key, pem = tmp_path / "key.pem", tmp_path / "certificate.pem"
         make_certificate(pem, key)
         data = base64.b64encode(pem.read_bytes()).decode()
-        found = Address.of_kubeconfig(
-            self.config(
-                tmp_path,
-                {"server": "https://k:6443", "certificate-authority-data": data},
-                {"client-certificate": pem.name, "client-key": str(key)},
-            )
+        file = self.config(
+            tmp_path,
+            {"server": "https://k:6443", "certificate-authority-data": data},
+            {"client-certificate": pem.name, "client-key": str(key)},
         )
-        assert found.ca_pem == pem.read_text()
-        assert isinstance(found.tls(), ssl.SSLContext)
-        assert found.client_pem.count("-----BEGIN") == 2
+        client = ApiClient(Address(kubeconfig=file))
+        found = (await client.open()).configuration
+        assert Path(found.ssl_ca_cert).read_text() == pem.read_text()
+        assert (found.cert_file, found.key_file) == (str(pem), str(key))
+        await client.close()
 
     @pytest.mark.parametrize(
         ("more", "named"),
         [
-            ({"current": "there"}, "has no context 'there'"),
-            ({"user": {"exec": {"command": "aws"}}}, "kubectl create token"),
+            ({"current": "there"}, "name there in"),
+            ({"user": {"exec": {"command": "aws"}}}, "missing key 'apiVersion'"),
             ({"cluster": {"server": "https://k", "insecure-skip-tls-verify": True}}, "certificate-authority"),
-            (
-                {"cluster": {"server": "https://k", "certificate-authority": "no-file"}},
-                "no-file cannot be read",
-            ),
-            ({"cluster": {"server": "https://k", "certificate-authority-data": "?"}}, "not understood"),
+            ({"cluster": {"server": "http://k"}}, "over https:// only"),
+            ({"cluster": {"server": "https://k", "certificate-authority": "no-file"}}, "no-file"),
+            ({"cluster": {"server": "https://k", "certificate-authority-data": "?"}}, "cannot be used"),
         ],
+        ids=str,
     )
-    def test_what_is_wrong_is_named(self, tmp_path: Path, more: dict[str, Any], named: str):
+    async def test_what_is_wrong_is_named(self, tmp_path: Path, more: dict[str, Any], named: str):
+        client = ApiClient(Address(kubeconfig=self.config(tmp_path, **more)))
         with pytest.raises(KubeError, match=named):
-            Address.of_kubeconfig(self.config(tmp_path, **more))
+            await client.open()
 
-    @pytest.mark.parametrize("text", ["[1", "- 1"])
-    def test_a_file_that_is_none(self, tmp_path: Path, text: str):
+    @pytest.mark.parametrize("text", ["[1", "- 1", ""])
+    async def test_a_file_that_is_none(self, tmp_path: Path, text: str):
         file = tmp_path / "kubeconfig"
-        with pytest.raises(KubeError, match="cannot be read"):
-            Address.of_kubeconfig(file)
+        with pytest.raises(KubeError, match="No such file"):
+            await Address(kubeconfig=file).configuration()
         file.write_text(text)
-        with pytest.raises(KubeError, match="is no"):
-            Address.of_kubeconfig(file)
+        with pytest.raises(KubeError, match="kubeconfig cannot be used"):
+            await Address(kubeconfig=file).configuration()
 
-    def test_a_certificate_that_is_none(self):
-        with pytest.raises(KubeError, match="cannot be used"):
-            Address(url="https://k", ca_pem="nonsense").tls()
+    async def test_a_certificate_that_is_none(self, tmp_path: Path):
+        for file in (tmp_path / "none", tmp_path):
+            with pytest.raises(KubeError, match="cannot be used"):
+                await ApiClient(Address(url="https://k", ca_file=file)).open()
+
+    async def test_a_program_that_logs_in_is_started_again_once_its_token_has_ended(self, tmp_path: Path):
+        token = tmp_path / "token"
+        token.write_text("first")
+        login = (
+            "import json, pathlib; version = 'client.authentication.k8s.io/v1';"
+            f"status = {{'token': pathlib.Path({str(token)!r}).read_text()}};"
+            "print(json.dumps({'apiVersion': version, 'kind': 'ExecCredential', 'status': status}))"
+        )
+        version = "client.authentication.k8s.io/v1"
+        program = {"exec": {"apiVersion": version, "command": sys.executable, "args": ["-c", login]}}
+        rights = Rights.granting([("list", "", "pods")], [], "gpushare")
+        async with api_server(rights) as server:
+            (account,) = rights.tokens.values()
+            client = ApiClient(Address(kubeconfig=self.config(tmp_path, {"server": server.url}, program)))
+            for each in ("first", "second"):
+                rights.tokens = {each: account}
+                token.write_text(each)
+                assert (await client.list(PODS, "gpushare")).items == []
+            await client.close()
+
+
+@pytest.mark.parametrize("begun", ["", "import kubernetes_asyncio"], ids=["alone", "after the whole package"])
+def test_a_broker_has_no_models_of_the_client_library_and_others_have_all(begun: str):
+    code = f"""
+{begun}
+import gc, sys
+def modules():
+    return {{name: module for name, module in sys.modules.items() if name.startswith("kubernetes_asyncio")}}
+def classes():
+    types = [x for x in gc.get_objects() if isinstance(x, type)]
+    return sum(str(x.__module__).startswith("kubernetes_asyncio") for x in types)
+had, before = classes(), modules()
+from jupyter_gpushare.kube.cluster import library
+assert classes() - had < 30, classes()
+assert modules() == before
+from kubernetes_asyncio import client, config, watch
+assert client.V1Pod().to_dict() and client.CoreV1Api and watch.Watch
+assert client.ApiClient.__module__ == library.ApiClient.__module__
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
 
 
 def test_a_package_that_is_missing_is_named_with_what_installs_it(monkeypatch):

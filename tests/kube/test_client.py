@@ -13,18 +13,11 @@ import pytest
 
 from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
 from jupyter_gpushare.kube.cluster.api_server import KubeError
-from jupyter_gpushare.kube.cluster.client import (
-    PAGE,
-    POD_GROUPS,
-    PODS,
-    QUEUES,
-    ApiClient,
-    Expired,
-    WatchEvent,
-    backoff_s,
-)
-from jupyter_gpushare.kube.cluster.objects import Pod
+from jupyter_gpushare.kube.cluster.client import PAGE, ApiClient, Expired, WatchEvent, backoff_s
+from jupyter_gpushare.kube.cluster.objects import POD_GROUPS, PODS, QUEUES, Pod
 from jupyter_gpushare.kube.cluster.reflector import Reflector
+from jupyter_gpushare.kube.cluster.seats import followed_nodes
+from jupyter_gpushare.kube.rules.pools import LABEL
 from jupyter_gpushare.kube.rules.seats import Request
 from tests.kube.apiserver import ApiServer, api_server
 from tests.kube.rbac import Ask, Rights
@@ -343,6 +336,14 @@ class TestWatch:
         with pytest.raises(KubeError, match="cut"):
             await anext(watch)
 
+    async def test_an_event_that_is_too_long_is_an_error(self, server: ApiServer, client: ApiClient):
+        watch = client.watch(PODS, "0", namespace=NS, for_s=60)
+        assert await anext(watch) is None
+        long = {"name": "one", "annotations": {"a": "x" * (5 << 20)}}
+        server.store.create("pods", NS, {"metadata": long, "spec": {}})
+        with pytest.raises(KubeError, match="cut"):
+            await anext(watch)
+
 
 class TestReflector:
     @pytest.fixture
@@ -393,3 +394,20 @@ class TestReflector:
         copy.put(old)
         assert copy.objects == {"one": new}
         assert told == [1]
+
+    async def test_what_we_do_not_use_of_a_node_is_no_news(self, server: ApiServer, client: ApiClient):
+        told: list[str] = []
+        nodes = followed_nodes(client, lambda: told.append("n0"))
+        server.store.create("nodes", "", {"metadata": {"name": "n0"}})
+        task = asyncio.create_task(nodes.run())
+        await becomes(lambda: told == ["n0"])
+        heartbeat = {"status": {"nodeInfo": {"bootID": "1"}}}
+        version = server.store.patch("nodes", "", "n0", heartbeat, part="status")["metadata"][
+            "resourceVersion"
+        ]
+        await becomes(lambda: nodes.objects["n0"].metadata.resource_version == version)
+        assert told == ["n0"]
+        server.store.patch("nodes", "", "n0", {"metadata": {"labels": {LABEL: "2"}}})
+        await becomes(lambda: told == ["n0", "n0"])
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)

@@ -19,6 +19,7 @@ from jupyter_gpushare.kube.cluster.api_server import ApiServer as Address
 from jupyter_gpushare.kube.cluster.client import ApiClient
 from jupyter_gpushare.kube.cluster.helpers import HelperPods, Helpers
 from jupyter_gpushare.kube.cluster.queues import queues
+from jupyter_gpushare.kube.cluster.seats import followed_nodes
 from jupyter_gpushare.kube.settings import GPUShareKube
 from jupyter_gpushare.protocol.helper_tls import BROKER
 from tests.certificates import broker_and_helper, files_of
@@ -95,11 +96,13 @@ async def test_settings_of_kai_that_this_account_may_not_see_are_no_reason_to_re
 
 @pytest.fixture
 async def helpers(client: ApiClient) -> AsyncIterator[Helpers]:
-    helpers = Helpers(client, SITE)
-    following = asyncio.create_task(helpers.run())
+    nodes = followed_nodes(client, lambda: None)
+    helpers = Helpers(client, SITE, nodes)
+    following = [asyncio.create_task(each.run()) for each in (helpers, nodes)]
     yield helpers
-    following.cancel()
-    await asyncio.gather(following, return_exceptions=True)
+    for task in following:
+        task.cancel()
+    await asyncio.gather(*following, return_exceptions=True)
 
 
 async def test_helpers_are_known_by_their_node_while_they_run(server: ApiServer, helpers: Helpers):

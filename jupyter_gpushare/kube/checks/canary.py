@@ -17,8 +17,9 @@ from kubernetes_asyncio import client as models
 from jupyter_gpushare.backends.helper_client import HelperAddress, HelperClient
 from jupyter_gpushare.cli.checks import Check, fail, ok, warn
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.kube.cluster.client import PODS, ApiClient
-from jupyter_gpushare.kube.cluster.helpers import Helpers
+from jupyter_gpushare.kube.cluster.client import ApiClient
+from jupyter_gpushare.kube.cluster.helpers import running_helpers
+from jupyter_gpushare.kube.cluster.objects import PODS
 from jupyter_gpushare.kube.pod import Form, PodPlace, Runtime, adapt, on_node
 from jupyter_gpushare.kube.settings import GPUShareKube
 from jupyter_gpushare.protocol.helper import Hello, Inventory
@@ -33,7 +34,7 @@ async def canary(kube: GPUShareKube, patience_s: float = PATIENCE_S) -> Check:
     """Return a check that says which form gives a pod exactly its GPU.
 
     Raises:
-        KubeError: no API server is configured, or its file cannot be read.
+        KubeError: no API server is configured.
     """
     client = ApiClient(kube.address(), deadline_s=5.0)
     try:
@@ -55,7 +56,7 @@ async def canary(kube: GPUShareKube, patience_s: float = PATIENCE_S) -> Check:
 async def _gpu(client: ApiClient, kube: GPUShareKube) -> tuple[str, str]:
     """Return the node with the most GPUs and one of its GPUs; with several, a pod may see too many."""
     pods = (await client.list(PODS, kube.namespace, kube.helper_selector)).items
-    helpers = Helpers(client, kube.helpers()).of(pods)
+    helpers = running_helpers(pods, kube.helpers())
     devices = {node: (await _inventory(address)).devices for node, address in sorted(helpers.items())}
     if not any(devices.values()):
         raise GpuShareError("no device helper has a GPU")

@@ -17,20 +17,23 @@ from jupyter_gpushare.core.model import Project
 from jupyter_gpushare.errors import GpuShareError, HelperError
 from jupyter_gpushare.kube.checks.hub import BROKER
 from jupyter_gpushare.kube.cluster.api_server import KubeError
-from jupyter_gpushare.kube.cluster.client import (
+from jupyter_gpushare.kube.cluster.client import ApiClient
+from jupyter_gpushare.kube.cluster.helpers import running_helpers
+from jupyter_gpushare.kube.cluster.objects import (
     CLUSTER_POLICIES,
     CONFIGS,
+    GPU_RESOURCE,
     NODES,
     POD_GROUPS,
     PODS,
     PRIORITY_CLASSES,
     QUEUES,
     SHARDS,
-    ApiClient,
+    Node,
+    OtherObject,
+    Queue,
     Resource,
 )
-from jupyter_gpushare.kube.cluster.helpers import Helpers
-from jupyter_gpushare.kube.cluster.objects import GPU_RESOURCE, Node, OtherObject, Queue
 from jupyter_gpushare.kube.cluster.queues import in_force, misplaced, missing, priority_classes
 from jupyter_gpushare.kube.rules.pools import LABEL
 from jupyter_gpushare.kube.settings import GPUShareKube
@@ -72,7 +75,7 @@ async def examine(kube: GPUShareKube, projects: Sequence[Project], levels: int) 
     """Run all checks; return one `Check` each, with the remedy.
 
     Raises:
-        KubeError: no API server is configured, or its file cannot be read.
+        KubeError: no API server is configured.
     """
     client = ApiClient(kube.address(), deadline_s=5.0)
     cluster = CheckedCluster(client, kube, projects, levels)
@@ -306,9 +309,8 @@ async def _helpers(cluster: CheckedCluster) -> Check:
         return fail(
             f"{error}.", "give the broker a certificate, its key and their authority (docs/kubernetes.md)"
         )
-    helpers = Helpers(cluster.client, settings)
     pods = (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items
-    addresses = helpers.of(pods)
+    addresses = running_helpers(pods, site)
     if not addresses:
         return _no_helper_runs(kube)
     silent = [node for node, address in addresses.items() if not await _answers(address)]

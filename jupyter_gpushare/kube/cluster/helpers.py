@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 from jupyter_gpushare.backends.helper_client import HelperAddress, NodeAddress
-from jupyter_gpushare.kube.cluster.client import NODES, PODS, ApiClient
-from jupyter_gpushare.kube.cluster.objects import Node, Pod
+from jupyter_gpushare.kube.cluster.client import ApiClient
+from jupyter_gpushare.kube.cluster.objects import PODS, Node, Pod
 from jupyter_gpushare.kube.cluster.reflector import Reflector
 from jupyter_gpushare.protocol.helper_tls import TlsFiles
 
@@ -24,19 +23,20 @@ class HelperPods:
 
 
 class Helpers:
-    """Addresses of the helpers by node, kept up to date."""
+    """Addresses of the helpers by node, kept up to date.
 
-    def __init__(self, client: ApiClient, site: HelperPods) -> None:
+    ``nodes``: of the cluster, which somebody else follows.
+    """
+
+    def __init__(self, client: ApiClient, site: HelperPods, nodes: Reflector[Node]) -> None:
         self._site = site
         self._pods: Reflector[Pod] = Reflector(client, PODS, namespace=site.namespace, selector=site.selector)
-        self._nodes: Reflector[Node] = Reflector(client, NODES)
+        self._nodes = nodes
         self._known: dict[str, HelperAddress] = {}
 
     async def run(self) -> None:
-        """Follow pods and nodes until cancelled."""
-        async with asyncio.TaskGroup() as group:
-            group.create_task(self._pods.run())
-            group.create_task(self._nodes.run())
+        """Follow the pods of the helpers until cancelled."""
+        await self._pods.run()
 
     def addresses(self) -> dict[str, HelperAddress]:
         """Return the addresses of the helpers by the name of their node.
@@ -45,18 +45,16 @@ class Helpers:
         answer, and what runs there goes on.
         """
         kept = {node: address for node, address in self._known.items() if node in self._nodes.objects}
-        self._known = kept | self.of(self._pods.objects.values())
+        self._known = kept | running_helpers(self._pods.objects.values(), self._site)
         return dict(self._known)
 
-    def of(self, pods: Iterable[Pod]) -> dict[str, HelperAddress]:
-        """Return the addresses of those of these pods that run, by the name of their node."""
-        return {
-            pod.spec.node_name: NodeAddress(
-                host=pod.status.pod_ip,
-                port=self._site.port,
-                node=pod.spec.node_name,
-                tls=self._site.tls,
-            )
-            for pod in pods
-            if pod.status.phase == "Running" and pod.status.pod_ip and not pod.metadata.deletion_timestamp
-        }
+
+def running_helpers(pods: Iterable[Pod], site: HelperPods) -> dict[str, HelperAddress]:
+    """Return the addresses of those of these pods that run, by the name of their node."""
+    return {
+        pod.spec.node_name: NodeAddress(
+            host=pod.status.pod_ip, port=site.port, node=pod.spec.node_name, tls=site.tls
+        )
+        for pod in pods
+        if pod.status.phase == "Running" and pod.status.pod_ip and not pod.metadata.deletion_timestamp
+    }

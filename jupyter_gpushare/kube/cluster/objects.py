@@ -1,4 +1,4 @@
-"""Objects of the Kubernetes API: the fields that we read, and the objects that we create.
+"""Objects of the Kubernetes API: the fields that we read, their paths, and the objects that we create.
 
 A seat is a PodGroup and a pod of the same name.  The PodGroup is created first: KAI ignores a pod
 without one.  Neither has ownerReferences, and the pod says ``skip-podgrouper``: KAI
@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
@@ -55,6 +55,9 @@ class Object(Struct, frozen=True):
     """Any object: only its metadata is read."""
 
     metadata: Meta
+
+
+T = TypeVar("T", bound=Object)
 
 
 class Resources(Struct, frozen=True):
@@ -268,6 +271,34 @@ class OtherObject(Object, frozen=True):
         for name in path:
             found = found.get(name) if isinstance(found, dict) else None
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class Resource(Generic[T]):
+    """A kind of object: its path in the API, and its type."""
+
+    group: str  # "" for the core group
+    version: str
+    plural: str
+    type: type[T]
+    namespaced: bool = True
+
+    def path(self, namespace: str, name: str = "") -> str:
+        """Return the path of the collection, or of one object."""
+        head = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
+        inside = f"/namespaces/{namespace}" if self.namespaced else ""
+        return f"{head}{inside}/{self.plural}" + (f"/{name}" if name else "")
+
+
+PODS = Resource("", "v1", "pods", Pod)
+POD_GROUPS = Resource("scheduling.run.ai", "v2alpha2", "podgroups", PodGroup)
+BIND_REQUESTS = Resource("scheduling.run.ai", "v1alpha2", "bindrequests", BindRequest)
+QUEUES = Resource("scheduling.run.ai", "v2", "queues", Queue, namespaced=False)
+NODES = Resource("", "v1", "nodes", Node, namespaced=False)
+PRIORITY_CLASSES = Resource("scheduling.k8s.io", "v1", "priorityclasses", Object, namespaced=False)
+SHARDS = Resource("kai.scheduler", "v1", "schedulingshards", OtherObject, namespaced=False)
+CLUSTER_POLICIES = Resource("nvidia.com", "v1", "clusterpolicies", OtherObject, namespaced=False)
+CONFIGS = Resource("kai.scheduler", "v1", "configs", OtherObject, namespaced=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,18 +20,15 @@ from typing import Any, TypeVar
 from jupyter_gpushare.core.model import Device, Why
 from jupyter_gpushare.errors import Superseded
 from jupyter_gpushare.kube.cluster.api_server import KubeError
-from jupyter_gpushare.kube.cluster.client import (
+from jupyter_gpushare.kube.cluster.client import ApiClient
+from jupyter_gpushare.kube.cluster.objects import (
     BIND_REQUESTS,
+    GPU_GROUP,
+    LEASE_LABEL,
     NODES,
     POD_GROUPS,
     PODS,
     QUEUES,
-    ApiClient,
-    Resource,
-)
-from jupyter_gpushare.kube.cluster.objects import (
-    GPU_GROUP,
-    LEASE_LABEL,
     SELECTOR,
     BindRequest,
     Meta,
@@ -40,6 +37,7 @@ from jupyter_gpushare.kube.cluster.objects import (
     Pod,
     PodGroup,
     Queue,
+    Resource,
     SeatPod,
     epoch_of,
     pod_group,
@@ -68,7 +66,7 @@ class KubeSeats:
     """The seats of one broker.
 
     ``connected``: devices (UUIDs) of a seat by its name; empty until it is connected to a helper.
-    ``epoch``: that of this broker.
+    ``epoch``: that of this broker.  ``nodes``: as `followed_nodes` makes them; `run` follows them too.
     """
 
     def __init__(
@@ -77,6 +75,7 @@ class KubeSeats:
         site: SeatPod,
         connected: Callable[[str], tuple[str, ...]],
         epoch: Callable[[], int],
+        nodes: Reflector[Node],
     ) -> None:
         self._client = client
         self._site = site
@@ -94,7 +93,7 @@ class KubeSeats:
             client, BIND_REQUESTS, namespace=site.namespace, changed=self.notify
         )
         self._queues: Reflector[Queue] = Reflector(client, QUEUES, changed=self.notify)
-        self._nodes: Reflector[Node] = Reflector(client, NODES, selector=LABEL, changed=self.notify)
+        self._nodes = nodes
         # What no decision is made without; BindRequests only tell earlier that a seat will be bound.
         self._copies: tuple[Reflector[Any], ...] = self._pods, self._groups, self._queues, self._nodes
 
@@ -135,7 +134,8 @@ class KubeSeats:
     @property
     def units(self) -> dict[str, str]:
         """What the nodes of unit pools say in their label, by node."""
-        return {name: node.metadata.labels.get(LABEL, "") for name, node in self._nodes.objects.items()}
+        labels = {name: node.metadata.labels for name, node in self._nodes.objects.items()}
+        return {name: mine[LABEL] for name, mine in labels.items() if LABEL in mine}
 
     def seats(self) -> Seats:
         """Return all seats by lease.
@@ -264,6 +264,14 @@ class KubeSeats:
         with _unless_changed():
             await self._client.delete(PODS, namespace, name, version=pod.metadata.resource_version)
             self._deleted[name] = pod.metadata.resource_version
+
+
+def followed_nodes(client: ApiClient, changed: Callable[[], None]) -> Reflector[Node]:
+    """Return a copy of the nodes that calls ``changed`` when a node came, left or changed its pool.
+
+    It does not when a kubelet has renewed the status of its node.
+    """
+    return Reflector(client, NODES, changed=changed, part=lambda node: node.metadata.labels.get(LABEL))
 
 
 @contextlib.contextmanager
