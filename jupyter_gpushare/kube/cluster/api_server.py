@@ -64,7 +64,8 @@ class ApiServer:
                 async with asyncio.timeout(_LOGIN_S):  # it may name a program that logs in
                     await load_kube_config(str(self.kubeconfig), client_configuration=found)
             except Exception as error:  # whatever a malformed file leads to
-                said = str(error) or type(error).__name__
+                # An entry of the file may follow, with its token.
+                said = str(error).partition("{")[0] or type(error).__name__
                 raise KubeError(f"{self.kubeconfig} cannot be used as a kubeconfig file: {said}") from None
         else:
             found.ssl_ca_cert = str(self.ca_file) if self.ca_file else None
