@@ -187,10 +187,10 @@ class TestKubeconfig:
             await Address(kubeconfig=file).configuration()
 
     async def test_a_secret_in_a_file_that_is_wrong_is_not_told(self, tmp_path: Path):
-        login = {"auth-provider": {"name": "oidc", "config": {"refresh-token": "secret"}}}
+        login = {"auth-provider": {"name": "oidc", "config": {"refresh-token": "hush"}}}
         with pytest.raises(KubeError, match="key client-id") as found:
             await Address(kubeconfig=self.config(tmp_path, user=login)).configuration()
-        assert "secret" not in str(found.value)
+        assert "hush" not in str(found.value)
 
     async def test_a_certificate_that_is_none(self, tmp_path: Path):
         for file in (tmp_path / "none", tmp_path):
