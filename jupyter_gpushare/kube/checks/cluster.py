@@ -310,7 +310,7 @@ async def _helpers(cluster: CheckedCluster) -> Check:
             f"{error}.", "give the broker a certificate, its key and their authority (docs/kubernetes.md)"
         )
     pods = (await cluster.client.list(PODS, kube.namespace, kube.helper_selector)).items
-    addresses = running_helpers(pods, site)
+    addresses = running_helpers(pods, settings)
     if not addresses:
         return _no_helper_runs(kube)
     silent = [node for node, address in addresses.items() if not await _answers(address)]
