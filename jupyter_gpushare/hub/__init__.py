@@ -1,7 +1,7 @@
-"""Inside JupyterHub: the spawners and the size picker of the spawn page.
+"""The part inside JupyterHub: the spawners, and the size picker of the spawn page.
 
-`GPUShareMixin` goes before any spawner class of the site:
-``class X(GPUShareMixin, SystemdSpawner)``; `JobGrace` beside it goes before one of local processes.
+A site puts `GPUShareMixin` before its own spawner class: ``class X(GPUShareMixin, SystemdSpawner)``.
+A class that runs local processes also needs `JobGrace`, after the mixin.
 """
 
 from jupyter_gpushare.hub.local import GPUShareLocalSpawner, GPUShareSimpleSpawner

@@ -1,4 +1,4 @@
-"""The Hub and the broker: the token, the pinned certificate, one pool per event loop, a start's request."""
+"""The Hub's access to the broker: token, pinned certificate, connections, and the request for a start."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ else:
     _SpawnerBase = LoggingConfigurable  # the spawner itself may not be the base of a mixin
 
 T = TypeVar("T")
-# Seconds a server without GPU waits for the broker.
+# The start of a server without a GPU waits this long for the broker.
 _NO_GPU_TIMEOUT_S = 2.0
 _NOT_SET_UP = "the Hub's GPU service is not set up (see the Hub's log)"
-# What to change where the broker answers 404 to the spawner.
+# The remedy when the broker answers 404 to the spawner.
 WRONG_PATH = (
     "write c.GPUShareMixin.broker_url without a path (the broker's socket, or https://HOST:PORT), and "
     "restart the broker where it is older than the Hub's jupyter-gpushare"
 )
 _REPORT_S = 2.0
-# A broker that the Hub starts itself comes after the Hub's own start.
+# The Hub may start the broker itself, after its own start.
 _FIRST_ANSWER_S = 60.0
 _UNKNOWN = "-"
 _TOKEN_MAX_BYTES = 4096
@@ -77,18 +77,18 @@ def connection(url: str, *, token: str, certificate: str, timeout_s: float) -> B
 
 
 def refuses_hub(error: RequestError) -> bool:
-    """Return whether the broker refuses this Hub itself, and not what a user asks for."""
+    """Return whether the broker refuses this Hub, and not only the user's request."""
     return error.reason in (NOT_THE_SPAWNER, UNVERIFIED_CHANNEL)
 
 
 def report_fault(url: str, message: str) -> None:
-    """Begin to tell the administrator, through the broker, why this Hub's spawner cannot work.
+    """Start to report to the administrator, through the broker, why this Hub's spawner cannot work.
 
-    Without a token: over its unix socket the broker knows the Hub by the uid of its process.
+    This needs no token: over its unix socket the broker identifies the Hub by the uid of its process.
     """
 
     async def report() -> None:
-        with contextlib.suppress(GpuShareError):  # the Hub's log has it too
+        with contextlib.suppress(GpuShareError):  # the Hub's log has the message too
             client = connection(url, token=_UNKNOWN, certificate="", timeout_s=_REPORT_S)
             await client.post("spawner/fault", SpawnFault(message=message), type(None), repeatable=True)
 
@@ -102,10 +102,10 @@ def _begin(work: Coroutine[Any, Any, None]) -> None:
 
 
 def check_address(url: str, certificate: str, log: logging.Logger) -> None:
-    """Begin to ask what answers at a spawner's address; the log says what to change if it is no broker."""
+    """Start to check that a broker answers at a spawner's address; if not, log what to change."""
 
     async def check() -> None:
-        with contextlib.suppress(GpuShareError):  # of a broker that does not run the log tells at each start
+        with contextlib.suppress(GpuShareError):  # each start logs that no broker runs
             client = BrokerClient(api_url(url), "", certificate=certificate, retry_s=_FIRST_ANSWER_S)
             try:
                 await client.get("health", Health)
@@ -118,10 +118,10 @@ def check_address(url: str, certificate: str, log: logging.Logger) -> None:
 
 
 def read_token(path: Path) -> str:
-    """Return the token in a file that no other user can read; of several lines, the first.
+    """Return the token on the first line of a file that no other user can read.
 
     Raises:
-        GpuShareError: there is none, or other users could read or replace it.
+        GpuShareError: there is no token, or other users could read or replace the file.
     """
     if not path.name:
         raise GpuShareError("c.GPUShareMixin.broker_token_file is not set")
@@ -136,7 +136,7 @@ def read_certificate(path: Path) -> str:
     """Return the broker's certificate (PEM).
 
     Raises:
-        GpuShareError: it cannot be read, or other users could replace it.
+        GpuShareError: the file cannot be read, holds no certificate, or other users could replace it.
     """
     try:
         with open(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb") as file:
@@ -152,10 +152,10 @@ def read_certificate(path: Path) -> str:
 
 
 def unverified(spawner: BrokerAccess) -> str:
-    """Return why the broker of a spawner's configuration cannot be verified, and what to set; empty: it can.
+    """Return why a spawner's settings cannot verify the broker, and the remedy; empty if they can.
 
-    An authority of the system vouches for a name and not for the broker: whoever can get a certificate
-    for that name would get the Hub's token.
+    The system's certificate authorities vouch for a name, not for the broker: whoever can get a
+    certificate for that name would get the Hub's token.
     """
     urls = (spawner.broker_url, spawner.server_broker_url)
     if spawner.broker_certificate_file or not any(url.startswith("https://") for url in urls):
@@ -178,8 +178,8 @@ class BrokerAccess(_SpawnerBase):
     user: Any  # from the spawner class that this one is combined with
     user_options: dict[str, Any]
 
-    # Whether `server_uid` is that of a system user, who is the user's alone: what was queued by another
-    # system user of the same name does not start.
+    # Whether `server_uid` belongs to one system user, who is the owner of the server.  Then a job that an
+    # earlier system user of the same name queued does not start.
     own_uid: ClassVar[bool] = False
     # Whether the broker may hold a lease for this server; unknown after a restart of the Hub.
     _lease_possible = True
@@ -190,7 +190,7 @@ class BrokerAccess(_SpawnerBase):
 
     @abstractmethod
     def patience_s(self) -> float:
-        """Return how many seconds a start with a GPU waits for the broker's answer."""
+        """Return the seconds that a start with a GPU waits for the broker's answer."""
 
     @abstractmethod
     def excluded_nodes(self) -> list[str]:
@@ -202,13 +202,13 @@ class BrokerAccess(_SpawnerBase):
 
     @abstractmethod
     def sees_all_gpus(self) -> bool:
-        """Return whether the server's processes can open the device file of any GPU of the machine."""
+        """Return whether the server's processes can open the device files of all GPUs of the machine."""
 
     def _identity(self) -> tuple[str, str, list[str]]:
         return self.user.name, self.name, sorted(group.name for group in self.user.groups)
 
     def _request(self, wanted: GpuRequest | None) -> SpawnRequest:
-        """Return what the broker is told of this server and its owner; ``wanted`` None: no GPU."""
+        """Return the request for this server and its owner; without a GPU if ``wanted`` is None."""
         user, server, groups = self._identity()
         return SpawnRequest(
             user=user,
@@ -221,10 +221,10 @@ class BrokerAccess(_SpawnerBase):
         )
 
     async def _ask(self, request: GpuRequest | None) -> SpawnGrant | None:
-        """Return the broker's grant; None: no GPU requested, and the broker is unreachable.
+        """Return the broker's grant, or None if no GPU is requested and the broker is unreachable.
 
         Raises:
-            SpawnException: refused, for a reason the user can read.
+            SpawnException: the start is refused; the text is for the user.
         """
         user, server, _ = self._identity()
         needed = request is not None or JOB_SERVER_NAME.fullmatch(server) is not None
@@ -253,8 +253,8 @@ class BrokerAccess(_SpawnerBase):
                 "user=%s server=%s broker unreachable: %s", user, server, str(error) or "no answer in time"
             )
             if needed:
-                said = NOT_SET_UP if isinstance(error, NotSetUp) else BROKER_DOWN
-                raise refusal(said, "broker_unavailable", 503) from None
+                message = NOT_SET_UP if isinstance(error, NotSetUp) else BROKER_DOWN
+                raise refusal(message, "broker_unavailable", 503) from None
             return None
 
     def _broker_client(self) -> BrokerClient:
@@ -278,9 +278,9 @@ class BrokerAccess(_SpawnerBase):
         """Return the broker's answer to ``request``.
 
         Raises:
-            RequestError: refused, for a reason the user can read.
-            BrokerUnavailable: no answer.
-            NotSetUp: the broker refuses this Hub, or has no such path; the log says why.
+            RequestError: the broker refuses the request; the text is for the user.
+            BrokerUnavailable: the broker does not answer.
+            NotSetUp: the broker refuses this Hub, or does not know the path; the log says why.
         """
         try:
             return await request
@@ -293,18 +293,20 @@ class BrokerAccess(_SpawnerBase):
             self._tell_administrator(f"the broker refuses the token in {self.broker_token_file}: {error}")
             raise NotSetUp(_NOT_SET_UP) from None
 
-    def _tell_administrator(self, said: str) -> None:
-        """Write what keeps this Hub from its broker to the Hub's log, and to the broker's page and health."""
-        self.log.error("user=%s server=%s no connection to the broker: %s", self.user.name, self.name, said)
-        report_fault(self.broker_url, said)
+    def _tell_administrator(self, message: str) -> None:
+        """Report a fault of this Hub in its log, and on the broker's admin page and health check."""
+        self.log.error(
+            "user=%s server=%s no connection to the broker: %s", self.user.name, self.name, message
+        )
+        report_fault(self.broker_url, message)
 
     def certificate(self) -> str:
-        """Return the certificate that the broker must show; empty: it is reached over its unix socket.
+        """Return the certificate that the broker must show; empty if only its unix socket is used.
 
         Raises:
-            GpuShareError: none is set where one is needed, or it cannot be used.
+            GpuShareError: a certificate is needed and not set, or it cannot be used.
         """
-        if said := unverified(self):
-            raise GpuShareError(said)
+        if problem := unverified(self):
+            raise GpuShareError(problem)
         path = self.broker_certificate_file
         return read_certificate(Path(path)) if path else ""

@@ -1,11 +1,11 @@
-"""JupyterHub 5.5 beside 6: what 5.5 lacks, in one place.
+"""Replacements for what JupyterHub 5.5 lacks and 6 has.
 
-6.0 brought `SpawnException`: a refusal by policy, which does not count towards the
+6.0 added `SpawnException`: a refusal by policy, which does not count towards the
 Hub's `consecutive_failure_limit`.  In 5.5 every failed start counts, and at the limit
 the Hub exits (`jupyterhub/handlers/base.py`, `_track_failure_count`).
 
-6.0 also brought `extra_user_scopes`; in 5.5 the role ``user`` is defined anew.  An empty body
-starts a server by REST in both, so the broker needs nothing of this.
+6.0 also added `extra_user_scopes`; for 5.5 the role ``user`` is redefined.  The broker needs no
+replacement: a POST with an empty body starts a server in both versions.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ try:
 except ImportError:
 
     class SpawnException(web.HTTPError):  # type: ignore[no-redef]
-        """Refusal of a start, with the arguments of JupyterHub 6."""
+        """A refused start; takes the arguments of JupyterHub 6's exception."""
 
         def __init__(
             self,
@@ -51,7 +51,7 @@ __all__ = [
     "keep_failure_count",
 ]
 
-# What the broker's service may do in the Hub; by the last two it learns of idle cullers.
+# Scopes of the broker's service in the Hub.  With the service scopes it finds idle cullers.
 SERVICE_SCOPES = ("list:services", "read:services")
 BROKER_SCOPES = (
     "list:users",
@@ -65,15 +65,15 @@ BROKER_SCOPES = (
 
 
 def keep_failure_count(spawner: Spawner) -> None:
-    """Keep a refusal that is about to be raised out of the Hub's count of failed starts."""
+    """Exclude a refusal that is about to be raised from the Hub's count of failed starts."""
     if REFUSALS_COUNT and spawner.handler is not None:
-        # The Hub adds one to this number once `start` has raised.
+        # The Hub adds one to this number when `start` has raised.
         settings: dict[str, Any] = spawner.handler.settings
         settings["failure_count"] = settings.get("failure_count", 0) - 1
 
 
 def grant_to_users(c: Any, scopes: Set[str]) -> None:
-    """Give all users of a configuration ``c`` scopes beyond the Hub's own list."""
+    """Give all users scopes in addition to the Hub's own list; ``c`` is the configuration."""
     if version_info[0] >= 6:
         c.JupyterHub.extra_user_scopes = set(c.JupyterHub.get("extra_user_scopes", ())) | scopes
         return

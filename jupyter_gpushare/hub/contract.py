@@ -1,7 +1,7 @@
-"""What a site's own spawner class has to keep: ``python -m jupyter_gpushare.hub.contract CONFIG``.
+"""Check a site's own spawner class: ``python -m jupyter_gpushare.hub.contract CONFIG``.
 
-Reads a JupyterHub configuration and checks its ``c.JupyterHub.spawner_class`` on made-up
-servers: nothing is started, and neither Hub nor broker has to run.
+The command reads a JupyterHub configuration and checks its ``c.JupyterHub.spawner_class`` on made-up
+servers.  It starts nothing, and neither the Hub nor the broker has to run.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ENVIRONMENT = {"GPUSHARE_LEASE": "contract-1", "CUDA_VISIBLE_DEVICES": "GPU-1"}
 
 
 def breaches(spawner_class: type, config: Any) -> Iterator[str]:
-    """Yield what a class does not keep, each with what to change; nothing: it keeps all."""
+    """Yield each breach of the contract by a class, with its remedy."""
     if not issubclass(spawner_class, GPUShareMixin) or not issubclass(spawner_class, Spawner):
         name = spawner_class.__name__
         yield f"{name} gives no GPUs: write `class X(GPUShareMixin, {name})`."
@@ -37,8 +37,8 @@ def breaches(spawner_class: type, config: Any) -> Iterator[str]:
     except Exception as error:
         yield f"{spawner_class.__name__} cannot be made with this configuration: {error}."
         return
-    if said := distinct.check_class(spawner_class, config):
-        yield said
+    if complaint := distinct.check_class(spawner_class, config):
+        yield complaint
     try:
         spawner.certificate()
     except GpuShareError as error:
@@ -60,7 +60,7 @@ def breaches(spawner_class: type, config: Any) -> Iterator[str]:
 
 
 def _reaches_mixin(spawner_class: type, name: str) -> bool:
-    """Whether a method comes from the mixin, or from a class before it that names ``super``."""
+    """Return whether every class before the mixin that defines a method uses ``super`` in it."""
     for each in spawner_class.__mro__:
         method = each.__dict__.get(name)
         if each is GPUShareMixin:
@@ -87,7 +87,7 @@ def _arguments(made: Callable[[str], Any]) -> Iterator[str]:
     spawner.take_grant(
         SpawnGrant(lease="contract-1", kind=Kind.TRAIN, env=_ENVIRONMENT, devices=["GPU-1"], job=job)
     )
-    # The lease stands there for the device helper, which reads command lines.
+    # The lease is there for the device helper, which reads command lines.
     if arguments := [each for each in spawner.get_args() if not each.startswith("GPUSHARE_LEASE=")]:
         yield f"get_args gives a training job arguments of a notebook server: {arguments}."
 
@@ -104,11 +104,11 @@ def _uid(made: Callable[[str], Any]) -> Iterator[str]:
 
 
 def load(path: Path) -> Config:
-    """Return what a configuration file sets.
+    """Return the configuration that a file sets.
 
     Raises:
-        FileNotFoundError: there is no such file.
-        Exception: whatever the file raises.
+        FileNotFoundError: the file does not exist.
+        Exception: the code in the file raises it.
     """
     if not path.is_file():
         raise FileNotFoundError(f"there is no file {path}")
@@ -117,7 +117,7 @@ def load(path: Path) -> Config:
 
 
 def hub_of(config: Config) -> JupyterHub:
-    """Return a Hub with this configuration, which does not run."""
+    """Return a Hub with this configuration; it is not started."""
     return JupyterHub(config=config)
 
 

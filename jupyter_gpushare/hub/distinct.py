@@ -1,7 +1,7 @@
-"""Servers of one user run side by side: what they run in needs a name of its own.
+"""Check that each server of a user has a unit, container or pod of its own.
 
-A training job is a named server.  With a unit, container or pod that is named by the
-user alone, its start replaces the user's session: SystemdSpawner 1.0 stops a unit of
+A training job is a named server.  If units, containers or pods are named after the user
+alone, the start of a job replaces the user's session: SystemdSpawner 1.0 stops a unit of
 the same name before it starts another.  The names are compared twice: on two made-up
 servers when the Hub starts (`check_at_start`), and on the user's real servers at every
 start (`GPUShareMixin.start`), which also covers names that a class computes later.
@@ -24,8 +24,8 @@ from jupyter_gpushare.hub.refusals import SettingRefused
 
 _log = logging.getLogger(__name__)
 
-# Attribute of a spawner with the name of what its server runs in, and what makes it distinct.
-# SystemdSpawner 1.0.2, DockerSpawner 14.0, KubeSpawner 7.0.
+# The attribute of a spawner that names its unit, container or pod, and the remedy if servers share it
+# (SystemdSpawner 1.0.2, DockerSpawner 14.0, KubeSpawner 7.0).
 _REMEDIES: Mapping[str, str] = MappingProxyType(
     {
         "unit_name": (
@@ -44,7 +44,7 @@ _SAMPLE_SERVERS = ("", "j0123456789-1")
 
 
 def resource_name(spawner: Any) -> str | None:
-    """Return the name of the unit, container or pod of a server; None: the class has none."""
+    """Return the name of the unit, container or pod of a server; None if its class has none."""
     for attribute in _REMEDIES:
         name = getattr(spawner, attribute, None)
         if isinstance(name, str) and name:
@@ -53,7 +53,7 @@ def resource_name(spawner: Any) -> str | None:
 
 
 def remedy(spawner: Any) -> str:
-    """Return what to set so that the names of a class's servers differ."""
+    """Return the setting that gives the servers of a class different names."""
     known = (
         text for attribute, text in _REMEDIES.items() if isinstance(getattr(spawner, attribute, None), str)
     )
@@ -63,7 +63,7 @@ def remedy(spawner: Any) -> str:
 
 
 def complaint(first: Any, second: Any) -> str:
-    """Return why two servers of one user cannot run side by side, and what to set; empty: they can."""
+    """Return why two servers of one user cannot run side by side, and the remedy; empty if they can."""
     name = first.server_resource()
     if name is None or name != second.server_resource():
         return ""
@@ -71,21 +71,21 @@ def complaint(first: Any, second: Any) -> str:
 
 
 def check_class(spawner_class: type, config: Any) -> str:
-    """Return the complaint about two made-up servers of one user with this configuration.
+    """Return the complaint about two made-up servers of one user with this configuration, or "".
 
-    A class with objects that cannot be made outside a start is not judged: the log says so.
+    A class whose objects cannot be created outside a start is not checked; the log says so.
     """
     try:
         first, second = (sample(spawner_class, config, name) for name in _SAMPLE_SERVERS)
         return complaint(first, second)
-    except Exception as error:  # of a class that is not ours
+    except Exception as error:  # from a class that is not ours
         _log.warning("%s not checked at the Hub's start: %s", spawner_class.__name__, error)
         return ""
 
 
 def sample(spawner_class: type, config: Any, server: str) -> Any:
-    """Return a spawner of this class for a user that exists, as the Hub would make it."""
-    # Spawners of system users look the name up.
+    """Return a spawner of this class, created as the Hub would, for a user that exists."""
+    # Spawners for system users look the name up.
     known = pwd.getpwuid(os.getuid()).pw_name
     user = SimpleNamespace(
         name=known, id=1, url=f"/user/{known}/", escaped_name=known, groups=[], settings={}
@@ -97,10 +97,10 @@ def sample(spawner_class: type, config: Any, server: str) -> Any:
 
 
 def check_at_start() -> None:
-    """Have the Hub of this process check its spawner class before it serves; without a Hub, do nothing.
+    """Make the Hub of this process check its spawner class before it serves; without a Hub, do nothing.
 
-    The Hub has no hook for it: it imports installed classes before it reads its configuration,
-    and makes no object of its class before the first server starts.
+    The Hub has no hook for this: it imports installed classes before it reads its configuration,
+    and creates no spawner before the first server starts.
     """
     app = sys.modules.get("jupyterhub.app")
     inner = getattr(app and app.JupyterHub, "init_tornado_settings", None)
@@ -119,20 +119,20 @@ def _check_of_hub(hub: Any) -> None:
     if not hasattr(hub.spawner_class, "server_resource"):
         return
     try:
-        made = sample(hub.spawner_class, hub.config, "")
-        broken = unverified(made)
+        spawner = sample(hub.spawner_class, hub.config, "")
+        broken = unverified(spawner)
     except SettingRefused as error:  # each start would fail with it
         hub.log.critical("%s", error)
         sys.exit(1)
-    except Exception:  # of a class that is not ours
-        check_class(hub.spawner_class, hub.config)  # the log says why nothing is checked
+    except Exception:  # from a class that is not ours
+        check_class(hub.spawner_class, hub.config)  # logs why nothing is checked
         return
-    if said := check_class(hub.spawner_class, hub.config):
-        hub.log.critical("%s A training job would replace its owner's session.", said)
+    if shared := check_class(hub.spawner_class, hub.config):
+        hub.log.critical("%s A training job would replace its owner's session.", shared)
         sys.exit(1)
     if broken:
         hub.log.critical("The broker cannot be verified: %s.", broken)
         sys.exit(1)
-    # What is wrong with a certificate is said at each start.
+    # Each start reports a certificate that cannot be used.
     with contextlib.suppress(Exception):
-        check_address(made.broker_url, made.certificate(), hub.log)
+        check_address(spawner.broker_url, spawner.certificate(), hub.log)

@@ -1,6 +1,6 @@
-"""`gpushare-docker`: a container for every server, by DockerSpawner.
+"""`gpushare-docker`: DockerSpawner with GPUs, one container per server.
 
-What a lease needs inside a container is added to the site's configuration here:
+It adds to the site's configuration what a lease needs inside a container:
 
 | what                     | how                                                                |
 |--------------------------|--------------------------------------------------------------------|
@@ -11,9 +11,9 @@ What a lease needs inside a container is added to the site's configuration here:
 | no GPU without a lease   | NVIDIA_VISIBLE_DEVICES=void, whatever the image says               |
 | one known uid            | `container_uid`, for server and broker alike                       |
 
-All users may have one uid: what keeps them apart is that no container joins a namespace of the machine
-or of another container (pid_namespaces(7): a process sees, signals and reads none outside its own).
-Settings that do are refused.
+All users may share one uid.  They are isolated because no container joins a namespace of the machine or
+of another container (pid_namespaces(7): a process cannot see, signal or read processes outside its own).
+Settings that join one are refused.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from jupyter_gpushare import channel
 from jupyter_gpushare.hub.refusals import SITE_SETTING, SettingRefused, refusal
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 
-# Docker's own time to stop a container, in seconds (`docker stop`, --time).
+# Docker's default before it kills a container that it stops (`docker stop`, --time).
 _DOCKER_STOP_S = 10
-# HostConfig of Docker's API, and the names in `extra_host_config`.
+# Names in HostConfig of Docker's API, and in `extra_host_config`.
 _NAMESPACES = {
     "PidMode": "pid_mode",
     "IpcMode": "ipc_mode",
@@ -45,7 +45,7 @@ _NAMESPACES = {
 
 
 def joins(host_config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the settings with which a container is not apart from the machine or from another container."""
+    """Yield the settings that join a container to the machine or to another container."""
     for ours, theirs in _NAMESPACES.items():
         for name in (ours, theirs):
             value = str(host_config.get(name) or "")
@@ -91,7 +91,7 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
         """,
     ).tag(config=True)
 
-    # From DockerSpawner: functions of the spawner are allowed.
+    # From DockerSpawner: a value, or a function of the spawner.
     extra_create_kwargs: Any
     extra_host_config: Any
 
@@ -136,7 +136,7 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
         """Return the uid that the server's processes will have.
 
         Raises:
-            HTTPError: 503, the site's function gives no number, or that of root; the log says so.
+            HTTPError: 503, the site's function returns no number, or root's uid; the log says so.
         """
         uid = self.container_uid(self) if callable(self.container_uid) else self.container_uid
         if type(uid) is not int or uid < 1:
@@ -147,19 +147,19 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
         return uid
 
     def get_env(self) -> dict[str, str]:
-        """Return the environment; the NVIDIA runtime gives the container the lease's devices only."""
+        """Return the environment, in which the NVIDIA runtime finds only the devices of the lease."""
         env = super().get_env()
         env["NVIDIA_VISIBLE_DEVICES"] = env["CUDA_VISIBLE_DEVICES"] or "void"
         return env
 
     def lease_mounts(self) -> dict[str, str]:
-        """Return the folders of the machine that this start needs, each with ``ro`` or ``rw``."""
+        """Return the folders of the machine to mount for this start, each with ``ro`` or ``rw``."""
         given = self._environment
         mounts = {}
         if library := given.get("LD_PRELOAD"):
             mounts[str(Path(library).parent)] = "ro"
         if folder := given.get("GPUSHARE_LEASE_DIR"):
-            # As root in its container a user could put something else in the place of the limit page.
+            # As root in its container a user could otherwise replace the limit page.
             mounts |= {folder: "ro", f"{folder}/account": "rw"}
         socket = channel.parse(given["GPUSHARE_API_URL"]).socket if "GPUSHARE_API_URL" in given else None
         if socket is not None:
@@ -168,10 +168,10 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
         return mounts
 
     def _check_alone(self, socket: Path) -> None:
-        # Mounted is the folder, not the socket: a broker that starts again makes a new one.
+        # The folder is mounted, not the socket: a broker that restarts creates a new socket.
         try:
             others = [each.name for each in socket.parent.iterdir() if not each.is_socket()]
-        except OSError:  # a Hub that is in a container itself may not see it
+        except OSError:  # a Hub that runs in a container may not see the folder
             return
         if others:
             self._tell_administrator(
@@ -182,12 +182,12 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
 
     @property
     def volume_binds(self) -> dict[str, dict[str, str]]:
-        """Return the site's volumes and the files of the lease."""
+        """Return the site's volumes and the folders of the lease."""
         ours = {path: {"bind": path, "mode": mode} for path, mode in self.lease_mounts().items()}
         return {**super().volume_binds, **ours}
 
     def host_settings(self) -> dict[str, Any]:
-        """Return the settings of the container that this start needs, beside those of the site."""
+        """Return the container settings that this start adds to the site's."""
         grant = self._grant
         if grant is None or grant.lease is None or not self.device_requests:
             return {}
@@ -201,11 +201,11 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
         """Create the container with the settings of this start."""
         site = self.extra_host_config, self.extra_create_kwargs
         host_config = {
-            "cgroupns": "private",  # with cgroup v1 an engine's default is the machine's
+            "cgroupns": "private",  # with cgroup v1 the default is the machine's namespace
             **await self._evaluated(self.extra_host_config),
             **self.host_settings(),
         }
-        # A function, so that `docker` judges it: the refusal is for the user to read.
+        # A function passes the trait's check, so that `docker` refuses it with a text for the user.
         self.extra_host_config = lambda _: host_config
         self.extra_create_kwargs = {
             **await self._evaluated(self.extra_create_kwargs),
@@ -217,12 +217,12 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
             self.extra_host_config, self.extra_create_kwargs = site
 
     def docker(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call Docker; a container that is not apart from others is not created.
+        """Call Docker, but refuse to create a container that joins a namespace.
 
         Raises:
-            HTTPError: 503, a setting of the site joins a namespace; the log says which.
+            HTTPError: 503, a setting of the site joins a namespace; the log names it.
         """
-        # What functions and templates of the site made of their settings is known only here.
+        # Only now are the site's functions and templates evaluated.
         wrong = joins(kwargs["host_config"]) if method == "create_container" else ()
         if settings := ", ".join(wrong):
             self._tell_administrator(
@@ -233,7 +233,7 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
         return super().docker(method, *args, **kwargs)
 
     async def _evaluated(self, setting: Any) -> dict[str, Any]:
-        """Return a setting of the site, which may be a function of the spawner."""
+        """Return the value of a site's setting, which may be a function of the spawner."""
         value = setting(self) if callable(setting) else setting
         return dict(await value if hasattr(value, "__await__") else value)
 
@@ -242,5 +242,4 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
         if self.stop_grace_s <= _DOCKER_STOP_S:
             await super().stop_object()
             return
-        # A job's grace period: SIGKILL comes after it.
         await self.docker("stop", self.container_id, timeout=int(self.stop_grace_s))

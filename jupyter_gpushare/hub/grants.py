@@ -1,4 +1,4 @@
-"""What a grant changes in a server: its command, its variables, its memory limit, the time of its end."""
+"""What a grant changes in a server: its command, variables, memory limit and grace period."""
 
 from __future__ import annotations
 
@@ -20,15 +20,14 @@ from jupyter_gpushare.hub.refusals import BAD_GRANT, refusal
 from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.protocol.wire import SpawnGrant, encode_ascii
 
-# ---- the variables that a grant may set in a server: names and shapes of values, checked by the Hub
-# The Hub, often root, puts the broker's answer into the environment of a process
-# of a user.  A broker that is taken over must not get code into it that way, so
-# everything that is not in `ALLOWED` is refused, and the library for LD_PRELOAD
-# must be one that only root or the Hub's user can change.
+# ---- the variables that a grant may set in a server
+# The Hub, often root, puts the broker's answer into the environment of a user's process.  A broker that
+# an attacker controls must not inject code that way.  So the Hub refuses every name and value that
+# `ALLOWED` does not have, and a library for LD_PRELOAD that others than root or the Hub's user can change.
 
 _BOOLEAN = "true|false"
-# A path without the separators of LD_PRELOAD (blanks, colons) and without "..".  On Kubernetes the name
-# begins with a digest of the library (`native.install_preload`).
+# A path without the separators of LD_PRELOAD (blanks, colons) and without "..".  On Kubernetes the file
+# name begins with a digest of the library (`native.install_preload`).
 _LIBRARY = rf"(/(?!\.\.?/)[^/\s:;$]+)+/([0-9a-f]{{16}}-)?{re.escape(PRELOAD_NAME)}"
 
 ALLOWED: Mapping[str, re.Pattern[str]] = MappingProxyType(
@@ -38,7 +37,7 @@ ALLOWED: Mapping[str, re.Pattern[str]] = MappingProxyType(
             "GPUSHARE_LEASE": r"[a-z0-9][a-z0-9-]{0,63}",
             "GPUSHARE_LEASE_DIR": r"(/(?!\.\.?(/|$))[^/\x00-\x1f\x7f]+)+",
             "GPUSHARE_MEMORY_LIMIT": r"[0-9]{1,16}",
-            # UUIDs of NVML; older drivers name MIG instances MIG-GPU-<uuid>/<gi>/<ci>.
+            # NVML's UUIDs; older drivers name MIG instances MIG-GPU-<uuid>/<gi>/<ci>.
             "CUDA_VISIBLE_DEVICES": r"((GPU|MIG)-[0-9A-Za-z/-]{1,80}(,(?!$)|$)){1,64}",
             "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
             "LD_PRELOAD": _LIBRARY,
@@ -48,15 +47,15 @@ ALLOWED: Mapping[str, re.Pattern[str]] = MappingProxyType(
     }
 )
 _MAX_VALUE_LENGTH = 8_192
-# The runner's time after its command has ended: killing descendants, reporting.
+# Time for the runner to kill descendants and to report, after its command has ended.
 _RUNNER_MARGIN_S = 20.0
 
 
 def checked(given: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of a grant.
+    """Return the variables of a grant, if all are allowed.
 
     Raises:
-        GpuShareError: a name that a grant may not set, or a value of another shape.
+        GpuShareError: a grant may not set a variable, or not to this value.
     """
     for name, value in given.items():
         shape = ALLOWED.get(name)
@@ -65,24 +64,23 @@ def checked(given: Mapping[str, str]) -> dict[str, str]:
         if len(value) > _MAX_VALUE_LENGTH or not shape.fullmatch(value):
             raise GpuShareError(f"a grant may not set {name} to {value[:100]!r}")
     library = Path(given.get("LD_PRELOAD", "/"))
-    # One that is not here lies in the image of a container.
+    # A library that is not on this machine is in a container's image.
     if library.is_file() and (why := channel.writer_of(library.resolve(), {0, os.geteuid()})):
         raise GpuShareError(f"{library} may not be loaded into servers: {why}")
     return dict(given)
 
 
 # ---- host memory -------------------------------------------------------------
-# Host memory for sessions that sleep: GPU memory that is suspended moves into its server's memory limit.
-#
-# The device helper suspends nothing that does not fit into the limit (`gpu/leases/host_memory.py`), so a
-# site would have to add the largest GPU part to `mem_limit`, for users without a GPU as well.
+# A suspended lease keeps its GPU memory in host memory, which counts towards its server's memory limit.
+# The device helper suspends only what fits into the limit (`gpu/leases/host_memory.py`).  Without this
+# code a site would have to add the largest GPU size to `mem_limit`, also for users without a GPU.
 
 
 def saved_bytes(grant: SpawnGrant | None) -> int:
-    """Return the host memory that the whole GPU memory of a lease takes while it sleeps."""
+    """Return the bytes of host memory that a lease takes while it is suspended with all its GPU memory."""
     if grant is None or grant.lease is None or any(device.startswith("MIG-") for device in grant.devices):
         return 0  # the driver cannot suspend a process on a MIG instance
-    # As the device helper counts it: 5 % beside the bytes themselves.
+    # The device helper adds 5 % too.
     return grant.memory_limit_bytes + grant.memory_limit_bytes // 20
 
 
@@ -108,16 +106,16 @@ class GrantedServer(BrokerAccess):
 
     _grant: SpawnGrant | None = None
     _environment: dict[str, str] = {}
-    _asking = False  # the broker has not answered yet
+    _asking = False  # the start waits for the broker's answer
 
     @abstractmethod
     def _add_progress(self, percent: int, message: str) -> None: ...
 
     async def _start_with(self, grant: SpawnGrant | None) -> Any:
-        """Start the server, or the runner of a job, as the holder of a grant.
+        """Start the server, or the runner of a job, with its grant.
 
         Raises:
-            SpawnException: as `take_grant`.
+            SpawnException: the grant sets a variable that it may not set.
         """
         self.take_grant(grant)
         if grant is not None and grant.message:
@@ -133,10 +131,10 @@ class GrantedServer(BrokerAccess):
             self.cmd = site_cmd
 
     def take_grant(self, grant: SpawnGrant | None) -> None:
-        """Make the broker's answer that of this start: its variables, and a job's grace period.
+        """Use the broker's answer for this start: its variables, and a job's grace period.
 
         Raises:
-            SpawnException: it sets a variable that a grant may not set.
+            SpawnException: the grant sets a variable that it may not set.
         """
         self._grant = grant
         self._environment = self._checked_environment(grant)
@@ -146,7 +144,7 @@ class GrantedServer(BrokerAccess):
         """Return the variables that the grant sets.
 
         Raises:
-            SpawnException: one that a grant may not set; the log names it.
+            SpawnException: the grant sets a variable that it may not set; the log names it.
         """
         api = self.server_broker_url or self.broker_url
         try:
@@ -159,13 +157,13 @@ class GrantedServer(BrokerAccess):
         return {**given, "GPUSHARE_API_URL": channel.api_url(api)}
 
     async def _start_server(self) -> Any:
-        """Start the server with the grant that is there by now, as the class beneath does."""
+        """Start the server as the base class does; its grant is set by now."""
         with self.memory_for_sleep(self._grant):
             return await super().start()
 
     @contextmanager
     def memory_for_sleep(self, grant: SpawnGrant | None) -> Iterator[None]:
-        """Have `mem_limit` hold the GPU memory of a lease as well, where it limits anything."""
+        """Add the GPU memory of a lease to `mem_limit`, if the site sets one, within a ``with`` block."""
         site = self.mem_limit
         if site and self.add_gpu_memory_to_mem_limit:
             self.mem_limit = site + saved_bytes(grant)
@@ -175,17 +173,17 @@ class GrantedServer(BrokerAccess):
             self.mem_limit = site
 
     def get_args(self) -> list[str]:
-        """Return the arguments of the server, or of the runner where the grant has a job."""
+        """Return the arguments of the server, or of the runner if the grant has a job."""
         grant = self._grant
         if grant is None or grant.job is None:
             args: list[str] = super().get_args()
             return args
-        # Nothing of a notebook server's.  The runner hides its environment: from this argument a
-        # device helper without root learns its lease (gpu/leases/processes.py).
+        # No argument of a notebook server.  The runner hides its environment, so a device helper that
+        # is not root finds the lease in this argument (gpu/leases/processes.py).
         return [f"GPUSHARE_LEASE={grant.lease}"]
 
     def get_env(self) -> dict[str, str]:
-        """Return the environment of the server with that of its grant."""
+        """Return the environment of the server with the variables of its grant."""
         env: dict[str, str] = super().get_env()
         for name in ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "GPUSHARE_MEMORY_LIMIT", "GPUSHARE_JOB"):
             env.pop(name, None)
@@ -193,7 +191,7 @@ class GrantedServer(BrokerAccess):
         ours, theirs = given.pop("LD_PRELOAD", ""), env.get("LD_PRELOAD", "")
         env.update(given)
         if ours:
-            # First in order, so that the site's libraries resolve the driver through it.
+            # First, so that the site's libraries resolve the driver through it.
             env["LD_PRELOAD"] = f"{ours}:{theirs}" if theirs else ours
         if grant is None or grant.lease is None:
             return {**env, "CUDA_VISIBLE_DEVICES": ""}
@@ -204,14 +202,14 @@ class GrantedServer(BrokerAccess):
         return env
 
     def get_state(self) -> dict[str, Any]:
-        """Return what the Hub stores, with the grace period of a job."""
+        """Return the state that the Hub stores, with the grace period of a job."""
         state: dict[str, Any] = super().get_state()
         if self._grant is not None and self._grant.job is not None:
             state["gpushare_grace_s"] = self._grant.job.grace_s
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what the Hub stored, with the grace period of a job."""
+        """Take over the state that the Hub stored, with the grace period of a job."""
         super().load_state(state)
         self._set_stop_grace(state.get("gpushare_grace_s"))
 

@@ -1,14 +1,13 @@
 """Limits of memory and processes for servers and jobs that are local processes.
 
-With `cgroup_root` each server has a cgroup (v2) of its own, with `mem_limit` as its
-memory.max, no swap beside it, and `processes_limit` as its pids.max; the kernel keeps all its
-descendants there.  It belongs to the Hub, so a server with another uid cannot leave it.  It is
-removed after the server; one in which processes were left is removed at a later start, once
-it is empty.
+With `cgroup_root` each server has a cgroup (v2) of its own: memory.max is `mem_limit`, swap is
+off, and pids.max is `processes_limit`.  The kernel keeps all descendants in it.  The cgroup
+belongs to the Hub, so a server with another uid cannot leave it.  The Hub removes it after the
+server's end, or, if processes remain in it, at a later start when it is empty.
 
-Without `cgroup_root` the kernel counts processes per user (RLIMIT_NPROC), where the server
-has a uid of its own, and memory is not limited: RLIMIT_AS would count what CUDA only
-reserves, and no program could use a GPU.
+Without `cgroup_root` the kernel counts processes per user (RLIMIT_NPROC), if servers have a uid
+other than the Hub's.  Memory is not limited then: RLIMIT_AS would count what CUDA only reserves,
+and no program could use a GPU.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ from traitlets.config import LoggingConfigurable
 
 from jupyter_gpushare.hub.refusals import NO_LIMITS, refusal
 
-# A process joins its cgroup well within this time after that was made.
+# A new cgroup may stay empty this long, until its process joins it.
 START_S = 60.0
 
 
 class LimitedProcesses(LoggingConfigurable):
-    """Goes before `LocalProcessSpawner` or a class that derives from it."""
+    """Mixin in front of `LocalProcessSpawner`, or of a class that derives from it."""
 
     cgroup_root = Unicode(
         "",
@@ -62,15 +61,15 @@ class LimitedProcesses(LoggingConfigurable):
     mem_limit: int | None
     name: str
     user: Any
-    server_uid: Callable[[], int]  # of the uid that the server's processes will have
+    server_uid: Callable[[], int]  # returns the uid that the server's processes will have
     _environment: dict[str, str]
     _tell_administrator: Callable[[str], None]
 
     _cgroup = ""
-    _left: ClassVar[set[str]] = set()  # cgroups of ended servers that could not be removed
+    _leftover: ClassVar[set[str]] = set()  # cgroups of ended servers that could not be removed
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
-        """Return what the new process runs first: it takes its limits, then goes on as before.
+        """Return the function that a new process runs first: it sets the limits, then runs the site's own.
 
         Raises:
             SpawnException: the limits cannot be set; the log says why.
@@ -106,41 +105,41 @@ class LimitedProcesses(LoggingConfigurable):
             OSError: it cannot be created or limited.
         """
         root, lease = Path(self.cgroup_root), self._environment.get("GPUSHARE_LEASE")
-        # The device helper takes a process in the first of these for one of the lease.
+        # The device helper assigns a process in "gpushare-LEASE" to that lease.
         user, server = (quote(name, safe="") for name in (self.user.name, self.name))
         own = f"gpushare-{lease}" if lease else f"server-{user}:{server}"
         _write(root / "cgroup.subtree_control", "+memory +pids")
-        self._remove_left(root)
+        self._remove_leftover(root)
         (root / own).mkdir(exist_ok=True)
-        self._left.discard(str(root / own))
+        self._leftover.discard(str(root / own))
         _write(root / own / "memory.max", str(self.mem_limit or "max"))
         with suppress(FileNotFoundError):  # a kernel without swap
             _write(root / own / "memory.swap.max", "0" if self.mem_limit else "max")
         _write(root / own / "pids.max", str(self.processes_limit or "max"))
         return root / own
 
-    def _remove_left(self, root: Path) -> None:
-        """Remove cgroups of ended servers; the kernel refuses one with processes.
+    def _remove_leftover(self, root: Path) -> None:
+        """Remove the cgroups of ended servers; the kernel refuses to remove one with processes.
 
-        Those that this Hub could not remove, and those without a lease that an earlier Hub left: an
-        empty one of a lease may be the device helper's.
+        These are the cgroups that this Hub could not remove, and the `server-*` ones of an earlier Hub.
+        A `gpushare-*` cgroup that is empty may be in use by the device helper.
         """
         for folder in root.glob("server-*"):
             with suppress(OSError):
                 if time.time() - folder.stat().st_mtime > START_S:
-                    self._left.add(str(folder))
-        for left in list(self._left):
-            self._remove(left)
+                    self._leftover.add(str(folder))
+        for cgroup in list(self._leftover):
+            self._remove(cgroup)
 
     def _remove(self, cgroup: str) -> None:
         try:
             os.rmdir(cgroup)
         except FileNotFoundError:
-            self._left.discard(cgroup)
+            self._leftover.discard(cgroup)
         except OSError:  # processes are still in it
-            self._left.add(cgroup)
+            self._leftover.add(cgroup)
         else:
-            self._left.discard(cgroup)
+            self._leftover.discard(cgroup)
 
     async def run_post_stop_hook(self) -> None:
         """Remove the cgroup, then run the site's hook."""
@@ -151,17 +150,17 @@ class LimitedProcesses(LoggingConfigurable):
             await result
 
     def get_state(self) -> dict[str, Any]:
-        """Return what the Hub stores, with the cgroup."""
+        """Return the state that the Hub stores, with the cgroup."""
         state: dict[str, Any] = super().get_state()  # type: ignore[misc]
         return {**state, "gpushare_cgroup": self._cgroup} if self._cgroup else state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what the Hub stored, with the cgroup."""
+        """Take over the state that the Hub stored, with the cgroup."""
         super().load_state(state)  # type: ignore[misc]
         self._cgroup = state.get("gpushare_cgroup", "")
 
 
 def _write(path: Path, text: str) -> None:
-    # Never creates: a file that the kernel does not have is missing here.
+    # Without O_CREAT: a file that this kernel does not have stays missing.
     with open(os.open(path, os.O_WRONLY), "w", encoding="ascii") as file:
         file.write(text)

@@ -24,28 +24,28 @@ from jupyter_gpushare.hub.process import PidCheckedSpawner
 from jupyter_gpushare.hub.refusals import refusal
 from jupyter_gpushare.hub.spawner import GPUShareMixin
 
-# ---- files that the Hub hands to a system user: written by a process of that user
-# The Hub is often root, and what is in a home belongs to its owner: a folder there may be a link to any
-# other.  So root writes, moves and chowns nothing in it.
+# ---- files for a system user, written by a process of that user
+# The Hub is often root, and a folder in a user's home may be a link to any other folder.  So root writes,
+# moves and chowns nothing there.
 
 WRITE_S = 10.0
-# $1: the folder, $2: the file, $3: its bytes.  Renamed, so that a reader finds one whole version.
-# A Hub that ends meanwhile closes the pipe, and this ends with what had come by then.
+# $1 is the folder, $2 the file, $3 its size in bytes.  The file is renamed into place, so that a reader
+# finds a whole version; its size is checked because the pipe closes early if the Hub ends.
 _WRITE = (
     'umask 077 && mkdir -p "$1" && new=$(mktemp "$1/.XXXXXX") && cat > "$new" && '
     '[ "$(wc -c < "$new")" -eq "$3" ] && mv -f "$new" "$1/$2" || { rm -f "$new"; false; }'
 )
-_SAID_BYTES = 500
-_KILLED_S = 1.0
+_STDERR_BYTES = 500
+_KILL_WAIT_S = 1.0
 
 
 async def write_as(user: str, path: Path, content: bytes) -> None:
-    """Write a file of ``user``, mode 0600, and the folders above it that are missing.
+    """Write a file as ``user``, with mode 0600, and create missing folders above it.
 
     Raises:
         GpuShareError: the user's process could not write it, or not within `WRITE_S`.
     """
-    errors, stderr = os.pipe()  # what is not read stays in the kernel, which takes 64 KiB at most
+    errors, stderr = os.pipe()  # the kernel buffers 64 KiB, so the process never blocks
     try:
         os.set_blocking(errors, False)
         try:
@@ -62,10 +62,10 @@ async def write_as(user: str, path: Path, content: bytes) -> None:
             os.close(stderr)
         await _feed(process, path, content)
         if process.returncode:
-            said = b""
-            with contextlib.suppress(BlockingIOError):  # nothing, and a process of its own is left
-                said = os.read(errors, _SAID_BYTES)
-            raise GpuShareError(f"{path} cannot be written: {said.decode(errors='replace').strip()}")
+            output = b""
+            with contextlib.suppress(BlockingIOError):  # no output, and a child still has the pipe open
+                output = os.read(errors, _STDERR_BYTES)
+            raise GpuShareError(f"{path} cannot be written: {output.decode(errors='replace').strip()}")
     finally:
         os.close(errors)
 
@@ -80,13 +80,13 @@ async def _feed(process: asyncio.subprocess.Process, path: Path, content: bytes)
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            with contextlib.suppress(TimeoutError):  # one that waits for a disk does not even die
-                async with asyncio.timeout(_KILLED_S):
+            with contextlib.suppress(TimeoutError):  # a process that waits for a disk cannot be killed
+                async with asyncio.timeout(_KILL_WAIT_S):
                     await process.wait()
 
 
 def _identity(user: str) -> dict[str, Any]:
-    """Return the arguments that make a process one of the user's; none where the Hub is that user."""
+    """Return the arguments that run a process as the user; none if the Hub is not root or the user is."""
     entry = pwd.getpwnam(user)
     if os.geteuid() != 0 or entry.pw_uid == 0:
         return {}
@@ -101,7 +101,7 @@ def uid_of(user: str) -> int:
     """Return the uid of a system user.
 
     Raises:
-        SpawnException: the system does not know this name.
+        SpawnException: no system user has this name.
     """
     try:
         return pwd.getpwnam(user).pw_uid
@@ -110,7 +110,7 @@ def uid_of(user: str) -> int:
 
 
 def _contents(paths: Mapping[str, str]) -> tuple[bytes, bytes]:
-    """Return key and certificate as one file, and the authorities to believe."""
+    """Return the key and certificate as one file, and the certificates of the trusted authorities."""
     key, certificate, authorities = (
         Path(paths[name]).read_bytes() for name in ("keyfile", "certfile", "cafile")
     )
@@ -132,20 +132,20 @@ class GPUShareLocalSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, L
         return True
 
     async def move_certs(self, paths: Mapping[str, str]) -> dict[str, str]:
-        """Return copies of a server's certificates in its owner's home (`JupyterHub.internal_ssl`).
+        """Copy a server's certificates to its owner's home (`JupyterHub.internal_ssl`); return the paths.
 
-        Two files for all servers of a user, which any of them may read at any time: key and certificate
-        are one file, so that they always belong together.  The stock class moves them, as root, into a
+        All servers of a user share two files and may read them at any time.  The key and the certificate
+        are in one file, so that they always match.  The stock class moves the files, as root, into a
         folder that it empties and gives to the user.
 
         Raises:
-            SpawnException: the user's home takes no files.
+            SpawnException: the files cannot be written to the user's home.
         """
         name = self.user.name
         uid_of(name)
         folder = Path(pwd.getpwnam(name).pw_dir) / ".jupyterhub" / "jupyterhub-certs"
         pair, authorities = folder / "server.pem", folder / "authorities.pem"
-        # Read at once: the next start of a server of this user overwrites them.
+        # Read now: the next start of a server of this user overwrites the sources.
         own, trusted = _contents(paths)
         try:
             await write_as(name, authorities, trusted)
@@ -168,10 +168,10 @@ class GPUShareSimpleSpawner(GPUShareMixin, LimitedProcesses, PidCheckedSpawner, 
 
 
 def warn_of_unknown_users() -> None:
-    """Have the Hub of this process start though its configuration names users that the system lacks.
+    """Make the Hub of this process start although its configuration names users that the system lacks.
 
-    JupyterHub ends where ``load_groups`` or ``load_roles`` names one (``LocalAuthenticator.add_user``): a
-    user that was removed, or every user while the machine's directory service is away.
+    JupyterHub exits if ``load_groups`` or ``load_roles`` names such a user (``LocalAuthenticator.add_user``):
+    one that was removed, or any user while the machine's directory service is down.
     """
     app = sys.modules.get("jupyterhub.app")
     inner = getattr(app and app.JupyterHub, "_get_or_create_user", None)
@@ -183,7 +183,7 @@ def warn_of_unknown_users() -> None:
         try:
             return await inner(hub, username, hint)
         except KeyError:
-            # It is in the database by then.
+            # The inner function adds the user to the database before it raises.
             user, known = orm.User.find(hub.db, username), hub.authenticator
             is_ours = issubclass(hub.spawner_class, GPUShareMixin) and user is not None
             if not is_ours or not isinstance(known, LocalAuthenticator):

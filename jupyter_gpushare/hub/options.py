@@ -1,11 +1,10 @@
-"""``user_options["gpushare"]``: what a user asked for, from the form or the REST API.
+"""``user_options["gpushare"]``: a user's request for a GPU, from the form or the REST API.
 
-Nothing about it can be trusted, and it comes back from the Hub's database at
-later starts, so `read` checks type and range every time.  Rights and capacity are
-the broker's to judge.
+The options cannot be trusted, and later starts get them from the Hub's database, so `read` checks
+types and ranges every time.  The broker checks rights and capacity.
 
-The form's own fields (`SIZE_FIELD`, ...) are turned into the same options by
-`from_form`; what is wrong in them is said by `read`, once, for both ways.
+`from_form` turns the fields of the form (`SIZE_FIELD`, ...) into the same options.  `read` checks
+them, however they came.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from jupyter_gpushare.protocol.wire import TICKET_OPTION, GpuRequest, decode
 KEY = "gpushare"
 OWN = frozenset((KEY, TICKET_OPTION))
 PROJECT_FIELD = "gpushare_project"
-SIZE_FIELD = "gpushare_size"  # followed by : and the project, where there are several
+SIZE_FIELD = "gpushare_size"  # followed by : and the project
 MEMORY_FIELD = "gpushare_memory"
 EXACT_MEMORY = "memory"  # value of a size: the amount is in the memory field
 
@@ -30,17 +29,17 @@ _TICKET_CHARS = 200
 
 
 def read(user_options: Mapping[str, Any]) -> GpuRequest | None:
-    """Return the request for a GPU in a server's options; None: no GPU is asked for.
+    """Return the request for a GPU in a server's options; None if it wants no GPU.
 
     Raises:
-        InvalidRequest: not of the right shape or out of range; the text is for the user.
+        InvalidRequest: the options are malformed or out of range; the text is for the user.
     """
     given = user_options.get(KEY)
     if given is None or given == {}:
         return None
     if not isinstance(given, Mapping):
         raise InvalidRequest(f'the option "{KEY}" is an object like {{"fraction": "0.5"}}')
-    # People write numbers where a text is meant; 0.5 means "0.5", exactly.
+    # Users may write a number for the fraction; 0.5 means exactly "0.5".
     plain = {
         key: str(value) if key == "fraction" and type(value) in (int, float) else value
         for key, value in given.items()
@@ -56,7 +55,7 @@ def read(user_options: Mapping[str, Any]) -> GpuRequest | None:
 
 
 def ticket(user_options: Mapping[str, Any]) -> str:
-    """Return what the broker gave to the Hub with the request to start a job's server; empty: nothing."""
+    """Return the broker's ticket from its request to start a job's server; empty if there is none."""
     given = user_options.get(TICKET_OPTION, "")
     return given if isinstance(given, str) and len(given) <= _TICKET_CHARS else ""
 
@@ -69,12 +68,12 @@ def _json(plain: Mapping[str, Any]) -> bytes:
 
 
 def size_field(project: str) -> str:
-    """The name of the form field with the size chosen within a project."""
+    """Return the name of the form field with the chosen size within a project."""
     return f"{SIZE_FIELD}:{project}"
 
 
 def memory_field(project: str) -> str:
-    """The name of the form field with an exact amount of memory within a project."""
+    """Return the name of the form field with an exact amount of memory within a project."""
     return f"{MEMORY_FIELD}:{project}"
 
 
@@ -86,7 +85,7 @@ def split_form(form: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]
 
 
 def from_form(fields: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
-    """Return ``user_options["gpushare"]`` for what was chosen on the spawn page.
+    """Return ``user_options["gpushare"]`` for the choice on the spawn page.
 
     Raises:
         InvalidRequest: the fields are not from our form.

@@ -1,5 +1,5 @@
 // Keeps the cards of the spawn page current, and waits for a size that is not free.
-// It asks for this page again, through the Hub, and takes over what has changed; inputs stay as they are.
+// It requests this page again, through the Hub, and takes over what has changed; inputs stay as they are.
 document.addEventListener("DOMContentLoaded", () => {
   "use strict";
   const root = document.querySelector(".gpushare");
@@ -8,7 +8,7 @@ document.addEventListener("DOMContentLoaded", () => {
   const LIVE = "X-GPUShare-Live";
   const PAUSE_MS = 10000;
   const WAITING_PAUSE_MS = 5000;
-  const MOST_PAUSE_MS = 30000;
+  const MAX_PAUSE_MS = 30000;
   const START_WHEN_FREE = "Start when it is free";
   const NO_ANSWER = "The Hub does not answer just now; your place is asked for again.";
   const memory = `gpushare-waits ${location.pathname}`;
@@ -21,7 +21,7 @@ document.addEventListener("DOMContentLoaded", () => {
   let wanted = null; // what this page waits for: {project, field, value}
   let timer = 0;
   let failures = 0;
-  let answered = Promise.resolve(); // every request before this moment
+  let answered = Promise.resolve(); // settles when every earlier request is answered
 
   const radios = (within) => [...within.querySelectorAll("input[type=radio]")];
   const same = (a, b) => a.name === b.name && a.value === b.value;
@@ -44,13 +44,13 @@ document.addEventListener("DOMContentLoaded", () => {
   }
 
   function takeOver(fresh) {
-    const news = radios(fresh);
+    const freshRadios = radios(fresh);
     for (const radio of radios(root)) {
-      const now = news.find((x) => same(x, radio));
+      const now = freshRadios.find((x) => same(x, radio));
       const about = radio.closest("label")?.querySelector(".gpushare-about");
       if (!now || !about) continue;
       radio.toggleAttribute("data-waits", canWait(now));
-      // A chosen size stays chosen: without it the form would start a server without GPU.
+      // A chosen size stays enabled: otherwise the form would start a server without a GPU.
       radio.disabled = now.disabled && !canWait(now) && !radio.checked;
       about.replaceChildren(...now.closest("label").querySelector(".gpushare-about").childNodes);
     }
@@ -65,10 +65,10 @@ document.addEventListener("DOMContentLoaded", () => {
     labelStart();
   }
 
-  function remember(what) {
-    wanted = what;
+  function remember(choice) {
+    wanted = choice;
     try {
-      if (what) sessionStorage.setItem(memory, JSON.stringify(what));
+      if (choice) sessionStorage.setItem(memory, JSON.stringify(choice));
       else sessionStorage.removeItem(memory);
     } catch {
       // Without storage a reload gives the place up.
@@ -111,7 +111,7 @@ document.addEventListener("DOMContentLoaded", () => {
     } else say(text);
   }
 
-  // One after the other: a request to leave the queue must not pass the one that joins it.
+  // Requests run one after the other: one that leaves the queue must not overtake one that joins it.
   function request(live) {
     const answer = answered.then(() => fetch(location.pathname, { headers: { [LIVE]: live }, cache: "no-store" }));
     answered = answer.catch(() => {});
@@ -128,7 +128,7 @@ document.addEventListener("DOMContentLoaded", () => {
       const fresh = page.querySelector(".gpushare");
       if (!answer.ok) throw new Error(answer.statusText);
       if (!fresh) {
-        // The server runs by now, or the login is over: the Hub shows which.
+        // The server runs by now, or the login has expired: the Hub shows which.
         if (asked) location.reload();
         return;
       }
@@ -143,10 +143,10 @@ document.addEventListener("DOMContentLoaded", () => {
 
   function plan() {
     clearTimeout(timer);
-    // A hidden page that waits for nothing asks for nothing.
+    // A hidden page that waits for nothing sends no requests.
     if (!wanted && document.hidden) return;
     const pause = (wanted ? WAITING_PAUSE_MS : PAUSE_MS) * 2 ** failures;
-    timer = setTimeout(ask, Math.min(pause, MOST_PAUSE_MS));
+    timer = setTimeout(ask, Math.min(pause, MAX_PAUSE_MS));
   }
 
   document.addEventListener(
@@ -182,7 +182,7 @@ document.addEventListener("DOMContentLoaded", () => {
       ask();
     }
   } catch {
-    // What was stored is not ours.
+    // The stored value is not ours.
   }
   labelStart();
   plan();

@@ -1,9 +1,8 @@
-"""The spawn page's part of ours: what could start now, as a plain form.
+"""The size picker of the spawn page: a plain form with the sizes that the broker offers.
 
-A pure function of the broker's offers.  The page works without JavaScript: one
-group of radio buttons per project; with several projects a select shows the
-chosen project's group (where the browser knows ``:has``, else all are shown,
-each under its heading).
+The form is a pure function of the broker's offers, and works without JavaScript.  It has
+one group of radio buttons per project.  With several projects a select shows the chosen
+project's group.  A browser without ``:has`` shows all groups, each under its heading.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingPlace:
-    """Where a session is that waits for its start, as the page's script asked."""
+    """The place of a waiting session in the queue, as the page's script asked for it."""
 
     state: Literal["waiting", "ready", "unknown", "refused"]
     sentence: str
@@ -71,7 +70,7 @@ class WaitingPlace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
-    """Part of the bar: what so many GPUs of the machine are doing."""
+    """A part of the bar that shows how the machine's GPUs are used."""
 
     percent: float
     style: str
@@ -98,9 +97,9 @@ def render(
 ) -> str:
     """Return the HTML of the picker.
 
-    ``last`` is the user's last choice (as in `options`), preselected where it can
-    start; without one, a fraction of the project's own quota is preselected.
-    ``trouble`` says why there are no offers; ``place`` is what the script asked for.
+    ``last`` is the user's last choice (as in `options`).  It is preselected if it can start; without one,
+    `_first_choice` is.  ``trouble`` is the reason why there are no offers.  ``place`` is the answer to
+    the page's script.
     """
     groups = [_group(each, last) for each in offers] or [_bare_group()]
     chosen = last.get("project")
@@ -160,12 +159,12 @@ def _no_gpu_card(*, checked: bool, jobs: bool) -> Card:
 
 
 def _sentence(text: str) -> str:
-    """Return a reason as it stands by itself: capital letter, full stop."""
+    """Return a reason as a sentence: with a capital letter and a full stop."""
     return text[:1].upper() + text[1:] + ("" if text.endswith((".", "!", "?")) or not text else ".")
 
 
 def _comparable(chosen: Mapping[str, Any]) -> dict[str, str]:
-    """Return a choice so that 0.5 and "1/2" are equal; whatever it holds, it does not fail."""
+    """Return a choice in a form in which 0.5 and "1/2" are equal; never fails."""
     found = {key: str(value) for key, value in chosen.items() if key != "project" and value is not None}
     with contextlib.suppress(KeyError, InvalidRequest):
         found["fraction"] = str(parse_fraction(found["fraction"]))
@@ -173,9 +172,10 @@ def _comparable(chosen: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _first_choice(offers: Sequence[Offer]) -> Mapping[str, Any]:
-    """Return the options of a first visit: the largest guaranteed part of a GPU that starts now.
+    """Return the options to preselect on a first visit.
 
-    Without parts, the smallest guaranteed size; without those, no GPU.
+    These are the largest guaranteed part of a GPU that starts now, else the smallest guaranteed size
+    that starts now, else no GPU.
     """
     guaranteed = sorted(
         (offer for offer in offers if offer.guaranteed and offer.starts == "now"),

@@ -1,8 +1,7 @@
 """Identify a process by pid, start time and boot id, because pids are reused.
 
-`PidCheckedSpawner` keeps a `LocalProcessSpawner` correct across restarts of the
-Hub: the stock class takes any process with the remembered pid for the user's
-server, and signals it.
+`PidCheckedSpawner` keeps a `LocalProcessSpawner` correct when the Hub restarts.  The
+stock class mistakes any process with the stored pid for the user's server, and signals it.
 """
 
 from __future__ import annotations
@@ -29,19 +28,19 @@ else:
     _SpawnerBase = LoggingConfigurable  # the spawner itself may not be the base of a mixin
 
 ENVIRON_S = 1.0
-# ip(7): first and last port of connections and of sockets that name none.
-_KERNELS_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+# The first and last port that the kernel gives to sockets without a port of their own (ip(7)).
+_EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10_000
 _TRIES = 100
-# The newest that were given: servers that start side by side get different ones.
+# The ports returned last: servers that start at the same time get different ones.
 _given: deque[int] = deque(maxlen=1_000)
 _STATE_KEY = "gpushare_process"
-_ENVIRON_BYTES = 2 << 20  # a quarter of the default stack limit: the most that execve(2) takes
+_ENVIRON_BYTES = 2 << 20  # the maximum that execve(2) takes: a quarter of the default stack limit
 
 
 @dataclass(frozen=True, slots=True)
 class ProcessIdentity:
-    """One process, distinct from every other that had or will have its pid."""
+    """Identifies one process, and no earlier or later process with the same pid."""
 
     pid: int
     start_ticks: int
@@ -49,19 +48,19 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int) -> Self | None:
-        """The identity of the process that has this pid now; None when there is none."""
+        """Return the identity of the process that has this pid now; None if there is none."""
         started_ticks = procfs.start_ticks(pid) if pid > 0 else -1
         return cls(pid, started_ticks, procfs.boot_id()) if started_ticks >= 0 else None
 
     def alive(self) -> bool:
-        """Whether this process runs (a zombie does not)."""
+        """Return whether this process runs (a zombie does not)."""
         return procfs.is_running(self.pid, self.start_ticks) and self.boot_id == procfs.boot_id()
 
     def signal(self, number: int) -> bool:
-        """Send a signal to this process; False when it has ended.
+        """Send a signal to this process; return False if it has ended.
 
         Raises:
-            PermissionError: it belongs to another user.
+            PermissionError: the process belongs to another user.
         """
         return self.alive() and procfs.send_signal(self.pid, self.start_ticks, number)
 
@@ -69,8 +68,8 @@ class ProcessIdentity:
 def started_for(pid: int, user: str, server: str) -> bool:
     """Return whether the environment of a process names this user and server.
 
-    It lies in the process's own memory, and a process can keep its readers waiting for ever: one that
-    does not answer within `ENVIRON_S` is not taken for the server.
+    The environment is in the process's own memory, and a process can block its readers for ever.  So a
+    process whose environment cannot be read within `ENVIRON_S` does not count as the server.
     """
     found: list[bytes] = []
 
@@ -85,14 +84,14 @@ def started_for(pid: int, user: str, server: str) -> bool:
 
 
 def free_port() -> int:
-    """Return a free port below those that the kernel gives to connections; 0: there is none.
+    """Return a free port below the kernel's ephemeral ports; 0 if none was found.
 
-    The stock class takes one of the kernel's, and binds it seconds later: a kernel of another
-    server may have it by then, and the Hub waits for a server that cannot start.
+    The stock class picks an ephemeral port, which the server binds seconds later.  A kernel of another
+    server may have it by then, and the Hub would wait for a server that cannot start.
     """
-    beyond = int(_KERNELS_PORTS.read_text(encoding="ascii").split()[0])
-    for _ in range(_TRIES if beyond > _FIRST_PORT else 0):
-        port = random.randrange(_FIRST_PORT, beyond)  # noqa: S311
+    first_ephemeral = int(_EPHEMERAL_PORTS.read_text(encoding="ascii").split()[0])
+    for _ in range(_TRIES if first_ephemeral > _FIRST_PORT else 0):
+        port = random.randrange(_FIRST_PORT, first_ephemeral)  # noqa: S311
         with contextlib.suppress(OSError), socket.socket() as found:
             found.bind(("", port))
             if port not in _given:
@@ -102,13 +101,13 @@ def free_port() -> int:
 
 
 class JobGrace(_SpawnerBase):
-    """Mixin in front of a class of local processes: a training job is stopped with its grace period."""
+    """Mixin in front of a spawner of local processes that gives a training job its grace period."""
 
-    # Seconds from the first signal to the next stronger one; 0: the delays of the base class.
+    # Seconds from SIGTERM to the signals of the base class; 0: only those.
     stop_grace_s: float = 0.0
 
     async def stop(self, now: bool = False) -> None:
-        """Stop the server; a job gets its grace period before stronger signals."""
+        """Stop the server; a job gets SIGTERM and its grace period first."""
         if self.stop_grace_s and not now and await self.poll() is None:
             await self._signal(signal.SIGTERM)
             await self.wait_for_death(self.stop_grace_s)
@@ -126,7 +125,7 @@ class PidCheckedSpawner(JobGrace):
     _process_identity: ProcessIdentity | None = None
 
     async def start(self) -> Any:
-        """Start the server and remember which process it is; returns its address."""
+        """Start the server and store the identity of its process; return its address."""
         if self.port == 0:
             self.port = free_port()
         address = await super().start()
@@ -134,7 +133,7 @@ class PidCheckedSpawner(JobGrace):
         return address
 
     def get_state(self) -> dict[str, Any]:
-        """Return what the Hub stores, with the identity of the process."""
+        """Return the state that the Hub stores, with the identity of the process."""
         state: dict[str, Any] = super().get_state()
         if self._process_identity is not None:
             state[_STATE_KEY] = [
@@ -145,13 +144,13 @@ class PidCheckedSpawner(JobGrace):
         return state
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take over what the Hub stored; a process of another identity is not taken for the server."""
+        """Take over the state that the Hub stored; a process with another identity is not the server."""
         super().load_state(state)
         match state.get(_STATE_KEY):
             case [int(pid), int(start_ticks), str(boot_id)] if pid == self.pid:
                 self._process_identity = ProcessIdentity(pid, start_ticks, boot_id)
             case _ if self.pid and started_for(self.pid, self.user.name, self.name):
-                # A server from before this class was configured.
+                # The server was started before this class was configured.
                 self._process_identity = ProcessIdentity.of(self.pid)
             case _:
                 self._process_identity = None
@@ -162,7 +161,7 @@ class PidCheckedSpawner(JobGrace):
         self._process_identity = None
 
     async def poll(self) -> int | None:
-        """Return the exit status; None while the server's own process runs."""
+        """Return the exit status; None while the server's process runs."""
         if self.proc is not None:
             status: int | None = await super().poll()  # a child keeps its pid until it is reaped
             return status
@@ -173,17 +172,17 @@ class PidCheckedSpawner(JobGrace):
 
     async def _signal(self, sig: int) -> bool:
         if self.proc is not None and self.pid > 0:
-            there: bool = await super()._signal(sig)
-            return there
+            signalled: bool = await super()._signal(sig)
+            return signalled
         return self._process_identity is not None and self._process_identity.signal(sig)
 
     def make_preexec_fn(self, name: str) -> Callable[[], None]:
-        """Return what the new process runs first: the site's own, then signals as by default."""
+        """Return the function that a new process runs first: it resets SIGINT, then runs the site's own."""
         inner = super().make_preexec_fn(name)
 
         def preexec() -> None:
-            # Children inherit an ignored SIGINT (a Hub started in the background of a script);
-            # then every stop would take `interrupt_timeout`.
+            # A Hub that a script starts in the background ignores SIGINT, and its children inherit this.
+            # Every stop would then take `interrupt_timeout`.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             inner()
 

@@ -1,4 +1,4 @@
-"""Refused starts, as the Hub shows them to users."""
+"""Texts of refused starts, and the exception that makes the Hub show them to users."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jupyter_gpushare.hub.compat import SpawnException
 
 
 class SettingRefused(TraitError):
-    """A setting of the site with which the Hub does not start; the text says what to change."""
+    """The Hub does not start with this setting of the site; the text says what to change."""
 
 
 BROKER_DOWN = (
@@ -62,10 +62,10 @@ SITE_SETTING = (
 
 
 def refusal(message: str, reason: str, status: int) -> SpawnException:
-    """Return the exception for a start that is refused, readable wherever the Hub shows it."""
+    """Return the exception for a refused start, with its text for every page of the Hub."""
     word = re.sub(r"[^a-z0-9_]", "_", reason.lower())[:60] or "refused"
     error = SpawnException(message, reason=word, status_code=status, message_html=html.escape(message))
-    # The form page and the page after a failed start read these instead.
+    # The form page and the page after a failed start read these attributes.
     error.jupyterhub_message = message
     error.jupyterhub_html_message = html.escape(message)
     return error

@@ -1,4 +1,4 @@
-"""The mixin's part of the spawn page: the site's form with the size picker, and the options from both."""
+"""The spawn page: the site's form with the size picker below it, and the options from both."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from jupyter_gpushare.hub.refusals import JOB_NAME, refusal
 from jupyter_gpushare.protocol.wire import JOB_SERVER_NAME, Offers, SpawnWait
 
 _MAX_PROJECTS_SHOWN = 8
-# Sent by the script of an open page: `_OFFERS`, `_LEAVE`, or the options of the size that it waits for
-# (JSON, percent-encoded).
+# The script of an open page sends `_OFFERS`, `_LEAVE`, or the options of the size that it waits for (JSON,
+# percent-encoded).
 _LIVE_HEADER = "X-GPUShare-Live"
 _OFFERS, _LEAVE = "offers", "leave"
 _NO_ANSWER = "The GPU service does not answer just now; your place is asked for again."
 
 
 class SpawnPage(BrokerAccess):
-    """Form and options of a spawner; subclasses say how to ask the broker, and for which user."""
+    """The form and the options of a spawner."""
 
     offers_timeout_s: float
 
@@ -32,7 +32,7 @@ class SpawnPage(BrokerAccess):
         """Return the site's own form, if any, and below it the size picker.
 
         Raises:
-            SpawnException: the server has a name that only jobs have.
+            SpawnException: the name of the server is reserved for jobs.
         """
         if JOB_SERVER_NAME.fullmatch(self._identity()[1]):
             raise refusal(JOB_NAME, "job_name", 409)
@@ -46,13 +46,13 @@ class SpawnPage(BrokerAccess):
         )
 
     def _take_live(self) -> str:
-        """Return what the script of an open page asks for, once; empty: the page is loaded."""
-        # The Hub leaves the handler of the last page here, also when it shows a failed form again.
+        """Return and remove the request of an open page's script; empty if the page is being loaded."""
+        # `handler` is that of the last page, also when the Hub shows a failed form again.
         handler = getattr(self, "handler", None)
         return "" if handler is None else str(handler.request.headers.pop(_LIVE_HEADER, ""))
 
     async def _place_in_queue(self, live: str) -> picker.WaitingPlace | None:
-        """Keep the place of this server in the queue of sessions, or give it up; None: it has none."""
+        """Take or keep this server's place in the queue of sessions, or give it up and return None."""
         user = self._identity()[0]
         try:
             wanted = None if live == _LEAVE else options.read({options.KEY: _decoded(live)})
@@ -71,7 +71,7 @@ class SpawnPage(BrokerAccess):
         return picker.WaitingPlace(state=found.state, sentence=found.sentence)
 
     async def _offers(self) -> tuple[list[Offers], str]:
-        """Return the broker's offers for each project of the user, or why there are none."""
+        """Return the broker's offers for each project of the user, and the reason if there are none."""
         user, server, groups = self._identity()
         known = {"user": user, "group": groups, "server": server}
         try:
@@ -91,17 +91,17 @@ class SpawnPage(BrokerAccess):
         return [by_name[name] for name in first.projects if name in by_name] or [first], ""
 
     def run_options_from_form(self, form_data: dict[str, Any]) -> Any:
-        """Return the user options for a submitted form, the site's and ours."""
+        """Return the site's options and ours for a submitted form."""
         mine, others = options.split_form(form_data)
         return self._with_ours(super().run_options_from_form(others), mine)
 
     def options_from_query(self, query_data: dict[str, Any]) -> Any:
-        """Return the user options for the parameters of a link, the site's and ours."""
+        """Return the site's options and ours for the parameters of a link."""
         mine, others = options.split_form(query_data)
         return self._with_ours(super().options_from_query(others), mine)
 
     def _with_ours(self, site: Any, mine: dict[str, Any]) -> Any:
-        """Return the site's options with ours; awaitable only where the site's function is."""
+        """Return the site's options with ours; an awaitable if the site's function returned one."""
         if inspect.isawaitable(site):
             return self._awaited_with_ours(site, mine)
         found = dict(site or {})
@@ -114,7 +114,7 @@ class SpawnPage(BrokerAccess):
 
 
 def _passes(error: RequestError) -> bool:
-    """Return whether the same request may succeed soon: a page that waits asks on."""
+    """Return whether the same request may succeed soon, so that a waiting page should retry it."""
     is_rate = isinstance(error, TooMany) and error.reason != "queue_full"
     return is_rate or error.reason == "devices_unknown" or error.status >= 500
 

@@ -1,14 +1,14 @@
-"""Spawner mixin: requests a lease from the broker, puts the grant into the server's environment.
+"""Spawner mixin: gets a lease from the broker, and puts its grant into the server's environment.
 
 Rules that follow from JupyterHub's behaviour:
 
-* A spawner object survives a failed start, so every start assigns all state again.
+* A spawner object survives a failed start, so every start resets all state.
 * Options are validated at every start: they also come from the REST API and from
   the Hub's database.
 * `start` never waits for a GPU: the broker grants or refuses at once.
 * Every refusal, and an unreachable broker, raises `SpawnException`: other
   exceptions count towards the Hub's `consecutive_failure_limit`.
-* `run_post_stop_hook` releases the lease: the Hub awaits it for every kind of end.
+* `run_post_stop_hook` releases the lease: the Hub awaits it however a server ends.
   `clear_state` also runs before a start, so it releases nothing.
 * `poll` never raises (the Hub would forget a live server) and needs no broker.
 * A job starts only from the broker's grant for this server, never from options,
@@ -126,7 +126,7 @@ class GPUShareMixin(SpawnPage, GrantedServer):
         """,
     ).tag(config=True)
 
-    _stopped_by_hub = False  # else its server ended by itself
+    _stopped_by_hub = False  # False: the server runs, or ended by itself
     _events: tuple[dict[str, Any], ...] = ()
 
     @validate("broker_url", "server_broker_url")
@@ -151,12 +151,12 @@ class GPUShareMixin(SpawnPage, GrantedServer):
 
     @default("server_token_scopes")
     def _default_server_token_scopes(self) -> list[str]:
-        # The first two are the Hub's defaults; the others permit calls to the broker. A site that sets
-        # c.Spawner.server_token_scopes itself must name all of them.
+        # The first two are the Hub's defaults; the others permit calls to the broker.  A site that sets
+        # c.Spawner.server_token_scopes must name all of them.
         scopes = ["users:activity!user", "access:servers!server", "access:services!service=gpushare"]
         if JOBS_SCOPE in scope_definitions:
             return [*scopes, JOBS_SCOPE]
-        # The Hub fails every start that asks for a scope it does not know.
+        # The Hub fails every start that requests an unknown scope.
         self.log.warning("no jobs from servers: %s is missing in c.JupyterHub.custom_scopes", JOBS_SCOPE)
         return scopes
 
@@ -167,7 +167,7 @@ class GPUShareMixin(SpawnPage, GrantedServer):
         return os.getuid()
 
     def patience_s(self) -> float:
-        """Return how many seconds a start with a GPU waits for the broker's answer."""
+        """Return the seconds that a start with a GPU waits for the broker's answer."""
         return float(min(self.broker_timeout_s, self.start_timeout / 2))
 
     def excluded_nodes(self) -> list[str]:
@@ -175,48 +175,48 @@ class GPUShareMixin(SpawnPage, GrantedServer):
         return []
 
     def server_resource(self) -> str | None:
-        """Return the name of the unit, container or pod of this server; None: there is none, only processes.
+        """Return the name of this server's unit, container or pod; None if it is only processes.
 
-        A class that keeps its servers in anything else with a name overrides this: no two
-        servers of a user may share it.
+        A class that runs servers in something else with a name overrides this: no two servers of a
+        user may share it.
         """
         return distinct.resource_name(self)
 
     def _refuse_shared_resource(self) -> None:
-        """Raise where this start would replace another running server of the user.
+        """Refuse a start that would replace another running server of the user.
 
         Raises:
-            SpawnException: for the user; the log says what the administrator has to set.
+            SpawnException: the start is refused; the log says what the administrator has to set.
         """
         others = [each for each in self.user.spawners.values() if each is not self and each.active]
-        said = next((text for other in others if (text := distinct.complaint(self, other))), "")
-        if said:
-            self._tell_administrator(said)
+        shared = next((text for other in others if (text := distinct.complaint(self, other))), "")
+        if shared:
+            self._tell_administrator(shared)
             self._lease_possible = False
             raise refusal(SHARED_RESOURCE, "shared_resource", 409)
 
     def may_gain(self) -> bool:
         """Return whether a server that starts without a GPU can get one while it runs.
 
-        Its processes need the lease folders of the device helper, the preload library and the GPUs'
-        device files, under the same paths as the broker.
+        Its processes need the device helper's lease folders, the preload library and the GPUs' device
+        files, under the same paths as the broker.
         """
         return False
 
     def sees_all_gpus(self) -> bool:
-        """Return whether the server's processes can open the device file of any GPU of the machine.
+        """Return whether the server's processes can open the device files of all GPUs of the machine.
 
-        Only then can what is suspended here resume on another GPU.
+        Only then can a suspended lease of this server resume on another GPU.
         """
         return False
 
     # ---- a start -----------------------------------------------------------------
 
     async def start(self) -> Any:
-        """Get the lease, start the server as its holder.
+        """Get a lease and start the server with it.
 
         Raises:
-            SpawnException: refused, for a reason the user can read.
+            SpawnException: the start is refused; the text is for the user.
         """
         self._grant = None
         self._events = ()
@@ -236,7 +236,7 @@ class GPUShareMixin(SpawnPage, GrantedServer):
             self._asking = False
 
     async def prepare_start(self) -> None:
-        """Apply settings of this server that the broker has to know; here there are none."""
+        """Apply settings of this server that the broker has to know; subclasses override this."""
 
     def _requested(self) -> GpuRequest | None:
         try:
@@ -246,7 +246,7 @@ class GPUShareMixin(SpawnPage, GrantedServer):
             raise refusal(str(error), error.reason, error.status) from None
 
     async def _run_apply_user_options(self, user_options: dict[str, Any]) -> None:
-        """Apply a site's options; only a hook of the site sees ours, which the Hub would warn of."""
+        """Apply the site's options; pass ours only to a site's hook, because the Hub would warn of them."""
         if not callable(self.apply_user_options):
             user_options = {name: value for name, value in user_options.items() if name not in options.OWN}
         await super()._run_apply_user_options(user_options)
@@ -258,7 +258,7 @@ class GPUShareMixin(SpawnPage, GrantedServer):
         )
 
     async def progress(self) -> AsyncIterator[dict[str, Any]]:
-        """Yield progress events until the broker has answered, then those of the class beneath."""
+        """Yield progress events until the broker has answered, then those of the base class."""
         sent = 0
         while True:
             while sent < len(self._events):
@@ -273,7 +273,7 @@ class GPUShareMixin(SpawnPage, GrantedServer):
     # ---- afterwards --------------------------------------------------------------
 
     async def stop(self, *args: Any, **options: Any) -> Any:
-        """Stop the server, as the Hub asks; it asks for none that has ended by itself."""
+        """Stop the server; the Hub calls this only for one that has not ended by itself."""
         self._stopped_by_hub = True
         return await super().stop(*args, **options)
 
@@ -285,7 +285,7 @@ class GPUShareMixin(SpawnPage, GrantedServer):
             await result
 
     async def _release(self) -> None:
-        """Release the lease; a broker that misses this reconciles with the Hub's list of servers."""
+        """Release the lease; a broker that misses this compares its leases with the Hub's servers later."""
         if not self._lease_possible:
             return
         user, server, _ = self._identity()
@@ -303,8 +303,8 @@ class GPUShareMixin(SpawnPage, GrantedServer):
                     client.post("spawner/stop", stop, type(None), repeatable=True, await_start=False)
                 )
         except BrokerStopped:
-            # The Hub ends its services before its servers; a broker that starts compares its leases
-            # with the Hub's list.
+            # The Hub stops its services before its servers.  A broker compares its leases with the Hub's
+            # list of servers when it starts.
             self.log.info("user=%s server=%s: no broker runs to release the lease", user, server)
         except (GpuShareError, TimeoutError) as error:
             self.log.warning(
@@ -314,11 +314,11 @@ class GPUShareMixin(SpawnPage, GrantedServer):
             self._lease_possible = False
 
     async def poll(self) -> int | None:
-        """Return the exit status; None while the server runs or cannot be asked."""
+        """Return the exit status; None while the server runs or its state is unknown."""
         try:
             status: int | None = await super().poll()
         except Exception:
-            # A failed poll must not look like an end: the Hub would forget a live server.
+            # The Hub would forget a live server if a failed poll looked like its end.
             self.log.exception("poll of %s:%s failed; taken for alive", self.user.name, self.name)
             return None
         return status

@@ -1,6 +1,6 @@
-"""`gpushare-systemd`: a transient systemd unit for every server, by SystemdSpawner.
+"""`gpushare-systemd`: SystemdSpawner with GPUs, one transient systemd unit per server.
 
-SystemdSpawner names a unit by the user alone; here the server's name is part of it.
+SystemdSpawner names a unit after the user alone; this class adds the server's name.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _WALLS = frozenset(
 
 
 def escaped(server: str) -> str:
-    """Return a server's name in letters, digits, ``-`` and ``.``: never with ``_``, which separates it."""
+    """Return a server's name in letters, digits, ``-`` and ``.``, never with the separator ``_``."""
     return re.sub(r"[^A-Za-z0-9-]", lambda found: f".{ord(found[0]):x}.", server)
 
 
 class SystemdUnits(GPUShareMixin):
-    """Goes before SystemdSpawner or a class that derives from it."""
+    """Mixin in front of SystemdSpawner, or of a class that derives from it."""
 
     own_uid = True
 
@@ -63,7 +63,7 @@ class SystemdUnits(GPUShareMixin):
     ).tag(config=True)
 
     def _expand_user_vars(self, string: Any) -> Any:
-        if isinstance(string, list):  # of properties, which may stand several times
+        if isinstance(string, list):  # a property that is set several times
             return [self._expand_user_vars(each) for each in string]
         return string.format(USERNAME=self.user.name, USERID=self.user.id, SERVERNAME=escaped(self.name))
 
@@ -71,7 +71,7 @@ class SystemdUnits(GPUShareMixin):
         """Return the user id that the unit runs as.
 
         Raises:
-            HTTPError: 400, the site gives every server a user id of its own.
+            HTTPError: 400, the site gives every server a new user id.
         """
         if self.dynamic_users:
             raise refusal(
@@ -91,15 +91,16 @@ class SystemdUnits(GPUShareMixin):
         return not (self.isolate_devices or _WALLS & set(self.unit_extra_properties))
 
     def server_properties(self) -> dict[str, Any]:
-        """Return properties of the unit that this start needs, beside those of the site."""
+        """Return the unit's properties that this start adds to the site's."""
         properties: dict[str, Any] = {}
         grant = self._grant
         if grant is not None and grant.job is not None:
-            # SIGTERM to the runner alone, which passes it on; SIGKILL to all after the grace period.
+            # systemd sends SIGTERM to the runner alone, which passes it on, and SIGKILL to all processes
+            # after the grace period.
             properties |= {"KillMode": "mixed", "TimeoutStopSec": f"{self.stop_grace_s:.0f}s"}
         if grant is not None and grant.lease is not None:
             if self.isolate_devices:
-                # In place of PrivateDevices=, which hides the GPUs too.
+                # These replace PrivateDevices=, which hides the GPUs too.
                 properties |= {"DevicePolicy": "closed", "DeviceAllow": list(_DEVICES)}
             if self.readonly_paths is not None:
                 properties["ReadWriteDirectories"] = [
@@ -121,4 +122,4 @@ class SystemdUnits(GPUShareMixin):
 
 
 class GPUShareSystemdSpawner(SystemdUnits, SystemdSpawner):
-    """Servers in systemd units, with the uid of a system user."""
+    """Runs servers in systemd units, with the uid of a system user."""

@@ -1,8 +1,8 @@
-"""Plugin of The Littlest JupyterHub (entry point ``tljh``): its spawner class with GPUs.
+"""Plugin for The Littlest JupyterHub (entry point ``tljh``): its spawner class with GPUs.
 
-TLJH runs servers in systemd units, as system users that it makes at the first start, and
-asks its plugins for settings after its own (`tljh/hooks.py`, `tljh/jupyterhub_config.py`).
-The broker and the device helper are services of their own, as on any machine (docs/admin.md).
+TLJH runs servers in systemd units, as system users that it creates at the first start.  Its
+plugins set their configuration after its own (`tljh/hooks.py`, `tljh/jupyterhub_config.py`).
+The broker and the device helper are separate services, as on any machine (docs/admin.md).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from jupyter_gpushare.hub import compat
 @hookimpl
 def tljh_custom_jupyterhub_config(c: Any) -> None:
     """Set the spawner, named servers for training jobs, and the scopes of users and broker."""
-    # TLJH's modules of spawners read its configuration when they are imported.
+    # TLJH's spawner modules read its configuration on import.
     from tljh.normalize import generate_system_username
     from tljh.user import ensure_user
     from tljh.user_creating_spawner import UserCreatingSpawner
@@ -30,11 +30,11 @@ def tljh_custom_jupyterhub_config(c: Any) -> None:
 
         def server_uid(self) -> int:
             name = generate_system_username(f"jupyter-{self.user.name}")
-            ensure_user(name)  # TLJH does so too, after the broker was asked
+            ensure_user(name)  # TLJH does so too, but only after the broker's answer
             return uid_of(name)
 
     c.JupyterHub.spawner_class = GPUShareTLJHSpawner
-    # TLJH names units by the user alone.
+    # TLJH names units after the user alone.
     c.SystemdSpawner.unit_name_template = "jupyter-{USERNAME}_{SERVERNAME}"
     c.JupyterHub.allow_named_servers = True
     c.GPUShareMixin.broker_token_file = "/etc/gpushare/spawner-token"  # noqa: S105

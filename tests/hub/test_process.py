@@ -67,7 +67,7 @@ def test_a_server_gets_a_port_that_no_connection_gets(monkeypatch, tmp_path) -> 
     assert min(ports) >= 10_000
     assert max(ports) < beyond
     (tmp_path / "range").write_text(f"{10_001}\t60999\n")
-    monkeypatch.setattr(process, "_KERNELS_PORTS", tmp_path / "range")
+    monkeypatch.setattr(process, "_EPHEMERAL_PORTS", tmp_path / "range")
     process._given.clear()
     with socket.socket() as taken:
         taken.bind(("", 10_000))
