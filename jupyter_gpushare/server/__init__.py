@@ -1,14 +1,14 @@
-"""Jupyter Server extension: reports activity to the broker, serves JupyterLab's requests.
+"""Jupyter Server extension: reports activity to the broker, and serves JupyterLab's requests.
 
-* `extension`  lifecycle of the others
-* `kernels`    which kernels run a cell, by the messages that they publish
-* `activity`   reports of kernels and terminals (user code can forge them, so no
+* `extension`  lifecycle of the other modules
+* `kernels`    which kernels run a cell, according to the messages that they publish
+* `activity`   reports about kernels and terminals (user code can forge them, so no
                right and no limit depends on them)
-* `watch`      long poll to the broker, and the Jupyter Events made from it
-* `handlers`   ``/gpushare/*``: requests that the broker answers, and those of this server
+* `watch`      long poll to the broker, and the Jupyter Events that result
+* `handlers`   ``/gpushare/*``: requests that the broker or this server answers
 
-Nothing here counts as activity of the user.  Without a broker address ``status`` answers
-``enabled: false`` and every request that needs the broker 404 "not_configured".
+No request counts as activity of the user.  Without a broker address ``status`` answers
+``enabled: false``, and every request that needs the broker is answered 404 "not_configured".
 """
 
 from __future__ import annotations

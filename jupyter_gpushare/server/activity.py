@@ -2,14 +2,14 @@
 
 | change                                                | report                     |
 |-------------------------------------------------------|----------------------------|
-| a cell began or ended, a kernel started or ended, or  | at once (every `SAMPLE_S`) |
-| a request other than a cell begins or ends to be long |                            |
+| a cell began or ended, a kernel started or ended, or  | at the next sample         |
+| a request other than a cell became long or ended      | (every `SAMPLE_S`)         |
 | a cell ran between two samples, a terminal changed,   | at most every `REPORT_S`   |
 | or a kernel runs a cell                               |                            |
 | none                                                  | every `HEARTBEAT_S`        |
 
-A lost report is not repeated: the next one carries the current state.  While the
-broker is unreachable the interval grows from `REPORT_S` to `HEARTBEAT_S`.
+A lost report is not repeated: the next one has the current state.  While the broker is
+unreachable, the interval grows from `REPORT_S` to `HEARTBEAT_S`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ MAX_NAME = 200
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """One sample of kernels and terminals, comparable with the next."""
+class Sample:
+    """The state of all kernels and terminals at one moment, comparable with a later one."""
 
     kernels: tuple[KernelState, ...]
     terminals: int
@@ -46,7 +46,7 @@ class Seen:
     ends_in_s: Mapping[str, float] = field(default_factory=dict, compare=False)
 
     def states(self) -> frozenset[tuple[str, int, bool]]:
-        """Return each kernel's id, its cell (-1: it runs none), and whether it handles a request."""
+        """Return each kernel's id, the number of its running cell (-1: none), and whether a request runs."""
         return frozenset((k.id, k.cells if k.runs_cell else -1, k.handles_request) for k in self.kernels)
 
     def any_busy(self) -> bool:
@@ -54,19 +54,19 @@ class Seen:
         return any(kernel.runs_cell for kernel in self.kernels)
 
 
-def look(kernel_manager: Any, terminal_manager: Any, kernels: Kernels, ends: Ends) -> Seen:
-    """Return what the kernels do, for all clients, how they ended, and how many terminals there are.
+def take_sample(kernel_manager: Any, terminal_manager: Any, kernels: Kernels, ends: Ends) -> Sample:
+    """Return the states of the kernels, the recent ends of kernels, and the number of terminals.
 
-    Of more than `MAX_KERNELS` kernels those that run a cell come first.
+    Of more than `MAX_KERNELS` kernels, those that run a cell are preferred.
     """
-    states = sorted(kernels.look(kernel_manager), key=lambda each: (not each.runs_cell, each.id))
+    states = sorted(kernels.sample(kernel_manager), key=lambda each: (not each.runs_cell, each.id))
     terminals = 0 if terminal_manager is None else len(terminal_manager.list())
-    ended = ends.look(kernel_manager)
-    return Seen(tuple(states[:MAX_KERNELS]), terminals, ended, ends.ends_in_s())
+    ended = ends.sample(kernel_manager)
+    return Sample(tuple(states[:MAX_KERNELS]), terminals, ended, ends.ends_in_s())
 
 
 async def notebooks_of(session_manager: Any) -> dict[str, str]:
-    """Return the path of the notebook by kernel id, where there is one."""
+    """Return the paths of the notebooks by kernel id."""
     sessions = await ensure_async(session_manager.list_sessions())
     return {
         str(session["kernel"]["id"]): str(session.get("path") or session.get("name") or "")
@@ -76,14 +76,14 @@ async def notebooks_of(session_manager: Any) -> dict[str, str]:
 
 
 def report_of(
-    seen: Seen, names: Mapping[str, str], now: float, reported: Seen | None = None
+    sample: Sample, names: Mapping[str, str], now: float, reported: Sample | None = None
 ) -> ActivityReport:
     """Return the message for the broker.
 
-    ``names``: kernel id to the path of its notebook; ``now``: on the clock of ``seen``;
-    ``reported``: what the broker was told last.
+    ``names`` has the paths of notebooks by kernel id; ``now`` is on the clock of ``sample``; ``reported``
+    is the last sample that the broker accepted.
     """
-    told = () if reported is None else reported.ended
+    reported_ends = () if reported is None else reported.ended
     return ActivityReport(
         kernels=[
             KernelActivity(
@@ -93,11 +93,11 @@ def report_of(
                 idle_s=0.0 if each.runs_cell else max(0.0, now - each.last_cell_at),
                 name=(names.get(each.id) or each.name)[:MAX_NAME],
                 runs=each.cells,
-                ends_in_s=seen.ends_in_s.get(each.id),
+                ends_in_s=sample.ends_in_s.get(each.id),
             )
-            for each in seen.kernels
+            for each in sample.kernels
         ],
-        terminals=seen.terminals,
+        terminals=sample.terminals,
         ended=[
             KernelEnd(
                 id=each.id,
@@ -106,69 +106,69 @@ def report_of(
                 name=names.get(each.id, "")[:MAX_NAME],
                 code=each.code,
             )
-            for each in seen.ended
-            if each not in told
+            for each in sample.ended
+            if each not in reported_ends
         ],
     )
 
 
-def is_due(seen: Seen, reported: Seen | None, since_s: float) -> bool:
-    """Return whether to report, ``since_s`` after ``reported`` went out (see the module's text)."""
+def is_due(sample: Sample, reported: Sample | None, since_s: float) -> bool:
+    """Return whether to send a report, ``since_s`` after ``reported`` was sent (see the module's table)."""
     if reported is None or since_s >= HEARTBEAT_S:
         return True
-    if seen.states() != reported.states() or set(seen.ended) - set(reported.ended):
+    if sample.states() != reported.states() or set(sample.ended) - set(reported.ended):
         return True
-    if seen.ends_in_s.keys() != reported.ends_in_s.keys():
+    if sample.ends_in_s.keys() != reported.ends_in_s.keys():
         return True
-    return since_s >= REPORT_S and (seen != reported or seen.any_busy())
+    return since_s >= REPORT_S and (sample != reported or sample.any_busy())
 
 
 class Reporter:
-    """Samples every `SAMPLE_S` and reports when due, until it is cancelled."""
+    """Takes a sample every `SAMPLE_S`, and reports it when a report is due."""
 
     def __init__(
         self,
         client: BrokerClient,
-        look: Callable[[], Seen],
+        take_sample: Callable[[], Sample],
         names: Callable[[], Awaitable[Mapping[str, str]]],
         log: logging.Logger,
     ) -> None:
         self._client = client
-        self._look = look
+        self._take_sample = take_sample
         self._names = names
         self._log = log
-        self._complained = False
-        self._named: Mapping[str, str] = {}  # notebooks, also of kernels that have just ended
+        self._refusal_logged = False
+        self._notebooks: Mapping[str, str] = {}  # also of kernels that have just ended
 
     async def run(self) -> None:
-        """Report activity until cancelled: each change, and again at intervals."""
-        reported: Seen | None = None
+        """Report activity until cancelled."""
+        reported: Sample | None = None
         reported_at = 0.0
         pause_s = 0.0
         while True:
-            seen = self._look()
+            sample = self._take_sample()
             now = time.monotonic()
-            if now - reported_at >= pause_s and is_due(seen, reported, now - reported_at):
-                known = {each.id for each in seen.kernels} | {each.id for each in seen.ended}
-                named = {**self._named, **await self._names()}
-                self._named = {id_: name for id_, name in named.items() if id_ in known}
-                if await self._send(report_of(seen, self._named, now, reported)):
-                    reported, pause_s = seen, 0.0
+            if now - reported_at >= pause_s and is_due(sample, reported, now - reported_at):
+                known = {each.id for each in sample.kernels} | {each.id for each in sample.ended}
+                names = {**self._notebooks, **await self._names()}
+                self._notebooks = {id_: name for id_, name in names.items() if id_ in known}
+                if await self._send(report_of(sample, self._notebooks, now, reported)):
+                    reported, pause_s = sample, 0.0
                 else:
                     reported, pause_s = None, min(max(2 * pause_s, REPORT_S), HEARTBEAT_S)
                 reported_at = now
             await asyncio.sleep(SAMPLE_S)
 
     async def _send(self, report: ActivityReport) -> bool:
-        """Return whether the report was accepted; the first of repeated refusals is logged."""
+        """Send a report; return whether the broker accepted it.  Only the first of its refusals is logged."""
         try:
             await self._client.post("servers/activity", report, type(None))
         except BrokerUnavailable:
             return False  # `watch` logs the outage
         except RequestError as error:
-            if not self._complained:
+            if not self._refusal_logged:
                 self._log.warning("gpushare: the broker refuses activity reports: %s", error)
-                self._complained = True
+                self._refusal_logged = True
             return False
-        self._complained = False
+        self._refusal_logged = False
         return True

@@ -1,8 +1,8 @@
-"""Base of the handlers below ``/gpushare/``: connection, error answers, bodies.
+"""Base of the handlers below ``/gpushare/``: connection, bodies, answers and errors.
 
-Errors are `ErrorAnswer`.  Writes need the server's XSRF token or an API token, like
-all of a Jupyter server.  No request counts as activity of the user: an open panel must
-not keep a session awake.
+Errors are answered with `ErrorAnswer`.  Writes need the server's XSRF token or an API token,
+like all writes to a Jupyter server.  No request counts as activity of the user: an open panel
+must not keep a session awake.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Broker:
-    """Connection of this server to the broker."""
+    """This server's connection to the broker."""
 
     client: BrokerClient
     watch: Watch
-    server: str  # name of this server, "" is the default one
+    server: str  # name of this server; "" for the default server
 
 
 def for_user(method: Any) -> Any:
-    """Return a handler's method that only authorized users of this server reach."""
+    """Restrict a handler's method to authorized users of this server."""
     return web.authenticated(authorized(method))
 
 
@@ -49,7 +49,7 @@ class Refused(web.HTTPError):
 
 
 class Handler(APIHandler):
-    """Base class; ``broker`` is None on a server that was started without one."""
+    """Base class of the handlers; ``broker`` is None on a server that was started without one."""
 
     auth_resource = "gpushare"
     _track_activity = False
@@ -61,7 +61,7 @@ class Handler(APIHandler):
         """Return the connection to the broker.
 
         Raises:
-            Refused: 404, this server has none.
+            Refused: 404, this server has no broker.
         """
         if self.broker is None:
             raise Refused(404, "not_configured", "This server was started without a GPU broker.")
@@ -71,8 +71,8 @@ class Handler(APIHandler):
         """Return the message in the request's body.
 
         Raises:
-            Refused: 413, too long.
-            InvalidRequest: not JSON, or not of this shape.
+            Refused: 413, the body is too long.
+            InvalidRequest: the body is not JSON, or not this kind of message.
         """
         if len(self.request.body) > wire.MAX_BODY_BYTES:
             raise Refused(413, "too_large", "At most %1 bytes are read.", wire.MAX_BODY_BYTES)
@@ -92,7 +92,7 @@ class Handler(APIHandler):
             raise Refused(503, "unreachable", error.template, *error.values) from None
 
     async def answer(self, awaitable: Awaitable[Any], status: int = 200) -> None:
-        """Finish with the broker's answer, or with its refusal.
+        """Finish the request with the broker's answer.
 
         Raises:
             Refused: the broker refused the request, or does not answer.
@@ -112,7 +112,7 @@ class Handler(APIHandler):
         return await asyncio.to_thread(lambda: [launch.with_output(job, Path(root)) for job in jobs])
 
     def send(self, message: Any, status: int = 200) -> None:
-        """Finish with a message as JSON."""
+        """Finish the request with a message as JSON."""
         self.set_status(status)
         self.set_header("Cache-Control", "no-store")
         self.finish(wire.encode(message))

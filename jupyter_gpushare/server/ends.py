@@ -1,8 +1,8 @@
-"""When settings of a server will end its kernels, and how kernels ended.
+"""How kernels ended, and the seconds until a setting of the server ends them.
 
-A kernel that sleeps loses its variables with its process.  Its server alone sees who ended it:
-its restarter says so of a process that died, and a kernel that has gone after its time by
-``cull_idle_timeout`` was ended by that setting.
+A suspended kernel loses its variables if its process ends.  Only its server can tell why it ended: the
+kernel's restarter reports a process that died, and a kernel that disappears when its
+``cull_idle_timeout`` is over was ended by that setting.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any, Literal
 
-# Ends that are kept until they are reported.
-MOST = 100
+# Ends are kept, to be reported: this number of them, and this long.
+MAX_ENDS = 100
 KEPT_S = 120.0
-_LONGEST_S = 1e9  # more is never
+_NEVER_S = 1e9  # this long or longer means never
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,23 +26,23 @@ class Ended:
 
     id: str
     how: Literal["idle", "died", "shut_down", "restarted"]
-    code: int | None  # of a process that died
-    at: float  # on the watching clock
+    code: int | None  # exit code of a process that died
+    at: float  # on the clock of `Ends`
 
 
 @dataclass(slots=True)
 class _Life:
-    """One process of a kernel, from when it is first seen."""
+    """One process of a kernel, since the first sample with it."""
 
     kernel: Any
-    process: Any  # a `subprocess.Popen`, or what a provisioner has in its place
-    ends_in_s: float | None = None  # when it was last looked at
-    died: bool = False  # its restarter says so
-    code: int | None = None  # it was seen dead, and nobody shuts it down
+    process: Any  # a `subprocess.Popen`, or a provisioner's equivalent
+    ends_in_s: float | None = None  # at the last sample
+    died: bool = False  # the kernel's restarter reported its death
+    code: int | None = None  # exit code, if the process is dead and the kernel is not being shut down
 
 
 class Ends:
-    """Follows the processes of all kernels of a server, from look to look."""
+    """Follows the processes of all kernels of a server, from sample to sample."""
 
     def __init__(
         self,
@@ -51,23 +51,23 @@ class Ends:
     ) -> None:
         self._clock, self._wall = clock, wall
         self._lives: dict[str, _Life] = {}
-        self._heard: dict[str, Any] = {}  # kernels whose restarters tell of deaths
-        self._ended: deque[Ended] = deque(maxlen=MOST)
+        self._subscribed: dict[str, Any] = {}  # kernels whose restarters report deaths
+        self._ended: deque[Ended] = deque(maxlen=MAX_ENDS)
 
-    def look(self, manager: Any) -> tuple[Ended, ...]:
-        """Look at the kernels of a kernel manager; return how those of the last `KEPT_S` ended."""
+    def sample(self, manager: Any) -> tuple[Ended, ...]:
+        """Sample the kernels of a kernel manager; return the ends of the last `KEPT_S`."""
         kernels = {str(id_): manager.get_kernel(id_) for id_ in manager.list_kernel_ids()}
         now = self._clock()
         for id_, life in list(self._lives.items()):
-            if how := _how(life, kernels.get(id_)):
+            if how := _how_ended(life, kernels.get(id_)):
                 code = life.code if how == "died" else None
                 self._ended.append(Ended(id_, how, code, now))
                 del self._lives[id_]
-        self._heard = {id_: kernel for id_, kernel in self._heard.items() if kernels.get(id_) is kernel}
+        self._subscribed = {id_: each for id_, each in self._subscribed.items() if kernels.get(id_) is each}
         for id_, kernel in kernels.items():
-            if id_ not in self._heard and getattr(kernel, "_restarter", True) is not None:
-                self._heard[id_] = kernel
-                self._hear_of_deaths(id_, kernel)
+            if id_ not in self._subscribed and getattr(kernel, "_restarter", True) is not None:
+                self._subscribed[id_] = kernel
+                self._subscribe_to_deaths(id_, kernel)
             process = _process(kernel)
             if id_ not in self._lives and process is not None and _code(process) is None:
                 self._lives[id_] = _Life(kernel, process)
@@ -80,11 +80,11 @@ class Ends:
         return tuple(self._ended)
 
     def ends_in_s(self) -> dict[str, float]:
-        """Return in how many seconds a setting may end each kernel that stays idle, at the last look."""
+        """Return, at the last sample, the seconds until a setting may end each kernel that stays idle."""
         return {id_: life.ends_in_s for id_, life in self._lives.items() if life.ends_in_s is not None}
 
-    def _hear_of_deaths(self, id_: str, kernel: Any) -> None:
-        """Let a kernel's restarter say that it found the process dead, before it starts another."""
+    def _subscribe_to_deaths(self, id_: str, kernel: Any) -> None:
+        """Have a kernel's restarter report a dead process before it starts another."""
 
         def died() -> None:
             if (life := self._lives.get(id_)) is not None and life.kernel is kernel:
@@ -94,15 +94,15 @@ class Ends:
             add(died, "restart")
 
     def _ends_in_s(self, manager: Any, id_: str, kernel: Any) -> float | None:
-        """Return `_rule_s`, or None where a kernel of another kind has no such times."""
+        """Return the seconds until the server culls a kernel; None if it never does or cannot be asked."""
         try:
             seconds = self._rule_s(manager, id_, kernel)
         except (TypeError, ValueError, OverflowError):
             return None
-        return None if seconds is None or not abs(seconds) < _LONGEST_S else seconds
+        return None if seconds is None or not abs(seconds) < _NEVER_S else seconds
 
     def _rule_s(self, manager: Any, id_: str, kernel: Any) -> float | None:
-        """By the rule of ``MappingKernelManager.cull_kernel_if_idle`` (jupyter_server 2)."""
+        """Apply the rule of ``MappingKernelManager.cull_kernel_if_idle`` (jupyter_server 2)."""
         site_s = getattr(manager, "cull_idle_timeout", 0)
         last_activity = getattr(kernel, "last_activity", None)
         if not site_s or site_s <= 0 or last_activity is None:
@@ -118,8 +118,8 @@ class Ends:
         return timeout_s - float((self._wall() - last_activity).total_seconds())
 
 
-def _how(life: _Life, kernel: Any) -> Literal["idle", "died", "shut_down", "restarted", ""]:
-    """Return how a process ended, with the kernel that has its id now; empty: it has not."""
+def _how_ended(life: _Life, kernel: Any) -> Literal["idle", "died", "shut_down", "restarted", ""]:
+    """Return how a process ended; empty if it runs.  ``kernel`` is the one that has its kernel id now."""
     if life.died or life.code is not None:
         return "died"
     if kernel is not life.kernel:
@@ -135,6 +135,6 @@ def _process(kernel: Any) -> Any:
 def _code(process: Any) -> int | None:
     poll = getattr(process, "poll", None)
     code = poll() if callable(poll) else None
-    if isinstance(code, Coroutine):  # of a provisioner of another kind
+    if isinstance(code, Coroutine):  # from another kind of provisioner
         code.close()
     return code if isinstance(code, int) else None

@@ -1,8 +1,8 @@
 """Lifecycle of the server extension: two tasks and one connection to the broker.
 
-Configured by the environment that the Hub's spawner sets: GPUSHARE_API_URL,
+The Hub's spawner configures it by environment variables: GPUSHARE_API_URL,
 JUPYTERHUB_API_TOKEN (identity of this server), JUPYTERHUB_SERVER_NAME.  Without the
-first two it logs that once and stays inactive.
+first two the extension logs that once and stays inactive.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from jupyter_server.extension.application import ExtensionApp
 
 from jupyter_gpushare.channel import CERTIFICATE_VARIABLE
 from jupyter_gpushare.client import BrokerClient
-from jupyter_gpushare.server.activity import Reporter, Seen, look, notebooks_of
+from jupyter_gpushare.server.activity import Reporter, Sample, notebooks_of, take_sample
 from jupyter_gpushare.server.base import Broker
 from jupyter_gpushare.server.ends import Ends
 from jupyter_gpushare.server.handlers import routes
@@ -28,7 +28,7 @@ CANCEL_AGAIN_S = 0.5
 
 
 class GpuShareExtension(ExtensionApp):
-    """The server extension; has no options of its own."""
+    """The server extension; it has no options."""
 
     name = "jupyter_gpushare"
     load_other_extensions = True
@@ -44,7 +44,7 @@ class GpuShareExtension(ExtensionApp):
             self.serverapp.event_logger.register_event_schema(path)
         url, token = os.environ.get("GPUSHARE_API_URL", ""), os.environ.get("JUPYTERHUB_API_TOKEN", "")
         if url and token:
-            # Its users have retries of their own.
+            # The callers retry by themselves.
             certificate = os.environ.get(CERTIFICATE_VARIABLE, "")
             client = BrokerClient(url, token, certificate=certificate, retry_s=0.0)
             server = os.environ.get("JUPYTERHUB_SERVER_NAME", "")
@@ -54,18 +54,18 @@ class GpuShareExtension(ExtensionApp):
         self.handlers.extend(routes(self._broker))
 
     async def _start_jupyter_server_extension(self, serverapp: Any) -> None:
-        """Begin to report and to listen; the loop runs now."""
+        """Start both tasks; the event loop runs now."""
         if self._broker is None:
             return
-        reporter = Reporter(self._broker.client, self._look, self._notebooks, self.log)
+        reporter = Reporter(self._broker.client, self._sample, self._notebooks, self.log)
         for work in (reporter.run, self._broker.watch.run):
-            self._tasks.append(asyncio.create_task(self._keep_up(work)))
+            self._tasks.append(asyncio.create_task(self._keep_running(work)))
 
     async def stop_extension(self) -> None:
         """End both tasks and close the connection.
 
-        A library below may lose a cancellation that arrives together with an answer
-        (`asyncio.wait_for` of Python 3.11 does), and the server must end all the same.
+        A cancellation is repeated because a library may lose one that arrives together with an answer, as
+        `asyncio.wait_for` of Python 3.11 does.
         """
         while left := [task for task in self._tasks if not task.done()]:
             for task in left:
@@ -77,18 +77,18 @@ class GpuShareExtension(ExtensionApp):
             await self._broker.watch.stop()
             await self._broker.client.close()
 
-    async def _keep_up(self, work: Callable[[], Awaitable[None]]) -> None:
+    async def _keep_running(self, work: Callable[[], Awaitable[None]]) -> None:
         while True:
             try:
                 await work()
             except Exception:
-                # A kernel or session manager of another kind may surprise: the server must not notice.
+                # An unusual kernel or session manager may raise anything, and must not harm the server.
                 self.log.exception("gpushare: trying again in %d s", RESTART_S)
             await asyncio.sleep(RESTART_S)
 
-    def _look(self) -> Seen:
+    def _sample(self) -> Sample:
         terminals = self.serverapp.web_app.settings.get("terminal_manager")
-        return look(self.serverapp.kernel_manager, terminals, self._kernels, self._ends)
+        return take_sample(self.serverapp.kernel_manager, terminals, self._kernels, self._ends)
 
     async def _notebooks(self) -> Mapping[str, str]:
         return await notebooks_of(self.serverapp.session_manager)

@@ -38,9 +38,9 @@ from jupyter_gpushare.server.activity import notebooks_of
 from jupyter_gpushare.server.base import Broker, Handler, Refused, for_user
 from jupyter_gpushare.wall_clock import iso_now
 
-# ---- requests that the broker answers, forwarded with this server's identity -
-# `FORWARDS` is the whole list: a row names method and path, which are the same here
-# and at the broker, and the messages that go in and out.
+# ---- requests that are forwarded to the broker with this server's identity -----
+# `FORWARDS` is the whole list.  A row has the method and the path, which are the same at the broker, and
+# the types of the messages.
 
 _JOB = "([a-z0-9]{1,40})"
 _LEASE = "([a-z0-9-]{1,64})"
@@ -48,13 +48,13 @@ _LEASE = "([a-z0-9-]{1,64})"
 
 @dataclass(frozen=True, slots=True)
 class Forward:
-    """One request: ``{}`` in ``path`` stands for the id that ``pattern`` matches."""
+    """One kind of request; ``{}`` in ``path`` stands for the id that ``pattern`` matches."""
 
     method: str
     path: str
     answer: type[Any]
     pattern: str = ""
-    body: type[Any] | None = None  # an empty body is an empty object
+    body: type[Any] | None = None  # an empty body counts as an empty object
     query: tuple[str, ...] = ()  # parameters that are passed on
     status: int = 200
 
@@ -106,7 +106,7 @@ class ForwardHandler(Handler):
         )
         await self.answer(awaitable, forward.status)
 
-    # One wrapper each: `authorized` keeps the action ("read", "write") of its first request.
+    # Each method needs its own wrapper: `authorized` keeps the action ("read", "write") of its first request.
     get = for_user(_forward)
     post = for_user(_forward)
     put = for_user(_forward)
@@ -132,7 +132,7 @@ _TEXT = "text/plain; charset=utf-8"
 
 
 class PolledHandler(Handler):
-    """Logs only errors: an open panel polls every few seconds."""
+    """Base of handlers that log only errors, because an open panel polls them every few seconds."""
 
     def _log(self) -> None:
         if self.get_status() >= 400:
@@ -140,7 +140,7 @@ class PolledHandler(Handler):
 
 
 class SessionStatusHandler(PolledHandler):
-    """The broker's status of this server, for the page."""
+    """Answers with the broker's status of this server."""
 
     @for_user
     async def get(self) -> None:
@@ -160,15 +160,15 @@ class SessionStatusHandler(PolledHandler):
 
 
 class LogHandler(PolledHandler):
-    """Log of a job from the user's own files: about `LOG_BYTES` from ``offset`` on, as UTF-8.
+    """Answers with the log of a job: about `LOG_BYTES` from ``offset`` on, as UTF-8.
 
-    What the disk did not take comes from the memory of a runner on this machine.
+    The log is in the user's files.  Bytes that the disk did not take come from the memory of a runner on
+    this machine.
 
-    A negative ``offset`` counts from the end; ``attempt`` defaults to the newest;
-    ``download`` returns the whole stored log as a file.  Headers: X-Gpushare-Attempts
-    (newest attempt with a stored log) and -First (oldest; both 0: none), -Offset (start
-    of the answer), -Next (offset of the next piece); -Left-Out and -Why: how many bytes
-    the disk did not take, and why, while the attempt runs.
+    A negative ``offset`` counts from the end; ``attempt`` defaults to the newest; ``download`` returns the
+    whole stored log as a file.  Headers: X-Gpushare-Attempts and -First (the newest and the oldest attempt
+    with a stored log; 0 if there is none), -Offset (start of the answer), -Next (offset of the next piece),
+    and, while the attempt runs, -Left-Out (bytes that the disk did not take) and -Why (the reason).
     """
 
     @for_user
@@ -221,7 +221,7 @@ class LogHandler(PolledHandler):
 
 
 class LaunchHandler(Handler):
-    """What a job from a file may ask for, and its submission."""
+    """Answers with the defaults of the launch dialog, and submits its job."""
 
     @for_user
     async def get(self) -> None:
@@ -231,10 +231,10 @@ class LaunchHandler(Handler):
     @for_user
     async def post(self) -> None:
         client = self.connected().client
-        asked = self.read(wire.LaunchRequest)
+        request = self.read(wire.LaunchRequest)
         key = self.request.headers.get("Idempotency-Key")
-        # The same request is the same job, also for a server that has restarted since the first one.
-        job = launch.job_of(asked, self._root(), await self._specs(), os.environ, datetime.now())
+        # A repeated request is the same job, also if this server has restarted in between.
+        job = launch.job_of(request, self._root(), await self._specs(), os.environ, datetime.now())
         await self.answer(client.post("jobs", job, wire.Job, key=key), 201)
 
     def _root(self) -> Path:
@@ -248,14 +248,14 @@ class LaunchHandler(Handler):
 
 
 class SizeHandler(Handler):
-    """Changes the size of a session; the lease ``own`` is the first one of this server, which has no GPU."""
+    """Changes the size of a session; the lease ``own`` is the one reserved for a server without a GPU."""
 
     @for_user
     async def put(self, lease: str) -> None:
-        """Answer with `wire.SizedLease` once kernels of this server may use what it has.
+        """Answer with `wire.SizedLease` when kernels of this server may use the new size.
 
         Raises:
-            Refused: 409, this server has a GPU, or has to start anew for one; or the broker refuses.
+            Refused: 409, this server has a GPU, or must be started again to get one; or the broker refuses.
         """
         client, first = self.connected().client, gain.reserved(os.environ)
         lease = first if lease == "own" else lease

@@ -1,14 +1,12 @@
-"""Watch the kernels of a server: which of them run a cell, by the messages that they publish.
+"""Watch which kernels of a server run a cell, according to the messages that they publish.
 
-`MESSAGES` says what counts.  A status message names its request, so a request that a panel
-sends on the control channel is told from a cell, which `execution_state` of Jupyter Server
-does not do.  A cell lasts from its ``execute_input`` to the idle status of the same request:
-a silent request has no ``execute_input``, an aborted one neither, and ``input()`` and an
-interrupt end nothing.  On a subshell one cell runs at a time; a cell whose end was lost ends
-there with the next one, and at the latest with its process.
+`MESSAGES` has the rules.  A status message names its request, which distinguishes a cell from a request
+that a panel sends on the control channel; the `execution_state` of Jupyter Server does not.  A cell lasts
+from its ``execute_input`` to the idle status of the same request.  Silent and aborted requests have no
+``execute_input``, and neither ``input()`` nor an interrupt ends a cell.  A subshell runs one cell at a
+time, so a cell whose end was lost ends with the next one there, at the latest with its process.
 
-A kernel that has published nothing yet, such as one behind a gateway, counts by its
-``execution_state``.
+For a kernel that has not published anything, such as one behind a gateway, ``execution_state`` counts.
 """
 
 from __future__ import annotations
@@ -23,21 +21,21 @@ from typing import Any
 import zmq
 from jupyter_client.session import Session
 
-# Kernels that are watched; further ones count by their `execution_state`.
+# The maximum number of watched kernels; for others their `execution_state` counts.
 MAX_KERNELS = 200
-# Requests of one kernel that run at once: one per subshell, and its cell.
+# The maximum number of simultaneous requests of one kernel: a cell and another request per subshell.
 MAX_REQUESTS = 64
 MAX_ID = 200
-# Larger statuses and headers are not read.  ZeroMQ keeps at most 1,000 messages of a kernel until then.
+# Larger statuses and headers are not parsed.  ZeroMQ keeps at most 1,000 unread messages of a kernel.
 MAX_BYTES = 65_536
-# Messages that one turn of the server's loop reads, so that a flood of output drops no status.
+# Messages that are read in one turn of the server's loop, so that a flood of output drops no status.
 MESSAGES_AT_ONCE = 100
-# A request that takes longer may wait for the GPU.  Typing never takes that long.
+# A request that takes longer may wait for the GPU.  Requests caused by typing never take that long.
 LONG_S = 1.0
 
 
 class Counts(StrEnum):
-    """What keeps a session awake."""
+    """Whether a message keeps a session awake."""
 
     CELL = "yes, up to `max_hold`"
     GPU_WORK = "its GPU work does"
@@ -97,24 +95,24 @@ MESSAGES = (
     MessageType("iopub", "comm_close", Counts.NO, _OUTPUT),
     MessageType("iopub", "iopub_welcome", Counts.NO, "it confirms a subscription"),
 )
-# What is not in the table, replies among it, counts as `NO`.
+# Messages that are not in the table, such as replies, count as `NO`.
 _COUNTING = [each for each in MESSAGES if each.counts is Counts.CELL]
 _CELLS = frozenset(each.name for each in _COUNTING if each.channels != "iopub")
 _BEGINNINGS = frozenset(each.name for each in _COUNTING if each.channels == "iopub")
-# Only these surely occupy the thread that runs the user's code.
+# Only these requests certainly occupy the thread that runs the user's code.
 _ON_SHELL = frozenset(each.name for each in MESSAGES if each.channels == "shell")
 
 
 @dataclass(frozen=True, slots=True)
 class KernelState:
-    """What one kernel does, comparable with an earlier state of it."""
+    """The state of one kernel, comparable with an earlier one."""
 
     id: str
     name: str = ""
     runs_cell: bool = False
     handles_request: bool = False  # a cell, or another request for `LONG_S`, which may wait for the GPU
-    cells: int = 0  # begun since it is watched
-    last_cell_at: float = 0.0  # on the watching clock; the watch's begin, if it ran none
+    cells: int = 0  # begun since the kernel is watched
+    last_cell_at: float = 0.0  # on the clock of `Kernels`; the start of `Kernels` if no cell ran
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,25 +130,25 @@ class _Watch:
     def __init__(self, kernel: Any, clock: Callable[[], float], began_at: float) -> None:
         self.kernel, self._clock = kernel, clock
         self._stream: Any = None
-        self._ports: object = None  # of the connection, or of the attempt
+        self._ports: object = None  # of the last attempt to connect
         self._session: Any = None
-        # By the subshell, and whether it is its cell.
+        # The keys are a subshell, and whether the request is its cell.
         self._requests: dict[tuple[str, bool], _KernelRequest] = {}
-        self._heard = self._was_busy = False
+        self._has_published = self._was_busy = False
         self._cells, self._last_cell_at = 0, began_at
 
     @property
     def is_connected(self) -> bool:
-        """Whether it is subscribed to the kernel's messages."""
+        """Return whether the kernel's messages are received."""
         return self._stream is not None
 
     def state(self, id_: str) -> KernelState:
-        """Return what the kernel does now."""
+        """Return the state of the kernel now."""
         now, process = self._clock(), _process_of(self.kernel)
         for key, request in list(self._requests.items()):
             if request.process != process:
                 self._end(key)  # its process has ended
-        is_busy = not self._heard and getattr(self.kernel, "execution_state", "") == "busy"
+        is_busy = not self._has_published and getattr(self.kernel, "execution_state", "") == "busy"
         if is_busy:
             self._cells += not self._was_busy
             self._last_cell_at = now
@@ -167,20 +165,20 @@ class _Watch:
         )
 
     def connect(self) -> None:
-        """Subscribe to the kernel's messages, and anew where a restart changed its ports."""
+        """Subscribe to the kernel's messages, and again if a restart changed its ports."""
         ports = list(getattr(self.kernel, "ports", ()))
         if ports == self._ports or not getattr(self.kernel, "iopub_port", 0):
             return
         self.close()
         self._ports = ports
         try:
-            kernels_own = self.kernel.session
-            # A session of its own: one that also sends would take these for replays.
-            self._session = Session(config=kernels_own.config, key=kernels_own.key, digest_history_size=0)
+            shared = self.kernel.session
+            # A session of its own: a second reader would take every message for a replay.
+            self._session = Session(config=shared.config, key=shared.key, digest_history_size=0)
             self._stream = self.kernel.connect_iopub()
             self._stream.on_recv(self._receive)
         except Exception:
-            # A kernel manager of another kind: the kernel counts by its `execution_state`.
+            # With an unusual kernel manager the `execution_state` of the kernel counts.
             self.close()
 
     def close(self) -> None:
@@ -191,7 +189,7 @@ class _Watch:
 
     def _receive(self, parts: list[bytes]) -> None:
         for _ in range(MESSAGES_AT_ONCE):
-            with contextlib.suppress(Exception):  # whatever a kernel publishes, the server goes on
+            with contextlib.suppress(Exception):  # nothing that a kernel publishes may harm the server
                 self._read(parts)
             try:
                 parts = self._stream.socket.recv_multipart(zmq.NOBLOCK)
@@ -199,7 +197,7 @@ class _Watch:
                 return
 
     def _read(self, parts: list[bytes]) -> None:
-        """Take in one message as it came; one that says nothing about requests costs no parsing."""
+        """Handle one raw message; only messages about the state of requests are parsed."""
         _, parts = self._session.feed_identities(parts)
         header = parts[1]
         if b'"status"' not in header and b'"execute_input"' not in header:
@@ -212,15 +210,15 @@ class _Watch:
             if len(content) > MAX_BYTES:
                 return
             state = self._session.unpack(content)["execution_state"]
-        self.saw(msg_type, state, message["parent_header"])
+        self._note(msg_type, state, message["parent_header"])
 
-    def saw(self, msg_type: str, state: str, parent: Mapping[str, Any]) -> None:
-        """Take in a status or an ``execute_input``, with the header of its request."""
+    def _note(self, msg_type: str, state: str, parent: Mapping[str, Any]) -> None:
+        """Handle a status or an ``execute_input``; ``parent`` is the header of its request."""
         request_type, id_ = parent.get("msg_type"), str(parent.get("msg_id"))
         shell = str(parent.get("subshell_id") or "")
         if len(id_) > MAX_ID or len(shell) > MAX_ID:
             return
-        self._heard = True
+        self._has_published = True
         if state == "starting":
             for key in list(self._requests):
                 self._end(key)
@@ -248,7 +246,7 @@ class _Watch:
 
 
 def _process_of(kernel: Any) -> int | None:
-    """Return the process id of a kernel; None: it has ended, or is not known."""
+    """Return the process id of a kernel; None if its process has ended or is unknown."""
     process = getattr(getattr(kernel, "provisioner", None), "process", None)
     poll = getattr(process, "poll", None)
     return getattr(process, "pid", None) if callable(poll) and poll() is None else None
@@ -262,8 +260,8 @@ class Kernels:
         self._began_at = clock()
         self._watches: dict[str, _Watch] = {}
 
-    def look(self, manager: Any) -> list[KernelState]:
-        """Return the state of each kernel of a kernel manager, and watch those that are new."""
+    def sample(self, manager: Any) -> list[KernelState]:
+        """Return the state of each kernel of a kernel manager; start to watch new kernels."""
         kernels = {str(id_): manager.get_kernel(id_) for id_ in manager.list_kernel_ids()}
         for id_, watch in list(self._watches.items()):
             if kernels.get(id_) is not watch.kernel:

@@ -3,14 +3,13 @@
     name.ipynb     PYTHON -m jupyter_gpushare.job.notebook name.ipynb name-DATE.ipynb --kernel K -p A B
     name.py        PYTHON name.py ARGUMENTS      (the Python of the chosen environment, with its variables)
     name.sh        bash name.sh ARGUMENTS
-    other          ./name ARGUMENTS              (if it may be executed)
+    other          ./name ARGUMENTS              (if it is executable)
     no file        the words of the command
 
-The command runs in the folder of the file, with the Hub's environment for servers;
-further variables of this server are chosen by name.  Python and variables of an
-environment are those of its kernelspec, resolved like jupyter_client does.  ``-P``
-keeps files in the user's folder from shadowing modules of the notebook runner; kernels
-and scripts still import from their own folder.
+The command runs in the folder of the file, with the Hub's environment for servers, and with other
+variables of this server that the user chooses by name.  The Python and the variables of an environment
+come from its kernelspec, resolved as jupyter_client does.  ``-P`` keeps files in the user's folder from
+shadowing modules of the notebook runner; kernels and scripts still import from their own folder.
 """
 
 from __future__ import annotations
@@ -35,13 +34,14 @@ from jupyter_gpushare.protocol.jobfiles import own_output
 
 MAX_NOTEBOOK_BYTES = 64 << 20
 _DEFAULT_KERNEL = "python3"
-# Of a notebook's name in that of its output: a file's name has 255 at most, and more is put behind it.
+# The maximum that the name of the output takes from the notebook's name: a file name has at most 255 bytes,
+# and a suffix follows.
 _STEM_BYTES = 180
 _PYTHON = "python"
-# As `KernelManager.format_kernel_cmd` of jupyter_client has them.
+# The names that `KernelManager.format_kernel_cmd` of jupyter_client replaces by `sys.executable`.
 _OWN_PYTHON = frozenset(("python", f"python{sys.version_info[0]}", "python{}.{}".format(*sys.version_info)))
-# The broker sets these for each job, and refuses a job that brings its own.
-_OF_THE_SYSTEM = ("GPUSHARE_", "JUPYTERHUB_", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")
+# The broker sets these variables for each job, and refuses a job that sets them.
+_RESERVED_PREFIXES = ("GPUSHARE_", "JUPYTERHUB_", "CUDA_VISIBLE_DEVICES", "LD_PRELOAD")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +52,11 @@ class Spec:
     display_name: str
     language: str
     argv: tuple[str, ...]
-    env: Mapping[str, str] = field(default_factory=dict)  # may name other variables: "$HOME/lib"
+    env: Mapping[str, str] = field(default_factory=dict)  # values may refer to other variables: "$HOME/lib"
 
 
 def specs_of(found: Mapping[str, Mapping[str, Any]]) -> tuple[Spec, ...]:
-    """Return the answer of a kernelspec manager, by name of the environment."""
+    """Return the kernelspecs in a kernelspec manager's answer, sorted by name."""
     specs = []
     for name, entry in sorted(found.items()):
         spec = entry.get("spec", {})
@@ -68,10 +68,10 @@ def specs_of(found: Mapping[str, Mapping[str, Any]]) -> tuple[Spec, ...]:
 
 
 def find(root: Path, path: str) -> Path:
-    """Return the file that the page calls ``path``.
+    """Return the file with this ``path`` on the page.
 
     Raises:
-        NotFound: there is none, or not below ``root``.
+        NotFound: the file does not exist, or is not below ``root``.
     """
     relative = path.strip("/")
     inside = relative and ".." not in Path(relative).parts and "\0" not in relative
@@ -81,7 +81,7 @@ def find(root: Path, path: str) -> Path:
 
 
 def _is_file(path: Path) -> bool:
-    """Whether there is such a file; a name that is too long, or a folder that is closed, has none."""
+    """Return whether a file exists; False if its name is too long or its folder cannot be read."""
     try:
         return path.is_file()
     except OSError:
@@ -89,10 +89,10 @@ def _is_file(path: Path) -> bool:
 
 
 def form(root: Path, path: str, specs: Iterable[Spec]) -> wire.LaunchForm:
-    """Return what the dialog begins with; ``path`` may be empty.
+    """Return the defaults of the dialog; ``path`` may be empty.
 
     Raises:
-        NotFound: there is no such file.
+        NotFound: the file does not exist.
     """
     environments = [
         wire.Environment(name=s.name, display_name=s.display_name, language=s.language) for s in specs
@@ -126,7 +126,7 @@ def _notebook(file: Path) -> dict[str, Any]:
 
 
 def _object(value: Any) -> Mapping[str, Any]:
-    """Return a JSON object as it is, anything else as an empty one: notebooks come from everywhere."""
+    """Return a JSON object unchanged, and {} for anything else, because notebooks cannot be trusted."""
     return value if isinstance(value, dict) else {}
 
 
@@ -135,17 +135,16 @@ def _list(value: Any) -> list[Any]:
 
 
 def language_of(notebook: Mapping[str, Any]) -> str:
-    """Return the language of the notebook's code; Python if it does not say."""
+    """Return the language of the notebook's code; Python if the notebook does not name one."""
     metadata = _object(notebook.get("metadata"))
     kernelspec, info = _object(metadata.get("kernelspec")), _object(metadata.get("language_info"))
     return str(kernelspec.get("language") or info.get("name") or _PYTHON).lower()
 
 
 def defaults(notebook: Mapping[str, Any]) -> dict[str, str]:
-    """Return the values that the cell tagged ``parameters`` of a Python notebook assigns.
+    """Return the literals that the cell tagged ``parameters`` of a Python notebook assigns.
 
-    Only what means the same anywhere: a number, a text, a list of them.  What has to be
-    computed first (``Path("x")``, ``2**10``) would come back as text.
+    Expressions (``Path("x")``, ``2**10``) are left out: they would come back from the dialog as text.
     """
     if language_of(notebook) != _PYTHON:
         return {}
@@ -181,53 +180,53 @@ def _literals(text: str) -> dict[str, str]:
 
 
 def job_of(
-    asked: wire.LaunchRequest,
+    request: wire.LaunchRequest,
     root: Path,
     specs: Iterable[Spec],
     environ: Mapping[str, str],
     now: datetime,
 ) -> wire.JobRequest:
-    """Return the job that a dialog describes; ``now`` is used where it does not say when it was submitted.
+    """Return the job that the dialog describes; ``now`` is used if the request has no time of submission.
 
     Raises:
-        InvalidRequest: nothing to run, nothing to run it with, or a text that cannot be taken apart.
-        NotFound: no such file or environment.
+        InvalidRequest: the command is missing or cannot be parsed, or nothing can run the file.
+        NotFound: the file or the environment does not exist.
     """
     by_name = {spec.name: spec for spec in specs}
-    if asked.kernel and asked.kernel not in by_name:
-        raise NotFound("there is no environment %1 on this server", repr(asked.kernel[:60]))
-    spec = by_name.get(asked.kernel)
-    given: dict[str, str] = {}
-    output, kernel = "", asked.kernel
-    file = find(root, asked.path) if asked.path else None
+    if request.kernel and request.kernel not in by_name:
+        raise NotFound("there is no environment %1 on this server", repr(request.kernel[:60]))
+    spec = by_name.get(request.kernel)
+    spec_env: dict[str, str] = {}
+    output, kernel = "", request.kernel
+    file = find(root, request.path) if request.path else None
     if file is None:
-        command = _words(asked.command, "the command")
+        command = _words(request.command, "the command")
     elif file.suffix == ".ipynb":
-        written = _output_of(file, _moment(asked.at) if asked.at else now)
+        written = _output_of(file, _moment(request.at) if request.at else now)
         output = str(written.relative_to(root))
-        command = _notebook_command(file, written, asked)
+        command = _notebook_command(file, written, request)
     elif file.suffix == ".py" and spec is not None and spec.language == _PYTHON:
-        given = _variables_of(spec, environ)
-        command = [_python_of(spec, dict(environ) | given), str(file)]
-        command += _words(asked.arguments, "the arguments")
+        spec_env = _variables_of(spec, environ)
+        command = [_python_of(spec, dict(environ) | spec_env), str(file)]
+        command += _words(request.arguments, "the arguments")
     else:
-        command, kernel = [*_script(file), *_words(asked.arguments, "the arguments")], ""
-    # A duplicate of a job names the variables of its environment too, without a value.
-    known = dict(environ) | given
-    env = {"PYTHONUNBUFFERED": "1"} | given | dict(_variable(text, known) for text in asked.variables)
+        command, kernel = [*_script(file), *_words(request.arguments, "the arguments")], ""
+    # A duplicated job also names the variables of its environment, without values.
+    known = dict(environ) | spec_env
+    env = {"PYTHONUNBUFFERED": "1"} | spec_env | dict(_variable(text, known) for text in request.variables)
     return wire.JobRequest(
-        **asked.terms,
+        **request.terms,
         command=command,
-        project=asked.project,
-        name=asked.name or (file.name[:100] if file else None),
-        cwd=asked.cwd or str(file.parent if file else root),
+        project=request.project,
+        name=request.name or (file.name[:100] if file else None),
+        cwd=request.cwd or str(file.parent if file else root),
         env=env,
         source=wire.JobSource(
-            path=asked.path.strip("/"),
+            path=request.path.strip("/"),
             kernel=kernel,
             output=output,
-            arguments=asked.arguments,
-            parameters=asked.parameters,
+            arguments=request.arguments,
+            parameters=request.parameters,
         )
         if file
         else None,
@@ -235,7 +234,7 @@ def job_of(
 
 
 def with_output(job: wire.Job, root: Path) -> wire.Job:
-    """Return the job with the notebook that it really writes (see `jobfiles.own_output`)."""
+    """Return the job with the path of the notebook that it really writes (see `jobfiles.own_output`)."""
     if job.source is None or not job.source.output.endswith(".ipynb"):
         return job
     own = own_output(Path(job.source.output), job.id)
@@ -256,15 +255,15 @@ def _output_of(file: Path, now: datetime) -> Path:
     return file.with_name(f"{stem}-{now:%Y%m%d-%H%M%S}.ipynb")
 
 
-def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> list[str]:
-    # As UTF-8 the program reads its words and names of files, whatever the locale is.
+def _notebook_command(file: Path, output: Path, request: wire.LaunchRequest) -> list[str]:
+    # With `-X utf8` the program reads its arguments and file names as UTF-8 in any locale.
     python = [sys.executable, "-X", "utf8", "-P"]
     command = [*python, "-m", "jupyter_gpushare.job.notebook", str(file), str(output)]
-    if asked.kernel:
-        command += ["--kernel", asked.kernel]
+    if request.kernel:
+        command += ["--kernel", request.kernel]
     notebook = _notebook(file)
-    already = defaults(notebook)
-    changed = {name: value for name, value in asked.parameters.items() if already.get(name) != value}
+    unchanged = defaults(notebook)
+    changed = {name: value for name, value in request.parameters.items() if unchanged.get(name) != value}
     if changed and (language := language_of(notebook)) != _PYTHON:
         raise InvalidRequest("parameters are for Python notebooks, and this is one in %1", language)
     for name, value in changed.items():
@@ -273,14 +272,14 @@ def _notebook_command(file: Path, output: Path, asked: wire.LaunchRequest) -> li
 
 
 def _python_of(spec: Spec, environ: Mapping[str, str]) -> str:
-    """Return the Python that the kernels of an environment run in.
+    """Return the Python that runs the kernels of an environment.
 
     Raises:
-        InvalidRequest: it cannot be found here, or something else starts it.
+        InvalidRequest: the Python is not on this server, or another program starts it.
     """
     name = f"the environment {spec.display_name[:60]!r}"
     program, *options = spec.argv or ("",)
-    # `bash -c "..."` and `conda run python -m ...` start a Python, and are none.
+    # `bash -c "..."` and `conda run python -m ...` start a Python but are not one.
     if "-m" not in options or not options[0].startswith("-"):
         raise InvalidRequest("%1 does not say which Python it runs in: submit a command", name)
     if program in _OWN_PYTHON:
@@ -296,7 +295,7 @@ def _variables_of(spec: Spec, environ: Mapping[str, str]) -> dict[str, str]:
     return {
         name: Template(value).safe_substitute(environ)
         for name, value in spec.env.items()
-        if not name.startswith(_OF_THE_SYSTEM)
+        if not name.startswith(_RESERVED_PREFIXES)
     }
 
 

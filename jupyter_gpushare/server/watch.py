@@ -1,15 +1,13 @@
 """Long poll to the broker, and Jupyter Events for the changes in its answers.
 
-The first request, and the first after a failure, omits ``after``.  A restarted
-broker counts on above its predecessor, so the newest of two answers is the one with
-the higher number, also where the client repeated a request across a restart
-without a failure.  An unreachable broker is asked again after
-1, 2, 4, ... `MAX_PAUSE_S` seconds; its outage start is kept, and answers from
-before it cause no events.  Long polls are limited per user: a server without
-one polls every `NO_POLL_S` seconds until a slot is free.
+The first request, and the first after a failure, omits ``after``.  The numbers of a restarted broker
+continue above its predecessor's.  So the newer of two answers has the higher number, also if the client
+repeated a request across a restart without a failure.  An unreachable broker is retried after
+1, 2, 4, ... `MAX_PAUSE_S` seconds.  Answers from before the start of an outage cause no events.  Long
+polls are limited per user: a server without one polls every `NO_POLL_S` until a slot is free.
 
-Events report state changes (`lease_key`, `job_key`) of this server's lease and
-of the user's jobs, never numbers, and the start and end of an outage.
+Events report state changes (`lease_key`, `job_key`) of this server's lease and of the user's jobs, and
+the start and end of an outage, but no numbers.
 """
 
 from __future__ import annotations
@@ -28,13 +26,13 @@ from jupyter_gpushare.messages import local
 from jupyter_gpushare.protocol.wire import Job, LeaseStatus, Status
 from jupyter_gpushare.wall_clock import iso_now
 
-# The broker answers within WAIT_S; ANSWER_S more for the network.
+# The broker answers a long poll within WAIT_S; ANSWER_S is added for the network.
 WAIT_S = 25
 ANSWER_S = 10.0
-# A page that polls reads after so long that the broker does not answer; its request goes on, and an
-# answer that comes later ends the outage.
+# A page that polls learns after this time that the broker does not answer.  The request to the broker
+# continues, and a later answer ends the outage.
 PAGE_S = 3.0
-# Changes within this time share one answer.
+# Changes within this time come in one answer.
 GATHER_S = 0.1
 MAX_PAUSE_S = 60.0
 NO_POLL_S = 30.0
@@ -67,8 +65,8 @@ def changes(before: Status | None, now: Status, server: str) -> list[tuple[str, 
         events.append((LEASE_EVENT, _lease_data(now.seq, old, new)))
     elif new is None and old is not None:
         gone = {"state": "released", "warned": False, "lend_in_s": None, "wanted": False}
-        said = {"badge": "Ended", "sentence": "This server holds no GPU any more."}
-        events.append((LEASE_EVENT, _lease_data(now.seq, old, old) | gone | said))
+        texts = {"badge": "Ended", "sentence": "This server holds no GPU any more."}
+        events.append((LEASE_EVENT, _lease_data(now.seq, old, old) | gone | texts))
     known = {job.id: job for job in before.jobs}
     for job in now.jobs:
         earlier = known.get(job.id)
@@ -105,12 +103,12 @@ def _job_data(seq: int, before: Job | None, job: Job) -> dict[str, Any]:
 
 
 async def _pause(about_s: float) -> None:
-    """Sleep for about this long; the jitter spreads the requests of many servers."""
+    """Sleep for ``about_s`` with jitter, which spreads the requests of many servers."""
     await asyncio.sleep(about_s * random.uniform(0.8, 1.2))  # noqa: S311
 
 
 class Watch:
-    """The broker's last answer, and the start of its outage."""
+    """Polls the broker; has its last status, and the start of an outage."""
 
     def __init__(self, client: BrokerClient, server: str, emit: Emit, log: logging.Logger) -> None:
         self.status: Status | None = None
@@ -146,8 +144,8 @@ class Watch:
         """Return the broker's current status; concurrent callers share one request.
 
         Raises:
-            BrokerUnavailable: no answer for `PAGE_S`, or none to come; the outage is `unreachable_since`.
-            RequestError: it refuses.
+            BrokerUnavailable: the broker cannot be reached, or did not answer within `PAGE_S`.
+            RequestError: the broker refuses the request.
         """
         if self._fetching is None or self._fetching.done():
             self._fetching = asyncio.ensure_future(self._fetch())
@@ -157,7 +155,7 @@ class Watch:
             async with asyncio.timeout(PAGE_S):
                 return await asyncio.shield(fetching)
         except TimeoutError:
-            if fetching.done():  # both came while this process did not run
+            if fetching.done():  # the answer and the timeout came while this process did not run
                 return await fetching
             silent = f"nothing for {PAGE_S:g} s"
             error = BrokerUnavailable("the GPU broker at %1 does not answer (%2)", self._client.url, silent)
@@ -172,7 +170,7 @@ class Watch:
             raise
 
     async def stop(self) -> None:
-        """Cancel a request in flight."""
+        """Cancel the request in flight, if any."""
         if self._fetching is not None and not self._fetching.done():
             self._fetching.cancel()
             await asyncio.gather(self._fetching, return_exceptions=True)
@@ -188,7 +186,8 @@ class Watch:
     def _on_answer(self, status: Status, asked_at: float) -> Status:
         """Return ``status``, or a newer answer that arrived first.
 
-        A broker that was asked after a failure may be one with lower numbers: its answer counts.
+        The first answer to a request that began after a failure always counts: the broker may be another
+        one, with lower numbers.
         """
         newer = self.status if self.status is not None and status.seq < self.status.seq else None
         if newer is not None and asked_at <= self._failed_at:

@@ -25,13 +25,13 @@ class Live:
         self.manager, self.id = manager, id_
         self.now, self.wall_ahead_s = 1_000.0, 0.0
         self.ends = Ends(lambda: self.now, lambda: datetime.now(UTC) + timedelta(seconds=self.wall_ahead_s))
-        assert self.look() == ()
+        assert self.sample() == ()
 
-    def look(self) -> tuple[Ended, ...]:
-        return self.ends.look(self.manager)
+    def sample(self) -> tuple[Ended, ...]:
+        return self.ends.sample(self.manager)
 
     def ends_in_s(self) -> float | None:
-        self.look()
+        self.sample()
         return self.ends.ends_in_s().get(self.id)
 
     async def until(self, condition: Callable[[], object]) -> None:
@@ -40,8 +40,8 @@ class Live:
                 await asyncio.sleep(0.02)
 
     async def ended(self) -> Ended:
-        await self.until(self.look)
-        (end,) = self.look()
+        await self.until(self.sample)
+        (end,) = self.sample()
         assert (end.id, end.at) == (self.id, self.now)
         return end
 
@@ -76,21 +76,21 @@ async def test_a_process_that_died_is_told_with_its_signal_though_its_kernel_is_
     os.kill(killed, number)
     assert await live.ended() == Ended(live.id, "died", -number, live.now)
     await live.until(lambda: live.pid() != killed)
-    assert len(live.look()) == 1
+    assert len(live.sample()) == 1
 
 
 async def test_a_kernel_that_its_user_restarts_or_shuts_down_is_told_so(live):
     await live.manager.restart_kernel(live.id)
     assert (await live.ended()).how == "restarted"
     live.now += KEPT_S + 1
-    assert live.look() == ()  # told long ago
+    assert live.sample() == ()  # told long ago
     await live.manager.shutdown_kernel(live.id)
     assert (await live.ended()).how == "shut_down"
 
 
 async def test_a_kernel_that_idled_beyond_the_setting_is_told_by_it(live):
     live.wall_ahead_s = TIMEOUT_S + 60
-    live.look()
+    live.sample()
     live.manager.cull_idle_timeout = 1
     live.manager.get_kernel(live.id).execution_state = "idle"
     live.manager.get_kernel(live.id).last_activity -= timedelta(hours=1)
@@ -102,7 +102,7 @@ async def test_a_kernel_without_restarts_is_told_when_it_is_gone(live):
     live.manager.get_kernel(live.id).stop_restarter()
     os.kill(live.pid(), signal.SIGKILL)
     await live.until(lambda: live.manager.get_kernel(live.id).provisioner.process.poll() is not None)
-    live.look()
+    live.sample()
     await live.manager.shutdown_kernel(live.id, now=True)
     assert await live.ended() == Ended(live.id, "died", -signal.SIGKILL, live.now)
 
@@ -138,6 +138,6 @@ def test_kernel_managers_of_another_kind_end_nothing():
             return Kernel()
 
     ends = Ends()
-    assert ends.look(Manager()) == ()
-    assert ends.look(Manager()) == ()
+    assert ends.sample(Manager()) == ()
+    assert ends.sample(Manager()) == ()
     assert ends.ends_in_s() == {}

@@ -75,13 +75,13 @@ class Live:
     def __post_init__(self) -> None:
         self.watched = Kernels(lambda: self.now)
 
-    def look(self) -> KernelState:
-        (state,) = self.watched.look(self.manager)
+    def sample(self) -> KernelState:
+        (state,) = self.watched.sample(self.manager)
         return state
 
     async def until(self, condition: Callable[[KernelState], bool]) -> KernelState:
         async with asyncio.timeout(PATIENCE_S):
-            while not condition(state := self.look()):
+            while not condition(state := self.sample()):
                 await asyncio.sleep(0.02)
         return state
 
@@ -132,7 +132,7 @@ async def live(monkeypatch, tmp_path) -> AsyncIterator[Live]:
             live.read.add(parent.get("msg_id", ""))
 
     monkeypatch.setattr(kernels._Watch, "saw", note)
-    live.look()
+    live.sample()
     client.start_channels()
     await client.wait_for_ready(PATIENCE_S)
     await live.run(TARGET)
@@ -152,10 +152,10 @@ async def test_each_type_of_message_counts_as_the_table_says(live):
         asked[channel] += 1
         name, _, silent = each.name.partition(", ")
         content = code("1", silent=bool(silent)) if name == "execute_request" else CONTENTS.get(name, {})
-        before = live.look()
+        before = live.sample()
         live.now += 60
         await live.ended(live.send(channel, name, content))
-        after = live.look()
+        after = live.sample()
         assert not after.handles_request
         counted = (after.cells - before.cells, after.last_cell_at - before.last_cell_at)
         assert counted == ((1, 60) if each.counts is Counts.CELL else (0, 0)), each
@@ -163,10 +163,10 @@ async def test_each_type_of_message_counts_as_the_table_says(live):
 
 
 async def test_a_request_of_an_unknown_type_counts_for_nothing(live):
-    before = live.look()
+    before = live.sample()
     for channel in ("shell", "control"):
         await live.ended(live.send(channel, "request_of_a_later_version", {}))
-    assert live.look() == before
+    assert live.sample() == before
 
 
 async def test_polls_of_a_panel_end_no_cell_that_runs_and_begin_none(live, tmp_path):
@@ -175,17 +175,17 @@ async def test_polls_of_a_panel_end_no_cell_that_runs_and_begin_none(live, tmp_p
     await live.until(lambda state: state.runs_cell)
     for channel, name in (("control", "usage_request"), ("control", "kernel_info_request")):
         await live.ended(live.send(channel, name, {}))
-        assert live.look().runs_cell
+        assert live.sample().runs_cell
     gate.touch()
     await live.ended(cell)
-    assert not live.look().runs_cell
+    assert not live.sample().runs_cell
 
 
 @pytest.mark.parametrize("kind", ["a silent request", "a widget"])
 async def test_code_that_is_no_cell_counts_by_its_gpu_work_and_may_wait_for_the_gpu(live, tmp_path, kind):
     gate = str(tmp_path / "gate")
     await live.ended(live.send("shell", "comm_open", CONTENTS["comm_open"]))
-    before = live.look()
+    before = live.sample()
     if kind == "a widget":
         asked = live.send("shell", "comm_msg", {"comm_id": "c", "data": {"until": gate}})
     else:
@@ -199,27 +199,27 @@ async def test_code_that_is_no_cell_counts_by_its_gpu_work_and_may_wait_for_the_
     assert (state.runs_cell, state.cells, state.last_cell_at) == (False, before.cells, before.last_cell_at)
     Path(gate).touch()
     await live.ended(asked)
-    assert not live.look().handles_request
+    assert not live.sample().handles_request
 
 
 async def test_a_cell_that_asks_its_user_runs_until_it_has_ended(live):
     cell = live.send("shell", "execute_request", code("input()", stdin=True))
     async with asyncio.timeout(PATIENCE_S):
         await live.client.get_stdin_msg()
-        while not live.look().runs_cell:  # the question may come before the beginning of the cell is read
+        while not live.sample().runs_cell:  # the question may come before the beginning of the cell is read
             await asyncio.sleep(0.01)
     live.client.input("yes")
     await live.ended(cell)
-    assert not live.look().runs_cell
+    assert not live.sample().runs_cell
 
 
 async def test_aborted_cells_never_ran(live):
-    before = live.look().cells
+    before = live.sample().cells
     sent = [live.send("shell", "execute_request", code(text)) for text in ("1 / 0", "2", "3")]
     for each in sent:
         await live.ended(each)
-    assert live.look().cells == before + 1
-    assert not live.look().runs_cell
+    assert live.sample().cells == before + 1
+    assert not live.sample().runs_cell
 
 
 async def test_output_after_a_cell_counts_for_nothing(live):
@@ -229,11 +229,11 @@ async def test_output_after_a_cell_counts_for_nothing(live):
         "    for _ in range(50): print('x', flush=True); time.sleep(0.01)\n"
         "thread = threading.Thread(target=talk); thread.start()"
     )
-    before = live.look()
+    before = live.sample()
     async with asyncio.timeout(PATIENCE_S):
         while (await live.client.get_iopub_msg())["msg_type"] != "stream":
             pass
-    assert live.look() == before
+    assert live.sample() == before
 
 
 async def test_a_flood_of_output_in_a_busy_server_hides_no_end_of_a_cell(live):
@@ -247,7 +247,7 @@ async def test_a_flood_of_output_in_a_busy_server_hides_no_end_of_a_cell(live):
     cell = live.send("shell", "execute_request", code("for n in range(4_000): display(str(n) * 5_000)"))
     await live.seen(cell)
     busy.cancel()
-    assert not live.look().runs_cell
+    assert not live.sample().runs_cell
 
 
 async def test_a_cell_of_a_subshell_runs_beside_one_of_the_main_shell(live, tmp_path):
@@ -263,10 +263,10 @@ async def test_a_cell_of_a_subshell_runs_beside_one_of_the_main_shell(live, tmp_
     await live.until(lambda state: state.cells == 3)
     Path(gate).touch()
     await live.ended(short)
-    assert live.look().runs_cell
+    assert live.sample().runs_cell
     Path(main).touch()
     await live.ended(long)
-    assert not live.look().runs_cell
+    assert not live.sample().runs_cell
 
 
 @pytest.mark.parametrize("end", ["interrupt", "restart", "crash"])
@@ -286,7 +286,7 @@ async def test_a_cell_ends_with_an_interrupt_a_restart_or_its_process(live, tmp_
     if end != "crash":
         await live.client.wait_for_ready(PATIENCE_S)
         await live.run("1")
-        assert live.look().cells == state.cells + 1
+        assert live.sample().cells == state.cells + 1
 
 
 # ---- kernels that stand for others -------------------------------------------
@@ -349,16 +349,16 @@ def manager(**found: Any) -> Any:
     return SimpleNamespace(list_kernel_ids=lambda: list(found), get_kernel=found.__getitem__)
 
 
-def looks(kernel: Any, clock: Any = None) -> Callable[[], KernelState]:
-    """Watch a kernel; the returned function looks at it."""
+def sampler(kernel: Any, clock: Any = None) -> Callable[[], KernelState]:
+    """Watch a kernel; the returned function samples it."""
     watched, there = Kernels(clock or Clock()), manager(k=kernel)
 
-    def look() -> KernelState:
-        (state,) = watched.look(there)
+    def sample() -> KernelState:
+        (state,) = watched.sample(there)
         return state
 
-    look()
-    return look
+    sample()
+    return sample
 
 
 @pytest.mark.parametrize(
@@ -366,85 +366,85 @@ def looks(kernel: Any, clock: Any = None) -> Callable[[], KernelState]:
 )
 def test_what_a_kernel_publishes_counts_as_the_table_says(each):
     kernel = Fake()
-    look = looks(kernel)
+    sample = sampler(kernel)
     content = {"execution_state": "busy"} if each.name == "status" else {"name": "stdout", "text": "status"}
     kernel.read(kernel.parts(each.name, content, msg_id="1", msg_type="execute_request"))
-    assert look().runs_cell == (each.counts is Counts.CELL)
+    assert sample().runs_cell == (each.counts is Counts.CELL)
 
 
 def test_the_next_cell_ends_one_whose_end_was_lost():
     kernel = Fake()
-    look = looks(kernel)
+    sample = sampler(kernel)
     kernel.begin("1")
     kernel.begin("2")
     kernel.status("idle", "2")
-    assert (look().runs_cell, look().cells) == (False, 2)
+    assert (sample().runs_cell, sample().cells) == (False, 2)
 
 
 @pytest.mark.parametrize("name", ["status", "execute_input"])
 def test_a_user_may_have_any_name(name):
     kernel = Fake(session=Session(key=b"secret", username=name))
-    look = looks(kernel)
+    sample = sampler(kernel)
     kernel.read(
         kernel.parts("stream", {"name": "stdout", "text": "x"}, msg_id="1", msg_type="execute_request")
     )
-    assert not look().runs_cell
+    assert not sample().runs_cell
     kernel.begin()
-    assert look().runs_cell
+    assert sample().runs_cell
     kernel.status("idle")
-    assert not look().runs_cell
+    assert not sample().runs_cell
 
 
 def test_a_kernel_that_starts_runs_nothing():
     kernel = Fake()
-    look = looks(kernel)
+    sample = sampler(kernel)
     kernel.begin()
-    assert look().runs_cell
+    assert sample().runs_cell
     kernel.read(kernel.parts("status", {"execution_state": "starting"}))
-    assert not look().runs_cell
+    assert not sample().runs_cell
 
 
 def test_until_its_first_message_a_kernel_counts_by_what_its_manager_says():
     clock, kernel = Clock(), Fake("busy")
-    look = looks(kernel, clock)
+    sample = sampler(kernel, clock)
     clock.now += 10
-    assert look() == KernelState("k", "python3", True, True, 1, clock.now)
+    assert sample() == KernelState("k", "python3", True, True, 1, clock.now)
     kernel.execution_state = "idle"
     clock.now += 10
-    assert look() == KernelState("k", "python3", False, False, 1, clock.now - 10)
+    assert sample() == KernelState("k", "python3", False, False, 1, clock.now - 10)
     kernel.execution_state = "busy"
-    assert look().cells == 2
+    assert sample().cells == 2
     kernel.status("idle", msg_type="kernel_info_request")
-    assert not look().runs_cell
+    assert not sample().runs_cell
 
 
 @pytest.mark.parametrize("more", [{"iopub_port": 0}, {"session": None}, {"connect_iopub": None}])
 def test_a_kernel_whose_messages_cannot_be_read_counts_by_what_its_manager_says(more):
     kernel = Fake("busy", **more)
-    look = looks(kernel)
-    assert look().runs_cell
+    sample = sampler(kernel)
+    assert sample().runs_cell
     kernel.execution_state = "idle"
-    assert not look().runs_cell
+    assert not sample().runs_cell
     assert all(kernel.closed)
 
 
 def test_typing_is_never_taken_for_a_wait_for_the_gpu():
     clock, kernel = Clock(), Fake()
-    look = looks(kernel, clock)
+    sample = sampler(kernel, clock)
     kernel.status("busy", msg_type="complete_request")
     clock.now += LONG_S / 2
-    assert not look().handles_request
+    assert not sample().handles_request
     clock.now += LONG_S / 2
-    assert look().handles_request
+    assert sample().handles_request
     kernel.status("busy", "2", msg_type="usage_request")
     kernel.status("idle")
     clock.now += LONG_S
-    assert not look().handles_request
+    assert not sample().handles_request
 
 
 def test_whatever_a_kernel_publishes_the_server_goes_on_and_keeps_little():
     kernel = Fake()
-    look = looks(kernel)
+    sample = sampler(kernel)
     kernel.begin()
     good = kernel.parts("status", {"execution_state": "idle"}, msg_id="1", msg_type="execute_request")
     forged = [*good[:2], b"0" * 64, *good[3:]]
@@ -453,15 +453,15 @@ def test_whatever_a_kernel_publishes_the_server_goes_on_and_keeps_little():
     nobody = kernel.session.serialize(kernel.session.msg("status", {"execution_state": "idle"}), ident=b"t")
     for parts in ([], [b""], [b"topic"], good[:4], forged, large, *odd, nobody):
         kernel.read(parts)
-    assert look().runs_cell
+    assert sample().runs_cell
     for n in range(1_000):
         kernel.begin(str(n), subshell_id=str(n))
         kernel.status("busy", "x" * 1_000, subshell_id="x" * 1_000)
-    (watch,) = look.__closure__[1].cell_contents._watches.values()
+    (watch,) = sample.__closure__[1].cell_contents._watches.values()
     assert len(watch._requests) <= kernels.MAX_REQUESTS
     kernel.waiting = [kernel.parts("status", {"execution_state": "starting"})] * 2
     kernel.read([])
-    assert not look().runs_cell
+    assert not sample().runs_cell
 
 
 def test_a_restart_with_other_ports_is_followed_and_an_end_closes_the_connection():
@@ -469,17 +469,17 @@ def test_a_restart_with_other_ports_is_followed_and_an_end_closes_the_connection
     there["k"] = kernel
     watched = Kernels(Clock())
     found = SimpleNamespace(list_kernel_ids=lambda: list(there), get_kernel=there.__getitem__)
-    watched.look(found)
-    watched.look(found)
+    watched.sample(found)
+    watched.sample(found)
     assert kernel.closed == [False]
     kernel.ports = [6, 7, 8, 9, 10]
-    watched.look(found)
+    watched.sample(found)
     assert kernel.closed == [True, False]
     other = there["k"] = Fake()
-    watched.look(found)
+    watched.sample(found)
     assert (kernel.closed, other.closed) == ([True, True], [False])
     del there["k"]
-    assert watched.look(found) == []
+    assert watched.sample(found) == []
     assert other.closed == [True]
 
 
@@ -487,8 +487,8 @@ def test_no_more_kernels_are_connected_than_the_bound(monkeypatch):
     monkeypatch.setattr(kernels, "MAX_KERNELS", 2)
     found = {f"k{n}": Fake("busy") for n in range(4)}
     watched = Kernels(Clock())
-    states = watched.look(manager(**found))
-    watched.look(manager(**found))
+    states = watched.sample(manager(**found))
+    watched.sample(manager(**found))
     assert [len(each.closed) for each in found.values()] == [1, 1, 0, 0]
     assert [each.runs_cell for each in states] == [True] * 4
     watched.close()
