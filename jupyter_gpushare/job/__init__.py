@@ -1,9 +1,9 @@
-"""The job runner: what a training job's server runs instead of a notebook server.
+"""The job runner, which a training job's server runs instead of a notebook server.
 
-``python -m jupyter_gpushare.job`` is started by the Hub's spawner with the
-environment of a single-user server and ``GPUSHARE_JOB`` (`wire.JobSpec`).
-`runner` has the order of events, `protocol.jobfiles` the place of the log; `progress` and
-`callbacks` are for the user's own program.
+The Hub's spawner starts ``python -m jupyter_gpushare.job`` with the environment of a
+single-user server and ``GPUSHARE_JOB`` (`wire.JobSpec`).  `runner` describes the order of
+events, `protocol.jobfiles` the files of a job.  `progress` and `callbacks` are for the
+user's program.
 """
 
 from jupyter_gpushare.job.callbacks import KerasProgress as KerasProgress

@@ -1,9 +1,9 @@
-"""Start a command and end it together with all of its descendants.
+"""Start a command, and end it together with all of its descendants.
 
 The runner is the *subreaper* of its descendants (prctl(2)): a process that
 daemonizes with a double fork becomes a child of the runner instead of init.
 The process tree below the runner is therefore complete, and `end_all` can kill
-all of it.  This module alone reaps children: no other code of this process may
+all of it.  Only this module reaps children: no other code of this process may
 call wait.
 
 Outside facts: PR_SET_DUMPABLE = 4 and PR_SET_CHILD_SUBREAPER = 36 (linux/prctl.h).
@@ -26,7 +26,7 @@ from jupyter_gpushare.parent import bind, prctl
 _PR_SET_DUMPABLE = 4
 _PR_SET_CHILD_SUBREAPER = 36
 
-# How long killed processes may take to vanish; longer means stuck in the kernel.
+# Killed processes must vanish within this time; those that do not are stuck in the kernel.
 KILL_PATIENCE_S = 10.0
 
 _LIBC = ctypes.CDLL(None)
@@ -34,12 +34,11 @@ _LIBC.getenv.restype = ctypes.c_void_p
 
 
 def hide_environment(*names: str) -> None:
-    """Keep the values of ``names`` from this user's other processes; ``os.environ`` still has them.
+    """Hide the values of ``names`` from the user's other processes; ``os.environ`` keeps them.
 
-    /proc/PID/environ shows the memory in which the kernel put the environment at
-    exec, so the values are overwritten there.  A process that is not dumpable shows
-    neither that nor its memory to others of its user (ptrace(2), proc(5)); the
-    command gets a dumpable one of its own by its exec.
+    /proc/PID/environ shows the memory in which the kernel put the environment at exec, so the values are
+    overwritten there.  A process that is not dumpable shows neither its environment nor its memory to
+    other processes of its user (ptrace(2), proc(5)).  The command becomes dumpable again by its exec.
 
     Raises:
         OSError: the kernel refuses.
@@ -54,20 +53,20 @@ def become_subreaper() -> None:
     """Make every orphaned descendant a child of this process.
 
     Raises:
-        OSError: a kernel older than 3.4.
+        OSError: the kernel is older than 3.4.
     """
     prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 class Command:
-    """A started command, leader of its own session, and its descendants."""
+    """A started command, which leads its own session, and its descendants."""
 
     def __init__(self, argv: list[str], *, cwd: str, env: Mapping[str, str], output: int) -> None:
-        """Start it, standard output and error going to ``output``.
+        """Start the command; its standard output and error go to ``output``.
 
         Raises:
-            OSError: it cannot be executed.
-            ValueError: an argument or variable holds a NUL byte.
+            OSError: the command cannot be executed.
+            ValueError: an argument or variable contains a NUL byte.
         """
         self._process = subprocess.Popen(
             argv,
@@ -77,15 +76,15 @@ class Command:
             stdout=output,
             stderr=output,
             start_new_session=True,
-            # The command dies with its runner: without it no process would collect the result.
-            # The hook is one call of prctl(2), which waits for no lock of another thread.
+            # The command dies with its runner: no other process would collect its result.
+            # The hook is one call of prctl(2), so it waits for no lock of another thread.
             preexec_fn=functools.partial(bind, os.getpid()),
         )
         self.pid = self._process.pid
         self.exit_code: int | None = None
 
     def reap(self) -> int | None:
-        """Collect what has ended; return the command's exit code once it has (negative: the signal)."""
+        """Reap ended children; return the command's exit code if it has ended (negative: a signal)."""
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -99,7 +98,7 @@ class Command:
         return self.exit_code
 
     def may_notice(self, number: int) -> bool:
-        """Whether a signal may change what the command does before it exits; if not, it can only end it.
+        """Return whether a signal may do more to the command than end it.
 
         A single process that neither catches nor blocks the signal is ended by it, or ignores it.
         """
@@ -117,7 +116,7 @@ class Command:
     def signal_all(self, number: int) -> None:
         """Send a signal to every living descendant of this process."""
         for pid in descendants():
-            # Only this process reaps them, so none of these pids can have been reused.
+            # Only this process reaps them, so these pids cannot have been reused.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, number)
 
@@ -127,23 +126,23 @@ class Command:
         while True:
             self.signal_all(signal.SIGKILL)
             self.reap()
-            left = descendants()
-            if not left or time.monotonic() >= until:
-                return left
+            remaining = descendants()
+            if not remaining or time.monotonic() >= until:
+                return remaining
             time.sleep(0.01)
 
 
 def descendants(root: int | None = None) -> list[int]:
-    """The living processes below ``root`` (default: this process), zombies left out."""
+    """Return the living processes below ``root`` (default: this process), without zombies."""
     children: dict[int, list[tuple[int, bytes]]] = {}
     for pid in procfs.pids():
         if fields := procfs.stat_fields(pid):
             children.setdefault(int(fields[procfs.PARENT]), []).append((pid, fields[procfs.STATE]))
     found: list[int] = []
-    ahead = [os.getpid() if root is None else root]
-    while ahead:
-        for pid, state in children.get(ahead.pop(), ()):
-            ahead.append(pid)
+    pending = [os.getpid() if root is None else root]
+    while pending:
+        for pid, state in children.get(pending.pop(), ()):
+            pending.append(pid)
             if state not in (b"Z", b"X"):
                 found.append(pid)
     return found

@@ -1,7 +1,7 @@
-"""What the command of a job gets to see, and why it may not start.
+"""The environment and folder of a job's command, and the reasons why it cannot start.
 
-Exit codes of a job that cannot start follow the shells: 126 it (or its folder)
-cannot be used, 127 it does not exist.
+Exit codes of a command that cannot start follow the shells: 126 if the command or its folder
+cannot be used, 127 if the command does not exist.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from jupyter_gpushare.protocol.wire import JobSpec
 CANNOT_USE = 126
 NOT_FOUND = 127
 
-# The Hub's words to a server are not for the command; above all not its token.
+# Variables of the Hub for its server, such as the token, which the command must not get.
 _PRIVATE = ("JUPYTERHUB_", "JPY_", "GPUSHARE_JOB", "GPUSHARE_API_")
 _KEPT = frozenset({"JUPYTERHUB_USER"})
-# What makes the command a holder of its lease; a job's own environment cannot change it.
+# Variables that tie the command to its lease; the job's environment cannot change them.
 _LEASE = ("GPUSHARE_", "CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER")
 _PRELOAD = "LD_PRELOAD"
 
@@ -36,15 +36,15 @@ class CannotStart(GpuShareError):
 def lease_has_ended(runner: Mapping[str, str]) -> bool:
     """Return whether the device helper has removed the lease of this attempt.
 
-    It does so when an attempt is stopped whose server the Hub still starts, and then ends the
-    processes of the lease: a command that was started before is ended, none is started after.
+    It does so if an attempt is stopped while the Hub still starts its server, and then ends the processes
+    of the lease.  So a command that was started before is ended, and none may be started after.
     """
     folder = runner.get("GPUSHARE_LEASE_DIR", "")
     return bool(folder) and not os.path.exists(os.path.join(folder, LIMIT_NAME))
 
 
 def command_environment(runner: Mapping[str, str], spec: JobSpec, progress_socket: str) -> dict[str, str]:
-    """Return the environment of the command: the runner's, without secrets, with the job's own."""
+    """Return the environment of the command: the runner's without secrets, and the job's."""
     env = {key: value for key, value in runner.items() if key in _KEPT or not key.startswith(_PRIVATE)}
     for key, value in spec.env.items():
         if key == _PRELOAD:
@@ -58,10 +58,10 @@ def command_environment(runner: Mapping[str, str], spec: JobSpec, progress_socke
 
 
 def working_directory(spec: JobSpec, home: str) -> str:
-    """Return where the command runs.
+    """Return the folder in which the command runs.
 
     Raises:
-        CannotStart: there is no such folder, or it may not be entered.
+        CannotStart: the folder does not exist, or may not be entered.
     """
     folder = spec.cwd or home
     if not os.path.isdir(folder):
@@ -72,7 +72,7 @@ def working_directory(spec: JobSpec, home: str) -> str:
 
 
 def why_not(error: OSError | ValueError, argv: list[str]) -> CannotStart:
-    """Return what a failed start means for the user."""
+    """Return the error for the user after a failed start."""
     name = argv[0][:200]
     if isinstance(error, FileNotFoundError):
         return CannotStart(f"There is no command {name}.", NOT_FOUND)

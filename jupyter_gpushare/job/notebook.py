@@ -1,15 +1,15 @@
 """Runs a notebook as a training job: ``python -m jupyter_gpushare.job.notebook IN OUT [options]``.
 
-* Parameters (``-p NAME VALUE``) go into a cell of their own, behind the first
-  cell tagged ``parameters`` (else at the top), as papermill does it.
-* The output notebook is written after every cell, in one step, so that it can be
-  opened and read at any time; what cells print also goes to the log.
-* It belongs to its job (``metadata.gpushare.job``): a new attempt replaces it, another
-  job (a retry, one submitted in the same second) writes `own_output` beside it.
-* Cells done of all cells is the job's progress.
+* Parameters (``-p NAME VALUE``) go into a new cell after the first cell tagged ``parameters``
+  (else at the top), as with papermill.
+* The output notebook is replaced atomically after every cell, so that it can be opened at any
+  time.  The text that cells print also goes to the log.
+* The output belongs to its job (``metadata.gpushare.job``).  A new attempt replaces it; another
+  job (a retry, or one submitted in the same second) writes `own_output` beside it.
+* The progress of the job is the number of finished cells of all cells.
 
-Ends with 0, 1 (a cell failed), 2 (wrong usage, no such notebook, an environment that is
-missing or does not start) or 143 (SIGTERM: the output notebook holds what was done).
+Exit codes: 0, 1 (a cell failed), 2 (wrong usage, no such notebook, an environment that is
+missing or does not start) or 143 (SIGTERM: the output notebook has the finished cells).
 """
 
 from __future__ import annotations
@@ -37,24 +37,25 @@ from jupyter_gpushare.job.progress import progress
 from jupyter_gpushare.protocol.jobfiles import own_output
 
 STARTUP_S = 300
-# While a cell runs; after it at once.
+# The interval of saves while a cell runs; the end of a cell saves at once.
 SAVE_EVERY_S = 5.0
-# A big notebook is saved less often: between two saves at least so many times what one takes.
+# The interval is at least this many times the duration of the last save, so that big notebooks are saved
+# less often.
 SAVE_SPACING = 20
-# Of what one cell prints, in the notebook; the log has it all.
+# The maximum of one cell's printed text in the notebook; the log has all of it.
 CELL_TEXT_CHARS = 1 << 20
 STOPPED = 128 + signal.SIGTERM
 
 
 class Unusable(Exception):
-    """The notebook cannot be run as asked; the text is for the user."""
+    """The notebook cannot be run as requested; the text is for the user."""
 
 
 def parameter_cell(parameters: Mapping[str, str]) -> str:
-    """Return Python that assigns the parameters: numbers, lists, ... as such, all else as text.
+    """Return Python code that assigns the parameters: literals as such, everything else as text.
 
     Raises:
-        Unusable: a name that is none in Python.
+        Unusable: a name is not a Python identifier.
     """
     lines = ["# Parameters"]
     for name, text in parameters.items():
@@ -69,10 +70,10 @@ def parameter_cell(parameters: Mapping[str, str]) -> str:
 
 
 def with_parameters(notebook: Any, parameters: Mapping[str, str]) -> Any:
-    """Put the parameters behind the cell tagged ``parameters``, or at the top; replaces earlier ones.
+    """Insert the parameters after the cell tagged ``parameters``, or at the top; replace earlier ones.
 
     Raises:
-        Unusable: not a Python notebook, or a name that is none in Python.
+        Unusable: the notebook is not in Python, or a name is not a Python identifier.
     """
     if not parameters:
         return notebook
@@ -89,7 +90,7 @@ def with_parameters(notebook: Any, parameters: Mapping[str, str]) -> Any:
 
 
 def write(notebook: Any, path: Path) -> None:
-    """Replace the file atomically, so that readers see a complete notebook."""
+    """Write a notebook; replace the file atomically, so that readers see a complete one."""
     fresh = path.with_name(f".{path.name}.new")
     with fresh.open("w", encoding="utf-8") as file:
         nbformat.write(notebook, file)
@@ -97,19 +98,19 @@ def write(notebook: Any, path: Path) -> None:
 
 
 def place(output: Path, job: str) -> Path:
-    """Return where ``job`` writes, and hold that place: ``output``, or beside it if that is another's."""
+    """Reserve and return the output file of ``job``: ``output``, or `own_output` if that is another job's."""
     try:
         os.close(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666))
     except FileExistsError:
         if _writer(output) != job:
             return own_output(output, job)
     except OSError:
-        pass  # the first save says why
+        pass  # the first save reports why
     return output
 
 
 def _writer(path: Path) -> str:
-    """The job that wrote a notebook; "" if none did, or it cannot be read."""
+    """Return the job that wrote a notebook; "" if no job did, or the notebook cannot be read."""
     try:
         return str(json.loads(path.read_bytes())["metadata"]["gpushare"]["job"])
     except (OSError, ValueError, TypeError, KeyError, RecursionError):
@@ -117,7 +118,7 @@ def _writer(path: Path) -> str:
 
 
 class _Run(NotebookClient):
-    """One run: copies what cells print to the log, reports progress, writes the output notebook."""
+    """Runs a notebook, copies printed text to the log, reports progress and saves the output notebook."""
 
     def __init__(self, notebook: Any, output: Path, **options: Any) -> None:
         super().__init__(
@@ -132,14 +133,14 @@ class _Run(NotebookClient):
         self._saving_s = 0.0
         self.total = sum(map(self._is_run, notebook.cells))
         self.done = 0
-        self.error = ""  # of the newest cell that failed: its traceback
+        self.error = ""  # the traceback of the last cell that failed
 
     def _is_run(self, cell: Any) -> bool:
         skipped = self.skip_cells_with_tag in cell.metadata.get("tags", [])
         return cell.cell_type == "code" and bool(cell.source.strip()) and not skipped
 
     def save(self) -> None:
-        """Write the output notebook; a disk that does not take it does not end the run."""
+        """Write the output notebook; a failed write does not end the run."""
         began_at = time.monotonic()
         try:
             write(self.nb, self._output)
@@ -152,33 +153,33 @@ class _Run(NotebookClient):
     def process_message(self, msg: dict[str, Any], cell: Any, cell_index: int) -> Any:
         if msg["msg_type"] == "stream":
             print(msg["content"]["text"], end="", flush=True)
-        said = super().process_message(msg, cell, cell_index)
+        result = super().process_message(msg, cell, cell_index)
         if time.monotonic() - self._saved_at > max(SAVE_EVERY_S, SAVE_SPACING * self._saving_s):
             self.save()
-        return said
+        return result
 
     def output(self, outs: list[Any], msg: dict[str, Any], display_id: str | None, cell_index: int) -> Any:
-        """Add what a cell put out to ``outs``: text joined, and at most `CELL_TEXT_CHARS` of it."""
+        """Add an output of a cell to ``outs``; join printed text, up to `CELL_TEXT_CHARS`."""
         if msg["msg_type"] != "stream":
             return super().output(outs, msg, display_id, cell_index)
         texts = [] if self.clear_before_next_output else [o.text for o in outs if o.output_type == "stream"]
-        left_chars = CELL_TEXT_CHARS - sum(map(len, texts))
-        if left_chars <= 0:
+        remaining_chars = CELL_TEXT_CHARS - sum(map(len, texts))
+        if remaining_chars <= 0:
             return None
         text = msg["content"]["text"]
-        if len(text) >= left_chars:
-            text = f"{text[:left_chars]}\n... see the log: it has all of it\n"
-        said = super().output(
+        if len(text) >= remaining_chars:
+            text = f"{text[:remaining_chars]}\n... see the log: it has all of it\n"
+        added = super().output(
             outs, {**msg, "content": {**msg["content"], "text": text}}, display_id, cell_index
         )
         before = outs[-2] if len(outs) > 1 else None
-        if said is not None and before is not None and before.get("name") == said.name:
+        if added is not None and before is not None and before.get("name") == added.name:
             before.text += outs.pop().text
-            said = before
-        return said
+            added = before
+        return added
 
     async def async_start_new_kernel(self, **options: Any) -> None:
-        # nbclient has just put a handler of its own there, which waits for the kernel.
+        # This replaces nbclient's own handler, which waits for the kernel.
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._on_sigterm)
         try:
             await super().async_start_new_kernel(**options)
@@ -189,7 +190,7 @@ class _Run(NotebookClient):
         try:
             return await super().async_start_new_kernel_client()
         except RuntimeError as error:
-            atexit.unregister(self._cleanup_kernel)  # it is done, and fails a second time
+            atexit.unregister(self._cleanup_kernel)  # it has run already, and would fail a second time
             raise self._no_kernel(str(error)) from None
 
     def _no_kernel(self, why: str) -> Unusable:
@@ -206,22 +207,22 @@ class _Run(NotebookClient):
         self.save()
 
     def _on_cell_error(self, cell: Any, cell_index: int, execute_reply: dict[str, Any]) -> None:
-        """Keep what says the error; what the cell printed is in the log already."""
-        said = execute_reply["content"]
-        self.error = "\n".join(said.get("traceback") or [f"{said.get('ename')}: {said.get('evalue')}"])
+        """Keep the traceback; the text that the cell printed is in the log already."""
+        reply = execute_reply["content"]
+        self.error = "\n".join(reply.get("traceback") or [f"{reply.get('ename')}: {reply.get('evalue')}"])
 
     def _on_sigterm(self) -> None:
-        """End at once, with what was done on the disk; the kernel follows its parent."""
+        """Save the finished cells and exit at once; the kernel ends with its parent."""
         print("[gpushare] stopped", file=sys.stderr, flush=True)
         self.save()
         os._exit(STOPPED)
 
 
 def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str], job: str) -> int:
-    """Run a notebook into another and return the exit code; ``job`` is "" outside a job.
+    """Run a notebook into an output notebook; return the exit code.  ``job`` is "" outside a job.
 
     Raises:
-        Unusable: it cannot be read or written, or its environment is not there.
+        Unusable: the notebook cannot be read, or its environment is missing or does not start.
     """
     try:
         notebook = nbformat.read(source, as_version=4)
@@ -261,10 +262,10 @@ def run(source: Path, output: Path, kernel: str, parameters: Mapping[str, str], 
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run what the command line says and return the exit code."""
+    """Run the notebook of the command line; return the exit code."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(encoding="utf-8", errors="replace")  # the log's, whatever the locale is
+            stream.reconfigure(encoding="utf-8", errors="replace")  # the log is UTF-8 in any locale
     parser = argparse.ArgumentParser(prog="python -m jupyter_gpushare.job.notebook", description=__doc__)
     parser.add_argument("notebook", type=Path)
     parser.add_argument("output", type=Path)
@@ -273,15 +274,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     parameters: dict[str, str] = {}
     while "-p" in words[:-2]:
-        # Here, because argparse takes a value like -1e-3 for an option.
+        # argparse would take a value like -1e-3 for an option.
         at = words.index("-p")
         _, name, value = words[at : at + 3]
         parameters[name] = value
         del words[at : at + 3]
-    asked = parser.parse_args(words)
+    options = parser.parse_args(words)
     job = os.environ.get("GPUSHARE_JOB_ID", "")
     try:
-        return run(asked.notebook, asked.output, asked.kernel, parameters, job)
+        return run(options.notebook, options.output, options.kernel, parameters, job)
     except Unusable as error:
         print(f"[gpushare] {error}", file=sys.stderr)
         return 2

@@ -2,11 +2,11 @@
 
 * ``.../``            the end of the log, for people
 * ``.../log?offset=N`` raw bytes from N on, at most `CHUNK_BYTES`; the header
-  ``X-Gpushare-Next`` says where to read on, ``X-Gpushare-Offset`` where the
-  answer begins (behind N when the middle of a long log was left out),
-  ``X-Gpushare-Left-Out`` how many bytes the disk did not take, and ``X-Gpushare-Why``
+  ``X-Gpushare-Offset`` has the start of the answer (after N if the middle of a long
+  log was left out), ``X-Gpushare-Next`` the offset of the next piece,
+  ``X-Gpushare-Left-Out`` the bytes that the disk did not take, ``X-Gpushare-Why`` the reason
 * ``.../status``      `AttemptRecord` as JSON, with progress
-* ``.../api``         open: the Hub's readiness probe
+* ``.../api``         the Hub's readiness probe, without login
 
 All other pages require the Hub's scope for the owner's servers.
 """
@@ -38,7 +38,7 @@ from jupyter_gpushare.protocol.jobfiles import (
 )
 
 CHUNK_BYTES = 1 << 20
-# Few enough that the limit of open files, which the command inherits, stays as it is.
+# Few enough that the limit of open files, which the command inherits, need not be raised.
 MAX_CONNECTIONS = 200
 _REFRESH_S = 5
 
@@ -59,7 +59,7 @@ pre {{ border: 1px solid gray; border-radius: .3rem; padding: .8rem; white-space
 """
 
 Now = Callable[[], tuple[AttemptRecord, Mapping[str, float | None]]]
-# None: this runner starts nothing, as the attempt had a result before.
+# Returns None if this runner starts nothing, because the attempt has a result already.
 Log = Callable[[], BoundedLog | None]
 
 
@@ -80,7 +80,7 @@ class _Open(web.RequestHandler):
 
 
 class _Callback(HubOAuthCallbackHandler):
-    """Ends a login that a page began: with that page's `HubOAuth`, which knows state and verifier."""
+    """Ends a login that a page began, with the `HubOAuth` of the pages, which has the state and verifier."""
 
     def initialize(self, auth: HubOAuth) -> None:
         self.hub_auth = auth
@@ -101,14 +101,14 @@ class _Private(HubOAuthenticated, web.RequestHandler):
         self.set_header("Cache-Control", "no-store")
 
     async def prepare(self) -> None:
-        # Fetched here and cached by HubAuth: get_current_user would block the event loop.
+        # HubAuth caches the user, so that get_current_user does not block the event loop.
         user = await self.hub_auth.get_user(self, sync=False)
         if user is not None and self.hub_auth.check_scopes(self.hub_auth.access_scopes, user):
             stream = self.request.connection.stream  # type: ignore[union-attr]
             self._gate.prove(stream, f"{user.get('kind', 'user')} {user['name']}")
 
     async def read(self, offset: int) -> Piece:
-        """Return a piece of the log; where the disk does not answer, what memory holds of it.
+        """Return a piece of the log, from memory if the disk does not answer.
 
         A negative ``offset`` counts from the end.
         """
@@ -119,7 +119,7 @@ class _Private(HubOAuthenticated, web.RequestHandler):
             return await self._disk.ask(_stored, Path(self._now()[0].log), offset)
         except TimeoutError:
             held = Piece(max(0, offset), b"") if log is None else log.held(offset, CHUNK_BYTES)
-            # What is before it may be in the file: the reader asks again.
+            # The bytes before it may be in the file, so the reader must try again.
             return held if held.offset <= max(0, offset) else Piece(max(0, offset), b"")
 
     def offset(self) -> int:
@@ -195,10 +195,10 @@ def sentence(record: AttemptRecord) -> str:
 def server(
     prefix: str, tls: ssl.SSLContext | None, *, now: Now, log: Log, disk: Disk, seen: Callable[[], None]
 ) -> Listener:
-    """Return what serves the runner's pages below ``prefix``; ``seen`` is called after each probe of the Hub.
+    """Return the server of the runner's pages below ``prefix``; it calls ``seen`` after each probe.
 
     Raises:
-        ValueError: the Hub set no access scopes, so any user would be let in.
+        ValueError: the Hub set no access scopes, so the pages would admit any user.
     """
     gate = Gate(connections_allowed(MAX_CONNECTIONS))
     auth = HubOAuth()

@@ -6,8 +6,8 @@
         train(step)
         progress(step + 1, steps)
 
-Outside a job, or when the runner is busy or gone, `progress` does nothing: it
-never blocks a program and never fails it.
+Outside a job, and when the runner is busy or gone, `progress` does nothing.  It
+never blocks a program.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ SOCKET_VARIABLE = "GPUSHARE_PROGRESS_SOCKET"
 
 
 def progress(done: float, total: float | None = None) -> bool:
-    """Report ``done`` of ``total`` to the runner, in any unit; return True when it was delivered.
+    """Report ``done`` of ``total`` to the runner, in any unit; return whether the report was delivered.
 
     Raises:
-        ValueError: a number that is negative or not finite.
+        ValueError: a number is negative or not finite.
     """
     for value in (done, 0.0 if total is None else total):
         if not math.isfinite(value) or value < 0:

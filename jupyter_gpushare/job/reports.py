@@ -1,7 +1,7 @@
-"""Reports of the runner: job state to the broker, activity to the Hub.
+"""The runner's reports: the job's state to the broker, activity to the Hub.
 
-Both may be unreachable for minutes.  `Reports` holds at most one message of each
-kind: ``started`` first, then the newest progress, then ``ended`` until delivered.
+Both may be unreachable for minutes.  `Reports` sends ``started`` first, then the newest
+progress, then ``ended`` until it is delivered.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from jupyter_gpushare.internal_tls import internal_tls
 from jupyter_gpushare.protocol.wire import JobOutcome, JobReport, JobSpec
 from jupyter_gpushare.wall_clock import iso_now
 
-# A broker that is repaired is back within a day; the result stays on disk.
+# A broken broker is assumed to be repaired within a day; the result stays on disk.
 ENDED_PATIENCE_S = 86400.0
-# A stop comes from the broker or the Hub, which wait for the runner; a Hub that ends takes no report.
+# The broker or the Hub requests a stop and waits for the runner; a Hub that ends takes no report.
 STOPPED_PATIENCE_S = 3.0
 PROGRESS_EVERY_S = 2.0
 _FIRST_PAUSE_S = 0.5
-# With the retries of one request, a broker that is back has a report within 10 s.
-_LONGEST_PAUSE_S = 4.0
+# With the retries of one request, a broker that is reachable again gets a report within 10 s.
+_MAX_PAUSE_S = 4.0
 # Well below the time-outs of idle cullers, which count minutes.
 ACTIVITY_EVERY_S = 120.0
 
@@ -40,31 +40,31 @@ class Reports:
 
     def __init__(self, client: BrokerClient, spec: JobSpec, stop: asyncio.Event) -> None:
         self._client = client
-        self._stop = stop  # set: the runner is to stop, so retries end after STOPPED_PATIENCE_S
+        self._stop = stop  # set when the runner must stop; retries then end after STOPPED_PATIENCE_S
         self._path = f"jobs/{spec.id}/attempts/{spec.attempt}/report"
         self._started: asyncio.Task[JobOutcome | None] | None = None
 
     def started(self) -> None:
-        """Report the start in the background, retried until the broker answers."""
+        """Report the start in the background, with retries until the broker answers."""
         self._started = asyncio.create_task(self._send(JobReport(state="started"), ENDED_PATIENCE_S))
 
     async def progress(self, done: float | None, total: float | None) -> bool:
-        """Report progress once, without retry: the next value supersedes it.  None withdraws the last one.
+        """Report progress once; return whether the report was delivered.  None withdraws the last progress.
 
-        Return True when it was delivered.
+        A lost report is not retried, because the next one replaces it.
         """
         if self._started is None or not self._started.done():
             return False
         return await self._send(JobReport(state="progress", done=done, total=total), 0.0) is not None
 
     async def stopping(self) -> JobOutcome | None:
-        """Report that the attempt was asked to stop; return what becomes of its job, None: not known."""
+        """Report that the attempt must stop; return the outcome for its job, or None if not delivered."""
         return await self._send(JobReport(state="stopping"), STOPPED_PATIENCE_S)
 
     async def ended(self, report: JobReport) -> JobOutcome | None:
-        """Report the end; return what becomes of the job.
+        """Report the end; return the outcome for the job, or None if the report was not delivered in time.
 
-        None: it was not delivered in time (shorter once it is to stop).
+        The time is `ENDED_PATIENCE_S`, or `STOPPED_PATIENCE_S` after a request to stop.
         """
         if self._started is not None:
             self._started.cancel()
@@ -72,7 +72,7 @@ class Reports:
         return await self._send(report, ENDED_PATIENCE_S)
 
     async def _send(self, report: JobReport, patience_s: float) -> JobOutcome | None:
-        """Deliver a report; return the answer, of reports without one that the job is running."""
+        """Deliver a report; return the broker's answer, or a running job if the answer is empty."""
         until = time.monotonic() + patience_s
         pause_s = _FIRST_PAUSE_S
         stopping = False
@@ -86,17 +86,17 @@ class Reports:
                 log.warning("report=%s refused: %s", report.state, error)
                 return None
             except (RequestError, BrokerUnavailable) as error:
-                # Also "not allowed": a Hub that restarts does not know tokens for a moment.
+                # "Not allowed" is retried too: a Hub that restarts does not know tokens for a moment.
                 if time.monotonic() + pause_s >= until:
                     log.warning("report=%s not delivered: %s", report.state, error)
                     return None
             else:
                 return answer or JobOutcome(state="running", reason="")
             await self._pause(pause_s, stopping)
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+            pause_s = min(2 * pause_s, _MAX_PAUSE_S)
 
     async def _pause(self, pause_s: float, stopping: bool) -> None:
-        """Return after ``pause_s``, or when the runner is to stop."""
+        """Return after ``pause_s``, or when the runner must stop."""
         if stopping:
             await asyncio.sleep(pause_s)
             return
@@ -131,6 +131,6 @@ async def keep_active(env: Mapping[str, str]) -> None:
 
 
 def activity_every_s(env: Mapping[str, str]) -> float:
-    """Return how often a job reports activity, in seconds: as often as a notebook server, 120 s at most."""
-    asked = env.get("JUPYTERHUB_ACTIVITY_INTERVAL", "")
-    return min(ACTIVITY_EVERY_S, max(1.0, float(asked))) if asked.isdecimal() else ACTIVITY_EVERY_S
+    """Return the interval of a job's activity reports in seconds: a notebook server's, at most 120 s."""
+    interval = env.get("JUPYTERHUB_ACTIVITY_INTERVAL", "")
+    return min(ACTIVITY_EVERY_S, max(1.0, float(interval))) if interval.isdecimal() else ACTIVITY_EVERY_S

@@ -1,24 +1,24 @@
 """Run one attempt of a job, from the Hub's start of its server to its end.
 
-0. Read the records of earlier starts: an attempt that was started before is not
-   started again, also after the broker or this runner was killed; its outcome is reported.
-   Nor is an attempt whose lease has ended.
+0. Read the records of earlier starts.  An attempt that was started before is not started
+   again, not even after the broker or this runner was killed; its outcome is reported.
+   An attempt whose lease has ended is not started either.
 1. Answer HTTP.  The Hub counts a server that does not answer as a failed spawn,
-   also when its command has already ended.
-2. Start the command with its output going to a bounded log; report ``started``.
-3. Wait until the command ends, or until the runner is asked to stop (SIGTERM from
-   the device helper, SIGINT from the Hub).  Stopping sends SIGTERM to the command's
-   process group, waits up to ``grace_s``, then kills all remaining descendants.
-   A second signal has no effect.  After a command that ends by itself, its
-   descendants get SIGTERM and a short grace period.
+   even if its command has already ended.
+2. Start the command, with its output to a bounded log; report ``started``.
+3. Wait for the end of the command, or for a request to stop (SIGTERM from the device
+   helper, SIGINT from the Hub).  A stop sends SIGTERM to the command's process group,
+   waits up to ``grace_s``, then kills all remaining descendants.  A second signal has no
+   effect.  If the command ends by itself, its descendants get SIGTERM and a short grace
+   period.
 4. Write the record, report ``ended`` until the broker accepts it, stay until the
    Hub has seen the server ready, exit.
 
-The record is on disk before the report is sent, unless the disk does not answer in time; then
-it is written as soon as the disk does.
+The record is on disk before the report is sent.  If the disk does not answer in time, the record is
+written when it does.
 
-Files of the user are touched in threads of `Disk` alone, for which nothing waits without a bound:
-`DISK_PATIENCE_S` for each thing, and `_AT_STOP_S` after a request to stop.
+Only the threads of `Disk` touch files of the user, and no wait for them is unbounded: it takes at most
+`DISK_PATIENCE_S` per operation, and `_STOP_PATIENCE_S` after a request to stop.
 """
 
 from __future__ import annotations
@@ -81,21 +81,21 @@ from jupyter_gpushare.protocol.jobfiles import (
 )
 from jupyter_gpushare.protocol.wire import MAX_PROGRESS, JobOutcome, JobReport, JobSpec, decode
 
-# The Hub probes as soon as the process exists; later it has given up or is gone.
+# The Hub probes as soon as the process exists; after this time it has given up or is gone.
 SEEN_PATIENCE_S = 60.0
-# Between the Hub's probe and the end of its own start of the server.
+# After its probe the Hub needs some time to complete the start of the server.
 LINGER_S = 2.0
 # Grace period for descendants of a command that ended by itself.
 LEFTOVER_GRACE_S = 5.0
 _BIND_PATIENCE_S = 5.0
-# For each thing that the disk is to do once the job was asked to stop.
-_AT_STOP_S = 0.5
+# The maximum wait for an operation of the disk after a request to stop.
+_STOP_PATIENCE_S = 0.5
 _READ_BYTES = 64 << 10
 _PROGRESS_BYTES = 4096
 # SIGCHLD wakes the runner; polling covers coalesced signals and grandchildren.
-_LOOK_EVERY_S = 0.2
+_POLL_S = 0.2
 
-# Tokens of this server; the job could take the place of its owner's browser with them.
+# Tokens of this server, with which the job could act as its owner's browser.
 _SECRETS = ("JUPYTERHUB_API_TOKEN", "JPY_API_TOKEN")
 
 _NO_PROGRESS: dict[str, float | None] = {"done": None, "total": None}
@@ -119,15 +119,15 @@ class Runner:
             state="starting",
             log=str(self._log_path),
         )
-        self._disk = Disk()  # for records, and what pages read
-        self._log_disk = Disk()  # for the log: a record that is flushed slowly delays no line of it
-        self._starts = Disk()  # for the start of the command: it starts although no record is taken
-        self._may_start, self._is_given_up = threading.Lock(), False
-        self._log: BoundedLog | None = None  # none: nothing was started
+        self._disk = Disk()  # for records, and for the pages
+        self._log_disk = Disk()  # for the log: a record that is flushed slowly does not delay it
+        self._start_disk = Disk()  # for the start of the command: no write of a record delays it
+        self._start_lock, self._is_given_up = threading.Lock(), False
+        self._log: BoundedLog | None = None  # None if nothing was started
         self._bars = Bars()
         self._shown = _NO_PROGRESS  # by the bars that the program prints
-        self._reported: dict[str, float | None] | None = None  # by the program: its bars are ignored
-        self._told: dict[str, float | None] | None = _NO_PROGRESS  # what the broker knows; None: not sure
+        self._reported: dict[str, float | None] | None = None  # by the program; then its bars are ignored
+        self._delivered: dict[str, float | None] | None = _NO_PROGRESS  # to the broker; None: uncertain
         self._stop = asyncio.Event()
         self._wake = asyncio.Event()
         self._webhook = Webhook(spec, env)
@@ -135,7 +135,7 @@ class Runner:
         self._seen_at = math.inf
 
     async def run(self) -> AttemptRecord:
-        """Run the attempt to its end and return its record; ``reported``: the broker accepted it.
+        """Run the attempt to its end; return its record, ``reported`` if the broker accepted it.
 
         Raises:
             GpuShareError: the Hub's address for this server, or its certificates, cannot be used.
@@ -155,14 +155,14 @@ class Runner:
             earlier = self._disk.call(
                 unseen_outcome, self._log_path.parent, self._spec.settled, self._spec.attempt
             )
-            is_known = await self._answered(earlier, _AT_STOP_S)
+            is_known = await self._answered(earlier, _STOP_PATIENCE_S)
             before = earlier.result() if is_known else None
-            if not is_known:  # and nothing is touched that an earlier start may have left
+            if not is_known:  # no file is written: one of an earlier start may exist
                 self._ended(-signal.SIGTERM, f"Stopped before it was started: {SILENT}.", stopped=True)
-                is_told = await reports.ended(self._final_report()) is not None
-                self._record = replace(self._record, reported=is_told)
+                is_reported = await reports.ended(self._final_report()) is not None
+                self._record = replace(self._record, reported=is_reported)
             elif before is None and lease_has_ended(self._env):
-                # Neither file nor report: the broker has stopped this attempt and knows how it ended.
+                # No file and no report: the broker has stopped this attempt and knows how it ended.
                 self._record = replace(self._record, reported=True)
                 log.warning("job=%s: not started: the lease of its attempt has ended", self._spec.id)
             else:
@@ -181,20 +181,20 @@ class Runner:
         self._disk.call(forget_old_attempts, self._log_path.parent)
         await self._keep(self._record)
         held = HeldLog(self._spec.id, self._spec.attempt, self._log)
-        async with held, _ProgressSocket(self._starts, self._on_progress) as progress_socket:
+        async with held, _ProgressSocket(self._start_disk, self._on_progress) as progress_socket:
             await self._run_command(reports, progress_socket)
         await asyncio.to_thread(self._log.close, self._patience_s)
         await self._keep(self._record)
 
     async def _observe(self, before: AttemptRecord) -> None:
-        """Take over the outcome of an earlier start of this job; its command does not run again."""
+        """Take over the outcome of an earlier start of this job, without another run of its command."""
         if before.state != "ended":
             # The command dies with its runner (`children`).
             reason = "Its runner was killed, and the command with it."
             before = replace(before, state="ended", exit_code=-signal.SIGKILL, reason=reason)
         if before.attempt != self._spec.attempt:
             self._log = BoundedLog(self._log_path, self._log_disk)
-            self._say(f"attempt {before.attempt} had ended before: see its log; nothing was started")
+            self._write_line(f"attempt {before.attempt} had ended before: see its log; nothing was started")
             await asyncio.to_thread(self._log.close)
         await self._keep(replace(before, attempt=self._spec.attempt))
 
@@ -217,14 +217,14 @@ class Runner:
                 # An outgoing connection may hold the port for a moment.
                 if time.monotonic() >= until:
                     raise GpuShareError(f"cannot listen at {url.netloc}: {error.strerror}") from None
-                await asyncio.sleep(_LOOK_EVERY_S)
+                await asyncio.sleep(_POLL_S)
             else:
                 return server
 
     @property
     def _patience_s(self) -> float:
-        """How long the disk is waited for: after a request to stop the broker does not wait long."""
-        return _AT_STOP_S if self._stop.is_set() else self._disk.patience_s
+        """Return the maximum wait for the disk; it is short after a request to stop, as is the broker's."""
+        return _STOP_PATIENCE_S if self._stop.is_set() else self._disk.patience_s
 
     @property
     def _progress(self) -> dict[str, float | None]:
@@ -259,17 +259,17 @@ class Runner:
         self._wake.set()
 
     async def _run_command(self, reports: Reports, progress_socket: str) -> None:
-        """Run the command to its end and put the result into the record."""
+        """Run the command to its end; put the result into the record."""
         if self._stop.is_set():
             self._ended(-signal.SIGTERM, "Stopped before it was started.", stopped=True)
             return
-        # The command dies with the thread that starts it (`Command`): this one lives as long as the runner.
-        starting = self._starts.call(self._start, progress_socket)
-        # It may take long, and delays nothing.
+        # The command dies with the thread that starts it (`Command`); this one lives as long as the runner.
+        starting = self._start_disk.call(self._start, progress_socket)
+        # This may take long, and nothing waits for it.
         old = (jobs_dir(Path(self._home)),)
         threading.Thread(target=forget_old_jobs, args=old, daemon=True).start()
         if not await self._answered(starting, self._spec.grace_s):
-            with self._may_start:
+            with self._start_lock:
                 self._is_given_up = True
             starting.add_done_callback(_end_late)
             self._ended(-signal.SIGTERM, f"Stopped before it was started: {SILENT}.", stopped=True)
@@ -277,30 +277,30 @@ class Runner:
         try:
             command, pump = starting.result()
         except CannotStart as refusal:
-            self._say(str(refusal))
+            self._write_line(str(refusal))
             self._ended(refusal.exit_code, str(refusal))
             return
         reports.started()
         self._webhook.send("started", JobOutcome(state="running", reason=""))
         self._record = replace(self._record, state="running")
-        # The command is seen to, whether the disk answers or not.
-        tasks = (self._keep(self._record), self._report_progress(reports), self._tell_stop(reports))
-        beside = [asyncio.create_task(each) for each in tasks]
+        # These do not delay the supervision of the command, even if the disk does not answer.
+        work = (self._keep(self._record), self._report_progress(reports), self._report_stop(reports))
+        tasks = [asyncio.create_task(each) for each in work]
         try:
-            await self._see_through(command)
+            await self._wait_for_end(command)
         finally:
-            for task in beside:
+            for task in tasks:
                 task.cancel()
         # All writers of the pipe are gone, unless one is stuck in the kernel.
         await asyncio.to_thread(pump.join, LEFTOVER_GRACE_S)
         if self._progress == _NO_PROGRESS:
-            await self._tell_progress(reports)  # the final report withdraws nothing
+            await self._send_progress(reports)  # the final report cannot withdraw progress
         if self._log is not None:
             await asyncio.to_thread(self._log.flush, self._patience_s)
-        self._tell_what_it_printed()
+        self._add_output_to_reason()
 
-    def _tell_what_it_printed(self) -> None:
-        """Add to the reason what the log lacks; then, or of a command that failed, also the last lines."""
+    def _add_output_to_reason(self) -> None:
+        """Add to the reason the bytes that the log lacks, and, unless it is empty, the last lines."""
         record, printed = self._record, self._log
         if printed is None:
             return
@@ -312,8 +312,8 @@ class Runner:
             reason = "\n".join([f"{reason} It last printed:", *lines])
         self._record = replace(record, reason=reason)
 
-    async def _tell_stop(self, reports: Reports) -> None:
-        """Tell the webhook at once that the attempt was asked to stop: at its end there may be no time."""
+    async def _report_stop(self, reports: Reports) -> None:
+        """Call the webhook as soon as the attempt must stop, because at its end there may be no time."""
         await self._stop.wait()
         if self._webhook and (outcome := await reports.stopping()) is not None:
             self._webhook.send("stopping", outcome)
@@ -324,11 +324,11 @@ class Runner:
         argv = list(self._spec.command)
         if not argv or not argv[0]:
             raise CannotStart("The job has no command.", NOT_FOUND)
-        # Looked up as the command will see it, not as the runner does.
+        # The command is looked up in its own PATH, not in the runner's.
         argv[0] = shutil.which(argv[0], path=env.get("PATH")) or argv[0]
         reading, writing = os.pipe2(os.O_CLOEXEC)
         try:
-            with self._may_start:
+            with self._start_lock:
                 if self._is_given_up:
                     raise CannotStart("Stopped before it was started.", -signal.SIGTERM)
                 command = Command(argv, cwd=folder, env=env, output=writing)
@@ -341,34 +341,31 @@ class Runner:
         pump.start()
         return command, pump
 
-    async def _see_through(self, command: Command) -> None:
+    async def _wait_for_end(self, command: Command) -> None:
         await self._until(lambda: command.reap() is not None or self._stop.is_set())
         stopped = command.exit_code is None
         if stopped:
-            # One that could not know of the signal, and exits with 0, had finished: it does not run again.
+            # A command that cannot notice the signal and exits with 0 had finished: it does not run again.
             ignores_stop = not command.may_notice(signal.SIGTERM)
             command.signal_group(signal.SIGTERM)
-            self._say(f"asked to stop: SIGTERM now, SIGKILL after {self._spec.grace_s:g} s")
+            self._write_line(f"asked to stop: SIGTERM now, SIGKILL after {self._spec.grace_s:g} s")
             until = time.monotonic() + self._spec.grace_s
             await self._until(lambda: command.reap() is not None, until)
             stopped = not (ignores_stop and command.exit_code == 0)
         else:
             until = time.monotonic() + min(LEFTOVER_GRACE_S, self._spec.grace_s)
         if command.exit_code is not None and descendants():
-            # Not before the command itself has ended: it may be ending them in its own way.
+            # Only after the end of the command, which may end them in its own way.
             command.signal_all(signal.SIGTERM)
         await self._until(lambda: command.reap() is not None and not descendants(), until)
-        left = await asyncio.to_thread(command.end_all)
-        if left:
-            self._say(f"{len(left)} processes cannot be ended; they hang in the kernel")
+        remaining = await asyncio.to_thread(command.end_all)
+        if remaining:
+            self._write_line(f"{len(remaining)} processes cannot be ended; they hang in the kernel")
         code = command.exit_code if command.exit_code is not None else -signal.SIGKILL
         self._ended(code, self._reason(code, stopped), stopped=stopped)
 
     async def _answered(self, call: Future[Any], grace_s: float) -> bool:
-        """Wait for a call of the disk, after a request to stop for ``grace_s`` at most.
-
-        Return whether it has returned.
-        """
+        """Wait for a call of the disk, at most ``grace_s`` after a request to stop; return if it is done."""
         loop = asyncio.get_running_loop()
         call.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(self._wake.set))
         await self._until(lambda: call.done() or self._stop.is_set())
@@ -376,10 +373,10 @@ class Runner:
         return call.done()
 
     async def _until(self, done: Callable[[], bool], until: float = math.inf) -> None:
-        """Return once ``done`` or at ``until``; looks at every SIGCHLD and `_LOOK_EVERY_S`."""
+        """Return when ``done``, or at ``until``; check at every SIGCHLD and every `_POLL_S`."""
         while not done() and time.monotonic() < until:
             self._wake.clear()
-            pause_s = min(_LOOK_EVERY_S, max(0.0, until - time.monotonic()))
+            pause_s = min(_POLL_S, max(0.0, until - time.monotonic()))
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(pause_s):
                     await self._wake.wait()
@@ -418,7 +415,7 @@ class Runner:
             end, left_out = self._log.end, self._log.left_out_bytes
             self._record = replace(record, log_bytes=end, log_left_out_bytes=left_out)
         path, kept = self._log_path.with_suffix(".json"), list[bool]()
-        # However late the disk takes it: the next start of this attempt reads it.
+        # The write may complete after the wait: the next start of this attempt reads the record.
         await self._disk.do(self._patience_s, lambda now: kept.append(write_record(path, now)), self._record)
         if kept != [True]:
             log.warning("job=%s attempt=%d: the disk does not take its record", record.id, record.attempt)
@@ -430,8 +427,8 @@ class Runner:
             record.exit_code,
         )
 
-    def _say(self, text: str) -> None:
-        """Write a line of the runner into the log of the job."""
+    def _write_line(self, text: str) -> None:
+        """Write a line of the runner to the log of the job."""
         if self._log is not None:
             self._log.write(f"[gpushare] {text}\n".encode(errors="replace"), waits=False)
 
@@ -439,12 +436,12 @@ class Runner:
         self._reported = {"done": done, "total": total}
 
     def _on_print(self, data: bytes) -> None:
-        """Write the command's output to the log and read progress bars in it (in the pump's thread)."""
+        """Write the command's output to the log, and parse its progress bars (in the pump's thread)."""
         if self._log is not None:
             self._log.write(data)
         if self._reported is not None:
             return
-        with contextlib.suppress(Exception):  # whatever it prints, the job goes on
+        with contextlib.suppress(Exception):  # no output may end the job
             self._bars.feed(data, time.monotonic())
         found = self._bars.progress
         if found is None or found[1] > MAX_PROGRESS:
@@ -455,31 +452,31 @@ class Runner:
     async def _report_progress(self, reports: Reports) -> None:
         while True:
             await asyncio.sleep(PROGRESS_EVERY_S)
-            await self._tell_progress(reports)
+            await self._send_progress(reports)
 
-    async def _tell_progress(self, reports: Reports) -> None:
-        # A number that is none any more must not stay: what was not delivered is sent again.
-        if (now := self._progress) != self._told:
-            self._told = None
+    async def _send_progress(self, reports: Reports) -> None:
+        # An undelivered report is sent again, so that the broker does not keep withdrawn progress.
+        if (now := self._progress) != self._delivered:
+            self._delivered = None
             if await reports.progress(**now):
-                self._told = now
+                self._delivered = now
 
 
 def _end_late(starting: Future[tuple[Command, threading.Thread]]) -> None:
-    """End a command whose start returned after the attempt had ended."""
+    """End a command that was started after the end of its attempt."""
     if starting.exception() is None:
         starting.result()[0].end_all()
 
 
 def _pump(reading: int, write: Callable[[bytes], None]) -> None:
-    """Copy the command's output to the log in a thread, so that a slow disk blocks nothing else."""
+    """Copy the command's output to the log; in its own thread, so that a slow disk blocks nothing else."""
     with open(reading, "rb", buffering=0) as pipe:
         while data := pipe.read(_READ_BYTES):
             write(data)
 
 
 class _ProgressSocket:
-    """Datagram socket for progress reports, in a private folder; malformed messages are dropped."""
+    """A datagram socket for progress reports, in a private folder; malformed messages are dropped."""
 
     def __init__(self, disk: Disk, on_progress: Callable[[float, float | None], None]) -> None:
         self._disk = disk
@@ -489,7 +486,7 @@ class _ProgressSocket:
         self._folder = ""
 
     async def __aenter__(self) -> str:
-        """Return the address; empty where none can be made: then progress is not reported."""
+        """Return the address; empty if the socket cannot be created, and progress is not reported."""
         try:
             address = await self._disk.ask(self._bind)
         except OSError as error:  # also TimeoutError
@@ -504,10 +501,10 @@ class _ProgressSocket:
             self._read()
         self._socket.close()
         if self._folder:
-            await self._disk.do(_AT_STOP_S, shutil.rmtree, self._folder, True)
+            await self._disk.do(_STOP_PATIENCE_S, shutil.rmtree, self._folder, True)
 
     def _bind(self) -> str:
-        # Not in the home directory: the path of a socket has at most 107 bytes.
+        # Not in the user's home, because the path of a socket has at most 107 bytes.
         self._folder = tempfile.mkdtemp(prefix="gpushare-")
         address = os.path.join(self._folder, "progress")
         self._socket.bind(address)
@@ -515,14 +512,14 @@ class _ProgressSocket:
 
     def _read(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            # A bounded batch, whatever the sender's rate (the kernel queues net.unix.max_dgram_qlen).
+            # The batch is bounded at any rate of the sender (the kernel queues net.unix.max_dgram_qlen).
             for _ in range(64):
                 self._take(self._socket.recv(_PROGRESS_BYTES))
 
     def _take(self, line: bytes) -> None:
         try:
-            said = json.loads(line)
-            done, total = float(said["done"]), said.get("total")
+            report = json.loads(line)
+            done, total = float(report["done"]), report.get("total")
             total = None if total is None else float(total)
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError, OverflowError):
             return
@@ -531,7 +528,7 @@ class _ProgressSocket:
 
 
 def main(env: Mapping[str, str] | None = None) -> int:
-    """Run the job that the environment describes; 0 when the broker knows how it ended."""
+    """Run the job that the environment describes; return 0 if the broker accepted its outcome."""
     logging.basicConfig(format="[%(levelname).1s %(asctime)s gpushare.job] %(message)s", level=logging.INFO)
     for chatty in ("httpx", "httpcore", "tornado.access"):
         logging.getLogger(chatty).setLevel(logging.WARNING)

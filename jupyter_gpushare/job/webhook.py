@@ -1,7 +1,7 @@
-"""Calls the webhook that a user gave for a job: from the job's own server, as that user.
+"""Calls the webhook of a job from the job's own server, as its user.
 
-It is told in order when an attempt ``started``, is ``stopping`` and has ``ended``.  A webhook that does
-not answer changes nothing of the job.
+It is called in this order: when an attempt has ``started``, is ``stopping`` and has ``ended``.  A webhook
+that does not answer does not affect the job.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from functools import partial
 from jupyter_gpushare import notices
 from jupyter_gpushare.protocol.wire import JobOutcome, JobSpec
 
-# Below the 5 s after which the broker kills a runner that has reported its end.
+# The broker kills a runner 5 s after it has reported its end.
 DEADLINE_S = 4.0
 
 log = logging.getLogger("gpushare.job")
 
 
 class Webhook:
-    """Sends one message after the other; without a URL it sends none."""
+    """Sends messages one after the other; none without a URL."""
 
     def __init__(self, spec: JobSpec, env: Mapping[str, str]) -> None:
         self._spec = spec
@@ -31,11 +31,11 @@ class Webhook:
         self._worker: asyncio.Task[None] | None = None
 
     def __bool__(self) -> bool:
-        """Whether there is a URL to call."""
+        """Return whether there is a URL to call."""
         return self._client is not None
 
     def send(self, event: str, outcome: JobOutcome, exit_code: int | None = None) -> None:
-        """Send a message in the background, after those before."""
+        """Send a message in the background, after the earlier ones."""
         if self._client is None:
             return
         body = notices.body(
@@ -52,7 +52,7 @@ class Webhook:
         self._worker = self._worker or asyncio.create_task(self._outbox.run())
 
     async def close(self) -> None:
-        """Return when all was sent, at most `DEADLINE_S` from now: what is left is dropped."""
+        """Wait until all messages are sent, at most `DEADLINE_S`; drop the others."""
         try:
             async with asyncio.timeout(DEADLINE_S):
                 await self._outbox.idle.wait()

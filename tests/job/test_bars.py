@@ -186,7 +186,7 @@ def test_a_program_with_a_thousand_bars_is_remembered_in_part() -> None:
     bars = Bars()
     bars.feed(printed.encode(), 0.0)
     assert bars.progress == (2, 5000)
-    assert len(bars._spent) <= 64
+    assert len(bars._ignored) <= 64
 
 
 @pytest.mark.parametrize(

@@ -68,13 +68,13 @@ async def test_a_withdrawal_that_was_not_delivered_is_sent_again(tmp_path: Path)
             return next(delivered)
 
     runner = Runner(SPEC, {"HOME": str(tmp_path)})
-    told = Broker()
-    await runner._tell_progress(told)  # nothing was shown yet
+    broker = Broker()
+    await runner._send_progress(broker)  # nothing was shown yet
     runner._on_print(b"\r| 6/20 [00:01<00:01, 1.00it/s]\n")
-    await runner._tell_progress(told)
+    await runner._send_progress(broker)
     runner._on_print(b"\r| 1/20 [00:01<00:01, 1.00it/s]\n")
     for _ in range(3):
-        await runner._tell_progress(told)
+        await runner._send_progress(broker)
     assert sent == [(6, 20), (None, None), (None, None)]
 
 
