@@ -4,9 +4,9 @@ Exit codes: 0 done, 1 refused (or the job did not succeed) with a reason,
 2 usage, 3 the broker does not answer.  The result goes to standard
 output, everything else to standard error.  With ``--json`` both are JSON.
 
-Verbs that talk to the broker need its address and a token: from ``--url`` and
+Verbs that talk to the broker take its address and a token from ``--url`` and
 ``--token``, else from the environment that the Hub's spawner gives to every
-server.  Start-up stays light: what a verb needs is imported by that verb.
+server.  Each verb imports what it needs, to keep start-up fast.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from jupyter_gpushare.find_kube import PACKAGE, find_kube, is_installed
 
 __all__ = ["main"]
 
-EXIT_INTERRUPTED = 130  # as shells count SIGINT
+EXIT_INTERRUPTED = 130  # shells use this code for SIGINT
 
-# Verbs with command lines of their own; those of Kubernetes may not be installed.
+# Verbs with their own command lines; those for Kubernetes may not be installed.
 SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "simulate": ("jupyter_gpushare.sim.run", "replay a trace against the policy"),
@@ -41,7 +41,7 @@ SERVICES: Mapping[str, tuple[str, str]] = MappingProxyType(
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one verb and return its exit code (see the module's text)."""
+    """Run one verb; return its exit code (see the module's docstring)."""
     if argv is None:
         _in_utf8()
     words = list(sys.argv[1:] if argv is None else argv)
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except BrokenPipeError:
-        # The reader (head, less) closed the pipe; nothing may be written at exit either.
+        # The reader (head, less) closed the pipe, so Python must not flush to it at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_OK
 
@@ -82,7 +82,7 @@ def _service(module: str) -> ModuleType:
     """Return the module of a verb.
 
     Raises:
-        GpuShareError: it is one of Kubernetes, whose parts are not installed.
+        GpuShareError: the verb is for Kubernetes, and its package is not installed.
     """
     if _is_of_kube(module):
         return find_kube(module.removeprefix(f"{PACKAGE}."))
@@ -90,9 +90,9 @@ def _service(module: str) -> ModuleType:
 
 
 def _in_utf8() -> None:
-    """Start this program again in UTF-8 mode, if the locale has another encoding.
+    """Restart this program in UTF-8 mode if the locale has another encoding.
 
-    Words, names of files and what is printed are UTF-8 then, as they are for the broker.
+    Arguments, file names and output are then UTF-8, as the broker expects.
     """
     if not sys.flags.utf8_mode and sys.getfilesystemencoding() != "utf-8":
         os.execv(sys.executable, [sys.executable, "-X", "utf8", *sys.orig_argv[1:]])  # noqa: S606

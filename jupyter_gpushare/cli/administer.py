@@ -1,4 +1,4 @@
-"""Verbs of the command line for administrators: settings of a running broker, and use of the GPUs."""
+"""The verbs for administrators: settings of a running broker, and use of the GPUs."""
 
 from __future__ import annotations
 
@@ -62,14 +62,14 @@ def _print_projects(answer: wire.Projects) -> None:
 
 @shown_by(_print_projects)
 def quota(client: BlockingClient, args: argparse.Namespace) -> wire.Projects:
-    """The numbers of projects.
+    """The quota, weight and limits of projects.
 
     gpushare admin quota                       all projects
     gpushare admin quota nlp --quota 1.5       guaranteed GPUs; --weight and --limit likewise
     gpushare admin quota nlp --reset           as configured
 
     Raises:
-        NotFound: there is no such project.
+        NotFound: the project does not exist.
     """
     change = wire.ProjectChange(**fields_of(wire.ProjectChange, args))
     is_changed = change != wire.ProjectChange(force=args.force)
@@ -102,8 +102,8 @@ def usage(args: argparse.Namespace) -> int:
     gpushare admin usage --by project,month --since 2026-01-01
     gpushare admin usage --by user,day --user ada --csv
     """
-    asked = {name: getattr(args, name) for name in ("by", "since", "until", "user", "project")}
-    params = {name: value for name, value in asked.items() if value is not None}
+    options = {name: getattr(args, name) for name in ("by", "since", "until", "user", "project")}
+    params = {name: value for name, value in options.items() if value is not None}
     with closing(connect(args)) as client:
         answer = client.get("usage", wire.Usage, params=params)
     if args.json:
@@ -151,7 +151,7 @@ def wake(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
 
     gpushare admin wake k3v9m2x7qa
     """
-    return act(client, _found(client, args.id), "resume")
+    return act(client, _lease_of(client, args.id), "resume")
 
 
 @shown_by(_print_act)
@@ -160,7 +160,7 @@ def lend(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus:
 
     gpushare admin lend k3v9m2x7qa
     """
-    return act(client, _found(client, args.id), "lend")
+    return act(client, _lease_of(client, args.id), "lend")
 
 
 @shown_by(_print_act)
@@ -169,16 +169,16 @@ def stop(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus |
 
     gpushare admin stop k3v9m2x7qa
     """
-    lease = _found(client, args.id)
+    lease = _lease_of(client, args.id)
     what = "job" if lease.job else "session, with all its kernels and their variables,"
     confirm(args, f"Stop {lease.user}'s {what} of {lease.size}?")
-    # The broker has no lease to show of a job that had not begun.
+    # The broker returns no lease if the job had not begun.
     return act(client, lease, "stop") or client.get(f"jobs/{lease.job}", wire.Job)
 
 
 @shown_by(print_job)
 def priority(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
-    """Raise or lower the priority of a job, beyond its project's right too.
+    """Raise or lower the priority of a job, also beyond its project's maximum.
 
     gpushare admin priority k3v9m2x7qa 20
     """
@@ -186,11 +186,11 @@ def priority(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
     return client.put(f"jobs/{args.id}", change, wire.Job, repeatable=True)
 
 
-def _found(client: BlockingClient, id: str) -> wire.LeaseStatus:
-    """Return the session or job with this id, of the lease or of the job.
+def _lease_of(client: BlockingClient, id: str) -> wire.LeaseStatus:
+    """Return the lease with this id, or of the job with this id.
 
     Raises:
-        NotFound: there is none.
+        NotFound: no session or job has this id.
     """
     for lease in client.get("leases", wire.Leases, params={"all": 1}).leases:
         if id in (lease.id, lease.job):
@@ -209,12 +209,12 @@ _CLOCK = re.compile(r"([01]?[0-9]|2[0-3]):([0-5][0-9])")
 
 
 def time_of_day(text: str) -> str:
-    """Return a time of the clock of this computer, like ``18:00``, or a day and time, as ISO 8601.
+    """Return a local time like ``18:00``, or a date and time, as ISO 8601.
 
-    A time of the clock that is over today is that of tomorrow.
+    A time without a date that has passed today is tomorrow's.
 
     Raises:
-        argparse.ArgumentTypeError: it is neither.
+        argparse.ArgumentTypeError: the text is neither.
     """
     now = datetime.now().astimezone()
     if clock := _CLOCK.fullmatch(text.strip()):
@@ -226,19 +226,19 @@ def time_of_day(text: str) -> str:
         raise argparse.ArgumentTypeError(f"{text!r} is not a time like 18:00 or 2026-11-22T18:00") from None
 
 
-def _print(answer: wire.Devices) -> None:
+def _print_drains(answer: wire.Devices) -> None:
     for device in answer.devices:
         say(f"{device.uuid} ({device.name}): {_drain_sentence(device.drain)}")
     if not answer.devices:
         say("No GPU is known.")
 
 
-@shown_by(_print)
+@shown_by(_print_drains)
 def drain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
     """Let a GPU or the machine take nothing new, and ask owners there to finish.
 
-    gpushare admin drain                        which take nothing new, and what is still there
-    gpushare admin drain GPU-5f2 --by 18:00     its UUID, or how that begins
+    gpushare admin drain                        the GPUs that take nothing new, and their remaining work
+    gpushare admin drain GPU-5f2 --by 18:00     its UUID, or the beginning of it
     gpushare admin drain machine
     """
     if args.by is not None and args.device is None:
@@ -250,7 +250,7 @@ def drain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
     return client.put(_path(known, args.device), request, wire.Devices, repeatable=True)
 
 
-@shown_by(_print)
+@shown_by(_print_drains)
 def undrain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
     """Let a GPU or the machine take work again.
 
@@ -260,32 +260,32 @@ def undrain(client: BlockingClient, args: argparse.Namespace) -> wire.Devices:
     return client.delete(path, wire.Devices, repeatable=True)
 
 
-def _path(known: wire.Devices, asked: str) -> str:
-    """Return the path of the machine, or of the GPU whose UUID begins with ``asked``.
+def _path(known: wire.Devices, name: str) -> str:
+    """Return the path of the machine, or of the GPU whose UUID begins with ``name``.
 
     Raises:
-        NotFound: there is none, or several.
+        NotFound: no UUID begins with it, or several do.
     """
     uuids = [device.uuid for device in known.devices]
     names = [MACHINE, *uuids]
-    found = [asked] if asked in names else [uuid for uuid in uuids if uuid.startswith(asked)]
+    found = [name] if name in names else [uuid for uuid in uuids if uuid.startswith(name)]
     if len(found) != 1:
-        what = "several GPUs begin" if found else "no GPU begins"
-        there = ", ".join(uuids) or "none"
-        raise NotFound(f"{what} with {asked!r}; there are: {there}. All together: {MACHINE}")
+        subject = "several GPUs begin" if found else "no GPU begins"
+        listed = ", ".join(uuids) or "none"
+        raise NotFound(f"{subject} with {name!r}; there are: {listed}. All together: {MACHINE}")
     return f"devices/{quote(found[0], safe='')}/drain"
 
 
 def _drain_sentence(drain: wire.Drain | None) -> str:
     if drain is None:
         return "takes work."
-    there = f"{_count(drain.sessions, 'session')} and {_count(drain.jobs, 'job')} are still there"
-    asked = f", asked to finish by {day_and_time(drain.until)}" if drain.until and drain.sessions else ""
-    return f"takes nothing new, set by {drain.by} at {day_and_time(drain.at)}; {there}{asked}."
+    work = f"{_count(drain.sessions, 'session')} and {_count(drain.jobs, 'job')} are still there"
+    deadline = f", asked to finish by {day_and_time(drain.until)}" if drain.until and drain.sessions else ""
+    return f"takes nothing new, set by {drain.by} at {day_and_time(drain.at)}; {work}{deadline}."
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # ---- `gpushare admin owners`, `adopt` and `end`: jobs of users that are absent from the Hub
@@ -309,11 +309,11 @@ def owners(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
 
 
 def adopt(args: argparse.Namespace) -> int:
-    """Give what belongs to such an owner to a user of the Hub.
+    """Give the sessions and jobs of an absent owner to a user of the Hub.
 
-    gpushare admin adopt ada              to the ada of the Hub now
+    gpushare admin adopt ada              to the Hub's current user ada
     gpushare admin adopt ada --to lovelace
-    gpushare admin adopt --all            each to the present user of the name
+    gpushare admin adopt --all            each to the current user of that name
     """
     if args.name is None and args.to is not None:
         args.parser.error("--to goes with the name of one owner")
@@ -334,7 +334,7 @@ def adopt(args: argparse.Namespace) -> int:
 
 @shown_by(_print_owners)
 def end(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
-    """Fail the waiting jobs of such an owner.
+    """Fail the waiting jobs of an absent owner.
 
     gpushare admin end ada
     """
@@ -364,7 +364,7 @@ def _print_processes(answer: wire.Devices | None) -> None:
         say("It was told to end.")
         return
     rows = [
-        [str(p.pid), str(p.uid), p.name, d.uuid, gibibytes(p.used_bytes) if p.used_bytes else "-", _what(p)]
+        [str(p.pid), str(p.uid), p.name, d.uuid, gibibytes(p.used_bytes) if p.used_bytes else "-", _remark(p)]
         for d in answer.devices
         for p in d.unleased
     ]
@@ -378,12 +378,12 @@ def _print_processes(answer: wire.Devices | None) -> None:
 def release(client: BlockingClient, args: argparse.Namespace) -> wire.Devices | None:
     """End a process that uses a GPU without a lease.
 
-    gpushare admin release           those that there are, and which are left alone
+    gpushare admin release           lists them, and says which are left alone
     gpushare admin release 4711      SIGTERM, and SIGKILL 5 s later; asks first
 
     Raises:
-        NotFound: there is no such process.
-        Conflict: there are several, on different machines.
+        NotFound: no such process exists.
+        Conflict: several machines have such a process.
     """
     answer = client.get("devices", wire.Devices)
     if args.pid is None:
@@ -397,14 +397,14 @@ def release(client: BlockingClient, args: argparse.Namespace) -> wire.Devices | 
         gpus = ", ".join(device.uuid for device, _ in found)
         raise Conflict(f"Processes {args.pid} of several machines use GPUs ({gpus}): use the service's page.")
     device, process = found[0]
-    what = f"process {process.pid} ({process.name}) of uid {process.uid} on GPU {device.uuid}"
-    confirm(args, f"End {what}? What it has not saved is lost.")
+    name = f"process {process.pid} ({process.name}) of uid {process.uid} on GPU {device.uuid}"
+    confirm(args, f"End {name}? What it has not saved is lost.")
     path = f"devices/{quote(device.uuid, safe='')}/processes/{process.process}"
     answer = client.delete(path, wire.Devices, repeatable=True)
     return answer if args.json else None
 
 
-def _what(process: wire.UnleasedProcess) -> str:
+def _remark(process: wire.UnleasedProcess) -> str:
     if process.kept:
         return f"left alone: {process.kept}"
     return "told to end" if process.ending else ""
@@ -425,7 +425,7 @@ def export(args: argparse.Namespace) -> int:
     gpushare simulate notebooks cells.csv --gpus 8 --jobs jobs.csv --idle-timeout 900
 
     Raises:
-        GpuShareError: the file is there already, or cannot be written.
+        GpuShareError: the file exists already, or cannot be written.
     """
     params = {"names": 1} if args.names else {}
     with closing(connect(args)) as client:
@@ -441,13 +441,13 @@ def export(args: argparse.Namespace) -> int:
                 _write(file, args.kind, answer)
         except OSError as error:
             raise GpuShareError(f"{args.file}: {error.strerror}") from None
-    left = f"; {answer.left_out} never ran and are left out" if answer.left_out else ""
-    note(f"{len(answer.rows)} rows, the first at {answer.since or 'no time'}{left}.")
+    omitted = f"; {answer.left_out} never ran and are left out" if answer.left_out else ""
+    note(f"{len(answer.rows)} rows, the first at {answer.since or 'no time'}{omitted}.")
     return EXIT_OK
 
 
 def _write(file: IO[str], kind: str, answer: wire.Trace) -> None:
-    # The simulator reads jobs in seconds, and cells in minutes.
+    # The simulator reads the times of jobs in seconds, and those of cells in minutes.
     unit_s = 1.0 if kind == "jobs" else _MINUTE_S
     table = csv.writer(file, lineterminator="\n")
     table.writerow(_COLUMNS)

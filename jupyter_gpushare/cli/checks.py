@@ -1,7 +1,8 @@
-"""Checks of ``gpushare doctor``, ``doctor --site`` and ``kube check``: tables of probes, and one runner.
+"""The runner for the checks of ``gpushare doctor``, ``doctor --site`` and ``kube check``.
 
-A probe gets the facts that its table is about and returns its result: `ok`, `warn` or `fail`; a list of
-them, which may be empty; or an iterator of faults, of which the first counts.  Its name is that of its row.
+Each command has a table of named probes.  A probe gets the facts of its table.  It returns one result
+(`ok`, `warn` or `fail`), a list of results, which may be empty, or an iterator of faults, of which the
+first counts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from jupyter_gpushare.protocol import wire
 
 
 class Result(enum.StrEnum):
-    """Outcome of a `Check`."""
+    """The outcome of a `Check`."""
 
     OK = "ok"
     WARN = "warn"
@@ -26,7 +27,7 @@ class Result(enum.StrEnum):
 
 
 class Check(wire.Answer, frozen=True, kw_only=True):
-    """One thing examined; ``advice`` says what to do and is empty for `Result.OK`."""
+    """The result of one check; ``advice`` is the remedy, and empty for `Result.OK`."""
 
     name: str = ""
     result: Result
@@ -40,22 +41,22 @@ Probe: TypeAlias = Callable[[Facts], Found | Iterator[Check] | Awaitable[Found]]
 
 
 def ok(message: str) -> Check:
-    """Return that everything was found in order."""
+    """Return the result of a check without a fault."""
     return Check(result=Result.OK, message=message)
 
 
 def warn(message: str, advice: str) -> Check:
-    """Return that something has weaker guarantees."""
+    """Return the result of a check that found weaker guarantees."""
     return Check(result=Result.WARN, message=message, advice=advice)
 
 
 def fail(message: str, advice: str) -> Check:
-    """Return a fault."""
+    """Return the result of a check that found a fault."""
     return Check(result=Result.FAIL, message=message, advice=advice)
 
 
 def named(found: Mapping[str, Found]) -> list[Check]:
-    """Return all results, each with the name of its row."""
+    """Return all results, each with the name of its probe."""
     rows = [(name, [each] if isinstance(each, Check) else each) for name, each in found.items()]
     return [wire.replace(check, name=name) for name, results in rows for check in results]
 
@@ -63,20 +64,20 @@ def named(found: Mapping[str, Found]) -> list[Check]:
 async def examine(
     probes: Mapping[str, Probe[Facts]], facts: Facts, *, unreadable: str, gate: str = ""
 ) -> list[Check]:
-    """Return what the probes find, in the order of the table.
+    """Return the results of the probes, in the order of the table.
 
-    ``unreadable`` is the remedy for what a probe may not examine.  Unless the check ``gate`` is in order,
-    those behind it are left out.
+    ``unreadable`` is the remedy when a probe may not read something.  If the probe named ``gate`` finds a
+    fault, the probes after it do not run.
     """
     found: dict[str, Found] = {}
     for name, probe in probes.items():
         try:
-            # In a thread: a probe may run an event loop of its own.
+            # A probe may run its own event loop, so it needs its own thread.
             answer = await asyncio.to_thread(_run, probe, facts)
             found[name] = await answer if isinstance(answer, Awaitable) else answer
         except OSError as error:
-            what = f"{error.filename or 'A file'} cannot be examined: {error.strerror}."
-            found[name] = warn(what, unreadable)
+            message = f"{error.filename or 'A file'} cannot be examined: {error.strerror}."
+            found[name] = warn(message, unreadable)
         except GpuShareError as error:
             found[name] = warn(f"This cannot be examined: {error}.", unreadable)
         if name == gate and any(check.advice for check in named(found)):
@@ -90,7 +91,7 @@ def _run(probe: Probe[Facts], facts: Facts) -> Found | Awaitable[Found]:
 
 
 def report(checks: Sequence[Check], *, as_json: bool) -> int:
-    """Print checks, one or two lines each, or as one JSON object; return 1 if one failed, else 0."""
+    """Print the checks as lines, or as one JSON object; return the exit code: 1 if a check failed, else 0."""
     has_failed = any(check.result is Result.FAIL for check in checks)
     if as_json:
         print_json({"ok": not has_failed, "checks": checks})

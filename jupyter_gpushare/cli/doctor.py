@@ -1,7 +1,7 @@
 """The checks of ``gpushare doctor``: one `Check` per possible fault.
 
-Each check is a pure function of collected facts; `CHECKS` has them all.
-``ok``: correct.  ``warn``: works with weaker guarantees.  ``fail``: needs a
+Each check is a pure function of collected facts; `CHECKS` has all of them.  ``ok`` means
+correct, ``warn`` means that it works with weaker guarantees, and ``fail`` that it needs a
 repair, which the advice names.
 
 Inside a server of the Hub the checks see the same environment as that server's
@@ -41,14 +41,13 @@ from jupyter_gpushare.native import PRELOAD_NAME
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.wall_clock import clock_time
 
-# ---- rights ------------------------------------------------------------------
-# Checks of ``gpushare doctor`` about rights: the token, the user's projects and what they are guaranteed.
+# ---- rights: the token, the user's projects and their guaranteed GPUs --------
 
 _SETTING = "GPUSHARE_API_TOKEN (or give --token)"
 
 
 def no_token(environment: Mapping[str, str]) -> Check:
-    """Say where a token comes from, where none is known."""
+    """Return the fault that no token is known; the advice is where to get one."""
     advice = "make one on the Hub's token page, with the scope access:services!service=gpushare, and set "
     if "JUPYTERHUB_USER" in environment:
         advice = "restart this server: the Hub gives it a token; else "
@@ -56,7 +55,7 @@ def no_token(environment: Mapping[str, str]) -> Check:
 
 
 def check_refusal(error: RequestError) -> Check:
-    """What to do about a token that the broker or the Hub refused."""
+    """Return the fault that the broker or the Hub refused the token."""
     advice = (
         "use a token with the scope access:services!service=gpushare; the administrator gives users that "
     )
@@ -68,29 +67,29 @@ def check_refusal(error: RequestError) -> Check:
 
 
 def check_projects(status: wire.Status, devices: wire.Devices) -> Check:
-    """Whether the user may use GPUs, and whether the machine has what projects are guaranteed."""
+    """Return whether the user may use GPUs, and whether the machine has the GPUs guaranteed to projects."""
     if not status.projects:
-        said = f"{status.user} belongs to no project that may use GPUs."
+        message = f"{status.user} belongs to no project that may use GPUs."
         advice = "the administrator adds the user to a Hub group of a project in c.GPUShareBroker.projects"
-        return fail(said, advice)
+        return fail(message, advice)
     names = ", ".join(project.name for project in status.projects)
     guaranteed = devices.guaranteed_milli / WHOLE_GPU
     if devices.devices and guaranteed > len(devices.devices):
-        said = (
+        message = (
             f"Projects are guaranteed {guaranteed:g} GPUs together; this machine has {len(devices.devices)}."
         )
         advice = "the administrator lowers the quotas (`gpushare admin quota`, c.GPUShareBroker.projects)"
-        return warn(said, advice)
+        return warn(message, advice)
     return ok(f"You may use the GPUs of {names}.")
 
 
 # ---- checks ------------------------------------------------------------------
 
-# Diagnostics report the current state, so they hardly wait for a broker that restarts.
+# Diagnostics report the current state, so the wait for a broker that restarts is short.
 RETRY_S = 1.0
 _DRIVER_SETTINGS = "/proc/driver/nvidia/params"
 
-# What becomes of a process that evades the library (`gpushare helper --watchdog`).
+# How the watchdog treats a process that evades the library (`gpushare helper --watchdog`).
 WATCHDOG = {
     "stop": "a watchdog stops processes that evade it",
     "warn": "a watchdog reports processes that evade it and stops none",
@@ -99,7 +98,7 @@ WATCHDOG = {
 
 
 class BrokerAnswers(NamedTuple):
-    """What the broker answered about the user and its machine."""
+    """The broker's answers about the user and the machine."""
 
     status: wire.Status
     devices: wire.Devices
@@ -108,21 +107,21 @@ class BrokerAnswers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DoctorFacts:
-    """What the checks look at."""
+    """The facts that the checks examine."""
 
     environment: Mapping[str, str]
     broker: Check
     token: Found = ()
-    answers: BrokerAnswers | None = None  # None: the broker answered nothing
+    answers: BrokerAnswers | None = None  # None if the broker did not answer
 
     @property
     def simulated(self) -> bool:
-        """Whether the broker's devices are simulated."""
+        """Return whether the broker's devices are simulated."""
         return self.answers is not None and self.answers.devices.simulated
 
     @property
     def lease(self) -> wire.LeaseStatus | None:
-        """The lease of this environment; its name there ends in the number of the start (``-3``)."""
+        """Return the lease of this environment, which may add the number of the start (``-3``) to its id."""
         wanted = self.environment.get("GPUSHARE_LEASE", "")
         names = {wanted, wanted.rpartition("-")[0]} - {""}
         leases = self.answers.status.leases if self.answers else ()
@@ -130,10 +129,10 @@ class DoctorFacts:
 
 
 def examine(url: str, token: str, environment: Mapping[str, str]) -> list[Check]:
-    """Return all checks, made now; ``url`` is the base of the broker's API, or empty."""
+    """Run all checks now and return them; ``url`` is the base of the broker's API, or empty."""
     facts = _facts(url, token, environment)
     if facts.lease is None and not environment.get("GPUSHARE_MEMORY_LIMIT"):
-        # The name of a lease that this server may get while it runs.
+        # The variable names a lease that this server may get later.
         without = {name: value for name, value in environment.items() if name != "GPUSHARE_LEASE"}
         facts = replace(facts, environment=without)
     unreadable = "run doctor as a user who may examine this"
@@ -177,10 +176,10 @@ def _facts(url: str, token: str, environment: Mapping[str, str]) -> DoctorFacts:
 
 
 def check_health(health: wire.Health) -> Check:
-    """Whether the broker's own health report is ``ok``."""
+    """Return whether the broker's own health report is ``ok``."""
     if health.status == "ok" and not health.sockets_inherited:
-        said = f"Version {health.version} answers. It bound its port itself: others can while it restarts."
-        return warn(said, "run it by gpushare-broker.socket of systemd, or with --respawn")
+        message = f"Version {health.version} answers. It bound its port itself: others can while it restarts."
+        return warn(message, "run it by gpushare-broker.socket of systemd, or with --respawn")
     if health.status == "ok":
         return ok(f"Version {health.version} answers.")
     advice = "the administrator finds more in the broker's log"
@@ -188,43 +187,43 @@ def check_health(health: wire.Health) -> Check:
 
 
 def check_devices(status: wire.Status, devices: wire.Devices) -> Check:
-    """Whether the device helper answers and its devices are healthy."""
+    """Return whether the device helper answers and its devices are healthy."""
     if not status.devices_known:
         return fail("The device helper does not answer the broker.", "the administrator restarts it")
     left_out = "".join(f" {reason}." for reason in devices.left_out)
     if not devices.devices:
-        said = f"The device helper found no device.{left_out}"
-        return fail(said, "check `nvidia-smi` on the GPU machine")
+        message = f"The device helper found no device.{left_out}"
+        return fail(message, "check `nvidia-smi` on the GPU machine")
     broken = [d for d in devices.devices if not d.healthy]
     if broken:
-        said = "; ".join(f"{d.name} ({d.uuid}): {d.reason or 'not healthy'}" for d in broken)
-        return fail(said, "the administrator takes it out of service or resets it")
+        message = "; ".join(f"{d.name} ({d.uuid}): {d.reason or 'not healthy'}" for d in broken)
+        return fail(message, "the administrator takes it out of service or resets it")
     stuck = [d for d in devices.devices if not d.suspendable]
     kind = "simulated devices" if devices.simulated else "devices"
-    said = f"{len(devices.devices)} {kind}, driver {devices.driver}.{left_out}"
+    message = f"{len(devices.devices)} {kind}, driver {devices.driver}.{left_out}"
     if left_out:
-        return warn(said, "the others work; see docs/isolation.md, Devices in trouble")
+        return warn(message, "the others work; see docs/isolation.md, Devices in trouble")
     if stuck:
         why = stuck[0].suspend_reason or "the driver's checkpoint did not pass its test"
         advice = "idle sessions keep their GPU there; driver r575 or later is needed to put them to sleep"
-        return warn(f"{said} {len(stuck)} cannot put sessions to sleep: {why}.", advice)
-    return ok(said)
+        return warn(f"{message} {len(stuck)} cannot put sessions to sleep: {why}.", advice)
+    return ok(message)
 
 
 def check_moves(devices: wire.Devices) -> Found:
-    """Whether what sleeps can resume on another device; nothing where none can sleep."""
+    """Return whether sleeping sessions can resume on another device; nothing if none can sleep."""
     able = [d for d in devices.devices if d.suspendable]
     fixed = [d for d in able if not d.movable]
     if not able:
         return ()
     if not fixed:
         return ok("What sleeps can resume on another GPU of the same model.")
-    said = f"What sleeps on {len(fixed)} of {len(able)} can resume on its own GPU alone"
-    return ok(f"{said}: {fixed[0].move_reason or 'no move was tested'}.")
+    message = f"What sleeps on {len(fixed)} of {len(able)} can resume on its own GPU alone"
+    return ok(f"{message}: {fixed[0].move_reason or 'no move was tested'}.")
 
 
 def check_lending(lending: wire.Lending) -> Check:
-    """Whether GPUs are lent, and how often a suspension failed on this machine."""
+    """Return whether GPUs are lent, and how often a suspension failed on this machine."""
     text = f"{lending.mode}: {lending_text(lending)}"
     if lending.lost:
         advice = "see docs/isolation.md, Drivers; `gpushare admin lending off` wakes all and lends nothing"
@@ -233,34 +232,34 @@ def check_lending(lending: wire.Lending) -> Check:
 
 
 def check_programs(_driver: str) -> Check:
-    """Which programs are not limited or suspended on a real driver."""
+    """Return the programs that a real driver does not limit or suspend."""
     programs = "; ".join(f"{each.programs}: {each.note} ({each.source})" for each in PROGRAMS)
     return ok(f"{programs}.")
 
 
 def check_published(driver: str) -> Found:
-    """Published limits of this driver for suspending sessions; nothing where none are known."""
+    """Return the published limits of this driver for suspending sessions; nothing if none are known."""
     note = note_of(driver)
     if note is None:
         return ()
-    said = f"Driver {driver}: {note.note} ({note.source})."
+    message = f"Driver {driver}: {note.note} ({note.source})."
     if note.is_warning:
-        return warn(said, "see docs/isolation.md, Drivers, before sessions are put to sleep there")
-    return ok(said)
+        return warn(message, "see docs/isolation.md, Drivers, before sessions are put to sleep there")
+    return ok(message)
 
 
 def check_ladders(devices: wire.Devices) -> list[Check]:
-    """What can enforce a limit on each device, strongest first, and why not what cannot."""
+    """Return the levels of enforcement on each device, strongest first, and why some are not offered."""
     found = []
     for device in devices.devices:
-        said = f"{device.name} ({device.uuid}): {'; '.join(map(_rung, device.ladder))}."
+        message = f"{device.name} ({device.uuid}): {'; '.join(map(_rung, device.ladder))}."
         if device.ladder and device.level == "hints":
             advice = (
                 "a part of this device is a request only; see docs/isolation.md for what each level needs"
             )
-            found.append(warn(said, advice))
+            found.append(warn(message, advice))
         elif device.ladder:
-            found.append(ok(said))
+            found.append(ok(message))
     return found
 
 
@@ -274,7 +273,7 @@ def _rung(rung: wire.Rung) -> str:
 
 
 def _driver() -> str:
-    """Return ``<version>: <names>`` as this process finds them, or "" and why not after a ``!``."""
+    """Return ``<version>: <names>`` of the driver that this process finds, or ``!`` and the error."""
     try:
         from jupyter_gpushare.gpu.driver.denied import without_persistence
         from jupyter_gpushare.gpu.driver.nvml import Nvml
@@ -289,9 +288,9 @@ def _driver() -> str:
 
 
 def check_driver(found: str, simulated: bool, options: str = "") -> Check:
-    """Whether this process finds a driver; ``found`` starts with ``!`` when it does not.
+    """Return whether this process finds a driver.
 
-    ``options`` are those of the simulated driver.
+    ``found`` is the result of `_driver`; ``options`` are those of the simulated driver.
     """
     if not found.startswith("!"):
         relaxed = simulated and "checkpoint=any-uid" in options
@@ -306,7 +305,7 @@ def check_driver(found: str, simulated: bool, options: str = "") -> Check:
 
 
 def check_scrubbing(params: str | None, simulated: bool) -> Check:
-    """Whether the driver erases memory between processes (kernel module parameter)."""
+    """Return whether the driver erases memory between processes (a parameter of its kernel module)."""
     if params is None:
         if simulated:
             return ok("Simulated devices start every allocation erased.")
@@ -324,7 +323,7 @@ def check_scrubbing(params: str | None, simulated: bool) -> Check:
 
 
 def check_device_files(params: str | None, devices: wire.Devices | None) -> Found:
-    """Whether only users of leases can open whole GPUs, and whether the driver leaves it so."""
+    """Return whether only users of leases can open whole GPUs, and whether the driver may change that."""
     rungs = [
         rung
         for device in (devices.devices if devices else ())
@@ -347,10 +346,10 @@ def check_device_files(params: str | None, devices: wire.Devices | None) -> Foun
 
 
 def check_origin(environment: Mapping[str, str]) -> Check:
-    """Whether pages of one user's server can reach those of another in a browser."""
+    """Return whether pages of one user's server can reach those of another in a browser."""
     if "JUPYTERHUB_API_URL" not in environment:
         return ok("This is no server of a Hub.")
-    # With subdomains, and only then, the Hub names the callback with a host.
+    # The Hub's callback has a host only with subdomains.
     if urlsplit(environment.get("JUPYTERHUB_OAUTH_CALLBACK_URL", "")).netloc:
         return ok("Each user's server has a host name of its own.")
     return warn(
@@ -359,12 +358,12 @@ def check_origin(environment: Mapping[str, str]) -> Check:
     )
 
 
-def check_memory_limit(environment: Mapping[str, str], most_bytes: int | None) -> Check:
-    """Whether the host memory of a server is limited; ``most_bytes`` is what its cgroups allow."""
+def check_memory_limit(environment: Mapping[str, str], maximum_bytes: int | None) -> Check:
+    """Return whether the host memory of a server is limited; its cgroups allow ``maximum_bytes``."""
     if "JUPYTERHUB_USER" not in environment:
         return ok("This is no server of a Hub.")
-    if most_bytes is not None:
-        return ok(f"This server is limited to {gibibytes(most_bytes)}.")
+    if maximum_bytes is not None:
+        return ok(f"This server is limited to {gibibytes(maximum_bytes)}.")
     return warn(
         "This server's memory is not limited: it can take all of its machine.",
         "the administrator sets c.LimitedProcesses.cgroup_root and c.Spawner.mem_limit (docs/isolation.md)",
@@ -372,7 +371,7 @@ def check_memory_limit(environment: Mapping[str, str], most_bytes: int | None) -
 
 
 def check_environment(environment: Mapping[str, str], lease: wire.LeaseStatus | None) -> Check:
-    """Whether the environment variables of a lease are complete and consistent."""
+    """Return whether the environment variables of a lease are complete and consistent."""
     lease_id = environment.get("GPUSHARE_LEASE", "")
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     if not lease_id:
@@ -395,7 +394,7 @@ def check_environment(environment: Mapping[str, str], lease: wire.LeaseStatus | 
 
 
 def _names_device(visible: str, devices: Sequence[str]) -> bool:
-    """Return whether the first entry is a device of a lease; where it is none, programs see no device."""
+    """Return whether the first entry is a device of a lease; if not, programs see no device."""
     first = visible.partition(",")[0]
     if number := re.match(r"\s*\+?(\d{1,3})", first):
         return int(number[1]) < len(devices)
@@ -403,7 +402,7 @@ def _names_device(visible: str, devices: Sequence[str]) -> bool:
 
 
 def check_preload(environment: Mapping[str, str], maps: str | None) -> Check:
-    """Whether the library that keeps the limit is named and in this process."""
+    """Return whether LD_PRELOAD names the library that enforces the limit, and this process has loaded it."""
     advice = "restart the server, and do not unset or replace LD_PRELOAD"
     if PRELOAD_NAME not in environment.get("LD_PRELOAD", ""):
         return fail(f"LD_PRELOAD does not name {PRELOAD_NAME}.", advice)
@@ -416,7 +415,7 @@ def check_preload(environment: Mapping[str, str], maps: str | None) -> Check:
 
 
 def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
-    """Whether the file with the limit is there, whole, and says what the lease says."""
+    """Return whether the limit page is readable and valid, and matches the lease."""
     advice = "restart the server; without a limit every allocation is denied"
     try:
         page = path.read_bytes()[:LIMIT_BYTES]
@@ -432,29 +431,29 @@ def check_limit_page(path: Path, lease: wire.LeaseStatus | None) -> Check:
     ]
     total = sum(limits)
     if lease is not None and lease.memory_limit_bytes and total != lease.memory_limit_bytes:
-        said = f"The limit page says {gibibytes(total)}, the broker {gibibytes(lease.memory_limit_bytes)}."
-        return warn(said, "run doctor again; if it stays, tell the administrator")
+        message = f"The limit page says {gibibytes(total)}, the broker {gibibytes(lease.memory_limit_bytes)}."
+        return warn(message, "run doctor again; if it stays, tell the administrator")
     if os.access(path, os.W_OK):
-        said = f"{gibibytes(total)}, in a page that this user could change."
-        return warn(said, "fine for a demo; in production the device helper runs as another user")
+        message = f"{gibibytes(total)}, in a page that this user could change."
+        return warn(message, "fine for a demo; in production the device helper runs as another user")
     return ok(f"{gibibytes(total)} on {count} device{'s' if count != 1 else ''}.")
 
 
 def check_level(lease: wire.LeaseStatus, watchdog: str) -> Check:
-    """Return how the memory limit is enforced, and what the watchdog does with processes that evade it."""
-    said = LEVELS.get(lease.level, lease.level)
+    """Return how the memory limit is enforced, and how the watchdog treats processes that evade it."""
+    message = LEVELS.get(lease.level, lease.level)
     if lease.level == "preload":
-        said += f"; {WATCHDOG[watchdog]}"
+        message += f"; {WATCHDOG[watchdog]}"
         if watchdog == "off":
             advice = "an administrator starts the device helper with --watchdog warn or stop"
-            return warn(f"preload: {said}.", advice)
+            return warn(f"preload: {message}.", advice)
     if lease.level == "hints":
-        return warn(f"hints: {said}.", "an administrator can offer MIG instances or the preload library")
-    return ok(f"{lease.level}: {said}.")
+        return warn(f"hints: {message}.", "an administrator can offer MIG instances or the preload library")
+    return ok(f"{lease.level}: {message}.")
 
 
 def check_culling(lease: wire.LeaseStatus) -> Found:
-    """What may end this session if it stays idle, asleep or not; nothing where it is not known."""
+    """Return what may end this session if it stays idle, asleep or not; nothing if that is not known."""
     if not lease.ends_by:
         return ()
     when = f"after {clock_time(lease.ends_at)}" if lease.ends_at else "some time"
@@ -469,7 +468,7 @@ def _sentence(text: str) -> str:
 
 
 def _read(path: str) -> str | None:
-    """Return the start of a file of the system, or None where it cannot be read."""
+    """Return the first 4 MiB of a system file; None if it cannot be read."""
     try:
         with open(path, encoding="utf-8", errors="replace") as file:
             return file.read(4 << 20)

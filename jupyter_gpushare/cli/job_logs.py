@@ -2,11 +2,11 @@
 
 The runner keeps one log file per attempt (`jupyter_gpushare.protocol.jobfiles`).
 On the user's machine and account these files are read directly, also after the
-job has ended; what the disk did not take of a running attempt comes from the memory
-of its runner (`jupyter_gpushare.protocol.heldlog`).  Elsewhere the log comes from
-the running job's server, through the Hub's proxy (``log?offset=N``); after the job has ended only the files
-remain, and the error names their folder.  A gap in a long log is marked with
-the number of missing bytes.
+job has ended.  Bytes of a running attempt that the disk did not take come from the
+memory of its runner (`jupyter_gpushare.protocol.heldlog`).  Elsewhere the log comes
+from the running job's server, through the Hub's proxy (``log?offset=N``).  After the
+job has ended only the files remain, and the error names their folder.  A gap in a long
+log is marked with the number of missing bytes.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.heldlog import Held, held_of, read_kept
 from jupyter_gpushare.protocol.jobfiles import attempts_of, jobs_dir
 
-# Read at once: bounds memory, whatever the size of the log.
+# The bytes of one read, which bounds the memory used.
 CHUNK_BYTES = 1 << 20
 ENDED = frozenset({"succeeded", "failed", "cancelled", "timed_out"})
 
 
 def directory(job_id: str) -> Path:
-    """Return where this user's files of a job are, or would be."""
+    """Return the folder of this user's files of a job; it may not exist."""
     return jobs_dir(Path.home()) / job_id
 
 
 def source(
     job_id: str, job: wire.Job | None, *, hub_url: str, token: str, only: int | None
 ) -> LocalLog | ProxyLog:
-    """Return the best source for the log of a job (``only`` one attempt).
+    """Return the best source for the log of a job; ``only`` is one attempt, or None for all.
 
     Raises:
-        Conflict: it can be read from elsewhere only; the text says how.
+        Conflict: the log can only be read elsewhere; the text says how.
     """
-    here = directory(job_id)
-    if here.is_dir() or _is_own_account(job):
-        return LocalLog(here, job, only)
+    folder = directory(job_id)
+    if folder.is_dir() or _is_own_account(job):
+        return LocalLog(folder, job, only)
     if job is not None and job.state not in ENDED and hub_url:
         return ProxyLog(job, hub_url, token)
     if job is not None and job.started_at is None:
-        return LocalLog(here, job, only)  # nothing was printed anywhere
+        return LocalLog(folder, job, only)  # the job has not printed anything
     where = job.log if job is not None and job.log else f"~/.local/share/gpushare/jobs/{job_id}/"
     owner = job.user if job is not None else "its owner"
     raise Conflict(
@@ -63,23 +63,23 @@ def _is_own_account(job: wire.Job | None) -> bool:
 
 
 class LocalLog:
-    """Reads the files of all attempts (or one), each from the offset of the last read."""
+    """Reads the log files of all attempts, or of one."""
 
     def __init__(self, folder: Path, job: wire.Job | None, only: int | None = None) -> None:
-        self.job = job  # as last seen; a caller that follows the log updates it
+        self.job = job  # a caller that follows the log updates it
         self._folder = folder
         self._only = only
         self._offset_bytes: dict[int, int] = {}
         self._why = ""
 
     def read_on(self) -> Iterator[tuple[int, bytes]]:
-        """Yield what was printed since the last call, as (attempt, bytes)."""
+        """Yield the output since the last call, as (attempt, bytes)."""
         held = held_of(self._folder.name)
         for attempt in self._attempts(held):
             path, memory = self._folder / f"attempt-{attempt}.log", None
             if held is not None and held.attempt == attempt:
                 memory = held
-                self._why = _note_lack(held.left_out_bytes, held.why, self._why)
+                self._why = _report_loss(held.left_out_bytes, held.why, self._why)
             while True:
                 at = self._offset_bytes.get(attempt, 0)
                 piece = read_kept(path, memory, at, CHUNK_BYTES)
@@ -104,11 +104,11 @@ class ProxyLog:
         self._why = ""
 
     def read_on(self) -> Iterator[tuple[int, bytes]]:
-        """Yield what the running attempt printed; nothing while there is none.
+        """Yield the output of the running attempt since the last call; nothing if no attempt runs.
 
         Raises:
-            NotAllowed: the token may not open the job's server.
-            Conflict: with subdomains the job's server has a host that is not known here.
+            NotAllowed: the token does not give access to the job's server.
+            Conflict: the Hub uses subdomains, so the host of the job's server is unknown.
             BrokerUnavailable: the Hub's proxy does not answer.
         """
         import httpx
@@ -129,8 +129,8 @@ class ProxyLog:
                 )
             except httpx.TransportError as error:
                 raise BrokerUnavailable(f"{self._hub_url} does not answer ({type(error).__name__})") from None
-            leads_to = answer.next_request
-            if leads_to is not None and answer.url.host.endswith(f".{leads_to.url.host}"):
+            redirect = answer.next_request
+            if redirect is not None and answer.url.host.endswith(f".{redirect.url.host}"):
                 raise Conflict(
                     "each user of this Hub has a host of their own, so the log cannot be read from here: "
                     f"open the page of the job's server, or run `gpushare logs {job.id}` in a terminal there",
@@ -139,9 +139,9 @@ class ProxyLog:
             if answer.status_code in (302, 401, 403):
                 raise NotAllowed("the token may not open the job's server: it needs the scope access:servers")
             if answer.status_code != 200:
-                return  # starting, or just ended
+                return  # the server is starting, or has just ended
             if left_out := _number(answer.headers.get("X-Gpushare-Left-Out"), 0):
-                self._why = _note_lack(left_out, answer.headers.get("X-Gpushare-Why", ""), self._why)
+                self._why = _report_loss(left_out, answer.headers.get("X-Gpushare-Why", ""), self._why)
             if not answer.content:
                 return
             begin = _number(answer.headers.get("X-Gpushare-Offset"), at)
@@ -149,13 +149,13 @@ class ProxyLog:
             yield job.attempt, _left_out(at, begin) + answer.content
 
 
-def _left_out(asked: int, begin: int) -> bytes:
-    return f"\n[{begin - asked} bytes of this log were not kept]\n".encode() if begin > asked else b""
+def _left_out(offset: int, begin: int) -> bytes:
+    return f"\n[{begin - offset} bytes of this log were not kept]\n".encode() if begin > offset else b""
 
 
-def _note_lack(left_out_bytes: int, why: str, noted: str) -> str:
-    """Say what the disk did not take, once for each reason; return the reason."""
-    if why != noted:
+def _report_loss(left_out_bytes: int, why: str, last_why: str) -> str:
+    """Report the bytes that the disk did not take, once for each reason; return the reason."""
+    if why != last_why:
         note(f"{left_out_bytes:,} bytes of this log were not written: {why}; the job keeps the last 64 KiB")
     return why
 
@@ -165,15 +165,15 @@ def _number(text: str | None, default: int) -> int:
 
 
 class Printer:
-    """Writes pieces of logs to standard output, as they are or as one JSON object a line."""
+    """Writes pieces of logs to standard output, unchanged or with one JSON object per line."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
-        self._rest = b""  # a line without its newline; only in JSON
+        self._rest = b""  # an unfinished line; only for JSON
         self.attempts: list[int] = []
 
     def print(self, pieces: Iterable[tuple[int, bytes]]) -> bool:
-        """Write what is new; return whether there was anything."""
+        """Write pieces; return whether there were any."""
         wrote = False
         for attempt, piece in pieces:
             wrote = True
@@ -196,6 +196,6 @@ class Printer:
             print(json.dumps({"attempt": attempt, "line": line.decode(errors="replace")}))
 
     def finish(self) -> None:
-        """Write a last line that has no newline."""
+        """Write the last line if it has no newline."""
         if self._rest:
             self._print_lines(self.attempts[-1], b"\n")

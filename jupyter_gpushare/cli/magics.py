@@ -34,28 +34,28 @@ def lease_text(lease: wire.LeaseStatus | None) -> str:
 
 
 def submit_words(line: str, cell: str | None) -> list[str]:
-    """Return the words of `gpushare submit` for a magic's line and, where there is one, its cell."""
+    """Return the arguments of `gpushare` that submit a magic's line, or its cell if there is one."""
     words = shlex.split(line)
     if cell is None:
         return ["submit", *words]
-    # The last of two names counts.
+    # Another --name in the line takes precedence.
     return ["submit", "--name", "cell", *words, "--", sys.executable, "-u", "-c", cell]
 
 
 class _Renamed(io.TextIOBase):
-    """Passes text on with the name of the magic in place of the command's."""
+    """Writes text to another stream, with the name of the magic instead of the command's."""
 
-    def __init__(self, magic: str, beneath: TextIO) -> None:
+    def __init__(self, magic: str, target: TextIO) -> None:
         self._magic = magic
-        self._beneath = beneath
+        self._target = target
 
     def write(self, text: str) -> int:
         named = text.replace("gpushare submit", self._magic).replace("gpushare:", f"{self._magic}:")
-        self._beneath.write(named)
+        self._target.write(named)
         return len(text)
 
     def flush(self) -> None:
-        self._beneath.flush()
+        self._target.flush()
 
 
 @magics_class
@@ -87,11 +87,11 @@ class GpuMagics(Magics):
             print(f"The line cannot be taken apart: {error}", file=sys.stderr)
             return
         magic = "%gpujob" if cell is None else "%%gpujob"
-        # Wrong usage and --help end in SystemExit, after argparse has said it.
+        # Wrong usage and --help end in SystemExit, after argparse has printed its message.
         with redirect_stderr(_Renamed(magic, sys.stderr)), suppress(SystemExit):
             main(words)
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Register the magics: IPython calls this when the first of them is used."""
+    """Register the magics; IPython calls this when the first of them is used."""
     shell.register_magics(GpuMagics)

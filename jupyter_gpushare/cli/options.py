@@ -1,4 +1,4 @@
-"""Options that verbs of the command line share, and readers of their values."""
+"""Options that several verbs share, and parsers of their values."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ SERVER = Option("--server NAME", "name of the server (default: this one)")
 PROFILE = Option("--profile NAME", "one MIG instance instead, like 1g.10gb")
 MEMORY = Option("--memory SIZE", "GPU memory of one device instead, like 20GiB")
 PRIORITY = count(-100, 100)
-# As JupyterLab's dialog reads them (`ui/src/times.ts`).
+# JupyterLab's dialog reads durations in the same way (`ui/src/times.ts`).
 _DURATION = re.compile(r"(\d+(?:\.\d+)?)\s*(s|min|m|h|d)")
 _UNITS = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86_400}
 
 
 def job_id(text: str) -> str:
-    """Return the id of a job, which becomes part of an address and of a path.
+    """Return the id of a job, which is safe in an address and in a path.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not the id of a job.
     """
     if not (text.isascii() and text.isalnum() and len(text) <= 40):
         raise argparse.ArgumentTypeError(f"{text[:60]!r} is not the id of a job; `gpushare jobs` lists them")
@@ -35,10 +35,10 @@ def job_id(text: str) -> str:
 
 
 def seconds(text: str) -> float:
-    """Return the seconds of a time with its unit.
+    """Return the seconds of a duration like ``30m``.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not a number with a unit.
     """
     found = _DURATION.fullmatch(text.strip())
     if found is None:
@@ -47,10 +47,10 @@ def seconds(text: str) -> float:
 
 
 def yes_or_no(text: str) -> bool:
-    """Return whether the text says yes.
+    """Return whether the text is ``yes``.
 
     Raises:
-        argparse.ArgumentTypeError: it says neither yes nor no.
+        argparse.ArgumentTypeError: the text is neither ``yes`` nor ``no``.
     """
     if text not in ("yes", "no"):
         raise argparse.ArgumentTypeError(f"{text!r} is neither yes nor no")
@@ -58,10 +58,10 @@ def yes_or_no(text: str) -> bool:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """Return name and value of ``NAME=VALUE``.
+    """Return the name and the value of ``NAME=VALUE``.
 
     Raises:
-        argparse.ArgumentTypeError: it is no such pair.
+        argparse.ArgumentTypeError: the text does not have this form.
     """
     name, equals, value = text.partition("=")
     if not equals or not name:

@@ -23,9 +23,9 @@ def print_json(answer: object) -> None:
 
 
 def lines(job: wire.Job) -> list[str]:
-    """Return a job in one line, and below it what a failed one printed last."""
-    told, *printed = local(job.reason, job.reason_texts).splitlines() or [""]
-    first = f"{job.id}  {job.state}  {told}".rstrip()
+    """Return a job in one line, followed by its last printed lines if it failed."""
+    reason, *printed = local(job.reason, job.reason_texts).splitlines() or [""]
+    first = f"{job.id}  {job.state}  {reason}".rstrip()
     return [printable(first), *(f"    {printable(line)}" for line in printed)]
 
 
@@ -49,13 +49,13 @@ def print_jobs(jobs: Sequence[wire.Job]) -> None:
 
 
 def print_table(head: list[str], rows: list[list[str]]) -> None:
-    """Print rows below a header, in aligned columns; the last wraps in a terminal."""
+    """Print rows below a header in aligned columns; in a terminal the last column wraps."""
     table = [head, *([printable(cell) for cell in row] for row in rows)]
     widths = [max(len(row[i]) for row in table) for i in range(len(head))]
     before = sum(widths[:-1]) + 2 * (len(widths) - 1)
-    left = columns(taken=before) if sys.stdout.isatty() else sys.maxsize
+    last_width = columns(taken=before) if sys.stdout.isatty() else sys.maxsize
     for row in table:
-        first, *more = textwrap.wrap(row[-1], left, break_long_words=False) or [""]
+        first, *more = textwrap.wrap(row[-1], last_width, break_long_words=False) or [""]
         cells = zip([*row[:-1], first], widths, strict=True)
         print("  ".join(f"{cell:<{width}}" for cell, width in cells).rstrip())
         for rest in more:
@@ -63,17 +63,17 @@ def print_table(head: list[str], rows: list[list[str]]) -> None:
 
 
 def say(text: str, indent: str = "") -> None:
-    """Print a sentence, in a terminal wrapped at words."""
+    """Print a sentence; in a terminal it wraps at words."""
     print(wrapped(printable(text.rstrip()), sys.stdout, indent))
 
 
 def for_spreadsheets(cell: Cell) -> Cell | str:
-    """Return the cell of a CSV file so that no text starts a formula."""
+    """Return a cell for a CSV file, escaped so that a spreadsheet does not take it for a formula."""
     return f"'{cell}" if isinstance(cell, str) and cell.startswith(("=", "+", "-", "@")) else cell
 
 
 def day_and_time(at: str) -> str:
-    """Return a time (ISO 8601) in the zone of this process: ``2026-11-22 14:20:05``."""
+    """Return a time (ISO 8601) in the time zone of this process: ``2026-11-22 14:20:05``."""
     return f"{datetime.fromisoformat(at).astimezone():%Y-%m-%d %H:%M:%S}"
 
 
@@ -83,13 +83,13 @@ def gpus(milli: int) -> str:
 
 
 def note(*lines: str) -> None:
-    """Print lines to standard error, beside the result."""
+    """Print lines to standard error."""
     for line in lines:
         print(wrapped(printable(line.rstrip()), sys.stderr), file=sys.stderr, flush=True)
 
 
 def complain(args: argparse.Namespace, error: GpuShareError) -> None:
-    """Print an error to standard error, with ``--json`` as JSON."""
+    """Print an error to standard error; as JSON with ``--json``."""
     if args.json:
         otherwise = "unreachable" if isinstance(error, BrokerUnavailable) else "failed"
         status, reason = getattr(error, "status", 500), getattr(error, "reason", otherwise)
@@ -100,7 +100,7 @@ def complain(args: argparse.Namespace, error: GpuShareError) -> None:
 
 
 def project_text(project: wire.ProjectUse) -> str:
-    """Return quota, use, limit and weight of a project as a line."""
+    """Return the quota, weight and limits of a project in one line."""
     limit = "" if project.limit_milli is None else f", limit {project.limit_milli / 1000:g}"
     if project.priority_max:
         limit += f", priority at most {project.priority_max}"

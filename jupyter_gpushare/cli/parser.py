@@ -67,7 +67,7 @@ ADMIN = (
     Verb(
         administer.export,
         Option("kind", "ended jobs, or the work of sessions", ["jobs", "cells"]),
-        Option("FILE", "is made anew; -: the output"),
+        Option("FILE", "a new file; -: standard output"),
         Option("--names", "of users and projects; else they are numbered"),
     ),
     Verb(
@@ -75,7 +75,7 @@ ADMIN = (
         Option("[PROJECT]"),
         Option("--quota G", "guaranteed GPUs", float),
         Option("--weight N", "share of what is over", count(0, 1_000)),
-        Option("--limit G", "the most GPUs that it may hold", float),
+        Option("--limit G", "maximum number of GPUs that it may hold", float),
         Option("--priority-max N", "highest priority that members give to jobs", count(0, 100)),
         Option("--force", "also more than the machine has"),
         Option("--reset", "take all changes back"),
@@ -128,7 +128,7 @@ _SUBMIT: tuple[Option | OneOf, ...] = (
     Option("--grace S", "seconds between SIGTERM and SIGKILL", float, dest="grace_s"),
     Option(
         "--max-run TIME",
-        "stop it after so much run time, like 30m, 4h or 2d; pauses do not count",
+        "stop it after this run time, like 30m, 4h or 2d; pauses do not count",
         seconds,
         dest="max_run_s",
     ),
@@ -147,7 +147,7 @@ VERBS = (
     Verb(verbs.jobs, Option("--limit N", "at most N (default 20)", count(1, 1_000), default=20)),
     Verb(
         verbs.logs,
-        Option("-f --follow", "go on until the job ends, over all attempts"),
+        Option("-f --follow", "continue until the job ends, over all attempts"),
         Option("--attempt N", "only this attempt (default: all)", count(1, 1_000_000)),
         JOB,
     ),
@@ -225,9 +225,9 @@ VERBS = (
 
 
 def split_command(words: list[str]) -> tuple[list[str], list[str] | None]:
-    """Return the words for argparse, and what follows ``--`` in ``submit`` (None: no ``--``).
+    """Return the words for argparse, and the words after ``--`` of ``submit`` (None without ``--``).
 
-    Without ``--`` a notebook comes last, so that its options may stand on both sides of it.
+    Without ``--`` a notebook is moved to the end, so that options may precede and follow it.
     """
     if words[:1] != ["submit"]:
         return words, None
@@ -242,7 +242,7 @@ def split_command(words: list[str]) -> tuple[list[str], list[str] | None]:
 
 
 def parser(services: Mapping[str, tuple[str, str]]) -> argparse.ArgumentParser:
-    """Return the parser of all verbs; ``services``: the help text (second) of each service by name."""
+    """Return the parser of all verbs; ``services`` has the module and the help text of services by name."""
     parser = Parser(
         prog="gpushare",
         description="Shared GPUs: what is mine, what waits, what runs.",

@@ -1,7 +1,7 @@
-"""``gpushare doctor --site``: examine an installation before users log in.
+"""``gpushare doctor --site``: check an installation before users log in.
 
-Reads the configurations of Hub and broker, as they read them, and this machine.
-Nothing is started, and neither Hub nor broker has to run.  Run it as root or as
+It reads the configurations of Hub and broker, as they do, and examines this machine.
+It starts nothing, and neither the Hub nor the broker has to run.  Run it as root or as
 the user of the services: only they can read the secrets.
 """
 
@@ -41,27 +41,26 @@ from jupyter_gpushare.internal_tls import VARIABLES, internal_tls
 from jupyter_gpushare.messages import duration, gibibytes
 from jupyter_gpushare.protocol import wire
 
-# ---- what ``gpushare doctor --site`` looks at: both configurations, files, and this machine
+# ---- the facts that are checked: both configurations, files, and this machine
 
 SERVICE = "gpushare"
 _HUB_S = 5.0
 _LISTENS = "0A"  # TCP_LISTEN
 
-# A check yields what is wrong, or nothing.
+# A check yields the faults that it finds.
 Found = Iterator[Check]
 
 
 @dataclass(frozen=True, slots=True)
 class SiteMachine:
-    """Facts about this machine for the checks; ``driver`` is empty where none is found."""
+    """Facts about this machine; ``driver`` is empty if no driver is found."""
 
     gpu_memory_bytes: tuple[int, ...]
     ram_bytes: int
     driver: str
     cgroup_v2: bool
     units: Path = Path("/etc/systemd/system")
-    # What a Hub that runs refuses to a token (with the broker's environment), and the remedy; whether a
-    # broker that runs has not the API at an address (with its certificate); uids that listen at a port.
+    # See the functions of the same names below.
     ask_hub: Callable[[str, str, Mapping[str, str]], tuple[str, str] | None] = lambda *_: None
     ask_broker: Callable[[str, str], str] = lambda *_: ""
     listeners: Callable[[int], frozenset[int]] = lambda _port: frozenset()
@@ -75,23 +74,23 @@ class SiteFacts:
     broker: GPUShareBroker
     projects: tuple[ProjectConfig, ...]
     machine: SiteMachine
-    broker_environment: Path  # a file of variables
+    broker_environment: Path  # a file with environment variables
 
     @property
     def spawner(self) -> dict[str, Any]:
-        """Settings of the mixin."""
+        """Return the settings of the mixin."""
         return {
             name: self.hub.config.GPUShareMixin.get(name, "")
             for name in ("broker_url", "broker_token_file", "broker_certificate_file")
         }
 
     def service(self) -> dict[str, Any] | None:
-        """The broker as a service of the Hub."""
+        """Return the broker's entry in the Hub's services; None if there is none."""
         return next((each for each in self.hub.services if each.get("name") == SERVICE), None)
 
 
 def this_machine() -> SiteMachine:
-    """Return the facts about this machine as they are now."""
+    """Return the current facts about this machine."""
     from jupyter_gpushare.errors import DeviceError
     from jupyter_gpushare.gpu.driver.nvml import Nvml
 
@@ -112,12 +111,12 @@ def this_machine() -> SiteMachine:
 
 
 def ask_hub(url: str, token: str, env: Mapping[str, str]) -> tuple[str, str] | None:
-    """Return what a running Hub refuses to this token, and the remedy; None: nothing, or no Hub runs.
+    """Return what a running Hub refuses to this token, and the remedy; None if nothing or if no Hub runs.
 
-    ``env`` is the broker's: it names the certificates of the Hub's internal TLS.
+    ``env`` is the broker's environment, which names the certificates of the Hub's internal TLS.
 
     Raises:
-        GpuShareError: they cannot be used.
+        GpuShareError: the certificates cannot be used.
     """
 
     async def ask() -> tuple[str, str] | None:
@@ -134,7 +133,7 @@ def ask_hub(url: str, token: str, env: Mapping[str, str]) -> tuple[str, str] | N
 
 
 def ask_broker(url: str, certificate: str) -> str:
-    """Return why what listens at a spawner's address is not its broker; empty: it is, or nothing answers."""
+    """Return why the server at a spawner's address is not a broker; empty if it is, or if none answers."""
     try:
         with contextlib.closing(
             BlockingClient(api_url(url), "", certificate=certificate, retry_s=0.0)
@@ -143,7 +142,7 @@ def ask_broker(url: str, certificate: str) -> str:
     except NotSetUp as error:
         return str(error)
     except GpuShareError:
-        return ""  # of a broker that does not run, other checks say so
+        return ""  # other checks report that no broker runs
     return ""
 
 
@@ -160,11 +159,11 @@ def listeners(port: int) -> frozenset[int]:
     return frozenset(int(row[7]) for row in ours)
 
 
-# ---- checks of a site's services: tokens and answers of the Hub, units, sockets and ports
+# ---- checks of the services: tokens, the Hub's answers, units, sockets and ports
 
 _VARIABLE = "JUPYTERHUB_API_TOKEN="
 _BROKER_UNIT, _HELPER_UNIT = "gpushare-broker.service", "gpushare-helper.service"
-# What each unit must have, and why.
+# The lines that each unit must have, and the consequence without them.
 _UNIT_LINES = {
     _BROKER_UNIT: {
         "Type=notify": "systemd would not wait until the broker answers",
@@ -184,10 +183,10 @@ _UNIT_LINES = {
 
 
 def api_token(site: SiteFacts) -> Found:
-    """Yield what is wrong with the API token of the broker: its file, the Hub's copy, the Hub's answer."""
+    """Yield faults of the broker's API token: in its file, or in the Hub's copy."""
     service, path = site.service() or {}, site.broker_environment
     if service.get("command") or not service.get("api_token"):
-        return  # the Hub starts the broker and gives it a token; or the check of the service has said it
+        return  # the Hub gives its own broker a token, or the check of the service reports the fault
     try:
         about, text = path.stat(), path.read_text(encoding="utf-8", errors="replace")
     except OSError as error:
@@ -207,19 +206,19 @@ def api_token(site: SiteFacts) -> Found:
 
 
 def hub_answer(site: SiteFacts) -> Found:
-    """What a running Hub says to the broker's token; a Hub that does not run is not a fault here."""
+    """Yield the Hub's refusal of the broker's token; a Hub that does not run is not a fault."""
     service, env = site.service() or {}, _broker_environment(site)
     if token := service.get("api_token"):
         scheme, host = "https" if site.hub.internal_ssl else "http", site.hub.hub_ip or "127.0.0.1"
         host = f"[{host}]" if ":" in host else host
         url = f"{scheme}://{host}:{site.hub.hub_port}{site.hub.base_url}hub/api"
-        with contextlib.suppress(GpuShareError):  # the check of internal TLS has said it
+        with contextlib.suppress(GpuShareError):  # the check of internal TLS reports it
             if remedy := site.machine.ask_hub(env.get("JUPYTERHUB_API_URL", url), token, env):
                 yield fail(*remedy)
 
 
 def hub_address(site: SiteFacts) -> Found:
-    """Yield what an external broker knows wrongly of the Hub's addresses: its page could not be used."""
+    """Yield wrong addresses of the Hub in the environment of an external broker; they break its page."""
     service, hub, env = site.service() or {}, site.hub, _broker_environment(site)
     if service.get("command") or not (api := env.get("JUPYTERHUB_API_URL")):
         return
@@ -246,10 +245,10 @@ def hub_address(site: SiteFacts) -> Found:
 
 
 def internal_ssl(site: SiteFacts) -> Found:
-    """Yield what an external broker lacks to talk to a Hub with internal TLS."""
+    """Yield the settings that an external broker lacks for a Hub with internal TLS."""
     service, path = site.service() or {}, site.broker_environment
     if service.get("command") or not service.get("api_token"):
-        return  # a broker that the Hub starts gets its certificates from it
+        return  # the Hub gives certificates to a broker that it starts
     remedy, env = "docs/operations.md, TLS and internal_ssl", _broker_environment(site)
     if not site.hub.internal_ssl:
         if used := [name for name in VARIABLES if name in env]:
@@ -272,13 +271,13 @@ def internal_ssl(site: SiteFacts) -> Found:
 
 
 def _broker_environment(site: SiteFacts) -> dict[str, str]:
-    """Return the variables of an external broker: those of its unit, then of broker.env."""
+    """Return the variables of an external broker: those of its unit, then those of broker.env."""
     lines: list[str] = []
-    with contextlib.suppress(OSError, ValueError):  # the check of the units says so
+    with contextlib.suppress(OSError, ValueError):  # the check of the units reports it
         unit = _unit_text(site.machine.units / _BROKER_UNIT)
         for setting in re.findall(r"^Environment=(.*)$", unit, re.MULTILINE):
             lines += shlex.split(setting)
-    with contextlib.suppress(OSError):  # the check of the API token says so
+    with contextlib.suppress(OSError):  # the check of the API token reports it
         lines += site.broker_environment.read_text(encoding="utf-8", errors="replace").splitlines()
     return {name: value.strip() for name, is_set, value in (each.partition("=") for each in lines) if is_set}
 
@@ -289,7 +288,7 @@ def _unit_text(path: Path) -> str:
 
 
 def port(site: SiteFacts) -> Found:
-    """Whether a user of this machine holds the broker's port, and so gets what is sent there."""
+    """Yield the users of this machine that hold the broker's port, and so receive what is sent there."""
     address = urlsplit((site.service() or {}).get("url") or "")
     state = Path(site.broker.state_dir)
     trusted = {0, state.stat().st_uid if state.is_dir() else 0}
@@ -302,11 +301,11 @@ def port(site: SiteFacts) -> Found:
 
 
 def units(site: SiteFacts) -> Found:
-    """Yield what is wrong with the systemd units and their drop-ins."""
+    """Yield the faults of the systemd units and their drop-ins."""
     folder = site.machine.units
     units = {name: folder / name for name in _UNIT_LINES}
     if not any(path.is_file() for path in units.values()):
-        return  # started in another way
+        return  # the services are not started by systemd
     for name, path in units.items():
         if not path.is_file():
             yield fail(f"The unit {path} is missing.", f"copy docs/units/{name} to {folder}")
@@ -341,17 +340,17 @@ def units(site: SiteFacts) -> Found:
 
 
 def socket_folder(site: SiteFacts) -> Found:
-    """Whether another user could put a socket where the Hub sends its token."""
+    """Yield a fault if another user could replace the socket to which the Hub sends its token."""
     path = Path(site.broker.api_socket).absolute()
     if not path.parent.is_dir():
-        return  # the check of the socket says that nothing listens
+        return  # the check of the socket reports that nothing listens
     try:
         channel.trusted_uids(path)
     except channel.Unverified as error:
         yield fail(f"{error}.", f"chmod go-w {path.parent}, and its parents; chown them to root")
 
 
-# ---- checks ------------------------------------------------------------------
+# ---- the other checks --------------------------------------------------------
 
 _SERVER_SCOPES = {
     "users:activity!user",
@@ -364,7 +363,7 @@ _CHECKPOINT_DRIVER = 570
 
 
 def examine(hub_config: Path, broker_config: Path, machine: SiteMachine) -> list[Check]:
-    """Return one check per thing that can be wrong with a site, with the remedy."""
+    """Return all checks of a site, with the remedies of the faults."""
     name, file = "hub-config", hub_config
     try:
         hub = contract.hub_of(contract.load(file))
@@ -379,8 +378,8 @@ def examine(hub_config: Path, broker_config: Path, machine: SiteMachine) -> list
 
 
 def _spawner_class(site: SiteFacts) -> Found:
-    for said in contract.breaches(site.hub.spawner_class, site.hub.config):
-        yield fail(said, "set c.JupyterHub.spawner_class to a class of docs/spawners.md")
+    for breach in contract.breaches(site.hub.spawner_class, site.hub.config):
+        yield fail(breach, "set c.JupyterHub.spawner_class to a class of docs/spawners.md")
 
 
 def _named_servers(site: SiteFacts) -> Found:
@@ -448,11 +447,11 @@ def _broker_role(site: SiteFacts) -> Found:
     }
     remedy = f'add them to the role of c.JupyterHub.load_roles with "services": ["{SERVICE}"]'
     lost = [scope for scope in compat.BROKER_SCOPES if scope not in given]
-    said = f"The broker's role lacks {', '.join(lost)}"
+    message = f"The broker's role lacks {', '.join(lost)}"
     if set(lost) - set(compat.SERVICE_SCOPES):
-        yield fail(f"{said}.", remedy)
+        yield fail(f"{message}.", remedy)
     elif lost:
-        yield warn(f"{said}: no sleeping session is told when an idle culler may stop it.", remedy)
+        yield warn(f"{message}: no sleeping session is told when an idle culler may stop it.", remedy)
 
 
 def _spawner_token(site: SiteFacts) -> Found:
@@ -467,7 +466,7 @@ def _spawner_token(site: SiteFacts) -> Found:
         return
     other = Path(site.broker.spawner_token_file)
     if not other.is_file():
-        return  # the broker's unit makes it when it starts
+        return  # the broker's unit creates it at its start
     try:
         tokens = other.read_text(encoding="utf-8", errors="replace").split()
     except OSError as error:
@@ -490,10 +489,10 @@ def _broker_socket(site: SiteFacts) -> Found:
         yield fail(f"c.GPUShareMixin.broker_url: {error}.", "name the broker's socket (docs/admin.md, 3)")
         return
     if address.socket is None:
-        with contextlib.suppress(GpuShareError):  # the check of the spawner has said it
+        with contextlib.suppress(GpuShareError):  # the check of the spawner reports it
             certificate = broker_access.read_certificate(Path(site.spawner["broker_certificate_file"]))
-            if said := site.machine.ask_broker(url, certificate):
-                yield fail(f"{said}.", broker_access.WRONG_PATH)
+            if wrong := site.machine.ask_broker(url, certificate):
+                yield fail(f"{wrong}.", broker_access.WRONG_PATH)
     elif address.socket != Path(site.broker.api_socket).absolute():
         yield fail(
             f"The Hub asks {address.socket}, the broker listens at {site.broker.api_socket}.",
@@ -501,8 +500,8 @@ def _broker_socket(site: SiteFacts) -> Found:
         )
     elif not address.socket.is_socket():
         yield fail(f"Nothing listens at {address.socket}.", "systemctl enable --now gpushare-broker.socket")
-    elif said := site.machine.ask_broker(url, ""):
-        yield fail(f"{said}.", broker_access.WRONG_PATH)
+    elif wrong := site.machine.ask_broker(url, ""):
+        yield fail(f"{wrong}.", broker_access.WRONG_PATH)
 
 
 def _helper_socket(site: SiteFacts) -> Found:
@@ -537,18 +536,18 @@ def _quotas(site: SiteFacts) -> Found:
     lower = "lower the quotas in c.GPUShareBroker.projects"
     if percent > 100:
         yield fail(f"Projects are guaranteed {percent:g} % of the GPUs.", lower)
-    if said := beyond_machine(policy.in_force(gpus * WHOLE_GPU, {}), gpus * WHOLE_GPU):
-        yield fail(said, lower)
+    if excess := beyond_machine(policy.in_force(gpus * WHOLE_GPU, {}), gpus * WHOLE_GPU):
+        yield fail(excess, lower)
     overrides = stored_overrides(site.broker.db_url)
-    if said := beyond_machine(policy.in_force(gpus * WHOLE_GPU, overrides), gpus * WHOLE_GPU):
+    if excess := beyond_machine(policy.in_force(gpus * WHOLE_GPU, overrides), gpus * WHOLE_GPU):
         names = ", ".join(each.name for each in policy.projects if each.name in overrides)
         yield fail(
-            f"{said} An administrator has changed {names}.",
+            f"{excess} An administrator has changed {names}.",
             "`gpushare admin quota PROJECT --reset` takes the numbers of the configuration again",
         )
 
 
-# Settings of Jupyter Server that end what sleeps.
+# Settings of Jupyter Server that end sleeping kernels and terminals.
 _SERVER_SETTINGS = {
     KERNEL_SETTING: "ends idle kernels",
     "cull_inactive_timeout": "ends idle terminals, and the programs in them",
@@ -558,27 +557,27 @@ _SHOWN_CHARS = 120
 
 
 def _culling(site: SiteFacts) -> list[Check]:
-    """What ends idle sessions here, asleep or not: the site decides, and users are told."""
-    found, sleeps_s = [], float(site.broker.idle_timeout)
+    """Return the services and settings of this site that end idle sessions, asleep or not."""
+    found, idle_timeout_s = [], float(site.broker.idle_timeout)
     for service in site.hub.services:
         culler = culler_of(str(service.get("name")), service.get("command") or ())
         if culler is None:
             continue
-        said = f"The service {culler.service} stops idle servers, asleep or not"
+        message = f"The service {culler.service} stops idle servers, asleep or not"
         if culler.max_age_s:
-            said += f", and all servers {duration(culler.max_age_s)} after their start"
+            message += f", and all servers {duration(culler.max_age_s)} after their start"
         if culler.timeout_s is None:
-            found.append(ok(f"{said}, after a time that is not in its command: users are not told when."))
-        elif culler.timeout_s <= sleeps_s:
+            found.append(ok(f"{message}, after a time that is not in its command: users are not told when."))
+        elif culler.timeout_s <= idle_timeout_s:
             found.append(
                 warn(
-                    f"{said}, after {culler.timeout_s:g} s: before they are put to sleep, "
-                    f"after {sleeps_s:g} s (c.GPUShareBroker.idle_timeout).",
+                    f"{message}, after {culler.timeout_s:g} s: before they are put to sleep, "
+                    f"after {idle_timeout_s:g} s (c.GPUShareBroker.idle_timeout).",
                     "give it a longer --timeout (docs/beside.md)",
                 )
             )
         else:
-            found.append(ok(f"{said}, after {duration(culler.timeout_s)}: users are told when."))
+            found.append(ok(f"{message}, after {duration(culler.timeout_s)}: users are told when."))
     for where, text in _server_settings(site).items():
         for line in text.splitlines():
             setting = next((name for name in _SERVER_SETTINGS if name in line), "")
@@ -590,9 +589,9 @@ def _culling(site: SiteFacts) -> list[Check]:
 
 
 def _server_settings(site: SiteFacts) -> dict[str, str]:
-    """Return texts that may have settings of servers: arguments of the spawner, and files of this machine."""
+    """Return texts that may have settings of servers: the spawner's arguments, and files of this machine."""
     texts = {}
-    with contextlib.suppress(Exception):  # the check of the spawner says what is wrong
+    with contextlib.suppress(Exception):  # the check of the spawner reports it
         spawner = distinct.sample(site.hub.spawner_class, site.hub.config, "")
         texts["c.Spawner"] = "\n".join(map(str, [*spawner.cmd, *spawner.args]))
     for folder in (*jupyter_core.paths.ENV_CONFIG_PATH, *jupyter_core.paths.SYSTEM_CONFIG_PATH):

@@ -1,4 +1,4 @@
-"""The verbs of the command line that talk to the broker; each returns an exit code."""
+"""The verbs that talk to the broker; each returns an exit code."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ Verb = Callable[[argparse.Namespace], int]
 
 EXIT_OK, EXIT_REFUSED, EXIT_USAGE, EXIT_UNREACHABLE = 0, 1, 2, 3
 
-# A restart of the broker takes seconds, an upgrade minutes.
+# A restart of the broker takes seconds, an upgrade takes minutes.
 PATIENCE_S = 300.0
-# A restart is not noticed: each request is repeated for so long.
+# Each request is repeated for this time, so that users do not notice a restart.
 RETRY_S = 30.0
-# `logs` shows the files that are there while the broker is away.
+# After this time `logs` shows the existing files without the broker.
 _LOGS_RETRY_S = 5.0
 POLL_S = 1.0
 
@@ -58,7 +58,7 @@ def _token(args: argparse.Namespace) -> str:
 
 
 def connect(args: argparse.Namespace, retry_s: float | None = None) -> BlockingClient:
-    """Return a client of the broker that the options name; a usage error ends the command."""
+    """Return a client of the broker in the options; exit with a usage error without address or token."""
     from jupyter_gpushare import channel
     from jupyter_gpushare.client import BlockingClient
 
@@ -85,7 +85,7 @@ def connect(args: argparse.Namespace, retry_s: float | None = None) -> BlockingC
 
 
 def shown_by(show: Callable[[T], None]) -> Callable[[Request[T]], Verb]:
-    """Make a verb of a request to the broker: its answer is printed by ``show``, with ``--json`` as JSON."""
+    """Turn a request to the broker into a verb; ``show`` prints the answer, unless ``--json`` is given."""
 
     def decorate(request: Request[T]) -> Verb:
         @functools.wraps(request)
@@ -104,7 +104,7 @@ def shown_by(show: Callable[[T], None]) -> Callable[[Request[T]], Verb]:
 
 
 def confirm(args: argparse.Namespace, question: str) -> None:
-    """Go on only if a person says yes, or said ``--yes``; without a terminal that is a usage error."""
+    """Return if the user confirms or gave ``--yes``, else exit; without a terminal that is a usage error."""
     if args.yes:
         return
     if not sys.stdin.isatty():
@@ -115,7 +115,7 @@ def confirm(args: argparse.Namespace, question: str) -> None:
 
 
 def fields_of(record: type[wire.Answer | wire.Message], args: argparse.Namespace) -> dict[str, Any]:
-    """Return the options that have the name of a field of a record."""
+    """Return the options that are fields of a record."""
     return {name: value for name, value in vars(args).items() if name in record.__struct_fields__}
 
 
@@ -203,7 +203,7 @@ def submit(args: argparse.Namespace) -> int:
     if is_notebook:
         request = _of_notebook(args, request)
     with closing(connect(args)) as client:
-        # The key makes a repeated request the same job.
+        # With the key a repeated request is the same job.
         job = client.post("jobs", request, wire.Job, key=uuid.uuid4().hex)
         if args.wait:
             note(*lines(job))
@@ -214,12 +214,12 @@ def submit(args: argparse.Namespace) -> int:
 
 
 def _of_notebook(args: argparse.Namespace, request: wire.JobRequest) -> wire.JobRequest:
-    """Return the request with the command that runs the notebook, as JupyterLab's dialog makes it.
+    """Return the request with the command for the notebook, which JupyterLab's dialog uses too.
 
-    Outside a server of the Hub, or without that notebook, a usage error ends the command.
+    Exit with a usage error outside a server of the Hub, or if the notebook does not exist.
 
     Raises:
-        InvalidRequest: parameters for a notebook that is not in Python.
+        InvalidRequest: the request has parameters, and the notebook is not in Python.
     """
     from datetime import datetime
 
@@ -230,36 +230,36 @@ def _of_notebook(args: argparse.Namespace, request: wire.JobRequest) -> wire.Job
     file = Path(args.command[0]).expanduser().absolute()
     if not file.is_file():
         args.parser.error(f"there is no notebook {str(file)!r}")
-    # Where JupyterLab shows the user's files; the job's page opens its output from there.
+    # The root of the user's files in JupyterLab, which opens the job's output from there.
     top = Path(os.environ.get("JUPYTERHUB_ROOT_DIR") or Path.home())
     root = top if file.is_relative_to(top) else Path(file.anchor)
-    asked = wire.LaunchRequest(path=str(file.relative_to(root)), parameters=dict(args.parameters))
-    made = launch.job_of(asked, root, (), os.environ, datetime.now())
+    launched = wire.LaunchRequest(path=str(file.relative_to(root)), parameters=dict(args.parameters))
+    job = launch.job_of(launched, root, (), os.environ, datetime.now())
     return wire.replace(
         request,
-        command=made.command,
-        name=request.name or made.name,
-        cwd=request.cwd if args.cwd else made.cwd,
-        env={**made.env, **request.env},
-        source=made.source if root == top else None,
+        command=job.command,
+        name=request.name or job.name,
+        cwd=request.cwd if args.cwd else job.cwd,
+        env={**job.env, **request.env},
+        source=job.source if root == top else None,
     )
 
 
 def _working_directory(args: argparse.Namespace) -> str:
-    """Return the absolute directory; inside a server of the Hub it must exist (usage error)."""
+    """Return the absolute directory; exit with a usage error if it must be on this machine and is not."""
     try:
         path = Path.cwd() / Path(args.cwd or ".").expanduser()
     except (OSError, RuntimeError) as error:
         args.parser.error(f"the directory to run in is not known ({error}); give --cwd with a whole path")
-    # From elsewhere it is a directory of another machine, which the runner checks.
-    here = args.cwd is None or "JUPYTERHUB_USER" in os.environ or not Path(args.cwd).is_absolute()
-    if here and not path.is_dir():
+    # Otherwise the directory may be on another machine, where the runner checks it.
+    is_local = args.cwd is None or "JUPYTERHUB_USER" in os.environ or not Path(args.cwd).is_absolute()
+    if is_local and not path.is_dir():
         args.parser.error(f"there is no directory {str(path)!r} to run in")
     return os.path.normpath(path)
 
 
 def _wait(client: BlockingClient, job: wire.Job) -> wire.Job:
-    """Return the job once it has ended; says on standard error what happens to it."""
+    """Wait for the end of a job and return it; report its changes on standard error."""
     try:
         while job.state not in ENDED:
             time.sleep(POLL_S)
@@ -273,7 +273,7 @@ def _wait(client: BlockingClient, job: wire.Job) -> wire.Job:
 
 
 def _patiently(client: BlockingClient, job_id: str) -> wire.Job:
-    """Return the job as it is now, waiting for a broker that is away for `PATIENCE_S` at most."""
+    """Return the current job; wait up to `PATIENCE_S` for a broker that does not answer."""
     until = time.monotonic() + PATIENCE_S
     warned = False
     while True:
@@ -311,7 +311,7 @@ def logs(args: argparse.Namespace) -> int:
         source = job_logs.source(job_id, job, hub_url=hub_url, token=_token(args), only=args.attempt)
         printer = job_logs.Printer(args.json)
         while True:
-            # The state is older than what is read: what an ended job printed is all there.
+            # The state is older than the log that is read next, so the log of an ended job is complete.
             follows = args.follow and source.job is not None and source.job.state not in ENDED
             if not printer.print(source.read_on()):
                 if not follows:
@@ -327,7 +327,7 @@ def logs(args: argparse.Namespace) -> int:
 
 
 def lacks_log(texts: Iterable[str | wire.Text]) -> bool:
-    """Return whether a reason says that the disk did not take the whole log: it has what was printed last."""
+    """Return whether a reason says that the log is incomplete; then it also has the last printed lines."""
     return any(
         isinstance(each, wire.Text) and (each.key == "reason.log_lacks" or lacks_log(each.args))
         for each in texts
@@ -335,7 +335,7 @@ def lacks_log(texts: Iterable[str | wire.Text]) -> bool:
 
 
 def _hub_url(address: Address) -> str:
-    """Return the address of the Hub's proxy, if the broker is reached through it; else ""."""
+    """Return the address of the Hub's proxy if the broker is reached through it, else ""."""
     from jupyter_gpushare.channel import API_PATH
 
     is_proxy = address.socket is None and address.url.endswith(API_PATH)
@@ -399,7 +399,7 @@ def doctor(args: argparse.Namespace) -> int:
     return EXIT_UNREACHABLE if url and checks[0].result is Result.FAIL else code
 
 
-# ---- verbs of the command line for the user's own sessions: wake, keep, lend, resize, sleep, usage
+# ---- verbs for the user's own sessions: wake, keep, lend, resize, sleep, usage
 
 _HOUR_S = 3600.0
 
@@ -411,8 +411,8 @@ def _print_lease(lease: wire.LeaseStatus) -> None:
 def _print_keep(lease: wire.LeaseStatus) -> None:
     _print_lease(lease)
     if lease.keep_left_minutes is not None:
-        left = floor(lease.keep_left_minutes)
-        say(f"{left} min of that are left today; `gpushare keep --minutes 0` undoes it.")
+        minutes = floor(lease.keep_left_minutes)
+        say(f"{minutes} min of that are left today; `gpushare keep --minutes 0` undoes it.")
 
 
 def _print_size(lease: wire.LeaseStatus) -> None:
@@ -471,17 +471,19 @@ def resize(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus
 def act(
     client: BlockingClient, lease: wire.LeaseStatus, action: str, body: wire.KeepRequest | None = None
 ) -> wire.LeaseStatus:
-    """Return a lease after an action on it."""
+    """Perform an action on a lease; return the lease after it."""
     return client.post(f"leases/{lease.id}/{action}", body, wire.LeaseStatus, repeatable=True)
 
 
 def session_of(client: BlockingClient, server: str | None) -> wire.LeaseStatus:
-    """Return the lease of a server of the user; None: of the server of this process, or of the only one.
+    """Return the lease of a server of the user.
+
+    If ``server`` is None, it is the server of this process, or the only one with a GPU.
 
     Raises:
-        NotFound: that server holds no GPU, or there are several to choose from.
-        RequestError: the broker refused.
-        BrokerUnavailable: it does not answer.
+        NotFound: the server holds no GPU, or several do.
+        RequestError: the broker refuses the request.
+        BrokerUnavailable: the broker does not answer.
     """
     sessions = [lease for lease in client.get("leases", wire.Leases).leases if lease.job is None]
     named = os.environ.get("JUPYTERHUB_SERVER_NAME") if server is None else server
@@ -520,14 +522,14 @@ def usage(client: BlockingClient, args: argparse.Namespace) -> wire.History:
 
 
 def _hours(gpu_s: float) -> str:
-    """Return hours with enough digits that a small number is not printed as 0."""
+    """Return hours, with enough digits that a small number is not printed as 0."""
     hours = gpu_s / _HOUR_S
     return f"{hours:.1f}" if hours >= 0.05 or not gpu_s else f"{hours:.3f}"
 
 
-# ---- verbs of the command line that change jobs in the queue: ``edit``, ``move``, ``cancel``
+# ---- verbs that change jobs in the queue: ``edit``, ``move``, ``cancel`` ------
 
-# As many as the broker lists at once.
+# The maximum number of jobs that the broker lists.
 _ALL = 10_000
 
 
@@ -563,7 +565,7 @@ def move(client: BlockingClient, args: argparse.Namespace) -> wire.Job:
 
 
 def _place(job: wire.Job, queue: list[wire.Job], to: str) -> wire.JobPlace | None:
-    """Return the place ``to`` which a job goes; None: it is there.  ``queue``: the next to start first."""
+    """Return the place ``to`` which a job moves; None if it is there.  ``queue`` starts with the next job."""
     ids = [
         other.id
         for other in queue
@@ -572,7 +574,7 @@ def _place(job: wire.Job, queue: list[wire.Job], to: str) -> wire.JobPlace | Non
         and not other.ran_s
     ]
     if job.id not in ids:
-        # The broker says why not.
+        # The broker refuses this with a reason.
         return wire.JobPlace(before=job.id)
     at, last = ids.index(job.id), len(ids) - 1
     target = {"up": max(0, at - 1), "down": min(last, at + 1), "first": 0, "last": last}[to]

@@ -1,9 +1,9 @@
 """Sentences for users: one table for JupyterLab, the Hub's pages, the command line and the log.
 
 * `templates`  the table
-* `texts`      a key with its arguments, and their English; sizes, memory, durations, times; reasons
-* `jobs`       why jobs wait, why work was preempted; their progress and end; webhooks and mails
-* `decisions`  lines of the decision log, and sentences for a reader other than the owner
+* `texts`      keys with arguments, and their English; sizes, memory, durations, times; reasons
+* `jobs`       why jobs wait, why work was preempted; remaining time; webhooks and mails
+* `decisions`  lines of the decision log, and sentences for readers other than the owner
 """
 
 from jupyter_gpushare.gibibytes import gibibytes

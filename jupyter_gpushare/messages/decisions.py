@@ -1,4 +1,4 @@
-"""Lines of the decision log, and sentences for a reader other than the owner."""
+"""Lines of the decision log, and sentences for readers other than the owner."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from jupyter_gpushare.messages.templates import TEMPLATES
 from jupyter_gpushare.messages.texts import Texts, text
 from jupyter_gpushare.protocol.wire import Text
 
-# What a subject is to its owner: as the first words of a sentence, and within it.
+# The keys of a subject for its owner: at the beginning of a sentence, and within it.
 _OWN: Mapping[str, tuple[str, str]] = {
     "decision.session": ("decision.your_session", "part.your_session"),
     "decision.job": ("decision.your_job", "part.your_job"),
@@ -22,8 +22,8 @@ def decision(
 ) -> Text:
     """Return one line of the decision log.
 
-    ``action`` is "grant", "suspend", "resume", "requeue", ...; ``subject`` is the text of ``bo's job train
-    (2 GPUs)``; ``made_way`` has the actions on other leases for this one.
+    ``action`` is "grant", "suspend", "resume", "requeue", ...  ``subject`` is the text of ``bo's job train
+    (2 GPUs)``.  ``made_way`` has the actions on other leases for this one.
     """
     because: str | Text = why.replace("_", " ")
     if (reason := f"because.{why}") in TEMPLATES:
@@ -47,26 +47,26 @@ def decision(
 
 
 def to_reader(texts: Texts, reader: str) -> Texts:
-    """Return texts of the log as ``reader`` reads them: "Your session", not "ada's session"."""
+    """Return texts of the log for ``reader``: "Your session", not "ada's session"."""
     return tuple(_to_reader(each, reader, is_first=True) for each in texts)
 
 
-def _to_reader(told: Text, reader: str, *, is_first: bool) -> Text:
-    if told.key in _OWN and told.args[:1] == [reader]:
-        first, within = _OWN[told.key]
-        return Text(key=first if is_first else within, args=told.args[1:])
-    template = TEMPLATES.get(told.key)
+def _to_reader(text: Text, reader: str, *, is_first: bool) -> Text:
+    if text.key in _OWN and text.args[:1] == [reader]:
+        first, within = _OWN[text.key]
+        return Text(key=first if is_first else within, args=text.args[1:])
+    template = TEMPLATES.get(text.key)
     begins = is_first and isinstance(template, str) and template.startswith("%1")
     args = [
         each if isinstance(each, str) else _to_reader(each, reader, is_first=begins and not n)
-        for n, each in enumerate(told.args)
+        for n, each in enumerate(text.args)
     ]
-    return Text(key=told.key, args=args)
+    return Text(key=text.key, args=args)
 
 
 # ---- a sentence about a session, for a reader other than its owner -----------
 
-# In this order; every sentence of a session is covered by a test.
+# The order matters.  A test covers every sentence of a session.
 _OF_OTHERS: Mapping[str, str] = {
     r"\bIf you run a cell\b": "If {owner} runs a cell",
     r"\bRun any GPU cell to wake it\b": "Any GPU cell of {owner} wakes it",
@@ -78,7 +78,7 @@ _OF_OTHERS: Mapping[str, str] = {
 
 
 def about(sentence: str, owner: str) -> str:
-    """Return a sentence that addresses the owner of a session, for another reader."""
+    """Return a sentence that addresses the owner of a session, reworded for another reader."""
     for pattern, words in _OF_OTHERS.items():
         sentence = re.sub(pattern, words.format(owner=owner).replace("\\", r"\\"), sentence)
     return sentence

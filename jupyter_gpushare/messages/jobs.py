@@ -1,4 +1,4 @@
-"""Sentences about jobs: why they wait, when they end, and what webhooks and mails say of them."""
+"""Sentences about jobs: why they wait, when they end, and the texts of webhooks and mails."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from jupyter_gpushare.protocol.wire import Estimate, Text
 
 # ---- why jobs wait, and why work was preempted --------------------------------
 
-# Reason why a job starts again: the driver could not bring its memory back.
+# The reason for a new start of a job whose memory the driver could not restore.
 STATE_LOST = "state_lost"
 
-# Reasons why work gave up its GPU.
+# The reasons for which work gives up its GPU.
 BECAUSE: Mapping[str, str] = {
     Why.LENDER_RETURNED: "because.lender_returned",
     Why.OVER_QUOTA: "because.over_quota",
@@ -46,13 +46,13 @@ def is_preemption(why: str) -> bool:
 
 
 def requeued(since: str | Text, because: str | Text, checkpoint: CheckpointMode, waits: Texts) -> Texts:
-    """Return why a job that had run waits again."""
+    """Return why a job waits again that has run before."""
     goes_on = "job.goes_on_sigterm" if checkpoint.has_checkpoint else "job.goes_on_none"
     return text("job.requeued", since, because), text(goes_on), *waits
 
 
 def usually(low_s: float, likely_s: float, high_s: float) -> Text:
-    """Return how long something took before: ``usually 8 s (5-12)``."""
+    """Return the usual duration of something: ``usually 8 s (5-12)``."""
     low, likely, high = (max(1, round(s)) for s in (low_s, likely_s, high_s))
     if low < high:
         return text("part.usually_range", likely, low, high)
@@ -87,8 +87,8 @@ def waiting(
 ) -> Texts:
     """Return why a job waits: ``Number 3. Needs 2 GPUs together; 1.25 are free.``
 
-    ``largest`` is the number of GPUs of the largest machine; ``told_until``: when the idle session
-    gives its GPU whose owner was told of this job.
+    ``largest`` is the number of GPUs of the largest machine.  ``told_until`` is the time at which an idle
+    session gives its GPU to this job; its owner has been notified.
     """
     number = (text("job.number", position),) if position else ()
     if why == Why.TOO_LARGE:
@@ -109,26 +109,29 @@ def waiting(
 
 # ---- the remaining time of jobs, by their progress reports -------------------
 
-# In about 80 % of the cases a running job ends between so many times what its progress says is left
-# (docs/benchmarks.md), both plus `_OFFSET_S`: seconds do not matter where minutes are told.
+# In about 80 % of the cases a running job ends between these multiples of the remaining time by its progress
+# (docs/benchmarks.md), with `_OFFSET_S` added to both times, because seconds hardly matter to users.
 _ENDS = (0.75, 2.7)
 _OFFSET_S = 60.0
 
 
 def left_s(lease: Lease, measure: Measure | None, now: float) -> float | None:
-    """Return for how many seconds a job still runs on the GPUs that it holds or requests; None: not known."""
-    left = None if measure is None else measure.left_at(attained_gpu_s(lease, now))
-    return None if left is None or not gpus(lease) else round(left / gpus(lease))
+    """Return the seconds that a job still runs on the GPUs that it holds or requests; None if unknown."""
+    left_gpu_s = None if measure is None else measure.left_at(attained_gpu_s(lease, now))
+    return None if left_gpu_s is None or not gpus(lease) else round(left_gpu_s / gpus(lease))
 
 
 def ends_in(left_s: float) -> Estimate:
-    """Return in how many seconds a running job ends that has ``left_s`` left by its progress, with pauses."""
+    """Return the estimated seconds until a running job ends, pauses included.
+
+    ``left_s`` are the remaining seconds by its progress.
+    """
     earliest, latest = ((left_s + _OFFSET_S) * factor - _OFFSET_S for factor in _ENDS)
     return Estimate(low_s=round(max(0.0, earliest)), high_s=round(latest))
 
 
 def measured(lease: Lease, before: Measure | None, after: Measure | None) -> tuple[str, Text] | None:
-    """Return template and argument of what a report shows for the first time; None: nothing new."""
+    """Return the key and argument of a notice when a report first shows the remaining time, else None."""
     if after is None or after == before:
         return None
     is_known = before is not None and before.left_gpu_s is not None and before.attempt == after.attempt
@@ -137,7 +140,7 @@ def measured(lease: Lease, before: Measure | None, after: Measure | None) -> tup
     return "notice.time_left", duration_text(after.left_gpu_s / gpus(lease))
 
 
-# ---- what webhooks and mails say of a job: one line, without control characters
+# ---- texts of webhooks and mails: one line, without control characters --------
 
 _CHARS = 500
 _EVENTS = {
@@ -156,11 +159,11 @@ _STATES = {
 
 
 def news_line(text: str) -> str:
-    """Return a text as data for others: one line of at most 500 characters, all of them printable."""
+    """Return a text for a webhook or mail: one line of at most 500 printable characters."""
     return printable(one_line(text))[:_CHARS]
 
 
 def job_news(name: str, event: str, state: str, reason: str = "") -> str:
     """Return a sentence such as ``train.py has failed. It ended with exit code 1.``"""
-    said = _EVENTS.get(event) or _STATES.get(state, "has ended")
-    return f"{news_line(name)} {said}. {news_line(reason)}".rstrip()
+    verb = _EVENTS.get(event) or _STATES.get(state, "has ended")
+    return f"{news_line(name)} {verb}. {news_line(reason)}".rstrip()

@@ -1,12 +1,12 @@
 """The table of sentences: one English template per key, with ``%1``, ``%2``, ... for arguments.
 
-The broker sends key, arguments and the English text.  JupyterLab translates by key
-(``ui/src/catalogue.ts`` is generated from this table); command line, log and pages show
-the English text.  A time in a sentence is an argument, which each of them writes in its
-own zone.
+The broker sends the key, the arguments and the English text.  JupyterLab translates by key
+(``ui/src/catalogue.ts`` is generated from this table); the command line, the log and pages
+show the English text.  A time in a sentence is an argument, which the reader's program writes
+in its own time zone.
 
 Every sentence says what is true now, what happens next and when, and what the user
-can do.  Estimates are ranges.  Words that users do not see: reclaim, evict, pending, cull.
+can do.  Estimates are ranges.  These words are not used: reclaim, evict, pending, cull.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-# A pair is singular and plural; its first argument is the number.
+# A pair has the singular and the plural; its first argument is the number.
 TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
     {
         "verbatim": "%1",
@@ -38,7 +38,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "part.after": "after %1",
         "part.any_moment": "at any moment",
         "part.some_time": "at some point",
-        # ---- reasons, read by the first template that matches (`texts`) -------
+        # ---- reasons, parsed with the first template that matches (`texts`) ----
         "reason.uses": "it uses %1",
         "taint.managed": "managed memory",
         "taint.ipc": "CUDA IPC",
@@ -184,7 +184,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "reason.driver_stuck": "%1 has not returned",
         "reason.driver_busy": "%1 is busy",
         "reason.driver_silent": "no answer within %1 s",
-        # The driver's own errors, which any reason may have in it: call, code, name.
+        # The driver's errors, which may be part of any reason: call, code, name.
         "reason.driver_named": "%1 failed with code %2 (%3)",
         "reason.driver": "%1 failed with code %2",
         "size.fraction": "%1 GPU",
@@ -427,13 +427,13 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "waiting.own_devices": "Needs the GPUs that it was on (%1), which are in use.",
         "waiting.one_free": "Needs %1; 1 is free.",
         "waiting.free": "Needs %1; %2 are free.",
-        # ---- how far the start of a session is, on a cluster ------------------
+        # ---- the progress of a session's start, on a cluster ------------------
         "start.placing": "Waiting for the cluster to place your GPU.",
         "start.freeing": "Your GPU is found; what uses it ends or goes to sleep first.",
         "start.freeing_within": "Your GPU is found; what uses it ends or goes to sleep first, within %1.",
         "start.reserving": "Your GPU is found; the cluster reserves it, which takes up to 40 s.",
         "start.connecting": "Your GPU is found; its node prepares it, the first time with an image.",
-        # ---- what ended a process that slept ---------------------------------
+        # ---- what ended a suspended process ----------------------------------
         "ended.kernel_idle": "its kernel %1 was shut down after it had been idle for longer than %2 allows",
         "ended.kernel_shut_down": "its kernel %1 was shut down on request",
         "ended.kernel_restarted": "its kernel %1 was restarted",
@@ -528,7 +528,7 @@ TEMPLATES: Mapping[str, str | tuple[str, str]] = MappingProxyType(
         "decision.session": "%1's session (%2)",
         "decision.your_job": "Your job %1 (%2)",
         "decision.your_session": "Your session (%1)",
-        # ... within a sentence.
+        # The same within a sentence.
         "part.your_job": "your job %1 (%2)",
         "part.your_session": "your session (%1)",
         "decision.grant": "starts",

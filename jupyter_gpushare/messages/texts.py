@@ -1,4 +1,4 @@
-"""Texts: a key of `TEMPLATES` with its arguments, their English, and numbers as people write them."""
+"""Texts: keys of `TEMPLATES` with arguments, their English, and numbers in readable form."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jupyter_gpushare.messages.templates import TEMPLATES
 from jupyter_gpushare.protocol.wire import Answer, Text
 from jupyter_gpushare.wall_clock import clock_time
 
-# Sentences in their order, joined with spaces.
+# Sentences in order; they are joined with spaces.
 Texts = tuple[Text, ...]
 
 
@@ -29,9 +29,9 @@ def text(key: str, *args: str | int | Text) -> Text:
 
 
 def english(texts: Text | Iterable[Text], time: Callable[[str], str] = clock_time) -> str:
-    """Return the English of one text, or of several joined with spaces.
+    """Return the English of one text, or of several, joined with spaces.
 
-    ``time`` writes the times in it, by default in the zone of this process.
+    ``time`` formats the times in it, by default in the time zone of this process.
     """
     if not isinstance(texts, Text):
         return " ".join(english(each, time) for each in texts)
@@ -45,7 +45,7 @@ def english(texts: Text | Iterable[Text], time: Callable[[str], str] = clock_tim
 
 
 def in_english(answer: object) -> object:
-    """Return an answer for JSON, with the English of its ``sentence_texts`` as ``sentence``, and so on."""
+    """Return an answer for JSON, with the English of ``sentence_texts`` as ``sentence``, and so on."""
     match answer:
         case list():
             return [in_english(each) for each in answer]
@@ -60,22 +60,22 @@ def in_english(answer: object) -> object:
 
 
 def local(sentence: str, texts: Iterable[Text]) -> str:
-    """Return a broker's sentence with its times in the zone of this process.
+    """Return a broker's sentence with times in the time zone of this process.
 
-    It is the sentence as sent where the broker sent no texts, or a newer one sent unknown keys.
+    Return ``sentence`` unchanged if the broker sent no texts, or if a newer broker sent unknown keys.
     """
     texts = tuple(texts)
     try:
         return english(texts) if texts and all(map(_is_known, texts)) else sentence
-    except (IndexError, ValueError):  # other arguments than this version knows
+    except (IndexError, ValueError):  # the arguments of another version
         return sentence
 
 
-def _is_known(told: Text) -> bool:
-    return told.key in TEMPLATES and all(isinstance(each, str) or _is_known(each) for each in told.args)
+def _is_known(text: Text) -> bool:
+    return text.key in TEMPLATES and all(isinstance(each, str) or _is_known(each) for each in text.args)
 
 
-# ---- numbers as people write them: sizes, memory, durations, times -----------
+# ---- numbers in readable form: sizes, memory, durations, times ---------------
 
 
 def size_text(size: Size) -> Text:
@@ -105,25 +105,25 @@ LEVELS: Mapping[str, str] = {
 
 
 def time_text(at: str, *, seconds: bool = False) -> Text:
-    """Return a time (ISO 8601, UTC; empty: not known), which is shown in the reader's zone."""
+    """Return the text of a time (ISO 8601, UTC; empty if unknown), to be shown in the reader's time zone."""
     if not at:
         return text("verbatim", "")
     return text("time", f"{at[:19]}Z" if seconds else f"{at[:16]}Z")
 
 
 def needs_of(lease: Lease) -> Text:
-    """Return what a waiting job needs: ``2 GPUs together``."""
+    """Return the size that a waiting job needs: ``2 GPUs together``."""
     size = size_text(lease.size)
     return text("size.together", size) if lease.size.device_count > 1 else size
 
 
 def printable(text: str) -> str:
-    """Return the text with "?" for what moves a cursor, a line or a column: users choose names."""
+    """Return the text with "?" for unprintable characters, because users choose names."""
     return "".join(c if c.isprintable() else "?" for c in text)
 
 
 def one_line(text: str) -> str:
-    """Return a text for one line: the first line, and of more than one the last."""
+    """Return a text in one line: its first line, and its last line if it has several."""
     first, *more = text.splitlines() or [""]
     return f"{first} {more[-1].strip()}" if more else first
 
@@ -150,7 +150,7 @@ def range_text(low_s: float, high_s: float) -> Text:
 
 
 def _rounded(seconds: float, units: Sequence[tuple[int, str]] = _UNITS, least: int = 1) -> tuple[str, int]:
-    """Return template and number of a duration, in the largest unit of which it has at least 1.5."""
+    """Return the key and number of a duration, in the largest unit in which it is at least 1.5."""
     size, unit = next(((size, unit) for size, unit in units if seconds >= 1.5 * size), (1, "seconds"))
     return f"duration.{unit}", max(least, round(seconds / size))
 
@@ -160,9 +160,9 @@ def duration_text(seconds: float) -> Text:
     return text(*_rounded(seconds, _UNITS[1:], least=0))
 
 
-# ---- reasons that are sent or stored in English, by key for translation ------
-# The device helper, the Hub's errors and the runner say reasons in English, with codes of the
-# driver in them.  A reason is read by the first template that matches; so is each of its parts.
+# ---- keys for reasons that are sent or stored in English ---------------------
+# The device helper, the Hub's errors and the runner give reasons in English, with codes of the driver.
+# A reason is parsed with the first template that matches, and so are its parts.
 
 # Groups of templates that are reasons.
 FAMILIES = ("reason.", "taint.", "xid.", "recovery.")
@@ -171,7 +171,7 @@ _MEMORY = re.compile(r"(\d+(?:\.\d+)?) GiB")  # `gibibytes`
 
 
 def reason_text(reason: str) -> Text:
-    """Return a reason by key where it is known; its English is always ``reason``."""
+    """Return the text of a reason, with its key if that is known; its English is always ``reason``."""
     if reason.startswith(_USES):
         words = map(_part, reason.removeprefix(_USES).split(", "))
         return text("reason.uses", reduce(lambda a, b: text("part.list", a, b), words))
@@ -194,14 +194,14 @@ def _known(reason: str) -> Text | None:
         if found := pattern.fullmatch(reason):
             parts = list(map(_part, found.groups()))
             if key == "reason.last_printed":
-                parts[-1] = found.groups()[-1]  # a program's words are no reason of ours
+                parts[-1] = found.groups()[-1]  # the output of a program is not parsed
             return text(key, *parts)
     return None
 
 
 @cache
 def _patterns() -> tuple[tuple[str, re.Pattern[str]], ...]:
-    """Keys of reasons, and what their English text matches."""
+    """Return the keys of reasons, and patterns for their English."""
     return tuple(
         (key, re.compile(re.sub(r"%\d", "(.+)", re.escape(template)), re.DOTALL))
         for key, template in TEMPLATES.items()
