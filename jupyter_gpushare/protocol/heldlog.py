@@ -1,12 +1,12 @@
-"""What a running job printed and its disk did not take, for the same user on the same machine.
+"""The output of a running job that its disk did not take, for the same user on the same machine.
 
-The runner holds the newest bytes of a log in memory (`jobfiles.BoundedLog`).  `HeldLog` hands them out
-at an abstract Unix socket, which needs no file; `held_of` asks there.  Each end lets the kernel tell
-the uid of the other (SO_PEERCRED, unix(7)): another user may take the name, but is not believed.
-Nor is a process whose pid is 0 here, as of another container (pid_namespaces(7)).
+The runner holds the newest bytes of a log in memory (`jobfiles.BoundedLog`).  `HeldLog` serves them at
+an abstract Unix socket, which needs no file; `held_of` requests them.  Each end gets the uid of the
+other from the kernel (SO_PEERCRED, unix(7)), because another user may take the socket's name.  It also
+refuses a peer with pid 0, which is in another container (pid_namespaces(7)).
 
-One answer to a connection: a line of JSON (`attempt`, `offset`, `left_out_bytes`, `why`), then the
-bytes from ``offset`` on.  There are none while the files have all.
+Each connection gets one answer: a line of JSON (`attempt`, `offset`, `left_out_bytes`, `why`), then
+the bytes from ``offset`` on.  There are no bytes while the files have all of them.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.jobfiles import RECENT_BYTES, SILENT, BoundedLog, Piece, read_log
 
-# Both ends give up after so long.
+# Both ends give up after this time.
 ANSWER_S = 2.0
 MAX_READERS = 16
 _HEAD_BYTES = 2048
@@ -40,18 +40,18 @@ class Held:
 
     attempt: int
     left_out_bytes: int
-    why: str  # the disk did not take them
+    why: str  # the reason
     piece: Piece
 
 
-def read_kept(path: Path, held: Held | None, offset: int, at_most_bytes: int) -> Piece:
-    """Return what `read_log` does, and of what the files lack what the runner ``held``."""
-    is_silent = held is not None and held.why == SILENT  # its files may answer nobody
-    piece = Piece(offset, b"") if is_silent else read_log(path, offset, at_most_bytes)
+def read_kept(path: Path, held: Held | None, offset: int, max_bytes: int) -> Piece:
+    """Read a log like `read_log`, with the bytes that its files lack and the runner ``held``."""
+    is_silent = held is not None and held.why == SILENT  # reading its files may block
+    piece = Piece(offset, b"") if is_silent else read_log(path, offset, max_bytes)
     if held is None:
         return piece
     skipped = max(0, offset - held.piece.offset)
-    data = held.piece.data[skipped:][:at_most_bytes]
+    data = held.piece.data[skipped:][:max_bytes]
     known = Piece(held.piece.offset + skipped, data)
     return known if data and (not piece.data or known.offset < piece.offset) else piece
 
@@ -75,7 +75,7 @@ def _is_own(connection: socket.socket) -> bool:
 
 
 class HeldLog:
-    """The runner's end of it, while its command runs."""
+    """The runner's end of the socket, while its command runs."""
 
     def __init__(self, job: str, attempt: int, log: BoundedLog) -> None:
         self._job = job
@@ -85,7 +85,7 @@ class HeldLog:
         self._server: asyncio.Server | None = None
 
     async def __aenter__(self) -> None:
-        with contextlib.suppress(OSError):  # the name is taken: there are the files
+        with contextlib.suppress(OSError):  # the name is taken, and readers use the files only
             self._server = await asyncio.start_unix_server(self._answer, _address(self._job))
 
     async def __aexit__(self, *_: object) -> None:
@@ -115,9 +115,10 @@ class HeldLog:
 
 
 def held_of(job: str) -> Held | None:
-    """Return what the runner of a job has that its files lack; None: nothing, or it runs elsewhere.
+    """Return the bytes that the runner of a job has and its files lack.
 
-    It blocks for `ANSWER_S` at most.
+    Return None if there are none, or if no runner of the job is on this machine.  Blocks for at most
+    `ANSWER_S`.
     """
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC) as connection:

@@ -30,7 +30,7 @@ from jupyter_gpushare.private_files import read_private
 BROKER = "gpushare-broker"
 HELPER = "gpushare-helper"
 _USAGES = "extended key usages, if it has any, include client auth for the broker, server auth for a helper"
-# By a word in OpenSSL's reason.
+# The remedies, by words in OpenSSL's reason.
 _ADVICE = {
     "expired": "renew it",
     "not yet valid": "compare the clocks of both machines",
@@ -50,9 +50,9 @@ class TlsFiles:
     authority: Path
 
     def context(self, purpose: ssl.Purpose) -> ssl.SSLContext:
-        """Return the context for a new connection; files that were renewed are read again.
+        """Return the context for a new connection; renewed files are read again.
 
-        ``purpose`` is what the peer's certificate is for: SERVER_AUTH to connect, CLIENT_AUTH to listen.
+        ``purpose`` is that of the peer's certificate: SERVER_AUTH to connect, CLIENT_AUTH to listen.
 
         Raises:
             GpuShareError: a file cannot be used, or others can read the key.
@@ -75,12 +75,12 @@ def _context(files: TlsFiles, purpose: ssl.Purpose, written: tuple[int, ...]) ->
     context.verify_flags |= ssl.VERIFY_X509_STRICT | ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = False  # each side reads the `names` itself
     if purpose is ssl.Purpose.CLIENT_AUTH:
-        context.num_tickets = 0  # each connection shows its certificate anew
+        context.num_tickets = 0  # no session is resumed: each connection presents its certificate
     return context
 
 
 def keep_alive(connection: socket.socket) -> None:
-    """Have the kernel end a connection half a minute after its peer has vanished without a word.
+    """Make the kernel end a connection 30 s after its peer has vanished.
 
     The kernel sends no probes while data waits for an acknowledgement; TCP_USER_TIMEOUT bounds that wait
     (tcp(7)).

@@ -1,19 +1,20 @@
 """Logs and records of jobs in the user's own files, bounded in size.
 
     ~/.local/share/gpushare/jobs/<job>/attempt-<n>.log                 the first `HEAD_BYTES` it printed
-                                       attempt-<n>.log.<offset>        later parts, named by where they begin
+                                       attempt-<n>.log.<offset>        later parts, named by their offset
                                        attempt-<n>.json                state, code, reason (`AttemptRecord`)
 
 Rules:
 
-* A long log keeps its head and as many of its newest bytes as `TAIL_PARTS` of `PART_BYTES` hold.
+* A long log keeps its head and its newest bytes, in at most `TAIL_PARTS` parts of `PART_BYTES`.
   Offsets count every byte that the job printed, so that readers detect gaps.
-* Writing never raises and never ends a job: bytes that the disk rejects, or does not take in
-  time, are counted as left out.  Once it takes bytes again, a line in the log says how many, and why.
+* Writing never raises and never ends a job.  Bytes that the disk refuses, or does not take in time,
+  are counted as left out.  When the disk takes bytes again, a line in the log has their number and the
+  reason.
 * The runner holds the newest `HELD_BYTES` in memory, written or not, and shows the last `RECENT_BYTES`.
-* The files are readable with a pager and by `read_log`, with or without a runner.
-* Retention: all jobs that have not ended, the newest `KEEP_JOBS` ended ones, and in
-  each the logs of the newest `KEEP_ATTEMPTS` attempts.
+* The files can be read with a pager and by `read_log`, with or without a runner.
+* Retention: all jobs that have not ended, the newest `KEEP_JOBS` ended jobs, and for each job
+  the logs of the newest `KEEP_ATTEMPTS` attempts.
 """
 
 from __future__ import annotations
@@ -47,13 +48,13 @@ HEAD_BYTES = 32 << 20
 PART_BYTES = 8 << 20
 TAIL_PARTS = 4
 RECENT_BYTES = 64 << 10
-# In memory, for a disk that is slow or silent.
+# The bytes kept in memory, for a disk that is slow or silent.
 HELD_BYTES = 256 << 10
-# The longest that a silent disk delays the output of a job, or its end.
+# The maximum by which a silent disk delays the output of a job, or its end.
 DISK_PATIENCE_S = 5.0
 SILENT = "the disk does not answer"
-# Of one log: a part ends at each refusal of the disk.
-MOST_PARTS = 64
+# The maximum number of parts of a log; each refusal of the disk ends a part.
+MAX_PARTS = 64
 KEEP_JOBS = 200
 KEEP_ATTEMPTS = 3
 # Seconds without output after which an unfinished job counts as abandoned.
@@ -61,27 +62,27 @@ LIVE_S = 30 * 86400.0
 
 _LOG = re.compile(r"attempt-([1-9][0-9]{0,6})\.log")
 _RECORD = re.compile(r"attempt-([1-9][0-9]{0,6})\.json")
-# UTF-8 (RFC 3629): the bytes a character goes on with, and how many it has.
-_CONTINUED = bytes(range(0x80, 0xC0))
-_LONGEST_CHARACTER = 4
+# UTF-8 (RFC 3629): the bytes that continue a character, and the maximum length of a character.
+_CONTINUATION = bytes(range(0x80, 0xC0))
+_MAX_CHARACTER_BYTES = 4
 _JOB_ID = re.compile(r"[a-z0-9]{1,40}")
-# Of what a failed command printed last.
+# The limits of the last lines of a failed command.
 _LAST_BYTES = 16 << 10
 _LAST_LINES = 5
 _CELL = "[gpushare] cell "  # `job.notebook`
 _LAST_CHARS = 200  # of each line
-# Colours and movements of a terminal (ECMA-48): CSI sequences.
+# CSI sequences (ECMA-48): colours and cursor movements of a terminal.
 _CSI = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 
 
 def open_for_reading(path: Path) -> BinaryIO:
-    """Open a regular file in a user's folder at once.
+    """Open a regular file in a user's folder without waiting.
 
     Without O_NONBLOCK, open(2) waits for the other end of a FIFO, and up to
     `fs.lease-break-time` (45 s) for a lease (fcntl(2)) that a user holds on the file.
 
     Raises:
-        OSError: it cannot be opened without waiting, or is not a regular file.
+        OSError: the file cannot be opened without waiting, or is not a regular file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -96,10 +97,10 @@ def jobs_dir(home: Path) -> Path:
 
 
 def log_path(home: Path, job: str, attempt: int) -> Path:
-    """The (first part of the) log of one attempt.
+    """Return the path of the first part of an attempt's log.
 
     Raises:
-        ValueError: not the id of a job: it would name a folder somewhere else.
+        ValueError: ``job`` is not the id of a job, and could name another folder.
     """
     if not _JOB_ID.fullmatch(job) or attempt < 1:
         raise ValueError(f"{job[:60]!r}, attempt {attempt}: no such job")
@@ -107,12 +108,12 @@ def log_path(home: Path, job: str, attempt: int) -> Path:
 
 
 def own_output(output: Path, job: str) -> Path:
-    """Where a job writes its notebook when another job has written ``output``."""
+    """Return the path of a job's notebook if another job has written ``output``."""
     return output.with_name(f"{output.stem}-{job}{output.suffix}")
 
 
 def attempts_of(folder: Path) -> list[int]:
-    """Return the numbers of a job's attempts that left a log in its folder, in order."""
+    """Return the numbers of a job's attempts with a log in its folder, in order."""
     found = []
     with contextlib.suppress(OSError):
         for path in folder.iterdir():
@@ -123,19 +124,19 @@ def attempts_of(folder: Path) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Part of a log: ``data`` begins at ``offset``; read on at ``next_offset``."""
+    """A part of a log; ``data`` begins at ``offset``."""
 
-    offset: int  # may be larger than what was asked for: the bytes between were left out
+    offset: int  # larger than the requested offset if bytes were left out there
     data: bytes
 
     @property
     def next_offset(self) -> int:
-        """The offset of the first byte after this piece."""
+        """Return the offset of the first byte after this piece."""
         return self.offset + len(self.data)
 
 
 def _parts(path: Path) -> list[tuple[int, Path]]:
-    """The files of a log in order, with the offset at which each begins."""
+    """Return the files of a log in order, with the offset at which each begins."""
     found = []
     with contextlib.suppress(OSError):
         if path.is_file():
@@ -147,8 +148,8 @@ def _parts(path: Path) -> list[tuple[int, Path]]:
     return sorted(found)
 
 
-def read_log(path: Path, offset: int, at_most_bytes: int) -> Piece:
-    """Return what a job printed from ``offset`` on; no data: nothing more yet."""
+def read_log(path: Path, offset: int, max_bytes: int) -> Piece:
+    """Return the output of a job from ``offset`` on; without data if there is no more yet."""
     for begin, part in _parts(path):
         try:
             with open_for_reading(part) as file:
@@ -156,45 +157,46 @@ def read_log(path: Path, offset: int, at_most_bytes: int) -> Piece:
                 if begin + size <= offset:
                     continue
                 file.seek(max(0, offset - begin))
-                return Piece(max(begin, offset), file.read(at_most_bytes))
+                return Piece(max(begin, offset), file.read(max_bytes))
         except OSError:
-            continue  # rotated away meanwhile
+            continue  # the part was removed meanwhile
     return Piece(offset, b"")
 
 
 def read_text(
-    read: Callable[[int, int], Piece], offset: int, at_most_bytes: int, *, anywhere: bool = False
+    read: Callable[[int, int], Piece], offset: int, max_bytes: int, *, anywhere: bool = False
 ) -> Piece:
-    """Return what ``read`` does, in whole characters of UTF-8 (so a few bytes more or less).
+    """Return a piece of ``read`` in whole UTF-8 characters, so a few bytes more or less.
 
-    ``offset`` is where a piece ended, or ``anywhere``: then, as behind a gap, the rest of a character
-    that began earlier is skipped.  One that is not printed to its end waits for the next reading.
+    ``offset`` is the end of an earlier piece, unless ``anywhere``.  With ``anywhere``, and after a gap, the
+    rest of a character that began earlier is skipped.  A character that is not complete yet is left for
+    the next call.
     """
-    piece = read(offset, at_most_bytes)
+    piece = read(offset, max_bytes)
     if anywhere or piece.offset > offset:
-        rest = piece.data.lstrip(_CONTINUED)
+        rest = piece.data.lstrip(_CONTINUATION)
         piece = Piece(piece.next_offset - len(rest), rest)
-    for _ in range(_LONGEST_CHARACTER - 1):
-        if not (begun := _begun_bytes(piece.data)):
+    for _ in range(_MAX_CHARACTER_BYTES - 1):
+        if not (incomplete := _incomplete_bytes(piece.data)):
             return piece
         more = read(piece.next_offset, 1)
         if more.offset > piece.next_offset:
             return piece  # the rest of the character was left out
         if not more.data:
-            return Piece(piece.offset, piece.data[:-begun])
+            return Piece(piece.offset, piece.data[:-incomplete])
         piece = Piece(piece.offset, piece.data + more.data)
-    return Piece(piece.offset, piece.data[: len(piece.data) - _begun_bytes(piece.data)])
+    return Piece(piece.offset, piece.data[: len(piece.data) - _incomplete_bytes(piece.data)])
 
 
-def _begun_bytes(data: bytes) -> int:
-    """How many bytes at the end belong to a character that goes on."""
+def _incomplete_bytes(data: bytes) -> int:
+    """Return the number of bytes at the end that begin an incomplete character."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    decoder.decode(data[1 - _LONGEST_CHARACTER :])
+    decoder.decode(data[1 - _MAX_CHARACTER_BYTES :])
     return len(decoder.getstate()[0])
 
 
 def log_end(path: Path) -> int:
-    """The offset behind the last byte that is kept."""
+    """Return the offset after the last byte in the files of a log."""
     ends = [0]
     for begin, part in _parts(path):
         with contextlib.suppress(OSError):
@@ -203,12 +205,12 @@ def log_end(path: Path) -> int:
 
 
 def last_lines(printed: bytes) -> list[str]:
-    """Return the last lines with text: 5 of 200 characters at most, without control characters.
+    """Return the last lines with text: at most 5 of 200 characters, without control characters.
 
-    Of a notebook, none that came before its newest cell: the start of a kernel prints warnings.
+    For a notebook, lines before its last cell are left out, because the start of a kernel prints warnings.
     """
     text = printed[-_LAST_BYTES:].decode(errors="replace")
-    # Of a line that was drawn over and over, like a progress bar, the newest.
+    # Of a line that is redrawn, like a progress bar, only the last version is used.
     drawn = (line.rstrip("\r").rpartition("\r")[2] for line in _CSI.sub("", text).split("\n"))
     plain = ("".join(c if c.isprintable() else " " for c in line).rstrip() for line in drawn)
     kept = [line for line in plain if line][-_LAST_LINES:]
@@ -221,7 +223,7 @@ def _words(error: OSError) -> str:
 
 
 class Disk:
-    """Makes calls that a dead disk holds up, one at a time and in order, in a thread of its own.
+    """Makes calls that a dead disk may block, in order, in its own thread.
 
     The thread is a daemon: a call that never returns delays neither its caller nor the end of the process.
     """
@@ -229,35 +231,37 @@ class Disk:
     def __init__(self, patience_s: float = DISK_PATIENCE_S) -> None:
         self.patience_s = patience_s
         self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
-        self._since = math.inf  # the present call began
+        self._since = math.inf  # the start of the current call
         threading.Thread(target=self._run, name="disk", daemon=True).start()
 
     @property
     def is_silent(self) -> bool:
-        """Whether a call has not returned for `patience_s`."""
+        """Return whether a call has not returned for `patience_s`."""
         return time.monotonic() - self._since > self.patience_s
 
     def call(self, function: Callable[..., T], *args: Any, **named: Any) -> Future[T]:
-        """Make a call after all earlier ones; the caller bounds how many wait."""
+        """Make a call after all earlier ones; the caller limits the number of waiting calls."""
         future: Future[T] = Future()
         self._calls.put((future, functools.partial(function, *args, **named)))
         return future
 
     async def ask(self, function: Callable[..., T], *args: Any) -> T:
-        """Make a call and return its result.
+        """Make a call; return its result.
 
         Raises:
-            TimeoutError: the disk did not answer within `patience_s`, or is silent.
+            TimeoutError: the disk did not answer within `patience_s`, or is silent already.
         """
         if self.is_silent:
             raise TimeoutError
         return await asyncio.wait_for(asyncio.wrap_future(self.call(function, *args)), self.patience_s)
 
     async def do(self, within_s: float, function: Callable[..., object], *args: Any) -> bool:
-        """Make a call, however long it takes; return whether it was done ``within_s``, 0 if silent.
+        """Make a call; return whether it was done ``within_s``, and False at once if the disk is silent.
+
+        A late call is not cancelled.
 
         Raises:
-            Exception: what the call raised in that time.
+            Exception: the call raised it in that time.
         """
         called = self.call(function, *args)
         if self.is_silent:
@@ -284,10 +288,10 @@ class Disk:
 
 
 class BoundedLog:
-    """The writing end of a log; safe to use from several threads.
+    """The writing end of a log; it can be used from several threads.
 
-    What is printed goes to memory at once.  Only the thread of `Disk` touches files: it writes what memory
-    holds, and leaves out what memory no longer holds when a silent disk answers again.
+    Output goes to memory at once.  Only the thread of `Disk` touches files: it writes the bytes in memory.
+    When a silent disk answers again, the bytes that memory no longer has are left out.
     """
 
     def __init__(
@@ -301,64 +305,65 @@ class BoundedLog:
     ) -> None:
         self.path = path
         self._disk = disk
-        self._changed = threading.Condition()  # guards what follows; never held during a call of the disk
-        self._held = bytearray()  # the newest bytes, `HELD_BYTES` to twice that once so many were printed
+        # This condition guards the next fields; it is never held during a call of the disk.
+        self._changed = threading.Condition()
+        self._held = bytearray()  # the newest bytes: `HELD_BYTES` to twice that, or all that were printed
         self._end = 0
-        self._done = 0  # up to here the disk has taken or refused all
+        self._done = 0  # the disk has taken or refused all bytes before this offset
         self._left_out_bytes = 0
         self._why = ""
-        self._untold_bytes = 0  # left out, and not yet said in the log
+        self._unreported_bytes = 0  # left out, and not yet reported in the log
         self._is_late = False  # the disk did not answer in time
         self._is_storing = False  # a call of `_store` waits or runs
-        # What follows belongs to the disk's thread.
+        # The next fields belong to the disk's thread.
         self._part_bytes = part_bytes
         self._tail_parts = tail_parts
         self._file: int | None = None
-        self._unsynced_bytes = 0  # written to the open file: the disk may yet refuse them
-        self._left_bytes = head_bytes
-        self._tail: dict[Path, int] = {}  # the parts, oldest first, with their bytes
-        self._part: Path | None = None  # the open part, as long as it is empty
+        self._unsynced_bytes = 0  # written to the open file, but the disk may still refuse them
+        self._room_bytes = head_bytes  # in the open part
+        self._tail: dict[Path, int] = {}  # the parts, oldest first, with their sizes in bytes
+        self._part: Path | None = None  # the open part, while it is empty
         disk.call(self._begin)
 
     @property
     def end(self) -> int:
-        """How many bytes were printed, kept or not."""
+        """Return the number of bytes that were printed, kept or not."""
         return self._end
 
     @property
     def left_out_bytes(self) -> int:
-        """How many bytes the disk did not take; of a silent one, also those that wait for it."""
+        """Return the number of bytes that the disk did not take; if it is silent, also of waiting bytes."""
         with self._changed:
             return self._left_out_bytes + (self._end - self._done if self._is_late else 0)
 
     @property
     def why(self) -> str:
-        """Why the disk did not take the newest of them."""
+        """Return why the disk did not take the last of them."""
         return SILENT if self._is_late else self._why
 
-    def read(self, offset: int, at_most_bytes: int) -> Piece:
-        """Return what `read_log` does, and of what is not in the files what memory holds."""
-        held = self.held(offset, at_most_bytes)  # before the file, which then holds no less
-        piece = read_log(self.path, offset, at_most_bytes)
+    def read(self, offset: int, max_bytes: int) -> Piece:
+        """Read like `read_log`, with bytes from memory that the files lack."""
+        held = self.held(offset, max_bytes)  # before the files, which can then only have more
+        piece = read_log(self.path, offset, max_bytes)
         if not piece.data or held.offset < piece.offset:
             return held if held.data else piece
         return piece
 
-    def held(self, offset: int, at_most_bytes: int) -> Piece:
-        """Return what memory holds from ``offset`` on; it touches no file."""
+    def held(self, offset: int, max_bytes: int) -> Piece:
+        """Return the bytes in memory from ``offset`` on, without touching a file."""
         with self._changed:
             begin = max(offset, self._end - len(self._held))
-            return Piece(begin, self._from(begin, at_most_bytes))
+            return Piece(begin, self._from(begin, max_bytes))
 
     def recent(self) -> Piece:
-        """Return the newest `RECENT_BYTES` that were printed, kept or not; it touches no file."""
+        """Return the newest `RECENT_BYTES` that were printed, kept or not, without touching a file."""
         return self.held(self._end - RECENT_BYTES, 2 * RECENT_BYTES)
 
     def write(self, data: bytes, *, waits: bool = True) -> None:
-        """Append; returns also when the disk is full, gone or silent.
+        """Append to the log; return even if the disk is full, gone or silent.
 
-        It waits while memory is full of what a slow disk has yet to take, unless ``waits`` is False,
-        and for a silent one `Disk.patience_s` at most.
+        With ``waits``, wait while memory is full of bytes for a slow disk, but at most `Disk.patience_s`
+        for a silent one.
         """
         for at in range(0, len(data), RECENT_BYTES):
             with self._changed:
@@ -368,7 +373,7 @@ class BoundedLog:
                 self._append(data[at : at + RECENT_BYTES])
 
     def flush(self, within_s: float = math.inf) -> None:
-        """Return when the disk has all, or does not answer for `Disk.patience_s` or ``within_s``."""
+        """Wait until the disk has all bytes, at most `Disk.patience_s` and ``within_s``."""
         within_s = 0.0 if self._disk.is_silent else min(within_s, self._disk.patience_s)
         until = time.monotonic() + within_s
         with self._changed:
@@ -379,7 +384,7 @@ class BoundedLog:
             self._is_late |= not answers and self._done < self._end
 
     def close(self, within_s: float = math.inf) -> None:
-        """Write nothing more; flushed to the disk, unless it does not answer ``within_s``."""
+        """Flush and close the log, unless the disk does not answer ``within_s``."""
         self.flush(within_s)
         closed = self._disk.call(self._close)
         if not self._disk.is_silent:
@@ -399,20 +404,20 @@ class BoundedLog:
             self._is_storing = True
             self._disk.call(self._store)
 
-    def _from(self, begin: int, at_most_bytes: int) -> bytes:
+    def _from(self, begin: int, max_bytes: int) -> bytes:
         at = max(0, begin - self._end + len(self._held))
-        return bytes(self._held[at : at + at_most_bytes])
+        return bytes(self._held[at : at + max_bytes])
 
     def _lose(self, count: int, why: str) -> None:
         self._why = why
         self._left_out_bytes += count
-        self._untold_bytes += count
+        self._unreported_bytes += count
 
-    def _tell(self) -> None:
-        """Say in the log what was left out before, now that the disk takes bytes again."""
+    def _report_loss(self) -> None:
+        """Report in the log the bytes that were left out, when the disk takes bytes again."""
         at_begin = self._held.endswith(b"\n")
-        line = f"[gpushare] {self._untold_bytes:,} bytes were not written: {self._why}\n"
-        self._untold_bytes = 0
+        line = f"[gpushare] {self._unreported_bytes:,} bytes were not written: {self._why}\n"
+        self._unreported_bytes = 0
         self._append(line.encode() if at_begin else b"\n" + line.encode())
 
     # ---- in the thread of the disk ----------------------------------------------
@@ -424,41 +429,41 @@ class BoundedLog:
         self._open(self.path)
 
     def _store(self) -> None:
-        """Write the next bytes that wait; other calls of the disk get their turn between two pieces."""
+        """Write the next waiting bytes; other calls of the disk run between two pieces."""
         with self._changed:
             begin = max(self._done, self._end - len(self._held))
             data = self._from(begin, RECENT_BYTES)
             if missing := begin - self._done:
                 self._lose(missing, SILENT)
-                self._left_bytes = 0
+                self._room_bytes = 0
         written = self._put(begin, data)
         with self._changed:
             self._done = begin + len(data)
             self._is_late = self._is_late and self._done < self._end
-            if written == len(data) and self._untold_bytes:
-                self._tell()
+            if written == len(data) and self._unreported_bytes:
+                self._report_loss()
             self._is_storing = self._done < self._end
             if self._is_storing:
                 self._disk.call(self._store)
             self._changed.notify_all()
 
     def _put(self, begin: int, data: bytes) -> int:
-        """Write what was printed from ``begin`` on; return how many of these bytes the disk took."""
+        """Write bytes that were printed from ``begin`` on; return the number that the disk took."""
         taken = 0
         while data:
-            if self._left_bytes == 0:
+            if self._room_bytes == 0:
                 self._next_part(begin)
-            now, data = data[: self._left_bytes], data[self._left_bytes :]
+            now, data = data[: self._room_bytes], data[self._room_bytes :]
             written = self._write(now)
             taken += written
             begin += len(now)
-            # After a refusal, the next part is named by its offset: no byte moves to another one's place.
-            self._left_bytes = self._left_bytes - written if written == len(now) else 0
+            # A refusal ends the part, because the offset in a part's name must fit all of its bytes.
+            self._room_bytes = self._room_bytes - written if written == len(now) else 0
         return taken
 
     def _close(self) -> None:
         with self._changed:
-            if self._is_storing:  # it writes the rest first
+            if self._is_storing:  # `_store` writes the rest first
                 self._disk.call(self._close)
                 return
         if self._unsynced_bytes:
@@ -467,7 +472,7 @@ class BoundedLog:
         self._drop_empty()
 
     def _sync(self) -> None:
-        """Flush to the disk; a network's may refuse only now what it took before."""
+        """Flush to the disk; a network disk may refuse bytes only now."""
         if self._file is not None:
             try:
                 os.fsync(self._file)
@@ -485,7 +490,7 @@ class BoundedLog:
             self._file, self._unsynced_bytes = None, 0
 
     def _lose_unsynced(self, error: OSError) -> None:
-        """Count what was not flushed as left out: at most so much is missing."""
+        """Count all bytes that were not flushed as left out; fewer may be missing."""
         with self._changed:
             self._lose(self._unsynced_bytes, _words(error))
             self._unsynced_bytes = 0
@@ -505,7 +510,7 @@ class BoundedLog:
             self._file, self._why = None, _words(error)
 
     def _write(self, data: bytes) -> int:
-        """Return how many of these bytes the disk took; the others are left out."""
+        """Write bytes; return the number that the disk took.  The others are left out."""
         written, why = 0, self._why
         if self._file is not None:
             why = os.strerror(errno.ENOSPC)
@@ -528,17 +533,17 @@ class BoundedLog:
         self._drop_empty()
         self._part = self.path.with_name(f"{self.path.name}.{begin:015d}")
         self._open(self._part)
-        self._left_bytes = self._part_bytes
+        self._room_bytes = self._part_bytes
 
     def _keep_part(self, part: Path) -> None:
-        """Count a part now that something is in it: a full disk costs no older one."""
+        """Count a part when it is not empty, so that a full disk does not remove older parts."""
         self._part = None
         if not self._tail:
             with contextlib.suppress(OSError):
-                self.path.touch(0o600)  # by the head an attempt is found
+                self.path.touch(0o600)  # `attempts_of` finds an attempt by its head
         room = (self._tail_parts - 1) * self._part_bytes
         sizes = [min(size, self._part_bytes) for size in self._tail.values()]
-        while sizes and (len(sizes) >= MOST_PARTS or sum(sizes) > room):
+        while sizes and (len(sizes) >= MAX_PARTS or sum(sizes) > room):
             oldest = next(iter(self._tail))
             del self._tail[oldest], sizes[0]
             with contextlib.suppress(OSError):
@@ -548,7 +553,7 @@ class BoundedLog:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptRecord:
-    """What is known about one attempt, in the JSON file beside its log."""
+    """The state and the result of one attempt, in the JSON file beside its log."""
 
     id: str
     attempt: int
@@ -558,14 +563,14 @@ class AttemptRecord:
     log: str
     exit_code: int | None = None  # negative: the signal that ended it
     reason: str = ""
-    stopped: bool = False  # it was asked to stop
+    stopped: bool = False  # it was requested to stop
     reported: bool = False  # the broker knows how it ended
     log_bytes: int = 0
     log_left_out_bytes: int = 0
 
 
 def write_record(path: Path, record: AttemptRecord) -> bool:
-    """Replace the file in one step; False when the disk did not take it."""
+    """Replace the file atomically; return whether the disk took it."""
     fresh = path.with_name(path.name + ".new")
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -581,17 +586,17 @@ def write_record(path: Path, record: AttemptRecord) -> bool:
 
 
 def forget_old_jobs(folder: Path, keep: int = KEEP_JOBS) -> None:
-    """Remove the folders of ended jobs but the ``keep`` in which something was written last.
+    """Remove the folders of ended jobs, except the ``keep`` that were written last.
 
-    A job that has not ended keeps its folder for `LIVE_S` without output: a machine
-    failure leaves records of jobs that never end.
+    A job that has not ended keeps its folder until it had no output for `LIVE_S`, because the failure of a
+    machine leaves records of jobs that never end.
     """
     found: list[tuple[float, Path]] = []
     with contextlib.suppress(OSError):
         for job in folder.iterdir():
             if _JOB_ID.fullmatch(job.name) and not job.is_symlink() and job.is_dir():
                 with contextlib.suppress(OSError):
-                    # Its own time says when a file came or went, not that a log is being written.
+                    # The folder's own time changes only when a file is added or removed.
                     written_at = max(f.lstat().st_mtime for f in (job, *job.iterdir()))
                     if _has_ended(job) or time.time() - written_at > LIVE_S:
                         found.append((written_at, job))
@@ -600,14 +605,14 @@ def forget_old_jobs(folder: Path, keep: int = KEEP_JOBS) -> None:
 
 
 def _has_ended(job: Path) -> bool:
-    """Whether the newest record in a job's folder says so, or there is none."""
+    """Return whether the newest record in a job's folder has ended, or there is no record."""
     records = {int(m[1]): path for path in job.iterdir() if (m := _RECORD.fullmatch(path.name))}
     found = read_record(records[max(records)]) if records else None
     return found is None or found.state == "ended"
 
 
 def read_record(path: Path) -> AttemptRecord | None:
-    """Return the record in a file that a user can change; None: there is none that is whole."""
+    """Return the record in a file that a user can change; None if there is no valid one."""
     try:
         with open_for_reading(path) as file:
             return wire.decode(file.read(wire.MAX_BODY_BYTES), AttemptRecord)
@@ -616,10 +621,10 @@ def read_record(path: Path) -> AttemptRecord | None:
 
 
 def unseen_outcome(folder: Path, settled: int, attempt: int) -> AttemptRecord | None:
-    """Return the record of a start that the broker may not know of; None: the attempt may run.
+    """Return the record of a start that the broker may not know of; None if the attempt may run.
 
-    It is of this attempt or of an earlier one after ``settled``, or of one that succeeded: then
-    the job is done.
+    The record is of this attempt, of an earlier attempt after ``settled``, or of an attempt that succeeded,
+    so that the job is done.
     """
     for number in range(attempt, max(0, attempt - KEEP_ATTEMPTS - 1), -1):
         found = read_record(folder / f"attempt-{number}.json")
@@ -630,10 +635,10 @@ def unseen_outcome(folder: Path, settled: int, attempt: int) -> AttemptRecord | 
 
 
 def forget_old_attempts(folder: Path, keep: int = KEEP_ATTEMPTS) -> None:
-    """Remove the logs and records of all attempts of one job but the newest ``keep``."""
+    """Remove the logs and records of all attempts of one job, except the newest ``keep``."""
     for attempt in attempts_of(folder)[:-keep]:
         log = folder / f"attempt-{attempt}.log"
-        # The head goes last: by it an attempt is found again.
+        # The head is removed last, because `attempts_of` finds an attempt by it.
         for path in (log.with_suffix(".json"), *(part for _, part in reversed(_parts(log)))):
             with contextlib.suppress(OSError):
                 path.unlink()

@@ -1,4 +1,4 @@
-"""Every message between processes, one schema: JSON in, JSON out.
+"""The schema of all messages between processes, in JSON.
 
 Clients of the broker (HTTP below ``/services/gpushare/api/v1/``):
 
@@ -7,7 +7,7 @@ Clients of the broker (HTTP below ``/services/gpushare/api/v1/``):
 * the job runner and the server extension, with the token of their server:
   `JobReport`, `ActivityReport`; users can forge both, so they are hints only.
 
-`decode` refuses unknown fields, NaN, infinities and duplicate keys, and names
+`decode` refuses unknown fields, NaN, infinities and duplicate keys; the error names
 the fault in one sentence.  Times are ISO 8601 in UTC (``*_at``), durations are
 seconds (``*_s``).
 """

@@ -16,14 +16,14 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of what comes in: unknown fields are errors."""
+    """Base of messages to the broker: unknown fields are errors."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """Base of what goes out: readers ignore fields they do not know.
+    """Base of messages from the broker: readers ignore unknown fields.
 
-    A field such as ``size_texts`` has ``size`` beside it: its English, which is empty until the
-    answer is sent (`messages.in_english`).
+    A field such as ``size_texts`` has its English in ``size``, which is empty until the answer is sent
+    (`messages.in_english`).
     """
 
 
@@ -44,7 +44,7 @@ def decode(body: bytes, kind: type[T]) -> T:
     """Return the message in a request's body.
 
     Raises:
-        InvalidRequest: too long, not JSON, or not of this shape.
+        InvalidRequest: the body is too long, not JSON, or not this kind of message.
     """
     if len(body) > MAX_BODY_BYTES:
         raise InvalidRequest("the body has %1 bytes; at most %2 are read", len(body), MAX_BODY_BYTES)
@@ -58,33 +58,34 @@ def decode(body: bytes, kind: type[T]) -> T:
 
 
 def encode(message: Any) -> bytes:
-    """Return the JSON of a message (NaN cannot occur in one)."""
+    """Return the JSON of a message, which never contains NaN."""
     return msgspec.json.encode(message)
 
 
 def encode_ascii(message: Any) -> str:
-    """Return the JSON of a message in ASCII, for an environment whatever the locale is."""
+    """Return the JSON of a message in ASCII, for an environment variable in any locale."""
     return json.dumps(msgspec.to_builtins(message), separators=(",", ":"))
 
 
 def digest(message: msgspec.Struct) -> str:
-    """Return 64 hexadecimal digits of what a message says; the order of keys and default values do not count.
+    """Return a digest of a message, 64 hexadecimal digits.
 
-    So it stays the same in a version with more fields, in messages inside it as well.
+    The order of keys and fields with their default do not count, also in nested messages.  So a version
+    with more fields returns the same digest.
     """
-    return hashlib.sha256(msgspec.json.encode(_said(message), order="deterministic")).hexdigest()
+    return hashlib.sha256(msgspec.json.encode(_without_defaults(message), order="deterministic")).hexdigest()
 
 
-def _said(value: object) -> object:
+def _without_defaults(value: object) -> object:
     match value:
         case msgspec.Struct():
             plain = {field.name: _default(field) for field in msgspec.structs.fields(value)}
-            changed = {name: said for name in plain if (said := getattr(value, name)) != plain[name]}
-            return {name: _said(said) for name, said in changed.items()}
+            changed = {name: found for name in plain if (found := getattr(value, name)) != plain[name]}
+            return {name: _without_defaults(found) for name, found in changed.items()}
         case list() | tuple():
-            return [_said(each) for each in value]
+            return [_without_defaults(each) for each in value]
         case dict():
-            return {key: _said(each) for key, each in value.items()}
+            return {key: _without_defaults(each) for key, each in value.items()}
         case _:
             return value
 
@@ -97,7 +98,7 @@ def decode_answer(body: bytes, kind: type[T]) -> T:
     """Return the broker's answer; fields that a newer broker added are ignored.
 
     Raises:
-        BrokerUnavailable: not an answer of this shape, so another program answers at its address.
+        BrokerUnavailable: it is not this kind of message, so another program answers at the address.
     """
     try:
         return msgspec.json.decode(body, type=kind)
@@ -109,7 +110,7 @@ def decode_stored(text: str, kind: type[T]) -> T:
     """Return a stored message.
 
     Raises:
-        ValueError: not JSON of this shape.
+        ValueError: the text is not the JSON of this kind of message.
     """
     return msgspec.json.decode(text, type=kind)
 
@@ -120,7 +121,7 @@ def indented(message: Any) -> str:
 
 
 def replace(message: S, **changes: Any) -> S:
-    """Return a copy of ``message`` with other values in the named fields.
+    """Return a copy of ``message`` with changed fields.
 
     Raises:
         TypeError: the message has no such field.
@@ -134,8 +135,8 @@ def replace(message: S, **changes: Any) -> S:
 class Text(Answer, frozen=True):
     """One sentence or phrase: a key of `messages.TEMPLATES`, and what replaces ``%1``, ``%2``, ...
 
-    The key of an error is its English template.  The argument of the key ``time`` is a moment
-    (ISO 8601, UTC), which readers write in their own zone, with seconds where it has them.
+    The key of an error is its English template.  The argument of the key ``time`` is a time (ISO 8601,
+    UTC), which readers show in their own time zone, with seconds if it has them.
     """
 
     key: str

@@ -20,13 +20,13 @@ MAX_ENV = 200
 # A job's command and environment travel in one environment variable: at most 128 KiB
 # (MAX_ARG_STRLEN of execve(2)) with its name and the rest of the job.
 MAX_JOB_BYTES = 120 << 10
-# In whatever unit a job counts its progress.
+# In the unit of the job.
 MAX_PROGRESS = 1e15
 Progress = Annotated[float, msgspec.Meta(ge=0, le=MAX_PROGRESS)]
 
 
 class JobSource(Message, frozen=True):
-    """Origin of a job, for display and for duplicates; the broker stores it unread."""
+    """Origin of a job, for display and for duplicates; the broker stores it without reading it."""
 
     path: str  # of the notebook or script, below the root of the user's files
     kernel: str = ""  # name of the environment (kernelspec)
@@ -36,7 +36,7 @@ class JobSource(Message, frozen=True):
 
 
 class JobTerms(Answer, frozen=True):
-    """What a job asks for; a stored `JobRequest` is read as this without the rest, which may be large."""
+    """The terms of a job; a stored `JobRequest` can be read as this, without its large fields."""
 
     gpus: str = "1"  # "0.5", "1/2", "2"
     memory: str | None = None  # instead of a fraction: "20GiB"
@@ -44,28 +44,28 @@ class JobTerms(Answer, frozen=True):
     checkpoint: CheckpointMode = CheckpointMode.SUSPEND  # how it survives preemption
     borrow: bool = True  # false: runs only within its project's quota
     move: bool = True  # false: once suspended it resumes only on the GPUs that it had
-    share: bool = False  # it may run on one GPU with another job, as host or as guest, where the site lets it
+    share: bool = False  # it may run on one GPU with another job, as host or guest, if the site allows it
     priority: int = 0  # -100 to 100, within the project; above 0 as far as its ``priority_max`` allows
     retries: int = 0  # attempts after a failure, 0 to 10
     grace_s: float | None = None  # between SIGTERM and SIGKILL; None: the site's
-    max_run_s: float | None = None  # then it is stopped with grace; pauses do not count; None: no maximum
+    max_run_s: float | None = None  # maximum run time without pauses; then it is stopped; None: no maximum
     notify: bool = True  # notify its owner in JupyterLab when it ends or is paused
     notify_url: str = ""  # its runner posts starts, stops and ends there (docs/jobs.md)
     notify_mail: bool = False  # mail its owner as well, where the site sends mail
 
     @property
     def terms(self) -> dict[str, Any]:
-        """The values of these fields, for another message about the job."""
+        """Return the values of these fields, for another message about the job."""
         return {name: getattr(self, name) for name in JobTerms.__struct_fields__}
 
     def asked_size(self) -> Size:
         """Return the requested size.
 
         Raises:
-            InvalidRequest: several sizes, or one that cannot be parsed.
+            InvalidRequest: several sizes are given, or one cannot be parsed.
         """
         if self.profile is not None:
-            # CUDA sees one MIG instance per process, however many are named.
+            # CUDA uses one MIG instance per process, even if several are named.
             if self.memory is not None or self.gpus != "1":
                 raise InvalidRequest(
                     "a MIG profile asks for one instance: give neither gpus nor memory with it"
@@ -74,12 +74,12 @@ class JobTerms(Answer, frozen=True):
         return Size.of_gpus(self.gpus) if self.memory is None else Size.of_memory(self.memory)
 
 
-# Terms that a question about a job that is not submitted yet may name, as parameters of ``GET offers``.
+# The terms that ``GET offers`` takes as parameters, to ask about a job before it is submitted.
 ASKED_TERMS = ("gpus", "memory", "profile", "borrow", "share")
 
 
 def asked_terms(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the `ASKED_TERMS` that parameters of a request name: texts, and ``0`` or ``1``."""
+    """Return the `ASKED_TERMS` in the parameters of a request: texts, and ``0`` or ``1`` for booleans."""
     defaults, given = JobTerms(), dict[str, Any]()
     for name in ASKED_TERMS:
         text, default = parameters.get(name, ""), getattr(defaults, name)
@@ -112,7 +112,7 @@ class JobChange(Message, frozen=True):
     max_run_s: float | None = None  # 0: no maximum
 
     def of(self, request: JobRequest) -> JobRequest:
-        """Return the request with this change; it is not checked."""
+        """Return the request with this change, unchecked."""
         if self.gpus is not None or self.memory is not None or self.profile is not None:
             gpus = "1" if self.gpus is None else self.gpus
             request = msgspec.structs.replace(request, gpus=gpus, memory=self.memory, profile=self.profile)
@@ -175,7 +175,7 @@ JobState = Literal[
 
 
 class JobOutcome(Answer, frozen=True):
-    """Answer to a runner's ``stopping`` and ``ended``: what becomes of the job after the attempt."""
+    """Answer to a runner's ``stopping`` and ``ended``: the state of the job after the attempt."""
 
     state: JobState  # queued: another attempt follows
     reason: str  # a sentence
@@ -192,7 +192,7 @@ class JobSpec(Answer, frozen=True):
     env: dict[str, str]
     grace_s: float
     notify_url: str = ""  # called by the runner, as its user
-    settled: int = 0  # newest attempt with an outcome that the broker knows: a later one may have run unseen
+    settled: int = 0  # newest attempt whose outcome the broker knows; a later one may have run unseen
 
 
 class Estimate(Answer, frozen=True):

@@ -25,10 +25,10 @@ class GpuRequest(Message, frozen=True):
     project: str | None = None
 
     def size(self) -> Size | None:
-        """Return the requested size; None: no GPU.
+        """Return the requested size; None for no GPU.
 
         Raises:
-            InvalidRequest: several sizes, or one that cannot be parsed.
+            InvalidRequest: several sizes are given, or one cannot be parsed.
         """
         given = [
             name for name in ("fraction", "memory", "gpus", "profile") if getattr(self, name) is not None
@@ -60,12 +60,12 @@ class SpawnRequest(Message, frozen=True):
     uid: Annotated[int, msgspec.Meta(ge=0, le=(1 << 32) - 2)]  # of the server's processes
     options: GpuRequest | None = None
     created: datetime | None = None  # when the Hub made the user; None: not known
-    own_uid: bool = False  # ``uid`` is that of a system user, of this user alone
+    own_uid: bool = False  # ``uid`` belongs to a system user, who is this user alone
     admin: bool = False
-    not_nodes: list[str] = []  # without capacity for the server itself; of a cluster
+    not_nodes: list[str] = []  # on a cluster: nodes without capacity for the server itself
     may_gain: bool = False  # without a GPU, it can get one while it runs: its processes run beside the broker
-    sees_all_gpus: bool = False  # its processes can open the device file of any GPU of the machine
-    ticket: str = ""  # of a job's server: what the broker gave to the Hub with the request to start it
+    sees_all_gpus: bool = False  # its processes can open the device files of all GPUs of the machine
+    ticket: str = ""  # for a job's server: the ticket in the broker's request to start it
     # Seconds that the spawner waits for the answer; None: not known.
     patience_s: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
 
@@ -82,21 +82,21 @@ class SpawnStop(Message, frozen=True, omit_defaults=True):
 
 
 class SpawnProgress(Answer, frozen=True):
-    """Answer to ``GET spawner/start``: how far the start of a server is."""
+    """Answer to ``GET spawner/start``: the progress of a server's start."""
 
-    message: str  # a sentence; empty: nothing is to be said
+    message: str  # a sentence, or empty
 
 
-# Among the options of a job's server at the Hub.
+# An option of a job's server at the Hub.
 TICKET_OPTION = "gpushare_start"
 
-# Reasons of a refusal (`ErrorAnswer.reason`) that concern the Hub itself, not what a user asks for.
-NOT_THE_SPAWNER = "not_the_spawner"  # another token than the spawner's
+# Reasons of a refusal (`ErrorAnswer.reason`) of the Hub itself, not of a user's request.
+NOT_THE_SPAWNER = "not_the_spawner"  # the token is not the spawner's
 UNVERIFIED_CHANNEL = "unverified_channel"
 
 
 class SpawnFault(Message, frozen=True):
-    """From the Hub: why its spawner can start no server with a GPU; an administrator has to mend it."""
+    """From the Hub: why its spawner can start no server with a GPU; an administrator must fix it."""
 
     message: str
 
@@ -111,7 +111,7 @@ class HostMount(Answer, frozen=True):
 class SpawnGrant(Answer, frozen=True):
     """Answer to a `SpawnRequest`; ``lease`` is None for a server without GPU.
 
-    Where such a server may get one while it runs, ``env`` names the lease that it gets then.
+    If such a server may get a GPU while it runs, ``env`` names the lease that it gets then.
     """
 
     lease: str | None
@@ -128,7 +128,7 @@ class SpawnGrant(Answer, frozen=True):
 
 
 class SpawnWait(Answer, frozen=True):
-    """Answer to ``POST spawner/wait``: where a session is that is to start when it can."""
+    """Answer to ``POST spawner/wait``: the place of a session that waits for its start."""
 
     state: Literal["waiting", "ready"]  # ready: its GPUs are reserved until the server starts, for a while
     sentence: str
@@ -140,12 +140,12 @@ class Offer(Answer, frozen=True):
 
     label: str  # "1/2 GPU"
     options: dict[str, str | int]  # value of user_options["gpushare"]
-    memory_bytes: int  # all devices together; the least of what it may be
+    memory_bytes: int  # all devices together; the minimum while several models are possible
     starts: Literal["now", "soon", "no"]
     guaranteed: bool
     reason: str = ""  # why it cannot start or is not guaranteed: a sentence
     device: str = ""  # "H100-80GB"; "A100-40GB or H100-80GB" while either may be it
-    memory_most_bytes: int | None = None  # the most of what it may be; None: it is `memory_bytes`
+    memory_most_bytes: int | None = None  # the maximum; None: it is `memory_bytes`
     waits: bool = False  # a session can wait for it
 
 

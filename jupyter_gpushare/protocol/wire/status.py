@@ -1,4 +1,4 @@
-"""Messages about leases, projects and devices, and the reports that they rest on."""
+"""Messages about leases, projects and devices, and reports of activity."""
 
 from __future__ import annotations
 
@@ -64,14 +64,14 @@ class SizeRequest(Message, frozen=True):
         """Return the requested size.
 
         Raises:
-            InvalidRequest: none or both are given, or it cannot be parsed.
+            InvalidRequest: none or both are given, or the size cannot be parsed.
         """
         if (self.gpus is None) == (self.memory is None):
             raise InvalidRequest('ask for either "gpus" or "memory"')
         return Size.of_gpus(self.gpus or "") if self.memory is None else Size.of_memory(self.memory)
 
 
-NO_SUCH_PATH = "no_such_path"  # reason: the caller's address is wrong, or its version is another
+NO_SUCH_PATH = "no_such_path"  # a reason: the caller has a wrong address, or another version
 
 
 class ErrorAnswer(Answer, frozen=True):
@@ -84,13 +84,13 @@ class ErrorAnswer(Answer, frozen=True):
 
     @classmethod
     def of(cls, error: GpuShareError, status: int, reason: str) -> ErrorAnswer:
-        """Return the answer that says ``error``."""
+        """Return the answer for ``error``."""
         text = Text(key=error.template, args=list(error.values))
         return cls(status=status, reason=reason, message=str(error), message_texts=[text])
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """Template and values of the error, to raise it again; the message alone if they were not sent."""
+        """Return the template and the values of the error, to raise it again, else only the message."""
         if len(self.message_texts) == 1:
             (text,) = self.message_texts
             return text.key, *(value for value in text.args if isinstance(value, str))
@@ -121,14 +121,14 @@ class LendingChange(Message, frozen=True):
 
 
 class Lending(Answer, frozen=True):
-    """Whether GPUs of idle sessions are lent, and how suspensions on this machine went so far."""
+    """Whether GPUs of idle sessions are lent, and the outcomes of suspensions on this machine."""
 
     mode: Literal["on", "watch", "off"]  # in force
     configured: Literal["on", "watch", "off"]
     set_by: str  # the administrator that changed it; empty: as configured
     set_at: str  # when
-    tried: int  # suspensions that were asked of the driver
-    failed: int  # of these: the processes went on instead
+    tried: int  # suspensions that were requested of the driver
+    failed: int  # of these: those that failed; the processes continued
     lost: int  # suspended leases that could not be resumed
     last_reason: str = ""  # of the last failure or loss
     last_at: str = ""
@@ -141,7 +141,7 @@ class ProjectChange(Message, frozen=True):
     weight: int | None = None
     limit: float | None = None
     priority_max: int | None = None  # the highest that members may give to their jobs
-    force: bool = False  # also guarantees that come to more than the machine has
+    force: bool = False  # accept guarantees of more GPUs than the machine has
 
 
 class ProcessUse(Answer, frozen=True):
@@ -193,7 +193,7 @@ class LeaseStatus(Answer, frozen=True):
     measured_share_percent: float | None = None  # in the last minute while others computed too; None: never
     shared: Literal["", "host", "guest"] = ""  # a job that runs on one GPU with another job
     shared_with: str = ""  # id of that job; empty: the reader may not see it
-    # Of a host: of its speed alone, by the last judgement; of a guest: of its own; None: not known.
+    # A host's speed beside its guest, or a guest's, in percent of its speed alone; None: not known.
     kept_speed_percent: float | None = None
     # When a setting of the site may end a session, or a kernel of it; None: none does, or it is not known.
     ends_at: str | None = None
@@ -204,7 +204,7 @@ class LeaseStatus(Answer, frozen=True):
     badge_texts: list[Text] = []  # ``badge`` for translation
     sentence: str = ""
     sentence_texts: list[Text] = []  # ``sentence`` for translation
-    share: str = ""  # its share of time in words, or why what was asked for is not in force
+    share: str = ""  # its share of time as a sentence, or why the requested share is not in force
     share_texts: list[Text] = []  # ``share`` for translation
 
 
@@ -212,7 +212,7 @@ class SizedLease(LeaseStatus, frozen=True):
     """Answer to ``PUT leases/{id}/size``: the session with its new size."""
 
     env: dict[str, str] = {}  # to a server that asked for its first GPU: as in `SpawnGrant`
-    restart: list[str] = []  # from a Jupyter server: kernels that looked for its first GPU too early
+    restart: list[str] = []  # from a Jupyter server: kernels that need a restart to see its first GPU
 
     @classmethod
     def of(cls, lease: LeaseStatus, env: dict[str, str]) -> SizedLease:
@@ -263,7 +263,7 @@ class Status(Answer, frozen=True):
     waiting: list[WaitingSession] = []  # sessions of the user that wait for their start
 
     def lease_of(self, server: str) -> LeaseStatus | None:
-        """Return the lease of the user's server of this name; None: it has no GPU."""
+        """Return the lease of the user's server of this name; None if it has no GPU."""
         return next((lease for lease in self.leases if lease.server == server), None)
 
 
@@ -273,7 +273,7 @@ class Rung(Answer, frozen=True):
     level: str
     offered: bool  # its self-test passed there
     reason: str  # why not
-    by: str = ""  # of a whole GPU: what keeps other users from opening its device file
+    by: str = ""  # for a whole GPU: the means that keeps other users from opening its device file
 
 
 class DrainRequest(Message, frozen=True):
@@ -283,7 +283,7 @@ class DrainRequest(Message, frozen=True):
 
 
 class Drain(Answer, frozen=True):
-    """That an administrator empties a device: it takes nothing new."""
+    """The draining of a device by an administrator: it takes nothing new."""
 
     by: str
     at: str
@@ -296,13 +296,13 @@ class Drain(Answer, frozen=True):
 class UnleasedProcess(Answer, frozen=True):
     """A process without a lease that uses a device."""
 
-    process: str  # names it in ``DELETE devices/{name}/processes/{process}``
+    process: str  # its id in ``DELETE devices/{name}/processes/{process}``
     pid: int
     uid: int
-    name: str  # as the process chose it
-    used_bytes: int  # on this device; 0 where the driver does not say
+    name: str  # chosen by the process
+    used_bytes: int  # on this device; 0 if the driver does not show it
     kept: str  # why it is left alone; empty: it may be ended
-    ending: bool  # it was told to end
+    ending: bool  # it was requested to end
 
 
 class DeviceStatus(Answer, frozen=True):
@@ -323,9 +323,9 @@ class DeviceStatus(Answer, frozen=True):
     ladder: list[Rung] = []  # all levels, strongest first; empty before the self-test
     drain: Drain | None = None  # None: it takes work
     unleased: list[UnleasedProcess] = []  # for administrators: processes without a lease, 16 at most
-    movable: bool = False  # what sleeps here can resume on another device of its machine and model
+    movable: bool = False  # suspended leases can resume on another device of its machine and model
     move_reason: str = ""  # why not
-    closed: str = ""  # why it takes nothing new although it works: its memory is used beyond what was granted
+    closed: str = ""  # why it takes nothing new although it works: memory is used that was not granted
 
 
 class Devices(Answer, frozen=True):
@@ -412,10 +412,10 @@ class TraceRow(Answer, frozen=True):
     session: str  # rows of one session have one name; of a job empty
     user: str  # "u1", "u2", ... unless names are asked for
     project: str  # likewise
-    num_gpu: int  # whole ones, as the simulator counts: a part counts as one
+    num_gpu: int  # whole GPUs, for the simulator; a part counts as one
     gpus: float
     submit_s: float  # after the first row
-    duration_s: float  # it ran, without pauses
+    duration_s: float  # run time without pauses
 
 
 class Trace(Answer, frozen=True):
@@ -434,7 +434,7 @@ class Owner(Answer, frozen=True):
     created: str  # that moment; empty: not known
     jobs: int  # that wait
     others: int  # sessions, and jobs that do not wait
-    held: bool  # the jobs wait until an administrator adopts or ends them; else they fail at the next look
+    held: bool  # the jobs wait until an administrator adopts or ends them; else they fail at the next check
 
 
 class Owners(Answer, frozen=True):
@@ -444,7 +444,7 @@ class Owners(Answer, frozen=True):
 
 
 class Adoption(Message, frozen=True):
-    """Body of ``PUT owners/{name}``: the user that gets the jobs; null: the present user of the name."""
+    """Body of ``PUT owners/{name}``: the user that gets the jobs; null: the current user of that name."""
 
     to: str | None = None
 
