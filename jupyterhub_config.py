@@ -1,26 +1,26 @@
-"""The demo of `make hub`, and the example to copy from: one machine, everything of one user.
+"""The demo of `make hub`, and an example to copy: one machine, on which one user runs everything.
 
 It runs without a GPU (on a simulated driver) and, unchanged, with one.  For a
-machine with real users read docs/admin.md: other spawner, other authenticator,
-broker and device helper as services of their own.
+machine with real users read docs/admin.md: it needs another spawner and authenticator,
+and the broker and the device helper as separate services.
 
-JupyterHub executes this file, and so does the broker (`--config`): each takes
-the settings of its own classes.  Nothing here has an effect that may not happen
+JupyterHub executes this file, and so does the broker (`--config`); each uses the
+settings of its own classes.  So this file must have no effect that may not happen
 twice.
 
 Environment:
-    GPUSHARE_DEMO_PORT          where the Hub listens, on the loopback interface only (8000); the three
-                                ports behind it are used inside: +1 Hub, +2 proxy's API, +3 broker
+    GPUSHARE_DEMO_PORT          port of the Hub, on the loopback interface only (8000); the next three
+                                ports are used internally: +1 Hub, +2 proxy's API, +3 broker
     GPUSHARE_DEMO_DIR           databases, secrets, users' homes (./demo-data); one per demo hub
     GPUSHARE_DEMO_IDLE_TIMEOUT  seconds after which an idle GPU may be lent (900)
     GPUSHARE_SIMULATE           devices of the simulated driver
                                 ("2xH100-80GB,host=512GiB,copy=5GiB/s,checkpoint=any-uid": GPU memory is
                                 copied at 5 GiB/s, and the last option lets it suspend without root);
-                                unset: simulated only where no NVIDIA driver is found
+                                unset: simulated only if no NVIDIA driver is found
 
-Several demo hubs run side by side with ports and folders of their own.  A
-browser knows them apart only by host name: use 127.0.0.1 for one and localhost
-for another, or private windows.
+Several demo hubs can run side by side, with different ports and folders.  A browser
+distinguishes them only by host name: use 127.0.0.1 for one and localhost for another,
+or private windows.
 """
 
 import ctypes
@@ -35,12 +35,12 @@ from jupyter_gpushare.parent import bound
 c = get_config()
 
 
-# ---- where things are ----------------------------------------------------------------
+# ---- ports and folders ---------------------------------------------------------------
 
 here = Path(__file__).resolve().parent
 port = int(os.environ.get("GPUSHARE_DEMO_PORT", "8000"))
 state = Path(os.environ.get("GPUSHARE_DEMO_DIR", here / "demo-data")).resolve()
-# Secrets and databases: readable by this user only.
+# Secrets and databases are readable by this user only.
 for folder in (state, state / "broker", state / "home"):
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     folder.chmod(0o700)
@@ -52,7 +52,7 @@ path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.def
 
 
 def driver_found() -> bool:
-    """Whether this machine has an NVIDIA driver (asked before the simulated one can answer)."""
+    """Return whether this machine has an NVIDIA driver (before the simulated one can be found)."""
     if Path("/proc/driver/nvidia/version").exists():
         return True
     try:
@@ -62,13 +62,13 @@ def driver_found() -> bool:
     return True
 
 
-# A real driver suspends processes only for root; the simulated one does it for every user here.
-# Copies at the speed that is reported for H100 (NVIDIA/cuda-checkpoint issue 29).
+# A real driver suspends processes only for root; this simulated one does so for every user.  It copies at
+# the speed that is reported for an H100 (NVIDIA/cuda-checkpoint issue 29).
 DEMO_MACHINE = "2xH100-80GB,host=512GiB,copy=5GiB/s,checkpoint=any-uid"
 simulated = os.environ.get("GPUSHARE_SIMULATE") or ("" if driver_found() else DEMO_MACHINE)
 driver = {}
 if simulated:
-    # All processes that find the simulated driver's libraries first see the same simulated devices.
+    # All processes that find the simulated driver's libraries first share the same simulated devices.
     driver = {
         "GPUSHARE_SIMULATE": simulated,
         "GPUSHARE_SIM_STATE": str(state / "simulated-gpus"),
@@ -78,25 +78,25 @@ if simulated:
 
 # ---- the Hub ---------------------------------------------------------------------------
 
-# Loopback only: in this demo every password is right.
+# Loopback only, because this demo accepts every password.
 c.JupyterHub.bind_url = f"http://127.0.0.1:{port}"
 c.JupyterHub.hub_bind_url = f"http://127.0.0.1:{port + 1}"
 c.ConfigurableHTTPProxy.api_url = f"http://127.0.0.1:{port + 2}"
-# The proxy sends browsers' requests here.
+# The proxy forwards browsers' requests to this address.
 broker_address = f"http://127.0.0.1:{port + 3}"
 api_socket = state / "broker" / "api.sock"
 
 c.JupyterHub.db_url = f"sqlite:///{state / 'jupyterhub.sqlite'}"
 c.JupyterHub.cookie_secret_file = str(state / "cookie-secret")
 c.ConfigurableHTTPProxy.pid_file = str(state / "proxy.pid")
-# The proxy that `make setup` installed, else the one on PATH.  It ends with the Hub (`bound`), however
-# that ends: JupyterHub leaves it behind, on its port, when it is killed or ends while it starts.
+# The proxy that `make setup` installed, else the one on PATH.  It always ends with the Hub (`bound`).
+# JupyterHub alone would leave it running on its port when the Hub is killed or ends during its start.
 local_proxy = Path(sys.executable).parent / "configurable-http-proxy"
 c.ConfigurableHTTPProxy.command = bound(
     [str(local_proxy) if local_proxy.exists() else "configurable-http-proxy"]
 )
 
-# Any password; all users are let in, also those that are not named below.
+# Any password is accepted, and all users are, also those that are not named below.
 c.JupyterHub.authenticator_class = "dummy"
 c.Authenticator.allow_all = True
 c.Authenticator.admin_users = {"admin"}
@@ -116,49 +116,49 @@ c.JupyterHub.allow_named_servers = True
 # Ctrl-C ends everything. In production set this to False: servers and jobs then live through
 # a restart of the Hub.
 c.JupyterHub.cleanup_servers = True
-# `--respawn` watches the broker; the Hub's own check of it logs an error when Ctrl-C ends the broker first.
+# `--respawn` watches the broker; the Hub's own check would log an error when Ctrl-C ends the broker first.
 c.JupyterHub.service_check_interval = 0
 
 
 # ---- servers ---------------------------------------------------------------------------
 
-# All servers have the Hub's own uid: for a demo only. With system users: "gpushare-local".
+# All servers have the Hub's uid, which is for demos only. With system users use "gpushare-local".
 c.JupyterHub.spawner_class = "gpushare-simple"
 c.SimpleLocalProcessSpawner.home_dir_template = str(state / "home" / "{username}")
 c.Spawner.cmd = [sys.executable, "-m", "jupyterhub.singleuser"]
-# Terminals without a login shell: /etc/profile would forget the PATH with the command `gpushare`.
+# Terminals are not login shells, because /etc/profile would reset the PATH with the command `gpushare`.
 c.Spawner.args = ["--ServerApp.terminado_settings={'shell_command': ['bash']}"]
-# JupyterLab refuses to run as root unless told so; this demo may be tried in a container as root.
+# JupyterLab runs as root only with this option; the demo may run as root in a container.
 if os.geteuid() == 0:
     c.Spawner.args.append("--allow-root")
 c.Spawner.default_url = "/lab"
 c.Spawner.environment = {**driver, "PATH": path}
-# The Hub looks that often (s) whether a server is still there; the default is 30. A job's end
-# is noticed much sooner by the device helper; this is only for the Hub's own list.
+# Seconds between the Hub's checks of a server; the default is 30. The device helper notices the end of a
+# job much sooner; this is only for the Hub's own list.
 c.Spawner.poll_interval = 5
-# A slow machine may need long for a first JupyterLab.
+# A slow machine may need this time for its first JupyterLab.
 c.Spawner.start_timeout = 120
 c.Spawner.http_timeout = 120
 
-# Where spawners and servers find the broker: a socket that only this user can put there, unlike a
-# port; and the secret that tells the broker that the Hub's spawners ask.
-# The broker makes the file when it is missing; both sides refuse it if others can read it.
+# Spawners and servers reach the broker at a socket that, unlike a port, only this user can create. The
+# spawners prove their identity with a secret. The broker creates its file if it is missing; both sides
+# refuse it if others can read it.
 c.GPUShareMixin.broker_url = unix_url(api_socket)
 c.GPUShareMixin.broker_token_file = str(state / "broker" / "spawner-token")
 
 
 # ---- permissions ---------------------------------------------------------------------------
 
-# Scope that permits submitting jobs: remove it from a role to forbid jobs.
+# The first scope permits submitting jobs: remove it from a role to forbid jobs.
 c.JupyterHub.custom_scopes = {
     "custom:gpushare:jobs": {"description": "Submit and manage training jobs"},
     "custom:gpushare:admin": {
         "description": "See all leases and jobs, change quotas, and act on them for their users"
     },
 }
-# What every user may do beyond the Hub's own list; a user's server gets the part of it that
-# GPUShareMixin asks for (its default of Spawner.server_token_scopes). If you set
-# c.Spawner.server_token_scopes yourself, name all four:
+# Scopes of every user in addition to the Hub's own list. A user's server gets those that GPUShareMixin
+# requests (its default of Spawner.server_token_scopes). If you set c.Spawner.server_token_scopes, name all
+# four:
 #   users:activity!user, access:servers!server, access:services!service=gpushare, custom:gpushare:jobs
 c.JupyterHub.extra_user_scopes = {"custom:gpushare:jobs", "access:services!service=gpushare"}
 c.JupyterHub.load_roles = [
@@ -179,7 +179,7 @@ c.JupyterHub.load_roles = [
             "read:servers",
             "servers",
             "delete:servers",
-            "list:services",  # which of them stop idle servers
+            "list:services",  # to find those that stop idle servers
             "read:services",
         ],
     },
@@ -192,9 +192,9 @@ c.JupyterHub.services = [
     {
         "name": "gpushare",
         "url": broker_address,
-        # --respawn: a parent that starts it again within a second; the Hub looks every 30 s only.
-        # --with-helper: also the device helper, as this user; with root it is a service of its own.
-        # bound: it ends with the Hub, however early that ends.
+        # --respawn: a parent restarts the broker within 1 s; the Hub would only check every 30 s.
+        # --with-helper: also run the device helper, as this user; as root it is a separate service.
+        # bound: the broker ends with the Hub, even during the Hub's start.
         "command": bound(
             [
                 sys.executable,
@@ -206,13 +206,13 @@ c.JupyterHub.services = [
                 f"--config={Path(__file__).resolve()}",
             ]
         ),
-        # The Hub passes little of its own environment on to services; this file reads the rest.
+        # The Hub passes little of its environment to services; this file needs these variables.
         "environment": {
             **driver,
             "PATH": path,
             **{key: value for key, value in os.environ.items() if key.startswith("GPUSHARE_DEMO_")},
         },
-        # Scopes of a login on the broker's page, out of the user's own.
+        # A login on the broker's page gets these scopes, if the user has them.
         "oauth_client_allowed_scopes": ["custom:gpushare:jobs", "custom:gpushare:admin"],
         # The admin page of the broker skips the OAuth confirmation page.
         "oauth_no_confirm": True,
@@ -227,14 +227,14 @@ c.GPUShareBroker.db_url = f"sqlite:///{state / 'broker' / 'broker.sqlite'}"
 c.GPUShareBroker.api_socket = str(api_socket)
 c.GPUShareBroker.helper_socket = str(state / "broker" / "helper.sock")
 c.GPUShareBroker.spawner_token_file = str(state / "broker" / "spawner-token")
-# Half of the machine's GPUs are guaranteed to each project; what one does not use, the other borrows.
+# Half of the machine's GPUs are guaranteed to each project; the other project may borrow unused ones.
 c.GPUShareBroker.projects = {
     "vision": {"quota": "50%", "groups": ["vision"]},
     "nlp": {"quota": "50%", "groups": ["nlp"]},
 }
-# On a real driver off until `make test-gpu` has measured there what turns cost.
+# Off on a real driver until `make test-gpu` has measured the cost of turns on it.
 c.GPUShareBroker.compute_share = "fair" if simulated else "off"
-# Likewise: jobs whose owners agreed run on what other jobs leave of their GPUs.
+# Likewise: jobs whose owners agree run on parts of GPUs that other jobs leave unused.
 c.GPUShareBroker.share = bool(simulated)
-# Seconds without a busy kernel and without GPU activity, after which a GPU may be lent to waiting work.
+# After these seconds without a busy kernel and GPU activity, a GPU may be lent to waiting work.
 c.GPUShareBroker.idle_timeout = float(os.environ.get("GPUSHARE_DEMO_IDLE_TIMEOUT", "900"))

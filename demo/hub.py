@@ -1,8 +1,8 @@
 """Run the demo hub of `make hub` until Ctrl-C.
 
-The Hub, its proxy, the broker and all servers write to one log file; the terminal shows
-the address, the users, what to try first, and errors.  Two demo hubs need different ports
-and different folders; a second one of the same folder is refused.
+The Hub, its proxy, the broker and all servers write to one log file.  The terminal shows the
+address, the users, first steps, and errors.  Two demo hubs need different ports and different
+folders; a second demo hub with the same folder is refused.
 
 Environment: GPUSHARE_DEMO_PORT, GPUSHARE_DEMO_DIR (see `jupyterhub_config.py`).
 Standard library only.
@@ -29,18 +29,18 @@ from urllib.parse import urlsplit
 from step import bound, last_lines
 
 ROOT = Path(__file__).resolve().parents[1]
-PORTS = 4  # the Hub's page, and the three that jupyterhub_config.py uses inside
+PORTS = 4  # the Hub's page, and three internal ports of jupyterhub_config.py
 _MAX_PORT = 65535 - PORTS + 1
 _HEALTH = "/services/gpushare/api/v1/health"
-# The Hub's log names its address, with a path where jupyterhub_config.py sets one.
+# The Hub's log has its address, with a path if jupyterhub_config.py sets one.
 _RUNS_AT = re.compile(rb"JupyterHub is now running at (http\S+?)/?\s")
 _RUNS_WITHIN_BYTES = 1 << 20
-# JupyterLab is imported for the first time, and tables are made.
+# The first start imports JupyterLab and creates tables.
 READY_S = 120.0
 _STOP_S = 60.0
-_SAY_EVERY_S = 5.0
-_LOOK_S = 0.3
-# First character of a line of JupyterHub's and our logs at these levels.
+_PRINT_EVERY_S = 5.0
+_POLL_S = 0.3
+# The beginning of a line at these levels in JupyterHub's log and in ours.
 _ERROR = re.compile(r"\[[EC] |(?:ERROR|CRITICAL)\b")
 
 
@@ -50,19 +50,19 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Where this demo hub listens and keeps its state."""
+    """The port and the state folder of this demo hub."""
 
     port: int
     folder: Path
 
     @property
     def url(self) -> str:
-        """Address of the Hub's page, where jupyterhub_config.py is as it was shipped."""
+        """Return the address of the Hub's page with an unchanged jupyterhub_config.py."""
         return f"http://127.0.0.1:{self.port}"
 
     @property
     def log(self) -> Path:
-        """Log of the Hub, the broker and all servers of this run."""
+        """Return the path of the log of the Hub, the broker and all servers of this run."""
         return self.folder / "hub.log"
 
     def other(self) -> str:
@@ -72,7 +72,7 @@ class Settings:
 
 
 def settings(environment: Mapping[str, str]) -> Settings:
-    """Return what the environment asks for.
+    """Return the settings in the environment.
 
     Raises:
         Refused: GPUSHARE_DEMO_PORT is not a port with three more above it.
@@ -88,10 +88,10 @@ def settings(environment: Mapping[str, str]) -> Settings:
 
 @contextlib.contextmanager
 def folder_of(wanted: Settings) -> Iterator[None]:
-    """Hold the state folder for this demo hub alone.
+    """Lock the state folder for this demo hub.
 
     Raises:
-        Refused: another demo hub uses it, or it cannot be made.
+        Refused: another demo hub uses the folder, or it cannot be created.
     """
     try:
         wanted.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -115,10 +115,10 @@ def folder_of(wanted: Settings) -> Iterator[None]:
 
 
 def check_ports(wanted: Settings) -> None:
-    """Return if all ports are free.
+    """Check that all ports are free.
 
     Raises:
-        Refused: one is in use.
+        Refused: a port cannot be used.
     """
     for port in range(wanted.port, wanted.port + PORTS):
         try:
@@ -131,7 +131,7 @@ def check_ports(wanted: Settings) -> None:
 
 
 def box(wanted: Settings) -> str:
-    """Return what a person needs first: address, users, what to try, and how to end it."""
+    """Return a box with the address, the users, the first steps, and how to end the demo."""
     lines = [
         f"The demo is ready:  {address(wanted)}",
         "",
@@ -150,7 +150,7 @@ def box(wanted: Settings) -> str:
 
 
 def address(wanted: Settings) -> str:
-    """Return the address of the Hub's page as its log says it, without a slash at its end; empty: not yet."""
+    """Return the address of the Hub's page from its log, without a trailing slash; empty if not there yet."""
     try:
         with wanted.log.open("rb") as log:
             found = _RUNS_AT.search(log.read(_RUNS_WITHIN_BYTES))
@@ -160,7 +160,7 @@ def address(wanted: Settings) -> str:
 
 
 def is_ready(wanted: Settings) -> bool:
-    """Whether the broker answers through the Hub's proxy and finds nothing wrong."""
+    """Return whether the broker answers through the Hub's proxy, and is healthy."""
     if not (url := urlsplit(address(wanted))).port:
         return False
     connection = http.client.HTTPConnection(url.hostname or "127.0.0.1", url.port, timeout=5)
@@ -174,18 +174,18 @@ def is_ready(wanted: Settings) -> bool:
 
 
 class Demo:
-    """The Hub's process, and what its log says."""
+    """Runs the Hub's process and prints errors from its log."""
 
     def __init__(self, wanted: Settings) -> None:
         self._wanted = wanted
-        self._asked_to_end = False
+        self._must_end = False
         self._read_bytes = 0
         if wanted.log.exists():
             wanted.log.replace(wanted.log.with_suffix(".log.1"))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, self._on_signal)
         with wanted.log.open("wb") as output:
-            # In a session of its own: Ctrl-C reaches this process, which signals the Hub once.
+            # The Hub has its own session, so Ctrl-C reaches only this process, which signals the Hub once.
             self._hub = subprocess.Popen(
                 bound([sys.executable, "-m", "jupyterhub", "-f", "jupyterhub_config.py"]),
                 cwd=ROOT,
@@ -203,31 +203,31 @@ class Demo:
             )
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._asked_to_end = True
+        self._must_end = True
 
     def run(self) -> int:
-        """Return the exit status when the Hub has ended: 0 after Ctrl-C."""
+        """Run until the Hub ends; return the exit status, which is 0 after Ctrl-C."""
         if self._wait_until_ready():
             print(box(self._wanted), flush=True)
-            while not self._asked_to_end and self._hub.poll() is None:
+            while not self._must_end and self._hub.poll() is None:
                 self._print_errors()
-                time.sleep(_LOOK_S)
+                time.sleep(_POLL_S)
         return self._end()
 
     def _wait_until_ready(self) -> bool:
-        began_at = said_at = time.monotonic()
+        began_at = printed_at = time.monotonic()
         print("Starting the Hub, its proxy and the GPU broker ...", flush=True)
-        while not self._asked_to_end and self._hub.poll() is None:
+        while not self._must_end and self._hub.poll() is None:
             if is_ready(self._wanted):
                 return True
             now = time.monotonic()
             if now - began_at > READY_S:
                 print(f"No answer within {READY_S:.0f} s.", file=sys.stderr)
                 return False
-            if now - said_at > _SAY_EVERY_S:
-                said_at = now
+            if now - printed_at > _PRINT_EVERY_S:
+                printed_at = now
                 print(f"  {now - began_at:.0f} s", flush=True)
-            time.sleep(_LOOK_S)
+            time.sleep(_POLL_S)
         return False
 
     def _print_errors(self) -> None:
@@ -240,7 +240,7 @@ class Demo:
                 print(line, flush=True)
 
     def _end(self) -> int:
-        if self._asked_to_end:
+        if self._must_end:
             print("\nEnding the demo ...", flush=True)
         elif self._hub.poll() is not None or not is_ready(self._wanted):
             print("\n".join(last_lines(self._wanted.log, 20)), file=sys.stderr)
@@ -255,7 +255,7 @@ class Demo:
                 self._hub.wait()
                 print(f"The Hub did not end within {_STOP_S:.0f} s and was killed.", file=sys.stderr)
                 return 1
-        if not self._asked_to_end:
+        if not self._must_end:
             return 1
         print(
             f"Ended after {time.monotonic() - began_at:.0f} s. The state stays in {self._wanted.folder}.",
@@ -265,7 +265,7 @@ class Demo:
 
 
 def main() -> int:
-    """Exit status: 0 after Ctrl-C, 1 with a reason."""
+    """Run the demo; return the exit status: 0 after Ctrl-C, 1 with a printed reason."""
     try:
         wanted = settings(os.environ)
         if sys.argv[1:] == ["--check"]:

@@ -1,9 +1,9 @@
-"""Run one step of the set-up with its output in a log file, and say how far it is.
+"""Run one step of the set-up with its output in a log file, and show its progress.
 
     python demo/step.py "Installing JupyterLab" .venv/stamps/package.log -- pip install jupyterlab
 
-Prints the label, every few seconds the time and the last line of the log, and how long
-it took.  Exits like the command; where that failed, the end of the log comes first.
+It prints the label, every few seconds the elapsed time and the last line of the log, and
+finally the duration.  It exits like the command; if that fails, it prints the end of the log.
 Standard library only: it runs before anything is installed.
 """
 
@@ -25,13 +25,13 @@ _WIDTH = 70
 
 
 def bound(command: Sequence[str]) -> list[str]:
-    """The command line under which ``command`` gets SIGTERM when this process ends."""
+    """Return a command line that runs ``command`` so that it gets SIGTERM when this process ends."""
     numbers = (str(os.getpid()), str(int(signal.SIGTERM)))
     return [sys.executable, "-IS", str(_PARENT), *numbers, *command]
 
 
 def last_lines(log: Path, count: int) -> list[str]:
-    """The last lines of a log that are not blank, at most ``count``; none where there is no log."""
+    """Return at most ``count`` last lines of a log that are not blank; none if there is no log."""
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - _TAIL_BYTES))
@@ -42,7 +42,7 @@ def last_lines(log: Path, count: int) -> list[str]:
 
 
 def run(label: str, log: Path, command: Sequence[str], *, every_s: float = EVERY_S) -> int:
-    """Run ``command`` and return its exit status (128 + N for signal N)."""
+    """Run ``command``; return its exit status (128 + N for signal N)."""
     print(f"{label} ...", flush=True)
     began_at = time.monotonic()
     with log.open("wb") as output:
@@ -64,13 +64,13 @@ def run(label: str, log: Path, command: Sequence[str], *, every_s: float = EVERY
 
 
 def _last(log: Path) -> str:
-    """The last line of the log, cut to the width of a terminal."""
+    """Return the last line of the log, cut to the width of a terminal."""
     found = " ".join("".join(last_lines(log, 1)).split())
     return found if len(found) <= _WIDTH else f"{found[: _WIDTH - 3]}..."
 
 
 def main(words: Sequence[str]) -> int:
-    """Exit status of the command, or 2 if the words are not those of this program."""
+    """Run the step; return the exit status of the command, or 2 after wrong usage."""
     if len(words) < 4 or words[2] != "--":
         print(f"usage: {os.path.basename(__file__)} LABEL LOG -- COMMAND [ARGUMENT ...]", file=sys.stderr)
         return 2

@@ -9,17 +9,17 @@ __version__ = "0.1.0"
 
 
 def progress(done: float, total: float | None = None) -> bool:
-    """Report how far a training job is, in any unit; True when it was taken.
+    """Report the progress of a training job, in any unit; return whether the report was delivered.
 
-    For training programs; outside a job nothing happens.  Nothing heavy is imported.
+    Training programs call this; outside a job it does nothing.  It imports nothing heavy.
 
     Raises:
-        ValueError: a number that is negative or not finite.
+        ValueError: a number is negative or not finite.
     """
     return bool(_load("jupyter_gpushare.job.progress").progress(done, total))
 
 
 def load_ipython_extension(shell: Any) -> None:
-    """Give a notebook ``%gpu``, ``%gpujob`` and ``%%gpujob``; imported by the first that is used."""
+    """Register ``%gpu``, ``%gpujob`` and ``%%gpujob``; the first use of one imports them."""
     for name in ("gpu", "gpujob"):
         shell.magics_manager.register_lazy(name, "jupyter_gpushare.cli.magics")

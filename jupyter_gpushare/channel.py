@@ -1,4 +1,4 @@
-"""Connections to the broker that carry a token only after the broker is verified.
+"""Connections to the broker, which is verified before a token is sent.
 
 | address                                                  | verified by                                |
 |----------------------------------------------------------|--------------------------------------------|
@@ -9,13 +9,13 @@
 |                                                          | tokens; spawners refuse it                 |
 
 `api_url` adds the path of the API.  The broker serves it below `SERVICE_PATH` on all its sockets,
-whatever the Hub's base_url is, and below the path that the Hub's proxy sends.
+for any base_url of the Hub, and below the path that the Hub's proxy sends.
 
 A loopback TCP port belongs to the process that binds it first, so an address
 alone proves nothing.  A path does: only root and the owner of a folder that is
 closed to others can put a socket there.  SO_PEERCRED (unix(7)) gives the uid of
 the process that called listen(2), which is root's under socket activation.
-The scheme ``http+unix`` is the one of JupyterHub and its proxy.
+JupyterHub and its proxy also use the scheme ``http+unix``.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from jupyter_gpushare.peers import socket_uid
 UNIX_SCHEME = "http+unix"
 SERVICE_PATH = "/services/gpushare"
 API_PATH = f"{SERVICE_PATH}/api/v1"
-# Holds the pinned certificate (PEM) beside GPUSHARE_API_URL; servers of other machines get it.
+# The pinned certificate (PEM) for GPUSHARE_API_URL, in the environment of servers on other machines.
 CERTIFICATE_VARIABLE = "GPUSHARE_API_CERTIFICATE"
 
 
 class Unverified(httpcore.ConnectError):
-    """The process behind the address is not proved to be the broker; nothing was sent to it."""
+    """The process at the address is not proved to be the broker; nothing was sent to it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Address:
-    """A broker's address, parsed; ``url`` is what requests name, the rest proves it."""
+    """A parsed address of a broker; requests use ``url``, and the other fields verify the broker."""
 
     url: str
     socket: Path | None = None
@@ -56,29 +56,29 @@ class Address:
 
     @property
     def is_verified(self) -> bool:
-        """Whether a connection proves that it leads to the broker."""
+        """Return whether connections to this address are verified to lead to the broker."""
         return self.socket is not None or self.url.startswith("https://")
 
 
 def unix_url(path: Path, prefix: str = "") -> str:
     """Return the address of the socket at ``path``, such as ``http+unix://%2Frun%2Fgpushare-api%2Fapi.sock``.
 
-    ``prefix`` is what configurations of older versions add; the API is found without it.
+    ``prefix`` is for configurations of older versions, which add it; the API does not need it.
     """
     return f"{UNIX_SCHEME}://{quote(str(path), safe='')}/{prefix.strip('/')}".rstrip("/")
 
 
 def api_url(url: str) -> str:
-    """Return the address of the API, from that of the broker's socket, port or page, or of the Hub."""
+    """Return the address of the API, given that of the broker's socket, port or page, or of the Hub."""
     url = url.rstrip("/")
     return url if url.endswith("/api/v1") else url.removesuffix(SERVICE_PATH) + API_PATH
 
 
 def parse(url: str, certificate: str = "") -> Address:
-    """Return the address that ``url`` names; ``certificate`` (PEM) is the only one accepted over TLS.
+    """Return the parsed address; over TLS only ``certificate`` (PEM) is accepted, if given.
 
     Raises:
-        InvalidRequest: not an address of a broker.
+        InvalidRequest: ``url`` is not an address of a broker.
     """
     url = url.rstrip("/")
     parts = urlsplit(url)
@@ -93,16 +93,16 @@ def parse(url: str, certificate: str = "") -> Address:
 
 
 def writer_of(path: Path, owners: Set[int]) -> str:
-    """Return which user, other than ``owners``, could change or replace what is at ``path``; empty: no user.
+    """Return how a user other than ``owners`` could change or replace the file at ``path``; "" if none can.
 
     Raises:
-        OSError: it is not there.
+        OSError: the file does not exist.
     """
     for each in (path, *path.parents):
         about = each.stat()
         # A user's private group (gid = uid, useradd(8)) has one member.
         group = 0 if about.st_gid in (0, about.st_uid) else stat.S_IWGRP
-        # In a sticky folder others can add files, and replace none.
+        # In a sticky folder others can add files, but replace none.
         sticky = each != path and about.st_mode & stat.S_ISVTX
         if about.st_mode & (group | stat.S_IWOTH) and not sticky:
             return f"{each} is writable for other users"
@@ -112,10 +112,10 @@ def writer_of(path: Path, owners: Set[int]) -> str:
 
 
 def trusted_uids(path: Path) -> frozenset[int]:
-    """Return the uids that can put a socket at ``path``: root's, and that of its folder's owner.
+    """Return the uids that can put a socket at ``path``: root's, and its folder's owner's.
 
     Raises:
-        Unverified: other users could put one there, or there is no such folder.
+        Unverified: other users could put one there, or the folder does not exist.
     """
     try:
         folder = path.parent.resolve(strict=True)
@@ -149,12 +149,12 @@ class _AsyncBackend(httpcore.AnyIOBackend):
 class _AsyncUnixTransport(httpx.AsyncHTTPTransport):
     def __init__(self, path: Path) -> None:
         super().__init__(uds=str(path))
-        # httpx has no argument for the backend that opens its connections.
+        # httpx has no argument for the network backend.
         self._pool = httpcore.AsyncConnectionPool(uds=str(path), network_backend=_AsyncBackend())
 
 
 def async_transport(address: Address) -> httpx.AsyncBaseTransport:
-    """Return what opens verified connections for asyncio."""
+    """Return a transport that opens verified connections for asyncio."""
     if address.socket is not None:
         return _AsyncUnixTransport(address.socket)
     return httpx.AsyncHTTPTransport(verify=_tls(address), trust_env=False)
@@ -167,5 +167,5 @@ def _tls(address: Address) -> ssl.SSLContext:
         context = ssl.create_default_context(cadata=address.certificate)
     except ssl.SSLError as error:
         raise InvalidRequest(f"the broker's certificate cannot be read: {error.reason}") from None
-    context.check_hostname = False  # one certificate is accepted, wherever it answers
+    context.check_hostname = False  # one certificate is accepted, at any host
     return context

@@ -1,9 +1,9 @@
-"""Client of the broker: one request, one typed answer.
+"""Client of the broker: each request returns a typed answer.
 
-A request that did not reach the broker is retried for `RETRY_S` seconds (a managed
-broker restarts within one) when that is safe: reads, writes with an idempotency
-key, and writes that the caller marks ``repeatable``.  Then `BrokerUnavailable` is
-raised, and callers continue without the broker.
+A request that did not reach the broker is retried for `RETRY_S` if that is safe: reads,
+writes with an idempotency key, and writes that the caller marks ``repeatable``.  (A managed
+broker restarts within 1 s.)  Then `BrokerUnavailable` is raised, and callers continue
+without the broker.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from jupyter_gpushare.errors import (
 from jupyter_gpushare.protocol import wire
 
 T = TypeVar("T")
-# A list repeats its parameter.
+# A list stands for a repeated parameter.
 Params = Mapping[str, str | int | float | list[str]]
 
-# The broker's parent restarts it within a second; the rest is for its recovery.
+# The broker's parent restarts it within 1 s; the rest is for its recovery.
 RETRY_S = 5.0
 _PAUSE_S = 0.2
 _PATIENT_S = 2.0
-# From the Hub's proxy while the broker restarts, and from a broker that does not reach the Hub.
+# Statuses of the Hub's proxy while the broker restarts, and of a broker that does not reach the Hub.
 _AWAY = (502, 503, 504)
-# Of a 429 without Retry-After, which is not the broker's.
+# The wait after a 429 without Retry-After, which is not the broker's.
 _RETRY_AFTER_S = 60.0
 _BY_STATUS: Mapping[int, type[RequestError]] = {
     400: InvalidRequest,
@@ -59,7 +59,7 @@ _BY_STATUS: Mapping[int, type[RequestError]] = {
 def _answer(response: httpx.Response, kind: type[T]) -> T:
     """Return the typed answer, or raise the broker's refusal."""
     status = response.status_code
-    degraded = status == 503 and kind is wire.Health  # its body names the faults
+    degraded = status == 503 and kind is wire.Health  # the body names the faults
     if status >= 500 and status not in _BY_STATUS and not degraded:
         raise BrokerUnavailable("the GPU broker answered %1", status)
     if status >= 400 and not degraded:
@@ -83,7 +83,7 @@ def _answer(response: httpx.Response, kind: type[T]) -> T:
 
 
 def _is_answer(response: httpx.Response) -> bool:
-    """Return whether a broker with this path answers; else it is the Hub, or another program or version."""
+    """Return whether a broker with this path answered, not the Hub or another program or version."""
     if response.status_code != 404:
         return not response.is_redirect
     try:
@@ -105,12 +105,12 @@ class BrokerClient:
         retry_s: float = RETRY_S,
         waiting: Callable[[str], None] | None = None,
     ) -> None:
-        """Connect to ``url``; see `channel` for its forms and for ``certificate``.
+        """Prepare connections to ``url``; see `channel` for its forms and for ``certificate``.
 
-        ``waiting`` is told once per request that is retried for longer than `_PATIENT_S`.
+        ``waiting`` is called with a message, once per request that is retried longer than `_PATIENT_S`.
 
         Raises:
-            InvalidRequest: not an address of a broker.
+            InvalidRequest: ``url`` is not an address of a broker.
         """
         self.address = channel.parse(url, certificate)
         self.url = url.rstrip("/")
@@ -134,16 +134,16 @@ class BrokerClient:
         await_start: bool = True,
         timeout_s: float | None = None,
     ) -> T:
-        """Return the broker's answer as ``kind`` (``type(None)``: none is expected).
+        """Return the broker's answer as ``kind``, which is ``type(None)`` if no content is expected.
 
-        ``await_start=False`` does not wait for a broker that does not run: a managed one keeps
-        its sockets open while it restarts.
+        With ``await_start=False`` a broker that does not run is not retried; a managed broker keeps its
+        sockets open while it restarts.
 
         Raises:
-            RequestError: the broker refused; the text is for the user.
-            BrokerStopped: no process listens at its address.
-            NotSetUp: what listens there has no such path.
-            BrokerUnavailable: it did not answer within the retry time.
+            RequestError: the broker refused the request; the text is for the user.
+            BrokerStopped: no process listens at the broker's address.
+            NotSetUp: the process that listens there does not know the path.
+            BrokerUnavailable: the broker did not answer within the retry time.
         """
         headers = dict(self._headers)
         if key is not None:
@@ -159,7 +159,7 @@ class BrokerClient:
             timeout=httpx.USE_CLIENT_DEFAULT if timeout_s is None else timeout_s,
         )
         is_repeatable = method == "GET" or key is not None or repeatable
-        began_at, said = time.monotonic(), self._waiting is None
+        began_at, notified = time.monotonic(), self._waiting is None
         until = began_at + (self._retry_s if is_repeatable else 0.0)
         while True:
             try:
@@ -179,12 +179,12 @@ class BrokerClient:
                     raise self._unreachable(error) from None
                 pause_s = _PAUSE_S
             except TooMany as error:
-                # The broker says when: a script that submits many jobs is slowed down, not refused.
+                # A script that submits many jobs is slowed down, not refused.
                 if time.monotonic() + error.retry_after_s > until:
                     raise
                 pause_s = error.retry_after_s
-            if not said and self._waiting is not None and time.monotonic() - began_at >= _PATIENT_S:
-                said = True
+            if not notified and self._waiting is not None and time.monotonic() - began_at >= _PATIENT_S:
+                notified = True
                 self._waiting(
                     f"the GPU broker at {self.url} does not answer; asking for {self._retry_s:.0f} s"
                 )
@@ -203,15 +203,15 @@ class BrokerClient:
         return await self.request("GET", path, kind, **options)
 
     async def post(self, path: str, body: Any, kind: type[T], **options: Any) -> T:
-        """Send ``body`` and return the answer as ``kind``; options and errors as in `request`."""
+        """Send ``body``; return the broker's answer as ``kind``; options and errors as in `request`."""
         return await self.request("POST", path, kind, body, **options)
 
     async def put(self, path: str, body: Any, kind: type[T], **options: Any) -> T:
-        """Replace what is at ``path``; returns and raises as `request`."""
+        """Replace the resource at ``path``; return the answer; options and errors as in `request`."""
         return await self.request("PUT", path, kind, body, **options)
 
     async def delete(self, path: str, kind: type[T], **options: Any) -> T:
-        """Delete what is at ``path``; returns and raises as `request`."""
+        """Delete the resource at ``path``; return the answer; options and errors as in `request`."""
         return await self.request("DELETE", path, kind, **options)
 
     async def close(self) -> None:
@@ -220,13 +220,13 @@ class BrokerClient:
 
 
 class BlockingClient:
-    """A `BrokerClient` for code that does not await: command line and notebook magics.
+    """A `BrokerClient` for code that is not async: the command line and notebook magics.
 
     Requests run on an event loop in a thread, because a notebook's own thread already runs one.
     """
 
     def __init__(self, url: str, token: str, **options: Any) -> None:
-        """Connect like `BrokerClient`, with its options; raises like it."""
+        """Prepare connections; options and errors are those of `BrokerClient`."""
         self._client = BrokerClient(url, token, **options)
         self.address = self._client.address
         self._loop = asyncio.new_event_loop()
@@ -234,23 +234,23 @@ class BlockingClient:
         self._thread.start()
 
     def get(self, path: str, kind: type[T], **options: Any) -> T:
-        """Return the broker's answer; raises like `BrokerClient.request`, as the next three do."""
+        """Return the broker's answer; this method and the next three raise like `BrokerClient.request`."""
         return self._run(self._client.get(path, kind, **options))
 
     def post(self, path: str, body: Any, kind: type[T], **options: Any) -> T:
-        """Send ``body`` and return the broker's answer as ``kind``."""
+        """Send ``body``; return the broker's answer as ``kind``."""
         return self._run(self._client.post(path, body, kind, **options))
 
     def put(self, path: str, body: Any, kind: type[T], **options: Any) -> T:
-        """Replace what is at ``path`` and return the broker's answer as ``kind``."""
+        """Replace the resource at ``path``; return the broker's answer as ``kind``."""
         return self._run(self._client.put(path, body, kind, **options))
 
     def delete(self, path: str, kind: type[T], **options: Any) -> T:
-        """Delete what is at ``path`` and return the broker's answer as ``kind``."""
+        """Delete the resource at ``path``; return the broker's answer as ``kind``."""
         return self._run(self._client.delete(path, kind, **options))
 
     def close(self) -> None:
-        """Close the connection and end the thread."""
+        """Close the connections and end the thread."""
         self._run(self._client.close())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()

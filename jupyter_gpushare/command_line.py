@@ -1,4 +1,4 @@
-"""Command lines as tables: rows for verbs and their options, and the builder of parsers from them."""
+"""Command lines as tables of verbs and options, and the parsers that are built from them."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ _MIN_COLUMNS = 40
 
 
 class Option:
-    """An option or argument of a verb, with its ``usage`` as a usage line has it.
+    """An option or argument of a verb, described by its ``usage``, as in a usage line.
 
-    ``--limit N`` has a value, ``-f --follow`` has none, ``--env K=V ...`` may be repeated; ``ID`` is an
-    argument, ``[ID]`` may be left out, of ``ID ...`` there are one or more.  ``kind`` reads the value or
-    lists the choices.  ``settings`` go to ``argparse`` as they are.
+    ``--limit N`` has a value, ``-f --follow`` has none, and ``--env K=V ...`` may be repeated.  ``ID`` is an
+    argument, ``[ID]`` an optional one, and ``ID ...`` one or more.  ``kind`` parses the value or lists the
+    choices.  ``settings`` are passed to ``argparse`` unchanged.
     """
 
     def __init__(self, usage: str, help: str = "", kind: Kind = None, **settings: Any) -> None:
         self.usage, self.help, self.kind, self.settings = usage, help, kind, settings
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
-        """Add it to a parser, or to a group of one."""
+        """Add the option to a parser or to a group of a parser."""
         words = self.usage.split()
         flags = [word for word in words if word.startswith("-")]
         value = next((word for word in words if word not in (*flags, "...")), "")
@@ -59,17 +59,17 @@ class OneOf:
         self.options, self.required = options, required
 
     def add_to(self, parser: argparse.ArgumentParser) -> None:
-        """Add them to a parser."""
+        """Add the options to a parser."""
         group = parser.add_mutually_exclusive_group(required=self.required)
         for each in self.options:
             each.add_to(group)
 
 
 class Verb:
-    """A verb: a function, which parsed words get as ``run``, and its options.
+    """A verb: a function and its options.
 
-    It has the name of the function.  The first paragraph of the function's docstring is its help, the
-    second has the examples; without them the verb alone is one.
+    The parsed arguments have the function as ``run``.  Its name is that of the verb by default.  The first
+    paragraph of its docstring is the help, the second has the examples.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class Verb:
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser with examples in its help, that suggests the closest choice for a misspelt one."""
+    """A parser that shows examples in its help, and suggests the closest choice for a misspelt one."""
 
     def __init__(self, *, examples: Sequence[str] = (), after: str = "", **settings: Any) -> None:
-        """Make one; ``after`` ends the help, ``settings`` are those of `argparse.ArgumentParser`."""
+        """Create a parser; ``after`` ends the help, ``settings`` are those of `argparse.ArgumentParser`."""
         shown = "\n  ".join(["examples:", *examples]) if examples else ""
         epilog = "\n\n".join(filter(None, (shown, after)))
         super().__init__(epilog=epilog, formatter_class=argparse.RawDescriptionHelpFormatter, **settings)
@@ -98,11 +98,11 @@ class Parser(argparse.ArgumentParser):
         metavar: str = "VERB",
         examples: Sequence[str] = (),
     ) -> argparse._SubParsersAction[Parser]:
-        """Add verbs, each with the options of ``every`` verb; return what further verbs are added to."""
+        """Add verbs, each also with the options ``every``; return the action to which more can be added."""
         added = self.add_subparsers(metavar=metavar, required=True)
         for verb in verbs:
             text = verb.description
-            # A name in capitals stays.
+            # An acronym keeps its capitals.
             help = text if text[1:2].isupper() else f"{text[:1].lower()}{text[1:]}"
             parser = added.add_parser(
                 verb.name,
@@ -117,7 +117,7 @@ class Parser(argparse.ArgumentParser):
         return added
 
     def error(self, message: str) -> NoReturn:
-        """Exit with 2, the usage and the message, in a terminal wrapped at words."""
+        """Print the usage and the message, wrapped at words in a terminal; exit with 2."""
         if unknown := _INVALID_CHOICE.search(message):
             choices = re.findall(r"[\w,-]*\w", unknown[2])
             near = difflib.get_close_matches(unknown[1], choices, 1)
@@ -129,7 +129,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def count(low: int, high: int) -> Callable[[str], int]:
-    """Return a reader of whole numbers from ``low`` to ``high``."""
+    """Return a parser of whole numbers from ``low`` to ``high``."""
 
     def parse(text: str) -> int:
         try:
@@ -144,7 +144,7 @@ def count(low: int, high: int) -> Callable[[str], int]:
 
 
 def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
-    """Return a line with an indent, for a terminal wrapped at words."""
+    """Return a line with an indent, wrapped at words if the stream is a terminal."""
     if not stream.isatty():
         return f"{indent}{text}"
     return textwrap.fill(
@@ -158,5 +158,5 @@ def wrapped(text: str, stream: TextIO, indent: str = "") -> str:
 
 
 def columns(taken: int = 0) -> int:
-    """Return the columns that the terminal has left, with a minimum at which sentences stay readable."""
+    """Return the columns of the terminal without ``taken``, but at least enough for readable sentences."""
     return max(_MIN_COLUMNS, shutil.get_terminal_size().columns - taken)

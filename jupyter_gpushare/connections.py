@@ -1,4 +1,4 @@
-"""Which connections a server keeps: one set of rules for all listeners.
+"""The rules by which all listeners keep or close connections.
 
 | class    | which connections                             | how many        | until                        |
 |----------|-----------------------------------------------|-----------------|------------------------------|
@@ -7,20 +7,20 @@
 | proven   | all others                                    | ``proven``      | the server's own idle limit  |
 
 Each connection is counted for a holder: the peer's uid or address while it is unproven, then the user or
-service that it proved to be.  The two classes never take each other's slots.  In a full class the oldest
-idle connection of the largest holder gives way to a new one.  A holder's reserve is not counted in that
-comparison, so that connections within it are the last to give way.
+service that it has proved.  The classes have separate slots.  In a full class the oldest idle connection of
+the largest holder is closed for a new one.  A holder's reserve is subtracted in that comparison, so that
+connections within it are closed last.
 
-So a holder's last connections are its reserve too: a holder with n of them gives way only where none has
-more.  With 1,500 places and a reserve of 500 for the Hub, 4 connections stay with each of 249 other holders,
-whatever one of them opens.
+A small holder is protected too: a holder with n connections loses one only if no holder has more.  With
+1,500 slots and a reserve of 500 for the Hub, each of 249 other holders keeps 4 connections, however many one
+of them opens.
 
-A connection is idle between two requests, and until the head of a request is complete.  One with a
-request in progress gives way only where the largest holder has no idle one, and only in a server that can
-cancel a request.  A proven holder cuts off no request of its own that way: its new connection is the one
-that is closed.  An unproven holder can be an address of many, so its oldest connection gives way.
+A connection is idle between two requests, and until the head of a request is complete.  One with a request
+in progress is closed only if the largest holder has no idle connection, and only in a server that can cancel
+requests.  If the largest holder is the new connection's own, and proven, the new connection is closed
+instead.  An unproven holder can be an address of many users, so its oldest connection is closed.
 
-No I/O, no clock: times are seconds of any clock that only advances.
+This module has no I/O and no clock: times are seconds of any monotonic clock.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-# Of an unproven connection: between its handshake and the head of a request, and in all.
+# Limits of an unproven connection: from its handshake to the head of a request, and in total.
 IDLE_S = 2.0
 PROOF_S = 10.0
-# Length of the kernel's queue of connections to be accepted; net.core.somaxconn caps it.
+# The length of the kernel's queue of unaccepted connections; net.core.somaxconn is its maximum.
 BACKLOG = 4_096
 
 
 @dataclass(slots=True)
 class Entry:
-    """One connection; changed by `Connections` alone."""
+    """One connection; only `Connections` changes it."""
 
     holder: str
     is_proven: bool
     opened_at: float
-    expires_at: float  # unless it proves something by then
+    expires_at: float  # unless it is proven by then
     admitted_for: str  # its first holder
     is_busy: bool = False
     user: str = ""  # whose request is in progress
@@ -59,26 +59,26 @@ class Connections(Generic[K]):
     def __init__(
         self, *, unproven: int, proven: int, reserves: Mapping[str, int] | None = None, cancels: bool
     ) -> None:
-        """Allow so many connections of each class; ``reserves`` are connections by holder.
+        """Set the maximum number of connections of each class, and the ``reserves`` by holder.
 
-        ``cancels``: whether a request in progress ends when its connection is closed.
+        ``cancels`` is whether a request in progress ends when its connection is closed.
         """
-        self._most = {False: unproven, True: proven}
+        self._maximum = {False: unproven, True: proven}
         self._reserves = reserves or {}
         self._cancels = cancels
         self._entries: dict[K, Entry] = {}
-        # By class and holder; within a holder the connection comes first that was used least recently.
+        # By class and holder; the least recently used connection of a holder comes first.
         self._held: dict[bool, dict[str, dict[K, Entry]]] = {False: {}, True: {}}
         self._counts = {False: 0, True: 0}
         self._requests: Counter[str] = Counter()  # in progress, by user
-        # Holder of the connection that gave way last; empty: none has.
+        # The holder of the connection that was closed last for a new one, or "".
         self.gave_way = ""
 
     def __len__(self) -> int:
         return len(self._entries)
 
     def of(self, key: K) -> Entry | None:
-        """Return what is known of a connection; None: it is not counted (any more)."""
+        """Return the entry of a connection; None if it is not counted (any more)."""
         return self._entries.get(key)
 
     def count(self, holder: str, *, is_proven: bool) -> int:
@@ -92,19 +92,19 @@ class Connections(Generic[K]):
     def admit(
         self, key: K, holder: str, now: float, *, is_proven: bool = False, shakes_hands: bool = False
     ) -> K | None:
-        """Count a new connection; return the one to close, or None.
+        """Count a new connection; return the one to close, which may be ``key``, or None.
 
-        That can be ``key`` itself.  The one to close is no longer counted.  One that ``shakes_hands`` has
-        the whole time for a proof until `idle` is called for it; it gives way as an idle one does.
+        The returned connection is no longer counted.  One that ``shakes_hands`` expires after `PROOF_S`
+        until `idle` is called for it; it counts as idle.
         """
         expires_at = math.inf if is_proven else now + (PROOF_S if shakes_hands else IDLE_S)
         self._add(key, Entry(holder, is_proven, now, expires_at, holder))
         return self._make_way(key)
 
     def prove(self, key: K, holder: str) -> K | None:
-        """Count a connection as proven, for ``holder``; return the one to close, as `admit`.
+        """Count a connection as proven, for ``holder``; return the one to close, or None.
 
-        A connection that is not counted (any more) is the one to close.
+        A connection that is not counted (any more) must be closed itself.
         """
         entry = self._entries.get(key)
         if entry is None:
@@ -117,7 +117,7 @@ class Connections(Generic[K]):
         return self._make_way(key)
 
     def busy(self, key: K) -> bool:
-        """Count a request as begun; False: the connection has given way, so the request is not read."""
+        """Count a request as begun; return False if the connection is being closed and must not be read."""
         entry = self._entries.get(key)
         if entry is None:
             return False
@@ -126,12 +126,12 @@ class Connections(Generic[K]):
             entry.expires_at = entry.opened_at + PROOF_S
         return True
 
-    def begin(self, key: K, user: str, most: int) -> bool:
-        """Count the request of a connection for ``user``, until it ends; False: ``most`` are in progress."""
+    def begin(self, key: K, user: str, maximum: int) -> bool:
+        """Count a request of ``user`` until it ends; return False if ``maximum`` of the user run already."""
         entry = self._entries.get(key)
         if entry is None or entry.user == user:
             return True
-        if self._requests[user] >= most:
+        if self._requests[user] >= maximum:
             return False
         self._end(entry)
         entry.user = user
@@ -151,7 +151,7 @@ class Connections(Generic[K]):
         mine[key] = mine.pop(key)
 
     def expired(self, now: float) -> list[K]:
-        """Return the connections that have proven nothing in time; they are no longer counted."""
+        """Return the connections that were not proven in time; they are no longer counted."""
         over = [
             key
             for mine in self._held[False].values()
@@ -195,7 +195,7 @@ class Connections(Generic[K]):
 
     def _make_way(self, new: K) -> K | None:
         is_proven = self._entries[new].is_proven
-        if self._counts[is_proven] <= self._most[is_proven]:
+        if self._counts[is_proven] <= self._maximum[is_proven]:
             return None
         found = self._to_close(new)
         self.gave_way = self._entries[found].holder

@@ -21,16 +21,21 @@ from jupyter_gpushare.core.size import parse_memory
 from jupyter_gpushare.errors import DeviceError, GpuShareError
 from jupyter_gpushare.gibibytes import compared
 
-PATTERN_WORDS = 1 << 18  # at most: the memory of the simulated GPU is memory of this process
+PATTERN_WORDS = 1 << 18  # a maximum, because the simulated GPU's memory is memory of this process
 PTX = Path(__file__).with_suffix(".ptx").read_bytes()
 
 
 class GpuOutOfMemory(GpuShareError):
-    """There is not enough GPU memory; the text says how much there is."""
+    """There is not enough free GPU memory; the text has the free bytes."""
 
 
 def call(name: str, *arguments: Any) -> Any:
-    """Return what a function of the driver returns; raise DeviceError, or RuntimeError without a driver."""
+    """Call a function of the driver; return its results.
+
+    Raises:
+        DeviceError: the driver returned an error.
+        RuntimeError: there is no driver.
+    """
     code, *found = getattr(driver, name)(*arguments)
     if code:
         raise DeviceError(name, int(code), code.name)
@@ -38,13 +43,13 @@ def call(name: str, *arguments: Any) -> Any:
 
 
 def device_count() -> int:
-    """Return how many GPUs this process may use; raise as `call`."""
+    """Return the number of GPUs that this process may use; raise like `call`."""
     call("cuInit", 0)
     return int(call("cuDeviceGetCount"))
 
 
 class Gpu:
-    """One GPU by its number.  Usable from any thread; every method raises as `call`."""
+    """One GPU by its number.  It can be used from any thread; every method raises like `call`."""
 
     def __init__(self, device: int = 0) -> None:
         call("cuInit", 0)
@@ -55,16 +60,21 @@ class Gpu:
         self.kernel = self.call("cuModuleGetFunction", module, b"gpushare_demo_step")
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """Do as the function `call`, with the context of this GPU."""
+        """Call a function of the driver with the context of this GPU."""
         call("cuCtxSetCurrent", self._context)
         return call(name, *arguments)
 
     def memory(self) -> list[int]:
-        """Return the free and total bytes that this process may use: within a lease, the lease's."""
+        """Return the free and total bytes that this process may use; within a lease these are the lease's."""
         return list(self.call("cuMemGetInfo"))
 
     def allocate(self, size: int | str) -> "Buffer":
-        """Return memory of so many bytes, or ``"6GiB"``; raise InvalidRequest or GpuOutOfMemory."""
+        """Allocate memory; ``size`` is a number of bytes or a text like ``"6GiB"``.
+
+        Raises:
+            InvalidRequest: the text is not a size.
+            GpuOutOfMemory: there is not enough free memory.
+        """
         n_bytes = parse_memory(size) if isinstance(size, str) else size
         try:
             return Buffer(self, int(self.call("cuMemAlloc", n_bytes)), n_bytes)
@@ -80,7 +90,7 @@ open = Gpu
 
 
 class Buffer:
-    """Memory on a GPU, with a pattern at its start: word i is ``seed + i``; each step adds 2**32 to it."""
+    """Memory on a GPU with a pattern at its start: word i is ``seed + i``, and each step adds 2**32."""
 
     def __init__(self, gpu: Gpu, address: int, n_bytes: int) -> None:
         self.gpu, self.address, self.seed, self.steps = gpu, address, 0, 0
@@ -92,17 +102,17 @@ class Buffer:
         self.gpu.call("cuMemcpyHtoD", self.address, self._pattern(), 8 * self._n_words)
 
     def checksum(self) -> int:
-        """Return a checksum of the pattern as it is on the GPU now."""
+        """Return a checksum of the memory that has the pattern."""
         words = array("Q", bytes(8 * self._n_words))
         self.gpu.call("cuMemcpyDtoH", words, self.address, 8 * self._n_words)
         return zlib.crc32(words)
 
     def is_intact(self) -> bool:
-        """Return whether the pattern is there, with every step applied exactly once."""
+        """Return whether the memory has the pattern, with every step applied exactly once."""
         return self.checksum() == zlib.crc32(self._pattern())
 
     def start_step(self, step_s: float) -> None:
-        """Start and count a step that keeps the GPU busy for so many seconds."""
+        """Start and count a step that keeps the GPU busy for ``step_s``."""
         arguments = (self.address, self._n_words, int(step_s * 1e9)), (c_uint64,) * 3
         self.gpu.call("cuLaunchKernel", self.gpu.kernel, 1, 1, 1, 1024, 1, 1, 0, 0, arguments, 0)
         self.steps += 1
@@ -113,7 +123,7 @@ class Buffer:
 
 
 def train(buffers: list[Buffer], steps: int, step_s: float = 0.1) -> None:
-    """Do steps on all buffers together."""
+    """Run steps on all buffers at the same time."""
     for _ in range(steps):
         for buffer in buffers:
             buffer.start_step(step_s)
@@ -122,7 +132,7 @@ def train(buffers: list[Buffer], steps: int, step_s: float = 0.1) -> None:
 
 
 def main() -> None:
-    """Run the command line; exit with a text where the GPU refuses or the memory is not what it should be."""
+    """Run the command line; exit with a message if the GPU fails or the memory is wrong."""
     parser = argparse.ArgumentParser(prog="python -m jupyter_gpushare.demo_gpu")
     parser.add_argument("command", choices=["train"], help="do steps on all GPUs and check them")
     parser.add_argument("--steps", type=int, default=100, help="how many (default %(default)s)")

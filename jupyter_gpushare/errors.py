@@ -1,4 +1,4 @@
-"""Every exception this package raises on purpose.
+"""All exceptions that this package raises on purpose.
 
 GpuShareError
 +-- RequestError        the caller can fix it: the text is shown to the user
@@ -8,13 +8,13 @@ GpuShareError
 |   +-- Conflict            409  not in a state where this is possible
 |   +-- TooLarge            413  a body beyond the limit
 |   +-- KeyReused           422  an Idempotency-Key of another request
-|   +-- TooMany             429  a bound is reached: try later, or release something
+|   +-- TooMany             429  a limit is reached: try later, or release something
 |   +-- DiskFull            507  the broker's disk takes no change: try later
 +-- BrokerUnavailable   503  the broker did not answer: callers retry, then degrade
 |   +-- BrokerStopped           no process listens at its address
-|   +-- NotSetUp                a setting of the site is wrong: the administrator has to change it
-+-- DeviceError         the driver said no; carries its call and code
-+-- HelperError         the device helper refused, or is not there
+|   +-- NotSetUp                a setting of the site is wrong: the administrator must change it
++-- DeviceError         a driver call failed; has the call and its code
++-- HelperError         the device helper refused a request, or does not answer
 +-- StoreError          the database cannot be used (newer, locked, broken)
     +-- Superseded              a newer broker uses the devices
 """
@@ -35,9 +35,9 @@ def fill(template: str, values: Sequence[str]) -> str:
 
 
 class GpuShareError(Exception):
-    """Base class: ``except GpuShareError`` catches all of ours and nothing else.
+    """Base class: ``except GpuShareError`` catches all exceptions of this package and no others.
 
-    ``template`` is the English text with ``%1``, ``%2``, ... for ``values``: what a page translates.
+    ``template`` is the English text with ``%1``, ``%2``, ... for ``values``; pages translate it.
     """
 
     def __init__(self, template: str = "", *values: object) -> None:
@@ -48,7 +48,7 @@ class GpuShareError(Exception):
 class RequestError(GpuShareError):
     """The request cannot be granted; the text is safe to show to the user.
 
-    ``reason`` is a stable word that a program may branch on.
+    ``reason`` is a stable identifier that a program may branch on.
     """
 
     status = 400
@@ -80,7 +80,7 @@ class NotFound(RequestError):
 
 
 class Conflict(RequestError):
-    """The thing exists but is not in a state where this is possible."""
+    """The lease, job or project is not in a state in which the request is possible."""
 
     status = 409
     default_reason = "conflict"
@@ -101,9 +101,9 @@ class KeyReused(RequestError):
 
 
 class TooMany(RequestError):
-    """A bound of the service is reached.
+    """A limit of the service is reached.
 
-    ``retry_after_s``: seconds after which the request may succeed (the header Retry-After).
+    ``retry_after_s`` is the number of seconds after which the request may succeed (the header Retry-After).
     """
 
     status = 429
@@ -131,7 +131,7 @@ class DiskFull(RequestError):
 
 
 class BrokerUnavailable(GpuShareError):
-    """The broker did not answer; the caller retries, then goes on without it."""
+    """The broker did not answer; the caller retries, then continues without it."""
 
     status = 503
 
@@ -141,13 +141,13 @@ class BrokerStopped(BrokerUnavailable):
 
 
 class NotSetUp(BrokerUnavailable):
-    """A setting of the site keeps the caller from the broker; no further try helps before it is changed."""
+    """A setting of the site keeps the caller from the broker; retries do not help until it is changed."""
 
 
 class DeviceError(GpuShareError):
     """A driver call failed.
 
-    ``code`` is the driver's own number, so that a log line can be searched for.
+    ``code`` is the driver's own number, which can be looked up.
     """
 
     def __init__(self, call: str, code: int, name: str = "") -> None:
@@ -160,7 +160,7 @@ class DeviceError(GpuShareError):
 class HelperError(GpuShareError):
     """The device helper refused a request or does not answer.
 
-    ``kind`` is a stable word a caller may branch on, for example ``stale_epoch``.
+    ``kind`` is a stable identifier that a caller may branch on, such as ``stale_epoch``.
     """
 
     def __init__(self, kind: str, message: str) -> None:
@@ -173,4 +173,4 @@ class StoreError(GpuShareError):
 
 
 class Superseded(StoreError):
-    """A newer broker is at work on the same devices: this one ends and must not be started again."""
+    """A newer broker uses the same devices; this broker ends and must not be restarted."""

@@ -1,4 +1,4 @@
-"""Find the parts for Kubernetes by name: an installation for one machine may lack the folder ``kube``."""
+"""Find the modules for Kubernetes by name, because an installation for one machine may lack them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ PACKAGE = "jupyter_gpushare.kube"
 def is_installed() -> bool:
     """Return whether this installation has the folder ``kube``."""
     found = importlib.util.find_spec(PACKAGE)
-    return found is not None and found.origin is not None  # else a folder that an old cache left
+    return found is not None and found.origin is not None  # a folder with only an old cache has no origin
 
 
 def find_kube(module: str) -> ModuleType:
     """Return a module of the folder ``kube``, such as ``broker`` or ``node.seat``.
 
     Raises:
-        GpuShareError: this installation lacks the folder, or a package that the module needs; the text says
-            what to install.
+        GpuShareError: the folder, or a package that the module needs, is not installed; the text says what
+            to install.
     """
     if not is_installed():
         raise GpuShareError(

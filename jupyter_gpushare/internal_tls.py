@@ -1,7 +1,7 @@
-"""JupyterHub's internal TLS (`c.JupyterHub.internal_ssl`), where both sides show a certificate of the Hub's.
+"""JupyterHub's internal TLS (`c.JupyterHub.internal_ssl`): both sides present a certificate of the Hub.
 
-The Hub names three files to its servers and to the services that it starts; the unit of an external
-service names the same (docs/operations.md).
+The Hub gives the paths of three files to its servers and to the services that it starts; the unit of an
+external service sets the same variables (docs/operations.md).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ KEY, CERTIFICATE, AUTHORITIES = VARIABLES = (
 def internal_tls(
     env: Mapping[str, str], purpose: ssl.Purpose = ssl.Purpose.SERVER_AUTH
 ) -> ssl.SSLContext | None:
-    """Return the context for connections to Hub, proxy and servers; None: the site has no internal TLS.
+    """Return the context for connections to Hub, proxy and servers; None if the site has no internal TLS.
 
-    ``purpose`` is what the peer's certificate is for: SERVER_AUTH to connect, CLIENT_AUTH to listen.  Only
-    the authorities of the Hub are believed, not those of the system.
+    ``purpose`` is that of the peer's certificate: SERVER_AUTH to connect, CLIENT_AUTH to listen.  Only the
+    Hub's authorities are trusted, not those of the system.
 
     Raises:
         GpuShareError: some of the variables are missing, or a file cannot be used.
@@ -42,7 +42,7 @@ def internal_tls(
 
 
 def mutual_tls(certificate: str, key: str, authorities: str, purpose: ssl.Purpose) -> ssl.SSLContext:
-    """Return a context in which both sides show a certificate of these authorities, and of no others.
+    """Return a context in which both sides must present a certificate of these authorities.
 
     Raises:
         GpuShareError: a file cannot be used.
@@ -50,7 +50,7 @@ def mutual_tls(certificate: str, key: str, authorities: str, purpose: ssl.Purpos
     try:
         for path in (key, certificate, authorities):
             with Path(path).open("rb"):
-                pass  # an error of the ssl module names no file
+                pass  # errors of the ssl module would not name the file
         where = authorities
         context = ssl.create_default_context(purpose, cafile=authorities)
         where = f"{certificate} with {key}"

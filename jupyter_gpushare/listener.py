@@ -1,10 +1,9 @@
 """HTTP server that keeps connections by the rules of `connections`.
 
-Root and the user of this process are proven by the kernel (`peers`): the Hub and its proxy.  All other
-connections are unproven until a handler has verified a token and calls `Gate.prove`.
+The kernel proves connections of root and of this process's user (`peers`), such as the Hub and its proxy.
+All other connections are unproven until a handler has verified a token and calls `Gate.prove`.
 
-An answer that its peer does not read is not kept for ever: the connection is closed after `UNREAD_S`
-without progress.
+If the peer does not read an answer, the connection is closed after `UNREAD_S` without progress.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ log = logging.getLogger("gpushare.listener")
 MAX_CONNECTIONS = 2_000
 # File descriptors for everything else: database, helper, Hub, log.
 _OTHER_FILES = 128
-# Of the connections, one part is for unproven ones, and one part of the others is the reserve of the Hub.
+# One part of the connections is for unproven ones, and another part is the reserve of the Hub.
 _PARTS = 4
-# Holder of connections of the Hub, its spawner and its proxy.
+# The holder of the connections of the Hub, its spawner and its proxy.
 HUB = "the Hub"
-# Deadlines: for a proven connection between two requests, and for a body.
+# Deadlines for a proven connection between two requests, and for a body.
 KEEP_S = 20.0
 BODY_S = 15.0
-# Of an answer: between two pieces that the peer takes.
+# The maximum time between two pieces of an answer that the peer reads.
 UNREAD_S = 15.0
 _TICK_S = 0.25
 _LOG_EVERY_S = 60.0
 
 
 def connections_allowed(wanted: int = MAX_CONNECTIONS) -> int:
-    """Raise the soft limit of open files to the need; return how many connections this process may have."""
+    """Raise the soft limit of open files for ``wanted`` connections; return the number that is possible."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     files = wanted + _OTHER_FILES
     if soft != resource.RLIM_INFINITY and soft < files:
@@ -50,24 +49,24 @@ def connections_allowed(wanted: int = MAX_CONNECTIONS) -> int:
 
 
 class Gate:
-    """Connections of all HTTP listeners of this process, and the timer of the unproven and the busy ones."""
+    """The connections of all HTTP listeners of this process, and the timer of their deadlines."""
 
-    def __init__(self, most: int = MAX_CONNECTIONS) -> None:
-        part = max(1, most // _PARTS)
+    def __init__(self, maximum: int = MAX_CONNECTIONS) -> None:
+        part = max(1, maximum // _PARTS)
         self.connections: Connections[iostream.IOStream] = Connections(
-            unproven=part, proven=max(1, most - part), reserves={HUB: part}, cancels=True
+            unproven=part, proven=max(1, maximum - part), reserves={HUB: part}, cancels=True
         )
-        # Clock of all deadlines: seconds in which the loop ran.  One that is late has read no head meanwhile.
+        # The clock of all deadlines: the seconds in which the event loop ran.  A late loop has read nothing.
         self._ran_s = 0.0
         self._was_late = False
-        # Answers that are being sent: bytes sent on the connection in all, and since when it is so many.
+        # Answers that are being sent: total bytes sent on the connection, and the time of the last change.
         self._unread: dict[iostream.IOStream, tuple[int, float]] = {}
         self._ticked_at = 0.0
         self._timer: asyncio.TimerHandle | None = None
         self._logged_at = -math.inf
 
     def admit(self, stream: iostream.IOStream, holder: str, *, is_proven: bool) -> None:
-        """Count a new connection; closes one, which can be this one, where there are too many."""
+        """Count a new connection; if there are too many, close one, which may be this one."""
         shakes_hands = isinstance(stream, iostream.SSLIOStream)
         self._close(
             self.connections.admit(
@@ -80,9 +79,9 @@ class Gate:
             stream.wait_for_handshake().add_done_callback(lambda _: self.idle(stream))  # type: ignore[attr-defined]
 
     def prove(self, stream: iostream.IOStream, holder: str) -> None:
-        """Count an unproven connection for the user or service that a verified token names.
+        """Count an unproven connection for the user or service of a verified token.
 
-        One with the Hub's token is the Hub's, whatever it was proven to be before.
+        A connection with the Hub's token is the Hub's, even if it is already proven for another holder.
         """
         entry = self.connections.of(stream)
         if entry is not None and (holder == HUB or not entry.is_proven):
@@ -93,7 +92,7 @@ class Gate:
         self._close(self.connections.prove(stream, holder))
 
     def busy(self, stream: iostream.IOStream) -> bool:
-        """Count a request as begun; False: its connection is being closed."""
+        """Count a request as begun; return False if its connection is being closed."""
         if self._timer is None:
             self._start()
         return self.connections.busy(stream)
@@ -119,7 +118,7 @@ class Gate:
     def _tick(self) -> None:
         since_s = asyncio.get_running_loop().time() - self._ticked_at
         self._ran_s += min(since_s, _TICK_S)
-        # What has arrived meanwhile is read first; a loop that is late each time waits once only.
+        # A late loop first reads what has arrived; if it is late again, it does not wait a second time.
         self._was_late = since_s >= 2 * _TICK_S and not self._was_late
         busy = self.connections.with_requests()
         if not self._was_late:
@@ -130,11 +129,11 @@ class Gate:
             self._start()
 
     def _stalled(self, busy: list[iostream.IOStream]) -> list[iostream.IOStream]:
-        """Return the connections of which the peer has taken nothing of an answer for `UNREAD_S`."""
+        """Return the connections whose peer has read nothing of an answer for `UNREAD_S`."""
         last, self._unread = self._unread, {}
         for stream in busy:
             if stream.writing():
-                sent = stream._total_write_done_index  # Tornado tells of it in no other way
+                sent = stream._total_write_done_index  # Tornado has no public equivalent
                 before = last.get(stream, (-1, 0.0))
                 self._unread[stream] = before if before[0] == sent else (sent, self._ran_s)
         return [stream for stream, (_, since) in self._unread.items() if self._ran_s - since >= UNREAD_S]
@@ -154,18 +153,18 @@ class Gate:
 
 
 class Listener(httpserver.HTTPServer):
-    """HTTP server with a `Gate` that counts its connections."""
+    """An HTTP server with a `Gate` that counts its connections."""
 
     def initialize(self, application: web.Application, gate: Gate, **options: Any) -> None:  # type: ignore[override]
         super().initialize(application, idle_connection_timeout=KEEP_S, body_timeout=BODY_S, **options)
         self.gate = gate
 
     def proven_holder(self, source: str) -> str:
-        """Return whom a source is proven to be before it sends anything; empty: nothing is proven."""
+        """Return the holder that a source is proven to be before it sends anything; empty if none."""
         return HUB if holder_of(source) in our_users() else ""
 
     def handle_stream(self, stream: iostream.IOStream, address: Any) -> None:
-        """Serve a connection for which there is a place."""
+        """Serve a new connection, if there is a slot for it."""
         try:
             source = source_of(stream.socket)
         except OSError:
@@ -178,7 +177,7 @@ class Listener(httpserver.HTTPServer):
     def start_request(
         self, server_conn: object, request_conn: httputil.HTTPConnection
     ) -> httputil.HTTPMessageDelegate:
-        """Return what takes the next request of a connection; its last one has been answered."""
+        """Return the delegate for the next request of a connection; the last one has been answered."""
         stream: iostream.IOStream = request_conn.stream  # type: ignore[attr-defined]
         entry = self.gate.connections.of(stream)
         if entry is not None and entry.is_busy:
@@ -186,7 +185,7 @@ class Listener(httpserver.HTTPServer):
         return _Request(self, request_conn, super().start_request(server_conn, request_conn))
 
     def begins(self, connection: Any, _headers: httputil.HTTPHeaders) -> bool:
-        """Count the request of a complete head as begun; False: its connection has given way."""
+        """Count a request as begun when its head is complete; return False if its connection is closed."""
         return self.gate.busy(connection.stream)
 
     async def end(self) -> None:
@@ -202,7 +201,7 @@ class Listener(httpserver.HTTPServer):
 
 
 class _Request(httputil.HTTPMessageDelegate):
-    """Request that goes on to the application where `Listener.begins` says so."""
+    """A request that is passed to the application if `Listener.begins` returns True."""
 
     def __init__(
         self, listener: Listener, connection: object, application: httputil.HTTPMessageDelegate

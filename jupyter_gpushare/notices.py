@@ -1,7 +1,7 @@
-"""Delivers notices of jobs to people: by a webhook or by a mail command.
+"""Delivers notices about jobs to users, by a webhook or a mail command.
 
-Names and reasons are data: one line each, without control characters.  No log has the address of a
-webhook, which may hold a secret.
+Names and reasons are data: one line each, without control characters.  The address of a webhook may
+contain a secret, so no log has it.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.parent import bound
 from jupyter_gpushare.wall_clock import iso_now
 
-_QUEUED = 1_000
-# Dropped notices are logged once in this time.
+_MAX_QUEUED = 1_000
+# Dropped notices are logged at most once in this time.
 _DROPS_S = 60.0
-# Of its own environment, which has tokens, a process gives these to a mail command.
+# The variables that a mail command gets; the environment of this process has tokens.
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TZ")
 
 
@@ -36,49 +36,50 @@ class NotDelivered(GpuShareError):
 
 
 class Outbox:
-    """The notices to one receiver, sent in order, each with one try and a deadline.
+    """Sends the notices to one receiver in order, with one try and a deadline for each.
 
-    A full one drops the oldest notice of the user with the most, so that one user's jobs displace no other's.
+    A full outbox drops the oldest notice of the user with the most notices, so that one user's jobs cannot
+    displace those of others.
     """
 
     def __init__(self, receiver: str, log: logging.Logger, deadline_s: float) -> None:
-        """``receiver`` is its name in the log."""
-        self.idle = asyncio.Event()  # all was sent
+        """Create an empty outbox; the log uses the name ``receiver``."""
+        self.idle = asyncio.Event()  # set when all notices are sent
         self.idle.set()
         self._receiver = receiver
         self._log = log
         self._deadline_s = deadline_s
         self._waiting: deque[tuple[str, Callable[[], Awaitable[None]]]] = deque()
-        self._came = asyncio.Event()
+        self._arrived = asyncio.Event()
         self._errors = ErrorLog(log)
-        self._dropped = 0  # since the last line about it
-        self._said_at = -_DROPS_S
+        self._dropped = 0  # since drops were last logged
+        self._logged_at = -_DROPS_S
 
     def put(self, user: str, send: Callable[[], Awaitable[None]]) -> None:
         """Queue a notice about a job of ``user``."""
         self._waiting.append((user, send))
-        if len(self._waiting) > _QUEUED:
-            ((most, _),) = Counter(each for each, _ in self._waiting).most_common(1)
-            del self._waiting[next(n for n, (each, _) in enumerate(self._waiting) if each == most)]
+        if len(self._waiting) > _MAX_QUEUED:
+            ((largest, _),) = Counter(each for each, _ in self._waiting).most_common(1)
+            del self._waiting[next(n for n, (each, _) in enumerate(self._waiting) if each == largest)]
             self._note_drop(time.monotonic())
         self.idle.clear()
-        self._came.set()
+        self._arrived.set()
 
     def _note_drop(self, now: float) -> None:
         self._dropped += 1
-        if now - self._said_at >= _DROPS_S:
+        if now - self._logged_at >= _DROPS_S:
             self._log.warning(
-                "%s: %d messages wait: the %d oldest dropped", self._receiver, _QUEUED, self._dropped
+                "%s: %d messages wait: the %d oldest dropped", self._receiver, _MAX_QUEUED, self._dropped
             )
-            self._said_at, self._dropped = now, 0
+            self._logged_at, self._dropped = now, 0
 
     async def run(self) -> None:
-        """Send until cancelled; a notice that cannot be sent is dropped, and a new error is logged."""
+        """Send notices until cancelled; drop a notice that cannot be sent, and log a new error."""
         while True:
             while not self._waiting:
                 self.idle.set()
-                self._came.clear()
-                await self._came.wait()
+                self._arrived.clear()
+                await self._arrived.wait()
             _, send = self._waiting.popleft()
             try:
                 async with asyncio.timeout(self._deadline_s):
@@ -97,10 +98,10 @@ class Outbox:
 def body(
     event: str, *, job: str, name: str, user: str, state: str, reason: str, **more: str | int | None
 ) -> bytes:
-    """Return the JSON that a webhook gets, with ``more`` fields of its sender."""
+    """Return the JSON for a webhook, with ``more`` fields of the sender."""
     return json.dumps(
         {
-            # What Slack, Mattermost and others show.
+            # Slack, Mattermost and others show this field.
             "text": messages.job_news(name, event, state, reason),
             "event": event,
             "at": iso_now(),
@@ -115,7 +116,7 @@ def body(
 
 
 def client(timeout_s: float) -> httpx.AsyncClient:
-    """Return a client for `post`, which trusts the authorities of this machine beside the public ones."""
+    """Return a client for `post`; it trusts this machine's authorities and the public ones."""
     tls = httpx.create_ssl_context(trust_env=False)
     tls.load_default_certs()
     return httpx.AsyncClient(timeout=timeout_s, trust_env=False, follow_redirects=False, verify=tls)
@@ -125,7 +126,7 @@ async def post(to: httpx.AsyncClient, url: str, content: bytes) -> None:
     """Post JSON to a webhook, without following redirects or reading the answer's body.
 
     Raises:
-        NotDelivered: it does not take it.
+        NotDelivered: the webhook refused the notice, or cannot be reached.
     """
     headers = {"Content-Type": "application/json"}
     try:
@@ -139,12 +140,12 @@ async def post(to: httpx.AsyncClient, url: str, content: bytes) -> None:
 async def pipe(command: Sequence[str], content: bytes) -> None:
     """Run a mail command without a shell, with ``content`` on its standard input.
 
-    It runs in a process group of its own, which is killed when this is cancelled.  It ends with this
-    process: the event loop is in the main thread (`parent`).
+    The command runs in its own process group, which is killed when this coroutine is cancelled.  It ends
+    with this process, because the event loop is in the main thread (`parent`).
 
     Raises:
-        NotDelivered: it failed.
-        OSError: it cannot be started.
+        NotDelivered: the command failed.
+        OSError: the command cannot be started.
     """
     process = await asyncio.create_subprocess_exec(
         *bound(command),

@@ -1,8 +1,8 @@
-"""User or machine at the other end of a connection, as the kernel knows it.
+"""The user or machine at the other end of a connection, according to the kernel.
 
-For TCP on this machine netlink answers with the uid of the peer's socket
-(sock_diag(7), linux/inet_diag.h): one exact look-up that needs no privilege.
-For unix sockets SO_PEERCRED does (unix(7)).
+For TCP on this machine, netlink returns the uid of the peer's socket (sock_diag(7),
+linux/inet_diag.h); the look-up is exact and needs no privilege.  For unix sockets,
+SO_PEERCRED returns it (unix(7)).
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _SOCK_DIAG = 4  # NETLINK_SOCK_DIAG
 _BY_FAMILY = 20  # SOCK_DIAG_BY_FAMILY
 _REQUEST = 1  # NLM_F_REQUEST
 _HEADER = struct.Struct("=IHHII")  # nlmsghdr: len, type, flags, seq, pid
-_ASKED = struct.Struct("=BBBxI")  # inet_diag_req_v2: family, protocol, extensions, states
-_PORTS = struct.Struct("!HH")  # inet_diag_sockid: of the socket that is looked for, and of its peer
+_QUERY = struct.Struct("=BBBxI")  # inet_diag_req_v2: family, protocol, extensions, states
+_PORTS = struct.Struct("!HH")  # inet_diag_sockid: ports of the socket to find, and of its peer
 _ANY = struct.pack("=III", 0, 0xFFFFFFFF, 0xFFFFFFFF)  # interface, INET_DIAG_NOCOOKIE
 _UID_AT = _HEADER.size + 4 + 48 + 12  # inet_diag_msg: idiag_uid
 _CREDENTIALS = struct.Struct("3i")  # struct ucred: pid, uid, gid
@@ -28,13 +28,13 @@ _WAIT_S = 1.0
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address | None
 _LOOPBACK = "127.0.0.0/8"
-# The part of an IPv6 address that a site gives to one machine, which chooses the rest (RFC 6177).
+# The prefix of an IPv6 address that a site assigns to a machine, which chooses the rest (RFC 6177).
 _IPV6_BITS = 64
 _BY_SOCKET = " by socket"
 
 
 def source_of(connection: socket.socket) -> str:
-    """Return the source: ``uid 1000``, ``uid 1000 by socket``, or the address of another machine."""
+    """Return the peer of a connection: ``uid 1000``, ``uid 1000 by socket``, or another machine's address."""
     if (uid := socket_uid(connection)) is not None:
         return f"uid {uid}{_BY_SOCKET}"
     peer = connection.getpeername()
@@ -44,18 +44,18 @@ def source_of(connection: socket.socket) -> str:
 
 
 def our_users() -> frozenset[str]:
-    """Return root and this process's user, as `holder_of` names them."""
+    """Return the names of root and of this process's user, as from `holder_of`."""
     return frozenset(f"uid {uid}" for uid in (0, os.geteuid()))
 
 
 def holder_of(source: str) -> str:
-    """Return which user or machine a connection from ``source`` is counted for, whichever way it came."""
+    """Return the user or machine for which a connection from ``source`` is counted, over any socket."""
     address = address_of(source)
     return source.removesuffix(_BY_SOCKET) if address is None else machine_of(address)
 
 
 def address_of(text: str) -> Address:
-    """Return an address, an IPv4 one also where it is written as IPv6; None: it is none."""
+    """Return the address in a text, or None; an IPv4 address may be written as IPv6."""
     try:
         address = ipaddress.ip_address(text)
     except ValueError:
@@ -76,7 +76,7 @@ def machine_of(address: Address) -> str:
 
 
 def socket_uid(connection: socket.socket) -> int | None:
-    """Return the uid of the process that opened a unix socket; None: another kind of connection."""
+    """Return the uid of the process that opened a unix socket; None for other kinds of connections."""
     if connection.family != socket.AF_UNIX:
         return None
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
@@ -88,11 +88,11 @@ def _uid_of(family: int, peer: tuple[Any, ...], here: tuple[Any, ...]) -> int:
     """Return the uid of the socket that is bound to ``peer`` and connected to ``here``.
 
     Raises:
-        OSError: there is none on this machine, or the kernel refuses.
+        OSError: there is no such socket on this machine, or the kernel refuses.
     """
-    # An address of one link has its interface behind a "%".
+    # A link-local address has its interface after a "%".
     ends = (socket.inet_pton(family, each[0].partition("%")[0]).ljust(16, b"\0") for each in (peer, here))
-    body = _ASKED.pack(family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF)
+    body = _QUERY.pack(family, socket.IPPROTO_TCP, 0, 0xFFFFFFFF)
     body += _PORTS.pack(peer[1], here[1]) + b"".join(ends) + _ANY
     with socket.socket(socket.AF_NETLINK, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC, _SOCK_DIAG) as netlink:
         netlink.settimeout(_WAIT_S)

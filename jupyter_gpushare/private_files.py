@@ -1,7 +1,7 @@
-"""Files with a secret: read only where no other user can read or replace them.
+"""Files with a secret, which are read only if no other user can read or replace them.
 
-Kubernetes hands a Secret to a process that is not root as links to files of root, which a group of the
-process (``fsGroup``) may read: that is accepted too.
+Kubernetes gives a Secret to a process that is not root as links to root's files, which a group of the
+process (``fsGroup``) may read.  This is accepted too.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from pathlib import Path
 from jupyter_gpushare.errors import GpuShareError
 
 
-def read_private(path: Path, most_bytes: int) -> bytes:
-    """Return up to ``most_bytes`` of a file that no other user can read.
+def read_private(path: Path, max_bytes: int) -> bytes:
+    """Return up to ``max_bytes`` of a file that no other user can read.
 
     Raises:
-        GpuShareError: others can read or replace it, or it cannot be read; the text says what to change.
+        GpuShareError: others can read or replace the file, or it cannot be read; the text says what to
+            change.
     """
     try:
         link = os.lstat(path)
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             found = os.fstat(descriptor)
-            content = os.read(descriptor, most_bytes)
+            content = os.read(descriptor, max_bytes)
         finally:
             os.close(descriptor)
     except OSError as error:
@@ -32,7 +33,7 @@ def read_private(path: Path, most_bytes: int) -> bytes:
     if not stat.S_ISREG(found.st_mode):
         raise GpuShareError(f"{path} cannot be read: it is no file")
     mine = (0, os.geteuid())
-    if link.st_uid not in mine:  # of a symbolic link
+    if link.st_uid not in mine:  # `path` may be a symbolic link
         raise GpuShareError(f"{path} cannot be read: another user (uid {link.st_uid}) made this link")
     is_of_group = found.st_uid == 0 and found.st_gid in (os.getegid(), *os.getgroups())
     if found.st_mode & (0o037 if is_of_group and os.geteuid() != 0 else 0o077):

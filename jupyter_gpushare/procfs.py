@@ -1,11 +1,11 @@
-"""Files of processes, and processes by identity: boot id, start time and signals through pidfds.
+"""Files of processes, and the identity of processes: boot id, start time, and signals through pidfds.
 
-A pid is used again after its process ended; (pid, start time) is not within one
-boot.  A process is therefore named by its pid and its start time in clock ticks
-since boot (field 22 of /proc/PID/stat, proc(5)), and across boots by the boot id too.
+A pid is reused after its process has ended; a pair of pid and start time is unique within one boot.  So a
+process is identified by its pid and its start time in clock ticks since boot (field 22 of /proc/PID/stat,
+proc(5)), and across boots also by the boot id.
 
-"It has ended" and "it could not be looked at" are different answers: for want of
-descriptors or memory these functions raise `OSError` instead of answering "ended".
+"It has ended" and "it cannot be examined" are different answers: if descriptors or memory run out, these
+functions raise `OSError`, and do not report the process as ended.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from pathlib import Path
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _RANDOMIZE = Path("/proc/sys/kernel/randomize_va_space")
-_COULD_NOT_LOOK = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+_OUT_OF_RESOURCES = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 _STAT_BYTES = 2048
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
-# Indexes in what `stat_fields` returns; proc(5) counts from 1 and has pid and name before.
+# Indexes in the result of `stat_fields`; proc(5) counts from 1, and pid and name come first.
 STATE = 0
 PARENT = 1
 USER_TICKS = 11
@@ -41,51 +41,51 @@ CAUGHT_SIGNALS = 31
 _EXIT_CODE = 49
 
 _ADDR_NO_RANDOMIZE = 0x0040000  # linux/personality.h
-# linux/nsfs.h, _IO(0xb7, n): a descriptor of the user namespace that owns a namespace; the uid that made it.
+# linux/nsfs.h, _IO(0xb7, n): get a descriptor of a namespace's user namespace; get the uid that created it.
 _NS_GET_USERNS = 0xB701
 _NS_GET_OWNER_UID = 0xB704
 # PIDFD_GET_INFO of linux/pidfd.h: _IOWR(0xFF, 11, struct pidfd_info), 64 bytes in its first version.
-# With PIDFD_INFO_EXIT in `mask` (Linux 6.15) it has the status of a process that was waited for.
+# With PIDFD_INFO_EXIT in `mask` (Linux 6.15) it returns the status of a process that was waited for.
 _PIDFD_GET_INFO = 3 << 30 | 64 << 16 | 0xFF << 8 | 11
 _PIDFD_INFO = struct.Struct("<Q52xi")  # mask, exit_code
 _PIDFD_INFO_EXIT = 1 << 3
 
 
 def boot_id() -> str:
-    """A UUID that changes with every boot (random(4))."""
+    """Return a UUID that changes with every boot (random(4))."""
     return _BOOT_ID.read_text(encoding="ascii").strip()
 
 
 def path(pid: int, name: str) -> str:
-    """The path of a file of a process, such as ``maps``; 0 is this process."""
+    """Return the path of a file of a process, such as ``maps``; pid 0 is this process."""
     return f"/proc/{pid or 'self'}/{name}"
 
 
 def pids() -> dict[int, int]:
-    """The pids of all processes, with the inode of each one's directory: another when a pid is used again."""
+    """Return all pids with the inodes of their directories; a reused pid has another inode."""
     with os.scandir("/proc") as entries:
         return {int(entry.name): entry.inode() for entry in entries if entry.name.isdigit()}
 
 
 def read(pid: int, name: str, limit_bytes: int) -> bytes:
-    """The first ``limit_bytes`` of a file of a process; empty when it is gone or may not be read.
+    """Return the first ``limit_bytes`` of a file of a process; empty if it is gone or cannot be read.
 
     Raises:
         OSError: no descriptor or memory is free.
     """
-    found = bytearray()  # of one read, or of several: the kernel answers ``mountinfo`` in parts
+    found = bytearray()  # several reads may be needed: the kernel returns ``mountinfo`` in parts
     try:
         with open(path(pid, name), "rb", buffering=0) as file:
             while len(found) < limit_bytes and (more := file.read(limit_bytes - len(found))):
                 found += more
     except OSError as error:
-        if error.errno in _COULD_NOT_LOOK:
+        if error.errno in _OUT_OF_RESOURCES:
             raise
     return bytes(found)
 
 
 def descriptors(pid: int, limit: int) -> list[str]:
-    """The open descriptors of a process, ``limit`` at most; none when it is gone or may not be read.
+    """Return at most ``limit`` open descriptors of a process; none if it is gone or cannot be read.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -94,13 +94,13 @@ def descriptors(pid: int, limit: int) -> list[str]:
         with os.scandir(path(pid, "fd")) as entries:
             return [entry.name for entry in itertools.islice(entries, limit)]
     except OSError as error:
-        if error.errno in _COULD_NOT_LOOK:
+        if error.errno in _OUT_OF_RESOURCES:
             raise
         return []
 
 
 def opened(pid: int, descriptor: str) -> str:
-    """The path that the kernel names for an open descriptor of a process; empty when it is closed."""
+    """Return the kernel's path for an open descriptor of a process; empty if it is closed."""
     try:
         return os.readlink(path(pid, f"fd/{descriptor}"))
     except OSError:
@@ -108,9 +108,9 @@ def opened(pid: int, descriptor: str) -> str:
 
 
 def stat_fields(pid: int) -> list[bytes]:
-    """The fields of /proc/PID/stat from the third, state, on; empty when it is gone.
+    """Return the fields of /proc/PID/stat from the third (state) on; empty if the process is gone.
 
-    The name in brackets may hold any byte, so fields are counted from the last bracket.
+    The name in brackets may contain any byte, so fields are counted from the last bracket.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -120,7 +120,7 @@ def stat_fields(pid: int) -> list[bytes]:
 
 
 def start_ticks(pid: int) -> int:
-    """The start time of a process in clock ticks since boot; -1 when there is none.
+    """Return the start time of a process in clock ticks since boot; -1 if it is gone.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -130,10 +130,11 @@ def start_ticks(pid: int) -> int:
 
 
 def image(fields: list[bytes]) -> tuple[int, int]:
-    """Return the addresses of the program and of the stack of a process; zeros: this process may not know.
+    """Return the addresses of the program and of the stack of a process, or zeros.
 
-    The kernel draws them at exec (randomize_va_space in sysctl/kernel.rst); fork keeps them.  Where it
-    draws none, they tell nothing: zeros.  ``fields`` are `stat_fields`.
+    The kernel randomizes them at exec (randomize_va_space in sysctl/kernel.rst), and fork keeps them.  They
+    are zeros if this process may not read them, or if the kernel does not randomize them, so that they
+    distinguish nothing.  ``fields`` are `stat_fields`.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -143,9 +144,9 @@ def image(fields: list[bytes]) -> tuple[int, int]:
 
 
 def is_randomized(pid: int) -> bool:
-    """Whether the kernel draws the addresses of a process at exec (ADDR_NO_RANDOMIZE in personality(2)).
+    """Return whether the kernel randomizes a process's addresses (no ADDR_NO_RANDOMIZE, personality(2)).
 
-    Waits while the process is in exec, which it can make last.
+    Blocks while the process is in exec, which the process can prolong.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -154,14 +155,14 @@ def is_randomized(pid: int) -> bool:
 
 
 def ticks(since_boot_s: float) -> int:
-    """A time since boot in clock ticks, as `start_ticks` counts."""
+    """Return a time since boot in clock ticks, like `start_ticks`."""
     return int(since_boot_s * _TICKS_PER_S)
 
 
 def is_running(pid: int, started_ticks: int) -> bool:
-    """Whether the process with this pid and start time has not ended; a zombie has.
+    """Return whether the process with this pid and start time has not ended; a zombie has ended.
 
-    Needs no descriptor that stays open; `has_ended` of a pidfd answers the same.
+    This needs no descriptor that stays open; `has_ended` does the same for a pidfd.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -169,12 +170,12 @@ def is_running(pid: int, started_ticks: int) -> bool:
     fields = stat_fields(pid)
     if not fields or int(fields[START_TICKS]) != started_ticks:
         return False
-    # A thread group leader may end before its other threads: the process has not ended then.
+    # A thread group leader may end before its other threads; then the process has not ended.
     return fields[STATE] not in (b"Z", b"X") or int(fields[THREADS]) > 1
 
 
 def open_pidfd(pid: int, started_ticks: int) -> int | None:
-    """A pidfd of the process with this pid and start time, to be closed; None when it is gone.
+    """Open a pidfd of the process with this pid and start time; None if it is gone.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -182,10 +183,10 @@ def open_pidfd(pid: int, started_ticks: int) -> int | None:
     try:
         pidfd = os.pidfd_open(pid)
     except OSError as error:
-        if error.errno in _COULD_NOT_LOOK:
+        if error.errno in _OUT_OF_RESOURCES:
             raise
         return None
-    # The pidfd pins the process first; then its start time says which process that is.
+    # The pidfd pins a process; then the start time shows which process it is.
     try:
         matches = start_ticks(pid) == started_ticks
     except OSError:
@@ -198,17 +199,17 @@ def open_pidfd(pid: int, started_ticks: int) -> int | None:
 
 
 def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
-    """Whether the process of a pidfd has ended, zombies included (pidfd_open(2): it polls readable)."""
+    """Return whether the process of a pidfd has ended, a zombie included (it polls readable, pidfd_open(2))."""
     poll = select.poll()  # select() takes no descriptor beyond 1023
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(1000 * within_s))
 
 
 def exit_status(pidfd: int, pid: int, started_ticks: int) -> int | None:
-    """The status of an ended process, as wait(2) encodes it; None: its parent has it, and the kernel is old.
+    """Return the status of an ended process as in wait(2); None if its parent has read it on an old kernel.
 
-    A zombie shows it in its stat (0 without the right to trace it), a process that was waited
-    for through its pidfd, from Linux 6.15 on.
+    A zombie shows the status in its stat (0 without the right to trace it).  From Linux 6.15 on, the pidfd
+    of a process that was waited for has it.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -226,10 +227,10 @@ def exit_status(pidfd: int, pid: int, started_ticks: int) -> int | None:
 
 
 def maker(pid: int, namespace: str) -> int | None:
-    """Return the uid that made the user namespace which owns a namespace of a process; None: it is hidden.
+    """Return the uid that created the owning user namespace of a process's namespace; None if hidden.
 
-    ``namespace`` is ``mnt`` or ``pid``, or ``user`` for the user namespace of the process itself.  The
-    kernel answers 0 for what is not in a user namespace of its own; a user can make others alone.
+    ``namespace`` is ``mnt`` or ``pid``, or ``user`` for the process's user namespace itself.  The kernel
+    returns 0 for the initial user namespace; users can only create namespaces in others.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -244,16 +245,16 @@ def maker(pid: int, namespace: str) -> int | None:
                 opened.callback(os.close, fd)
             fcntl.ioctl(fd, _NS_GET_OWNER_UID, found)
         except OSError as error:
-            if error.errno in _COULD_NOT_LOOK:
+            if error.errno in _OUT_OF_RESOURCES:
                 raise
             return None
     return int.from_bytes(found, sys.byteorder)
 
 
 def cgroup(pid: int, fields: list[bytes], limit_bytes: int) -> bytes:
-    """The contents of /proc/PID/cgroup; ``fields`` are `stat_fields`.
+    """Return the contents of /proc/PID/cgroup; ``fields`` are `stat_fields`.
 
-    With cgroup v1 a process whose first thread has ended shows none of its cgroups, and its others do.
+    With cgroup v1, a process whose first thread has ended shows no cgroups, but its other threads do.
 
     Raises:
         OSError: no descriptor or memory is free.
@@ -267,10 +268,10 @@ def cgroup(pid: int, fields: list[bytes], limit_bytes: int) -> bytes:
 
 
 def send_signal(pid: int, started_ticks: int, number: int) -> bool:
-    """Signal the process with this pid and start time, and no other; False when it has ended.
+    """Signal the process with this pid and start time, and no other; return False if it has ended.
 
     Raises:
-        PermissionError: it belongs to another user.
+        PermissionError: the process belongs to another user.
         OSError: no descriptor or memory is free.
     """
     pidfd = open_pidfd(pid, started_ticks)

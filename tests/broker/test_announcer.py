@@ -125,7 +125,7 @@ async def test_a_full_queue_drops_the_oldest_and_says_so_once_a_minute(receiver,
         announcer.job("ended", job(name=f"job {n}"), "succeeded")
     assert caplog.text.count("the webhook of the site: 1000 messages wait: the 1 oldest dropped") == 1
     assert caplog.text.count("oldest dropped") == 1
-    announcer._webhook._said_at -= 60
+    announcer._webhook._logged_at -= 60
     announcer.job("ended", job(name="job 1005"), "succeeded")
     assert caplog.text.count("the webhook of the site: 1000 messages wait: the 5 oldest dropped") == 1
     task = asyncio.create_task(announcer.run())
