@@ -199,7 +199,7 @@ def open_pidfd(pid: int, started_ticks: int) -> int | None:
 
 
 def has_ended(pidfd: int, within_s: float = 0.0) -> bool:
-    """Return whether the process of a pidfd has ended, a zombie included (it polls readable, pidfd_open(2))."""
+    """Return whether the process of a pidfd has ended, zombies included (pidfd_open(2): polls readable)."""
     poll = select.poll()  # select() takes no descriptor beyond 1023
     poll.register(pidfd, select.POLLIN)
     return bool(poll.poll(1000 * within_s))

@@ -99,9 +99,9 @@ document.addEventListener("DOMContentLoaded", () => {
     form.requestSubmit();
   }
 
-  function show(fresh, asked) {
+  function show(fresh, awaited) {
     takeOver(fresh);
-    if (asked === null || asked !== wanted) return;
+    if (awaited === null || awaited !== wanted) return;
     const found = fresh.querySelector(".gpushare-place");
     const text = found.querySelector(".gpushare-place-sentence").textContent;
     if (found.dataset.state === "ready") startNow(text);
@@ -120,23 +120,23 @@ document.addEventListener("DOMContentLoaded", () => {
 
   async function ask() {
     clearTimeout(timer);
-    const asked = wanted;
-    const options = asked && { ...JSON.parse(asked.value), project: asked.project };
+    const awaited = wanted;
+    const options = awaited && { ...JSON.parse(awaited.value), project: awaited.project };
     try {
-      const answer = await request(asked ? encodeURIComponent(JSON.stringify(options)) : "offers");
+      const answer = await request(awaited ? encodeURIComponent(JSON.stringify(options)) : "offers");
       const page = new DOMParser().parseFromString(await answer.text(), "text/html");
       const fresh = page.querySelector(".gpushare");
       if (!answer.ok) throw new Error(answer.statusText);
       if (!fresh) {
         // The server runs by now, or the login has expired: the Hub shows which.
-        if (asked) location.reload();
+        if (awaited) location.reload();
         return;
       }
       failures = 0;
-      show(fresh, asked);
+      show(fresh, awaited);
     } catch {
       failures += 1;
-      if (asked && asked === wanted && failures > 1) say(NO_ANSWER);
+      if (awaited && awaited === wanted && failures > 1) say(NO_ANSWER);
     }
     plan();
   }

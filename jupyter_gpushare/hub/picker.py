@@ -62,7 +62,7 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitingPlace:
-    """The place of a waiting session in the queue, as the page's script asked for it."""
+    """The place of a waiting session in the queue; the answer to the page's script."""
 
     state: Literal["waiting", "ready", "unknown", "refused"]
     sentence: str
@@ -85,7 +85,7 @@ class ProjectCards:
     size_field: str
     memory_field: str
     cards: tuple[Card, ...]
-    exact: bool = False  # an exact amount of memory may be asked for
+    exact: bool = False  # an exact amount of memory can be requested
     exact_checked: bool = False
     exact_value: str = ""
     segments: tuple[Segment, ...] = ()

@@ -365,7 +365,7 @@ class Runner:
         self._ended(code, self._reason(code, stopped), stopped=stopped)
 
     async def _answered(self, call: Future[Any], grace_s: float) -> bool:
-        """Wait for a call of the disk, at most ``grace_s`` after a request to stop; return if it is done."""
+        """Wait for a call of the disk, ``grace_s`` at most once stopping; return whether it is done."""
         loop = asyncio.get_running_loop()
         call.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(self._wake.set))
         await self._until(lambda: call.done() or self._stop.is_set())

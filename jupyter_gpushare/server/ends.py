@@ -94,7 +94,7 @@ class Ends:
             add(died, "restart")
 
     def _ends_in_s(self, manager: Any, id_: str, kernel: Any) -> float | None:
-        """Return the seconds until the server culls a kernel; None if it never does or cannot be asked."""
+        """Return the seconds until the server culls a kernel; None if it never does or that is unknown."""
         try:
             seconds = self._rule_s(manager, id_, kernel)
         except (TypeError, ValueError, OverflowError):

@@ -263,8 +263,8 @@ class SizeHandler(Handler):
             raise Refused(
                 409,
                 "not_resizable",
-                "This server has a GPU, or has to start anew for one: stop it, and start it with the size "
-                "that you need.",
+                "This server has a GPU, or must be started again to get one: stop it, and start it with the "
+                "size that you need.",
             )
         put = client.put(
             f"leases/{lease}/size", self.read(wire.SizeRequest), wire.SizedLease, repeatable=True

@@ -161,10 +161,10 @@ class JobReport(Message, frozen=True):
     withdraws what the attempt reported before.
     """
 
-    state: Literal["started", "stopping", "ended", "progress"]  # stopping: it was asked to stop
+    state: Literal["started", "stopping", "ended", "progress"]  # stopping: it was requested to stop
     exit_code: int | None = None
     reason: str = ""
-    stopped: bool = False  # the runner was asked to stop before the command ended by itself
+    stopped: bool = False  # the runner was requested to stop before the command ended by itself
     done: Progress | None = None  # progress, in the job's own unit
     total: Progress | None = None
 

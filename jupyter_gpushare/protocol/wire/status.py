@@ -186,7 +186,7 @@ class LeaseStatus(Answer, frozen=True):
     keep_until: str | None = None  # kept by its owner until then, idle or not
     keep_left_minutes: float | None = None  # of today's budget for "Keep it" there; None: a job
     resizable: bool = False  # it may become larger or smaller on its device while it runs
-    warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is told now
+    warned: bool = False  # the GPU may be lent in ``lend_in_s``, and its owner is notified
     saved_lost: bool = False  # saved memory of it was lost since it fell asleep last
     compute_share: Literal["off", "fair", "strict"] = "off"  # how its devices' time is shared, in force now
     share_percent: float | None = None  # of the time of each of its devices, as granted; None: off
@@ -211,7 +211,7 @@ class LeaseStatus(Answer, frozen=True):
 class SizedLease(LeaseStatus, frozen=True):
     """Answer to ``PUT leases/{id}/size``: the session with its new size."""
 
-    env: dict[str, str] = {}  # to a server that asked for its first GPU: as in `SpawnGrant`
+    env: dict[str, str] = {}  # for a server that requested its first GPU: as in `SpawnGrant`
     restart: list[str] = []  # from a Jupyter server: kernels that need a restart to see its first GPU
 
     @classmethod
