@@ -147,15 +147,15 @@ class Connections(Generic[K]):
         self._end(entry)
         if not entry.is_proven:
             entry.expires_at = min(entry.opened_at + PROOF_S, now + IDLE_S)
-        mine = self._held[entry.is_proven][entry.holder]
-        mine[key] = mine.pop(key)
+        owned = self._held[entry.is_proven][entry.holder]
+        owned[key] = owned.pop(key)
 
     def expired(self, now: float) -> list[K]:
         """Return the connections that were not proven in time; they are no longer counted."""
         over = [
             key
-            for mine in self._held[False].values()
-            for key, entry in mine.items()
+            for owned in self._held[False].values()
+            for key, entry in owned.items()
             if entry.expires_at <= now
         ]
         for key in over:
@@ -169,7 +169,7 @@ class Connections(Generic[K]):
 
     @property
     def has_unproven(self) -> bool:
-        """Whether any connection can expire."""
+        """Return whether any connection can expire."""
         return self._counts[False] > 0
 
     def _add(self, key: K, entry: Entry) -> None:
@@ -207,9 +207,9 @@ class Connections(Generic[K]):
         of_class = self._held[entry.is_proven]
 
         def size(holder: str) -> tuple[int, bool]:
-            mine = of_class[holder]
-            has_idle = any(not each.is_busy for key, each in mine.items() if key != new)
-            return len(mine) - self._reserves.get(holder, 0), has_idle
+            owned = of_class[holder]
+            has_idle = any(not each.is_busy for key, each in owned.items() if key != new)
+            return len(owned) - self._reserves.get(holder, 0), has_idle
 
         largest = max(of_class, key=size)
         others = {key: each for key, each in of_class[largest].items() if key != new}

@@ -138,14 +138,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="how many (default %(default)s)")
     parser.add_argument("--step-s", type=float, default=0.1, help="seconds per step (default %(default)s)")
     parser.add_argument("--bytes", default="1GiB", help="memory on each GPU (default %(default)s)")
-    given = parser.parse_args()
+    options = parser.parse_args()
     try:
-        buffers = [open(number).allocate(given.bytes) for number in range(device_count())]
+        buffers = [open(number).allocate(options.bytes) for number in range(device_count())]
         for buffer in buffers:
             buffer.fill()
-        for done in range(0, given.steps, 100):
-            train(buffers, min(100, given.steps - done), given.step_s)
-            print(f"step {buffers[0].steps} of {given.steps}", flush=True)
+        for done in range(0, options.steps, 100):
+            train(buffers, min(100, options.steps - done), options.step_s)
+            print(f"step {buffers[0].steps} of {options.steps}", flush=True)
         if not all(buffer.is_intact() for buffer in buffers):
             sys.exit("the GPU memory is not what it should be")
     except (GpuShareError, RuntimeError) as error:

@@ -32,13 +32,13 @@ def read_private(path: Path, max_bytes: int) -> bytes:
         raise GpuShareError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(found.st_mode):
         raise GpuShareError(f"{path} cannot be read: it is no file")
-    mine = (0, os.geteuid())
-    if link.st_uid not in mine:  # `path` may be a symbolic link
+    trusted = (0, os.geteuid())
+    if link.st_uid not in trusted:  # `path` may be a symbolic link
         raise GpuShareError(f"{path} cannot be read: another user (uid {link.st_uid}) made this link")
     is_of_group = found.st_uid == 0 and found.st_gid in (os.getegid(), *os.getgroups())
     if found.st_mode & (0o037 if is_of_group and os.geteuid() != 0 else 0o077):
         mode = stat.S_IMODE(found.st_mode)
         raise GpuShareError(f"{path} can be read by others (mode {mode:o}): chmod 600 {path}")
-    if found.st_uid not in mine:
+    if found.st_uid not in trusted:
         raise GpuShareError(f"{path} belongs to another user (uid {found.st_uid}), neither root nor this one")
     return content

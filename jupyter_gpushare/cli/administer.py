@@ -170,8 +170,8 @@ def stop(client: BlockingClient, args: argparse.Namespace) -> wire.LeaseStatus |
     gpushare admin stop k3v9m2x7qa
     """
     lease = _lease_of(client, args.id)
-    what = "job" if lease.job else "session, with all its kernels and their variables,"
-    confirm(args, f"Stop {lease.user}'s {what} of {lease.size}?")
+    noun = "job" if lease.job else "session, with all its kernels and their variables,"
+    confirm(args, f"Stop {lease.user}'s {noun} of {lease.size}?")
     # The broker returns no lease if the job had not begun.
     return act(client, lease, "stop") or client.get(f"jobs/{lease.job}", wire.Job)
 

@@ -155,8 +155,8 @@ def listeners(port: int) -> frozenset[int]:
                 line.split()
                 for line in Path(procfs.path(0, table)).read_text(encoding="ascii").splitlines()[1:]
             ]
-    ours = [row for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port]
-    return frozenset(int(row[7]) for row in ours)
+    matching = [row for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port]
+    return frozenset(int(row[7]) for row in matching)
 
 
 # ---- checks of the services: tokens, the Hub's answers, units, sockets and ports

@@ -70,8 +70,8 @@ def _reaches_mixin(spawner_class: type, name: str) -> bool:
     return True
 
 
-def _environment(made: Callable[[str], Any]) -> Iterator[str]:
-    spawner = made("")
+def _environment(create: Callable[[str], Any]) -> Iterator[str]:
+    spawner = create("")
     if spawner.get_env().get("CUDA_VISIBLE_DEVICES") != "":
         yield "get_env shows GPUs to a server without a lease: CUDA_VISIBLE_DEVICES must be empty."
     spawner.take_grant(SpawnGrant(lease="contract-1", kind=Kind.BUILD, env=_ENVIRONMENT, devices=["GPU-1"]))
@@ -81,8 +81,8 @@ def _environment(made: Callable[[str], Any]) -> Iterator[str]:
         yield f"get_env loses variables of a lease: {', '.join(lost)}; return what super().get_env() has."
 
 
-def _arguments(made: Callable[[str], Any]) -> Iterator[str]:
-    spawner = made("j0123456789-1")
+def _arguments(create: Callable[[str], Any]) -> Iterator[str]:
+    spawner = create("j0123456789-1")
     job = JobSpec(id="0123456789", attempt=1, name="n", command=["true"], cwd=None, env={}, grace_s=1.0)
     spawner.take_grant(
         SpawnGrant(lease="contract-1", kind=Kind.TRAIN, env=_ENVIRONMENT, devices=["GPU-1"], job=job)
@@ -92,9 +92,9 @@ def _arguments(made: Callable[[str], Any]) -> Iterator[str]:
         yield f"get_args gives a training job arguments of a notebook server: {arguments}."
 
 
-def _uid(made: Callable[[str], Any]) -> Iterator[str]:
+def _uid(create: Callable[[str], Any]) -> Iterator[str]:
     try:
-        uid = made("").server_uid()
+        uid = create("").server_uid()
     except Exception as error:
         if not hasattr(error, "jupyterhub_message"):  # a refusal for the user is allowed
             yield f"server_uid fails: {error!r}."

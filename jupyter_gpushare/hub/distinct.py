@@ -86,10 +86,8 @@ def check_class(spawner_class: type, config: Any) -> str:
 def sample(spawner_class: type, config: Any, server: str) -> Any:
     """Return a spawner of this class, created as the Hub would, for a user that exists."""
     # Spawners for system users look the name up.
-    known = pwd.getpwuid(os.getuid()).pw_name
-    user = SimpleNamespace(
-        name=known, id=1, url=f"/user/{known}/", escaped_name=known, groups=[], settings={}
-    )
+    name = pwd.getpwuid(os.getuid()).pw_name
+    user = SimpleNamespace(name=name, id=1, url=f"/user/{name}/", escaped_name=name, groups=[], settings={})
     orm_spawner = SimpleNamespace(name=server, display_name=server, user_options={}, state={}, server=None)
     from jupyterhub.objects import Hub
 

@@ -46,11 +46,11 @@ _NAMESPACES = {
 
 def joins(host_config: Mapping[str, Any]) -> Iterator[str]:
     """Yield the settings that join a container to the machine or to another container."""
-    for ours, theirs in _NAMESPACES.items():
-        for name in (ours, theirs):
+    for api_name, setting in _NAMESPACES.items():
+        for name in (api_name, setting):
             value = str(host_config.get(name) or "")
             if value == "host" or value.startswith(("container:", "ns:")):
-                yield f"{theirs} = {value!r}"
+                yield f"{setting} = {value!r}"
     for name in ("Privileged", "privileged"):
         if host_config.get(name):
             yield "privileged = True"

@@ -188,11 +188,11 @@ class GrantedServer(BrokerAccess):
         for name in ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "GPUSHARE_MEMORY_LIMIT", "GPUSHARE_JOB"):
             env.pop(name, None)
         given, grant = dict(self._environment), self._grant
-        ours, theirs = given.pop("LD_PRELOAD", ""), env.get("LD_PRELOAD", "")
+        library, site_libraries = given.pop("LD_PRELOAD", ""), env.get("LD_PRELOAD", "")
         env.update(given)
-        if ours:
+        if library:
             # First, so that the site's libraries resolve the driver through it.
-            env["LD_PRELOAD"] = f"{ours}:{theirs}" if theirs else ours
+            env["LD_PRELOAD"] = f"{library}:{site_libraries}" if site_libraries else library
         if grant is None or grant.lease is None:
             return {**env, "CUDA_VISIBLE_DEVICES": ""}
         if grant.job is not None:

@@ -33,7 +33,7 @@ _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _FIRST_PORT = 10_000
 _TRIES = 100
 # The ports returned last: servers that start at the same time get different ones.
-_given: deque[int] = deque(maxlen=1_000)
+_recent_ports: deque[int] = deque(maxlen=1_000)
 _STATE_KEY = "gpushare_process"
 _ENVIRON_BYTES = 2 << 20  # the maximum that execve(2) takes: a quarter of the default stack limit
 
@@ -94,8 +94,8 @@ def free_port() -> int:
         port = random.randrange(_FIRST_PORT, first_ephemeral)  # noqa: S311
         with contextlib.suppress(OSError), socket.socket() as found:
             found.bind(("", port))
-            if port not in _given:
-                _given.append(port)
+            if port not in _recent_ports:
+                _recent_ports.append(port)
                 return port
     return 0
 

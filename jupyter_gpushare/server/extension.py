@@ -67,10 +67,10 @@ class GpuShareExtension(ExtensionApp):
         A cancellation is repeated because a library may lose one that arrives together with an answer, as
         `asyncio.wait_for` of Python 3.11 does.
         """
-        while left := [task for task in self._tasks if not task.done()]:
-            for task in left:
+        while running := [task for task in self._tasks if not task.done()]:
+            for task in running:
                 task.cancel()
-            await asyncio.wait(left, timeout=CANCEL_AGAIN_S)
+            await asyncio.wait(running, timeout=CANCEL_AGAIN_S)
         self._tasks.clear()
         self._kernels.close()
         if self._broker is not None:

@@ -309,11 +309,11 @@ def _script(file: Path) -> list[str]:
     raise InvalidRequest("%1 cannot be executed: only notebooks, .py, .sh and programs can be run", file.name)
 
 
-def _words(text: str, what: str) -> list[str]:
+def _words(text: str, name: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise InvalidRequest("%1 cannot be taken apart: %2", what, error) from None
+        raise InvalidRequest("%1 cannot be taken apart: %2", name, error) from None
 
 
 def _variable(text: str, environ: Mapping[str, str]) -> tuple[str, str]:

@@ -176,21 +176,21 @@ class Watch:
             await asyncio.gather(self._fetching, return_exceptions=True)
 
     async def _ask(self, after: int | None) -> Status:
-        asked_at = time.monotonic()
+        sent_at = time.monotonic()
         if after is None:
-            return self._on_answer(await self._client.get("status", Status, timeout_s=ANSWER_S), asked_at)
+            return self._on_answer(await self._client.get("status", Status, timeout_s=ANSWER_S), sent_at)
         params = {"after": after, "wait": WAIT_S}
         status = await self._client.get("status", Status, params=params, timeout_s=WAIT_S + ANSWER_S)
-        return self._on_answer(status, asked_at)
+        return self._on_answer(status, sent_at)
 
-    def _on_answer(self, status: Status, asked_at: float) -> Status:
+    def _on_answer(self, status: Status, sent_at: float) -> Status:
         """Return ``status``, or a newer answer that arrived first.
 
         The first answer to a request that began after a failure always counts: the broker may be another
         one, with lower numbers.
         """
         newer = self.status if self.status is not None and status.seq < self.status.seq else None
-        if newer is not None and asked_at <= self._failed_at:
+        if newer is not None and sent_at <= self._failed_at:
             return newer
         if self.unreachable_since is not None:
             self._log.info("gpushare: the broker answers again")

@@ -68,7 +68,7 @@ def test_a_server_gets_a_port_that_no_connection_gets(monkeypatch, tmp_path) -> 
     assert max(ports) < beyond
     (tmp_path / "range").write_text(f"{10_001}\t60999\n")
     monkeypatch.setattr(process, "_EPHEMERAL_PORTS", tmp_path / "range")
-    process._given.clear()
+    process._recent_ports.clear()
     with socket.socket() as taken:
         taken.bind(("", 10_000))
         assert process.free_port() == 0
