@@ -31,7 +31,7 @@ def read_private(path: Path, max_bytes: int) -> bytes:
     except OSError as error:
         raise GpuShareError(f"{path} cannot be read: {error.strerror}") from None
     if not stat.S_ISREG(found.st_mode):
-        raise GpuShareError(f"{path} cannot be read: it is no file")
+        raise GpuShareError(f"{path} cannot be read: it is not a regular file")
     trusted = (0, os.geteuid())
     if link.st_uid not in trusted:  # `path` may be a symbolic link
         raise GpuShareError(f"{path} cannot be read: another user (uid {link.st_uid}) made this link")

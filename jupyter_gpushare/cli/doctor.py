@@ -348,7 +348,7 @@ def check_device_files(params: str | None, devices: wire.Devices | None) -> Foun
 def check_origin(environment: Mapping[str, str]) -> Check:
     """Return whether pages of one user's server can reach those of another in a browser."""
     if "JUPYTERHUB_API_URL" not in environment:
-        return ok("This is no server of a Hub.")
+        return ok("This is not a server of a Hub.")
     # The Hub's callback has a host only with subdomains.
     if urlsplit(environment.get("JUPYTERHUB_OAUTH_CALLBACK_URL", "")).netloc:
         return ok("Each user's server has a host name of its own.")
@@ -361,7 +361,7 @@ def check_origin(environment: Mapping[str, str]) -> Check:
 def check_memory_limit(environment: Mapping[str, str], maximum_bytes: int | None) -> Check:
     """Return whether the host memory of a server is limited; its cgroups allow ``maximum_bytes``."""
     if "JUPYTERHUB_USER" not in environment:
-        return ok("This is no server of a Hub.")
+        return ok("This is not a server of a Hub.")
     if maximum_bytes is not None:
         return ok(f"This server is limited to {gibibytes(maximum_bytes)}.")
     return warn(

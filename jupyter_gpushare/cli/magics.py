@@ -84,7 +84,7 @@ class GpuMagics(Magics):
         try:
             words = submit_words(line, cell)
         except ValueError as error:
-            print(f"The line cannot be taken apart: {error}", file=sys.stderr)
+            print(f"The line cannot be parsed: {error}", file=sys.stderr)
             return
         magic = "%gpujob" if cell is None else "%%gpujob"
         # Wrong usage and --help end in SystemExit, after argparse has printed its message.

@@ -371,7 +371,7 @@ def examine(hub_config: Path, broker_config: Path, machine: SiteMachine) -> list
         broker = GPUShareBroker(config=contract.load(file))
         projects = [parse_project(*each) for each in broker.projects.items()]
     except (Exception, SystemExit) as error:
-        return checks.named({name: fail(f"{file} cannot be read: {error}.", "mend this file first")})
+        return checks.named({name: fail(f"{file} cannot be read: {error}.", "fix this file first")})
     site = SiteFacts(hub, broker, tuple(projects), machine, broker_config.with_name("broker.env"))
     unreadable = "run doctor as root, or as the user of the services"
     return asyncio.run(checks.examine(CHECKS, site, unreadable=unreadable))

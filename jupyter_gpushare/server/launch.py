@@ -313,7 +313,7 @@ def _words(text: str, name: str) -> list[str]:
     try:
         return shlex.split(text)
     except ValueError as error:
-        raise InvalidRequest("%1 cannot be taken apart: %2", name, error) from None
+        raise InvalidRequest("%1 cannot be parsed: %2", name, error) from None
 
 
 def _variable(text: str, environ: Mapping[str, str]) -> tuple[str, str]:

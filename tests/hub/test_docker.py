@@ -194,7 +194,7 @@ def test_a_hub_with_such_a_setting_does_not_start(caplog):
     )
     with pytest.raises(SystemExit):
         distinct._check_of_hub(hub)
-    assert "are not apart from each other" in caplog.text
+    assert "are not isolated from each other" in caplog.text
 
 
 def test_a_class_that_cannot_be_looked_at_is_named_in_the_log(caplog):

@@ -182,8 +182,8 @@ def test_variables_are_given_or_taken_from_the_server(root):
         ({"path": "vision"}, "no file"),
         ({"path": "vision/train.py", "kernel": "julia"}, "no environment 'julia'"),
         ({"path": "data.csv"}, "cannot be executed"),
-        ({"path": "run.sh", "arguments": "'"}, "the arguments cannot be taken apart"),
-        ({"command": '"'}, "the command cannot be taken apart"),
+        ({"path": "run.sh", "arguments": "'"}, "the arguments cannot be parsed"),
+        ({"command": '"'}, "the command cannot be parsed"),
     ],
 )
 def test_what_cannot_be_run_is_refused_with_a_reason(root, fields, says):
