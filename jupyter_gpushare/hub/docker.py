@@ -118,8 +118,8 @@ class GPUShareDockerSpawner(GPUShareMixin, DockerSpawner):
     def _check_host_config(self, proposal: Any) -> Any:
         if not callable(proposal.value) and (wrong := next(joins(proposal.value), "")):
             raise SettingRefused(
-                f"c.DockerSpawner.extra_host_config has {wrong}: with it the servers of users are not isolated "
-                "from each other or from the machine. Remove it."
+                f"c.DockerSpawner.extra_host_config has {wrong}: with it the servers of users are not "
+                "isolated from each other or from the machine. Remove it."
             )
         return proposal.value
 

@@ -176,7 +176,7 @@ JOINING = [
 @pytest.mark.parametrize("setting", JOINING, ids=str)
 def test_a_setting_that_joins_a_namespace_is_refused(setting):
     (name,) = setting
-    with pytest.raises(TraitError, match=f"extra_host_config has {name} = .* not apart"):
+    with pytest.raises(TraitError, match=f"extra_host_config has {name} = .* not isolated"):
         GPUShareDockerSpawner(config=Config({"DockerSpawner": {"extra_host_config": setting}}))
 
 
