@@ -124,14 +124,14 @@ async def live(monkeypatch, tmp_path) -> AsyncIterator[Live]:
     id_ = await manager.start_kernel(kernel_name="python3")
     client = manager.get_kernel(id_).client()
     live = Live(manager, id_, client)
-    saw = kernels._Watch.saw
+    note_message = kernels._Watch._note
 
     def note(watch: Any, msg_type: str, state: str, parent: dict[str, Any]) -> None:
-        saw(watch, msg_type, state, parent)
+        note_message(watch, msg_type, state, parent)
         if state == "idle":
             live.read.add(parent.get("msg_id", ""))
 
-    monkeypatch.setattr(kernels._Watch, "saw", note)
+    monkeypatch.setattr(kernels._Watch, "_note", note)
     live.sample()
     client.start_channels()
     await client.wait_for_ready(PATIENCE_S)
