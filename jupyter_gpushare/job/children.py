@@ -97,7 +97,7 @@ class Command:
                 self._process.returncode = self.exit_code
         return self.exit_code
 
-    def may_notice(self, number: int) -> bool:
+    def can_notice(self, number: int) -> bool:
         """Return whether a signal may do more to the command than end it.
 
         A single process that neither catches nor blocks the signal is ended by it, or ignores it.

@@ -71,7 +71,7 @@ def working_directory(spec: JobSpec, home: str) -> str:
     return folder
 
 
-def why_not(error: OSError | ValueError, argv: list[str]) -> CannotStart:
+def start_error(error: OSError | ValueError, argv: list[str]) -> CannotStart:
     """Return the error for the user after a failed start."""
     name = argv[0][:200]
     if isinstance(error, FileNotFoundError):

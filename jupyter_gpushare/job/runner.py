@@ -59,7 +59,7 @@ from jupyter_gpushare.job.command import (
     CannotStart,
     command_environment,
     lease_has_ended,
-    why_not,
+    start_error,
     working_directory,
 )
 from jupyter_gpushare.job.reports import PROGRESS_EVERY_S, Reports, keep_active
@@ -334,7 +334,7 @@ class Runner:
                 command = Command(argv, cwd=folder, env=env, output=writing)
         except (OSError, ValueError) as error:
             os.close(reading)
-            raise why_not(error, self._spec.command) from None
+            raise start_error(error, self._spec.command) from None
         finally:
             os.close(writing)
         pump = threading.Thread(target=_pump, args=(reading, self._on_print), daemon=True)
@@ -346,7 +346,7 @@ class Runner:
         stopped = command.exit_code is None
         if stopped:
             # A command that cannot notice the signal and exits with 0 had finished: it does not run again.
-            ignores_stop = not command.may_notice(signal.SIGTERM)
+            ignores_stop = not command.can_notice(signal.SIGTERM)
             command.signal_group(signal.SIGTERM)
             self._write_line(f"asked to stop: SIGTERM now, SIGKILL after {self._spec.grace_s:g} s")
             until = time.monotonic() + self._spec.grace_s
