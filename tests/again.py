@@ -1,14 +1,14 @@
 """Failures of a parallel run, judged again: each failed test runs once more, alone, after all others.
 
 A test that fails beside others and passes alone counts as passed, and is named under *failed
-beside others*.  More than `MOST_BESIDE` of them fail the run: then the tests disturb each other.
+beside others*.  More than `MAX_BESIDE` of them fail the run: then the tests disturb each other.
 
 Not run again, so that one failure stays a failure:
 
 * the tests of `ORACLES`, which get the marker ``oracle``, and others with that marker: they judge the
   promises P1 to P3, crashes and attacks, where one failure in many runs is a defect of the product;
 * failures of the teardown, which judge what tests left behind;
-* anything once more than `MOST_FAILED` tests have failed.
+* anything once more than `MAX_FAILED` tests have failed.
 
 This plugin lives in the controller of pytest-xdist.  Both outputs of a test are kept in build/failed.
 """
@@ -43,8 +43,8 @@ ORACLES = frozenset(
         "tests/native/test_kill.py",
     }
 )
-MOST_BESIDE = 5
-MOST_FAILED = 20
+MAX_BESIDE = 5
+MAX_FAILED = 20
 # Longer than pytest's own time-out of 300 s for each of set-up, call and teardown.
 ALONE_S = 900
 LOGS = Path("build", "failed")
@@ -64,7 +64,7 @@ class Again:
 
     @pytest.hookimpl(trylast=True)  # the workers have ended
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        if session.exitstatus is not pytest.ExitCode.TESTS_FAILED or len(self._failed) > MOST_FAILED:
+        if session.exitstatus is not pytest.ExitCode.TESTS_FAILED or len(self._failed) > MAX_FAILED:
             return
         terminal = self._config.pluginmanager.get_plugin("terminalreporter")
         for nodeid, reports in self._failed.items():
@@ -74,7 +74,7 @@ class Again:
             if self._passes_alone(nodeid, reports):
                 self._beside.append(nodeid)
                 _count_as_passed(terminal, reports)
-        if len(self._beside) == len(self._failed) and len(self._beside) <= MOST_BESIDE:
+        if len(self._beside) == len(self._failed) and len(self._beside) <= MAX_BESIDE:
             session.exitstatus = pytest.ExitCode.OK
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
@@ -83,9 +83,9 @@ class Again:
             for nodeid in self._beside:
                 terminalreporter.write_line(f"{nodeid}  (both outputs: {_folder(nodeid)})")
                 terminalreporter.write_line(self._failed[nodeid][0].longreprtext[-3_000:])
-            if len(self._beside) > MOST_BESIDE:
+            if len(self._beside) > MAX_BESIDE:
                 terminalreporter.write_line(
-                    f"More than {MOST_BESIDE}: the tests disturb each other.", red=True
+                    f"More than {MAX_BESIDE}: the tests disturb each other.", red=True
                 )
 
     def _passes_alone(self, nodeid: str, reports: list[pytest.TestReport]) -> bool:

@@ -27,7 +27,7 @@ from jupyter_gpushare.backends.base import HubError
 from jupyter_gpushare.backends.hub import HubClient
 from jupyter_gpushare.broker.app import GPUShareBroker, hub_base_url
 from jupyter_gpushare.broker.state.culling import KERNEL_SETTING, culler_of
-from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig, beyond_machine, parse_project
+from jupyter_gpushare.broker.state.policy import Policy, ProjectConfig, over_capacity, parse_project
 from jupyter_gpushare.broker.state.store import database_trouble, stored_overrides
 from jupyter_gpushare.channel import api_url
 from jupyter_gpushare.cli import checks
@@ -536,10 +536,10 @@ def _quotas(site: SiteFacts) -> Found:
     lower = "lower the quotas in c.GPUShareBroker.projects"
     if percent > 100:
         yield fail(f"Projects are guaranteed {percent:g} % of the GPUs.", lower)
-    if excess := beyond_machine(policy.in_force(gpus * WHOLE_GPU, {}), gpus * WHOLE_GPU):
+    if excess := over_capacity(policy.in_force(gpus * WHOLE_GPU, {}), gpus * WHOLE_GPU):
         yield fail(excess, lower)
     overrides = stored_overrides(site.broker.db_url)
-    if excess := beyond_machine(policy.in_force(gpus * WHOLE_GPU, overrides), gpus * WHOLE_GPU):
+    if excess := over_capacity(policy.in_force(gpus * WHOLE_GPU, overrides), gpus * WHOLE_GPU):
         names = ", ".join(each.name for each in policy.projects if each.name in overrides)
         yield fail(
             f"{excess} An administrator has changed {names}.",

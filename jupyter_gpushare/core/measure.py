@@ -62,7 +62,7 @@ class Measure:
     ends_gpu_s: float | None = None  # attained service at the end, by the smallest estimate
     late: float = 1.0  # total work by the first estimate, divided by the remaining work at that time
 
-    def left_at(self, attained_gpu_s: float) -> float | None:
+    def remaining_at(self, attained_gpu_s: float) -> float | None:
         """Return the remaining GPU-seconds at ``attained_gpu_s``; None: not known, or the job is overdue."""
         left = (self.left_gpu_s or 0.0) - (attained_gpu_s - self.at_gpu_s)
         return left if left > 0 else None

@@ -31,7 +31,7 @@ class NotResized:
     """Why a session gets no more, and the maximum that it could have, in thousandths of its device."""
 
     why: Why
-    most_milli: int
+    max_milli: int
 
 
 def resized(cluster: Cluster, lease: Lease, size: Size, now: float) -> NewSize | NotResized:
@@ -42,7 +42,7 @@ def resized(cluster: Cluster, lease: Lease, size: Size, now: float) -> NewSize |
     held, account, has_claim = held_by(lease), state.account(lease), state.has_claim(lease)
     capacity = state.capacities.get(lease.devices[0])
     if capacity is None:
-        return NotResized(why=Why.DEVICE_BROKEN, most_milli=held)
+        return NotResized(why=Why.DEVICE_BROKEN, max_milli=held)
     wanted = capacity.device.demand_milli(size)
     more = wanted - held
     if more <= 0:
@@ -51,10 +51,10 @@ def resized(cluster: Cluster, lease: Lease, size: Size, now: float) -> NewSize |
     max_more = max(guaranteed, _borrowed_more(capacity))
     if more > max_more:
         if capacity.device.draining:
-            return NotResized(why=Why.DRAINING, most_milli=held)
-        return NotResized(why=Why.NO_CAPACITY, most_milli=held + max(0, _allowed(account, max_more)))
+            return NotResized(why=Why.DRAINING, max_milli=held)
+        return NotResized(why=Why.NO_CAPACITY, max_milli=held + max(0, _allowed(account, max_more)))
     if account.over_limit(more):
-        return NotResized(why=Why.PROJECT_LIMIT, most_milli=held + max(0, _allowed(account, max_more)))
+        return NotResized(why=Why.PROJECT_LIMIT, max_milli=held + max(0, _allowed(account, max_more)))
     return NewSize(held_milli=wanted, borrowed=not has_claim or more > guaranteed)
 
 

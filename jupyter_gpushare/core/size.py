@@ -14,7 +14,7 @@ from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.gibibytes import gibibytes
 
 WHOLE_GPU = 1000  # thousandths
-MOST_GPUS = 1024
+MAX_GPUS = 1024
 # Forms of text that `ui/src/sizes.ts` reads in the same way: a part of one GPU or a number of GPUs
 # (this module checks its range), and bytes with or without a unit.
 GPUS_PATTERN = "(?=.*[1-9])([0-9]{1,4}|0{0,4}[.][0-9]{1,20}|1[.]0{1,20})|[1-9][0-9]{0,6}/[1-9][0-9]{0,7}"
@@ -46,12 +46,12 @@ class Size(NamedTuple):
         """Return the size of ``0.5``, ``1/4``, ``1`` or ``2`` GPUs.
 
         Raises:
-            InvalidRequest: it is neither a fraction of one GPU nor a number from 1 to `MOST_GPUS`.
+            InvalidRequest: it is neither a fraction of one GPU nor a number from 1 to `MAX_GPUS`.
         """
         if text.isascii() and text.isdigit() and text.lstrip("0") not in ("", "1"):
             count = int(text) if len(text) <= 4 else 0
-            if not 1 <= count <= MOST_GPUS:
-                raise InvalidRequest("%1 GPUs are too many: at most %2", repr(text[:40]), MOST_GPUS)
+            if not 1 <= count <= MAX_GPUS:
+                raise InvalidRequest("%1 GPUs are too many: at most %2", repr(text[:40]), MAX_GPUS)
             return cls(WHOLE_GPU, count)
         return cls(parse_fraction(text))
 

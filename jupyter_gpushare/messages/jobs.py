@@ -83,11 +83,11 @@ def waiting(
     free_milli: int,
     position: int | None = None,
     largest: int | None = None,
-    told_until: Text | None = None,
+    notified_until: Text | None = None,
 ) -> Texts:
     """Return why a job waits: ``Number 3. Needs 2 GPUs together; 1.25 are free.``
 
-    ``largest`` is the number of GPUs of the largest machine.  ``told_until`` is the time at which an idle
+    ``largest`` is the number of GPUs of the largest machine.  ``notified_until`` is the time at which an idle
     session gives its GPU to this job; its owner has been notified.
     """
     number = (text("job.number", position),) if position else ()
@@ -98,8 +98,8 @@ def waiting(
         return *number, text("waiting.project_limit")
     if why == Why.BACKING_OFF:
         return *number, text("waiting.backing_off")
-    if told_until is not None:
-        return *number, text("waiting.told", needs, told_until)
+    if notified_until is not None:
+        return *number, text("waiting.told", needs, notified_until)
     if why in _NEEDS:
         return (text(_NEEDS[why], needs),) if why == "" else (*number, text(_NEEDS[why], needs))
     if free_milli == WHOLE_GPU:
@@ -117,7 +117,7 @@ _OFFSET_S = 60.0
 
 def left_s(lease: Lease, measure: Measure | None, now: float) -> float | None:
     """Return the seconds that a job still runs on the GPUs that it holds or requests; None if unknown."""
-    left_gpu_s = None if measure is None else measure.left_at(attained_gpu_s(lease, now))
+    left_gpu_s = None if measure is None else measure.remaining_at(attained_gpu_s(lease, now))
     return None if left_gpu_s is None or not gpus(lease) else round(left_gpu_s / gpus(lease))
 
 

@@ -60,7 +60,7 @@ class Forward:
 
 
 FORWARDS: tuple[Forward, ...] = (
-    Forward("GET", "offers", wire.Offers, query=("project", *wire.ASKED_TERMS)),
+    Forward("GET", "offers", wire.Offers, query=("project", *wire.REQUESTED_TERMS)),
     Forward("GET", "history", wire.History),
     Forward("GET", "jobs", wire.JobList, query=("limit",)),
     Forward("POST", "jobs", wire.Job, body=wire.JobRequest, status=201),

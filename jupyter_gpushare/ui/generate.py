@@ -52,7 +52,7 @@ def wire_module() -> str:
     kinds: dict[str, str] = {}
     for root in ROOTS:
         _declare(root, kinds)
-    names = " | ".join(f"'{name}'" for name in ("project", *wire.ASKED_TERMS))
+    names = " | ".join(f"'{name}'" for name in ("project", *wire.REQUESTED_TERMS))
     kinds["IOffersQuery"] = (
         "/** The query about a job that is not submitted yet; an empty value is the broker's default. */\n"
         f"export type IOffersQuery = {{ readonly [name in {names}]: string }};\n"

@@ -308,8 +308,8 @@ async def test_a_guest_gets_all_of_the_gpu_while_its_host_computes_nothing(site,
     held(site, broker, guest).measured_share = 0.1
     await asyncio.sleep(5)
     companion = broker.registry.observations[host.lease_id].companion
-    assert companion.guest_gets == 0.1
+    assert companion.guest_part == 0.1
     at_work = snapshot.at_work
     monkeypatch.setattr(snapshot, "at_work", lambda *args: at_work(*args) - {host.lease_id})
     await asyncio.sleep(5)
-    assert broker.registry.observations[host.lease_id].companion.guest_gets == 1.0
+    assert broker.registry.observations[host.lease_id].companion.guest_part == 1.0

@@ -82,7 +82,7 @@ def test_a_time_without_measurements_counts_for_nothing():
 async def test_the_utilization_of_a_mig_instance_is_not_known(site, broker):
     devices = broker.registry.devices
     assert devices.utilization_percent(site.uuids) == 0
-    assert devices.most_utilization_percent(site.uuids) is None
+    assert devices.max_utilization_percent(site.uuids) is None
 
 
 @pytest.mark.parametrize("after_min", [0, 60])

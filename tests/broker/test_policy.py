@@ -10,7 +10,7 @@ import pytest
 from traitlets.config import Config
 
 from jupyter_gpushare.broker.app import GPUShareBroker
-from jupyter_gpushare.broker.state.policy import beyond_machine, parse_project
+from jupyter_gpushare.broker.state.policy import over_capacity, parse_project
 from jupyter_gpushare.core.model import DEFAULT_POLICY, Project
 from jupyter_gpushare.errors import InvalidRequest
 
@@ -73,9 +73,9 @@ def test_the_example_of_the_guide_fits_the_machine_that_it_names():
     exec(example, {"c": config})
     policy = GPUShareBroker(config=config).policy()
     assert "This example is for four GPUs" in guide
-    assert beyond_machine(policy.in_force(4000, {}), 4000) == ""
-    assert "guaranteed 3.5 GPUs together, and there are 3:" in beyond_machine(policy.in_force(4000, {}), 3000)
+    assert over_capacity(policy.in_force(4000, {}), 4000) == ""
+    assert "guaranteed 3.5 GPUs together, and there are 3:" in over_capacity(policy.in_force(4000, {}), 3000)
 
 
 def test_guarantees_exceed_no_machine_before_its_gpus_are_known():
-    assert beyond_machine([Project(name="p", quota_milli=1000)], 0) == ""
+    assert over_capacity([Project(name="p", quota_milli=1000)], 0) == ""

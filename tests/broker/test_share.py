@@ -142,8 +142,8 @@ async def pair(
         alone = Reading(at=site.now - ago_s, work=100 * (700 - ago_s))
         registry.observations[record.id].rates.add(alone)
     await registry.edit(broker.lease(guest), visits)
-    registry.observations[record.id].companion = Companion("host", guest.lease_id, guest_gets=gets, **of_host)
-    registry.observations[guest.lease_id].companion = Companion("guest", record.id, guest_gets=gets)
+    registry.observations[record.id].companion = Companion("host", guest.lease_id, guest_part=gets, **of_host)
+    registry.observations[guest.lease_id].companion = Companion("guest", record.id, guest_part=gets)
     return host, guest
 
 

@@ -27,9 +27,9 @@ def measure(*told: Report) -> Measure | None:
 def test_what_is_left_follows_from_the_rate_of_the_attempt():
     found = measure(*reports((0, 0), (1_000, 10)))
     assert (found.left_gpu_s, found.ends_gpu_s) == (9_000, 10_000)
-    assert found.left_at(1_500) == 8_500
-    assert found.left_at(10_000) is None, "overdue"
-    assert measure(*reports((0, 0))).left_at(10) is None
+    assert found.remaining_at(1_500) == 8_500
+    assert found.remaining_at(10_000) is None, "overdue"
+    assert measure(*reports((0, 0))).remaining_at(10) is None
 
 
 @pytest.mark.parametrize(("at", "done", "counts"), [(599, 50, False), (600, 50, True), (9_000, 4.9, False)])
@@ -121,7 +121,7 @@ def test_a_job_is_held_to_the_least_of_its_estimates(done, left, ends):
 
 def test_work_that_is_done_at_the_first_estimate_is_no_late_one():
     found = measure(*reports((0, 0), (1_000, 100)))
-    assert (found.left_gpu_s, found.late, found.left_at(1_000)) == (0, 1, None)
+    assert (found.left_gpu_s, found.late, found.remaining_at(1_000)) == (0, 1, None)
 
 
 def test_a_new_attempt_begins_where_it_says_and_its_rate_is_measured_anew():

@@ -106,12 +106,12 @@ def test_a_guest_keeps_the_device_that_its_host_leaves():
     r.add_job(job("h"), 2_000)
     r.add_job(job("g", at=1_000), 5_000)
     r.run()
-    left_at = 1_000 + 1_000 / 0.95
-    assert story.ended("h") == pytest.approx(left_at)
-    assert story.ended("g") == pytest.approx(left_at + 5_000 - (left_at - 1_000) * 0.5)
+    remaining_at = 1_000 + 1_000 / 0.95
+    assert story.ended("h") == pytest.approx(remaining_at)
+    assert story.ended("g") == pytest.approx(remaining_at + 5_000 - (remaining_at - 1_000) * 0.5)
     assert story.at("g", State.RUNNING) == [1_000]
     assert story.leases["g"].host == ""
-    assert story.leases["g"].granted_at == pytest.approx(left_at)
+    assert story.leases["g"].granted_at == pytest.approx(remaining_at)
     assert story.done == pytest.approx({"h": 2_000, "g": 5_000})
 
 

@@ -24,7 +24,7 @@ def borrowed(milli: int) -> NewSize:
 
 
 def refused(why: Why, most: int) -> NotResized:
-    return NotResized(why=why, most_milli=most)
+    return NotResized(why=why, max_milli=most)
 
 
 def test_a_session_gets_more_of_its_device_where_it_is_free():

@@ -150,7 +150,7 @@ def test_processes_that_keep_the_memory_of_a_dead_one_are_ended_at_the_deadline(
 ) -> None:
     lease = node.lease(phase=phase)
     lease.keepers = lease.processes
-    lease.left_bytes = {"GPU-0": 1 << 30}
+    lease.leftover_bytes = {"GPU-0": 1 << 30}
     node.goes_on(UNKNOWN_GRACE_S - MARGIN_S - 1)
     assert node.sent == []
     node.goes_on(2 + TERM_S)

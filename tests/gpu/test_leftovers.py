@@ -204,7 +204,7 @@ class Scene:
         self._leftovers.find([self.lease], {"ada": living}, usages, (), self.now)
         self.lease.processes = living
         self.lease.held = {p.key: {"GPU-1": count} for p in living if (count := shown.get(p.pid))}
-        return [each.pid for each in self.lease.keepers], sum(self.lease.left_bytes.values())
+        return [each.pid for each in self.lease.keepers], sum(self.lease.leftover_bytes.values())
 
     def release(self) -> list[int]:
         """Have the keepers ended: the pids of those that got the signal."""
@@ -256,10 +256,10 @@ def test_no_keeper_is_named_while_a_device_does_not_answer(unknown: str) -> None
     late = {"GPU-2"} if unknown == "late" else set()
     scene.table.living = (fork,)
     scene._leftovers.find([scene.lease], {"ada": (fork,)}, usages, late, 1.0)
-    assert (scene.lease.keepers, scene.lease.left_bytes) == ((), {"GPU-1": 8 * GIB})
+    assert (scene.lease.keepers, scene.lease.leftover_bytes) == ((), {"GPU-1": 8 * GIB})
     scene.lease.processes, scene.lease.measured_at = (fork,), 2.0
     scene._leftovers.find([scene.lease], {"ada": (fork,)}, {"GPU-1": usage, "GPU-2": usage}, (), 2.0)
-    assert (scene.lease.keepers, scene.lease.left_bytes) == ((fork,), {"GPU-1": 8 * GIB})
+    assert (scene.lease.keepers, scene.lease.leftover_bytes) == ((fork,), {"GPU-1": 8 * GIB})
 
 
 def test_another_program_is_no_keeper_though_it_was_seen_before_its_exec() -> None:
@@ -366,7 +366,7 @@ def test_what_a_device_shows_is_charged_to_one_lease_only() -> None:
     usages = {"GPU-1": DeviceReading(13 * GIB, 0, 0, {10: 4 * GIB}, None)}
     scenes["ada"].table.living = tuple(each for found in forks.values() for each in found)
     scenes["ada"]._leftovers.find(leases, forks, usages, (), 1.0)
-    shares = [sum(lease.left_bytes.values()) // GIB for lease in leases]
+    shares = [sum(lease.leftover_bytes.values()) // GIB for lease in leases]
     assert shares == [4, 3, 6]
 
 

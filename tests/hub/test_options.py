@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jupyter_gpushare.core.size import MOST_GPUS
+from jupyter_gpushare.core.size import MAX_GPUS
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.hub.options import from_form, read, split_form, ticket
 from jupyter_gpushare.protocol.wire import GpuRequest
@@ -63,7 +63,7 @@ def test_options_without_ours_ask_for_no_gpu() -> None:
         {"fraction": "1/2", "memory": "1GiB"},
         {"gpus": True},
         {"gpus": 1.5},
-        {"gpus": MOST_GPUS + 1},
+        {"gpus": MAX_GPUS + 1},
         {"memory": "\uff12\uff10GiB"},  # digits, but not of ASCII
         {"fraction": "\u0660.\u0665"},
         {"profile": "the fast one"},

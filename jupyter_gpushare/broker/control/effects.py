@@ -317,7 +317,7 @@ class Effects:
         observation = self.registry.observations[record.id]
         request = _limit_request(self.registry, record, asleep=asleep)
         prepared = await self.devices.prepare(request)
-        observation.share_asked = request.compute_share
+        observation.requested_share = request.compute_share
         return prepared
 
     async def grant(self, record: LeaseRecord) -> wire.SpawnGrant:

@@ -51,7 +51,7 @@ def left_s(job: JobRecord, record: LeaseRecord, now: float) -> float | None:
     return limit - job.ran_s - max(0.0, now - record.entered_at)
 
 
-def why_over(job: JobRecord) -> wire.Text | None:
+def timeout_reason(job: JobRecord) -> wire.Text | None:
     """Return the reason that ends a job which has run for its maximum; None if it has not."""
     limit = limit_s(job)
     if limit is None or job.ran_s < limit:
@@ -134,7 +134,7 @@ def outcome_of(record: LeaseRecord, job: JobRecord) -> AttemptEnd:
             return AttemptEnd("succeeded", done, job)
         code = messages.text("job.ended_with", job.exit_code)
         return _after_failure(job, job.reason_texts[0] if job.reason_texts else code)
-    if (over := why_over(job)) is not None:
+    if (over := timeout_reason(job)) is not None:
         return AttemptEnd("timed_out", over, job)
     if record.requeue or job.stopped:
         preemptions = job.preemptions + (1 if record.requeue else 0)

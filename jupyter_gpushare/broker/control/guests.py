@@ -89,7 +89,7 @@ class GuestControl:
                 continue
             used = max(sample.used_bytes.values(), default=0)
             observation.peak.saw(used, now)
-            observation.most_bytes = max(observation.most_bytes, used)
+            observation.max_bytes = max(observation.max_bytes, used)
             at, done, total = observation.measured_at, job.done, job.total or 0.0
             reading = Reading(at=at, attempt=record.attempt, done=done, total=total, work=sample.work)
             observation.rates.add(reading, companions.get(record.id, ""))

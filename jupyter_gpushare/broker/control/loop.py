@@ -223,7 +223,7 @@ class Loop:
     async def _waking(self) -> AsyncIterator[None]:
         """Wake wanted sessions while nothing can be stored, apart from all parts that wait for commits."""
         while True:
-            if self.registry.journal.takes_nothing:
+            if self.registry.journal.is_blocked:
                 self.unstored.wake()
             yield
             await asyncio.sleep(SAMPLE_S)

@@ -11,7 +11,7 @@ from jupyter_gpushare import messages
 from jupyter_gpushare.backends.base import DeviceBackend
 from jupyter_gpushare.broker.control import losses, snapshot
 from jupyter_gpushare.broker.engine.contract import Engine
-from jupyter_gpushare.broker.state.policy import beyond_machine
+from jupyter_gpushare.broker.state.policy import over_capacity
 from jupyter_gpushare.broker.state.records import LeaseRecord
 from jupyter_gpushare.broker.state.registry import Registry
 from jupyter_gpushare.broker.state.transitions import Started
@@ -65,7 +65,7 @@ class Metering:
             registry.usage.sample(lease, until, passed_s, computing, held * over.get(lease.id, 0.0))
         for guest, gpus in guests.values():
             host = registry.leases[guest.host].lease
-            registry.usage.visited(guest, host, until, passed_s, gpus, over.get(host.id, 0.0))
+            registry.usage.move_to_guest(guest, host, until, passed_s, gpus, over.get(host.id, 0.0))
             registry.tally.guest_gpu_s[guest.project] += passed_s * gpus
 
     def _guests(self, running: Sequence[Lease]) -> dict[str, tuple[Lease, float]]:
@@ -75,7 +75,7 @@ class Metering:
         for lease in running:
             companion = self._registry.observations[lease.id].companion
             if companion is not None and lease.host in ids:
-                found[lease.id] = lease, min(1.0, companion.guest_gets)
+                found[lease.id] = lease, min(1.0, companion.guest_part)
         return found
 
     def _over_quota(self, cluster: Cluster, now: float) -> dict[str, float]:
@@ -227,16 +227,16 @@ class Observer:
         if record.state is not State.RUNNING:
             return
         low = observation.low_use
-        low.saw(observation.active_at, registry.devices.most_utilization_percent(record.lease.devices), now)
+        low.saw(observation.active_at, registry.devices.max_utilization_percent(record.lease.devices), now)
         after_s = registry.policy.fake_busy_after_s
-        if after_s and low.lasted_s >= after_s and not low.is_told:
-            low.is_told = True
+        if after_s and low.lasted_s >= after_s and not low.is_notified:
+            low.is_notified = True
             await registry.record_notice(record, "low-use", "notice.low_use", messages.duration(low.lasted_s))
 
     def _check_quotas(self) -> None:
         """Log once if the projects together are guaranteed more than this machine has."""
         registry, total_milli = self.registry, self.registry.devices.total_milli
-        found = beyond_machine(registry.policy.in_force(total_milli, registry.overrides), total_milli)
+        found = over_capacity(registry.policy.in_force(total_milli, registry.overrides), total_milli)
         if found and found != self._beyond_machine:
             log.warning("%s", found)
         self._beyond_machine = found
@@ -273,7 +273,7 @@ class Observer:
                 observation = self.registry.observations[record.id]
                 observation.left_host = (wanted, took_s)
                 if wanted is Why.OWN_MEMORY_WANTED:  # it waits for the memory, so no sample shows the need
-                    observation.most_bytes = max(observation.most_bytes, record.guest_bytes)
+                    observation.max_bytes = max(observation.max_bytes, record.guest_bytes)
                 await self.measure(fresh=False)
                 self.registry.changed.set()
             case EventKind.EVICTED:

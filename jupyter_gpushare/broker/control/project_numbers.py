@@ -53,7 +53,7 @@ class ProjectNumbers:
                 "send force to set it all the same",
                 f"{after / WHOLE_GPU:g}",
                 f"{total_milli / WHOLE_GPU:g}",
-                reason="beyond_machine",
+                reason="over_capacity",
             )
         await self._override(override, by)
 

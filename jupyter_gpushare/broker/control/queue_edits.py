@@ -55,8 +55,8 @@ async def change(
     # A priority set by an administrator stays, even above the project's maximum.
     if (project, after.priority) != (job.project, before.priority):
         policy.check_priority(project, after.priority)
-    policy.check_share(after.asked_size())
-    lease = replace(record.lease, project=project, size=after.asked_size(), priority=after.priority)
+    policy.check_share(after.requested_size())
+    lease = replace(record.lease, project=project, size=after.requested_size(), priority=after.priority)
     if project != job.project:
         lease = replace(lease, queued_at=registry.clock(), waits_since_at=registry.clock())
     policy.engine.check_request(snapshot.empty_machine(registry, policy.engine), lease)
@@ -128,7 +128,7 @@ def _own_order(registry: Registry, lease: Lease) -> list[Lease]:
 
 
 def _numbers(request: wire.JobRequest) -> wire.Text:
-    size, project = messages.size_text(request.asked_size()), request.project or ""
+    size, project = messages.size_text(request.requested_size()), request.project or ""
     if request.max_run_s is None:
         return messages.text("job.numbers", size, project, request.priority)
     max_run = messages.duration_text(request.max_run_s)

@@ -121,7 +121,7 @@ class RequestService:
             TooMany: the queue is full, or the user has as many jobs as allowed.
         """
         registry = self.registry
-        self.request_policy.check_share(request.asked_size())
+        self.request_policy.check_share(request.requested_size())
         if request.grace_s is not None and request.grace_s > registry.policy.max_grace_s:
             raise InvalidRequest(
                 "grace_s is at most %1 here: a GPU's owner may have to wait that long",

@@ -159,7 +159,7 @@ class Resizes:
 
 def _refused(answer: NotResized, held_milli: int, project: str) -> Conflict:
     """Return the refusal that names the size which the session can have instead."""
-    maximum = f"{fraction_text(min(answer.most_milli, WHOLE_GPU))} GPU"
+    maximum = f"{fraction_text(min(answer.max_milli, WHOLE_GPU))} GPU"
     if answer.why is Why.PROJECT_LIMIT:
         return Conflict(
             "project %1 is at its limit: choose at most %2, or end other work of it", project, maximum
@@ -168,7 +168,7 @@ def _refused(answer: NotResized, held_milli: int, project: str) -> Conflict:
         return Conflict(
             "its GPU is being emptied and takes nothing new: stop the server, and start it on another GPU"
         )
-    if answer.most_milli <= held_milli:
+    if answer.max_milli <= held_milli:
         return Conflict(
             "the rest of its GPU is in use: stop the server, and start it on another GPU",
             reason="no_capacity",

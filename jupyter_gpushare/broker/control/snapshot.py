@@ -175,7 +175,7 @@ def _sharing(registry: Registry, record: LeaseRecord, now: float, lease: Lease) 
     return replace(
         _as_site_shares(registry, lease),
         spare_bytes=spare,
-        needs_bytes=sharing.needed_bytes(observation.most_bytes),
+        needs_bytes=sharing.needed_bytes(observation.max_bytes),
     )
 
 
@@ -321,6 +321,6 @@ def share_differs(registry: Registry, record: LeaseRecord) -> bool:
     If only an earlier broker has asked for one, the sample shows which is in force.
     """
     observation, configured = registry.observations[record.id], registry.policy.compute_share
-    if observation.share_asked is not None or observation.sample is None:
-        return observation.share_asked not in (None, configured)
+    if observation.requested_share is not None or observation.sample is None:
+        return observation.requested_share not in (None, configured)
     return bool(observation.sample.share_reason) or observation.sample.compute_share is not configured

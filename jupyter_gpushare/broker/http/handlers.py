@@ -89,7 +89,9 @@ class OffersHandler(Base):
         groups = await self.service.access.groups(identity)
         project = self.control.request_policy.choose_project(groups, self.get_query_argument("project", None))
         offers = self.service.views.offers(groups, project)
-        terms = wire.asked_terms({name: self.get_query_argument(name, "") for name in wire.ASKED_TERMS})
+        terms = wire.requested_terms(
+            {name: self.get_query_argument(name, "") for name in wire.REQUESTED_TERMS}
+        )
         if not {"gpus", "memory", "profile"}.isdisjoint(terms):
             request = wire.JobRequest(command=["-"], project=project, **terms)
             offers = wire.replace(offers, job=await self.control.requests.outlook(identity.user, request))

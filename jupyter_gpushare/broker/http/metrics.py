@@ -54,7 +54,7 @@ class Numbers:
         yield _gauge("gpushare_host_saved_bytes", "Suspended device state in host memory", saved)
         epoch = [((), registry.store.epoch)]
         yield _gauge("gpushare_broker_epoch", "Starts of the broker on this database", epoch)
-        takes = [((), not registry.journal.takes_nothing)]
+        takes = [((), not registry.journal.is_blocked)]
         text = "0: the disk of the database is full, or it does not answer"
         yield _gauge("gpushare_database_writable", text, takes)
         yield from _since_start(registry)

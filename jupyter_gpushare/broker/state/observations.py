@@ -53,7 +53,7 @@ class LowUse:
     since_at: float | None = None
     entered_at: float = 0.0  # the last driver call
     seen_at: float = 0.0  # the last measurement
-    is_told: bool = False  # its notice was sent, once per period
+    is_notified: bool = False  # its notice was sent, once per period
 
     def saw(self, entered_at: float, utilization_percent: int | None, now: float) -> None:
         """Add a measurement: the last driver call, and the highest utilization of the session's GPUs."""
@@ -69,7 +69,7 @@ class LowUse:
 
     def reset(self) -> None:
         """End the period: the session computes, is idle, or has no GPU."""
-        self.since_at, self.is_told = None, False
+        self.since_at, self.is_notified = None, False
 
     @property
     def lasted_s(self) -> float:
@@ -180,7 +180,7 @@ class Companion:
     # Part that a host keeps of its rate alone, by the last judgement, or a guest of its own; None: unknown.
     kept: float | None = None
     # Part of the device's time that the guest gets, from 0 to 1.
-    guest_gets: float = 0.0
+    guest_part: float = 0.0
     began_at: float = 0.0  # on the broker's clock
 
     @property
@@ -196,12 +196,12 @@ class Observation:
     sample: LeaseSample | None = None  # None: not measured, or unknown to the helper
     measured_at: float = float("-inf")
     seen_alive: bool = False
-    share_asked: ComputeShare | None = None  # last request to the helper; None: none by this broker
+    requested_share: ComputeShare | None = None  # last request to the helper; None: none by this broker
     companion: Companion | None = None  # None: it shares its devices with no other job
     rates: Rates = field(default_factory=Rates)  # of a job whose owner lets it share its GPU
     peak: PeakMemory = field(default_factory=PeakMemory)  # likewise
     # Maximum that it used on a device since the broker's start, or had as a guest that needed more.
-    most_bytes: int = 0
+    max_bytes: int = 0
     guest_gpu_s: float = 0.0  # what it got in its present stay as a guest
     left_host: tuple[str, float] | None = None  # why the helper suspended it, and the seconds that took
     gone_since_at: float | None = None  # the first of the latest measurements that all missed its processes
@@ -465,7 +465,7 @@ class DeviceObservations:
         suspend = min((d.suspend_bytes_per_s for d in found), default=0.0)
         return suspend, min((d.resume_bytes_per_s for d in found), default=0.0)
 
-    def most_utilization_percent(self, uuids: Collection[str]) -> int | None:
+    def max_utilization_percent(self, uuids: Collection[str]) -> int | None:
         """Return the highest utilization of these devices; None if not measured, as of MIG instances."""
         if any(device.profile for device in self.listed if device.uuid in uuids):
             return None

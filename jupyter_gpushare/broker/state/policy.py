@@ -192,7 +192,7 @@ class Policy:
         )
 
 
-def beyond_machine(projects: Iterable[Project], total_milli: int) -> str:
+def over_capacity(projects: Iterable[Project], total_milli: int) -> str:
     """Return a warning if ``projects`` are guaranteed more than ``total_milli`` of GPU; else empty."""
     promised = sum(project.quota_milli for project in projects)
     if not 0 < total_milli < promised:

@@ -670,7 +670,7 @@ def _sqlite_pragmas(connection: Any, _record: Any) -> None:
 # A failed database ends the broker.  A full disk does not: when no commit is open, the
 # changes that are not durable are undone in memory, and further changes are refused
 # until `retry` finds space.  So memory does not show for long what a restart would lose.
-# The journal waits for a database that hangs; `takes_nothing` shows this after `LATE_S`.
+# The journal waits for a database that hangs; `is_blocked` shows this after `LATE_S`.
 
 # A disk syncs, and a database answers, within this time.
 LATE_S = 5.0
@@ -724,7 +724,7 @@ class Journal:
         self._refuse_after_failure()
 
     @property
-    def takes_nothing(self) -> bool:
+    def is_blocked(self) -> bool:
         """Whether nothing can be stored now: the disk was full at the last try, or a commit is late."""
         began_at = min(self._open.values(), default=math.inf)
         return self.is_disk_full or asyncio.get_running_loop().time() - began_at > LATE_S
@@ -847,7 +847,7 @@ async def sizes(store: Store, ids: Iterable[str]) -> dict[str, Size]:
 
 def _size(request: str) -> Size | None:
     try:
-        return wire.decode_stored(request, wire.JobTerms).asked_size()
+        return wire.decode_stored(request, wire.JobTerms).requested_size()
     except (ValueError, InvalidRequest):  # of an earlier version
         return None
 

@@ -400,7 +400,7 @@ class UsageSums:
             self.count(use)
             self._unstored.add(_key(use))
 
-    def visited(
+    def move_to_guest(
         self, guest: Lease, host: Lease, until: str, seconds: float, gpus: float, borrowed: float
     ) -> None:
         """Move ``gpus`` of a host's use in the last ``seconds`` to its guest; stored later.

@@ -360,7 +360,7 @@ class LeaseView:
     @cached_property
     def is_timed_out(self) -> bool:
         """Whether a job has reached its maximum run time."""
-        return self._job is not None and ending.why_over(self._job) is not None
+        return self._job is not None and ending.timeout_reason(self._job) is not None
 
     @cached_property
     def progress(self) -> messages.Texts:
@@ -388,7 +388,7 @@ class LeaseView:
             free_milli=view.outlook.free_milli,
             position=self.position,
             largest=len(view.cluster.devices),
-            told_until=self._notified_until(),
+            notified_until=self._notified_until(),
         )
         if (smaller := view.smaller(record.id)) is not None:
             waits += (messages.text("job.smaller", messages.size_text(smaller)),)

@@ -11,7 +11,7 @@ from typing import Generic, TypeVar
 from jupyter_gpushare import messages
 from jupyter_gpushare.broker.control import snapshot
 from jupyter_gpushare.broker.state.observations import COMPUTES_PERCENT
-from jupyter_gpushare.broker.state.policy import beyond_machine
+from jupyter_gpushare.broker.state.policy import over_capacity
 from jupyter_gpushare.broker.state.records import JobRecord, LeaseRecord, MachineUse
 from jupyter_gpushare.broker.state.registry import keep_budget, keep_left
 from jupyter_gpushare.broker.state.usage import WEEK_DAYS, GpuBreakdown, downsample, gpu_breakdown, held_gpus
@@ -107,7 +107,7 @@ class Overview:
     def _promised(self) -> list[Alert]:
         """Return an alert if all quotas together exceed the devices."""
         cluster = self._views.cluster_views.now().cluster
-        sentence = beyond_machine(cluster.projects, WHOLE_GPU * len(cluster.devices))
+        sentence = over_capacity(cluster.projects, WHOLE_GPU * len(cluster.devices))
         return [Alert(sentence=sentence)] if sentence else []
 
     def _starved(self) -> list[Alert]:

@@ -278,7 +278,7 @@ class Views:
             reason_texts=list(reason),
             user=job.user,
             project=job.project,
-            size_texts=[messages.size_text(request.asked_size())],
+            size_texts=[messages.size_text(request.requested_size())],
             command=list(job.command),
             position=seen.position if seen and seen.record.state is State.PENDING else None,
             submitted_at=job.submitted_at,
@@ -512,7 +512,7 @@ class Views:
             reasons.append(
                 "The disk of the broker's database is full: requests for changes are refused (507)."
             )
-        elif self.registry.journal.takes_nothing:
+        elif self.registry.journal.is_blocked:
             reasons.append("The broker's database does not answer: requests for changes wait for it.")
         held_jobs, held_sentences = held(self.registry)
         reasons += [*held_sentences, *undated(self.registry)]

@@ -92,7 +92,7 @@ class Watchdog:
             for pid, held in usage.processes.items():
                 by_lease[owner.get(pid, "")] += held or 0
             for lease in leases:
-                used = by_lease[lease.name] + lease.left_bytes.get(uuid, 0)
+                used = by_lease[lease.name] + lease.leftover_bytes.get(uuid, 0)
                 if used > lease.allowed_bytes(uuid) + TOLERANCE_BYTES:
                     over[lease.name, uuid] = used
                     if (lease.name, uuid) in self._over:

@@ -129,7 +129,7 @@ class HelperLease:
         self.measured_at = 0.0
         self.processes: tuple[Process, ...] = ()
         self.held: dict[Key, dict[str, int]] = {}  # bytes by process and device
-        self.left_bytes: dict[str, int] = {}  # bytes by device that dead processes hold
+        self.leftover_bytes: dict[str, int] = {}  # bytes by device that dead processes hold
         self.account: AccountFile | None = None
         self.active_at = time.monotonic()
         self.memory_too_small = ""  # why its memory limit cannot hold its device memory
@@ -196,7 +196,7 @@ class HelperLease:
     @property
     def used_bytes(self) -> dict[str, int]:
         """Bytes by device that its processes hold and that dead ones left, as last measured."""
-        return added([*self.held.values(), self.left_bytes])
+        return added([*self.held.values(), self.leftover_bytes])
 
     @property
     def by_process(self) -> dict[int, int]:

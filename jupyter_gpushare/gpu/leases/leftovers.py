@@ -98,9 +98,9 @@ class Leftovers:
         shares = {uuid: self._shares(kept, uuid, usage) for uuid, usage in usages.items()}
         for lease in leases:
             held = {uuid: by_lease[lease] for uuid, by_lease in shares.items()}
-            lease.left_bytes = {uuid: count for uuid, count in held.items() if count >= MIN_BYTES}
+            lease.leftover_bytes = {uuid: count for uuid, count in held.items() if count >= MIN_BYTES}
             devices = {uuid for each in kept[lease].values() for uuid in each.held_bytes}
-            is_free = lease in forks and not lease.left_bytes and devices <= usages.keys()
+            is_free = lease in forks and not lease.leftover_bytes and devices <= usages.keys()
             _note(lease, kept[lease], keepers.get(lease, ()), is_free, at)
 
     def _image(self, pid: int) -> tuple[int, ...]:
@@ -176,7 +176,7 @@ def keepers_of(lease: HelperLease, processes: Processes) -> tuple[Process, ...]:
     Raises:
         OSError: no descriptor or memory is free.
     """
-    keepers = lease.keepers if lease.left_bytes else ()
+    keepers = lease.keepers if lease.leftover_bytes else ()
     return tuple(each for each in keepers if processes.image(each.pid) == each.image)
 
 

@@ -72,7 +72,7 @@ class Places:
 
         The driver does not move a process that only called cuInit; it would still use the old device.
         """
-        if lease.left_bytes or any(each.held_bytes for each in lease.leftovers.values()):
+        if lease.leftover_bytes or any(each.held_bytes for each in lease.leftovers.values()):
             return "GPU memory of an ended process is kept on its device"
         for key, each in lease.parked.items():
             if not each.saved_bytes.keys() <= lease.limits.keys():

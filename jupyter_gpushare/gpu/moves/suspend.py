@@ -75,7 +75,7 @@ class SuspendBlockers:
         A ``forced`` suspension (of a job) needs neither the library nor its counters.  If the
         driver does not report the bytes of processes, any living process may use the GPU.
         """
-        if lease.left_bytes:
+        if lease.leftover_bytes:
             return MEMORY_KEPT
         keys = set(keys)
         blind = bool(lease.processes) and any(self._devices.is_blind(uuid) for uuid in lease.limits)

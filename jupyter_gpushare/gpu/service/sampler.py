@@ -237,7 +237,7 @@ class Sampler:
                 held.setdefault(keys[pid], {})[uuid] = count
             if usage.computing is not None:
                 computing = computing or not usage.computing.isdisjoint(keys)
-            elif usage.utilization_percent and uuid in added([*held.values(), lease.left_bytes]):
+            elif usage.utilization_percent and uuid in added([*held.values(), lease.leftover_bytes]):
                 computing = True
         lease.held, lease.account = held, account
         outside = frozenset(key for key in held if account is None or key not in account.slots)
@@ -280,14 +280,14 @@ class Sampler:
         first, used = self._states.contexts(limits), added(lease.held.values())
         for index, uuid in enumerate(limits):
             counted = sum(held[index] for key, held in account.held().items() if key in keys)
-            left_bytes = lease.left_bytes.get(uuid, 0)
+            leftover_bytes = lease.leftover_bytes.get(uuid, 0)
             if used.get(uuid):
-                charged = lease.contexts.get(uuid, 0) - left_bytes
+                charged = lease.contexts.get(uuid, 0) - leftover_bytes
                 before = lease.beyond.get(uuid, charged)
                 lease.beyond[uuid] = max(0, used[uuid] - counted)
-                beyond = left_bytes + min(lease.beyond[uuid], max(before, charged))
+                beyond = leftover_bytes + min(lease.beyond[uuid], max(before, charged))
             else:
-                beyond = left_bytes or first[uuid]
+                beyond = leftover_bytes or first[uuid]
             if abs(beyond - lease.contexts.get(uuid, 0)) >= CONTEXT_STEP_BYTES:
                 with suppress(FileNotFoundError):  # dropped meanwhile
                     lease.charge_context(index, uuid, beyond)
@@ -315,13 +315,13 @@ class Sampler:
         suspended = phase is Phase.SUSPENDED
         account = lease.account
         slots = account.slots if account else {}
-        by_process, left_bytes = lease.by_process, sum(lease.left_bytes.values())
+        by_process, leftover_bytes = lease.by_process, sum(lease.leftover_bytes.values())
         shown = [
             process
             for process in lease.processes
             if process.pid in by_process or process.key in slots or process.key in lease.parked
         ]
-        keepers = lease.keepers if left_bytes else ()
+        keepers = lease.keepers if leftover_bytes else ()
         shown = [process for process in shown if process not in keepers]
         keys = [process.key for process in shown if process.pid in by_process]
         reason = self._mover.blockers.reason(lease, account, keys, forced=False)
@@ -351,7 +351,7 @@ class Sampler:
                     for each in shown[:processes_shown]
                 ),
                 *(
-                    _process_sample(each, 0 if index else left_bytes, -1, keeps=True)
+                    _process_sample(each, 0 if index else leftover_bytes, -1, keeps=True)
                     for index, each in enumerate(keepers[: max(1, processes_shown - len(shown))])
                 ),
             ),

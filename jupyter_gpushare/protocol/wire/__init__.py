@@ -27,12 +27,12 @@ from jupyter_gpushare.protocol.wire.codec import (
     replace,
 )
 from jupyter_gpushare.protocol.wire.jobs import (
-    ASKED_TERMS,
     JOB_SERVER_NAME,
     MAX_COMMAND_ARGS,
     MAX_ENV,
     MAX_JOB_BYTES,
     MAX_PROGRESS,
+    REQUESTED_TERMS,
     Environment,
     Estimate,
     Job,
@@ -51,7 +51,7 @@ from jupyter_gpushare.protocol.wire.jobs import (
     JobTimeline,
     LaunchForm,
     LaunchRequest,
-    asked_terms,
+    requested_terms,
 )
 from jupyter_gpushare.protocol.wire.spawner import (
     NOT_THE_SPAWNER,

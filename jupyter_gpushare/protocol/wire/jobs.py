@@ -58,7 +58,7 @@ class JobTerms(Answer, frozen=True):
         """Return the values of these fields, for another message about the job."""
         return {name: getattr(self, name) for name in JobTerms.__struct_fields__}
 
-    def asked_size(self) -> Size:
+    def requested_size(self) -> Size:
         """Return the requested size.
 
         Raises:
@@ -75,13 +75,13 @@ class JobTerms(Answer, frozen=True):
 
 
 # The terms that ``GET offers`` takes as parameters, to ask about a job before it is submitted.
-ASKED_TERMS = ("gpus", "memory", "profile", "borrow", "share")
+REQUESTED_TERMS = ("gpus", "memory", "profile", "borrow", "share")
 
 
-def asked_terms(parameters: Mapping[str, str]) -> dict[str, Any]:
-    """Return the `ASKED_TERMS` in the parameters of a request: texts, and ``0`` or ``1`` for booleans."""
+def requested_terms(parameters: Mapping[str, str]) -> dict[str, Any]:
+    """Return the `REQUESTED_TERMS` in the parameters of a request: texts, and ``0`` or ``1`` for booleans."""
     defaults, given = JobTerms(), dict[str, Any]()
-    for name in ASKED_TERMS:
+    for name in REQUESTED_TERMS:
         text, default = parameters.get(name, ""), getattr(defaults, name)
         if isinstance(default, bool):
             given[name] = text != "0" if default else text == "1"

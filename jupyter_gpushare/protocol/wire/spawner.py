@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from jupyter_gpushare.core.model import WHOLE_GPU, Kind
-from jupyter_gpushare.core.size import MOST_GPUS, Size, parse_fraction
+from jupyter_gpushare.core.size import MAX_GPUS, Size, parse_fraction
 from jupyter_gpushare.errors import InvalidRequest
 from jupyter_gpushare.protocol.wire.codec import Answer, Message
 from jupyter_gpushare.protocol.wire.jobs import JobOutlook, JobSpec
@@ -44,9 +44,9 @@ class GpuRequest(Message, frozen=True):
         if self.profile is not None:
             return Size.of_profile(self.profile)
         count = self.gpus or 0
-        if not 0 <= count <= MOST_GPUS:
+        if not 0 <= count <= MAX_GPUS:
             raise InvalidRequest(
-                "%1 is not a number of GPUs: ask for a whole number from 0 to %2", count, MOST_GPUS
+                "%1 is not a number of GPUs: ask for a whole number from 0 to %2", count, MAX_GPUS
             )
         return Size(WHOLE_GPU, count) if count else None
 
