@@ -1,16 +1,17 @@
-"""Failures of a parallel run, judged again: each failed test runs once more, alone, after all others.
+"""Run each failed test of a parallel run once more, alone, after all others.
 
-A test that fails beside others and passes alone counts as passed, and is named under *failed
-beside others*.  More than `MAX_BESIDE` of them fail the run: then the tests disturb each other.
+A test that fails beside others and passes alone counts as passed, and the summary lists it under
+*failed beside others*.  More than `MAX_BESIDE` of them fail the run, because then the tests disturb
+each other.
 
-Not run again, so that one failure stays a failure:
+Some failures are final:
 
-* the tests of `ORACLES`, which get the marker ``oracle``, and others with that marker: they judge the
-  promises P1 to P3, crashes and attacks, where one failure in many runs is a defect of the product;
-* failures of the teardown, which judge what tests left behind;
-* anything once more than `MAX_FAILED` tests have failed.
+* Tests in `ORACLES`, which get the marker ``oracle``, and other tests with that marker.  They judge the
+  promises P1 to P3, crashes and attacks, where one failure in many runs is a defect of the product.
+* Failures of a teardown, which judge what tests left behind.
+* All failures, once more than `MAX_FAILED` tests have failed.
 
-This plugin lives in the controller of pytest-xdist.  Both outputs of a test are kept in build/failed.
+The controller of pytest-xdist runs this plugin.  It keeps both outputs of a test in build/failed.
 """
 
 from __future__ import annotations
@@ -45,13 +46,13 @@ ORACLES = frozenset(
 )
 MAX_BESIDE = 5
 MAX_FAILED = 20
-# Longer than pytest's own time-out of 300 s for each of set-up, call and teardown.
+# Longer than pytest's own timeout of 300 s for each of set-up, call and teardown.
 ALONE_S = 900
 LOGS = Path("build", "failed")
 
 
 class Again:
-    """Collects the failures of the workers; runs them again at the end of the session."""
+    """Collects the failures of the workers and runs them again at the end of the session."""
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
@@ -92,8 +93,8 @@ class Again:
         folder = self._config.rootpath / _folder(nodeid)
         folder.mkdir(parents=True, exist_ok=True)
         sections = [f"--- {name}\n{text}" for report in reports for name, text in report.sections]
-        said = "\n".join([*(report.longreprtext for report in reports), *sections])
-        (folder / "beside-others.log").write_text(said)
+        output = "\n".join([*(report.longreprtext for report in reports), *sections])
+        (folder / "beside-others.log").write_text(output)
         options = ["-m", self._config.option.markexpr, "-p", "no:cacheprovider"]
         command = [sys.executable, "-m", "pytest", *options, nodeid]
         with (folder / "alone.log").open("wb") as log:
@@ -107,9 +108,9 @@ class Again:
 
 
 def is_oracle(path: Path, root: Path) -> bool:
-    """Whether a failure of the tests in this file is never run again."""
-    named = path.relative_to(root) if path.is_relative_to(root) else path
-    return not ORACLES.isdisjoint(each.as_posix() for each in (named, *named.parents))
+    """Return whether failures of the tests in this file are final."""
+    relative = path.relative_to(root) if path.is_relative_to(root) else path
+    return not ORACLES.isdisjoint(each.as_posix() for each in (relative, *relative.parents))
 
 
 def _folder(nodeid: str) -> Path:

@@ -1,4 +1,4 @@
-"""Certificates of an authority, which are good for a day."""
+"""Make certificates that an authority of the test signs; they are valid for a day."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jupyter_gpushare.protocol.helper_tls import BROKER, HELPER, TlsFiles
 
 
 class Authority:
-    """A private key and the certificate that it signed itself; both are in one folder."""
+    """A certificate authority: a private key and its self-signed certificate, in one folder."""
 
     def __init__(self, folder: Path, name: str = "ca") -> None:
         self._folder = folder
@@ -22,7 +22,7 @@ class Authority:
         self._signs = make_certificate(self.certificate, folder / f"{name}.key", name)
 
     def issue(self, name: str, days: float = 1, usage: x509.ObjectIdentifier | None = None) -> TlsFiles:
-        """Write a certificate for this DNS name, and its key."""
+        """Write a certificate for a DNS name, and its key; return the paths."""
         files = files_of(name, self._folder, self.certificate)
         make_certificate(files.certificate, files.key, name, signed_by=self._signs, days=days, usage=usage)
         return files
@@ -37,7 +37,7 @@ def make_certificate(
     days: float = 1,
     usage: x509.ObjectIdentifier | None = None,
 ) -> tuple[x509.Name, ec.EllipticCurvePrivateKey]:
-    """Write a certificate and its private key; without ``signed_by`` it is its own authority."""
+    """Write a certificate and its private key; without ``signed_by`` it is self-signed."""
     private = ec.generate_private_key(ec.SECP256R1())
     subject = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, name)])
     issuer, signing = signed_by or (subject, private)
@@ -89,7 +89,7 @@ def make_certificate(
 
 
 def files_of(name: str, folder: Path, authority: Path | None = None) -> TlsFiles:
-    """The files of a certificate that an `Authority` issued in a folder."""
+    """Return the paths of a certificate that an `Authority` issued in a folder."""
     return TlsFiles(
         certificate=folder / f"{name}.crt",
         key=folder / f"{name}.key",
@@ -98,13 +98,13 @@ def files_of(name: str, folder: Path, authority: Path | None = None) -> TlsFiles
 
 
 def broker_and_helper(folder: Path) -> tuple[TlsFiles, TlsFiles]:
-    """Write certificates of one authority into a folder: the broker's, and one of all helpers."""
+    """Write two certificates of one authority into a folder: the broker's, and one for all helpers."""
     authority = Authority(folder)
     return authority.issue(BROKER), authority.issue(HELPER)
 
 
 def helper_options(files: TlsFiles) -> tuple[str, ...]:
-    """The options of a helper that shows this certificate."""
+    """Return the command-line options of a helper with this certificate."""
     return (
         *("--tls-certificate", str(files.certificate), "--tls-key", str(files.key)),
         *("--tls-ca", str(files.authority)),
@@ -112,7 +112,7 @@ def helper_options(files: TlsFiles) -> tuple[str, ...]:
 
 
 def broker_settings(files: TlsFiles) -> dict[str, str]:
-    """The settings of GPUShareKube for a broker that shows this certificate."""
+    """Return the settings of GPUShareKube for a broker with this certificate."""
     return {
         "helper_certificate_file": str(files.certificate),
         "helper_key_file": str(files.key),

@@ -1,16 +1,16 @@
-"""What every test may use.  Standard library and pytest only: `make test-gpu` has no more.
+"""Fixtures and rules of all tests.  Standard library and pytest only: `make test-gpu` has no more.
 
-* ``chromium``: how to start Debian's chromium with Playwright.  A test marked
-  ``browser`` is skipped by name where there is none.
-* With GPUSHARE_FAIL_ON_SKIP set (`.ci/run`) a test that would be skipped fails instead, unless it
-  needs root and there is none.
-* No process that a test started may outlive the run: every child inherits
-  ``GPUSHARE_TEST_RUN``; one that still carries it at the end is named, ended and
-  makes the run fail.  Each worker of pytest-xdist is a run of its own.
-* The longest files run first (`tests/order.py`); what fails in a parallel run is run again, alone
+* The fixture ``chromium`` says how to start Debian's chromium with Playwright.  Without a chromium,
+  tests marked ``browser`` are skipped by name.
+* With GPUSHARE_FAIL_ON_SKIP set (`.ci/run`) a skipped test fails, unless it needs root and
+  does not have it.
+* No process that a test started may outlive the run.  Every child inherits ``GPUSHARE_TEST_RUN``;
+  at the end, living processes with it are named and killed, and the run fails.  Each worker of
+  pytest-xdist is a separate run.
+* The longest files run first (`tests/order.py`).  Tests that fail in a parallel run run again, alone
   (`tests/again.py`).
-* Garbage is collected after each test and each module: a socket, a file or a loop that
-  was left open fails the test that left it, not the test that happens to run later.
+* Garbage is collected after each test and each module, so that an open socket, file or loop
+  fails the test that left it, not a later one.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from tests.waiting import RUN_VARIABLE, marked_processes
 with contextlib.suppress(ImportError):
     from hypothesis import HealthCheck, settings
 
-    # Nothing is judged by the clock of a machine that may be busy.  With CI set (`.ci/run`)
-    # Hypothesis takes its own profile "ci" instead, which also draws the same examples each time.
+    # The machine may be busy, so no test has a deadline.  With CI set (`.ci/run`) Hypothesis uses
+    # its own profile "ci" instead, which also draws the same examples each time.
     if settings.get_current_profile_name() == "default":
         settings.register_profile("default", deadline=None, suppress_health_check=[HealthCheck.too_slow])
         settings.load_profile("default")
@@ -46,11 +46,11 @@ with contextlib.suppress(ImportError):
 with contextlib.suppress(ImportError):
     from httpx._transports import default as transports
 
-    # Else each request loads the machine's authorities, by http:// too: 20 ms of a processor.
+    # Without the cache each request, also by http://, loads the machine's authorities: 20 ms of a processor.
     transports.create_ssl_context = functools.lru_cache(transports.create_ssl_context)
 
 INSTALL_CHROMIUM = "apt-get update && apt-get install -y chromium"
-# How long a process may take to end after the last test, in seconds.
+# The maximum seconds that a process may take to end after the last test.
 LEFTOVER_PATIENCE_S = float(os.environ.get("GPUSHARE_TEST_PATIENCE_S", "30"))
 
 
@@ -70,7 +70,7 @@ class Chromium:
 
 
 def find_chromium() -> str | None:
-    """Path of an installed chromium; ``GPUSHARE_CHROMIUM`` names another one."""
+    """Return the path of an installed chromium, or of the one that ``GPUSHARE_CHROMIUM`` names."""
     named = os.environ.get("GPUSHARE_CHROMIUM")
     return named or shutil.which("chromium") or shutil.which("chromium-browser")
 
@@ -87,7 +87,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Processor time of this process and of all that it and its children waited for."""
+    """Print the processor time of this process and of its children that have ended."""
     spent = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     seconds = sum(each.ru_utime + each.ru_stime for each in spent)
     terminalreporter.write_line(f"processor time: {seconds:.0f} s")
@@ -119,21 +119,21 @@ def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.Tes
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """What is imported by now lives to the end: the collections after the tests pass it over."""
+    """Exempt imported modules, which live until the end, from the collections after each test."""
     gc.collect()
     gc.freeze()
 
 
 @pytest.fixture(autouse=True)
 def garbage_of_a_test() -> Iterator[None]:
-    """Collected at once, so that the warning about an open socket falls into its own test."""
+    """Collect garbage after each test, so that a warning about an open socket belongs to its test."""
     yield
     gc.collect()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def garbage_of_a_module() -> Iterator[None]:
-    """What the module's own fixtures left behind; what is alive by then is passed over from now on."""
+    """Collect garbage of the module's fixtures; exempt objects that are still alive from then on."""
     yield
     gc.collect()
     gc.freeze()
@@ -141,7 +141,7 @@ def garbage_of_a_module() -> Iterator[None]:
 
 @pytest.fixture
 def india() -> Iterator[None]:
-    """This process in a zone 5:30 h before UTC."""
+    """Put this process into a time zone 5:30 h ahead of UTC."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TZ", "IST-5:30")
         time.tzset()
@@ -158,7 +158,7 @@ def receiver() -> Iterator[Receiver]:
 
 @pytest.fixture(scope="session")
 def chromium() -> Chromium:
-    """How to start the installed chromium: ``launch(executable_path=..., args=[...])``."""
+    """Return the arguments that start the installed chromium: ``launch(executable_path=..., args=[...])``."""
     path = find_chromium()
     if path is None:
         pytest.fail(f"no chromium; install it with: {INSTALL_CHROMIUM}")
@@ -167,7 +167,7 @@ def chromium() -> Chromium:
 
 @pytest.fixture(scope="session", autouse=True)
 def no_process_outlives_the_run() -> Iterator[None]:
-    """Fails the run, naming them, when processes that tests started are still alive."""
+    """Fail the run and name the processes, if processes that tests started are still alive."""
     mark = uuid.uuid4().hex
     os.environ[RUN_VARIABLE] = mark
     yield

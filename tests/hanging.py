@@ -1,4 +1,4 @@
-"""A file that answers no read (FUSE), and processes that keep readers of their memory waiting."""
+"""A FUSE file whose reads never return, and processes whose memory no other process can read."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import PATIENCE_S, until
 
 # linux/fuse.h, version 7.31
 _GETATTR, _OPEN, _READ, _INIT = 3, 14, 15, 26
-_DIRECT_IO, _KEEP_CACHE = 1, 2  # FOPEN_: an open(2) without the second waits for the page itself
+_DIRECT_IO, _KEEP_CACHE = 1, 2  # FOPEN_*: without _KEEP_CACHE, open(2) itself waits for the page
 _MODE = 0o100666
 _REQUEST = struct.Struct("<IIQ")  # length, operation, number
 _INITED = struct.pack("<4I2H2I2H8I", 7, 31, 0, 0, 0, 0, 1 << 16, 1, 0, 0, *[0] * 8)
@@ -27,8 +27,8 @@ _ATTRIBUTES = struct.pack("<QII6Q10I", 1 << 30, 0, 0, 1, 4096, 8, 0, 0, 0, *[0] 
 _ENOSYS = 38
 _FORCE, _DETACH = 1, 2  # mount.h
 
-# A thread reads the file: that never returns, and keeps the file's page locked.  Then the file is
-# mapped past the page cache: mmap(2) waits for that page, and holds the lock of the process's memory.
+# A thread reads the file, which never returns and keeps the file's page locked.  Then mmap(2) maps
+# the file past the page cache: it waits for that page and holds the lock of the process's memory.
 _HANGS = """
 import ctypes, os, signal, sys, threading
 os.setuid(int(sys.argv[2])) if os.geteuid() == 0 else None
@@ -42,13 +42,13 @@ signal.pause()
 
 
 class HangingFile:
-    """Mounted on an empty file until `unmount`; each read of it waits until then."""
+    """A FUSE mount on an empty file; each read waits until `unmount`."""
 
     def __init__(self, path: Path) -> None:
-        """Mount it.
+        """Mount the file.
 
         Raises:
-            OSError: that needs root, /dev/fuse, and the right to mount.
+            OSError: the mount needs root, /dev/fuse, and the right to mount.
         """
         self.path = path
         self.opened_again = threading.Event()
@@ -62,7 +62,7 @@ class HangingFile:
         self._server.start()
 
     def unmount(self) -> None:
-        """What waits for it goes on with an error."""
+        """Unmount the file; waiting reads fail."""
         self._libc.umount2(os.fsencode(self.path), _FORCE | _DETACH)
         self._server.join(PATIENCE_S)
         if self._fuse >= 0:
@@ -87,7 +87,7 @@ class HangingFile:
                     waiting = number
                 else:
                     self._answer(number, b"", _ENOSYS)
-                if waiting and is_read:  # the page is locked by now
+                if waiting and is_read:  # the page is locked
                     self._answer(waiting, struct.pack("<QII", 2, _DIRECT_IO | _KEEP_CACHE, 0))
                     waiting = 0
                     self.opened_again.set()
@@ -97,7 +97,7 @@ class HangingFile:
 
 
 def why_not() -> str:
-    """Why nothing can be mounted here; "" when it can."""
+    """Return why this machine cannot mount such a file, or "" if it can."""
     with tempfile.NamedTemporaryFile() as file:
         try:
             HangingFile(Path(file.name)).unmount()
@@ -108,9 +108,9 @@ def why_not() -> str:
 
 @contextmanager
 def hanging_process(uid: int, env: dict[str, str]) -> Iterator[tuple[int, HangingFile]]:
-    """The pid of a process of a user that holds the lock of its memory until the file is unmounted.
+    """Yield the pid of a process that holds the lock of its memory until the file is unmounted, and the file.
 
-    ``uid`` counts where this process is root's.
+    The process runs as ``uid`` if this process runs as root.
     """
     with tempfile.TemporaryDirectory() as folder:
         os.chmod(folder, 0o755)

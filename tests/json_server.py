@@ -1,4 +1,4 @@
-"""HTTP servers that tests play: JSON in, JSON out, in threads of their own."""
+"""HTTP servers for tests: JSON in, JSON out, in separate threads."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Answer = tuple[int, Any] | tuple[int, Any, Mapping[str, str]]
 
 
 class JsonServer(ThreadingHTTPServer):
-    """Listens on a port of this machine, or on a unix socket, until it is closed."""
+    """Listens on a loopback port or on a unix socket until it is closed."""
 
     daemon_threads = True
 
@@ -50,7 +50,7 @@ class JsonServer(ThreadingHTTPServer):
         threading.Thread(target=self.serve_forever, args=(0.02,), daemon=True).start()
 
     def server_bind(self) -> None:
-        TCPServer.server_bind(self)  # HTTPServer's own asks for the name of a host
+        TCPServer.server_bind(self)  # HTTPServer's own method looks up a host name
 
     def close(self) -> None:
         self.shutdown()
@@ -66,12 +66,12 @@ class _Handler(BaseHTTPRequestHandler):
     def _any(self) -> None:
         length = int(self.headers.get("Content-Length") or 0)
         body = self.rfile.read(length)
-        if len(body) < length:  # the client has gone in the middle of it
+        if len(body) < length:  # the client closed the connection within the body
             self.close_connection = True
             return
         request = Request(self.command, self.path, dict(self.headers), json.loads(body) if body else None)
-        status, said, *headers = self.server.answer(request)
-        data = b"" if said is None else json.dumps(said).encode()
+        status, content, *headers = self.server.answer(request)
+        data = b"" if content is None else json.dumps(content).encode()
         with contextlib.suppress(OSError):
             self.send_response(status)
             for name, value in dict(*headers).items():
@@ -86,7 +86,7 @@ class _Handler(BaseHTTPRequestHandler):
 
 @dataclass
 class Receiver:
-    """What a webhook was told; it answers when `answers` is set."""
+    """A webhook that records its messages in `told`; it answers only while `answers` is set."""
 
     port: int = field(default_factory=free_ports)
     told: list[dict[str, Any]] = field(default_factory=list)

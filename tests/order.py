@@ -1,9 +1,9 @@
-"""The longest files first: a file that begins last and takes minutes keeps one worker busy alone.
+"""Run the longest files first, so that no long file keeps one worker busy at the end.
 
-A run that ends at the first failure (`-x`) begins with the shortest.
+A run that ends at the first failure (`-x`) starts with the shortest.
 
-`tests/durations.json` has the seconds of each file of a whole parallel run.  Renew it with
-``make test PYTEST_ARGS=--store-durations``; a file that it does not name comes first.
+`tests/durations.json` has the seconds of each file in a whole parallel run.  Renew it with
+``make test PYTEST_ARGS=--store-durations``.  A file that it does not name comes first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STORED = Path(__file__).with_name("durations.json")
 
 
 def by_duration(items: list[pytest.Item], root: Path, *, shortest_first: bool = False) -> None:
-    """Sort tests by the stored seconds of their files; the order within a file stays."""
+    """Sort tests by the stored seconds of their files; keep the order within a file."""
     seconds: dict[str, float] = json.loads(STORED.read_text()) if STORED.exists() else {}
     sign = 1 if shortest_first else -1
     items.sort(key=lambda item: sign * seconds.get(_name(item.path, root), float("inf")))
@@ -29,7 +29,7 @@ def _name(path: Path, root: Path) -> str:
 
 
 class StoreDurations:
-    """Adds up what the tests of a run took, and stores it at its end."""
+    """Adds up the seconds of each file, and stores them at the end of the run."""
 
     def __init__(self) -> None:
         self._seconds: defaultdict[str, float] = defaultdict(float)

@@ -7,15 +7,15 @@ import os
 import random
 import socket
 
-# Below Linux's range of outgoing connections (net.ipv4.ip_local_port_range, 32768 and up): a
-# number out of that range may be another program's connection by the time the server binds it.
+# Below Linux's range of outgoing connections (net.ipv4.ip_local_port_range, 32768 and up): another
+# program's connection may take a port of that range before the server binds it.
 _FIRST, _BEYOND = 15_000, 30_000
 
 
 def range_of_worker() -> tuple[int, int]:
-    """The first port of this pytest worker and the one after its last: workers share none.
+    """Return the first port of this pytest worker, and the one after its last.
 
-    Two workers that draw from one range can both find a port free before either binds it.
+    Workers share no port: otherwise two could find the same port free before either binds it.
     """
     count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
@@ -24,10 +24,10 @@ def range_of_worker() -> tuple[int, int]:
 
 
 def free_ports(count: int = 1) -> int:
-    """Return the first of ``count`` consecutive TCP ports of 127.0.0.1 that no program listens on.
+    """Return the first of ``count`` consecutive free TCP ports of 127.0.0.1.
 
     Raises:
-        RuntimeError: none found in 1,000 tries.
+        RuntimeError: 1,000 tries found none.
     """
     begin, end = range_of_worker()
     for _ in range(1_000):

@@ -5,8 +5,8 @@
     machine.fault(Fault.LOCK_TIMEOUT, pid=child.pid)
     assert machine.device_used(0) == 0
 
-One `Simulator` is one state file; several can live in one test process, which itself never
-calls ``cuInit``.  `Lease` writes the two files of a lease as the device helper does.
+One `Simulator` is one state file.  A test process may have several, and never calls ``cuInit``
+itself.  `Lease` writes the two files of a lease as the device helper does.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from jupyter_gpushare.gpu.leases.files import LeaseDirectory
 GIB = 1 << 30
 MIB = 1 << 20
 
-#: `sizeof` of the structures in native/gpushare_lease.h, held to it by tests/native/test_layout.py
+#: The structures of native/gpushare_lease.h; tests/native/test_layout.py compares their `sizeof`.
 PAGE_HEADER = struct.Struct("<IIHHIII")
 PAGE_DEVICE = struct.Struct("<16sQQ16sQ")
 DEVICES = 16
@@ -41,7 +41,7 @@ VERSION = 5
 
 
 class Fault(IntEnum):
-    """What can be made to go wrong (enum sim_fault_kind)."""
+    """The faults that the simulated driver can inject (enum sim_fault_kind)."""
 
     LOCK_TIMEOUT = 1
     CHECKPOINT_FAILS = 2
@@ -64,7 +64,7 @@ class Fault(IntEnum):
 
 
 class Phase(IntEnum):
-    """What a lease's processes may do (enum gpushare_phase)."""
+    """Which calls the processes of a lease may make (enum gpushare_phase)."""
 
     RUNNING = 0
     SUSPENDING = 1
@@ -92,9 +92,9 @@ def _control() -> ctypes.CDLL:
 
 
 class Simulator:
-    """A simulated machine below a folder of its own.
+    """A simulated machine with its state in a folder.
 
-    Where tests run without root its driver lets any user suspend, which a real one does not.
+    If the tests run without root, its driver lets any user suspend; a real one lets only root.
     """
 
     def __init__(self, folder: Path, spec: str = "2xH100-80GB,host=512GiB") -> None:
@@ -116,9 +116,9 @@ class Simulator:
                 os.environ["GPUSHARE_SIMULATE"] = saved
 
     def env(self, **more: str) -> dict[str, str]:
-        """The environment of a process that uses this machine, and no other GPU."""
+        """Return the environment of a process that uses this machine and no other GPU."""
         env = {k: v for k, v in os.environ.items() if not k.startswith(("CUDA_", "GPUSHARE_", "LD_"))}
-        # By this one the session finds processes that outlive it.
+        # tests/conftest.py finds processes that outlive the run by this variable.
         env |= {k: v for k, v in os.environ.items() if k == "GPUSHARE_TEST_RUN"}
         env |= {
             "GPUSHARE_SIMULATE": self.spec,
@@ -133,16 +133,16 @@ class Simulator:
         return self._library
 
     def fault(self, kind: Fault, *, pid: int = 0, device: int = -1, count: int = 1, value: int = 0) -> None:
-        """Make a fault strike `count` times (-1: always); pid 0 and device -1 mean any."""
+        """Inject a fault ``count`` times (-1: always); pid 0 and device -1 match any."""
         if self._attached().gpushare_sim_fault(int(kind), pid, device, count, value):
             raise ValueError(f"no such fault: {kind} pid={pid} device={device}")
 
     def faults_left(self) -> int:
-        """How many faults wait to strike."""
+        """Return the number of injected faults that have not occurred yet."""
         return int(self._attached().gpushare_sim_faults_left())
 
     def clear_faults(self) -> None:
-        """Nothing goes wrong any more; a lost device is back, a call that hangs returns."""
+        """Remove all faults: a lost device returns, and a hanging call ends."""
         self._attached().gpushare_sim_clear_faults()
 
     def _memory(self, device: int) -> tuple[int, int, int]:
@@ -154,36 +154,36 @@ class Simulator:
         return used.value, peak.value, total.value
 
     def device_used(self, device: int) -> int:
-        """Bytes in use on a device, contexts included; the dead hold nothing."""
+        """Return the bytes in use on a device, including contexts but not dead processes."""
         return self._memory(device)[0]
 
     def device_peak(self, device: int) -> int:
-        """The most bytes ever in use on a device."""
+        """Return the maximum of bytes that were ever in use on a device."""
         return self._memory(device)[1]
 
     def device_total(self, device: int) -> int:
-        """A device's size in bytes."""
+        """Return the size of a device in bytes."""
         return self._memory(device)[2]
 
     def host_memory(self) -> tuple[int, int]:
-        """Simulated host memory: (total, available) bytes."""
+        """Return the total and the available bytes of simulated host memory."""
         total, available = ctypes.c_uint64(), ctypes.c_uint64()
         self._attached().gpushare_sim_host_memory(ctypes.byref(total), ctypes.byref(available))
         return total.value, available.value
 
     def set_host_memory(self, total_bytes: int) -> None:
-        """Give the machine more or less host memory."""
+        """Set the host memory of the machine."""
         self._attached().gpushare_sim_set_host_memory(ctypes.c_uint64(total_bytes))
 
     def uuid(self, device: int) -> str:
-        """A device's UUID as NVML and CUDA_VISIBLE_DEVICES spell it."""
+        """Return the UUID of a device as NVML and CUDA_VISIBLE_DEVICES spell it."""
         text = ctypes.create_string_buffer(41)
         if self._attached().gpushare_sim_uuid(device, text):
             raise ValueError(f"no device {device}")
         return text.value.decode()
 
     def group(self, device: int, path: Path) -> tuple[int, int] | None:
-        """What the processes of a cgroup may have of a device: (soft, hard) bytes; None: no limit."""
+        """Return the soft and the hard limit of a cgroup on a device in bytes, or None without a limit."""
         soft, hard = ctypes.c_uint64(), ctypes.c_uint64()
         unlimited = self._attached().gpushare_sim_group(
             device, os.fsencode(path), ctypes.byref(soft), ctypes.byref(hard)
@@ -196,18 +196,18 @@ class Simulator:
             raise ValueError(f"no such cgroup: {path}")
 
     def process_state(self, pid: int) -> int:
-        """A process's checkpoint state (CUprocessState), -1 when it does not use CUDA."""
+        """Return the checkpoint state of a process (CUprocessState), or -1 if it does not use CUDA."""
         return int(self._attached().gpushare_sim_process_state(pid))
 
     def served_s(self, pid: int, device: int = 0) -> float:
-        """Seconds of a device's time that a living process has received."""
+        """Return the seconds of a device's time that a living process has received."""
         ns = ctypes.c_uint64()
         if self._attached().gpushare_sim_served(pid, device, ctypes.byref(ns)):
             raise ValueError(f"no process {pid} or no device {device}")
         return ns.value / 1e9
 
     def ledger(self) -> list[Event]:
-        """Everything that happened, in order; ends of processes are noticed by asking."""
+        """Return all events, in order; the call also makes the driver notice ended processes."""
         self.device_used(0)
         path = Path(f"{self.state_path}.ledger")
         lines = path.read_text().splitlines() if path.exists() else []
@@ -229,7 +229,7 @@ class Lease:
         (folder / "account").write_bytes(bytes(ACCOUNT_BYTES))
 
     def set_turn(self, turn: int, ahead_us: int = 20_000) -> None:
-        """Give it a turn (0: none; odd: held), and wake who waits."""
+        """Set the turn of the lease (0: none; odd: held), and wake waiting threads."""
         self.turn, self.ahead_us = turn, ahead_us
         LeaseDirectory(self.folder.parent, self.folder.name).set_turn(turn, ahead_us)
 
@@ -250,18 +250,18 @@ class Lease:
             os.close(fd)
 
     def keep(self, kept_bytes: int) -> None:
-        """Keep bytes of its limits for another lease."""
+        """Keep bytes of the lease's limits for another lease."""
         self.kept_bytes = kept_bytes
         for index in range(len(self.limits)):
             LeaseDirectory(self.folder.parent, self.folder.name).set_kept(index, kept_bytes)
 
     def move(self, *uuids: str) -> None:
-        """Give it other devices in the place of its own; their names stay."""
+        """Replace the devices of the lease; their names do not change."""
         self.limits = [(uuid, limit) for uuid, (_, limit) in zip(uuids, self.limits, strict=True)]
         self.write(Phase.RUNNING)
 
     def env(self, name: str = "ada/") -> dict[str, str]:
-        """What a process of the lease has in its environment beside the machine's."""
+        """Return the variables that a process of the lease has in addition to those of the machine."""
         return {
             "GPUSHARE_LEASE": name,
             "GPUSHARE_LEASE_DIR": str(self.folder),
@@ -270,7 +270,7 @@ class Lease:
         }
 
     def slots(self) -> dict[int, Slot]:
-        """By pid, what the processes of the lease wrote into the account."""
+        """Return the entries of the account by pid."""
         data = (self.folder / "account").read_bytes()
         found = {}
         for index in range(SLOTS):
@@ -284,22 +284,22 @@ class Lease:
         return found
 
     def denied(self) -> int:
-        """How many allocations were refused for the limit."""
+        """Return the number of allocations that the limit refused."""
         return int(ACCOUNT_HEADER.unpack_from((self.folder / "account").read_bytes())[2])
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """One process's part of the account."""
+    """The entry of one process in the account."""
 
     pid: int
     taints: int
     start_ticks: int
-    work: int  # launches, copies, allocations, synchronisation
-    calls: int  # every call that may wait, work included
-    queries: int  # what programs poll
+    work: int  # launches, copies, allocations, synchronization
+    calls: int  # every call that may wait, including work
+    queries: int  # calls that programs poll
     used_bytes: tuple[int, ...]
-    settled: int  # value of `work` and `again` with which nothing was left to run
+    settled: int  # the value of `work` and `again` when the device had finished all work
     waiting: int  # threads that wait for a turn
     looking: int
     again: int  # calls that waited, counted again

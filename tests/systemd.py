@@ -1,4 +1,4 @@
-"""A real systemd as process 1 of namespaces of its own, in a cgroup (v2) of its own, and the same network."""
+"""Run a real systemd as process 1 of new namespaces, in a new cgroup (v2), on the machine's network."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 from tests.waiting import until
 
-# ---- where this machine has cgroups (v2) -------------------------------------
+# ---- cgroups (v2) ------------------------------------------------------------
 
 
 def cgroup2() -> Path:
-    """The folder of the hierarchy; skips the test where none is mounted."""
+    """Return the folder of the cgroup hierarchy; skip the test if none is mounted."""
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, kind, *_ = line.split()
         if kind == "cgroup2":
@@ -29,7 +29,7 @@ def cgroup2() -> Path:
 # ---- systemd -----------------------------------------------------------------
 
 SYSTEMD = Path("/lib/systemd/systemd")
-# Of the machine's own units none is known here, so these stand for what ours name.
+# This systemd does not know the machine's units, so these replace the ones that our units name.
 TARGETS = ("default", "basic", "sysinit", "sockets", "shutdown", "network", "multi-user")
 _BOOT = """
 set -eu
@@ -46,7 +46,7 @@ exec env -i PATH=/usr/bin:/bin container=test SYSTEMD_UNIT_PATH="$1"/units \
 
 
 class Systemd:
-    """A systemd that knows the units in ``folder``/units only."""
+    """A systemd that knows only the units in ``folder``/units."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -68,7 +68,7 @@ class Systemd:
         self.pid = 0
 
     def write_units(self, units: Path) -> None:
-        """Make the folder of units."""
+        """Create the folder of units."""
         units.mkdir()
         for name in TARGETS:
             (units / f"{name}.target").write_text(f"[Unit]\nDescription={name}\nDefaultDependencies=no\n")
@@ -76,7 +76,7 @@ class Systemd:
     @classmethod
     @contextmanager
     def booted(cls, folder: Path) -> Iterator[Self]:
-        """One that takes orders; the test is skipped where systemd cannot run."""
+        """Yield a running systemd; skip the test if systemd cannot run."""
         if os.geteuid() != 0:
             pytest.skip("needs root: systemd is process 1 of a namespace")
         if not SYSTEMD.exists():
@@ -92,8 +92,8 @@ class Systemd:
         until(lambda: self._process.poll() is not None or self._is_up(), "systemd takes orders")
         if self._process.poll() is not None:
             kernel = subprocess.run(["dmesg"], capture_output=True, text=True, check=False).stdout
-            said = [line for line in kernel.splitlines() if "systemd[1]" in line][-3:]
-            pytest.skip(f"systemd does not run here: {self._log.read_text()[-500:]}{' / '.join(said)}")
+            lines = [line for line in kernel.splitlines() if "systemd[1]" in line][-3:]
+            pytest.skip(f"systemd does not run here: {self._log.read_text()[-500:]}{' / '.join(lines)}")
 
     def _is_up(self) -> bool:
         children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
@@ -102,29 +102,29 @@ class Systemd:
 
     @property
     def beside(self) -> list[str]:
-        """The start of a command line that runs a program in the namespaces of this systemd."""
+        """The prefix of a command line that runs a program in the namespaces of this systemd."""
         return ["nsenter", f"--target={self.pid}", "--mount", "--pid", "--cgroup", "--uts", "--ipc"]
 
     def run(self, *arguments: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        """systemctl, beside this systemd."""
+        """Run systemctl for this systemd."""
         command = [*self.beside, "systemctl", "--no-pager", *arguments]
         return subprocess.run(command, capture_output=True, text=True, check=check)
 
     def write_programs(self, folder: Path) -> None:
-        """Make systemd-run and systemctl that speak with this systemd, for a Hub that is outside of it."""
+        """Write scripts systemd-run and systemctl with which a Hub outside controls this systemd."""
         for name in ("systemd-run", "systemctl"):
             path = folder / name
             path.write_text(f'#!/bin/sh\nexec {" ".join(self.beside)} {shutil.which(name)} "$@"\n')
             path.chmod(0o755)
 
     def properties(self, unit: str, *names: str) -> list[str]:
-        """Properties of a unit."""
+        """Return the values of a unit's properties."""
         shown = self.run("show", unit, *(f"--property={name}" for name in names)).stdout.splitlines()
         values = dict(line.split("=", 1) for line in shown)
         return [values[name] for name in names]
 
     def pids(self, unit: str) -> list[int]:
-        """Processes of a unit, as this process knows them; none: it does not run."""
+        """Return the pids of a unit's processes as the test sees them; none if the unit does not run."""
         try:
             return [
                 int(pid) for pid in (self.cgroup / "system.slice" / unit / "cgroup.procs").read_text().split()
@@ -134,7 +134,7 @@ class Systemd:
 
     def close(self) -> None:
         if self._process.poll() is None:
-            self._process.kill()  # and with it process 1, and with that all others
+            self._process.kill()  # this kills process 1, and so all others
         self._process.wait()
         until(lambda: _removed(self.cgroup), "its cgroups are removed")
 

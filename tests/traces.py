@@ -1,7 +1,7 @@
-"""Traces for tests and benchmarks: the public ones that `GPUSHARE_TRACES` names, or made-up ones.
+"""Traces for tests and benchmarks: the public ones in the folder `GPUSHARE_TRACES`, or made-up ones.
 
-docs/simulator.md says where the public traces come from; they are no part of the project.  A
-made-up trace has the columns of the public one and a few hundred rows, the same on every run.
+docs/simulator.md says where to get the public traces, which are not part of the project.  A
+made-up trace has the columns of the public one and a few hundred rows, the same in every run.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PODS, NODES = 400, 12
 
 
 def public(name: str) -> Path:
-    """The path of a public trace; ends a benchmark that cannot find it."""
+    """Return the path of a public trace; end the benchmark if there is none."""
     found = sorted(Path(FOLDER).glob(f"{name}.csv*")) if FOLDER else []
     if not found:
         sys.exit(f"no trace {name}: set GPUSHARE_TRACES to the folder of the traces (docs/simulator.md)")
@@ -29,10 +29,10 @@ def public(name: str) -> Path:
 
 
 def made_up(name: str, folder: Path) -> Path:
-    """A made-up trace, written below ``folder``, that has the columns of the public one.
+    """Write a trace with the columns of the public one into ``folder``, and return its path.
 
     Raises:
-        ValueError: no public trace has a name like this.
+        ValueError: no public trace has such a name.
     """
     kind = name.partition("_")[0]
     if kind == "training":

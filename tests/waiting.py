@@ -1,9 +1,9 @@
-"""How long tests wait.  Standard library only.
+"""Wait for conditions in tests.  Standard library only.
 
-A condition that becomes true ends its wait at once.  A wait ends in vain when nothing has
-happened for `QUIET_S`, and after `PATIENCE_S` whatever happens.  What happens is that the log
-grows, that a process of these tests starts or ends, or that they together use more than
-`IDLE_SHARE` of a processor: a machine that is busy is waited for, one that hangs is not.
+A wait ends as soon as its condition holds.  It fails after `QUIET_S` without activity, and after
+`PATIENCE_S` in any case.  Activity means that the log grows, that a process of the tests starts or
+ends, or that these processes together use more than `IDLE_SHARE` of a processor.  So a test waits
+for a busy machine, but not for one that hangs.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-# Less than pytest's own time-out (300 s), so that the failure names what was waited for.
+# Less than pytest's own timeout (300 s), so that the failure names the condition.
 PATIENCE_S = 60.0
 QUIET_S = 15.0
-# Of a processor.  A Hub, its broker and a server use 2 to 4 % of one between them while they idle.
+# Of a processor.  An idle Hub, its broker and a server together use 2 to 4 % of one.
 IDLE_SHARE = 0.05
 # The environment variable that every process of this run inherits (tests/conftest.py).
 RUN_VARIABLE = "GPUSHARE_TEST_RUN"
-# The first pause between two questions, the longest, and by how much each is longer than the last.
+# The first pause between two checks, the longest, and the factor from each to the next.
 FIRST_S, EVERY_S, GROWTH = 0.005, 0.1, 1.4
-_LOOK_S = 1.0
+_SAMPLE_S = 1.0
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
-# Fields of /proc/PID/stat behind the name (proc(5)): state, parent, utime and stime, start.
+# Fields of /proc/PID/stat after the name (proc(5)): state, parent, utime and stime, start.
 _STATE, _PARENT, _TIMES, _START = 0, 1, slice(11, 13), 19
 
 
 def marked_processes(mark: str) -> dict[int, str]:
     """Return the command lines, by pid, of the living processes with ``mark`` in their environment.
 
-    A process in an uninterruptible wait is left out: it may hold the lock of its memory (tests/hanging.py),
-    and then a reader of its environment waits too.
+    Processes in an uninterruptible wait are skipped: one may hold the lock of its memory
+    (tests/hanging.py), and then a reader of its environment would wait too.
     """
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
@@ -54,7 +54,7 @@ def marked_processes(mark: str) -> dict[int, str]:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process runs; a zombie does not."""
+    """Return whether a process runs; a zombie does not."""
     try:
         return _stat(Path(f"/proc/{pid}"))[_STATE] not in (b"Z", b"X")
     except OSError:
@@ -62,11 +62,11 @@ def is_alive(pid: int) -> bool:
 
 
 def _stat(folder: Path) -> list[bytes]:
-    """Return the fields of /proc/PID/stat behind the name; no wait of the process delays this."""
+    """Return the fields of /proc/PID/stat after the name; this read never waits for the process."""
     return (folder / "stat").read_bytes().rpartition(b") ")[2].split()
 
 
-# Processes by pid and start: one that was a descendant of this process stays one when its parent ends.
+# Processes by pid and start: a descendant of this process stays one when its parent ends.
 _descendants: set[tuple[int, bytes]] = set()
 _counting = threading.Lock()
 
@@ -90,9 +90,9 @@ def _used_s() -> dict[int, float]:
 
 @dataclass(slots=True)
 class Activity:
-    """What this process and its descendants do, and when something last happened (monotonic seconds).
+    """The activity of this process and its descendants, and its last time (monotonic seconds).
 
-    ``own_s``: processor seconds of this process, which serves tests too.
+    ``own_s`` returns the processor seconds of this process, which also runs servers for tests.
     """
 
     own_s: Callable[[], float]
@@ -100,20 +100,20 @@ class Activity:
     happened_at: float = field(default_factory=time.monotonic)
     last: str = "nothing happened"
     _size: int = 0
-    _looked_at: float = 0.0
+    _sampled_at: float = 0.0
     _used_s: dict[int, float] = field(default_factory=dict)
 
     def quiet_s(self) -> float:
-        """Look, at most once a second, and return the seconds since something happened."""
+        """Return the seconds since the last activity; sample at most once a second."""
         now = time.monotonic()
-        if now - self._looked_at >= _LOOK_S:
-            what = self._news(now - self._looked_at)
-            if what:
-                self.happened_at, self.last = now, what
-            self._looked_at = now
+        if now - self._sampled_at >= _SAMPLE_S:
+            event = self._sample(now - self._sampled_at)
+            if event:
+                self.happened_at, self.last = now, event
+            self._sampled_at = now
         return now - self.happened_at
 
-    def _news(self, since_s: float) -> str:
+    def _sample(self, since_s: float) -> str:
         size = self.log.stat().st_size if self.log is not None and self.log.exists() else 0
         grown, self._size = size != self._size, size
         used = {os.getpid(): self.own_s(), **_used_s()}
@@ -129,7 +129,7 @@ class Activity:
 
 
 def _other_threads_s() -> float:
-    """Return the processor seconds of the threads of this process but the one that waits."""
+    """Return the processor seconds of the threads of this process, except the waiting one."""
     return time.process_time() - time.thread_time()
 
 
@@ -143,13 +143,13 @@ def until(
 ) -> T:
     """Return the first true value of ``condition``.
 
-    Asks often at first, then every `EVERY_S`: a question costs the processes that are asked.
-    Fails at once when ``process`` has ended, when nothing has happened for `QUIET_S`, and after
-    ``patience_s``.  ``log`` need not exist yet.
+    Checks often at first, then every `EVERY_S`, because a check may cost other processes time.
+    Fails when ``process`` has ended, after `QUIET_S` without activity, and after ``patience_s``.
+    ``log`` need not exist yet.
 
     Raises:
-        AssertionError: it did not become true; names ``what``, the last thing that happened, and
-            the end of ``log``.
+        AssertionError: the condition did not become true; the text has ``what``, the last activity
+            and the end of ``log``.
     """
     activity, began_at, pause_s = Activity(_other_threads_s, log), time.monotonic(), FIRST_S
     while not (found := condition()):
@@ -162,10 +162,10 @@ def until(
 
 
 async def becomes(condition: Callable[[], T], what: str = "it happens") -> T:
-    """Return the first true value of ``condition``, as `until`, while other tasks of the loop go on.
+    """Return the first true value of ``condition``, like `until`, while other tasks of the loop run.
 
     Raises:
-        AssertionError: it did not become true.
+        AssertionError: the condition did not become true.
     """
     activity, began_at = Activity(time.process_time), time.monotonic()
     while not (found := condition()):

@@ -22,7 +22,7 @@ STARTED: list[int] = []
 def short(monkeypatch):
     """Short waits, which see no process that another test of this worker has started."""
     monkeypatch.setattr(waiting, "QUIET_S", 1.0)
-    monkeypatch.setattr(waiting, "_LOOK_S", 0.1)
+    monkeypatch.setattr(waiting, "_SAMPLE_S", 0.1)
     used_s = waiting._used_s
     monkeypatch.setattr(waiting, "_used_s", lambda: {p: s for p, s in used_s().items() if p in STARTED})
     yield
