@@ -1,8 +1,8 @@
-# Everything that is downloaded or built lies in .venv, jupyter_gpushare/native/lib, jupyter_gpushare/kube/node,
-# jupyter_gpushare/labextension and jupyter_gpushare/ui/node_modules; `make clean` removes it.
+# All downloads and builds go to .venv, jupyter_gpushare/native/lib, jupyter_gpushare/kube/node,
+# jupyter_gpushare/labextension and jupyter_gpushare/ui/node_modules; `make clean` removes them.
 #
-# Each step of the set-up leaves a stamp and names what it depends on, so that a
-# second `make hub` has nothing to do.  Steps that only have to exist are
+# Each step of the set-up leaves a stamp and names its dependencies, so that a
+# second `make hub` has nothing to do.  A dependency that only has to exist is
 # order-only (after the `|`).
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -17,21 +17,21 @@ endif
 VENV := $(CURDIR)/.venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/stamps
-# Runs a command with its output in a log file and says every few seconds how far it is.
+# Runs a command, writes its output to a log file and shows its progress every few seconds.
 STEP := $(BIN)/python demo/step.py
-# Development tools have the versions of constraints.txt; what sites install has ranges.
-# In the environment pip finds it also for what builds this package (pip 25.3 and newer by the second name).
+# constraints.txt pins the development tools; the dependencies that sites install have ranges.
+# As environment variables the pins also apply to packages that build this one (pip 25.3 and newer: the second name).
 PINNED := PIP_CONSTRAINT=$(CURDIR)/constraints.txt PIP_BUILD_CONSTRAINT=$(CURDIR)/constraints.txt
 PIP := env $(PINNED) $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
-# Major 5 needs Node 20; JupyterHub 6 is tested with it upstream.
+# Version 5 needs Node 20; upstream tests JupyterHub 6 with it.
 CHP_VERSION := 5.3.0
-# Brings jlpm and builds the JupyterLab extension.
+# Provides jlpm and builds the JupyterLab extension.
 UI_BUILDER := jupyter-builder>=1.2,<2
-# The oldest that the JupyterLab extension has to work in.
+# The oldest versions in which the JupyterLab extension has to work.
 OLDEST := jupyterlab==4.5.7 notebook~=7.5.0
 # The oldest Hub and KubeSpawner: those of the Kubernetes chart (tests/helm/hub_image.txt).
 OLDEST_HUB := jupyterhub==5.5.0 jupyterhub-kubespawner==7.0.0
-# What the callbacks of job/callbacks.py are tested with.
+# The trainers with which the callbacks of job/callbacks.py are tested.
 TRAINERS := torch==2.13.0 transformers==5.24.0 accelerate==1.15.0 lightning==2.6.6 pytorch-lightning==2.6.6 keras==3.15.1
 NODE_MIN := 20
 ARM_CC := aarch64-linux-gnu-gcc
@@ -40,15 +40,15 @@ LAB := $(VENV)/share/jupyter
 C_SOURCES := $(wildcard $(foreach d,. preload simulator,$(addprefix jupyter_gpushare/native/$(d)/,*.c *.h *.S))) jupyter_gpushare/native/build.py
 GENERATED := $(addprefix $(UI)/src/,catalogue.ts sizes.ts wire.ts)
 UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -path '*/lib/*' -not -path '*/.yarn/*' -not -name '*.tsbuildinfo' 2>/dev/null)
-# What decides: held to full coverage, and run by `make check`.
+# Tests of the code that decides: `make check` runs them and enforces full coverage.
 RULE_TESTS := tests/core $(wildcard tests/kube/test_rules*.py)
 # Tests that start neither a Hub nor a browser.
 QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli tests/ui/test_vitest.py
-# Most tests wait for processes: six at once use two cores well.  One file
-# stays in one worker: its fixtures and its users of the machine are its own.
+# Most tests wait for processes, so six files at once use two cores well.  One file
+# stays in one worker, because its tests share fixtures and users of the machine.
 WORKERS ?= 6
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
-# What the tests of a folder need beside Python packages; a folder that is not named here needs all.
+# What the tests of a folder need in addition to Python packages; a folder without a line needs all of SET_UP.
 SET_UP := node_modules native proxy-$(CHP_VERSION) ui oldest-hub docs
 NEEDS_core :=
 NEEDS_helm :=
@@ -64,18 +64,18 @@ NEEDS_native := native
 NEEDS_server := native
 FOLDERS := $(foreach word,$(filter tests/%,$(PYTEST_ARGS)),$(word 2,$(subst /, ,$(word))))
 NEEDS := $(if $(FOLDERS),$(foreach each,$(FOLDERS),$(if $(filter undefined,$(origin NEEDS_$(each))),$(SET_UP),$(NEEDS_$(each)))),$(SET_UP))
-# Two goals at once.  `make -n` runs what names MAKE itself.
+# Two goals at once.  Even `make -n` runs a line that contains $(MAKE) itself; this variable avoids that.
 AT_ONCE := $(MAKE) --no-print-directory -j 2 --output-sync=target
 # In `make check test` no test runs twice.
 BOTH := $(and $(filter check,$(MAKECMDGOALS)),$(filter test,$(MAKECMDGOALS)))
-# How much the tests marked `long_form` try in `make test-long`.
 ENGINE_TESTS := $(foreach name,kai_model kai_engine kai_faults broker spawner story story_faults,tests/kube/test_$(name).py)
+# The seeds and steps of the tests marked `long_form` in `make test-long`.
 LONG_FORMS := GPUSHARE_EVERY_STEP=1 GPUSHARE_TEST_HISTORIES=10000 GPUSHARE_TEST_WAKES=10000 GPUSHARE_TEST_GUESTS=1000 GPUSHARE_TEST_ROUNDS=200 GPUSHARE_TEST_REQUESTS=100000 GPUSHARE_TEST_KILLS=600 GPUSHARE_TEST_STARTS=4000 GPUSHARE_TEST_RETURNS=50 GPUSHARE_TEST_BROKER_KILLS=25 GPUSHARE_TEST_MOMENTS=30 GPUSHARE_TEST_CONNECTIONS=2000
 
-# Some machines set it.  Without compiled modules each of a thousand processes of the tests compiles ours anew.
+# Some machines set it.  Without compiled modules, each of a thousand processes of the tests compiles ours again.
 unexport PYTHONDONTWRITEBYTECODE
 
-# Node trusts a list of its own; the machine's certificate store may hold a site's authority too.
+# Node trusts only its own list; the machine's certificate store may also have a site's authority.
 SYSTEM_CA := $(wildcard /etc/ssl/certs/ca-certificates.crt)
 ifneq ($(SYSTEM_CA),)
 export NODE_EXTRA_CA_CERTS ?= $(SYSTEM_CA)
@@ -88,7 +88,8 @@ help:  ## say what there is
 
 setup: $(STAMPS)/package $(STAMPS)/native $(STAMPS)/proxy-$(CHP_VERSION) $(STAMPS)/ui  ## set the demo up in .venv
 
-# Packages of Node beside those of Python.  Both come before `setup`, which keeps those of the extension.
+# Node's packages and Python's are installed at the same time.  The extension's packages come first, so that
+# `setup` keeps them.
 setup-test: $(STAMPS)/package $(BIN)/node  ## set up what the tests and checks need as well
 	@$(MAKE) --silent --no-print-directory $(addprefix $(STAMPS)/,node_modules proxy-$(CHP_VERSION)) & of_node=$$!
 	$(MAKE) --silent --no-print-directory $(addprefix $(STAMPS)/,test docs oldest-hub native) || { wait; exit 1; }
@@ -98,7 +99,7 @@ setup-test: $(STAMPS)/package $(BIN)/node  ## set up what the tests and checks n
 hub: $(STAMPS)/venv demo-check setup  ## start the demo JupyterHub on http://127.0.0.1:8000 (Ctrl-C ends it)
 	@exec $(BIN)/python demo/hub.py
 
-# Before anything is downloaded.
+# Runs before anything is downloaded.
 demo-check: | $(STAMPS)/venv
 	@$(BIN)/python demo/hub.py --check
 
@@ -150,13 +151,13 @@ docs: $(STAMPS)/docs  ## build the documentation into docs/_build; a warning or 
 
 test-gpu:  ## measure a real NVIDIA GPU, PART=1 to 5 of it, results in OUT; needs python3, gcc, pytest, psutil, nvidia-ml-py, no .venv
 	@python3 -m jupyter_gpushare.native.build
-	# Not with pyproject.toml: it names plugins that a bare GPU machine does not have.
+	# Without pyproject.toml, which names plugins that a bare GPU machine does not have.
 	PYTHONPATH=$(CURDIR)$${PYTHONPATH:+:$$PYTHONPATH} python3 -m pytest -c /dev/null --rootdir=$(CURDIR) -p no:cacheprovider --import-mode=importlib -ra -s tests/gpu_real $(PYTEST_ARGS)
 
 build: compilers $(STAMPS)/builder $(GENERATED)  ## build sdist and wheels into dist/; RELEASE=1 fails where the wheel of a machine is missing
 	@rm -rf dist
 	$(PINNED) $(VENV)/builder/bin/python -m build --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
-	# For 64-bit Arm too, where Debian's cross compiler (gcc-aarch64-linux-gnu) is installed.
+	# Also for 64-bit Arm, if Debian's cross compiler (gcc-aarch64-linux-gnu) is installed.
 	if command -v $(ARM_CC) >/dev/null; then
 	    CC=$(ARM_CC) $(PINNED) $(VENV)/builder/bin/python -m build --wheel --outdir dist . >$(STAMPS)/build.log 2>&1 || { tail -n 40 $(STAMPS)/build.log >&2; exit 1; }
 	fi
@@ -198,7 +199,7 @@ $(STAMPS)/venv:
 	mkdir -p $(STAMPS)
 	touch $@
 
-# For `make build` alone; the build itself brings what it needs (see pyproject.toml).
+# For `make build` only; the build installs its own requirements (see pyproject.toml).
 $(STAMPS)/builder: | $(STAMPS)/venv
 	@$(BIN)/python -m venv $(VENV)/builder
 	$(PINNED) $(VENV)/builder/bin/python -m pip install --quiet --disable-pip-version-check build
@@ -208,7 +209,7 @@ $(STAMPS)/docs: pyproject.toml constraints.txt | $(STAMPS)/package
 	@$(STEP) "Installing Sphinx for the documentation" $(STAMPS)/docs.log -- $(PIP) --editable '.[docs]'
 	touch $@
 
-# Editable, with the metadata of pyproject.toml; the wheel build compiles the C libraries and the kubelet's messages too.
+# Editable, with the metadata of pyproject.toml; the build also compiles the C libraries and the kubelet's messages.
 $(STAMPS)/package: pyproject.toml $(wildcard jupyter_gpushare/kube/node/*.proto) | $(STAMPS)/venv
 	@$(STEP) "Installing JupyterHub, JupyterLab and this package into .venv" $(STAMPS)/package.log -- \
 	    $(PIP) --editable '.[demo,lab]' '$(UI_BUILDER)'
@@ -222,7 +223,7 @@ $(STAMPS)/native: $(C_SOURCES) | $(STAMPS)/package
 	@$(BIN)/python -m jupyter_gpushare.native.build
 	touch $@
 
-# For tests only: these packages alone, before those of .venv on the path.
+# For tests only: these packages without dependencies, before those of .venv on the path.
 $(STAMPS)/oldest: | $(STAMPS)/package
 	@rm -rf $(VENV)/oldest
 	$(STEP) "Installing $(OLDEST) for the tests" $(STAMPS)/oldest.log -- $(PIP) --no-deps --target $(VENV)/oldest $(OLDEST) notebook-shim
@@ -233,15 +234,15 @@ $(STAMPS)/oldest-hub: | $(STAMPS)/package
 	$(STEP) "Installing $(OLDEST_HUB) for the tests" $(STAMPS)/oldest-hub.log -- $(PIP) --no-deps --target $(VENV)/oldest-hub $(OLDEST_HUB)
 	touch $@
 
-# Torch needs other versions of NVIDIA's packages than constraints.txt has.
+# Torch needs versions of NVIDIA's packages that differ from constraints.txt.
 $(STAMPS)/trainers: | $(STAMPS)/package
 	@rm -rf $(VENV)/trainers
 	$(STEP) "Installing $(TRAINERS) for the tests" $(STAMPS)/trainers.log -- $(filter-out PIP_%,$(PIP)) --target $(VENV)/trainers $(TRAINERS)
 	touch $@
 
-# Node for the Hub's proxy and for building the JupyterLab extension: the system's, when it is
-# new enough and has npm, else the one on PyPI.  Always the real binary: a wrapper script in
-# between would outlive its signals and leave the proxy behind.
+# Node for the Hub's proxy and the build of the JupyterLab extension: the system's if it is new
+# enough and has npm, otherwise the one on PyPI.  It must be the real binary: a wrapper script
+# would not pass on signals and would leave the proxy running.
 $(BIN)/node: | $(STAMPS)/package
 	@node=$$(node -p 'process.versions.node.split(".")[0] >= $(NODE_MIN) ? process.execPath : ""' 2>/dev/null || true)
 	npm=$$(readlink -f "$$(command -v npm || true)" || true)
@@ -266,19 +267,19 @@ $(STAMPS)/proxy-$(CHP_VERSION): | $(BIN)/node
 	chmod +x $(BIN)/configurable-http-proxy
 	touch $@
 
-# What follows from Python code; a file that would stay the same is not touched.
+# Files that are generated from Python code; an unchanged file is not written.
 $(GENERATED) &: FORCE | $(STAMPS)/package
 	@$(BIN)/python $(UI)/generate.py >/dev/null
 FORCE:
 
-# The JupyterLab extension: built into jupyter_gpushare/labextension, copied to where Lab looks.
+# The JupyterLab extension: built into jupyter_gpushare/labextension, then copied to JupyterLab's folder.
 $(STAMPS)/ui: $(UI_SOURCES) $(GENERATED) | $(BIN)/node
 	@export PATH=$(BIN):$$PATH
 	$(STEP) "Building the JupyterLab extension" $(STAMPS)/ui.log -- $(BIN)/python $(UI)/build.py
 	rm -rf $(LAB)/labextensions/jupyter-gpushare
 	mkdir -p $(LAB)/labextensions
 	cp -r jupyter_gpushare/labextension $(LAB)/labextensions/jupyter-gpushare
-	# The demo needs the built extension only.
+	# The demo needs only the built extension.
 	[ -e $(STAMPS)/node_modules ] || rm -rf $(UI)/node_modules
 	touch $@
 

@@ -20,7 +20,7 @@ exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = project
 
-# Anchors of headings as GitHub makes them, so that links work in both places.
+# Anchors of headings as on GitHub, so that links work in both places.
 myst_heading_anchors = 3
 myst_fence_as_directive = ["mermaid"]
 myst_enable_extensions = ["attrs_inline"]
@@ -29,18 +29,18 @@ nitpicky = True
 
 
 def _copy_pictures(app: Any, error: Exception | None) -> None:
-    """Copy the pictures that pages name in HTML: Sphinx copies only those that Markdown names."""
+    """Copy the pictures that pages name in HTML; Sphinx copies only those named in Markdown."""
     if error is None:
         shutil.copytree(Path(app.srcdir) / "images", Path(app.outdir) / "images", dirs_exist_ok=True)
 
 
 def _link_here(app: Any, name: str, source: list[str]) -> None:
-    """Link to the page that includes a file of another folder, which GitHub shows by itself."""
+    """Point links to a file outside docs/ to the page that includes it; GitHub shows the file itself."""
     source[0] = source[0].replace("](../helm-values/README.md)", "](project/helm-values.md)")
 
 
 def _measure(app: Any, name: str, source: list[str]) -> None:
-    """Put the table of `make figures` where a page asks for it; a copy without the tests has none."""
+    """Insert the table of `make figures` at its marker; a copy without the tests has no table."""
     program = _ROOT / "tests" / "setup" / "figures.py"
     if "<!-- figures -->" in source[0] and program.exists():
         result = subprocess.run([sys.executable, program], check=True, capture_output=True, text=True)
@@ -48,7 +48,7 @@ def _measure(app: Any, name: str, source: list[str]) -> None:
 
 
 def setup(app: Any) -> None:
-    """Called by Sphinx."""
+    """Connect the functions above; Sphinx calls this."""
     app.connect("source-read", _link_here)
     app.connect("source-read", _measure)
     app.connect("build-finished", _copy_pictures)

@@ -1,7 +1,7 @@
 """Write the pages and the picture that are generated from the code: ``python docs/generate.py``.
 
-`PAGES` says which page comes from which function.  ``tests/docs`` compares the
-files with what the functions return, so a page cannot fall behind the code.
+`PAGES` maps each page to its function.  ``tests/docs`` compares the files with the
+results of the functions, so that a page cannot fall behind the code.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from jupyter_gpushare.server.kernels import MESSAGES
 from jupyter_gpushare.ui.generate import comments_of
 
 DOCS = Path(__file__).resolve().parent
-# An event that is possible in so many states gets a sentence, or the drawing is all arrows.
+# An event that is possible in this many states or more gets a sentence instead of arrows.
 EVERYWHERE = 5
-# Above it a page is written by hand, below it by this script.
+# People write a page above this line, this script below it.
 MARKER = "<!-- From here on written by docs/generate.py; do not edit. -->"
 
 MEANINGS: Mapping[State, str] = {
@@ -51,7 +51,7 @@ MEANINGS: Mapping[State, str] = {
 
 
 def lease_page() -> str:
-    """``docs/lease.md``: every state and every arrow of `TRANSITIONS`."""
+    """Return ``docs/lease.md``: every state and every arrow of `TRANSITIONS`."""
     ways: dict[LeaseEvent, list[tuple[State, State]]] = defaultdict(list)
     for (state, event), after in TRANSITIONS.items():
         ways[event].append((state, after))
@@ -104,7 +104,7 @@ def lease_page() -> str:
 
 
 def api_page() -> str:
-    """``docs/api.md``: every route, with its messages."""
+    """Return ``docs/api.md``: every route, with its messages."""
     rows = []
     for route in ROUTES:
         for method, answer in route.answers.items():
@@ -115,7 +115,7 @@ def api_page() -> str:
             rows.append(f"| `{method.upper()} {route.path}` | {what} | {body} | {reply} |")
     messages = []
     for kind in _messages():
-        # A class without a text of its own inherits the base's, or msgspec's.
+        # A class without a docstring would inherit that of its base or of msgspec.
         doc = _markdown(inspect.cleandoc(vars(kind).get("__doc__") or "").split("\n\n")[0])
         messages += [f"### {kind.__name__}", "", *([doc, ""] if doc else []), *_fields(kind), ""]
     return _below_marker(
@@ -133,7 +133,7 @@ def api_page() -> str:
 
 
 def beside_page() -> str:
-    """``docs/beside.md``: every type of message of a kernel, and whether it keeps a session awake."""
+    """Return ``docs/beside.md``: every type of kernel message, and whether it keeps a session awake."""
     rows: dict[tuple[str, str, str], list[str]] = defaultdict(list)
     for each in MESSAGES:
         name, comma, more = each.name.partition(", ")
@@ -153,7 +153,7 @@ def beside_page() -> str:
 
 
 def _below_marker(name: str, lines: list[str]) -> str:
-    """The page with what a person wrote above `MARKER` and ``lines`` below it."""
+    """Return a page: the hand-written part above `MARKER`, and ``lines`` below it."""
     written, marker, _ = (DOCS / name).read_text().partition(MARKER)
     if not marker:
         raise SystemExit(f"docs/{name} has lost the line {MARKER}")
@@ -161,12 +161,12 @@ def _below_marker(name: str, lines: list[str]) -> str:
 
 
 def _markdown(text: str) -> str:
-    """A docstring's words in one line, with Markdown's way to write code."""
+    """Return a docstring as one line of Markdown."""
     return " ".join(text.split()).replace("``", "`")
 
 
 def _messages() -> list[type[msgspec.Struct]]:
-    """Every message that a route takes or answers, and those inside them, in the order of `wire`."""
+    """Return every message that a route takes or answers, with nested ones, in the order of `wire`."""
     return [
         kind
         for kind in vars(wire).values()
@@ -191,7 +191,7 @@ def _fields(kind: type[msgspec.Struct]) -> list[str]:
 
 
 def _type_name(hint: object) -> str:
-    """A type as JSON people say it: `string or null`, `list of Offer`."""
+    """Return the JSON name of a type, such as `string or null` or `list of Offer`."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         return " or ".join(_type_name(kind) for kind in inner)
@@ -208,7 +208,7 @@ def _type_name(hint: object) -> str:
 
 
 def configuration_page() -> str:
-    """``docs/configuration.md``: every trait of the Hub's mixin and of the broker."""
+    """Return ``docs/configuration.md``: every trait of the Hub's mixin and of the broker."""
     lines = []
     for kind, where in (
         (GPUShareMixin, "in the Hub"),
@@ -220,7 +220,7 @@ def configuration_page() -> str:
         lines += [f"## {kind.__name__}: {where}", "", doc, ""]
         for name, trait in sorted(kind.class_traits(config=True).items()):
             if not trait.this_class.__module__.startswith("jupyter_gpushare"):
-                continue  # of JupyterHub's spawner, of traitlets' application
+                continue  # a trait of JupyterHub's spawner or of traitlets' application
             lines += [
                 f"### `c.{kind.__name__}.{name}`",
                 "",
@@ -246,7 +246,7 @@ def _default(kind: type[HasTraits], name: str, trait: TraitType[typing.Any, typi
 
 
 def _markdown_paragraphs(text: str) -> str:
-    """A help text as Markdown: paragraphs and lists keep their lines apart."""
+    """Return a help text as Markdown, with the line breaks of its paragraphs and lists."""
     return "\n".join(line.rstrip() for line in inspect.cleandoc(text).splitlines()).replace("``", "`")
 
 
@@ -268,7 +268,7 @@ _STYLE = """
 
 
 def layers_of(pyproject: Path) -> dict[str, list[list[str]]]:
-    """The layer contracts of import-linter: by package, from top to bottom, the modules of each layer."""
+    """Return the layer contracts of import-linter: by package, the modules of each layer, top layer first."""
     contracts = tomllib.loads(pyproject.read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     return {
         container: [[name.strip("() ") for name in layer.split("|")] for layer in each["layers"]]
@@ -279,7 +279,7 @@ def layers_of(pyproject: Path) -> dict[str, list[list[str]]]:
 
 
 def layers_picture() -> str:
-    """``docs/images/layers.svg``: which module may import which, from the contracts of pyproject.toml."""
+    """Return ``docs/images/layers.svg``: who may import whom, from the contracts of pyproject.toml."""
     layers = layers_of(DOCS.parent / "pyproject.toml")
     drawn, top = [], _GAP
     for row in layers[PACKAGE]:
@@ -304,7 +304,7 @@ def layers_picture() -> str:
 
 
 def _inner(layers: Mapping[str, list[list[str]]], name: str) -> list[tuple[str, list[str]]]:
-    """The layers inside a module, each with the prefix that distinguishes a package further inside."""
+    """Return the layers inside a module, each with the prefix of its nested package."""
     outer = f"{PACKAGE}.{name}"
     return [
         (container.removeprefix(outer).removeprefix("."), row)
@@ -348,7 +348,7 @@ def _text(middle: float, base: float, text: str) -> str:
 # ---- helm-values/gpushare/values.schema.json ----------------------------------------
 
 VALUES_SCHEMA = "../helm-values/gpushare/values.schema.json"
-# What the chart itself decides, or what is of one machine.
+# Settings that the chart sets itself, or that apply to a single machine only.
 _OF_THE_CHART = frozenset(
     (
         *("config_file", "engine", "projects", "state_dir", "db_url", "api_socket", "tls_address"),
@@ -358,7 +358,7 @@ _OF_THE_CHART = frozenset(
 
 
 def values_schema() -> str:
-    """The chart's schema of values, with the settings of the broker that a site may change."""
+    """Return the schema of the chart's values, with the settings of the broker that a site may change."""
     schema = json.loads((DOCS / VALUES_SCHEMA).read_text())
     traits = BrokerTraits.class_own_traits(config=True)
     known = {name: _of_trait(trait) for name, trait in sorted(traits.items()) if name not in _OF_THE_CHART}
@@ -388,7 +388,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
 
 
 def main() -> int:
-    """Write every page that differs and name it; exit code 0."""
+    """Write and name every page that differs; return exit code 0."""
     for name, page in PAGES.items():
         path, text = (DOCS / name).resolve(), page()
         if not path.is_file() or path.read_text() != text:

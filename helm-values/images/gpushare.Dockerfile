@@ -2,7 +2,8 @@
 FROM python:3.13-slim
 COPY jupyter_gpushare-*.whl /tmp/
 RUN pip install --no-cache-dir jupyterhub==5.5.0 "$(ls /tmp/jupyter_gpushare-*-manylinux*_$(uname -m).whl)[kube,node,postgres]"
-# Helpers and seats ask the driver; which GPUs a container gets is never said here.
+# Helpers and seats call the driver; the image never chooses GPUs.
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
-# Root: the driver lets only root suspend processes of others.  The chart runs the broker as another user.
+# Runs as root, because the driver lets only root suspend processes of other users.  The chart runs the broker as
+# another user.
 ENTRYPOINT ["gpushare"]

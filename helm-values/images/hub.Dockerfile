@@ -2,7 +2,7 @@
 FROM quay.io/jupyterhub/k8s-hub:4.4.0
 USER root
 COPY jupyter_gpushare-*.whl /tmp/
-# All packages of the image keep their versions, but for tornado, which has a newer one with a fix.
+# All packages of the image keep their versions, except tornado, where a newer version has a fix.
 RUN pip freeze | grep -v '^tornado==' > /tmp/kept.txt \
  && pip install --no-cache-dir -c /tmp/kept.txt "$(ls /tmp/jupyter_gpushare-*-manylinux*_$(uname -m).whl)[kube]"
 USER 1000

@@ -1,7 +1,7 @@
 # Servers and jobs: docker build -f images/lab.Dockerfile DIST, where DIST has the wheel of `make build`.
-# Any image of yours will do that has JupyterLab 4, the Hub's version of JupyterHub, and this package in the python
-# that `python3` is; a job imports jupyter_gpushare.job from it.  Needs no CUDA: the runtime brings the driver, and
-# frameworks bring the rest.
+# You can use any image with JupyterLab 4, the Hub's version of JupyterHub, and this package for the Python of
+# `python3`, from which a job imports jupyter_gpushare.job.  The image needs no CUDA: the runtime provides the
+# driver, and frameworks bring the rest.
 ARG BASE=quay.io/jupyter/base-notebook:latest
 FROM ${BASE}
 COPY --chown=${NB_UID} jupyter_gpushare-*.whl /tmp/
