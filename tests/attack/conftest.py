@@ -1,6 +1,6 @@
-"""`http`: a broker that listens, with a Hub that knows a few tokens; `start`: a runner of a job.
+"""Fixtures: `http` is a listening broker with a Hub that knows a few tokens; `start` starts a job's runner.
 
-`unchanged` is such a broker for all tests of a file that change nothing.
+`unchanged` is such a broker, shared by all tests of a file that change nothing.
 """
 
 from __future__ import annotations

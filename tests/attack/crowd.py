@@ -1,4 +1,4 @@
-"""Processes that hold many connections to one address and prove nothing.  Standard library only."""
+"""Processes that hold many unauthenticated connections to one address.  Standard library only."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ Address = str | tuple[str, int]
 # No process of a crowd lives longer.
 LIFE_S = 120
 HANDSHAKE_S = 10.0
-# Bytes of a head that never ends; of every second connection, one in each `BYTE_S`.
+# Bytes of a request head that never ends; every second connection sends one each `BYTE_S`.
 HEAD, BYTE_S = b"GET / HTTP/1.1\r\nX: " + b"x" * 1000, 1.0
-# Connections that a process opens again in a second, after they were closed.
+# The number of closed connections that a process reopens per second.
 AGAIN_PER_S = 200
 FIRST_UID = 65_520
 
 
 class _Member:
-    """One process: connections of one account or address, opened again when they are closed."""
+    """One process: connections of one account or address, reopened when they are closed."""
 
     def __init__(self, address: Address, source: str, count: int, is_tls: bool) -> None:
         self._address = address
@@ -41,7 +41,7 @@ class _Member:
         self._opened = 0
 
     def run(self) -> None:
-        """Hold them until the process is killed; standard output ends when all were opened once."""
+        """Hold the connections until the process is killed; close standard output when all are open."""
         allowed, byte_at, sent = float(self._count), time.monotonic(), 0
         before = time.monotonic()
         while True:
@@ -67,7 +67,7 @@ class _Member:
         try:
             if family == socket.AF_INET:
                 peer.bind((self._source, 0))
-            # Without a timeout: else a full queue of a unix socket is an error (EAGAIN).
+            # No timeout: with one, a full queue of a unix socket is an error (EAGAIN).
             peer.connect(self._address)
             is_slow = self._opened % 2 == 1
             if is_slow and self._tls is not None:  # the others are silent before it
@@ -101,8 +101,8 @@ def crowd(
 ) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Yield processes that together hold ``count`` connections; they end with the block.
 
-    Each has an address of 127.0.1.0/24 of its own, and as root a uid.  Each closes its standard output
-    once it has opened all of its connections.
+    Each has a separate address of 127.0.1.0/24 and, as root, a separate uid.  Each closes its standard
+    output once it has opened all its connections.
     """
     with contextlib.ExitStack() as stack:
         processes = []

@@ -1,8 +1,8 @@
-"""What every engine, every set of devices and every Hub must do: one suite per contract.
+"""The contracts of engines, devices and Hubs, with one test suite each.
 
-An implementation passes by a subclass with a fixture for itself; a new engine without one fails
-`test_contracts.test_every_implementation_passes_its_contract`.  The suites use nothing but the
-contract, beside the `Bench` that makes processes or servers come and go.
+An implementation runs a suite through a subclass that has a fixture for it; an engine without a
+subclass fails `test_contracts.test_every_implementation_passes_its_contract`.  The suites use only
+the contract, and a bench that starts and ends processes or servers.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def session(id: str, project: str, fraction_milli: int = 1000, **more: object) -
 
 
 def cluster(*leases: Lease, gpus: int = 2) -> Cluster:
-    """Two projects that are guaranteed half of the GPUs each."""
+    """Return a cluster with two projects, each guaranteed half of the GPUs."""
     devices = tuple(
         Device(uuid=f"GPU-{n}", memory_bytes=80 * GIB, reserve_bytes=GIB, node="here") for n in range(gpus)
     )
@@ -62,7 +62,7 @@ class EngineContract:
     """The contract of `Engine`; ``engine`` is a fixture of the subclass."""
 
     async def told(self, engine: Engine, snapshot: Cluster) -> None:
-        """Return when the scheduler has seen a snapshot; an engine that plans sees it when it is asked."""
+        """Return when the scheduler has seen a snapshot; an engine that plans sees it with the call."""
 
     async def test_a_waiting_job_is_granted_free_devices_and_no_more(self, engine: Engine) -> None:
         granted: dict[str, str] = {}
@@ -169,7 +169,7 @@ class EngineContract:
 
 
 class DeviceBench(abc.ABC):
-    """Devices under test, and the processes on them."""
+    """The devices under test, and the processes on them."""
 
     devices: DeviceBackend
 
@@ -314,11 +314,11 @@ class HubBench(abc.ABC):
 
     @abc.abstractmethod
     async def ready(self, key: ServerKey) -> None:
-        """Return when a server that was asked for has started."""
+        """Return when a requested server has started."""
 
     @abc.abstractmethod
     async def gone(self, key: ServerKey) -> None:
-        """Return when a server that was told to stop has stopped."""
+        """Return when a server that has to stop has stopped."""
 
 
 class HubContract:
@@ -371,7 +371,7 @@ class HubContract:
 
 
 def implementations(contract: type) -> set[type]:
-    """Return all concrete subclasses of a contract that are loaded."""
+    """Return all loaded concrete subclasses of a contract."""
     found: set[type] = set()
     for kind in contract.__subclasses__():
         found |= implementations(kind) | (set() if inspect.isabstract(kind) else {kind})

@@ -1,6 +1,6 @@
 """One broker on a site in memory: every commit and every call to the outside is a *step*.
 
-A broker told to die at a step does nothing more from there on.
+A broker that has to die at a step does nothing from that step on.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ T = TypeVar("T")
 
 
 def sent(answer: T) -> T:
-    """Return an answer as its reader has it."""
+    """Return an answer as its reader sees it."""
     return wire.decode_answer(wire.encode(messages.in_english(answer)), type(answer))
 
 
 class Broker:
-    """Store, book, loop and requests of one process, which dies at a given step."""
+    """The store, book, loop and requests of one process, which dies at a given step."""
 
     def __init__(self, site: Site, die_at: int | None) -> None:
         self.site = site
@@ -74,7 +74,7 @@ class Broker:
         self._running = asyncio.create_task(self.loop.run())
 
     async def step(self) -> None:
-        """Go on, unless the process dies here."""
+        """Count a step; the process may die at it."""
         self.steps += 1
         if self.steps == self.die_at:
             self.dead.set()
@@ -82,7 +82,7 @@ class Broker:
             await asyncio.Event().wait()
 
     async def end(self) -> None:
-        """kill -9: nothing more is done; the kernel closes the files."""
+        """End the broker as kill -9 does: it does nothing more, and the kernel closes its files."""
         self.dead.set()
         tasks = [*self.loop.effects.tasks.values(), *self.loop.unstored.wakes.values()]
         tasks += [self._running] if self._running else []
@@ -106,7 +106,7 @@ class Broker:
     async def stop(self, request: wire.SpawnStop) -> None:
         await spawner.stop(self.control, request)
 
-    # ---- short ways to look
+    # ---- short forms of queries
 
     @property
     def holds_nothing(self) -> bool:
@@ -133,23 +133,23 @@ class Broker:
         return [sent(each) for each in self.views.decisions(user, limit)]
 
     async def ended(self, job: JobRecord, within_s: float = 600.0) -> str:
-        """The state of a job when it has ended."""
+        """Return the state of a job when it has ended."""
         await until(lambda: self.job(job).result, within_s)
         return self.seen(job).state
 
 
 class SteppingStore(Store):
-    """The real store, without its thread; a commit may be the last thing a process does."""
+    """The real store, without its thread; a process may die at a commit."""
 
     def __init__(self, url: str, boot_id: str, broker: Broker) -> None:
         super().__init__(url, boot_id)
         self._broker = broker
-        # No power is cut here, and thousands of commits are waited for.
+        # Tests wait for thousands of commits, and no test cuts the power.
         sa.event.listen(self._engine, "connect", lambda c, _: c.execute("PRAGMA synchronous=OFF").close())
         self._engine.dispose()
 
     def _upgrade(self) -> None:
-        """The file is a copy of one with the newest schema."""
+        """Do nothing: the file is a copy of one with the newest schema."""
 
     async def commit(self, changes: Sequence[Change]) -> None:
         if not changes:
@@ -174,7 +174,7 @@ class SteppingStore(Store):
         registry = self._broker.registry
         held: Counter[str] = Counter()
         for record in registry.leases.values():
-            # What ends in its sleep holds no device until it is gone, nor does what the helper has dropped.
+            # A lease that ends while it sleeps holds no device, nor does one that the helper has dropped.
             known = self._broker.site.held.get(record.handle)
             asleep = known is None or known.phase is Phase.SUSPENDED
             parked = record.state is State.STOPPING and (record.lease.saved_bytes or asleep)

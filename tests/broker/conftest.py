@@ -1,5 +1,5 @@
-"""`site`: one in memory, in virtual time, and `broker`: started on it; `http`: a broker that listens;
-`database`: a fresh one for one test, SQLite and a real PostgreSQL.
+"""Fixtures: `site` is a site in memory, in virtual time, and `broker` a broker on it; `http` is a listening
+broker; `database` opens a fresh database for one test, in SQLite and in a real PostgreSQL.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ Loops = dict[str, Callable[[], asyncio.AbstractEventLoop]]
 
 
 def pytest_asyncio_loop_factories(item: pytest.Function) -> Loops:
-    """A test with a `site` runs in virtual time."""
+    """Run tests with a `site` in virtual time."""
     return {"virtual": VirtualLoop} if "site" in item.fixturenames else {"real": asyncio.new_event_loop}
 
 
 @pytest.fixture
 async def site(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Site]:
-    """A site of this test; ``@pytest.mark.site(gpus=1)`` says how it differs from others."""
+    """Yield a site for this test; ``@pytest.mark.site(gpus=1)`` sets what differs from the default."""
     marker = request.node.get_closest_marker("site")
     async with Site(tmp_path, **(marker.kwargs if marker else {})) as site:
         yield site
@@ -68,7 +68,7 @@ def brokers(tmp_path: Path, imported_broker: Forks) -> Iterator[Brokers]:
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def database(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Open]:
-    """Opens this test's database: ``database(boot_id="boot")``; the test may leave it open."""
+    """Yield a function that opens this test's database: ``database(boot_id="boot")``; it may stay open."""
     if request.param == "sqlite":
         url = f"sqlite:///{tmp_path / 'b.sqlite'}"
     else:
@@ -98,7 +98,7 @@ def sqlite(tmp_path: Path) -> Iterator[Store]:
 
 @pytest.fixture(scope="session")
 def postgresql() -> Iterator[Callable[[], str]]:
-    """A PostgreSQL server of this run: makes an empty database, and returns its URL."""
+    """Yield a function that makes an empty database in the run's PostgreSQL server and returns its URL."""
     programs = sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))
     if not programs:
         pytest.skip(f"no PostgreSQL; install it with: {INSTALL_POSTGRESQL}")

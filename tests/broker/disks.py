@@ -1,4 +1,4 @@
-"""Disks that fill up and are cleared again, or that keep commits waiting."""
+"""Disks that tests fill and clear, or that delay commits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _UNLIMITED = 1 << 30
 
 
 class SmallDisk:
-    """Lets an SQLite database grow, or not: then a write that needs a page fails with SQLITE_FULL.
+    """A disk that can stop the growth of an SQLite database: writes of new pages fail with SQLITE_FULL.
 
-    Source: https://www.sqlite.org/pragma.html#pragma_max_page_count; the same error as for a write
-    that ENOSPC cut short (os_unix.c, unixWrite).
+    Source: https://www.sqlite.org/pragma.html#pragma_max_page_count; ENOSPC gives the same error for a
+    write (os_unix.c, unixWrite).
     """
 
     def __init__(self, store: Store) -> None:
@@ -31,12 +31,12 @@ class SmallDisk:
         connection.execute(f"PRAGMA max_page_count={self._max_pages}").close()
 
     def fill(self) -> None:
-        """Let the database grow no more."""
+        """Stop the growth of the database."""
         with self._engine.connect() as connection:
             self._set(connection.execute(sa.text("PRAGMA page_count")).scalar() or 1)
 
     def fill_all(self) -> None:
-        """Leave no byte free: statvfs(3) says so, and no commit is tried."""
+        """Leave no byte free: statvfs(3) reports this, and the broker tries no commit."""
         self._store._free_bytes = lambda: 0  # type: ignore[method-assign]
 
     def clear(self) -> None:
@@ -50,7 +50,7 @@ class SmallDisk:
 
 
 class SlowDisk:
-    """Holds all commits of a broker back until `release`."""
+    """Delays all commits of a broker until `release`."""
 
     def __init__(self, broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
         self._released = asyncio.Event()

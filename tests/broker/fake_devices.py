@@ -1,8 +1,8 @@
 """The contract of `DeviceBackend` on a `Site`, for one broker.
 
-Imitates `gpu.service.helper`: the epoch fence (`ErrorKind.STALE_EPOCH`), refusals of moves
-(`gpu.moves.suspend`) and of leases beside one that was resumed unasked, and the sample of a
-lease (`gpu.service.sampler`).
+It imitates `gpu.service.helper`: the epoch fence (`ErrorKind.STALE_EPOCH`), refused moves
+(`gpu.moves.suspend`), refused leases beside one that resumed without a request, and the sample of
+a lease (`gpu.service.sampler`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class SiteDevices(DeviceBackend):
-    """Devices of a site; each effect is two steps of its broker."""
+    """The devices of a site; each effect is two steps of the broker."""
 
     def __init__(self, site: Site, broker: Broker) -> None:
         self.site = site
@@ -48,7 +48,7 @@ class SiteDevices(DeviceBackend):
             raise HelperError("silent", "the device helper did not answer")
 
     def _read(self) -> None:
-        """Fence as the helper does: requests that only read carry the epoch too."""
+        """Check the epoch as the helper does; requests that only read carry it too."""
         self._reach()
         if self.broker.store.epoch < self.site.epoch:
             raise HelperError("stale_epoch", "a newer broker is at work")

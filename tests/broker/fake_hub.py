@@ -1,8 +1,8 @@
 """The contract of `Hub` on a `Site`, for one broker.
 
-Imitates JupyterHub's REST API: a server that is asked for twice starts once, and one that
-starts cannot be stopped (jupyterhub/apihandlers/users.py: "is pending spawn").  The request to
-start one is answered when it has started, or after `SLOW_SPAWN_S` (jupyterhub/handlers/base.py).
+It imitates JupyterHub's REST API: a server that is requested twice starts once, and a starting
+server cannot be stopped (jupyterhub/apihandlers/users.py: "is pending spawn").  A request to start
+a server is answered when it has started, or after `SLOW_SPAWN_S` (jupyterhub/handlers/base.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SLOW_SPAWN_S = 10.0
 
 
 class SiteHub(Hub):
-    """Servers of a site; each change is two steps of its broker."""
+    """The servers of a site; each change is two steps of the broker."""
 
     def __init__(self, site: Site, broker: Broker) -> None:
         self.site = site

@@ -54,7 +54,7 @@ TOKENS: dict[str, dict[str, Any]] = {
 
 
 class _HubUser(web.RequestHandler):
-    """The Hub's answer about the owner of a token."""
+    """The Hub's description of the owner of a token."""
 
     async def get(self) -> None:
         known = self.application.settings["tokens"]
@@ -70,7 +70,7 @@ class _HubUser(web.RequestHandler):
 
 
 class Http:
-    """A broker that listens, on a site in memory, in real time."""
+    """A listening broker on a site in memory, in real time."""
 
     def __init__(self, site: Site, proxies: Sequence[str] = ()) -> None:
         self.site = site
@@ -112,7 +112,7 @@ class Http:
             site=HttpSite(PREFIX, lambda: routes.describe(PREFIX), metrics.collectors(self.broker.registry)),
             gate=Gate(),
         )
-        # A path of a socket has at most 107 bytes, which pytest's own folders may exceed.
+        # The path of a socket has at most 107 bytes; a path in pytest's folders may be longer.
         self._folder = tempfile.TemporaryDirectory(prefix="gpushare-")
         self.application = GPUShareBroker(state_dir=self._folder.name)._application(self.service)
         self.listener = ApiListener(self.application, self.service.gate, self.proxies)
@@ -129,7 +129,7 @@ class Http:
         self.client = httpx.AsyncClient(base_url=self.api + "/", trust_env=False, timeout=PATIENCE_S)
 
     def listen_tls(self, folder: Path) -> str:
-        """Listen with TLS too, by a certificate in ``folder``; return its URL."""
+        """Listen with TLS too, with a certificate in ``folder``; return the URL."""
         tls = tls_context(folder / "api-certificate.pem", folder / "api-key.pem")
         server = ApiListener(self.application, self.service.gate, self.proxies, ssl_options=tls)
         return self._listen(server).replace("http:", "https:")
@@ -163,7 +163,7 @@ class Http:
         await self.site.close()
 
     def login(self, token: str) -> str:
-        """Return the broker's cookie in a browser that logged in at its page with this token."""
+        """Log in at the broker's page with this token; return the broker's cookie."""
         secret = self.application.settings["cookie_secret"]
         return web.create_signed_value(secret, "service-gpushare", token).decode()
 
@@ -180,7 +180,7 @@ class Http:
     async def refused(
         self, method: str, path: str, identity: str | None = "bo", **options: Any
     ) -> wire.ErrorAnswer:
-        """Return the error of a request that must be refused; it always has the same shape."""
+        """Return the error of a request that must be refused; check the form of the error."""
         response = await self.ask(method, path, identity, **options)
         assert response.status_code >= 400, response.text
         answer = msgspec.json.decode(response.content, type=wire.ErrorAnswer)
@@ -191,7 +191,7 @@ class Http:
         return answer
 
     async def session(self, user: str = "ada") -> LeaseRecord:
-        """Return the lease of a server of ``user`` that has started with half a GPU."""
+        """Start a server of ``user`` with half a GPU; return its lease."""
         await self.broker.start(spawn(user, "1/2"))
         record = self.broker.registry.by_server(user, "")
         return await self.broker.registry.advance(record, Started())
@@ -201,7 +201,7 @@ class Http:
             response = await self.ask("POST", "jobs", identity, json={"command": ["true"], **more})
             if b"devices_unknown" not in response.content:
                 break
-            # On a slow machine the sample may be old, and this broker takes none by itself.
+            # On a slow machine the sample may be old, and this broker takes no sample by itself.
             await self.broker.loop.observer.measure()
         assert response.status_code == 201, response.text
         return msgspec.json.decode(response.content, type=wire.Job)
@@ -216,5 +216,5 @@ _EXAMPLES |= {"action": "lend", "trace": "jobs", "process": "1-1"}
 
 
 def example(path: str, **more: str) -> str:
-    """Return ``path`` with its parts filled in, by other values for those in ``more``."""
+    """Return ``path`` with its placeholders filled in; ``more`` overrides the default values."""
     return path.format_map(_EXAMPLES | more)

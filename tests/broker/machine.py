@@ -1,4 +1,4 @@
-"""What is on the machine of a `Site`: devices, leases with their processes, programs that run."""
+"""The machine of a `Site`: devices, leases with their processes, running programs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NOTHING = SetLimit(lease="", uid=-1, limits={})
 
 @dataclass
 class Held:
-    """A lease as the device helper knows it, with the processes that carry it."""
+    """A lease as the device helper knows it, with its processes."""
 
     handle: str
     uid: int
@@ -53,13 +53,13 @@ class Held:
     ended_as_guest: bool = False
 
     def advance(self, now: float) -> None:
-        """Count the work of its command until now."""
+        """Add the work of the command since the last call."""
         if self.phase is Phase.RUNNING and self.alive and not self.command_ended:
             self.work += self.rate * (now - self.work_at)
         self.work_at = now
 
     def place_on(self, devices: Sequence[str]) -> None:
-        """Have the suspended lease on these devices: each takes what the one at its place has."""
+        """Move the suspended lease to these devices, one for one."""
         places = dict(zip(self.limits, devices, strict=True))
         self.limits = {places[uuid]: count for uuid, count in self.limits.items()}
         self.guaranteed = {places[uuid]: count for uuid, count in self.guaranteed.items()}
@@ -68,7 +68,7 @@ class Held:
 
 @dataclass
 class Program:
-    """What the command of a job does."""
+    """The behaviour of a job's command."""
 
     work_s: float = 20.0
     exit_code: int = 0
@@ -82,7 +82,7 @@ class Program:
 
 @dataclass(eq=False)
 class Run:
-    """One attempt of a job that lives now."""
+    """One living attempt of a job."""
 
     job: wire.JobSpec
     user: str

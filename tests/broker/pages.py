@@ -1,4 +1,4 @@
-"""What tests of the service's own page share: a browser, a broker that listens, files of the Hub."""
+"""Shared parts of the tests of the service's own page: a browser, a listening broker, files of the Hub."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ WIDTHS = (1280, 640, 360)
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def module_browser(chromium: Chromium) -> AsyncIterator[Browser]:
-    """One chromium for all tests of this file."""
+    """Yield one chromium for all tests of a file."""
     async with launched(chromium) as browser:
         yield browser
 
 
 @pytest_asyncio.fixture(loop_scope="module")
 async def module_http(tmp_path: Path) -> AsyncIterator[Http]:
-    """A broker for each test, in the event loop of `module_browser`."""
+    """Yield a broker for each test, in the event loop of `module_browser`."""
     async with Http(Site(tmp_path)) as http:
         yield http

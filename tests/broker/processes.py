@@ -1,4 +1,4 @@
-"""Brokers as processes, without a Hub."""
+"""Run brokers as processes, without a Hub."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class ForkedBroker:
 
 
 class Brokers:
-    """Starts brokers as the Hub would, without a Hub; ends them with the test.
+    """Starts brokers as the Hub would, and ends them with the test.
 
-    With ``forks`` a broker is a fork of a process that has imported it, except under ``--respawn``.
+    With ``forks`` each broker is a fork of a process that has imported it, except under ``--respawn``.
     """
 
     def __init__(self, folder: Path, port: int, forks: Forks | None = None) -> None:
@@ -74,7 +74,7 @@ class Brokers:
         return broker
 
     def refused(self, *arguments, **options):
-        """The last line of a broker that does not start."""
+        """Return the last output line of a broker that does not start."""
         broker = self.start(*arguments, **options)
         _, said = broker.communicate(timeout=PATIENCE_S)
         assert "Traceback" not in said, said
@@ -82,7 +82,7 @@ class Brokers:
         return said.strip().splitlines()[-1]
 
     def answers(self, broker=None):
-        """Whether it answers at all; healthy it cannot be without a device helper."""
+        """Return whether the broker answers; without a device helper it cannot be healthy."""
         assert broker is None or broker.poll() is None, broker.stderr.read()
         try:
             return httpx.get(f"http://127.0.0.1:{self.port}/services/gpushare/api/v1/health").json()

@@ -1,9 +1,9 @@
 """A site in memory: devices, device helper, Hub, servers, jobs.
 
-`Site` is everything that outlives a broker.  It watches over what must never
-happen (more memory on a device than it has, two attempts of one job at once)
-and writes that into ``site.wrong``.  `Site.start_broker` starts a real store,
-book, loop and requests on it.
+`Site` is everything that outlives a broker.  It checks invariants (no device holds
+more memory than it has, no two attempts of one job run at once) and writes
+violations to ``site.wrong``.  `Site.start_broker` starts a real store, book, loop
+and requests on it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _empty_database() -> bytes:
 
 
 class Site:
-    """Machine, Hub and people; outlives brokers."""
+    """The machine, the Hub and the users; outlives brokers."""
 
     def __init__(
         self,
@@ -61,13 +61,13 @@ class Site:
             grace_s=5.0,
         )
         self.host = "here"  # "": several nodes of a cluster
-        self.movable = True  # what is suspended on one of its GPUs can resume on another
+        self.movable = True  # suspended work can resume on another of its GPUs
         self.profile = profile  # of MIG instances; "": its GPUs are not divided
         self.uuids = tuple(f"GPU-{n}" for n in range(gpus))
         # Model and memory in bytes of each GPU, in turn.
         self.models = dict(zip(self.uuids, itertools.cycle(models.items()), strict=False))
         self.groups: dict[str, tuple[str, ...]] = dict(GROUPS)
-        self.made: dict[str, str] = {}  # when the Hub made users, where it is another time than at first
+        self.made: dict[str, str] = {}  # when the Hub created users, if not at the default time
         self.deleted: set[str] = set()  # users of `groups` that the Hub does not have
         self.held: dict[str, Held] = {}
         self.servers: dict[ServerKey, str] = {}
@@ -83,7 +83,7 @@ class Site:
         self.effects: list[str] = []
         self.faults: dict[str, deque[MoveResult | Exception]] = {}
         self.helper_silent = False
-        self.patient = False  # people try again while a new broker looks around
+        self.patient = False  # users retry while a new broker takes its first measurements
         self.unhealthy: set[str] = set()
         self.unmeasured: set[str] = set()
         self.unleased: dict[str, list[UnleasedProcess]] = {}  # by device
@@ -108,11 +108,11 @@ class Site:
         return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
     def made_at(self, name: str) -> str:
-        """When the Hub made a user, as it says it: no two at the same moment."""
+        """Return when the Hub created a user, in the Hub's format; no two users have the same time."""
         return self.made.get(name, f"2026-01-01T00:00:00.{zlib.crc32(name.encode()) % 999_999 + 1:06}Z")
 
     def moment(self, name: str) -> datetime | None:
-        """When the Hub made a user, as its spawner says it."""
+        """Return when the Hub created a user, in the spawner's format."""
         return datetime.fromisoformat(at) if (at := self.made_at(name)) else None
 
     # ---- brokers
@@ -148,7 +148,7 @@ class Site:
         return task
 
     async def ask(self, question: Callable[[Broker], Awaitable[Any]], patience_s: float = 60.0) -> Any:
-        """Ask whatever broker is alive, as clients do: again until one answers."""
+        """Send a request to the living broker, and retry until one answers, as clients do."""
         end = self.now + patience_s
         while self.now < end:
             broker = self.broker
@@ -169,7 +169,7 @@ class Site:
             await asyncio.sleep(0.1)
         raise TimeoutError("no broker answered")
 
-    # ---- people and their servers
+    # ---- users and their servers
 
     async def session(
         self, user: str, size: str = "1/2", *, server: str = "", use: float = 0.5, project: str | None = None
@@ -187,7 +187,7 @@ class Site:
         return held
 
     async def gpu_cell(self, held: Held) -> None:
-        """Enter a CUDA call; returns when it got through."""
+        """Make a CUDA call; return when the call returns."""
         held.calls += 1
         held.active_at = self.now
         if held.phase is not Phase.RUNNING:
@@ -197,7 +197,7 @@ class Site:
         held.active_at = self.now
 
     async def end_session(self, user: str, server: str = "", *, by_hub: bool | None = None) -> None:
-        """A server ends: its processes go, the Hub forgets it, the spawner says so."""
+        """End a server: its processes end, the Hub forgets it, and the spawner reports it."""
         for held in [h for h in self.held.values() if self.owner(h.handle) == (user, server)]:
             held.alive, held.used, held.saved = False, {}, {}
         self.servers.pop(ServerKey(user, server), None)
@@ -218,28 +218,28 @@ class Site:
         return job
 
     async def running(self, user: str, gpus: str = "1", **more: Any) -> JobRecord:
-        """Submit a job that starts within 120 s, and return it when it runs."""
+        """Submit a job and return it when it runs, within 120 s."""
         job = await self.submit(user, gpus, **more)
         await until(lambda: self.broker is not None and self.broker.state(job) == "running", 120)
         return job
 
     async def lent(self, **job: Any) -> tuple[Held, JobRecord]:
-        """Return half a GPU's session of ada, asleep, and a job of bo that runs on both GPUs."""
+        """Return a sleeping session of ada with half a GPU, and a job of bo that runs on both GPUs."""
         ada = await self.session("ada", "1/2")
         return ada, await self.running("bo", "2", **job)
 
     async def computes(self, user: str, *, busy: bool = True) -> None:
-        """Let a user's server say that its kernel runs a cell, or has ended it."""
+        """Let a user's server report that its kernel runs a cell, or has ended it."""
         kernel = wire.KernelActivity(id="k", busy=busy, idle_s=0.0, name="a.ipynb")
         await self.reports(user, kernel)
 
     async def reports(self, user: str, *kernels: wire.KernelActivity) -> None:
-        """Let a user's server say what its kernels do."""
+        """Let a user's server report the activity of its kernels."""
         report = wire.ActivityReport(kernels=list(kernels))
         await self.ask(lambda b: b.own_sessions.activity(user, "", report))
 
     async def report(self, job: JobRecord, **fields: Any) -> None:
-        """Report for the first attempt of a job, as its runner."""
+        """Send a report for the first attempt of a job, as its runner does."""
         assert self.broker is not None
         await self.broker.job_reports.report(job.user, job.id, 1, wire.JobReport(**fields))
 
@@ -260,7 +260,7 @@ class Site:
         return [h for h in self.held.values() if h.asked.guest_of == host.handle and h.phase is Phase.RUNNING]
 
     async def allocate(self, held: Held, used: dict[str, int]) -> None:
-        """Let a lease use memory as its program does: for what is kept for the other of a pair, it waits."""
+        """Let a lease allocate memory as its program does; it waits for memory kept for its partner."""
         for guest in [held] if held.asked.guest_of else self.guests_of(held):
             (uuid,) = guest.limits
             is_own = guest is held
@@ -289,11 +289,11 @@ class Site:
             inbox.put_nowait(event)
 
     def fault(self, name: str, *outcomes: MoveResult | Exception) -> None:
-        """Let the next calls of ``name`` end like this."""
+        """Let the next calls of ``name`` have these outcomes."""
         self.faults.setdefault(name, deque()).extend(outcomes)
 
     def claim(self, held: Held) -> bool:
-        """Whether a lease may be resumed unrecorded, as `moves.wake` says: what ended makes way."""
+        """Return whether a lease may resume unrecorded, by the rules of `moves.wake`; end ended leases."""
         for other in self.held.values():
             if other.command_ended and other.phase is Phase.RUNNING and not any(other.used.values()):
                 other.phase = Phase.SUSPENDED
@@ -313,7 +313,7 @@ class Site:
         self.use(held, back)
 
     def conflict(self, handle: str, limits: Mapping[str, int]) -> str:
-        """Why a lease may not be on its devices now, as `LeaseRegistry.conflict` says it."""
+        """Return why a lease may not be on its devices now, as `LeaseRegistry.conflict` does."""
         others = (h for h in self.held.values() if h.handle != handle and h.phase is not Phase.SUSPENDED)
         beside = [h for h in others if not h.asked.guest_of]
         taken = {uuid: sum(h.limits.get(uuid, 0) for h in beside) for uuid in limits}
@@ -324,7 +324,7 @@ class Site:
     # ---- the Hub
 
     async def spawn_job(self, key: ServerKey, ticket: str) -> None:
-        """What the Hub does once it took the request to start a job's server."""
+        """Start a job's server as the Hub does after it accepted the request."""
         await asyncio.sleep(self.spawn_s)
         request = spawn(key.user, None, server=key.server, groups=self.groups.get(key.user, ()))
         request = wire.replace(request, ticket=ticket, created=self.moment(key.user))
@@ -396,7 +396,7 @@ class Site:
             self.emit(helper.EventKind.ENDED, held.handle)
 
     async def _report(self, run: Run, **report: Any) -> Any:
-        """Report as `job.reports`: while the disk is full, again and again."""
+        """Send a report as `job.reports` does: retry while the disk is full."""
         message = wire.JobReport(**report)
         while True:
             try:
@@ -407,14 +407,14 @@ class Site:
                 await asyncio.sleep(4.0)
 
     def kill_job(self, job_id: str) -> None:
-        """kill -9 of everything that belongs to a job."""
+        """Kill all processes of a job with SIGKILL."""
         for run in [r for r in self.runs if r.job.id == job_id and not r.ended]:
             assert run.task is not None
             run.task.cancel()
             self.servers.pop(ServerKey(run.user, f"j{job_id}-{run.job.attempt}"), None)
 
     async def kill_runner(self, job_id: str) -> None:
-        """kill -9 of a job's runner; a process that daemonised ends at SIGKILL only."""
+        """Kill a job's runner with SIGKILL; a process that daemonised ends only at SIGKILL."""
         (run,) = (r for r in self.runs if r.job.id == job_id)
         held = self.held[f"j{job_id}-{run.job.attempt}"]
         used = dict(held.used)

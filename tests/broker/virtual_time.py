@@ -9,12 +9,12 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 START_AT = 1_000.0
-# A story that is not over after so long never ends.
+# A test that is not over after this time never ends.
 TOO_LONG_S = 50_000.0
 
 
 class _Impatient(selectors.DefaultSelector):
-    """Never waits: where the event loop would sleep, its clock moves on."""
+    """A selector that never waits: when the event loop would sleep, its clock advances."""
 
     now = START_AT
 
@@ -39,7 +39,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._impatient.now
 
     def run_in_executor(self, _executor: Any, function: Callable[..., Any], *arguments: Any) -> Any:
-        """In virtual time there are no threads."""
+        """Run the function at once: virtual time has no threads."""
         done = self.create_future()
         done.set_result(function(*arguments))
         return done
@@ -57,7 +57,7 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
 
 
 async def until(condition: Callable[[], Any], within_s: float = 600.0, step_s: float = 0.05) -> None:
-    """Return when ``condition`` holds; fail when it does not within virtual seconds.
+    """Return when ``condition`` holds; fail after the given virtual seconds.
 
     The steps grow with the time that has passed, to ten times ``step_s`` after 500 s.
     """

@@ -14,7 +14,7 @@ from tests.server import fake_broker
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch, tmp_path):
-    """A user without a Hub, with a home of their own and an impatient client."""
+    """Set the environment of a user without a Hub, with a fresh home and a client that does not retry."""
     for name in ("GPUSHARE_API_URL", "GPUSHARE_API_TOKEN", "JUPYTERHUB_API_TOKEN", "JUPYTERHUB_USER"):
         monkeypatch.delenv(name, raising=False)
     for name in ("GPUSHARE_LEASE", "GPUSHARE_LEASE_DIR", "CUDA_VISIBLE_DEVICES"):

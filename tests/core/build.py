@@ -41,7 +41,7 @@ def project(name: str, gpus: float, **more: Any) -> Project:
 
 
 def _lease(kind: Kind, id: str, milli: int, on: str, **more: Any) -> Lease:
-    """``on``: where it is, as in "0" or "0 1"; "" if it waits."""
+    """Return a lease; ``on`` has its devices, such as "0" or "0 1", or "" if it waits."""
     devices = tuple(f"gpu{n}" for n in on.split())
     state = more.pop("state", State.RUNNING if devices else State.PENDING)
     count = more.pop("device_count", len(devices) or 1)
@@ -85,7 +85,7 @@ def grant(lease: str, *on: int, milli: int = 1000, why: Why = Why.FREE_CAPACITY,
 
 
 def begun(action: Action, now: float) -> tuple[LeaseEvent, dict[str, Any]]:
-    """The event with which an action begins, and what it changes of its lease beside the state."""
+    """Return the event with which an action begins, and the fields that it changes besides the state."""
     match action:
         case Grant(why=Why.CAPACITY_BACK):
             return LeaseEvent.KEEP, {"host": "", "saved_bytes": 0, "made_way_for": ""}
@@ -105,7 +105,7 @@ def begun(action: Action, now: float) -> tuple[LeaseEvent, dict[str, Any]]:
 
 
 def stops(id: str, on: str = "", **more: Any) -> Lease:
-    """A job that is stopped and starts again, wherever there is capacity."""
+    """Return a job that is stopped for preemption and starts again on any free capacity."""
     return train(id, 1000, on, survival=CheckpointMode.SIGTERM, **more)
 
 
@@ -114,7 +114,7 @@ def started(c: Cluster) -> list[str]:
 
 
 def why(c: Cluster, id: str = "x", now: float = NOW) -> Why:
-    """Why a lease waits, or the reason of what is decided for it."""
+    """Return why a lease waits, or the reason of the decision for it."""
     done = dry_run(c, now).run()
     decided = next((a.why for a in done.actions if a.lease == id), Why.NOT_WAITING)
     return done.waiting.get(id, decided)

@@ -1,4 +1,4 @@
-"""Demo hubs: `hub` is of one test, `shared_hub` of a file; nothing of either may be left when it ends."""
+"""Demo hubs: `hub` belongs to one test, `shared_hub` to a file; no process of either may outlive it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def hubs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hubs]:
 
 @pytest.fixture
 def shared_hub(hubs: Hubs) -> Iterator[DemoHub]:
-    """A demo hub that other tests of this file use too; people, servers and jobs are this test's own."""
+    """Yield a demo hub that the tests of a file share; users, servers and jobs belong to one test."""
     demo = hubs.take()
     yield demo
     if demo.is_healthy():
@@ -48,7 +48,7 @@ def shared_hub(hubs: Hubs) -> Iterator[DemoHub]:
 
 
 class Hubs:
-    """The demo hub of a file: a new one starts where a test has broken the one before."""
+    """The demo hub of a file; a new one starts after a test has broken it."""
 
     def __init__(self, folders: pytest.TempPathFactory) -> None:
         self._folders = folders
@@ -67,7 +67,7 @@ class Hubs:
 
 @contextlib.contextmanager
 def running(demo: DemoHub) -> Iterator[DemoHub]:
-    """Start a demo hub and end it as Ctrl-C does; fail on processes that are left."""
+    """Yield a running demo hub and end it as Ctrl-C does; fail if processes are left."""
     try:
         demo.start()
         yield demo

@@ -1,7 +1,7 @@
-"""A demo hub of its own for a test: configured as `make hub` configures it, used as people use it.
+"""Run a demo hub for a test, with the configuration of `make hub`, and use it as people do.
 
-Everything goes through the Hub's proxy with real kernels and real logins; the
-only shortcut is that the ledger of the simulated driver is read as a file.
+All requests go through the Hub's proxy, with real kernels and real logins.  The only
+shortcut is that tests read the ledger of the simulated driver as a file.
 """
 
 from __future__ import annotations
@@ -32,25 +32,25 @@ ROOT = Path(__file__).resolve().parents[2]
 
 T = TypeVar("T")
 
-# States of a job that change no more.
+# Final states of a job.
 ENDED = frozenset({"succeeded", "failed", "cancelled", "timed_out"})
 
 
 def until(what: str, look: Callable[[], T | None], timeout_s: float = PATIENCE_S) -> T:
-    """Return the first true answer of ``look``, as `waiting.until`."""
+    """Return the first true value of ``look``, like `waiting.until`."""
     found = waiting.until(look, what, timeout_s)
     assert found is not None
     return found
 
 
 class Reached:
-    """A Hub as people reach it, at `url`."""
+    """A Hub at `url`, as people reach it."""
 
     url: str
 
     @property
     def service_url(self) -> str:
-        """Address of the broker's page, without a slash at its end."""
+        """Return the address of the broker's page, without a final slash."""
         return f"{self.url}/services/gpushare"
 
     def client(self, **options: Any) -> httpx.Client:
@@ -71,7 +71,7 @@ class Reached:
 
 @dataclass
 class DemoHub(Reached):
-    """A running demo hub in a folder of its own."""
+    """A demo hub that runs in a separate folder."""
 
     folder: Path
     idle_timeout_s: float = 8.0
@@ -139,7 +139,7 @@ class DemoHub(Reached):
         return self.is_healthy()
 
     def is_healthy(self) -> bool:
-        """Return whether the Hub, its proxy, the broker and the device helper do their work."""
+        """Return whether the Hub, its proxy, the broker and the device helper work."""
         try:
             with self.client() as http:
                 answer = http.get(f"{self.service_url}/api/v1/health", timeout=5)
@@ -153,7 +153,7 @@ class DemoHub(Reached):
     # ---- ending and killing ----------------------------------------------------
 
     def stop(self, within_s: float = PATIENCE_S) -> None:
-        """Ctrl-C, as `make hub` is ended."""
+        """End the hub with Ctrl-C, as `make hub` is ended."""
         for person in self._people:
             person.close()
         if self._process is not None and self._process.poll() is None:
@@ -165,20 +165,20 @@ class DemoHub(Reached):
                 raise
 
     def kill_hub(self) -> None:
-        """kill -9 the Hub, and only the Hub."""
+        """Kill only the Hub, with SIGKILL."""
         assert self._process is not None
         self._process.kill()
         self._process.wait()
 
     def kill_broker(self) -> None:
-        """kill -9 the broker that answers (its parent starts it again)."""
+        """Kill the broker that answers, with SIGKILL; its parent restarts it."""
         for process in self.processes():
             command = process.info["cmdline"]
             if "broker" in command and "--respawn" not in command:
                 process.kill()
 
     def kill(self, *verbs: str) -> None:
-        """kill -9 every process of these verbs of the command line, parents included."""
+        """Kill every process of these subcommands with SIGKILL, including parents."""
         for process in self.processes():
             command = process.info["cmdline"]
             if "jupyter_gpushare.cli" in command and set(verbs) & set(command):
@@ -197,7 +197,7 @@ class DemoHub(Reached):
         return found
 
     def kill_leftovers(self) -> list[str]:
-        """Kill what is left and say what it was."""
+        """Kill the remaining processes; return their command lines."""
         left = self.processes()
         for process in left:
             with contextlib.suppress(psutil.NoSuchProcess):
@@ -243,11 +243,11 @@ class DemoHub(Reached):
 
 
 class Refused(Exception):
-    """The Hub or the broker answered 4xx."""
+    """An answer 4xx of the Hub or the broker."""
 
 
 class Person:
-    """A user: logs in with a password and works through the proxy."""
+    """A user who logs in with a password and works through the proxy."""
 
     def __init__(self, hub: DemoHub, name: str) -> None:
         self.hub = hub
@@ -276,7 +276,7 @@ class Person:
             if answer.status_code in (201, 202):
                 return True
             if "cannot be reached just now" in answer.json()["message"]:
-                return False  # a slow machine: people try again
+                return False  # on a slow machine people retry
             raise Refused(answer.json()["message"])
 
         until("the start is accepted", accepted)
@@ -335,7 +335,7 @@ class Person:
     def gpushare(
         self, *arguments: str, check: bool = True, cwd: Path | None = None
     ) -> subprocess.CompletedProcess[str]:
-        """Run the command line as this person, from elsewhere, with a token."""
+        """Run the command line as this user, as if on another machine, with a token."""
         env = {
             **self.hub.environment(),
             "HOME": str(self.hub.folder / "state" / "home" / self.name),
@@ -355,7 +355,7 @@ class Person:
 
 
 class Kernel:
-    """A real kernel, spoken to as a notebook does: over its websocket, through the proxy."""
+    """A real kernel, used as a notebook uses it: over its websocket, through the proxy."""
 
     def __init__(self, person: Person, kernel_id: str) -> None:
         self.person = person
@@ -376,7 +376,7 @@ class Kernel:
             self._socket = None
 
     def run(self, code: str, timeout_s: float = PATIENCE_S) -> str:
-        """Return what a cell printed and its value; a traceback's last line where it failed."""
+        """Run a cell; return its output and value, or the last line of the traceback if it failed."""
         return self.finish(self.send(code), timeout_s)
 
     def send(self, code: str, allow_stdin: bool = False) -> str:
@@ -393,11 +393,11 @@ class Kernel:
         )
 
     def ask_usage(self) -> None:
-        """Ask what the kernel uses, as a panel of JupyterLab does every few seconds."""
+        """Query the kernel's resource use, as a panel of JupyterLab does every few seconds."""
         self._say("control", "usage_request", {})
 
     def reply(self, text: str) -> None:
-        """Answer `input()`, once the kernel asks."""
+        """Answer `input()` when the kernel requests it."""
         next(m for m in self._messages(PATIENCE_S) if m["header"]["msg_type"] == "input_request")
         self._say("stdin", "input_reply", {"value": text})
 
@@ -442,7 +442,7 @@ class Kernel:
 
 
 class Terminal:
-    """A shell in a person's server, spoken to over its websocket."""
+    """A shell in a user's server, used over its websocket."""
 
     def __init__(self, person: Person, name: str) -> None:
         self._socket = websocket.create_connection(
@@ -452,7 +452,7 @@ class Terminal:
         )
 
     def run(self, command: str, timeout_s: float = PATIENCE_S) -> str:
-        """Return what a command printed, without colours; it must end with status 0."""
+        """Run a command, which must end with status 0; return its output without colours."""
         mark = uuid.uuid4().hex
         # The shell echoes what is typed: the mark appears whole only in the answer.
         typed = f"{command}; echo {mark[:8]}''{mark[8:]}:$?\r"

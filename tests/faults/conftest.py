@@ -1,5 +1,5 @@
-"""`site`, `broker`, `http` and `postgresql` of `tests/broker`; `hubs_are_forks`: Hubs start without their
-imports.
+"""The fixtures `site`, `broker`, `http` and `postgresql` of `tests/broker`, and `hubs_are_forks`: Hubs start
+without the time for imports.
 """
 
 from tests.broker.conftest import broker, http, postgresql, pytest_asyncio_loop_factories, site

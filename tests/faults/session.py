@@ -1,9 +1,9 @@
-"""A user's server: one process with GPU memory that computes when it is asked to.
+"""A user's server: one process with GPU memory that computes on request.
 
     session.py MIB
 
-It answers HTTP to the Hub. Each time the number in ~/cells grows, it reads its GPU memory back, as
-a cell would, and writes the number and "ok" or "bad" as a line of ~/answers.
+It answers the Hub over HTTP.  Whenever the number in ~/cells grows, it reads its GPU memory back, as a
+cell would, and appends a line with the number and "ok" or "bad" to ~/answers.
 """
 
 import os

@@ -1,7 +1,7 @@
-"""A whole site of real processes, of which any may be killed: broker, device helper, Hub, servers, jobs.
+"""A whole site of real processes that tests may kill: broker, device helper, Hub, servers, jobs.
 
-Only the GPUs are simulated, and the Hub has no proxy.  Each process that ends is started again by
-`Site.look`, as its parent would do.
+Only the GPUs are simulated, and the Hub has no proxy.  `Site.look` restarts each process that has
+ended, as its parent would do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPEC = "2xH100-80GB,host=512GiB,checkpoint=any-uid"
 # Of each GPU's 80 GiB: two that hold so much do not fit on one.
 SESSION_MIB = 44 * 1024
 
-# What a process does outside its own memory, and where it waits; imports of Python make few of them.
+# System calls with effects outside the process, or that wait; Python's imports make few of them.
 SYSTEM_CALLS = (
     "write writev pwrite64 fsync fdatasync ftruncate rename renameat2 unlink unlinkat mkdir rmdir connect "
     "bind listen accept4 sendto sendmsg recvfrom recvmsg epoll_wait epoll_pwait poll pselect6 clone3 flock "
@@ -78,17 +78,17 @@ c.GPUShareBroker.grace = 5
 
 
 class Trace:
-    """Kills a process at a system call, with strace; the file at ``path`` gets a line for each call."""
+    """Kills a process at a system call, with strace, which writes a line for each call to ``path``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._size, self._grew_at = 0, 0.0
 
     def command(self, die_at: int, *follow: str) -> list[str]:
-        """What to put before a command for it to be killed at the ``die_at``-th system call of a thread.
+        """Return the prefix for a command that is killed at the ``die_at``-th system call of a thread.
 
-        ``follow`` is ``-f``: of any of its threads and children; ``-D``: of its first thread, and strace is
-        no parent of it.  Without ``--seccomp-bpf``: strace 6.1 then delivers no signal.
+        ``follow`` is ``-f`` for any of its threads and children, or ``-D`` for its first thread, without
+        strace as the parent.  There is no ``--seccomp-bpf``: strace 6.1 delivers no signal with it.
         """
         self._path.write_bytes(b"")
         self._size, self._grew_at = 0, time.monotonic()
@@ -96,7 +96,7 @@ class Trace:
         return ["strace", *follow, "-qq", "-o", str(self._path), "-e", f"trace={_TRACED}", "-e", kill]
 
     def check(self) -> None:
-        """Fail after `PATIENCE_S` without a system call: as long as there are some, one is the last."""
+        """Fail after `PATIENCE_S` without a system call; while calls arrive, the fatal one may still come."""
         if (size := self._path.stat().st_size) != self._size:
             self._size, self._grew_at = size, time.monotonic()
         assert time.monotonic() < self._grew_at + PATIENCE_S, f"no system call for {PATIENCE_S:g} s"
@@ -104,17 +104,17 @@ class Trace:
 
 @dataclass
 class Service:
-    """A process that is started again whenever it has ended."""
+    """A process that is restarted whenever it has ended."""
 
     name: str
     command: list[str]
     env: dict[str, str]
     log: Path
     process: subprocess.Popen[bytes] | None = None
-    trace: Trace | None = None  # of the process that runs, where it is to die at a system call
+    trace: Trace | None = None  # of the running process, if it has to die at a system call
 
     def start(self, die_at: int = 0) -> None:
-        """Start it; one of its threads is killed, with all of it, at its ``die_at``-th system call."""
+        """Start the process; it is killed at the ``die_at``-th system call of one of its threads."""
         self.trace = Trace(self.log.with_name(f"calls-{self.name}")) if die_at else None
         tracing = self.trace.command(die_at, "-f") if self.trace else []
         with self.log.open("ab") as log:
@@ -129,7 +129,7 @@ class Service:
             self.process.wait(PATIENCE_S)
 
     def has_ended(self) -> bool:
-        """Whether it ended since the last call; a broker or helper may only end by SIGKILL."""
+        """Return whether the process ended since the last call; broker and helper may end only by SIGKILL."""
         if self.process is None or self.process.poll() is None:
             return False
         status, self.process = self.process.returncode, None
@@ -143,7 +143,7 @@ class Service:
 
 
 class Site:
-    """The processes and the folder that outlives them."""
+    """The processes, and the folder that outlives them."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -203,7 +203,7 @@ class Site:
         self.tokens: dict[str, str] = {}
 
     def start(self) -> None:
-        """Start everything, and the session of ada."""
+        """Start all processes, and the session of ada."""
         for service in self.services.values():
             service.start()
         self.hub.start()
@@ -215,7 +215,7 @@ class Site:
         return answer is not None and answer.status_code == 200 and answer.json()["status"] == "ok"
 
     def ask(self, method: str, path: str, user: str = "root", **options: Any) -> httpx.Response | None:
-        """The broker's answer; None: there is none."""
+        """Return the broker's answer, or None without one."""
         headers = {"Authorization": f"token {self.tokens.get(user, '')}"} | options.pop("headers", {})
         try:
             return self.http.request(method, path, headers=headers, **options)
@@ -223,7 +223,7 @@ class Site:
             return None
 
     def answer(self, method: str, path: str, user: str = "root", status: int = 200, **options: Any) -> Any:
-        """The broker's answer, which must have this status, as JSON."""
+        """Return the broker's answer as JSON; it must have this status."""
         found = self.ask(method, path, user, **options)
         assert found is not None, self.services["broker"].tail()
         assert found.status_code == status, found.text
@@ -234,13 +234,13 @@ class Site:
         for service in self.services.values():
             service.kill()
         self.hub.stop()
-        # Servers and jobs live on without a Hub.
+        # Servers and jobs outlive the Hub.
         for pid in self.processes_of(""):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
     def processes_of(self, lease: str) -> list[int]:
-        """Pids of the living processes of a lease; "": of all servers and jobs of this site."""
+        """Return the pids of the living processes of a lease, or of all servers and jobs for ""."""
         mark = f"GPUSHARE_SIM_STATE={self.sim.state_path}".encode()
         wanted = f"GPUSHARE_LEASE={lease}".encode()
         found = []
@@ -257,8 +257,8 @@ SomeSite = TypeVar("SomeSite", bound=Site)
 
 @contextlib.contextmanager
 def running(make: Callable[[Path], SomeSite]) -> Iterator[SomeSite]:
-    """A site that works, in a folder of its own; prints the end of its broker's log."""
-    # A path of a socket has at most 107 bytes, which pytest's own folders may exceed.
+    """Yield a working site in a fresh folder; print the end of its broker's log afterwards."""
+    # The path of a socket has at most 107 bytes; a path in pytest's folders may be longer.
     with tempfile.TemporaryDirectory(prefix="gpushare-faults-") as folder:
         site = make(Path(folder))
         try:

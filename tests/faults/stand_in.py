@@ -1,4 +1,4 @@
-"""Starts the proxy and the service of the demo's configuration as JupyterHub does, in a tenth of its time.
+"""Start the proxy and the service of the demo's configuration as JupyterHub does, in a tenth of the time.
 
 python -m tests.faults.stand_in FOLDER PORT
 """
@@ -23,7 +23,7 @@ def configuration() -> Any:
 
 
 def service_environment(service: Any, port: int) -> dict[str, str]:
-    """Return what the Hub gives to its service, with the variables by which tests find processes."""
+    """Return the environment of the Hub's service, with the variables by which tests find processes."""
     kept = ("HOME", "GPUSHARE_TEST_RUN")
     return {
         **{name: os.environ[name] for name in kept if name in os.environ},

@@ -1,4 +1,4 @@
-"""A session whose GPU is lent when something breaks, and the job that ends on it then."""
+"""A session whose GPU is lent while a fault occurs, and the job that ends on that GPU meanwhile."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.faults.site import SESSION_MIB, Site
 from tests.faults.workload import TRAIN
 from tests.waiting import until
 
-# What is promised to the owner of a GPU that is empty again, whatever cannot be stored.
+# The promise to the owner once the GPU is empty again, whatever cannot be stored.
 CELL_S = 30.0
 
 
 @dataclass
 class Story:
-    """A session of ada that sleeps, and a job of bo that runs on its GPU until it is told to end."""
+    """A sleeping session of ada, and a job of bo that runs on its GPU until the test ends it."""
 
     site: Site
     cells: int = 0
@@ -51,13 +51,13 @@ class Story:
         return str(leases[0]["state"]) if leases else ""
 
     def end_job(self) -> None:
-        """Let the job end; returns once the driver shows its GPUs empty."""
+        """Let the job end; return once the driver shows its GPUs empty."""
         (self.site.folder / "end").touch()
         devices = range(2)
         until(lambda: not sum(map(self.site.sim.device_used, devices)), "the GPUs are empty", log=self.log)
 
     def run_cell(self) -> None:
-        """Run a cell; it returns within `CELL_S`."""
+        """Run a cell, which must return within `CELL_S`."""
         home = self.site.folder / "home" / "ada"
         self.cells += 1
         until(home.exists, "the session has begun")
@@ -70,7 +70,7 @@ class Story:
         return [line.split()[2] for line in path.read_text().splitlines()] if path.exists() else []
 
     def judge(self) -> None:
-        """Everything is stored: the job ran once, and the session is awake and stays so."""
+        """Check that everything is stored: the job ran once, and the session is awake and stays awake."""
         until(self.site.is_healthy, "the broker is healthy", log=self.log)
 
         def ended() -> bool:
@@ -84,7 +84,7 @@ class Story:
 
 
 def begun(site: Site) -> Story:
-    """A story on a site that has started: the session sleeps, the job runs."""
+    """Return a story on a started site: the session sleeps, the job runs."""
     story = Story(site)
     story.begin()
     return story

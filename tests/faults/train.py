@@ -1,9 +1,9 @@
-"""The command of a job: notes that it runs, holds GPU memory for a while, notes what became of it.
+"""The command of a job: records that it runs, holds GPU memory for a while, and records the result.
 
     train.py FOLDER SECONDS|FILE MIB...    MIB on each of its devices in turn; until FILE exists
 
-Lines of FOLDER/runs: "JOB ATTEMPT begin", "JOB ATTEMPT end", and what must not be: "twice" (another
-attempt of this job lives), "memory" (less memory than its lease has, or its bytes changed).
+Lines of FOLDER/runs: "JOB ATTEMPT begin", "JOB ATTEMPT end", and for violations "twice" (another attempt
+of this job lives) and "memory" (less memory than its lease has, or its bytes changed).
 """
 
 import fcntl

@@ -1,4 +1,4 @@
-"""Work that goes on while processes of a `Site` are killed, and what must be true of it afterwards."""
+"""Work that continues while processes of a `Site` are killed, and the checks afterwards."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tests.waiting import until
 
 TRAIN = Path(__file__).with_name("train.py")
 SETTLED = ("pending", "running", "suspended")
-# Jobs that wait or run at once.
+# The number of jobs that wait or run at once.
 IN_FLIGHT = 4
 MIB = 1 << 20
 
 
 @dataclass
 class Workload:
-    """Submits jobs of bo, as often as it takes to get a 201 each, and runs cells in the session of ada."""
+    """Submits jobs of bo, with retries until each gets a 201, and runs cells in the session of ada."""
 
     site: Site
     chance: random.Random
@@ -51,20 +51,20 @@ class Workload:
         self._thread.start()
 
     def end(self) -> None:
-        """Submit no more; the last request is repeated until it is answered."""
+        """Stop submitting; the last request is retried until it is answered."""
         self._stop.set()
         until(lambda: not self._thread.is_alive(), "the last request is answered")
         if self._error is not None:
             raise self._error
 
     def abandon(self) -> None:
-        """Do nothing more; call it before the site is closed, after a failure too."""
+        """Stop all work; call this before the site is closed, also after a failure."""
         self._is_abandoned = True
         self._stop.set()
         if self._thread.ident is not None:
             self._thread.join()
 
-    # ---- what it does
+    # ---- work
 
     def _run(self) -> None:
         try:
@@ -97,7 +97,7 @@ class Workload:
             if answer is not None and answer.status_code == 201:
                 self.accepted[answer.json()["id"]] = key
                 return
-            # The broker has not measured yet, or cannot ask the Hub about the token, or not the helper.
+            # The broker has not measured yet, or cannot reach the Hub (for the token) or the helper.
             assert answer is None or answer.status_code == 503 or "devices_unknown" in answer.text, (
                 answer.text
             )
@@ -108,16 +108,16 @@ class Workload:
         self.cells += 1
         (self.home / "cells").write_text(str(self.cells))
 
-    # ---- what became of it
+    # ---- results
 
     def notes(self) -> list[tuple[str, str, str]]:
-        """(job id, attempt, what) of every note of a job."""
+        """Return (job id, attempt, event) for every line that a job wrote."""
         path = self.folder / "runs"
         lines = path.read_text().splitlines() if path.exists() else []
         return [(job, attempt, what) for job, attempt, what in map(str.split, lines)]
 
     def _keep_records(self, attempts: Iterable[tuple[str, str]]) -> None:
-        """Keep what runners wrote of attempts that have ended."""
+        """Keep the records that runners wrote of ended attempts."""
         for job, attempt in attempts:
             if (job, attempt) not in self.records:
                 record = self.record(job, attempt)
@@ -125,7 +125,7 @@ class Workload:
                     self.records[job, attempt] = record
 
     def record(self, job: str, attempt: str) -> AttemptRecord | None:
-        """What the runner of an attempt wrote of it; None: no such file."""
+        """Return the record that the runner of an attempt wrote, or None without the file."""
         if (job, attempt) in self.records:
             return self.records[job, attempt]
         return read_record(log_path(self.site.folder / "home" / "bo", job, int(attempt)).with_suffix(".json"))
@@ -135,7 +135,7 @@ class Workload:
         return [line.split()[2] for line in path.read_text().splitlines()] if path.exists() else []
 
     def leases(self) -> dict[str, str]:
-        """States by lease id, of all leases."""
+        """Return the states of all leases by id."""
         return until(self._leases, "the broker answers")[0]
 
     def _leases(self) -> list[dict[str, str]]:
@@ -155,7 +155,7 @@ class Workload:
         return until(answered, "the broker answers")
 
     def settle(self) -> float:
-        """Wait until each lease of this moment has been seen in a state that lasts; seconds that took."""
+        """Wait until each current lease has been seen in a lasting state; return the seconds that took."""
         began = time.monotonic()
         waiting = set(self.leases())
 
@@ -168,7 +168,7 @@ class Workload:
         return time.monotonic() - began
 
     def judge(self) -> None:
-        """Everything that was promised is true; call it after the last fault, when `end` was called."""
+        """Check all promises; call this after the last fault and after `end`."""
         site = self.site
         until(site.is_healthy, "the broker is healthy")
         for job_id in self.accepted:
@@ -189,7 +189,7 @@ class Workload:
         )
         for job, attempt, _ in [each for each in counted if each[2] == "end" and each[1] != last[each[0]]]:
             record = self.record(job, attempt)
-            # SIGTERM came after the note, while the interpreter ended: its exit was not a success.
+            # SIGTERM came after the last line, while the interpreter ended, so its exit was no success.
             was_stopped = record is not None and record.stopped and record.exit_code != 0
             assert was_stopped, (
                 f"attempt {attempt} of {job} had ended and ran again: {record}, {self.notes()}"

@@ -14,7 +14,7 @@ from tests.simulator import Simulator
 
 @pytest.fixture(scope="session", autouse=True)
 def helpers_are_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Helpers start without the imports of a program, which take longer than most tests."""
+    """Start helpers as forks, without the time for imports, which take longer than most tests."""
     env = Simulator(tmp_path_factory.mktemp("forks"), "1xH100-80GB").env()
     with forks(IMPORTS, env) as made, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Machine, "forks", made)
@@ -23,20 +23,20 @@ def helpers_are_forks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Iterator[Machine]:
-    """A machine on which no helper runs yet."""
+    """Yield a machine without a running helper."""
     yield from machine_in(tmp_path)
 
 
 @pytest.fixture
 def machine(bare: Machine) -> Machine:
-    """A machine with a helper."""
+    """Return a machine with a helper."""
     bare.start()
     return bare
 
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Machine]:
-    """A machine with two devices and a helper; unlike a real driver, its restarts under its clients."""
+    """Yield a machine with two devices and a helper; its driver restarts under clients, unlike a real one."""
     for machine in machine_in(tmp_path, spec="2xH100-80GB,host=512GiB,restart=any-time"):
         machine.start()
         yield machine

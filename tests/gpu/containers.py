@@ -1,4 +1,4 @@
-"""Containers for tests: cgroups as kubelets and engines name them; programs in namespaces of their own."""
+"""Containers for tests: cgroups with the names of kubelets and engines, and programs in new namespaces."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from tests.gpu.machine import WORKER, Machine, Worker
 
 _HIERARCHIES = ("unified", "", "freezer", "pids")
 
-# As a container runtime: a /proc of its own, and folders of the node.  The simulated driver is told where
-# the first /proc is; a real one needs none.
+# Like a container runtime: a new /proc, and folders of the node.  A variable tells the simulated driver where
+# the first /proc is; a real driver needs none.
 CONTAINER = """
 set -e
 mkdir -p "$GPUSHARE_SIM_PROC"
@@ -28,7 +28,7 @@ for folder in $MOUNTS; do mount --bind "$folder" "$folder"; done
 mount -t proc proc /proc
 exec "$@"
 """
-# As a user: a root without the folders of the node, and nothing in the environment but the driver's.
+# Like a user: a root without the folders of the node, and only the driver's variables.
 ESCAPE = """
 set -e
 top=/$(echo "$FOLDER" | cut -d/ -f2)
@@ -53,7 +53,7 @@ exec "$@"
 
 @contextlib.contextmanager
 def pod_cgroup() -> Iterator[Path]:
-    """A cgroup of a new pod; skips the test where none can be made."""
+    """Yield the cgroup of a new pod; skip the test if none can be created."""
     uid = str(uuid.uuid4())
     with _cgroup(f"kubepods-pod{uid.replace('-', '_')}.slice", uid) as folder:
         yield folder
@@ -61,7 +61,7 @@ def pod_cgroup() -> Iterator[Path]:
 
 @contextlib.contextmanager
 def engine_cgroup() -> Iterator[Path]:
-    """A cgroup of a new container, as Docker makes it with systemd; skips the test where none can be made."""
+    """Yield the cgroup of a new container, as Docker creates it with systemd; skip the test if it cannot."""
     container = uuid.uuid4().hex + uuid.uuid4().hex
     with _cgroup(f"docker-{container}.scope", container) as folder:
         yield folder
@@ -110,12 +110,12 @@ def _empty(folder: Path) -> None:
 def in_container(
     machine: Machine, lease: str, *, cgroup: Path | None = None, mounts: tuple[Path, ...] = ()
 ) -> Worker:
-    """A process of a lease in a pid and a mount namespace of its own, with these folders of the machine."""
+    """Start a process of a lease in new pid and mount namespaces, with these folders of the machine."""
     return _start(machine, lease, ["--pid", "--mount", "--fork"], CONTAINER, cgroup, mounts)
 
 
 def escaped(machine: Machine, cgroup: Path) -> Worker:
-    """A process in a container that has left its namespaces, its root and its environment."""
+    """Start a process in a container that then leaves its namespaces, its root and its environment."""
     own = ["--user", "--map-root-user", "--pid", "--mount", "--fork"]
     script = CONTAINER.replace('exec "$@"', ESCAPE)
     return _start(machine, "", own, script, cgroup, ())

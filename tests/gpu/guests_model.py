@@ -1,8 +1,8 @@
-"""A machine on paper for tests of guests: the helper, and a driver and a library of a few lines.
+"""A machine in memory for tests of guests: the real helper, with small models of the driver and the library.
 
-The page, the account, the journal, the registry, the mover and the watch over pairs are real.  The driver is
-what each process holds.  The library takes bytes in the steps of `lease_client.c`; between any two of
-them, and around every write and every call of the helper, others go on (`Paper.meanwhile`).
+The page, the account, the journal, the registry, the mover and the watch over pairs are real.  The driver
+model records what each process holds.  The library model takes bytes in the steps of `lease_client.c`.
+Between any two steps, and around every write and call of the helper, other programs run (`Paper.meanwhile`).
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ CONTEXT_BYTES = GIB // 4
 
 
 class Killed(BaseException):
-    """The helper got SIGKILL here."""
+    """Raised where SIGKILL ends the helper."""
 
 
 @dataclass
 class Program:
-    """One process of a lease, and the library in it."""
+    """One process of a lease, with the library in it."""
 
     lease: str
     pid: int
@@ -94,7 +94,7 @@ class Paper:
         self.kills, self.at = 0, 0.0
         # Bytes that guests which have ended left, and for how many looks the driver still has them.
         self.lingering: list[list[int]] = []
-        self.pace = chance.choice((0.05, 0.2, 0.5))  # of the programs, beside the helper
+        self.pace = chance.choice((0.05, 0.2, 0.5))  # the rate of the programs' steps beside the helper
         self.events: list[Any] = []
         self.start_helper()
 
@@ -140,7 +140,7 @@ class Paper:
         self.guests.adopt()
 
     def restart(self) -> None:
-        """A helper that was killed is followed by the next, which may be killed as it begins."""
+        """Start the next helper after a kill; it may be killed while it starts."""
         while self.dead:
             self.dead = False
             os.close(self.directory._lock_fd)
@@ -152,7 +152,7 @@ class Paper:
                 self.kills += 1
 
     def touches(self) -> None:
-        """Before and after all that the helper does to the world: others go on, or it is killed."""
+        """Let other programs run, or kill the helper, before and after each of the helper's effects."""
         if self.dead:
             raise Killed
         self.meanwhile()
@@ -161,7 +161,7 @@ class Paper:
             raise Killed
 
     def hook(self, patch: pytest.MonkeyPatch) -> None:
-        """Make all that the helper writes or reads such a moment."""
+        """Put such a moment around every write and read of the helper."""
 
         def touching(real: Callable[..., Any]) -> Callable[..., Any]:
             def call(*arguments: Any, **named: Any) -> Any:
@@ -184,7 +184,7 @@ class Paper:
         self.touches()
 
     def do(self, ask: Callable[[], object]) -> None:
-        """A request of the broker, or a look of the helper; a refusal is an answer."""
+        """Run a request of the broker, or a check of the helper; a refusal is a valid answer."""
         try:
             ask()
         except (HelperError, OSError):
@@ -194,7 +194,7 @@ class Paper:
             self.kills += 1
         self.restart()
 
-    # ---- what else the helper needs
+    # ---- other dependencies of the helper
 
     def simulated_host_memory(self) -> tuple[int, int]:
         return HOST_BYTES, HOST_BYTES - sum(sum(each.parked.values()) for each in self.programs.values())
@@ -217,7 +217,7 @@ class Paper:
         return each is not None
 
     def sample(self) -> None:
-        """As the sampler: what the blockers and the checks are about."""
+        """Update the values that the sampler measures for the blockers and the checks."""
         living = self.registry.scan()
         for lease in self.registry.all():
             lease.processes = living[lease.name]
@@ -300,7 +300,7 @@ class Paper:
                 account.write(raw)
 
     def page(self, lease: str) -> tuple[PagePhase, int, int]:
-        """The phase, the limit without what contexts take, and what is kept."""
+        """Return the phase, the limit without contexts, and the kept bytes."""
         path = self.folder / "state" / "leases" / lease / "limit"
         try:
             raw = path.read_bytes()
@@ -314,7 +314,7 @@ class Paper:
         return sum(each.used for each in self.programs.values() if each.lease == lease)
 
     def meanwhile(self) -> None:
-        """Some programs make a step each."""
+        """Let some programs make one step each."""
         self.lingering = [[count, left - 1] for count, left in self.lingering if left > 0]
         for each in list(self.programs.values()):
             if each.pid in self.programs and self.chance.random() < self.pace:
@@ -401,7 +401,7 @@ class Paper:
     # ---- the broker
 
     def broker(self) -> None:
-        """One request that a broker may send, sensible or late."""
+        """Send one request that a broker may send, whether it is sensible or late."""
         host, guest = self.registry.get("host"), self.registry.get("guest")
         dice = self.chance.random()
         guest_bytes = self.chance.randrange(8, 30) * GIB
@@ -447,10 +447,10 @@ class Paper:
         limits = {UUID: WHOLE}
         return SetLimit(lease=name, uid=os.geteuid(), limits=limits, guest_of=host, guest_bytes=guest_bytes)
 
-    # ---- what has to be true
+    # ---- invariants
 
     def settle(self) -> None:
-        """Nothing new begins: what waits goes on, and the ledger is right."""
+        """Start nothing new; check that waiting calls continue and that the ledger is right."""
         self.quiet = True
         self.pace = 0.5
         for _ in range(40):
@@ -491,7 +491,7 @@ _WRITE_WHOLE = files.write_whole
 
 
 class AtOnce:
-    """A thread that has run when it has started."""
+    """A thread whose `start` runs it to its end."""
 
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool) -> None:
         self._run = lambda: target(*args)
@@ -504,7 +504,7 @@ class AtOnce:
 
 
 def history(seed: int, folder: Path, patch: pytest.MonkeyPatch, *, steps_: int = 40) -> Paper:
-    """A host and a guest, some dozen requests, and kills of everything."""
+    """Run one history: a host and a guest, some dozen requests, and kills of every process."""
     folder.mkdir()
     chance = random.Random(seed)
     for module in (reservations, suspend):

@@ -1,6 +1,7 @@
 """A process of a lease that launches kernels without end: KERNEL_MS SYNCHRONIZE_EVERY [PAUSE_MS] [DEVICES].
 
-It synchronizes after so many launches (0: never), and pauses then.  It says "ready 0" before the first one.
+It synchronizes and pauses after every SYNCHRONIZE_EVERY launches (0: never).  It prints "ready 0" before the
+first launch.
 """
 
 import ctypes

@@ -1,4 +1,4 @@
-"""Leases and processes as the parts of a helper know them, for tests of one part."""
+"""Leases and processes as the parts of a helper represent them, for tests of one part."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def lease_of(
     phase: Phase = Phase.RUNNING,
     **asked: Any,
 ) -> HelperLease:
-    """A lease of which nothing is measured yet; its files are not made."""
+    """Return a lease without measurements and without files."""
     request = SetLimit(lease=name, uid=uid, limits=limits or {}, **asked)
     return HelperLease(JournalRecord(asked=request, phase=phase), LeaseDirectory(folder, name))
 
 
 def process_of(pid: int, start_ticks: int = 1, lease: str = "ada", **more: Any) -> Process:
-    """A process of a lease, as when it was first seen."""
+    """Return a process of a lease as it was first seen."""
     seen: dict[str, Any] = {"started_at": 0.0, "uid": 0, "parent": 1, "name": "", "kernel": ""} | more
     return Process(pid=pid, start_ticks=start_ticks, carries=lease, lease=lease, **seen)

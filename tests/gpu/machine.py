@@ -43,7 +43,7 @@ class Refused(Exception):
 
 
 class Client:
-    """Speaks the helper's protocol: one line of JSON each way."""
+    """A client of the helper's protocol: one line of JSON each way."""
 
     def __init__(self, path: Path, epoch: int | None = None, patience_s: float = PATIENCE_S) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
@@ -51,7 +51,7 @@ class Client:
         self._patience_s = patience_s
         patient_until = time.monotonic() + 10.0
         try:
-            # The backlog may be full for a moment, when a crowd knocks.
+            # The backlog may be full for a moment, when many clients connect.
             while self._socket.connect_ex(str(path)) == errno.EAGAIN and time.monotonic() < patient_until:
                 time.sleep(0.01)
             self._socket.getpeername()
@@ -65,7 +65,7 @@ class Client:
         self._socket.sendall(raw)
 
     def line(self, timeout_s: float = PATIENCE_S) -> bytes:
-        """The next line; empty when the helper closed the connection or said nothing in time."""
+        """Return the next line, or an empty one if the helper closed the connection or was too slow."""
         deadline = time.monotonic() + timeout_s
         while b"\n" not in self._rest:
             left = deadline - time.monotonic()
@@ -95,7 +95,7 @@ class Client:
         return result
 
     def event(self, kind: str, lease: str = "", timeout_s: float = PATIENCE_S) -> dict[str, Any] | None:
-        """The next event of this kind (about this lease); None when there is none in time."""
+        """Return the next event of this kind (and this lease), or None if there is none in time."""
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
             line = self.line(left)
@@ -111,7 +111,7 @@ class Client:
 
 
 def asked(path: Path, verb: str, patience_s: float = PATIENCE_S, **fields: Any) -> dict[str, Any]:
-    """What a helper answers to one request, on a connection of its own."""
+    """Return the helper's answer to one request, sent on a new connection."""
     with contextlib.closing(Client(path, patience_s=patience_s)) as client:
         return client.ask(verb, **fields)
 
@@ -130,14 +130,14 @@ class Worker:
         self.process.stdin.flush()
 
     def answer(self, timeout_s: float = PATIENCE_S) -> str:
-        """What it says next; empty when nothing came in time."""
+        """Return the next line of the worker, or an empty one if none came in time."""
         assert self.process.stdout
         if not select.select([self.process.stdout], [], [], timeout_s)[0]:
             return ""
         return self.process.stdout.readline().strip()
 
     def do(self, command: str) -> str:
-        """The answer to a command, without its name."""
+        """Return the answer to a command, without the command's name."""
         self.tell(command)
         answer = self.answer()
         assert answer, f"no answer to {command}"
@@ -149,9 +149,9 @@ class Worker:
 
 
 class Machine:
-    """The simulated devices, one helper at a time, and workers."""
+    """Simulated devices, one helper at a time, and workers."""
 
-    # In the tests of this folder helpers are forks (conftest.py); elsewhere each is a program of its own.
+    # In the tests of this folder helpers are forks (conftest.py); elsewhere each is a separate program.
     forks: Forks | None = None
 
     def __init__(self, folder: Path, spec: str = "1xH100-80GB,host=512GiB") -> None:
@@ -167,7 +167,7 @@ class Machine:
         self.workers: list[Worker] = []
         self._workers: list[Worker] = []
         self._directories: dict[str, str] = {}
-        # What the devices offer without a self-test.
+        # The levels of the devices without a self-test.
         self.offered: tuple[Level, ...] = (Level.WHOLE_GPU, Level.PRELOAD, Level.HINTS)
         self.movable = False  # whether a move has passed it
 
@@ -177,11 +177,11 @@ class Machine:
         """Start a helper; with ``die`` it kills itself (-9) at that point.
 
         A point is ``after restore 2`` (the second of these driver calls), ``before unlock 1``,
-        ``after phase suspended`` (the event that says so), ``after kept 1`` (the first write of what a
-        lease keeps for another) or ``before save 1`` (of a lease to the journal).
+        ``after phase suspended`` (the event of this phase), ``after kept 1`` (the first write of the bytes
+        that a lease keeps for another) or ``before save 1`` (of a lease to the journal).
 
-        It finds the verdicts of an earlier self-test, which takes a second, unless
-        it is to ``examine`` the devices itself.  ``before`` is run in it first.
+        The helper uses the verdicts of an earlier self-test, because a test takes a second, unless it has to
+        ``examine`` the devices itself.  It runs ``before`` first.
         """
         if not examine:
             self.keep_verdicts()
@@ -201,7 +201,7 @@ class Machine:
             until(self._examined, "the self-tests end")
 
     def knows(self, lease: str, directory: str) -> None:
-        """Remember a lease that was made by `ask`."""
+        """Record a lease that was created with `ask`."""
         self._directories[lease] = directory
 
     def keep_verdicts(self) -> None:
@@ -225,7 +225,7 @@ class Machine:
         return not any("not finished" in device["suspend_reason"] for device in devices)
 
     def stop(self, number: int = signal.SIGTERM) -> int:
-        """End the helper; its exit status."""
+        """End the helper; return its exit status."""
         assert self.helper is not None
         self.helper.send_signal(number)
         status = self.helper.wait(PATIENCE_S)
@@ -233,7 +233,7 @@ class Machine:
         return status
 
     def fails(self) -> str:
-        """Start a helper that ends with 1; what it says."""
+        """Start a helper that ends with status 1; return its output."""
         self.start(wait=False)
         assert self.helper is not None
         assert self.helper.wait(PATIENCE_S) == 1
@@ -241,7 +241,7 @@ class Machine:
         return self.log.read_text()
 
     def died(self) -> None:
-        """Wait until the helper killed itself."""
+        """Wait until the helper has killed itself."""
         assert self.helper is not None
         assert self.helper.wait(PATIENCE_S) == -signal.SIGKILL
         self.helper = None
@@ -252,7 +252,7 @@ class Machine:
         return client
 
     def watch(self) -> Client:
-        """A client that receives events already."""
+        """Return a client that already receives events."""
         client = self.client()
         client.ask("watch")
         return client
@@ -264,27 +264,27 @@ class Machine:
         return [self.sim.uuid(index) for index in range(int(self.sim.spec.split("x")[0]))]
 
     def hears(self) -> None:
-        """Wait until the helper hears what devices report by themselves."""
+        """Wait until the helper receives events that devices report by themselves."""
         until(lambda: "device(s) are heard" in self.log.read_text(), "events are heard")
 
     def lease(
         self, name: str, limit_bytes: int = 40 * GIB, devices: tuple[int, ...] = (0,), **fields: Any
     ) -> Path:
-        """Create a lease; its directory."""
+        """Create a lease; return its directory."""
         limits = {self.uuids()[device]: limit_bytes for device in devices}
         made = self.ask("set_limit", lease=name, uid=os.geteuid(), limits=limits, **fields)
         self._directories[name] = made["directory"]
         return Path(made["directory"])
 
     def of(self, name: str) -> dict[str, Any]:
-        """A lease as the last sample shows it."""
+        """Return a lease as the last sample shows it."""
         found: dict[str, Any] = next(each for each in self.ask("sample")["leases"] if each["lease"] == name)
         return found
 
     def settled(self, name: str) -> str:
-        """The counters of a lease in a sample that began after this was called."""
+        """Return the counters of a lease from a sample that began after this call."""
         seen = {self.ask("sample")["at"]}
-        # The one under way may have looked already.
+        # The running sample may have read the counters already.
         until(lambda: seen.add(self.ask("sample")["at"]) or len(seen) > 2, "two more samples")
         calls: str = self.of(name)["calls"]
         return calls
@@ -301,10 +301,10 @@ class Machine:
         command: Sequence[str] = (),
         changes: Mapping[str, str | None] = {},
     ) -> Worker:
-        """Start a process of a lease (or of none), and let it allocate; worker.py, or another ``command``.
+        """Start worker.py, or another ``command``, as a process of a lease (or of none), and let it allocate.
 
-        It sees one ``device``, or several ``devices`` in this order.  ``changes`` are made in its
-        environment; None removes a variable.
+        It sees one ``device``, or several ``devices`` in this order.  ``changes`` apply to its environment;
+        None removes a variable.
         """
         seen = [self.uuids()[index] for index in devices or (device,)]
         environment = self.environment | {"CUDA_VISIBLE_DEVICES": ",".join(seen)}
@@ -335,12 +335,12 @@ class Machine:
     def session(
         self, lease: str, limit_bytes: int = 40 * GIB, *, mib: int = 64, preload: bool = True, **fields: Any
     ) -> Worker:
-        """Create a lease, and start a process of it that holds memory."""
+        """Create a lease, and start a process in it that holds memory."""
         self.lease(lease, limit_bytes, **fields)
         return self.worker(lease, mib=mib, preload=preload)
 
     def resume(self, lease: str, worker: Worker) -> None:
-        """Wake a lease: a process of it has its memory back as it was."""
+        """Wake a lease, and check that a process of it has its memory back unchanged."""
         moved = self.ask("resume", lease=lease)
         assert moved["done"], moved
         assert worker.do("check") == "ok"
@@ -349,7 +349,7 @@ class Machine:
         return pid in [process["pid"] for process in self.of(lease)["processes"]]
 
     def close(self) -> None:
-        """End everything that was started."""
+        """End all started processes."""
         for client in self._clients:
             client.close()
         for worker in self._workers:
@@ -401,7 +401,7 @@ sys.exit(helper.main(sys.argv[1:]))
 
 
 def open_machine(**options: str) -> Iterator[Machine]:
-    """A machine of which every user finds the simulated driver's state."""
+    """Yield a machine whose simulated state every user can open."""
     folder = Path(tempfile.mkdtemp(prefix="gpushare-open-"))
     folder.chmod(0o777)
     try:
@@ -415,7 +415,7 @@ def open_machine(**options: str) -> Iterator[Machine]:
 
 
 def machine_in(folder: Path, **options: str) -> Iterator[Machine]:
-    """A machine that ends with its test."""
+    """Yield a machine that ends with its test."""
     machine = Machine(folder, **options)
     try:
         yield machine

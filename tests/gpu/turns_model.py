@@ -18,12 +18,12 @@ from jupyter_gpushare.gpu.turns.ring import Contender, Turn, TurnRing
 from jupyter_gpushare.gpu.turns.turns import CONTESTED_POLL_S, DRAINING_POLL_S, REST_S
 
 PROOF_S = 0.001
-QUEUE_S = 1.0  # what the driver takes without turns: some thousand launches
+QUEUE_S = 1.0  # work that the driver queues without turns: about a thousand launches
 
 
 @dataclass
 class Program:
-    """One process: launches kernels of a length, by a pattern of its own."""
+    """One process that launches kernels of one length in a pattern."""
 
     kernel_s: float
     wants: Callable[[float], bool] = lambda at: True  # whether it launches at a moment
@@ -32,7 +32,7 @@ class Program:
     queue: deque[float] = field(default_factory=deque)
     done: int = 0
     served_s: float = 0.0
-    free_at: float = 0.0  # since when it has nothing on the device
+    free_at: float = 0.0  # when it last had work on the device
     launched_at: float = 0.0
     waits: bool = False
 
@@ -55,7 +55,7 @@ class Program:
             self.launched_at = at
 
     def run(self, at: float, served_s: float) -> float:
-        """Compute for so long at most; returns how long."""
+        """Compute for at most this time; return the time used."""
         left = served_s
         while self.queue and left > 0:
             part = min(left, self.queue[0])
@@ -77,7 +77,7 @@ class Program:
 
 @dataclass
 class Lease:
-    """A lease with its programs, on some devices."""
+    """A lease with its programs on some devices."""
 
     share: float
     programs: list[Program]
@@ -118,7 +118,7 @@ class TurnMachine:
     def tick(self) -> None:
         if self.at >= self._look_at:
             self._look()
-            # The helper's thread wakes late now and then.
+            # The helper's thread sometimes wakes late.
             pause_s = DRAINING_POLL_S if self.ring.is_draining else CONTESTED_POLL_S
             self._look_at = self.at + (0.005 if self._random.random() > 0.99 else pause_s)
         for name, lease in self.leases.items():
@@ -134,7 +134,7 @@ class TurnMachine:
         devices = {device for lease in self.leases.values() for device in lease.devices}
         for device in devices:
             left_s = self.tick_s
-            # What one leaves of the tick the others get.
+            # The others get the rest of the tick that one leaves.
             for _ in range(3):
                 users = [
                     p
@@ -177,7 +177,7 @@ class TurnMachine:
 
 
 class Trainer(Program):
-    """A process that launches so many kernels, waits for them, pauses, and begins again."""
+    """A process that repeatedly launches a number of kernels, waits for them, and pauses."""
 
     def __init__(self, kernel_s: float, kernels: int, pause_s: float) -> None:
         super().__init__(kernel_s, lambda at: self.todo > 0, todo=kernels)

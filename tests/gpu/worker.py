@@ -1,32 +1,32 @@
-"""A process of a lease: does on the GPU what it is told, one command a line.
+"""A process of a lease that runs commands on the GPU, one per line of its input.
 
-alloc MIB         allocate and fill with a pattern of its own -> "alloc CODE"
+alloc MIB         allocate and fill with a unique pattern       -> "alloc CODE"
 fill MIB          allocate and fill every byte              -> "fill CODE"
-verify            read every byte of what was filled back   -> "verify ok" / "verify bad"
+verify            read back every byte that was filled          -> "verify ok" / "verify bad"
 check             read every block back                        -> "check ok" / "check bad"
-query             ask for the state of a stream                 -> "query CODE"
+query             query the state of a stream                   -> "query CODE"
 taint             allocate managed memory                       -> "taint CODE"
-managed           make a managed pool, allocate from it         -> "managed CODE"
+managed           create a managed pool, allocate from it       -> "managed CODE"
 second MIB        as alloc, on the second device                -> "second CODE"
 peer              let the first device use the second's memory  -> "peer CODE"
-nccl              map what NCCL's ranks on one host share       -> "nccl 0"
+nccl              map the file that NCCL's ranks on one host share -> "nccl 0"
 free              free every block                              -> "free CODE"
 sleep S           sleep, without the GPU                        -> "sleep 0"
-receive S         wait S for bytes from a socket, as a slow request does -> "receive 0"
+receive S         wait S for bytes from a socket, like a slow request -> "receive 0"
 select S          wait S in select                              -> "select 0"
 child S           wait for a child that sleeps S                -> "child 0"
 join              wait for a thread that sleeps for 4 s         -> "join 0"
-poll NAME S       ask a query of QUERIES every S seconds from a thread  -> "poll 0"
-count             how many of them have returned                -> "count N"
-thread            as check, from a second thread                -> "thread ok" / "thread bad"
+poll NAME S       call a query of QUERIES every S seconds in a thread -> "poll 0"
+count             the number of these calls that returned       -> "count N"
+thread            check, in a second thread                     -> "thread ok" / "thread bad"
 spawn MIB         start a child that allocates MIB              -> "spawn PID CODE", or "spawn PID ended"
-bare MIB NAME...  as spawn, with an environment that names no lease: these variables alone
+bare MIB NAME...  as spawn, with an environment that names no lease: only these variables
                   (default: CUDA_VISIBLE_DEVICES) and the simulator's -> "bare PID CODE"
-changed MIB NAME=VALUE...  as spawn, with these variables; a name alone is removed -> "changed PID CODE"
+changed MIB NAME=VALUE...  as spawn, with these variables; a bare name is removed -> "changed PID CODE"
 clear             overwrite and empty the environment           -> "clear 0"
-detach MIB        as spawn, double-forked in a session of its own -> "detach PID CODE"
+detach MIB        as spawn, double-forked in a new session      -> "detach PID CODE"
 fork              fork a child that sleeps                      -> "fork PID"
-save              end at the next SIGTERM, after a check        -> "save 0", then "saved ok" / "saved bad"
+save              end at the next SIGTERM, with a check before  -> "save 0", then "saved ok" / "saved bad"
 exit              end
 """
 
@@ -89,7 +89,7 @@ def peer(context):
 
 
 def nccl():
-    """As NCCL's src/transport/shm.cc names it; the file is gone, the mapping stays."""
+    """Map a file named as in NCCL's src/transport/shm.cc; remove the file and keep the mapping."""
     import mmap
     import tempfile
 
@@ -100,7 +100,7 @@ def nccl():
 
 
 def fill(mib):
-    """A value of its own for every 16 MiB, so that nothing can come back in another's place."""
+    """Fill every 16 MiB with a different value, so that misplaced memory is detected."""
     address, size = ctypes.c_uint64(), int(mib) << 20
     code = cuda.cuMemAlloc_v2(ctypes.byref(address), ctypes.c_size_t(size))
     for offset in range(0, size if not code else 0, CHUNK):
@@ -139,7 +139,7 @@ def save_at_sigterm(context):
     return 0
 
 
-# What programs poll, by name; they answer, or refuse what does not exist.
+# Calls that programs poll, by name; each answers, or refuses an unknown object.
 QUERIES = {
     "stream": lambda: cuda.cuStreamQuery(None),
     "event": lambda: cuda.cuEventQuery(None),
@@ -178,7 +178,7 @@ def spawn(mib, environment):
 
 
 def fork():
-    """A child as a worker of a DataLoader, with all descriptors of its parent but the pipes of the test."""
+    """Fork a child like a DataLoader's worker, with all descriptors of its parent except the test's pipes."""
     pid = os.fork()
     if not pid:
         os.closerange(0, 2)
@@ -187,7 +187,7 @@ def fork():
 
 
 def detach(mib):
-    """A grandchild in a session of its own after its parent has ended: a daemon."""
+    """Start a daemon: a grandchild in a new session whose parent has ended."""
     script = (
         "import subprocess, sys, time; "
         f"c = subprocess.Popen([sys.executable, {__file__!r}, '{mib}'], stdout=subprocess.PIPE, text=True,"
@@ -221,7 +221,7 @@ def receive(seconds):
 
 
 def in_thread(call, *words):
-    """What a call returns that is made in another thread."""
+    """Make a call in another thread and return its result."""
     result = []
     thread = threading.Thread(target=lambda: result.append(call(*words)))
     thread.start()
@@ -244,7 +244,7 @@ def changed(mib, *changes):
 
 
 def clear():
-    """Leave nothing in /proc/PID/environ either, as programs that change their title do."""
+    """Overwrite /proc/PID/environ too, as programs do that change their title."""
     entries = ctypes.POINTER(ctypes.c_void_p).in_dll(ctypes.CDLL(None), "environ")
     index = 0
     while address := entries[index]:

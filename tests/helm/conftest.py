@@ -1,4 +1,4 @@
-"""The chart, rendered for the values of a test, with a project where they name none."""
+"""Render the chart for the values of a test, with a default project."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "helm-values"
 NS = "gpushare"
 PROJECTS: Json = {"vision": {"quota": 4}, "nlp": {"quota": 1.5, "limit": 3, "groups": ["nlp", "speech"]}}
-# Every switch other than its default.
+# Values that differ from the default for every switch.
 ALL_ON: Json = {
     "projects": PROJECTS,
     "image": {"pullSecrets": ["one", "two"]},
@@ -37,7 +37,7 @@ VALUES = {"default": {"projects": PROJECTS}, "all on": ALL_ON, "all off": ALL_OF
 
 
 def answers(*values: Json) -> list[Json]:
-    """For each values: ``objects``, or Helm's ``error``."""
+    """Return ``objects`` or Helm's ``error`` for each set of values."""
     program = [sys.executable, str(Path(__file__).with_name("render.py"))]
     done = subprocess.run(
         program, input=json.dumps(values), capture_output=True, text=True, timeout=120, check=False
@@ -48,7 +48,7 @@ def answers(*values: Json) -> list[Json]:
 
 
 class Chart:
-    """What one render made."""
+    """The objects of one rendering."""
 
     def __init__(self, objects: list[Json]) -> None:
         self.objects = objects
@@ -69,7 +69,7 @@ class Chart:
 
 @pytest.fixture(scope="session")
 def charts() -> dict[str, Chart]:
-    """The chart for each of `VALUES`."""
+    """Return the chart for each of `VALUES`."""
     made = answers(*VALUES.values())
     return {name: Chart(each["objects"]) for name, each in zip(VALUES, made, strict=True)}
 

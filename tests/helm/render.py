@@ -1,6 +1,6 @@
-"""The chart as manifests: a list of values (JSON) on standard input, a list of objects or an error for each.
+"""Render the chart: read a list of values (JSON) from standard input, print objects or an error for each.
 
-A program of its own: Helm is a library in Go here, with signal handlers and threads of its own.
+It is a separate program, because the Go library of Helm has its own signal handlers and threads.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A real JupyterHub as a process, with a broker and single-user servers that the tests control.
 
-No proxy runs: `MemoryProxy` only remembers routes, and the tests talk to the Hub
-and to the servers directly.
+No proxy runs: `MemoryProxy` only stores routes, and the tests send requests directly to the Hub
+and to the servers.
 """
 
 from __future__ import annotations
@@ -99,9 +99,9 @@ class Hub:
     broker: FakeBroker
     config: Path
     process: subprocess.Popen[bytes] | Forked | None = None
-    tls: ssl.SSLContext | None = None  # of the Hub's internal TLS, to ask it with
+    tls: ssl.SSLContext | None = None  # for requests to the Hub's internal TLS
     interpreter: Sequence[str] = (sys.executable,)  # what runs the Hub's module
-    may_fork: bool = True  # False: always a program of its own (forked_hubs.py)
+    may_fork: bool = True  # False: always a separate program (forked_hubs.py)
 
     @property
     def url(self) -> str:
@@ -112,11 +112,11 @@ class Hub:
         wait_for(self._answers, "the Hub answers", log=self.folder / "hub.log")
 
     def launch(self, tracing: Sequence[str] = ()) -> None:
-        """Start it and do not wait; ``tracing`` goes before its command, and runs it in this very process."""
+        """Start the Hub and do not wait; ``tracing`` is a prefix of its command and keeps its pid."""
         # Another JupyterHub on PYTHONPATH (test_hub_5_5.py) is the one of the test and of its Hub.
         path = os.pathsep.join((str(REPOSITORY), os.environ.get("PYTHONPATH", ""))).rstrip(os.pathsep)
         env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
-        # A test runner in the background of a script has SIGINT ignored.
+        # A test runner in the background of a script ignores SIGINT.
         command = [*("env", "--default-signal=INT"), *self.interpreter, "-m", "jupyterhub", "-f", self.config]
         with (self.folder / "hub.log").open("ab") as log:
             if not tracing and self.may_fork and self.interpreter == (sys.executable,):
@@ -190,7 +190,7 @@ class Hub:
         wait_for(lambda: not self.server(user, name), f"{what} is gone")
 
     def stop_servers(self) -> None:
-        """Leave no server to the next test, and the broker with its usual answers."""
+        """Stop all servers and reset the broker's answers for the next test."""
         self.broker.reset()
         for user in self.api("GET", "users?include_stopped_servers").json():
             for name, server in user["servers"].items():
@@ -198,7 +198,7 @@ class Hub:
                     self.stop_server(user["name"], name, remove=bool(name))
 
     def server(self, user: str, name: str = "") -> dict[str, Any] | None:
-        """The Hub's idea of a server that is not stopped."""
+        """Return the Hub's model of a server that is not stopped."""
         model = self.api("GET", f"users/{user}?include_stopped_servers").json()
         found: dict[str, Any] | None = model.get("servers", {}).get(name)
         return found if found is not None and not found.get("stopped") else None
@@ -211,23 +211,23 @@ class Hub:
         return dict(wait_for(ready, f"the server {name!r} of {user} is ready"))
 
     def environment(self, user: str) -> dict[str, str]:
-        """The environment that the running server of a user was started with."""
+        """Return the environment with which the running server of a user was started."""
         pid = self.state(user)["pid"]
         entries = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
         return dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
     def state(self, user: str, name: str = "") -> dict[str, Any]:
-        """What the Hub remembers of a running server."""
+        """Return the state that the Hub stores for a running server."""
         state, _ = self._stored(user, name)
         return dict(json.loads(state)) if state else {}
 
     def port_of(self, user: str, name: str) -> int:
-        """The port of a running server."""
+        """Return the port of a running server."""
         _, port = self._stored(user, name)
         return int(port)
 
     def _stored(self, user: str, name: str) -> tuple[Any, Any]:
-        """State and port of a server in the Hub's database; None where there is none."""
+        """Return state and port of a server from the Hub's database, or None without a server."""
         with contextlib.closing(sqlite3.connect(self.folder / "hub.sqlite")) as db:
             row = db.execute(
                 "select s.state, servers.port from spawners s join users u on u.id = s.user_id"
@@ -237,7 +237,7 @@ class Hub:
         return row or (None, None)
 
     def set_state(self, user: str, state: dict[str, Any]) -> None:
-        """Change what a Hub that does not run remembers of a default server."""
+        """Change the state that a stopped Hub stores for a default server."""
         with contextlib.closing(sqlite3.connect(self.folder / "hub.sqlite")) as db:
             db.execute(
                 "update spawners set state = ? where name = ''"
@@ -250,7 +250,7 @@ class Hub:
         self.api("POST", f"users/{user}", {})
 
     def made_at(self, user: str) -> str:
-        """When the Hub made a user: its spawner says the same moment, without a zone."""
+        """Return when the Hub created a user; its spawner sends the same time without a zone."""
         return str(self.api("GET", f"users/{user}").json()["created"]).removesuffix("Z")
 
     def user_token(self, user: str) -> str:
@@ -259,7 +259,7 @@ class Hub:
 
     @contextlib.contextmanager
     def browser(self, user: str) -> Iterator[httpx.Client]:
-        """A client that is logged in."""
+        """Yield a client that is logged in."""
         with httpx.Client(
             base_url=self.url, timeout=PATIENCE_S, follow_redirects=True, trust_env=False
         ) as client:
@@ -288,8 +288,8 @@ def running_hub(
     user: str = "",
     may_fork: bool = True,
 ) -> Iterator[Hub]:
-    """A Hub that works; ``user`` is given the files that the Hub reads and writes."""
-    # A job's runner believes no socket below a folder of another user.
+    """Yield a working Hub; ``user`` owns the files that the Hub reads and writes."""
+    # A job's runner trusts no socket below a folder of another user.
     broker = FakeBroker((folder.parent if user else folder) / "broker" / "api.sock")
     token = folder / "spawner-token"
     token.write_text(SPAWNER_TOKEN)
@@ -334,7 +334,7 @@ def shared_hub() -> Iterator[Hub]:
 
 @pytest.fixture
 def hub(shared_hub: Hub) -> Iterator[Hub]:
-    """A Hub without servers and a broker with its usual answers; shared, for speed."""
+    """Yield a Hub without servers, with a broker that has its usual answers; tests share it for speed."""
     shared_hub.broker.reset()
     if not shared_hub.alive():
         shared_hub.start()

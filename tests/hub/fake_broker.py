@@ -1,4 +1,4 @@
-"""The broker of these tests: answers the Hub as it is told to, and remembers what it was asked."""
+"""A fake broker that gives the Hub the answers that a test sets, and records the requests."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ NO_GPU: dict[str, Any] = {"lease": None, "kind": "build", "env": {}, "message": 
 
 @dataclass
 class FakeBroker:
-    """Answers as it is told to; remembers what it was asked."""
+    """Gives the answers that a test sets, and records the requests."""
 
     path: Path  # of its unix socket
     asked: list[Asked] = field(default_factory=list)
@@ -124,11 +124,11 @@ class FakeBroker:
         self.up()
 
     def grant_with(self, **env: str) -> None:
-        """Grant a GPU with these variables beside the usual ones."""
+        """Grant a GPU with these variables in addition to the usual ones."""
         self.grant = {**GRANT, "env": {**GRANT["env"], **env}}
 
     def grant_job(self, **job: Any) -> None:
-        """Grant what was granted before to a job from now on."""
+        """From now on, give the current grant to a job."""
         self.grant = {**(self.grant or GRANT), "kind": "train", "job": {**JOB, "grace_s": 60.0, **job}}
 
     def up(self) -> None:

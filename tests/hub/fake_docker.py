@@ -1,4 +1,4 @@
-"""Docker's engine API, as far as DockerSpawner asks it; a "container" is a process of this machine.
+"""The part of Docker's engine API that DockerSpawner uses; a "container" is a process of this machine.
 
 Paths, bodies and answers are those of the Docker Engine API v1.43 (docs.docker.com/reference/api/engine).
 """
@@ -51,7 +51,7 @@ class Container:
 
 @dataclass
 class FakeDocker:
-    """The engine; ``made`` has every container that was ever created."""
+    """The engine; ``made`` has every container ever created."""
 
     stub: Path
     port: int = field(default_factory=free_ports)

@@ -1,9 +1,9 @@
-"""systemd-run and systemctl, as far as SystemdSpawner calls them; a unit is a process of this machine.
+"""The parts of systemd-run and systemctl that SystemdSpawner calls; a unit is a process of this machine.
 
-Behaviour of systemd 252 that matters: a transient unit of a name that is active is refused
-(systemd-run fails), `is-active` exits 3 for a unit that does not run, `stop` ends it and removes its
-RuntimeDirectory, in which the spawner keeps the file of its environment.
-Every unit that was started stays in UNITS/NAME.json with its properties.
+It follows systemd 252: systemd-run fails for a transient unit whose name is active, `is-active` exits
+with 3 for a unit that does not run, and `stop` ends a unit and removes its RuntimeDirectory, where
+the spawner keeps the file of its environment.  UNITS/NAME.json keeps the properties of every unit
+that was started.
 """
 
 import json

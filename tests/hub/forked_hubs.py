@@ -1,4 +1,4 @@
-"""Hubs that start at once: forks of a process that has imported JupyterHub, which takes seconds."""
+"""Start Hubs as forks of a process that has already imported JupyterHub, which takes seconds."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _users = 0  # folders of this run with the fixture; each has a fixture of its ow
 
 
 def fork_hub(config: Path, env: Mapping[str, str], folder: Path, log: IO[Any]) -> Forked | None:
-    """Start a Hub; None: no folder of this run asked for `hubs_are_forks`."""
+    """Start a Hub as a fork, or return None if no folder of this run uses `hubs_are_forks`."""
     if not _users:
         return None
     if not _made:
@@ -34,7 +34,7 @@ def fork_hub(config: Path, env: Mapping[str, str], folder: Path, log: IO[Any]) -
 
 @pytest.fixture(scope="session", autouse=True)
 def hubs_are_forks() -> Iterator[None]:
-    """Let Hubs be forks; those that need another interpreter or are traced are programs."""
+    """Start Hubs as forks; a traced Hub, or one with another interpreter, is a separate program."""
     global _users
     _users += 1
     yield

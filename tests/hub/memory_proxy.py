@@ -1,4 +1,4 @@
-"""A proxy for the tests' Hub that only remembers its routes."""
+"""A proxy for the tests' Hub that only stores its routes."""
 
 from jupyterhub.proxy import Proxy
 

@@ -1,4 +1,4 @@
-"""A single-user server that is up in a moment; standard library only, any Python 3."""
+"""A single-user server that starts at once; standard library only, any Python 3."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""pytest plugin: JupyterHub's own tests use our spawner class in place of its own."""
+"""A pytest plugin with which JupyterHub's own tests use our spawner class."""
 
 import os
 
@@ -8,7 +8,7 @@ from jupyter_gpushare.hub import GPUShareSimpleSpawner
 
 
 class Spawner(GPUShareSimpleSpawner):
-    """Ours, with a folder of settings for Jupyter Server: as root it starts only when told to."""
+    """Our spawner, with a settings folder that lets Jupyter Server start as root."""
 
     def get_env(self):
         return {**super().get_env(), "JUPYTER_CONFIG_DIR": os.environ["JUPYTER_CONFIG_DIR"]}

@@ -1,4 +1,4 @@
-"""The runner as a process, between a Hub and a broker that the tests play."""
+"""Run the job runner as a process, with a fake Hub and a fake broker."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SCOPE = "access:servers!server=ada/j0123456789-1"
 
 @dataclass
 class HubAndBroker:
-    """Both on one port: tokens and activity below /hub/api, reports below the broker's prefix."""
+    """Hub and broker on one port: tokens and activity below /hub/api, reports below the broker's prefix."""
 
     port: int = field(default_factory=free_ports)
     reports: list[dict[str, Any]] = field(default_factory=list)
@@ -96,7 +96,7 @@ class Job:
 
     @property
     def state(self) -> str:
-        """Of its record; empty: there is none yet."""
+        """Return the state in the job's record, or "" without a record."""
         return str(self.record["state"]) if (self.folder / "attempt-1.json").exists() else ""
 
     def get(self, path: str = "", token: str | None = None) -> httpx.Response:
@@ -104,7 +104,7 @@ class Job:
         return httpx.get(f"http://127.0.0.1:{self.port}{PREFIX}{path}", headers=headers, trust_env=False)
 
     def probe(self) -> None:
-        """Ask as the Hub does after it started a server."""
+        """Send the request that the Hub sends after it started a server."""
 
         def up() -> bool:
             assert self.process.poll() is None, "the runner ended before the Hub saw it"
@@ -116,12 +116,12 @@ class Job:
         wait_for(up, "the runner answers")
 
     def ended(self) -> dict[str, Any]:
-        """What the broker is told at the end; the runner then stays for a moment."""
+        """Return the final report to the broker; the runner then stays for a moment."""
         report: dict[str, Any] = wait_for(lambda: self.others.reported("ended"), "the end is reported")
         return report
 
     def exited(self) -> int:
-        """The exit code of the runner itself."""
+        """Return the exit code of the runner itself."""
         return self.process.wait(PATIENCE_S)
 
     def printed(self, text: str) -> None:
@@ -132,7 +132,7 @@ Start = Callable[..., Job]
 
 
 def mounted(mount: str, home: Path) -> list[str]:
-    """What runs a command after it with a disk at ``home``; skips where no disk may be mounted."""
+    """Return a command prefix that mounts a disk at ``home``; skip the test if no disk can be mounted."""
     script = f'mount --make-rprivate / && {mount} && cd "$0" && exec "$@"'
     command = ["unshare", "--mount", "sh", "-c", script, str(home)]
     tried = subprocess.run([*command, "true"], capture_output=True, text=True)
@@ -150,17 +150,17 @@ def others() -> Iterator[HubAndBroker]:
 
 @pytest.fixture(scope="session")
 def runners() -> Iterator[Forks]:
-    """Runners without the imports of a program, which take longer than most tests."""
+    """Yield forks for runners, without the time for imports, which take longer than most tests."""
     with forks("import jupyter_gpushare.job.runner", os.environ) as made:
         yield made
 
 
 @pytest.fixture
 def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Start]:
-    """Start a runner for a command; it is ended with the test.
+    """Start a runner for a command; it ends with the test.
 
-    It is a fork, which runs the code ``first`` before, or with ``program`` what the Hub starts; with
-    ``mount``, a script that mounts a disk at the home "$0", in a mount namespace of its own.
+    The runner is a fork, which runs the code ``first`` before; with ``program`` it is the program that the
+    Hub starts.  ``mount`` is a script that mounts a disk at the home "$0", in a new mount namespace.
     """
     jobs: list[Job] = []
 
@@ -175,7 +175,7 @@ def start(tmp_path: Path, others: HubAndBroker, runners: Forks) -> Iterator[Star
     ) -> Job:
         home = tmp_path / "home"
         home.mkdir(exist_ok=True)
-        # A helper that another test runs takes a lease without a folder for one of its own.
+        # The helper of another test takes a lease without a folder for its own.
         lease = tmp_path / "lease"
         lease.mkdir(exist_ok=True)
         (lease / "limit").touch()

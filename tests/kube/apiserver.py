@@ -1,4 +1,4 @@
-"""An API server for tests, over HTTP: what `Store` says, with tokens, rights, watches and faults."""
+"""An API server for tests, over HTTP: the objects of `Store`, with tokens, rights, watches and faults."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VERBS = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete
 
 @dataclass
 class Faults:
-    """What goes wrong next."""
+    """The faults that come next."""
 
     frozen: asyncio.Event = field(default_factory=asyncio.Event)  # set: answers
     delay_s: float = 0.0
@@ -54,24 +54,24 @@ class ApiServer:
         self._loop = asyncio.get_running_loop()
 
     def address(self) -> Address:
-        """Where a broker finds it."""
+        """Return the address of the server."""
         token = next(iter(self.rights.tokens)) if self.rights else ""
         return Address(url=self.url, token=token)
 
     def kubeconfig(self, folder: Path, token: str = "t") -> Path:
-        """A kubeconfig file for it."""
+        """Write a kubeconfig file for the server; return its path."""
         return write_kubeconfig(folder, self.url, token)
 
     def freeze(self) -> None:
-        """Answer nothing and tell nothing, until `thaw`."""
+        """Send no answers and no events until `thaw`."""
         self.faults.frozen.clear()
 
     def thaw(self) -> None:
-        """Answer again what was asked meanwhile."""
+        """Send answers again, also for requests that came meanwhile."""
         self._loop.call_soon_threadsafe(self.faults.frozen.set)
 
     def cut_watches(self) -> None:
-        """Close the connections of all watches in the middle."""
+        """Close the connections of all open watches."""
         for watch in list(self.watches):
             watch.cut()
 
@@ -190,7 +190,7 @@ class Handler(web.RequestHandler):
         until = asyncio.get_running_loop().time() + float(self.get_argument("timeoutSeconds", "30"))
         try:
             await self.flush()
-            # The bookmark says that nothing is missing: all that happened is told before.
+            # The bookmark confirms that nothing is missing, so all events go out before it.
             while (left := until - asyncio.get_running_loop().time()) > 0 or not watch.queue.empty():
                 try:
                     event = await asyncio.wait_for(watch.queue.get(), max(left, 0.01))
@@ -213,7 +213,7 @@ class Handler(web.RequestHandler):
             self.server.watches.discard(watch)
 
     def _review(self) -> None:
-        """Answer whether an account has a right, as every account may ask."""
+        """Answer whether an account has a right; every account may query its own."""
         asked = json.loads(self.request.body)["spec"]["resourceAttributes"]
         rights, token = self.server.rights, self.request.headers.get("Authorization", "")[len("Bearer ") :]
         ask = Ask(asked["verb"], asked["group"], asked["resource"], asked["namespace"])
@@ -256,7 +256,7 @@ KINDS_BY_PLURAL = {plural: kind for (_, _, plural), (_, kind) in KINDS.items()}
 
 @asynccontextmanager
 async def api_server(rights: Rights | None = None) -> AsyncIterator[ApiServer]:
-    """An API server on a port of its own, in this process."""
+    """Yield an API server on a free port, in this process."""
     (socket, *others) = bind_sockets(0, "127.0.0.1")
     assert not others
     server = ApiServer(Store(), f"http://127.0.0.1:{socket.getsockname()[1]}", Faults(), rights)

@@ -1,4 +1,4 @@
-"""`KaiEngine` on an API server of the tests' own, a model of KAI, and nodes without processes."""
+"""`KaiEngine` on an API server of the tests, with a model of KAI and nodes without processes."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ STEP_S = 0.02
 
 
 class Nodes:
-    """Nodes that run seats: a bound seat connects, a deleted one ends once its memory has left.
+    """Nodes that run seats: a bound seat connects, a deleted one ends when its memory is gone.
 
-    Whole GPUs are handed out in random order; a seat does not learn them from its environment.
+    Whole GPUs are assigned in random order; a seat does not learn them from its environment.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Nodes:
             server.store.create("nodes", "", body)
 
     def step(self) -> None:
-        """Do what every kubelet does next."""
+        """Run the next step of every kubelet."""
         store = self.server.store
         pods = {pod["metadata"]["name"]: pod for pod in store.all("pods", NS) if pod["spec"].get("nodeName")}
         for name in set(self.devices) - set(pods):
@@ -105,7 +105,7 @@ class Nodes:
 
 
 class Bed:
-    """One cluster with one engine; the scheduler and the nodes do something every few milliseconds."""
+    """One cluster with one engine; the scheduler and the nodes make a step every few milliseconds."""
 
     def __init__(self, server: ApiServer | RealServer, nodes: Nodes, projects: tuple[Project, ...]) -> None:
         self.server, self.nodes, self.store = server, nodes, server.store
@@ -122,7 +122,7 @@ class Bed:
         self.start_engine()
 
     def start_engine(self) -> None:
-        """Start an engine that knows nothing yet."""
+        """Start an engine without any state."""
         nodes = followed_nodes(self.client, lambda: self.seats.notify())
         self.seats = KubeSeats(self.client, self.site, self._connected, lambda: self.epoch, nodes)
         clock = asyncio.get_running_loop().time
@@ -132,12 +132,12 @@ class Bed:
         self.engine_task = asyncio.create_task(self.engine.run())
 
     async def stop_engine(self) -> None:
-        """End the engine wherever it is."""
+        """End the engine at any point."""
         self.engine_task.cancel()
         await asyncio.gather(self.engine_task, return_exceptions=True)
 
     async def restart_engine(self) -> None:
-        """End the engine wherever it is, and start another."""
+        """End the engine at any point, and start another."""
         await self.stop_engine()
         self.epoch += 1
         self.start_engine()
@@ -155,7 +155,7 @@ class Bed:
             await asyncio.sleep(STEP_S)
 
     def seat(self, lease: Lease) -> str:
-        """Let a lease that holds devices have its seat, as if it had been placed before."""
+        """Give a lease that holds devices its seat, as if KAI had placed it before."""
         seat_class = SeatClass.SESSION if lease.kind is Kind.BUILD else SeatClass.TRAIN
         demand = Demand(lease=lease.id, project=lease.project, seat_class=seat_class, size=lease.size)
         name = f"seat-{random.randbytes(16).hex()}"
@@ -178,7 +178,7 @@ class Bed:
         return str(found["metadata"]["labels"]["gpushare.jupyter.org/lease"])
 
     async def said_no(self, lease: str) -> None:
-        """Let KAI, which has to be stopped, refuse the seat of a lease; return once the engine knows it."""
+        """Let KAI, which must be stopped, refuse the seat of a lease; return once the engine knows this."""
         await self.until(lambda: [p for p in self.store.all("pods", NS) if self._lease(p) == lease])
         (group,) = self.seats_of(lease)
         said = [{"type": "UnschedulableOnNodePool", "status": "True", "reasons": []}]
@@ -187,7 +187,7 @@ class Bed:
         await self.until(lambda: any(s.why for s in self.seats.seats().get(lease, ())))
 
     async def until(self, condition: Callable[[], Any]) -> Any:
-        """Return the first true value of ``condition``; fail as the engine fails."""
+        """Return the first true value of ``condition``; fail when the engine fails."""
 
         def found() -> Any:
             if self.engine_task.done():
@@ -197,7 +197,7 @@ class Bed:
         return await becomes(found)
 
     async def quiet(self) -> None:
-        """Return when nothing has changed for a while and the engine knows it."""
+        """Return when nothing has changed for a while and the engine is up to date."""
         async with asyncio.timeout(PATIENCE_S):
             since, version = 0, -1
             while since < self.kai.quiet_s / STEP_S:
@@ -219,7 +219,7 @@ async def kube_bed(
     rights: Rights | None = None,
     units: Mapping[str, str] | None = None,
 ) -> AsyncIterator[Bed]:
-    """A cluster with these nodes (their GPUs) and queues for these projects.
+    """Yield a cluster with these nodes (with their GPUs) and queues for these projects.
 
     ``units``: labels of unit pools, by node.
     """

@@ -1,4 +1,4 @@
-"""A server of a pod that runs what is posted to it, one cell after the other, and keeps its variables."""
+"""The server of a pod: it runs posted cells one after the other, and keeps their variables."""
 
 import contextlib
 import io

@@ -27,7 +27,7 @@ class Cluster:
     folder: Path
 
     def do(self, change: Callable[[], Any]) -> Any:
-        """Return the result of a function that runs between two steps of the cluster."""
+        """Run a function between two steps of the cluster; return its result."""
 
         async def run() -> Any:
             return change()
@@ -35,12 +35,12 @@ class Cluster:
         return asyncio.run_coroutine_threadsafe(run(), self.loop).result()
 
     def pods(self, namespace: str = "") -> dict[str, Json]:
-        """All pods by name."""
+        """Return all pods by name."""
         found = self.do(lambda: list(self.server.store.all("pods", namespace)))
         return {pod["metadata"]["name"]: pod for pod in found}
 
     def kubeconfig(self, token: str = "t") -> Path:
-        """A kubeconfig file for this cluster."""
+        """Write a kubeconfig file for this cluster; return its path."""
         return self.server.kubeconfig(self.folder, token)
 
 
@@ -50,7 +50,7 @@ def running_cluster(
     nodes: Iterable[Node],
     images: Mapping[str, list[str]] | None = None,
 ) -> Iterator[Cluster]:
-    """A cluster with these nodes; its pods end with it."""
+    """Yield a cluster with these nodes; its pods end with it."""
     made: list[Cluster] = []
     failed: list[BaseException] = []
     ready, end = threading.Event(), threading.Event()

@@ -1,7 +1,7 @@
-"""What KAI is here, a cluster of two nodes, and a broker that follows it.
+"""Fixtures: KAI or its model, a cluster of two nodes, and a broker that follows it.
 
-``GPUSHARE_TEST_ENGINE=kai`` runs the tests on a real KAI-Scheduler instead of its model; real are then
-API server, KAI's scheduler, binder, admission and controllers (`real_engine`).
+``GPUSHARE_TEST_ENGINE=kai`` runs the tests on a real KAI-Scheduler instead of its model.  Then API server
+and KAI's scheduler, binder, admission and controllers are real (`real_engine`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The least of a broker that follows `KaiEngine`: its leases do what the engine says."""
+"""A minimal broker for `KaiEngine`: its leases follow the engine's decisions."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ VISION, NLP = Project(name="vision", quota_milli=1000), Project(name="nlp", quot
 
 
 class Broker:
-    """The least of a broker: leases that do what the engine says.
+    """A minimal broker whose leases follow the engine's decisions.
 
-    A suspension frees the device, so that the seat of the lease may end; before that it may not.
+    A suspension frees the device; only then may the seat of the lease end.
     """
 
     def __init__(self, bed: Bed, *projects: Project) -> None:
@@ -102,14 +102,14 @@ class Broker:
         self._check_devices()
 
     def _check_devices(self) -> None:
-        """No device ever holds more than it has."""
+        """Check that no device holds more than it has."""
         for node, uuids in self.bed.nodes.gpus.items():
             for uuid in uuids:
                 held = [x for x in self.leases.values() if x.state is State.RUNNING and uuid in x.devices]
                 assert sum(x.held_milli for x in held) <= 1000, (node, uuid, held)
 
     def _hold(self) -> None:
-        """Seats of leases with device memory do not end: each helper sees to that."""
+        """Keep the seats of leases with device memory, as each helper does."""
         running = {x.id for x in self.leases.values() if x.state is State.RUNNING}
         groups = self.bed.store.all("podgroups", NS)
         labels = {

@@ -1,7 +1,7 @@
 """Draw one-line mutants of the product: ``python -m tests.mutants.draw SEED`` prints them for mutants.toml.
 
-A mutant changes one operator, one ``not``, one constant or one of ``min`` and ``max``, in a line that is
-the only one with its text in the package: so it is found again after code has moved.
+A mutant changes one operator, one ``not``, one constant or one of ``min`` and ``max``.  Its line has a
+unique text in the package, so that it is found again after code has moved.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from itertools import pairwise
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-# Where to draw, and the tests that have to notice.
+# Packages to draw from, and the tests that have to notice.
 PACKAGES = {
     "core": "tests/core",
     "broker/control": "tests/broker",
@@ -65,7 +65,7 @@ def _spans(tree: ast.AST, lines: list[str]) -> Iterator[Span]:
 
 
 def candidates(path: Path) -> list[tuple[str, str]]:
-    """Return the lines of a module that can change, without their indentation, each with what it becomes."""
+    """Return the lines of a module that can change, without indentation, each with its replacement."""
     source = path.read_text()
     lines = source.splitlines()
     found = set()

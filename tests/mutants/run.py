@@ -1,8 +1,8 @@
-"""Run the mutants of mutants.toml; ``python -m tests.mutants.run WORD ...`` runs those that have the words.
+"""Run the mutants of mutants.toml; ``python -m tests.mutants.run WORD ...`` runs those that have all words.
 
-Each mutant changes one line in a copy of this checkout, where the tests that its entry names run until
-the first failure, for `LIMIT_S` at most.  It is *noticed* when a test fails that passes without it.
-Exit status 1: a line is gone, or what fails with a mutant fails without it too.
+Each mutant changes one line in a copy of this checkout.  There the tests of its entry run until the first
+failure, for at most `LIMIT_S`.  It is *noticed* when a test fails that passes without it.  The exit status
+is 1 if a line is gone, or if a test that fails with a mutant fails without it too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PACKAGE = "jupyter_gpushare"
 LISTED = Path(__file__).with_name("mutants.toml")
 LIMIT_S = 60.0
-# What tests need that git ignores; large, and never changed by a test.
+# Ignored files that tests need: large, and never changed by a test.
 _BUILT = (".venv", f"{PACKAGE}/ui/node_modules")
 _OPTIONS = ("-x", "-q", "-ra", "-p", "no:cacheprovider", "-m", "not long and not browser")
 _PARALLEL = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
@@ -51,10 +51,10 @@ def listed() -> list[Mutant]:
 
 
 def place(mutant: Mutant, root: Path = ROOT) -> tuple[Path, int]:
-    """Return the file and the number of a mutant's line; one that has moved is found in its new file.
+    """Return the file and the number of a mutant's line, also if the line has moved to another file.
 
     Raises:
-        LookupError: the line is gone, or there are several.
+        LookupError: no line or several lines have the text.
     """
     named = root / mutant.file
     for files in (lambda: [named], lambda: sorted((root / PACKAGE).rglob("*.py"))):
@@ -71,7 +71,7 @@ def place(mutant: Mutant, root: Path = ROOT) -> tuple[Path, int]:
 
 
 def copied(folder: Path) -> Path:
-    """Copy this checkout, with what is built, below a folder."""
+    """Copy this checkout, with its build results, into a folder."""
     ignored = shutil.ignore_patterns(
         ".git", "node_modules", ".venv", "_build", "__pycache__", "build", "dist"
     )
@@ -84,7 +84,7 @@ def copied(folder: Path) -> Path:
 
 
 def pytest(copy: Path, *words: str, limit_s: float = LIMIT_S) -> tuple[int | None, str]:
-    """Run tests in a copy; returns the exit status, None after the limit, and what was printed."""
+    """Run tests in a copy; return the exit status (None after the limit) and the output."""
     mark = uuid.uuid4().hex
     environment = {
         **{
@@ -138,7 +138,7 @@ def judged(mutant: Mutant, copy: Path) -> str:
 
 
 def main(words: list[str]) -> int:
-    """Judge the mutants that have all words; print a line for each, and the share that is noticed."""
+    """Judge the mutants that have all words; print a line for each, and the share of noticed ones."""
     chosen = [mutant for mutant in listed() if all(word in str(mutant) for word in words)]
     verdicts = []
     with tempfile.TemporaryDirectory(prefix="gpushare-mutants-") as folder:

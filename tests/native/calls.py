@@ -1,4 +1,4 @@
-"""Raw driver calls in a process of a lease."""
+"""Make raw driver calls in a process of a lease."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def free_array(at): return cuda.cuArrayDestroy(ctypes.c_void_p(at))
 """
 
 
-#: After those above: an executable graph that allocates so many bytes.
+#: In addition to those above: an executable graph that allocates a number of bytes.
 GRAPHS = """
 class Node(ctypes.Structure):
     _fields_ = [("head", ctypes.c_int * 22), ("access", ctypes.c_void_p), ("count", ctypes.c_size_t),
@@ -67,12 +67,12 @@ def executable(n):
 
 
 def in_lease(machine: Simulator, lease: Lease, *, open_gpu: bool = True, **more: str) -> Worker:
-    """A process of the lease, with the calls above."""
+    """Return a process of the lease with the calls above."""
     worker = Worker(machine.env(**lease.env(), **more), open_gpu=open_gpu)
     worker.run(CALLS)
     return worker
 
 
 def used(lease: Lease, kernel: Worker, device: int = 0) -> int:
-    """What a process's slot in the account says of one device."""
+    """Return the bytes of one device in a process's slot of the account."""
     return lease.slots()[kernel.pid].used_bytes[device]

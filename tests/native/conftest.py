@@ -18,24 +18,24 @@ if sys.platform != "linux":
 
 @pytest.fixture
 def machine(tmp_path: Path) -> Simulator:
-    """Two GPUs of 80 GiB without context memory, so that sums are round."""
+    """Return a machine with two GPUs of 80 GiB and no context memory, so that sums are round."""
     return Simulator(tmp_path, "2xH100-80GB,host=512GiB,context=0GiB,free-delay=0")
 
 
 @pytest.fixture
 def half(machine: Simulator) -> Lease:
-    """A lease of half of the first GPU."""
+    """Return a lease of half of the first GPU."""
     return Lease(machine.folder / "lease", [(machine.uuid(0), 40 * GIB)])
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """The checkpoint calls as the device helper makes them, from a process of its own."""
+    """The checkpoint calls of the device helper, made from a separate process."""
 
     worker: Worker
 
     def call(self, name: str, pid: int, argument: str = "None") -> int:
-        """The driver's return code of a checkpoint function."""
+        """Call a checkpoint function; return the driver's code."""
         return int(self.worker.ask(f"cuda.{name}({pid}, {argument})"))
 
     def lock(self, pid: int, timeout_ms: int = 5000) -> int:
@@ -73,7 +73,7 @@ def restore(pid, pairs):
 
 
 def checkpoint_in(env: dict[str, str]) -> Iterator[Checkpoint]:
-    """A process that moves others, until the test ends."""
+    """Yield a process that moves others, until the test ends."""
     with Worker(env, open_gpu=False) as worker:
         worker.run(_HELPER)
         yield Checkpoint(worker)
@@ -81,10 +81,10 @@ def checkpoint_in(env: dict[str, str]) -> Iterator[Checkpoint]:
 
 @pytest.fixture
 def driver(machine: Simulator) -> Iterator[Checkpoint]:
-    """Suspends and resumes processes on `machine`."""
+    """Yield a process that suspends and resumes processes on `machine`."""
     yield from checkpoint_in(machine.env())
 
 
 def shared_library(path: Path) -> ctypes.CDLL:
-    """A library in this process, its names kept to itself."""
+    """Load a library into this process without exporting its symbols."""
     return ctypes.CDLL(str(path), mode=os.RTLD_LOCAL | os.RTLD_NOW)

@@ -1,4 +1,4 @@
-"""Programs in C for tests, and programs that run to their end."""
+"""Compile C programs for tests, and run programs to their end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.waiting import PATIENCE_S
 def run(
     *command: str | Path, env: Mapping[str, str] | None = None, check: bool = False
 ) -> subprocess.CompletedProcess[str]:
-    """Run a program, and return what it printed and its exit code, which ``check`` wants to be 0."""
+    """Run a program; return its output and its exit code, which must be 0 with ``check``."""
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=2 * PATIENCE_S, check=False
     )

@@ -6,7 +6,7 @@
         kernel.start("buffer.checksum()")        # does not wait
         kernel.answer(timeout_s=5)
 
-`demo_gpu` is there under its name, and `os`, `sys`, `time`, `threading`, `ctypes`.
+The child has imported `os`, `sys`, `time`, `threading`, `ctypes` and `demo_gpu`.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ for line in sys.stdin:
 
 
 class WorkerError(Exception):
-    """What was run raised; carries the exception's name, text and driver code."""
+    """The code in the child raised; the error has the exception's name, text and driver code."""
 
     def __init__(self, kind: str, text: str, code: int | None) -> None:
         super().__init__(f"{kind}: {text}")
@@ -54,7 +54,7 @@ class WorkerError(Exception):
 
 
 class Worker:
-    """One child; ended with the ``with`` block."""
+    """One child, which ends with the ``with`` block."""
 
     def __init__(self, env: dict[str, str], *, open_gpu: bool = True) -> None:
         self.process = subprocess.Popen(
@@ -79,16 +79,16 @@ class Worker:
         self.kill()
 
     def start(self, source: str) -> None:
-        """Send something to run and do not wait for it."""
+        """Send code to run and do not wait for it."""
         assert self.process.stdin is not None
         self.process.stdin.write(json.dumps(source).encode() + b"\n")
 
     def answer(self, timeout_s: float = 30) -> Any:
-        """What the oldest thing started and not yet answered came to.
+        """Return the result of the oldest code that has no answer yet.
 
         Raises:
-            TimeoutError: it is still running.
-            WorkerError: it raised.
+            TimeoutError: the code still runs.
+            WorkerError: the code raised.
         """
         assert self.process.stdout is not None
         while b"\n" not in self._pending:
@@ -106,7 +106,7 @@ class Worker:
         return reply["value"]
 
     def ask(self, source: str, timeout_s: float = 30) -> Any:
-        """The value of an expression, through JSON."""
+        """Return the value of an expression, through JSON."""
         self.start(source)
         return self.answer(timeout_s)
 
@@ -115,18 +115,18 @@ class Worker:
         self.ask(source, timeout_s)
 
     def is_waiting(self, for_s: float = 0.15) -> bool:
-        """Whether what was started has not come back after so long."""
+        """Return whether the started code still runs after this time."""
         assert self.process.stdout is not None
         return not select.select([self.process.stdout], [], [], for_s)[0]
 
     def stderr(self) -> str:
-        """What it said on stderr, after its end."""
+        """Return the child's stderr, after its end."""
         assert self.process.stderr is not None
         self.process.wait(PATIENCE_S)
         return self.process.stderr.read().decode()
 
     def kill(self) -> None:
-        """SIGKILL it, if it still lives, and collect it."""
+        """Kill the child if it still lives, and collect it."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGKILL)
         self.process.wait(PATIENCE_S)

@@ -28,7 +28,7 @@ SECRET = "secret-of-this-server"
 
 @dataclass
 class JupyterServer:
-    """A real Jupyter Server with our extension, in a process of its own."""
+    """A real Jupyter Server with our extension, in a separate process."""
 
     process: Forked
     url: str
@@ -45,7 +45,7 @@ class JupyterServer:
 
     @asynccontextmanager
     async def socket(self, path: str) -> AsyncIterator[WebSocketClientConnection]:
-        """A websocket of the server, with the token."""
+        """Yield a websocket of the server, with the token."""
         url = f"{self.url}/{path}".replace("http", "ws", 1)
         request = HTTPRequest(url, headers={"Authorization": f"token {SECRET}"}, connect_timeout=PATIENCE_S)
         connection = await websocket_connect(request)
@@ -74,7 +74,7 @@ RUN = "import sys; from jupyter_server.serverapp import main; sys.exit(main())"
 
 @pytest.fixture(scope="session")
 def servers() -> Iterator[Forks]:
-    """Jupyter servers without the imports of a program, which take longer than most tests."""
+    """Yield forks for Jupyter servers, without the time for imports, which take longer than most tests."""
     with forks(IMPORTS, os.environ) as made:
         yield made
 
@@ -140,7 +140,7 @@ def golden() -> Callable[[str], dict[str, Any]]:
 
 @contextmanager
 def _start_both(servers: Forks, folder: Path, **more: str) -> Iterator[tuple[Any, JupyterServer]]:
-    """A broker, and ada's default server, which knows it; with ``more`` in its environment."""
+    """Start a broker, and ada's default server with its address and ``more`` in its environment."""
     broker = fake_broker.FakeBroker()
     broker.start()
     environment = {"GPUSHARE_API_URL": broker.url, "JUPYTERHUB_API_TOKEN": fake_broker.TOKEN}
@@ -174,7 +174,7 @@ def server(running) -> JupyterServer:
 
 @pytest.fixture
 def lonely_server(servers, tmp_path) -> Iterator[JupyterServer]:
-    """A server without the address of a broker."""
+    """Yield a server without the address of a broker."""
     server = start_server(servers, tmp_path, {})
     yield server
     if server.process.poll() is None:

@@ -1,7 +1,7 @@
-"""A broker that answers what a test told it to, on a free port, in a thread of its own.
+"""A broker with the answers that a test sets, on a free port, in a separate thread.
 
 ``FakeBroker.answers`` maps "METHOD path" to (HTTP status, JSON text); ``seen``
-holds what was asked.  ``GET status?after=`` is a real long poll: it answers when
+has the requests.  ``GET status?after=`` is a real long poll: it answers when
 `say_status` was called with a higher ``seq``, or when ``wait`` is over.
 """
 
@@ -29,7 +29,7 @@ TOKEN = "token-of-ada"
 
 
 def golden(name: str) -> dict[str, Any]:
-    """Return one of the golden messages, to be changed at will."""
+    """Return a copy of a golden message, which the caller may change."""
     return json.loads((GOLDEN / f"{name}.json").read_bytes())
 
 
@@ -163,5 +163,5 @@ class _Handler(RequestHandler):
 
 
 def eventually(condition: Callable[[], Any], within_s: float = PATIENCE_S) -> Any:
-    """Return the first true value of ``condition``; fail the test when there is none in time."""
+    """Return the first true value of ``condition``; fail the test if there is none in time."""
     return until(condition, patience_s=within_s)

@@ -1,4 +1,4 @@
-"""The two files that a site installs from, built once for all tests of this folder."""
+"""Build the sdist and the wheel once for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def build(target: str, source: Path, folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run hatchling on a source tree, as pip and `python -m build` do, without a folder for its packages."""
+    """Run hatchling on a source tree, as pip and `python -m build` do, without a build environment."""
     return subprocess.run(
         [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", folder],
         cwd=source,
@@ -43,9 +43,9 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def unpacked(sdist: Path, folder: Path) -> Path:
-    """Unpack an sdist into a folder, which is made; returns its tree."""
+    """Unpack an sdist into a new folder; return its tree."""
     folder.mkdir(exist_ok=True)
-    # Python 3.11.0 to 3.11.3 cannot filter what tarfile unpacks.
+    # tarfile of Python 3.11.0 to 3.11.3 has no filters.
     subprocess.run(["tar", "-xf", sdist, "-C", folder, "--no-same-owner"], check=True)
     (tree,) = folder.iterdir()
     return tree
@@ -53,5 +53,5 @@ def unpacked(sdist: Path, folder: Path) -> Path:
 
 @pytest.fixture
 def source_tree(sdist: Path, tmp_path: Path) -> Path:
-    """The unpacked sdist."""
+    """Return the tree of the unpacked sdist."""
     return unpacked(sdist, tmp_path / "source")

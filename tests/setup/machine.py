@@ -1,9 +1,9 @@
-"""A machine that is set up and run by the commands of docs: the site of the tests of its chapters.
+"""A machine that the commands of the docs set up and run, for tests of the docs' chapters.
 
-The units of docs/units under a real systemd and the configurations of docs/admin.md.  Real are Hub,
-proxy, broker, device helper, JupyterLab's servers, kernels and jobs; simulated are the GPUs.  Services
-run as root, because the interpreter of the tests may be in a folder that no other user reaches, and
-without a /tmp of their own, because the environment is there.
+It has the units of docs/units under a real systemd and the configurations of docs/admin.md.  Hub, proxy,
+broker, device helper, JupyterLab's servers, kernels and jobs are real; only the GPUs are simulated.
+Services run as root, because the interpreter of the tests may be in a folder that other users cannot
+reach, and without a private /tmp, because the environment is there.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.waiting import PATIENCE_S, until
 
 UNITS = {path.name: path.read_text() for path in (ROOT / "docs" / "units").iterdir()}
 SERVICES = [name for name in UNITS if name.endswith(".service")]
-# What is of the tests and not of docs/admin.md.
+# Settings of the tests, in addition to those of docs/admin.md.
 HUB = """
 c.JupyterHub.bind_url = "http://127.0.0.1:{proxy}"
 c.JupyterHub.hub_bind_url = "http://127.0.0.1:{hub}"
@@ -52,12 +52,12 @@ StandardError=append:{log}
 
 
 def packages_of(folder: Path) -> Path:
-    """Where the packages of an environment are."""
+    """Return the folder with the packages of an environment."""
     return folder / "lib" / f"python{sys.version_info[0]}.{sys.version_info[1]}" / "site-packages"
 
 
 def environment(folder: Path) -> Path:
-    """An environment for wheels, with pip and what they depend on, as /opt/jupyterhub is."""
+    """Create an environment for wheels, with pip and their dependencies, like /opt/jupyterhub."""
     venv.create(folder, with_pip=True)
     # A folder named in a .pth file comes last, and its own .pth files are not read.
     (packages_of(folder) / "beside.pth").write_text(sysconfig.get_path("purelib") + "\n")
@@ -73,7 +73,7 @@ def environment(folder: Path) -> Path:
 
 
 class Site(Reached, Systemd):
-    """A machine that is set up as docs/admin.md says, in the namespaces of its systemd."""
+    """A machine set up as in docs/admin.md, in the namespaces of its systemd."""
 
     def __init__(self, folder: Path) -> None:
         folder.chmod(0o755)  # users load the package's library
@@ -122,7 +122,7 @@ class Site(Reached, Systemd):
         return f"http://127.0.0.1:{self.port + 2}"
 
     def here(self, text: str) -> str:
-        """A text of docs with the paths, ports and the user of this site."""
+        """Return a text of the docs with the paths, the ports and the user of this site."""
         for there, path in self._here.items():
             text = text.replace(there, path)
         return text
@@ -136,24 +136,24 @@ class Site(Reached, Systemd):
             (units / f"{name}.d" / "test.conf").write_text(DROP_IN.format(log=self.folder / f"{name}.log"))
 
     def play(self, page: str, chapter: str, folder: Path = Path("/"), number: int = 0) -> str:
-        """Run one block of a chapter's commands where the services run; return what they print."""
+        """Run one block of a chapter's commands where the services run; return the output."""
         return self.shell(f"cd {folder}\n" + self.here(block(page, chapter, "bash", number)))
 
     def play_as(self, page: str, chapter: str, **variables: str) -> str:
-        """Run a chapter's commands with these values of the variables that its first line sets."""
+        """Run a chapter's commands with other values for the variables of its first line."""
         first, _, commands = block(page, chapter, "bash").partition("\n")
         assert all(f"{name}=" in first for name in variables)
         values = "\n".join(f"{name}={value}" for name, value in variables.items())
         return self.shell(f"{values}\n{self.here(commands)}")
 
     def shell(self, commands: str) -> str:
-        """Run commands where the services run; return what they print."""
+        """Run commands where the services run; return the output."""
         environment = {
             "PATH": f"{self.opt}/bin:{os.environ['PATH']}",
             "HOME": str(self.folder),
             "PIP_NO_INDEX": "1",
             "PIP_DISABLE_PIP_VERSION_CHECK": "1",
-            # For `doctor --site`, as the page says.
+            # For `doctor --site`, as on the page.
             "GPUSHARE_SIMULATE": "4xH100-80GB,host=512GiB",
             "GPUSHARE_SIM_STATE": "/run/gpushare/simulated-gpus",
             "LD_LIBRARY_PATH": str(self.packages / "jupyter_gpushare" / "native" / "lib" / "sim"),
@@ -177,12 +177,12 @@ class Site(Reached, Systemd):
         return path.read_text(errors="replace") if path.exists() else ""
 
     def health(self) -> dict[str, Any]:
-        """The broker's answer through the proxy; {}: there is none."""
+        """Return the broker's `health` through the proxy, or {} without an answer."""
         try:
             answer = httpx.get(f"{self.url}/services/gpushare/api/v1/health", trust_env=False)
         except httpx.TransportError:
             return {}
-        # 503 is also the proxy's, with a page.
+        # The proxy answers 503 too, with a page.
         is_json = answer.headers.get("Content-Type", "").startswith("application/json")
         return dict(answer.json()) if is_json else {}
 
@@ -193,7 +193,7 @@ class Site(Reached, Systemd):
 
 @contextmanager
 def installed(wheel: Path, version: str, hub_config: str = "") -> Iterator[Site]:
-    """A site that works, with a wheel of this version, and with more lines in the Hub's configuration."""
+    """Yield a working site with a wheel of this version, and extra lines in the Hub's configuration."""
     # A path of a unix socket has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="gpushare-site-") as name, Site.booted(Path(name)) as made:
         pip = [made.opt / "bin" / "pip", "install", "--quiet", "--no-index", wheel]

@@ -1,7 +1,7 @@
-"""Print the pinned versions of the development tools: what `make pins` writes to constraints.txt.
+"""Print the pinned versions of the development tools, which `make pins` writes to constraints.txt.
 
-Tools are what the extras ``test`` and ``docs`` bring beside everything that a site may install; the
-versions are those that are installed here.  What sites install keeps its ranges (pyproject.toml).
+Tools are the packages of the extras ``test`` and ``docs`` that no site installs.  The versions are those
+of the current environment.  Packages that sites install keep their ranges (pyproject.toml).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ HEAD = "# Made by `make pins`: versions of the tools for tests, checks, document
 
 
 def required(name: str, extras: set[str]) -> set[tuple[str, frozenset[str]]]:
-    """Return what a distribution requires with these extras: names, each with its own extras."""
+    """Return the requirements of a distribution with these extras: names, each with its own extras."""
     found = set()
     for line in distribution(name).requires or ():
         one = Requirement(line)
@@ -38,7 +38,7 @@ def closure(extras: set[str]) -> set[str]:
         known.add((name, wanted))
         try:
             left += required(name, {"", *wanted})
-        except PackageNotFoundError:  # of another platform
+        except PackageNotFoundError:  # a package of another platform
             known.discard((name, wanted))
     return {name for name, _ in known}
 

@@ -1,4 +1,4 @@
-"""The traces that tests of the simulator replay: see `tests.traces`."""
+"""The fixture for traces that tests of the simulator replay (`tests.traces`)."""
 
 from __future__ import annotations
 
@@ -14,6 +14,6 @@ Trace = Callable[[str], Path]
 
 @pytest.fixture(scope="session")
 def trace(tmp_path_factory: pytest.TempPathFactory) -> Trace:
-    """``trace("training_philly_0e4a51")``: the path of a public trace, or of a made-up one in its place."""
+    """Return a function from the name of a public trace to its path, or to a made-up one instead."""
     folder = tmp_path_factory.mktemp("traces")
     return traces.public if traces.FOLDER else lambda name: traces.made_up(name, folder)

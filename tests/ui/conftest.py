@@ -1,4 +1,4 @@
-"""A JupyterLab with our bundle, a broker that the test drives, and a page in a real browser."""
+"""A JupyterLab with our bundle, a broker that the test controls, and a page in a real browser."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.waiting import PATIENCE_S, until
 
 ROOT = Path(__file__).parents[2]
 
-# A condition that holds ends its wait at once; a slow machine needs the rest.
+# A wait ends as soon as its condition holds; a slow machine needs the rest.
 PAGE_MS = 1000 * PATIENCE_S
 expect.set_options(timeout=PAGE_MS)
 
@@ -51,11 +51,11 @@ class Lab:
         return self.folder / "work"
 
     def say(self, status: dict[str, Any]) -> None:
-        """Let the broker say something newer than what it said before."""
+        """Let the broker send a newer status."""
         self.broker.say_status(status | {"seq": self.broker.status["seq"] + 1})
 
     def has_jobs(self, jobs: list[dict[str, Any]]) -> None:
-        """Let the broker list these jobs, beside a session in use."""
+        """Let the broker list these jobs, and a session in use."""
         self.broker.answer("GET jobs", {"jobs": jobs})
         self.say(fake_broker.golden("status_active") | {"jobs": jobs})
 
@@ -67,14 +67,14 @@ def start_lab() -> Callable[..., AbstractContextManager[Lab]]:
 
 @pytest.fixture(scope="session")
 def lab(start_lab: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Lab]:
-    """One JupyterLab for all tests that leave it as it was."""
+    """Yield a JupyterLab that tests share if they leave it unchanged."""
     with start_lab(tmp_path_factory.mktemp("lab")) as lab:
         yield lab
 
 
 @pytest.fixture
 def broker(lab: Lab, golden: Any) -> Any:
-    """The broker of `lab`, with answers to what a page asks by itself."""
+    """Return the broker of `lab`, with answers to the requests of every page."""
     lab.broker.answers.clear()
     for name, path in [("offers", "offers"), ("job_list", "jobs"), ("history", "history")]:
         lab.broker.answer(f"GET {path}", golden(name))
@@ -85,14 +85,14 @@ def broker(lab: Lab, golden: Any) -> Any:
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
 async def browser(chromium: Any) -> AsyncIterator[Browser]:
-    """One chromium for all tests; each test has pages, storage and cookies of its own."""
+    """Yield one chromium for all tests; each test has separate pages, storage and cookies."""
     async with launched(chromium) as browser:
         yield browser
 
 
 @pytest.fixture
 def open_page(browser: Browser) -> Callable[..., AbstractAsyncContextManager[Page]]:
-    """Opens a notebook of a JupyterLab; fails the test when the page complained on its console."""
+    """Return a function that opens a notebook; a page that reports errors on its console fails the test."""
 
     @asynccontextmanager
     async def opened(
@@ -119,7 +119,7 @@ def open_page(browser: Browser) -> Callable[..., AbstractAsyncContextManager[Pag
 
 @pytest_asyncio.fixture(loop_scope="session")
 async def page(lab, broker, open_page) -> AsyncIterator[Page]:
-    """A page with a GPU in use."""
+    """Yield a page with a GPU in use."""
     async with open_page(lab) as page:
         await expect(page.locator(".gpushare-status button")).to_contain_text("Active")
         yield page
@@ -129,7 +129,7 @@ async def page(lab, broker, open_page) -> AsyncIterator[Page]:
 def start_lab_in(
     folder: Path, app: str = "jupyterlab", packages: Path | None = None, **more: str
 ) -> Iterator[Lab]:
-    """Start JupyterLab or ``notebook``, of a folder of packages that come before those of the tests.
+    """Start JupyterLab or ``notebook`` from a folder of packages that override those of the tests.
 
     ``more`` is added to its environment.
     """
@@ -144,7 +144,7 @@ def start_lab_in(
 def _jupyterlab(
     tmp_path: Path, broker: Any, app: str, packages: Path | None, more: Mapping[str, str]
 ) -> Iterator[str]:
-    """The address of a JupyterLab with our bundle and our server extension."""
+    """Yield the address of a JupyterLab with our bundle and our server extension."""
     for name in ("config", "data", "runtime", "work", "labextensions"):
         (tmp_path / name).mkdir()
     (tmp_path / "labextensions" / "jupyter-gpushare").symlink_to(BUNDLE)

@@ -1,4 +1,4 @@
-"""What a test does with a page of JupyterLab."""
+"""Actions and checks on a page of JupyterLab."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ AXE = UI / "node_modules" / "axe-core" / "axe.min.js"
 TOKEN = "token-of-the-page"
 THEMES = ("JupyterLab Light", "JupyterLab Dark", "JupyterLab Dark High Contrast")
 
-# What sticks out of an area on the right.
+# Elements that extend beyond the right edge of an area.
 TOO_WIDE = """area => {
     const edge = area.getBoundingClientRect().left + area.clientWidth;
     return [...area.querySelectorAll('*')]
@@ -34,9 +34,9 @@ TOO_WIDE = """area => {
         .map(node => node.outerHTML.slice(0, 120));
 }"""
 
-# What a page says on its console because of us.
+# Console messages that our extension causes.
 _OURS = re.compile("gpushare|unsatisfied version", re.IGNORECASE)
-# JupyterLab's warnings about a plugin that starts slowly: they measure the machine, not the plugin.
+# JupyterLab's warnings about a slow plugin measure the machine, not the plugin.
 _SLOW_PLUGIN = re.compile(
     r"Plugin \S+ (is taking too long|\(with \d+ dependants\) took [\d.]+ms) to activate\."
 )
@@ -50,7 +50,7 @@ needs_browser = [
 
 @asynccontextmanager
 async def launched(chromium: Chromium) -> AsyncIterator[Browser]:
-    """Start a chromium that ends with the context; each test takes a context of its own in it."""
+    """Start a chromium that ends with the context; each test uses a separate browser context."""
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(
             executable_path=chromium.executable_path, args=list(chromium.args)
@@ -61,7 +61,7 @@ async def launched(chromium: Chromium) -> AsyncIterator[Browser]:
 
 @contextmanager
 def browser_of(chromium: Chromium) -> Iterator[SyncBrowser]:
-    """Start a chromium for tests that are no coroutines; it ends with the context."""
+    """Start a chromium for tests without coroutines; it ends with the context."""
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=chromium.executable_path, args=list(chromium.args)
@@ -71,7 +71,7 @@ def browser_of(chromium: Chromium) -> Iterator[SyncBrowser]:
 
 
 def sign_in(page: SyncPage, url: str, name: str) -> None:
-    """Open a page of a Hub that asks for the login first."""
+    """Open a page of a Hub that requires a login first."""
     page.goto(url)
     page.get_by_label("Username").fill(name)
     page.get_by_label("Password").fill("any")
@@ -84,16 +84,16 @@ def is_complaint(text: str) -> bool:
 
 
 async def picture(page: Page, name: str) -> None:
-    """Keep a picture where GPUSHARE_PICTURES says, to be looked at."""
+    """Save a picture in the folder GPUSHARE_PICTURES, for people to look at."""
     if folder := os.environ.get("GPUSHARE_PICTURES"):
         await page.screenshot(path=Path(folder) / f"{name}.png")
 
 
 async def accessible(page: Page, *selectors: str) -> None:
-    """Fail on what axe-core calls serious or critical in these areas of the page."""
+    """Fail on findings in these areas of the page that axe-core calls serious or critical."""
     if not await page.evaluate("'axe' in window"):
         await page.evaluate(AXE.read_text() + "; undefined")
-    # JupyterLab's body has no height and hides what is beyond: axe would not look at colours at all.
+    # JupyterLab's body has no height and hides its overflow, so axe would check no colours.
     await page.evaluate("document.body.style.height = '100vh'")
     for selector in selectors:  # axe passes over one that it does not find beside others
         await expect(page.locator(selector).first).to_be_attached()
@@ -102,7 +102,7 @@ async def accessible(page: Page, *selectors: str) -> None:
 
 
 def judge(found: dict[str, Any]) -> None:
-    """Fail on what axe-core called serious or critical in an answer of ``axe.run``."""
+    """Fail on serious or critical findings in an answer of ``axe.run``."""
     assert "color-contrast" in [rule["id"] for rule in found["passes"] + found["violations"]]
     grave = [v for v in found["violations"] if v["impact"] in ("serious", "critical")]
     told = [(v["id"], [(n["target"], n["failureSummary"]) for n in v["nodes"]]) for v in grave]
@@ -110,19 +110,19 @@ def judge(found: dict[str, Any]) -> None:
 
 
 async def run_command(page: Page, command: str, args: dict[str, Any] | None = None) -> None:
-    """What a menu or the palette does."""
+    """Run a command, as a menu or the palette does."""
     await page.evaluate("([c, a]) => void window.jupyterapp.commands.execute(c, a)", [command, args or {}])
 
 
 async def use_theme(page: Page, theme: str) -> None:
     await run_command(page, "apputils:change-theme", {"theme": theme})
     await page.wait_for_function("theme => document.body.dataset.jpThemeName === theme", arg=theme)
-    # JupyterLab removes its splash a moment later, and throws where a second one came meanwhile.
+    # JupyterLab removes its splash a moment later, and throws if a second one appeared meanwhile.
     await expect(page.locator("#jupyterlab-splash")).to_have_count(0)
 
 
 async def in_themes(page: Page, name: str, *selectors: str, themes: Sequence[str] = THEMES) -> None:
-    """Judge areas of the page in each theme, keep a picture of each, and end in the light one."""
+    """Check areas of the page in each theme, save a picture of each, and end in the light theme."""
     for theme in themes:
         await use_theme(page, theme)
         if selectors:
@@ -132,19 +132,19 @@ async def in_themes(page: Page, name: str, *selectors: str, themes: Sequence[str
 
 
 async def loaded(page: Page) -> dict[str, int]:
-    """The files of our bundle that the page has, by name: their size in bytes, compressed."""
+    """Return the compressed sizes in bytes of our bundle's files that the page has loaded, by name."""
     urls = await page.evaluate("performance.getEntriesByType('resource').map(entry => entry.name)")
     names = {url.split("?")[0].rsplit("/", 1)[1] for url in urls if "/jupyter-gpushare/static/" in url}
     return {name: len(gzip.compress((BUNDLE / "static" / name).read_bytes())) for name in names}
 
 
 async def arrived(held: list[Route], count: int) -> None:
-    """Wait for so many requests, and fail on more."""
+    """Wait for this number of requests, and fail on more."""
     await becomes(lambda: len(held) >= count)
     assert len(held) == count
 
 
 def queue(golden: Any, count: int) -> list[dict[str, Any]]:
-    """Jobs of one project that wait, the first to start first."""
+    """Return waiting jobs of one project, in the order in which they start."""
     job = golden("job") | {"state": "queued", "attempt": 0, "started_at": None, "ran_s": 0.0, "priority": 0}
     return [job | {"id": f"wait{n}", "name": f"train {n}", "position": n} for n in range(1, count + 1)]
