@@ -1,7 +1,7 @@
-"""The scheduling order of docs/concepts.md, written down naively; `test_reference` compares it.
+"""A naive implementation of the scheduling order of docs/concepts.md; `test_reference` compares the planner.
 
-It knows `progress` and `las`.  Left out: moves for a gang, several models of GPUs, MIG, requests for
-memory, bounds of host memory, notices, idle timeouts of single sessions, devices that fail, reasons.
+It has the orders `progress` and `las`.  It omits moves for a gang, several GPU models, MIG, requests for
+memory, limits of host memory, notices, idle timeouts of single sessions, failing devices, and reasons.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ from typing import Any, NamedTuple
 from jupyter_gpushare.core import model
 from jupyter_gpushare.core.model import CheckpointMode, Kind, Lease, State, Why
 
-# Status of a lease in the round.  What is reserved is not free yet; it is kept for a job that starves.
+# Status of a lease in the round.  RESERVED capacity is not free yet; KEPT is reserved for a starving job.
 WAITS, ASLEEP, KEPT, RUNS, STARTS, RESERVED, LEAVES = range(7)
 HOLDS = (KEPT, RUNS, STARTS, RESERVED)
-# Kinds of victims, the cheapest first.
+# Kinds of victims, cheapest first.
 OFFERED, IDLE, SUSPENDED, STARTING, STOPPED, BUSY = range(6)
 STARVED = (-inf, False, -1.0)
 UNMEASURED_GPU_S, LEAST_GPU_S, EPSILON_GPU_S = 3e5, 60.0, 1e-3
-# By the rule of a preemption.
+# The reason of a preemption by its rule.
 WHY = {"owner": Why.LENDER_RETURNED, "limit": Why.PRIORITY, "quota": Why.OVER_QUOTA, "share": Why.OVER_QUOTA}
 MOST_LOST, COSTS_APART = 4, 25  # minimum run times; times what a swap for a lag costs
 
 
 class Seen:
-    """A lease, and what the round knows of it."""
+    """A lease with the state of the round."""
 
     def __init__(self, x: Lease) -> None:
         self.lease, self.at, self.claim, self.in_quota = x, x.devices, False, False
@@ -78,7 +78,7 @@ class Reference:
         self.min_run_s, self.horizon_s = c.settings.min_run_s, c.settings.fairness_horizon_s or 0.0
         self.node = {d.uuid: d.node for d in c.devices}
         self.projects = {p.name: p for p in sorted(c.projects, key=lambda p: (-p.priority, p.name))}
-        # Sessions have claims up to these.  Jobs count on shares by weight if the machine cannot keep all.
+        # Sessions have claims up to these quotas.  If they exceed the machine, jobs get shares by weight.
         self.configured = self.quota = {p.name: p.quota_milli for p in c.projects}
         if sum(self.quota.values()) > 1000 * len(c.devices):
             self.quota = self.poured(dict.fromkeys(self.quota, 0), self.quota, 1000 * len(c.devices))
@@ -138,7 +138,7 @@ class Reference:
     # -- sessions
 
     def wake_owner(self, x: Seen) -> None:
-        """Wake a session on its claim, or reserve that and evict what is in its way, or over its limit."""
+        """Wake a session on its claim, or reserve it and evict leases in its way or over its limit."""
         room, wakes = self.room(), x.retry_at <= self.now
         if wakes and any(room[u] < x.held for u in x.devices):
             plan, wakes = self.from_others(x, "owner"), False
@@ -154,7 +154,7 @@ class Reference:
         return self.start(x, x.devices, Why.WANTED) if wakes else self.give(x, x.devices, RESERVED)
 
     def starts_with_claim(self, x: Seen) -> bool:
-        """Give a new session a claim within quota: on free capacity it starts, on lent it sleeps at first."""
+        """Give a new session a claim within quota: it starts on free capacity, or asleep on lent capacity."""
         stuck = [y for y in self.having(RUNS) if y.kind is Kind.BUILD and not y.suspendable]
         kept = [y for y in self.leases if y.claim or y in stuck]
         claimable, room = {u: 1000 - self.on(u, kept) for u in self.node}, self.room()
@@ -180,7 +180,7 @@ class Reference:
     # -- jobs, pass by pass
 
     def promised(self) -> list[Seen]:
-        """Jobs that others made way for since they wait: bound to devices, then large ones first."""
+        """Return the waiting jobs for which others made way: those bound to devices, then large ones."""
         made_way = [y for y in self.leases if y.made_way_for and not y.cancelled]
         since = [(y.made_way_for, inf if y.status == LEAVES else y.waits_since_at) for y in made_way]
         jobs = [x for x in self.waiting if any(id == x.id and at >= x.waits_since_at for id, at in since)]
@@ -205,14 +205,14 @@ class Reference:
         return x.rank if rule == "starving" else (-p.priority, ratio, x.rank)
 
     def admits(self, x: Seen, rule: str) -> bool:
-        """Whether a pass serves a job; one that starves, where its project holds no more than its share."""
+        """Return whether a pass serves a job; a starving one only up to its project's share."""
         name, use = x.project, self.use(x.project)
         if rule == "starving":
             return x.starves and max(use, x.milli) <= max(self.shares[name], self.quota[name])
         return rule == "rest" or use + x.milli <= (self.quota if rule == "quota" else self.shares)[name]
 
     def holds_up(self, x: Seen, why: Why, rule: str) -> bool:
-        """Whether others wait for a job that starves, which its project's share holds, at last if it lags."""
+        """Return whether others wait for a starving job: if its project's share, with its lag, holds it."""
         waits = why is Why.NO_CAPACITY and self.shared and not self.admits(x, "starving")
         if why is Why.IN_LINE:
             waits = (rule == "share" or not self.shared) and not self.lacks_quota(x)
@@ -221,7 +221,7 @@ class Reference:
         return waits and (reachable or not self.shared)
 
     def serve(self, x: Seen, rule: str) -> Why | None:
-        """Start a job, or get what it needs; returns why neither is possible."""
+        """Start a job, or get capacity for it; return why neither is possible."""
         alike = x.project, x.size, x.consolidate, x.borrow, x.survival, x.devices, x.movable
         fit = alike, x.priority if x.starves else None
         if fit in self.fails or self.take(x):
@@ -244,7 +244,7 @@ class Reference:
         return Why.NOT_WORTH_IT if Why.NOT_WORTH_IT in found else self.fails.setdefault(fit, Why.NO_CAPACITY)
 
     def take(self, x: Seen) -> bool:
-        """Start a job on what is free, or reserve what is being released for it."""
+        """Start a job on free capacity, or reserve capacity that is being released."""
         now, soon = ((), ()) if self.lacks_quota(x) else self.places(x)
         if now and self.over(x.project, x.milli) <= 0:
             self.start(x, now, Why.CAPACITY_BACK if x.devices else Why.FREE_CAPACITY)
@@ -253,14 +253,14 @@ class Reference:
         return x.status in (STARTS, RESERVED)
 
     def places(self, x: Seen) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Where a job fits now, at best where no lease waits, then on what is not lent; and where soon."""
+        """Return where a job fits now (best where no lease waits, then on unlent devices), and soon."""
         unlent = self.room(lent=False)
         unawaited = {u: m - (0 if x.devices else self.awaited[u]) for u, m in unlent.items()}
         now = self.find(x, unawaited) or self.find(x, unlent) or self.find(x, self.room(lent=x.borrow))
         return now, now or self.find(x, self.room(lent=x.borrow, at_once=False))
 
     def keep(self, x: Seen) -> bool:
-        """Reserve the devices that lack least, for one job of each project."""
+        """Reserve the devices with the least missing capacity, for one job of each project."""
         found, sessions = [], [y for y in self.having(RUNS) if y.kind is Kind.BUILD]
         for group in [] if self.total(self.having(KEPT), x.project) else self.sets(x):
             able = [u for u in group if x.devices or 1000 - self.on(u, sessions) - self.lent(u) >= x.held]
@@ -272,21 +272,21 @@ class Reference:
         return bool(found)
 
     def objection(self, x: Seen, victims: Victims, by: str) -> Why | None:
-        """Why a job may not preempt these leases."""
+        """Return why a job may not preempt these leases."""
         # A smaller victim of the same project would be served before it again.
         own = [v for v in victims if v.lease.project == x.project]
         left = self.use(x.project) - sum(v.lease.milli for v in own)
         again = min((v.lease.milli for v in own if v.why in (Why.PRIORITY, Why.ORDER)), default=inf)
         if any(left + again <= m < left + x.milli for m in (self.quota[x.project], self.shares[x.project])):
             return Why.NO_CAPACITY
-        # Where its share alone gives its project less, the lag has to make up for what it takes.
+        # If its project's share alone is less, the lag has to make up for the rest.
         s, lag_milli = self.settings, self.catch_up[x.project]
         stop_s = {v: s.preempt_cost_s + (0.0 if v.suspends else s.grace_s) for v in victims}
         taken = sum(v.lease.milli * stop_s[v] for v in victims if v.why is Why.OVER_QUOTA)
         by_lag = by == "share" and self.use(x.project) + x.milli > self.shares[x.project] - lag_milli
         if by_lag and lag_milli * self.horizon_s < COSTS_APART * taken:
             return Why.NO_CAPACITY
-        # A job gains as many GPU-seconds as preemptions by the order cost.
+        # A preemption by order must gain the GPU-seconds that it costs.
         lost_s = {v: stop_s[v] + min(v.lost_s, MOST_LOST * self.min_run_s) for v in victims}
         cost = sum(v.lease.milli / 1000 * lost_s[v] for v in victims if v.why is Why.ORDER)
         return Why.NOT_WORTH_IT if cost and x.gain_gpu_s < cost else None
@@ -312,7 +312,7 @@ class Reference:
         self.evicted += [] if final else victims
 
     def reinstate_unneeded(self) -> None:
-        """Keep victims that turned out not to be needed: a large one may be enough for two leases."""
+        """Reinstate victims that are not needed: a large one may be enough for two leases."""
         for v in sorted(self.evicted, key=Victim.thrift):
             if all(self.soon(u) >= v.lease.held for u in v.lease.devices):
                 v.lease.status = RUNS
@@ -343,7 +343,7 @@ class Reference:
         return [Victim(kind, lost_s, -y.granted_at, y.id, y, why, suspends)]
 
     def possible(self, x: Seen, u: str, by: str) -> Victims:
-        """Leases on a device that may make way, but for jobs of the same project."""
+        """Return the leases on a device that may make way, except jobs of the same project."""
         found = []
         for y in (y for y in self.having(RUNS) if u in y.devices):
             beyond = y.project != x.project and not y.in_quota
@@ -357,11 +357,11 @@ class Reference:
         return sorted(found)
 
     def missing(self, x: Seen, u: str, by: str) -> int:
-        """What a device lacks; sessions beyond quota come before jobs that their quota does not owe."""
+        """Return the missing capacity of a device; sessions beyond quota come before jobs beyond quota."""
         return x.held - self.soon(u, lent=x.borrow) + self.on(u, [] if by == "quota" else self.guests)
 
     def plans(self, x: Seen, by: str, *, over: bool) -> list[Plan]:
-        """Ways to preempt; ``over``: the cheapest one with which a job is also within its project's limit."""
+        """Return ways to preempt; with ``over``, the cheapest one that also meets its project's limit."""
         soon = self.places(x)[1] if over else ()
         ways = (self.from_others, self.from_juniors)
         plans = [(soon, [])] if soon else [plan for way in ways if (plan := way(x, by))]
@@ -371,13 +371,13 @@ class Reference:
         return sorted(((d, v) for d, v in found if v is not None), key=lambda p: price(p[1])[:2])[:1]
 
     def enough_for_limit(self, x: Seen, more: int, leave: Victims, others: Victims) -> Victims | None:
-        """``leave``, and the first of ``others`` with which ``more`` is within the limit of ``x``."""
+        """Return ``leave`` and the first of ``others`` that bring ``more`` within the limit of ``x``."""
         others = [v for v in others if v.id not in {w.id for w in leave}]
         plans = [[*leave, *others[:n]] for n in range(len(others) + 1)]
         return next((p for p in plans if self.over(x.project, more, soon=True, without=p) <= 0), None)
 
     def from_others(self, x: Seen, by: str) -> Plan | None:
-        """The cheapest devices: by the dearest kind of victim, then their number, then the last granted."""
+        """Return the cheapest devices: by the dearest kind of victim, their number, the latest grant."""
         missing, options, found = {u: self.missing(x, u, by) for u in self.node}, {}, []
         for u, short in missing.items():
             possible = self.possible(x, u, by)
@@ -399,7 +399,7 @@ class Reference:
         return self.packed(x, able, self.room(at_once=False)) if x.devices else tuple(able), victims
 
     def from_juniors(self, x: Seen, by: str) -> Plan | None:
-        """Add jobs of later levels one by one, until the job fits; then spare the dearest not needed."""
+        """Add jobs of later levels one by one until the job fits, then spare the dearest unneeded ones."""
         juniors = self.juniors(x)
         for n, junior in enumerate(juniors, 1):
             for group in (g for u in junior.lease.devices for g in self.sets(x) if u in g):
@@ -413,16 +413,16 @@ class Reference:
         return None
 
     def taken_by(self, x: Seen, group: list[str], leave: Victims, by: str) -> tuple[str, ...]:
-        """The devices that a job takes of a set if victims leave; empty: they are too few."""
+        """Return the devices of a set that a job takes if victims leave, or none if they are too few."""
         spare = {u: self.frees(u, leave) - self.missing(x, u, by) for u in group}
         able = [u for u in group if spare[u] >= 0]
         return self.packed(x, able, spare) if len(able) >= x.size.device_count else ()
 
     def juniors(self, x: Seen) -> Victims:
-        """Jobs of later levels, on the devices of ``x`` if it has some, the first to be preempted first."""
+        """Return the jobs of later levels (on the devices of ``x``, if any), in the order of preemption."""
         later = [y for y in self.running if y.project == x.project and y.level > x.level]
         able = [y for y in later if y.undisturbed_until <= self.now]
-        # A job that lately began makes way instead of one that loses more, of its size at least.
+        # A job that started lately makes way instead of one that loses more, if it is at least as large.
         spared = sorted(y.milli for y in able if y.restarts)
         young = [y for y in later if y not in able and y.restarts and not y.turns]
         for y in sorted(young, key=lambda y: (-y.granted_at, y.id)):
@@ -434,14 +434,14 @@ class Reference:
         return [v for y in sorted(able, key=self.makes_way) for v in self.victim(x, y, "order")]
 
     def makes_way(self, y: Seen) -> tuple[object, ...]:
-        """Sort key of juniors: jobs that would wait behind other suspended leases come later."""
+        """Return the sort key of juniors: jobs that would wait behind other suspended leases come later."""
         _, not_behind, group = y.level
         awaited = max(self.awaited[u] for u in y.devices) if y.survival.suspends else 0
         lost_s = self.now - y.granted_at if y.restarts else 0.0
         return y.priority, not not_behind, awaited, lost_s, -group, not y.suspends, -y.since, y.id
 
     def put_in_order(self, x: Seen) -> None:
-        """Work out the level of a job, its rank in the project, and what a preemption for it gains."""
+        """Compute the level of a job, its rank in the project, and the gain of a preemption for it."""
         thresholds, progress = self.settings.las_thresholds_gpu_s, self.settings.order is model.Order.PROGRESS
         began_at = x.attained_at or self.now
         attained = x.attained_gpu_s + (self.now - began_at) * x.milli / 1000
@@ -475,7 +475,7 @@ class Reference:
         return [x for x in self.leases if x.status in status]
 
     def give_claims(self) -> None:
-        """Sessions within quota have a claim, first come first served; those that borrow come last."""
+        """Give claims to sessions within quota, first come first served; those that borrow come last."""
         sessions = [x for x in self.leases if x.kind is Kind.BUILD and x.devices]
         for x in sorted(sessions, key=lambda x: (x.borrowed, x.queued_at, x.id)):
             full = any(self.on(u, [y for y in sessions if y.claim]) + x.held > 1000 for u in x.devices)
@@ -483,13 +483,13 @@ class Reference:
                 x.claim = True
 
     def promote(self, name: str) -> None:
-        """In quota are claims, jobs that do not borrow, then those that once starved, then the oldest."""
+        """Fill the quota with claims, then jobs that do not borrow, that starved before, then the oldest."""
         own = [x for x in self.having(RUNS) if x.project == name and (x.claim or x.kind is Kind.TRAIN)]
         for x in sorted(own, key=lambda x: (not x.claim, x.borrow, not x.turns, x.granted_at, x.id)):
             x.in_quota = x.in_quota or x.claim or self.fits_quota(x)
 
     def fits_quota(self, x: Seen) -> bool:
-        """Whether it would be in quota, leaving aside what its project borrows."""
+        """Return whether it would be in quota, ignoring what its project borrows."""
         inside = [y for y in self.having(*HOLDS) if y.in_quota]
         return self.total(inside, x.project) + x.milli <= self.quota[x.project]
 
@@ -507,7 +507,7 @@ class Reference:
         return not x.borrow and x.milli > self.unborrowed_left(x.project)
 
     def over(self, name: str, more: int = 0, *, soon: bool = False, without: Iterable[Victim] = ()) -> int:
-        """By how much ``more`` would exceed a project's limit; ``soon``: once all have left.  Claims stay."""
+        """Return the excess of ``more`` over a project's limit; ``soon``: without leavers.  Claims count."""
         leave = [v.lease for v in without]
         counts = [x for x in self.having(*HOLDS, *(() if soon else (LEAVES,))) if not x.claim]
         counts = [x for x in counts if x not in leave]
@@ -515,7 +515,7 @@ class Reference:
 
     @cached_property
     def shares(self) -> dict[str, int]:
-        """Quota first, then the rest by weight, no more than a project can use; and what it lags."""
+        """Return the shares: quota, then the rest by weight up to what a project can use, and the lag."""
         if len(self.projects) == 1:
             return dict.fromkeys(self.quota, 1000 * len(self.node))
         demand = {}
@@ -529,7 +529,7 @@ class Reference:
         return {name: share + self.catch_up[name] for name, share in shares.items()}
 
     def poured(self, first: dict[str, int], most: dict[str, int], left: int) -> dict[str, int]:
-        """Shares of ``left``: what comes ``first``, by priority, then the rest by weight up to ``most``."""
+        """Return shares of ``left``: ``first`` by priority, then the rest by weight up to ``most``."""
         shares = {}
         for name in self.projects:
             shares[name] = min(most[name], first[name], left)
@@ -555,11 +555,11 @@ class Reference:
         return self.on(u, (x for x in self.having(ASLEEP, LEAVES) if x.claim))
 
     def is_unlent(self, u: str) -> bool:
-        """Whether a job that does not borrow waits for it: claims are not lent there."""
+        """Return whether a job that does not borrow waits for a device; its claims are then not lent."""
         return any(u in x.at and not x.borrow for x in self.having(RESERVED, KEPT))
 
     def soon(self, u: str, *, lent: bool = True) -> int:
-        """What a device has once all have left that leave, with or without what is lent."""
+        """Return the capacity of a device after all leavers, with or without lent capacity."""
         left = 1000 - self.on(u, self.having(*HOLDS))
         return left if lent and not self.is_unlent(u) else left - self.lent(u)
 
@@ -569,7 +569,7 @@ class Reference:
         return {u: min(soon[u], free[u]) if at_once else soon[u] for u in self.node}
 
     def resume_devices(self, x: Seen) -> list[str]:
-        """Its own, and those that it may move to: movable, on the node of its own (all here are alike)."""
+        """Return its devices, and the movable ones of their node (all models are equal)."""
         movable = [d.uuid for d in self.c.devices if d.movable and d.node == self.node[x.devices[0]]]
         moves = x.movable and not x.claim and set(x.devices) <= set(movable)
         return [*x.devices, *(u for u in movable if moves and u not in x.devices)]
@@ -583,7 +583,7 @@ class Reference:
         return nodes if x.consolidate else [list(self.node)]
 
     def find(self, x: Seen, room: Room) -> tuple[str, ...]:
-        """Where a lease fits: the fullest device, the smallest set; empty: nowhere."""
+        """Return where a lease fits: the fullest device, the smallest set; empty if nowhere."""
         groups = [[u for u in group if room[u] >= x.held] for group in self.sets(x)]
         groups = [group for group in groups if len(group) >= x.size.device_count]
         if x.size.device_count == 1 and not x.devices:
@@ -592,7 +592,7 @@ class Reference:
         return self.packed(x, min(groups, key=len), room) if groups else ()
 
     def packed(self, x: Seen, able: list[str], room: Room) -> tuple[str, ...]:
-        """Node by node, the fullest device first; a suspended lease keeps those of its own."""
+        """Return devices node by node, the fullest first; a suspended lease keeps its own."""
         nodes, sign = [self.node[u] for u in able], -1 if x.consolidate else 1
         others = sorted((u for u in able if u not in x.devices), key=lambda u: (room[u], u))
         others.sort(key=lambda u: (sign * nodes.count(self.node[u]), self.node[u]))

@@ -1,4 +1,4 @@
-"""A model of KAI's binder: it binds pods as BindRequests say, and reserves the GPUs that are shared.
+"""A model of KAI's binder: it carries out BindRequests, and reserves shared GPUs.
 
 Each rule names its source in kai-scheduler v0.16.8 (commit 40da4c87106f28cc6ca3a1c08d89473474cbe3f3),
 below ``pkg/binder``.  Not modelled: its plugins (volumes, the variable of a shared GPU), backoff.
@@ -20,14 +20,14 @@ _OVER = ("Succeeded", "Failed")
 
 
 class Binder:
-    """``works``: off, no BindRequest is carried out.  Nodes run its reservation pods (their `reserves`)."""
+    """The binder; without ``works`` it does nothing.  Nodes run its reservation pods (`reserves`)."""
 
     def __init__(self, store: Store, now: Callable[[], datetime]) -> None:
         self.store, self.now = store, now
         self.works = True
 
     def step(self) -> None:
-        """Carry out every BindRequest as far as it can be."""
+        """Carry out every BindRequest as far as possible."""
         self._collect()
         for request in self._requests() if self.works else ():
             self._bind(request)
@@ -39,7 +39,7 @@ class Binder:
                 yield request
 
     def _collect(self) -> None:
-        """Delete the BindRequests of pods that are gone, which own them (Kubernetes' garbage collector)."""
+        """Delete the BindRequests of deleted pods, their owners (Kubernetes' garbage collector)."""
         there = {pod["metadata"]["uid"] for pod in self.store.all("pods")}
         for request in self.store.all("bindrequests"):
             if request["metadata"]["ownerReferences"][0]["uid"] not in there:
@@ -66,7 +66,7 @@ class Binder:
         self._say(request, "Succeeded", "")
 
     def _reservation(self, node: str, group: str) -> Json:
-        """The pod that holds a shared GPU (``binding/resourcereservation/resource_reservation.go``)."""
+        """Return the pod of a shared GPU (``binding/resourcereservation/resource_reservation.go``)."""
         name = f"gpu-reservation-{hashlib.sha256(f'{node}/{group}'.encode()).hexdigest()[:16]}"
         found = [pod for pod in self.store.all("pods", RESERVATIONS) if pod["metadata"]["name"] == name]
         if found:
@@ -78,7 +78,7 @@ class Binder:
         return self.store.create("pods", RESERVATIONS, body | {"spec": spec})
 
     def _sync(self) -> None:
-        """Delete the reservations of GPUs that no pod shares (the same, ``syncForPods``)."""
+        """Delete the reservations of GPUs that no pod shares (same file, ``syncForPods``)."""
         used = {group for request in self._requests() for group in request["spec"]["selectedGPUGroups"]}
         for pod in self.store.all("pods"):
             if pod["metadata"]["namespace"] != RESERVATIONS and pod["status"]["phase"] in (

@@ -2,8 +2,8 @@
 
 Each rule names its source in kai-scheduler v0.16.8 (commit 40da4c87106f28cc6ca3a1c08d89473474cbe3f3),
 below ``pkg/scheduler``; `kai_queues` has the rules of queues, `kai_binder` those of binding.  The action
-``consolidation`` is off, as our installation says.  Not modelled: topology, DRA, elastic groups, several
-pods in a group, and that evicted pods may be placed on another node.
+``consolidation`` is off, as in our installation.  Not modelled: topology, DRA, elastic groups, several
+pods in a group, and the placement of evicted pods on another node.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _PREEMPTED = "Pod {victim} was preempted by higher priority workload {task}"
 
 
 def duration_s(text: str) -> float:
-    """Seconds of ``1h2m3s``."""
+    """Return the seconds of a duration such as ``1h2m3s``."""
     units = {"h": 3600.0, "m": 60.0, "s": 1.0}
     return sum(float(number) * units[unit] for number, unit in re.findall(r"([0-9.]+)([hms])", text))
 
 
 @dataclass
 class Task:
-    """A PodGroup with its one pod."""
+    """A PodGroup with its only pod."""
 
     group: Json
     pod: Json
@@ -66,7 +66,7 @@ class Task:
 
     @property
     def node(self) -> str:
-        """Also of a pod that is being bound (``api/pod_info/pod_info.go:470-472``)."""
+        """Return the node, also of a pod that is being bound (``api/pod_info/pod_info.go:470-472``)."""
         return str(self.pod["spec"].get("nodeName", "") or self.chosen.get("selectedNode", ""))
 
     @property
@@ -80,7 +80,7 @@ class Task:
 
 @dataclass
 class Node:
-    """GPUs of a node: fractions share GPU groups, by memory in MiB; whole GPUs are a number."""
+    """The GPUs of a node: fractions share GPU groups, by memory in MiB; whole GPUs are only counted."""
 
     name: str
     gpus: int
@@ -93,7 +93,7 @@ class Node:
         return task.memory_mib or int(task.memory * self.mib)
 
     def place(self, task: Task) -> str | None:
-        """The GPU group of a fraction, "" for whole GPUs; None: no capacity.  A shared GPU comes first."""
+        """Return the GPU group of a fraction, "" for whole GPUs, None without capacity; shared GPUs first."""
         idle = self.gpus - self.whole - len(self.groups)
         if task.count:
             return "" if task.count <= idle else None
@@ -137,18 +137,18 @@ class Kai:
     def cycle(self) -> None:
         """Allocate, then reclaim, then preempt (``pkg/apis/kai/v1/schedulingshard_types.go:140-146``).
 
-        The binder, a process of its own, then does what it can.
+        Then the binder, a separate process, makes a step.
         """
         if not self._is_stopped:
             _Cycle(self).run()
         self.binder.step()
 
     def stop(self) -> None:
-        """Let no cycle begin."""
+        """Prevent new cycles."""
         self._is_stopped = True
 
     def go_on(self) -> None:
-        """Let cycles begin again."""
+        """Allow cycles again."""
         self._is_stopped = False
 
 
@@ -181,7 +181,7 @@ class _Cycle:
         self.shares = Shares.of(self.queues.values(), groups, total, kai.rng)
 
     def _bind_requests(self) -> dict[tuple[str, str], Json]:
-        """What is being bound, by pod; failed BindRequests are deleted (``cache/cache.go:440-475``)."""
+        """Return the open BindRequests by pod; delete failed ones (``cache/cache.go:440-475``)."""
         found = {}
         for request in self.store.all("bindrequests"):
             meta = request["metadata"]
@@ -203,10 +203,10 @@ class _Cycle:
             self._say(task)
 
     def _tasks(self) -> list[Task]:
-        """PodGroups by name alone, and pods by their annotation, in all namespaces.
+        """Return the tasks: PodGroups by name only, with pods by their annotation, in all namespaces.
 
-        Of several groups with one name the last one in a map of Go counts, whose order is drawn
-        anew in each cycle (``cache/cluster_info/cluster_info.go:422,434,448``).
+        Of several groups with one name, the last one in a Go map counts, whose order is random in
+        each cycle (``cache/cluster_info/cluster_info.go:422,434,448``).
         """
         listed = list(self.store.all("podgroups"))
         self.kai.rng.shuffle(listed)
@@ -230,7 +230,7 @@ class _Cycle:
         return sorted(allowed, key=lambda n: n.gpus - n.whole - len(n.groups))  # binpack
 
     def _allocate(self, task: Task) -> bool:
-        """Bind where there is capacity; wait for what is being released (``pod_info.go:450-463``)."""
+        """Bind on free capacity, or wait for capacity that is being released (``pod_info.go:450-463``)."""
         refusal = self.shares.refusal(task.queue, task.gpus, preemptible=task.preemptible)
         if refusal:
             self.reasons[task.name] = refusal
@@ -253,7 +253,7 @@ class _Cycle:
         self.store.create("bindrequests", meta["namespace"], body)  # cache/cache.go:344-400
 
     def _pipeline(self, task: Task, gone: list[Task]) -> bool:
-        """Reserve capacity that exists once ``gone`` are; nothing is bound in this cycle."""
+        """Reserve capacity that is free once ``gone`` have ended; bind nothing in this cycle."""
         for other in gone:
             self.nodes[other.node].remove(other, other.gpu_group)
         found = [(n, g) for n in self._feasible(task) if (g := n.place(task)) is not None]
@@ -270,7 +270,7 @@ class _Cycle:
         return bool(found)
 
     def _is_stuck(self, task: Task) -> bool:
-        """No promise of it two minutes after the end of its grace (``pod_info.go:453-457``)."""
+        """Return whether its grace period ended over two minutes ago (``pod_info.go:453-457``)."""
         ends = datetime.strptime(task.pod["metadata"]["deletionTimestamp"], "%Y-%m-%dT%H:%M:%SZ")
         return self.kai.now() - ends.replace(tzinfo=UTC) > timedelta(seconds=STUCK_S)
 
@@ -311,9 +311,9 @@ class _Cycle:
         return self._solve(task, victims, lambda _: True, _PREEMPTED)
 
     def _solve(self, task: Task, victims: list[Task], valid: Callable[[list[Task]], bool], said: str) -> bool:
-        """Take victims in the reverse order of queues and jobs until the task fits.
+        """Choose victims in the reverse order of queues and jobs until the task fits.
 
-        A victim that can stay where it is after that is not evicted (``framework/statement.go:222-235``)
+        A victim that can stay in its place is not evicted (``framework/statement.go:222-235``)
         and does not count (``plugins/proportion/proportion.go:229-236``).
         """
         ordered = sorted(
@@ -328,7 +328,7 @@ class _Cycle:
         return False
 
     def _evicting(self, task: Task, prefix: list[Task]) -> list[Task]:
-        """Victims that have to leave for a task, of the first so many; none: it does not fit yet."""
+        """Return the victims among the first ones that have to leave for a task; none if it does not fit."""
         here = [t for t in prefix if t.node in self.nodes]
         for victim in here:
             self.nodes[victim.node].remove(victim, victim.gpu_group)
@@ -351,7 +351,7 @@ class _Cycle:
     def _evict(self, victim: Task, said: str) -> None:
         """Name the other group, delete with the pod's grace (``cache/evictor/default_evictor.go:33-73``).
 
-        The condition is written with ``--update-pod-eviction-condition`` alone, as in `helm-values/kai.yaml`.
+        Only ``--update-pod-eviction-condition`` writes the condition, as in `helm-values/kai.yaml`.
         """
         self.kai.evicted.append(victim.name)
         self.shares.allocate(victim.queue, -victim.gpus, preemptible=victim.preemptible)
@@ -372,7 +372,7 @@ class _Cycle:
         return self.kai.now() < since + timedelta(seconds=least_s)
 
     def _preempt_min_s(self, queue: str) -> float:
-        """The nearest that is set, from the leaf up (``plugins/minruntime/resolver.go:48-71``)."""
+        """Return the nearest value, from the leaf up (``plugins/minruntime/resolver.go:48-71``)."""
         said = (share.spec.get("preemptMinRuntime") for share in self.shares.path(queue))
         return next((duration_s(text) for text in said if text), 0.0)
 
@@ -389,11 +389,12 @@ class _Cycle:
     # ---- conditions ----------------------------------------------------------
 
     def _say(self, task: Task) -> None:
-        """Its ``schedulingConditions`` (``pkg/apis/scheduling/v2alpha2/podgroup_types.go:345-365``).
+        """Write ``schedulingConditions`` (``pkg/apis/scheduling/v2alpha2/podgroup_types.go:345-365``).
 
-        Written at the end of a cycle for what waits then, which what is evicted for does not
-        (``framework/session.go:473-482``, ``api/podgroup_info/job_info.go:388-390``), and never taken
-        back: not when it is placed either (``cache/status_updater/default_status_updater.go:427-580``).
+        They are written at the end of a cycle for groups that wait; a group for which others are evicted
+        does not (``framework/session.go:473-482``, ``api/podgroup_info/job_info.go:388-390``).  They are
+        never removed, not even after placement
+        (``cache/status_updater/default_status_updater.go:427-580``).
         """
         reason = self.reasons.get(task.name)
         if not reason:
@@ -411,7 +412,7 @@ class _Cycle:
 
 
 def _returns(node: Node, victim: Task) -> bool:
-    """Whether a victim fits where it was."""
+    """Return whether a victim fits in its old place."""
     if victim.count:
         return victim.count <= node.gpus - node.whole - len(node.groups)
     if victim.gpu_group in node.groups:
@@ -420,12 +421,12 @@ def _returns(node: Node, victim: Task) -> bool:
 
 
 def _age(task: Task) -> tuple[str, str]:
-    """By creation, then by UID."""
+    """Return the sort key by age: creation, then UID."""
     return task.group["metadata"]["creationTimestamp"], task.group["metadata"]["uid"]
 
 
 def _node(node: Json) -> Node | None:
-    """A node that is ready (``plugins/proportion/proportion.go:266-272``)."""
+    """Return a ready node (``plugins/proportion/proportion.go:266-272``)."""
     ready = [
         c["status"] == "True" for c in node.get("status", {}).get("conditions", []) if c["type"] == "Ready"
     ]

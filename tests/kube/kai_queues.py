@@ -1,8 +1,8 @@
-"""Queues of KAI-Scheduler: what they hold and deserve, and which may reclaim from which.
+"""Queues of KAI-Scheduler: their allocation, their deserved quota, and their rights to reclaim.
 
 Each rule names its source in kai-scheduler v0.16.8 (commit 40da4c87106f28cc6ca3a1c08d89473474cbe3f3),
-below ``pkg/scheduler/plugins/proportion``.  Only GPUs are modelled: seats ask for so little else, and
-their queues have no quota of it.
+below ``pkg/scheduler/plugins/proportion``.  Only GPUs are modelled, because seats request little else and
+their queues have no quota for it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Json = dict[str, Any]
 
 
 def counted(portion: float, count: int = 1) -> float:
-    """GPUs that a queue is charged: the portion to the nearest hundredth.
+    """Return the GPUs charged to a queue: the portion rounded to hundredths.
 
     ``../../api/resource_info/gpu_resource_requirment.go:265-269``
     """
@@ -26,7 +26,7 @@ def counted(portion: float, count: int = 1) -> float:
 
 
 def less_equal(one: float, other: float) -> bool:
-    """Without tolerance; -1 is more than any number (``resource_share/resource_quantities.go:78-96``)."""
+    """Compare exactly; -1 is more than any number (``resource_share/resource_quantities.go:78-96``)."""
     if one == UNLIMITED:
         return other == UNLIMITED
     return other == UNLIMITED or one <= other
@@ -65,7 +65,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Group:
-    """What a PodGroup means to its queue."""
+    """A PodGroup as its queue sees it."""
 
     queue: str
     gpus: float
@@ -103,7 +103,7 @@ class Shares:
         return shares
 
     def path(self, name: str) -> list[Share]:
-        """The queue and its ancestors, the queue first."""
+        """Return the queue and its ancestors, the queue first."""
         found = []
         while (queue := self.queues.get(name)) is not None:
             found.append(queue)
@@ -111,7 +111,7 @@ class Shares:
         return found
 
     def _divide(self, total: float, parent: str) -> None:
-        """Fair shares: what is deserved, then the rest by priority and weight (``proportion.go:415-435``)."""
+        """Compute fair shares: quotas, then the rest by priority and weight (``proportion.go:415-435``)."""
         queues = [q for q in self.queues.values() if q.parent == parent]
         self.rng.shuffle(queues)
         left = total
@@ -138,7 +138,7 @@ class Shares:
     # ---- capacity ------------------------------------------------------------
 
     def refusal(self, queue: str, gpus: float, *, preemptible: bool) -> str:
-        """Reason that a PodGroup may not be placed at all; empty: it may.
+        """Return why a PodGroup may not be placed at all, or "" if it may.
 
         ``capacity_policy/max_allowed_check.go:51-66``, ``capacity_policy/quota_check.go:26-78``
         """
@@ -156,7 +156,7 @@ class Shares:
         return ""
 
     def allocate(self, queue: str, gpus: float, *, preemptible: bool) -> None:
-        """Charge what was placed in this cycle; negative: release (``proportion.go:455-501``)."""
+        """Charge a placement of this cycle; a negative value releases (``proportion.go:455-501``)."""
         for share in self.path(queue):
             share.allocated += gpus
             share.non_preemptible += 0 if preemptible else gpus
@@ -171,7 +171,7 @@ class Shares:
         return preemptible or less_equal(share.non_preemptible + gpus, share.deserved)
 
     def leveled(self, reclaimer: str, victim: str) -> tuple[Share, Share]:
-        """First ancestors in which two queues differ (``reclaimable/reclaimable.go:237-255``)."""
+        """Return the first ancestors in which two queues differ (``reclaimable/reclaimable.go:237-255``)."""
         one, other = self.path(reclaimer)[::-1], self.path(victim)[::-1]
         found = one[0], other[0]
         for pair in zip(one, other, strict=False):
@@ -190,7 +190,7 @@ class Shares:
     def may_reclaim(
         self, reclaimer: str, gpus: float, preemptible: bool, victims: Iterable[tuple[str, float]]
     ) -> bool:
-        """Whether these victims may be evicted (``reclaimable/reclaimable.go:57-196``)."""
+        """Return whether these victims may be evicted (``reclaimable/reclaimable.go:57-196``)."""
         left = {name: share.allocated for name, share in self.queues.items()}
         touched: set[str] = set()
         for queue, lost in victims:
@@ -212,7 +212,7 @@ class Shares:
     def _stays_below_siblings(
         self, mine: Share, left: dict[str, float], touched: set[str], gpus: float
     ) -> bool:
-        """Saturation of the reclaimer's queue and its siblings (``reclaimable/reclaimable.go:199-235``)."""
+        """Compare the saturation of the queue and its siblings (``reclaimable/reclaimable.go:199-235``)."""
         for name in touched:
             sibling = self.queues[name]
             if sibling.parent != mine.parent or name == mine.name or sibling.fair <= 0:
@@ -225,10 +225,10 @@ class Shares:
     # ---- order ---------------------------------------------------------------
 
     def order(self, queue: str, gpus: float) -> tuple[Any, ...]:
-        """Sort key of queues for a PodGroup of ``gpus``; of victims: with 0, and reversed.
+        """Return the sort key of queues for a PodGroup of ``gpus``; for victims use 0, reversed.
 
-        ``queue_order/queue_order.go:32-86``: over the fair share in *all* resources (88-113), which
-        seats never are; within quota; priority; share of what is allocatable; age.  From the root down.
+        ``queue_order/queue_order.go:32-86``, from the root down: over the fair share in *all* resources
+        (88-113), which seats never are; within quota; priority; share of the allocatable; age.
         """
         key: list[Any] = []
         for share in self.path(queue)[::-1]:

@@ -1,10 +1,10 @@
 """Nodes for tests: a kubelet that runs the containers of real pods as processes of this machine.
 
-A node is a folder with an environment of its own, such as that of a simulated driver.  Of a pod its
-first container runs: command, arguments, variables (with ``$(NAME)`` and ``$$``), ``hostPath`` folders
-under their own path or in a folder of the node, claims as folders that are the home, an address of its
-own on the loopback interface, SIGTERM, grace, SIGKILL, phase, exit status.  What a node's GPUs are
-reached through is in the environment only where the container's runtime would have given it devices.
+A node is a folder with its own environment, such as that of a simulated driver.  Only the first container
+of a pod runs.  It has its command, arguments, variables (with ``$(NAME)`` and ``$$``), ``hostPath`` folders
+under their own path or in a folder of the node, claims as folders for the home, a separate loopback
+address, SIGTERM, grace period, SIGKILL, phase and exit status.  Its environment has the node's GPU
+variables only if a container runtime would give it devices.
 
 Not modelled: images, mount and pid namespaces, restarts of containers, limits of CPU and memory.
 """
@@ -30,7 +30,7 @@ from tests.kube.real_store import RealStore
 from tests.kube.store import HOSTNAME, Json, Refused, Store, allows, host_name
 
 KAI = "kai-scheduler"
-# Where KAI's binder makes a pod for every GPU that is shared; it waits for the name of the GPU.
+# The namespace in which KAI's binder makes a pod for every shared GPU; the binder waits for the GPU's name.
 RESERVATIONS = "kai-resource-reservation"
 RESERVED = "run.ai/reserve_for_gpu_index"
 MIB = 81920  # of each GPU
@@ -62,7 +62,7 @@ def node_body(name: str, gpus: int) -> Json:
 
 
 def reserve(store: Store | RealStore, pod: Json, free: Sequence[str]) -> str:
-    """Do what a reservation pod of KAI does: hold one of the free GPUs and say which. Return its UUID.
+    """Hold one of the free GPUs and report it, as a reservation pod of KAI does; return its UUID.
 
     KAI-Scheduler v0.16.8, ``pkg/binder/binding/resourcereservation/resource_reservation.go:391-445``.
     """
@@ -77,7 +77,7 @@ def reserve(store: Store | RealStore, pod: Json, free: Sequence[str]) -> str:
 
 @contextlib.contextmanager
 def _unless_gone() -> Iterator[None]:
-    """Do nothing more for a pod that was deleted since it was listed.
+    """Stop the work for a pod that was deleted after it was listed.
 
     So does the kubelet (v1.35, ``pkg/kubelet/status/status_manager.go``, syncPod).
     """
@@ -90,7 +90,7 @@ def _unless_gone() -> Iterator[None]:
 
 @dataclass
 class Node:
-    """One machine; ``environ`` is what its driver is reached through."""
+    """One machine; ``environ`` has the variables of its driver."""
 
     name: str
     gpus: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class Running:
 
 
 class Kubelet:
-    """All nodes of a cluster; `step` does what each of them, and the default scheduler, does next."""
+    """All nodes of a cluster; `step` runs the next step of each node and of the default scheduler."""
 
     def __init__(
         self,
@@ -140,7 +140,7 @@ class Kubelet:
             self._kill(uid)
 
     def lose(self, name: str) -> None:
-        """Lose a node: its object, and what ran there.
+        """Lose a node: its object and its processes.
 
         Kubernetes then deletes its pods (v1.35, ``pkg/controller/podgc/gc_controller.go``, gcOrphaned).
         """
@@ -152,12 +152,12 @@ class Kubelet:
                 self.store.delete("pods", pod["metadata"]["namespace"], pod["metadata"]["name"], grace_s=0)
 
     def log(self, pod: str) -> str:
-        """What the container of a pod wrote."""
+        """Return the output of a pod's container."""
         file = self.folder / "logs" / pod
         return file.read_text(errors="replace") if file.exists() else ""
 
     def claim(self, name: str) -> Path:
-        """The folder of a volume."""
+        """Return the folder of a volume."""
         folder = self.folder / "claims" / name
         folder.mkdir(parents=True, exist_ok=True)
         return folder
@@ -175,7 +175,7 @@ class Kubelet:
             self._follow(pod)
 
     def _bind(self, pod: Json) -> None:
-        """As the default scheduler, for pods that are not KAI's."""
+        """Bind a pod as the default scheduler does, if it is not KAI's."""
         if pod["spec"].get("schedulerName") == KAI or "deletionTimestamp" in pod["metadata"]:
             return
         fitting = [n for n in self.nodes.values() if n.accepts and allows(pod["spec"], n.name)]
@@ -230,7 +230,7 @@ class Kubelet:
         self._say(pod, "Running", {"running": {}}, podIP=address)
 
     def _devices(self, pod: Json, node: Node) -> list[str] | None:
-        """UUIDs of the GPUs that the runtime gives the first container; None: it cannot be created."""
+        """Return the UUIDs that the runtime gives the first container, or None if it cannot be created."""
         if pod["spec"].get("schedulerName") == KAI:  # as KAI's binder says; here nodes have one GPU
             return list(node.gpus)
         variables = {e["name"]: e.get("value", "") for e in pod["spec"]["containers"][0].get("env", ())}
@@ -241,11 +241,11 @@ class Kubelet:
 
     @staticmethod
     def _named(names: list[str], node: Node) -> list[str] | None:
-        """GPUs by their names; None: the runtime refuses the container.
+        """Return the GPUs with these names, or None if the runtime refuses the container.
 
-        With CDI a bare UUID is completed with the kind of the management device, which has no such one
+        With CDI a bare UUID gets the kind of the management device, which has no such device
         (nvidia-container-toolkit 1.20, ``internal/modifier/cdi.go``, ``pkg/nvcdi/management.go:56``);
-        without it a name of CDI is no device.
+        without CDI a CDI name is no device.
         """
         if any(each.startswith(_CDI) is not node.cdi for each in names):
             return None
@@ -286,7 +286,7 @@ class Kubelet:
         self.store.patch("pods", meta["namespace"], meta["name"], {"status": status}, part="status")
 
     def _kill(self, uid: str) -> None:
-        """End what is left of a pod, whatever sessions and groups its processes made."""
+        """End the remaining processes of a pod, whatever sessions and groups they created."""
         mine = self.running.pop(uid, None)
         if mine is None:
             return
@@ -302,7 +302,7 @@ class Kubelet:
 
 
 def _processes(uid: str) -> list[int]:
-    """Processes that run (no zombies) with the mark of a pod."""
+    """Return the running processes (no zombies) with the mark of a pod."""
     mark, found = f"{MARK}={uid}".encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdecimal():

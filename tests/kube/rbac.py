@@ -1,4 +1,4 @@
-"""Rights of service accounts, read from Roles, ClusterRoles and their bindings as manifests say them."""
+"""Rights of service accounts, read from manifests of Roles, ClusterRoles and their bindings."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Ask:
 
 @dataclass
 class Rights:
-    """``asked`` are the requests that were allowed: a rule that none of them needs is too much."""
+    """The rights; ``asked`` has the allowed requests, so a rule that none of them needs is superfluous."""
 
     manifests: list[Json]
     tokens: dict[str, tuple[str, str]]  # token: namespace and name of a service account
@@ -33,7 +33,7 @@ class Rights:
 
     @classmethod
     def granting(cls, here: Iterable[Right], everywhere: Iterable[Right], namespace: str) -> Rights:
-        """Rights in a namespace and in the whole cluster, of the account ``broker`` with the token ``t``."""
+        """Return rights in a namespace and in the cluster for the account ``broker`` with the token ``t``."""
         meta, found = {"name": "broker", "namespace": namespace}, []
         for kind, rights in (("Role", here), ("ClusterRole", everywhere)):
             rules = [
@@ -48,7 +48,7 @@ class Rights:
         return cls(found, {"t": (namespace, "broker")})
 
     def allows(self, token: str, ask: Ask) -> bool:
-        """Whether the account of ``token`` may do this."""
+        """Return whether the account of ``token`` may do this."""
         allowed = self.would_allow(token, ask)
         if allowed:
             self.asked.add(ask)

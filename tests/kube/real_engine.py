@@ -1,11 +1,11 @@
 """A real cluster without nodes: etcd, kube-apiserver and KAI-Scheduler's own programs, on loopback.
 
 ``GPUSHARE_KUBE_BIN`` names a folder with the programs (`PROGRAMS`) and, in ``crds``, the custom resources
-of KAI as YAML; neither is part of this project.  There is no controller manager, no scheduler of
-Kubernetes' own, no kubelet: what nodes do is done by the tests' own (`Nodes`, `Kubelet`).
+of KAI as YAML; neither is part of this project.  There is no controller manager, no default scheduler and
+no kubelet: models of the tests replace the nodes (`Nodes`, `Kubelet`).
 
-KAI's programs listen on loopback, but for ``admission``, which has no such option: it listens on every
-address of the machine as long as the tests run.
+KAI's programs listen on loopback, except ``admission``, which has no such option: it listens on every
+address of the machine while the tests run.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ VARIABLE = "GPUSHARE_KUBE_BIN"
 KAI_PROGRAMS = ("scheduler", "binder", "admission", "podgroupcontroller", "queuecontroller")
 PROGRAMS = ("etcd", "kube-apiserver", *KAI_PROGRAMS)
 NAMESPACES = ("gpushare", "hub", "users", "kai-scheduler", "kai-resource-reservation", "kai-scale-adjust")
-# What a test may have left; the order lets no program bring an object back.
+# Objects that a test may have left; in this order no program recreates an object.
 _COLLECTIONS = (
     "podgroups", "pods", "bindrequests", "configmaps", "persistentvolumeclaims", "queues",
     "priorityclasses", "nodes", "configs", "schedulingshards",
 )  # fmt: skip
-# As an installation with `helm-values/kai.yaml` has it: all actions but consolidation, and below the option
-# with which an evicted pod says for which other one.
+# As in an installation with `helm-values/kai.yaml`: all actions except consolidation.  The option further
+# below makes an evicted pod name the pod for which it was evicted.
 _SCHEDULER = {"actions": "allocate, reclaim, preempt, stalegangeviction"}
 _POLICY = {
     "apiVersion": "audit.k8s.io/v1",
@@ -65,12 +65,12 @@ _running: list[RealEngine] = []
 
 
 def running() -> RealEngine | None:
-    """Return the engine that the tests of this module run on; None: the model."""
+    """Return the engine of this module's tests, or None for the model."""
     return _running[-1] if _running else None
 
 
 def why_not() -> str:
-    """Return why no real engine can be started; empty: it can."""
+    """Return why no real engine can start, or "" if it can."""
     if not (named := os.environ.get(VARIABLE)):
         return f"{VARIABLE} names no folder with etcd, kube-apiserver and KAI-Scheduler's programs"
     folder = Path(named)
@@ -82,7 +82,7 @@ def why_not() -> str:
 
 @dataclass
 class Audit:
-    """What the API server was asked to change, by its audit log."""
+    """The changes that the API server was asked for, from its audit log."""
 
     file: Path
     entries: list[Json] = field(default_factory=list)
@@ -102,7 +102,7 @@ class Audit:
 
 
 class RealKai:
-    """KAI's scheduler, in the place of the model `Kai`: its cycles come by themselves, once a second."""
+    """KAI's scheduler, instead of the model `Kai`: it runs its own cycles, once a second."""
 
     quiet_s = idle_s = 4.0  # nothing changes for so long: it has looked at everything
 
@@ -111,19 +111,19 @@ class RealKai:
         self._begun = len(audit.since(0))
 
     def cycle(self) -> None:
-        """Nothing: the scheduler has a clock of its own."""
+        """Do nothing: the scheduler has its own clock."""
 
     def stop(self) -> None:
-        """Let no cycle begin."""
+        """Prevent new cycles."""
         self._process.send_signal(signal.SIGSTOP)
 
     def go_on(self) -> None:
-        """Let cycles begin again."""
+        """Allow cycles again."""
         self._process.send_signal(signal.SIGCONT)
 
     @property
     def evicted(self) -> list[str]:
-        """Names of the pods of seats that it evicted."""
+        """Return the names of the seats' pods that it evicted."""
         return [
             entry["objectRef"]["name"]
             for entry in self._audit.since(self._begun)
@@ -133,7 +133,7 @@ class RealKai:
 
 
 class RealServer:
-    """One cluster on the engine, in the place of the tests' own `ApiServer`."""
+    """One cluster on the engine, instead of the tests' `ApiServer`."""
 
     rights = None
 
@@ -143,24 +143,24 @@ class RealServer:
         self._begun = len(engine.audit.since(0))
 
     def address(self) -> Address:
-        """Where a broker finds it."""
+        """Return the address for a broker."""
         return self.engine.address("broker")
 
     def kubeconfig(self, folder: Path, token: str = "broker") -> Path:
-        """A kubeconfig file for it."""
+        """Return a kubeconfig file for the cluster."""
         return write_kubeconfig(folder, self.url, "broker", ca=self.engine.certificate)
 
     def freeze(self) -> None:
-        """Stop the API server: it answers nothing and tells nothing, until `thaw`."""
+        """Stop the API server: it sends no answers and no events until `thaw`."""
         self.engine.processes["kube-apiserver"].send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Continue the API server."""
         self.engine.processes["kube-apiserver"].send_signal(signal.SIGCONT)
 
     @property
     def requests(self) -> list[tuple[str, str]]:
-        """Changes that brokers asked for: method and path."""
+        """Return the changes that brokers requested, as method and path."""
         return [
             (_METHODS[entry["verb"]], entry["requestURI"].partition("?")[0])
             for entry in self.engine.audit.since(self._begun)
@@ -181,11 +181,11 @@ class RealEngine:
         self.store: RealStore
 
     def address(self, user: str) -> Address:
-        """The API server, as a user with its name as token; each may do everything."""
+        """Return the API server's address for a user whose token is the name; each may do everything."""
         return Address(url=self.url, token=user, ca_file=self.certificate)
 
     def start(self) -> None:
-        """Start everything, and return once the scheduler schedules."""
+        """Start all programs, and return once the scheduler schedules."""
         self._start_etcd()
         self._start_api_server()
         for file in sorted(self.programs.glob("crds/*.yaml")):
@@ -203,7 +203,7 @@ class RealEngine:
         self._start_kai()
 
     def close(self) -> None:
-        """End everything, the API server last but etcd."""
+        """End all programs, first the others, then the API server, then etcd."""
         order = sorted(self.processes, key=lambda name: ("etcd", "kube-apiserver").count(name))
         for name in (*[n for n in order if n != "etcd"], "etcd"):
             if (process := self.processes.get(name)) is not None:
@@ -214,11 +214,11 @@ class RealEngine:
             self.store.close()
 
     def log(self, name: str) -> Path:
-        """What a program wrote."""
+        """Return the output of a program."""
         return self.folder / f"{name}.log"
 
     def cluster(self) -> RealServer:
-        """Return a cluster in which nothing is: what was there is deleted."""
+        """Return an empty cluster, after deleting all objects."""
         for plural in _COLLECTIONS:
             self.store.delete_all(plural)
         server = RealServer(self)
@@ -226,7 +226,7 @@ class RealEngine:
         return server
 
     def check(self) -> None:
-        """Fail where a program has ended."""
+        """Fail if a program has ended."""
         for name, process in self.processes.items():
             said = self.log(name).read_text(errors="replace")[-3000:]
             assert process.poll() is None, f"{name} has ended:\n{said}"
@@ -269,8 +269,8 @@ class RealEngine:
             *("--service-account-issuer=https://kubernetes.default.svc.cluster.local",),
             *("--service-account-key-file", str(self.certificate)),
             *("--service-account-signing-key-file", str(self.key)),
-            # No controller makes service accounts, or takes the taint of a new node or the protection of
-            # a claim away.
+            # No controller creates service accounts, or removes the taint of a new node or the protection
+            # of a claim.
             *(
                 "--disable-admission-plugins=ServiceAccount,TaintNodesByCondition,"
                 "StorageObjectInUseProtection",
@@ -313,7 +313,9 @@ class RealEngine:
         self._install_webhooks(port + 5)
 
     def _install_webhooks(self, port: int) -> None:
-        """As KAI's operator does (v0.16.8, ``pkg/operator/operands/admission/resources.go:228-326``)."""
+        """Install KAI's webhooks as its operator does.
+
+        Source: v0.16.8, ``pkg/operator/operands/admission/resources.go:228-326``."""
         authority = base64.b64encode(self.certificate.read_bytes()).decode()
         for kind, path, verbs in (
             ("mutating", "mutate--v1-pod", ["CREATE"]),
@@ -336,7 +338,7 @@ class RealEngine:
             self._install(f"/apis/admissionregistration.k8s.io/v1/{kind}webhookconfigurations", body)
 
     def _wait(self, name: str, url: str) -> None:
-        """Return once a program says that it is ready."""
+        """Return once a program reports that it is ready."""
 
         def is_ready() -> bool:
             try:
@@ -360,7 +362,7 @@ class RealEngine:
 
 @contextlib.contextmanager
 def real_engine() -> Iterator[RealEngine]:
-    """The engine of the programs in GPUSHARE_KUBE_BIN; clusters that tests make meanwhile are on it."""
+    """Yield the engine of the programs in GPUSHARE_KUBE_BIN; clusters of tests run on it meanwhile."""
     with tempfile.TemporaryDirectory(prefix="gps-kai-") as name:
         engine = RealEngine(Path(os.environ[VARIABLE]).absolute(), Path(name))
         try:

@@ -1,4 +1,4 @@
-"""`Store` on a real API server: copies that watches keep up to date, and requests that change it."""
+"""`Store` on a real API server: watches keep copies up to date, and changes are requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _RETRY_S = 0.2
 
 
 class RealStore:
-    """All objects by plural and (namespace, name); what this process changed is known at once.
+    """All objects by plural and (namespace, name); changes by this process are visible at once.
 
     Collections that the API server does not have stay empty.
     """
@@ -37,7 +37,7 @@ class RealStore:
         )
         self._objects: dict[str, dict[tuple[str, str], Json]] = {plural: {} for _, _, plural in KINDS}
         self._listed: set[str] = set()
-        self._gone: set[str] = set()  # uids of deleted objects: no older news brings them back
+        self._gone: set[str] = set()  # uids of deleted objects: an older event must not restore them
         self._lock = threading.Lock()
         self._closed = threading.Event()
         follow = [threading.Thread(target=self._follow, args=(kind,), daemon=True) for kind in KINDS]
@@ -47,7 +47,7 @@ class RealStore:
         until(lambda: len(self._listed) == len(KINDS), "every collection is read")
 
     def close(self) -> None:
-        """Follow nothing more; the API server has ended, so that no watch is open."""
+        """Stop all watches; call this after the API server has ended."""
         self._closed.set()
         for thread in self._threads:
             thread.join()
@@ -65,7 +65,7 @@ class RealStore:
         """Return one object.
 
         Raises:
-            Refused: there is none.
+            Refused: the object does not exist.
         """
         with self._lock:
             found = self._objects[plural].get((namespace, name))
@@ -76,7 +76,7 @@ class RealStore:
     # ---- changes -------------------------------------------------------------
 
     def create(self, plural: str, namespace: str, body: Json) -> Json:
-        """Create an object with the status that it says."""
+        """Create an object with its status."""
         group, version, _ = _kind(plural)
         head = {"apiVersion": f"{group}/{version}" if group else version, "kind": KINDS[_kind(plural)][1]}
         made = self._send("POST", _path(plural, namespace), head | body)
@@ -111,7 +111,7 @@ class RealStore:
         self._read(plural, namespace, name)
 
     def delete_all(self, plural: str) -> None:
-        """Delete every object of a collection but Kubernetes' own, and return once none is left."""
+        """Delete every object of a collection except Kubernetes' own; return once none is left."""
 
         def is_empty() -> bool:
             left = [obj for obj in self.all(plural) if not _is_system(obj["metadata"])]
@@ -135,7 +135,7 @@ class RealStore:
         return said
 
     def _read(self, plural: str, namespace: str, name: str) -> None:
-        """Read an object again, or learn that it is gone."""
+        """Read an object again, or record that it is gone."""
         try:
             self._put(plural, self._send("GET", _path(plural, namespace, name), {}))
         except Refused as refused:
@@ -179,7 +179,7 @@ class RealStore:
                 time.sleep(_RETRY_S)
 
     def _list(self, plural: str) -> str | None:
-        """Read a collection and return its version; None: the API server has no such collection."""
+        """Read a collection and return its version, or None if the API server does not have it."""
         try:
             said = self._send("GET", _path(plural, ""), {})
         except Refused as refused:

@@ -17,7 +17,7 @@ from typing import Any
 Json = dict[str, Any]
 HOSTNAME = "kubernetes.io/hostname"
 
-# (group, version, plural) of what this API server knows: whether it is namespaced, and its kind.
+# The collections of this API server by (group, version, plural): whether they are namespaced, and the kind.
 KINDS: dict[tuple[str, str, str], tuple[bool, str]] = {
     ("", "v1", "pods"): (True, "Pod"),
     ("", "v1", "nodes"): (False, "Node"),
@@ -74,7 +74,7 @@ class Happened:
 
 @dataclass
 class Store:
-    """All objects by plural and (namespace, name); listeners hear every change."""
+    """All objects by plural and (namespace, name); listeners get every change."""
 
     version: int = 0
     objects: dict[str, dict[tuple[str, str], Json]] = field(
@@ -115,7 +115,7 @@ class Store:
         return self._stored(plural, namespace, obj, "ADDED")
 
     def update(self, plural: str, namespace: str, name: str, change: Callable[[Json], Json]) -> Json:
-        """Replace an object; ``change`` returns the new one, and the version that it was made from."""
+        """Replace an object; ``change`` returns the new one and the version on which it is based."""
         old = self.get(plural, namespace, name)
         new = change(copy.deepcopy(old))
         version = new["metadata"].get("resourceVersion", "")
@@ -134,7 +134,7 @@ class Store:
         return old if new == old else self._stored(plural, namespace, new, "MODIFIED")
 
     def patch(self, plural: str, namespace: str, name: str, body: Json, *, part: str = "") -> Json:
-        """Merge ``body``; ``part`` is "status" for that subresource, which nothing else changes."""
+        """Merge ``body``; ``part`` is "status" for that subresource, which only such a patch changes."""
 
         def change(old: Json) -> Json:
             given = {
@@ -193,7 +193,7 @@ class Store:
         return obj
 
     def since(self, version: int) -> list[Happened]:
-        """Return the changes after a version, or refuse: it is compacted."""
+        """Return the changes after a version, or refuse if it is compacted."""
         if version < self.oldest:
             raise Refused(410, "Expired", f"too old resource version: {version} ({self.oldest})")
         return [event for event in self.history if event.version > version]
@@ -208,16 +208,16 @@ def _time(moment: datetime) -> str:
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-# ---- where a pod may run
+# ---- nodes for a pod
 
 
 def host_name(node: str) -> str:
-    """A node's label `HOSTNAME`, which differs from its name in some clouds."""
+    """Return a node's label `HOSTNAME`, which differs from its name in some clouds."""
     return f"{node}.internal"
 
 
 def allows(spec: Json, node: str) -> bool:
-    """Whether node selector and required affinity of a pod allow a node."""
+    """Return whether node selector and required affinity of a pod allow a node."""
     if spec.get("nodeSelector", {}).get(HOSTNAME, host_name(node)) != host_name(node):
         return False
     affinity = spec.get("affinity", {}).get("nodeAffinity", {})
