@@ -1,4 +1,4 @@
-"""Run scenarios one after the other, each bounded, and keep what was seen."""
+"""Run scenarios one after the other, each with a time limit, and store the results."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from tests.gpu_real.one import SKIPPED
 from tests.gpu_real.order import Scenario
 from tests.gpu_real.site import ROOT, Helper, end
 
-# How long the helper may take over a word between two scenarios.
+# The maximum seconds for an answer of the helper between two scenarios.
 CLEAR_S = 20.0
-# By how much later a scenario is ended that did not end itself.
+# The extra seconds before a scenario is ended that did not end by itself.
 LATER_S = 10.0
 NO_TIME = "no time is left"
 WARM = "import torch; torch.ones(1, device='cuda')"
@@ -31,7 +31,7 @@ WARM_S = 120.0
 
 @dataclass
 class Result:
-    """What became of one scenario: ``passed``, ``failed`` or ``skipped``, and why."""
+    """The result of one scenario: ``passed``, ``failed`` or ``skipped``, and why."""
 
     scenario: str
     outcome: str
@@ -41,10 +41,10 @@ class Result:
 
 
 def new_folder(out: Path, name: str) -> Path:
-    """A new folder in ``out``, which is made too: ``name``, or ``name-2``, ... where earlier runs have it.
+    """Create a folder in ``out``: ``name``, or ``name-2``, ... if earlier runs have it; return its path.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the folder cannot be created.
     """
     out.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
@@ -67,11 +67,11 @@ class Bench:
         budget_s: float,
         why_not: str = "",
     ) -> None:
-        """``out``: a folder for what is kept, `folder` where None; ``budget_s`` bounds all together.
+        """Store results in ``out`` (`folder` if None); ``budget_s`` limits all scenarios together.
 
-        Kept are gpu.json, gpu.md, the helper's log and, as they are measured, the rows of each scenario.
-        ``folder`` should be one that every user can reach: the self-test runs as another one.
-        ``why_not`` says why nothing can run here, or is empty.
+        The results are gpu.json, gpu.md, the helper's log and, as soon as they are measured, the rows of each
+        scenario.  Every user should be able to reach ``folder``, because the self-test runs as another one.
+        ``why_not`` says why nothing can run on this machine, or is empty.
         """
         self._folder = folder
         self._environment = dict(environment)
@@ -92,7 +92,7 @@ class Bench:
         self._given_up = why_not
 
     def run(self, scenario: Scenario) -> Result:
-        """Run one scenario in a process of its own; never raises for what happens in it."""
+        """Run one scenario in a separate process; errors in it never raise."""
         began = time.monotonic()
         result = self._run(scenario)
         result.took_s = round(time.monotonic() - began, 2)
@@ -115,7 +115,7 @@ class Bench:
         except (AssertionError, OSError) as error:
             self._end_helper()
             result.outcome, result.reason = "failed", f"the device helper does not answer: {error}"
-            # Once it may be the scenario before; twice, it would cost all the time there is.
+            # One failure may come from the scenario before; a second would cost all the remaining time.
             self._failures += 1
             self._given_up = "the device helper does not start" if self._failures > 1 else ""
             return result
@@ -172,7 +172,7 @@ class Bench:
         return self._until - time.monotonic()
 
     def _warm_torch(self) -> None:
-        """Let PyTorch be read from the disk once, which can take longer than a scenario may."""
+        """Read PyTorch from the disk once, which can take longer than a scenario may."""
         if self._is_warm or self.simulated or importlib.util.find_spec("torch") is None:
             return
         self._is_warm = True
@@ -197,7 +197,7 @@ class Bench:
             self.helper = None
 
     def table(self) -> str:
-        """All rows so far, as a table of Markdown."""
+        """Return all current rows as a Markdown table."""
         rows = [f"| {what} | {figure} |" for result in self.results for what, figure in result.rows]
         rows += [
             f"| {result.scenario} | {result.outcome}: {(result.reason.strip().splitlines() or [''])[-1]} |"
@@ -207,7 +207,7 @@ class Bench:
         return "\n".join([self.title, "", "| what | measured |", "|---|---|", *rows, ""])
 
     def _keep(self) -> None:
-        """Write down what is known so far: the machine may be gone with the next scenario."""
+        """Write the current results: the machine may be lost in the next scenario."""
         plain = {
             "title": self.title,
             "simulated": self.simulated,
@@ -223,7 +223,7 @@ class Bench:
             new.rename(self._out / name)
 
     def close(self) -> None:
-        """End the helper, with what is left on it, and print the whole table."""
+        """End the helper and its remaining processes, and print the whole table."""
         if self.helper is not None:
             self.helper.clear(CLEAR_S)
         self._end_helper()

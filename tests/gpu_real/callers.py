@@ -1,6 +1,6 @@
-"""A caller that is killed while the driver moves memory: the driver's state, and what the next helper does.
+"""Kill a caller while the driver moves memory: the driver's state, and the reaction of the next helper.
 
-CRIU's pull request 2547 names it as what leaves driver and process out of step.
+CRIU's pull request 2547 names this as a way to get driver and process out of step.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tests.gpu.machine import GIB, MIB, until
 from tests.gpu_real.direct import ANSWER_S, bring_back, checkpoint_of, park, says, states_of
 from tests.gpu_real.site import CALL_S, ROOT, Helper, Site, do, end
 
-# How long a process may take to read its memory.
+# The maximum seconds for a process to read its memory.
 READ_S = 30.0
-# How long a helper may take to bring a process to rest, or to give it up (`moves.steps.copy_s`).
+# The maximum seconds for a helper to bring a process to rest, or to give it up (`moves.steps.copy_s`).
 REST_S = 60.0
 
 CALLER = """
@@ -34,7 +34,7 @@ print("done", flush=True)
 
 
 def killed_in(site: Site, name: str, pid: int, after_s: float) -> str:
-    """Make a call in a process that is killed ``after_s`` later: whether it had returned."""
+    """Make a call in a process that is killed ``after_s`` later; return whether the call had returned."""
     caller = subprocess.Popen(
         [sys.executable, "-c", CALLER, name, str(pid)],
         cwd=ROOT, env=site.environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -51,14 +51,14 @@ def killed_in(site: Site, name: str, pid: int, after_s: float) -> str:
 
 
 def half_of(call: Callable[..., object], *given: object) -> float:
-    """Half of the seconds that a call takes."""
+    """Return half of the seconds that a call takes."""
     began = time.monotonic()
     call(*given)
     return (time.monotonic() - began) / 2
 
 
 def a_caller_is_killed_in_a_move(site: Site) -> None:
-    """SIGKILL to the caller, half-way in Checkpoint and in Restore: the driver's states and codes."""
+    """Kill the caller half-way in Checkpoint and in Restore: report the driver's states and codes."""
     checkpoint, size = checkpoint_of(site), 4 * site.scale_bytes
     site.needs_memory(size)
     worker = site.worker("driver", site.lease("caller", size + 2 * GIB, preload=False))
@@ -84,7 +84,7 @@ def a_caller_is_killed_in_a_move(site: Site) -> None:
 
 
 def a_helper_is_killed_in_a_move(site: Site) -> None:
-    """A second helper, with a folder of its own, killed half-way in a suspension and in waking up."""
+    """Kill a second helper, with a separate folder, half-way in a suspension and in a resume."""
     site.needs_suspending()
     size, folder = 4 * site.scale_bytes, site.folder / "second"
     site.needs_memory(size)

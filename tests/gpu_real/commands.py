@@ -1,4 +1,4 @@
-"""What a process of a lease is told, one command a line, and how it answers: ``alloc 512`` -> ``alloc 0``."""
+"""Commands for a process of a lease, one per line, and its answers: ``alloc 512`` -> ``alloc 0``."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ def sleep(seconds: float) -> int:
 
 
 def serve(**commands: Callable[..., object]) -> None:
-    """Say that all is ready; then do what is told until the input ends.
+    """Report that all is ready, then run commands until the input ends.
 
-    A command is called with its words, numbers as such; what it returns is the answer.
+    A command gets its words as arguments, numbers as numbers, and returns the answer.
     """
     known: dict[str, Callable[..., object]] = {"sleep": sleep, **commands}
     print("ready 0", flush=True)

@@ -1,4 +1,4 @@
-"""The driver's checkpoint calls as scenarios make them, without the helper, and what NVML shows meanwhile."""
+"""The driver's checkpoint calls for scenarios without the helper, and NVML's view of them."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from jupyter_gpushare.gpu.driver.nvml import Nvml
 from tests.gpu.machine import MIB, Worker
 from tests.gpu_real.site import CALL_S, Site, Skip
 
-# How long a process may take over an answer that is right only if it survived.
+# The maximum seconds for the answer of a process that may not have survived.
 ANSWER_S = 8.0
 # Since CUDA 13.1; earlier drivers show the state before.
 MOVING = (ProcessState.CHECKPOINTING.name, ProcessState.RESTORING.name)
 
 
 def checkpoint_of(site: Site) -> Checkpoint:
-    """The checkpoint calls; skips where the driver has none, or refuses them on this device."""
+    """Return the checkpoint calls; skip if the driver has none, or refuses them on this device."""
     checkpoint = Checkpoint()
     if checkpoint.unavailable:
         raise Skip(checkpoint.unavailable)
@@ -30,12 +30,12 @@ def checkpoint_of(site: Site) -> Checkpoint:
 
 
 def move_of(site: Site) -> Callable[[Site, str, Worker], tuple[float, float]]:
-    """How a process is suspended and woken here, which gives the seconds of each."""
+    """Return the function that suspends and wakes a process on this machine; it returns both times."""
     return by_the_helper if site.device["suspendable"] else by_the_driver
 
 
 def by_the_helper(site: Site, name: str, _worker: Worker) -> tuple[float, float]:
-    """Suspend and resume a lease at rest."""
+    """Suspend and resume a lease at rest, through the helper."""
     moved = site.ask("suspend", lease=name, calls=site.rests(name))
     assert moved["done"], moved
     back = site.ask("resume", lease=name)
@@ -44,7 +44,7 @@ def by_the_helper(site: Site, name: str, _worker: Worker) -> tuple[float, float]
 
 
 def by_the_driver(site: Site, _name: str, worker: Worker) -> tuple[float, float]:
-    """The same by the driver's own calls, for a process that makes none meanwhile."""
+    """Do the same with the driver's own calls, for a process that makes no calls meanwhile."""
     checkpoint = checkpoint_of(site)
     began = time.monotonic()
     checkpoint.lock(worker.pid, CALL_S)
@@ -56,7 +56,7 @@ def by_the_driver(site: Site, _name: str, worker: Worker) -> tuple[float, float]
 
 
 def code_of(call: Callable[..., object], *given: object) -> str:
-    """The code that a call of the driver answers."""
+    """Return the code of a driver call."""
     try:
         call(*given)
     except DeviceError as error:
@@ -65,7 +65,7 @@ def code_of(call: Callable[..., object], *given: object) -> str:
 
 
 def state_of(checkpoint: Checkpoint, pid: int) -> str:
-    """The state of a process as the driver says, or the code of the question."""
+    """Return the driver's state of a process, or the code of the query."""
     try:
         return checkpoint.state(pid).name
     except DeviceError as error:
@@ -73,7 +73,7 @@ def state_of(checkpoint: Checkpoint, pid: int) -> str:
 
 
 def states_of(checkpoint: Checkpoint, pid: int, for_s: float) -> str:
-    """The states that a process passes through; longer than ``for_s`` while the driver names a move."""
+    """Return the states of a process within ``for_s``, or longer while the driver reports a move."""
     began, seen = time.monotonic(), [state_of(checkpoint, pid)]
     while (past_s := time.monotonic() - began) < for_s or (seen[-1] in MOVING and past_s < CALL_S):
         time.sleep(0.01)
@@ -83,7 +83,7 @@ def states_of(checkpoint: Checkpoint, pid: int, for_s: float) -> str:
 
 
 def park(checkpoint: Checkpoint, pid: int) -> str:
-    """Lock and Checkpoint: their codes, and the state after them."""
+    """Lock and checkpoint a process; return the codes and the state afterwards."""
     codes = f"Lock {code_of(checkpoint.lock, pid, CALL_S)}"
     if state_of(checkpoint, pid) == ProcessState.LOCKED.name:
         codes += f", Checkpoint {code_of(checkpoint.checkpoint, pid, CALL_S)}"
@@ -91,7 +91,7 @@ def park(checkpoint: Checkpoint, pid: int) -> str:
 
 
 def bring_back(checkpoint: Checkpoint, pid: int) -> str:
-    """Restore and Unlock, each where the state asks for it: their codes, and the state after them."""
+    """Restore and unlock a process, each if its state needs it; return the codes and the final state."""
     codes = []
     if state_of(checkpoint, pid) == ProcessState.CHECKPOINTED.name:
         codes.append(f"Restore {code_of(checkpoint.restore, pid, CALL_S)}")
@@ -101,7 +101,7 @@ def bring_back(checkpoint: Checkpoint, pid: int) -> str:
 
 
 def says(worker: Worker, command: str, within_s: float = ANSWER_S) -> str:
-    """What a process answers that may be damaged: "no answer" where it hangs, or how it ended."""
+    """Return the answer of a possibly damaged process, "no answer" if it hangs, or how it ended."""
     answer = ""
     with suppress(BrokenPipeError):
         worker.tell(command)
@@ -116,18 +116,18 @@ def says(worker: Worker, command: str, within_s: float = ANSWER_S) -> str:
 
 
 def mib(count: int | None) -> str:
-    """A number of bytes for a row; None: NVML hides them."""
+    """Return a number of bytes as text for a row; None means that NVML hides them."""
     return "hidden" if count is None else f"{count / MIB:.0f} MiB"
 
 
 def listed(nvml: Nvml, uuid: str, pid: int) -> str:
-    """What NVML's list says of a process on a device."""
+    """Return the entry of a process in NVML's list of a device."""
     processes = nvml.processes(uuid)
     return mib(processes[pid]) if pid in processes else "not listed"
 
 
 def lags(most_s: float, **conditions: Callable[[], bool]) -> dict[str, str]:
-    """How long until each condition is true, by name; all are polled every millisecond."""
+    """Return the time until each condition is true, by name; poll all every millisecond."""
     began, found = time.monotonic(), dict.fromkeys(conditions, f"not within {most_s:.0f} s")
     waiting = dict(conditions)
     while waiting and time.monotonic() - began < most_s:

@@ -1,7 +1,7 @@
 """Facts about a driver that this project assumes: each scenario reports one, and judges little.
 
-docs/first-gpu.md says what each answer changes in the code.  All run on the simulated
-driver too, where they prove the scenario and not the fact.
+docs/first-gpu.md says what each answer changes in the code.  All scenarios run on the simulated
+driver too, which tests the scenario but proves no fact.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def a_restore_without_memory_leaves_the_process_in_a_state(site: Site) -> None:
 
 
 def _caller(site: Site, environment: Mapping[str, str]) -> Worker:
-    """A process whose threads have the context, with every function proved while it runs."""
+    """Start a process whose threads have the context, and check every function while it runs."""
     worker = site.worker("calls", environment)
     assert do(worker, "open") == "0"
     assert do(worker, "prepare") == "0"
@@ -71,10 +71,9 @@ def _caller(site: Site, environment: Mapping[str, str]) -> Worker:
 
 
 def these_calls_wait_while_a_process_is_locked(site: Site) -> None:
-    """Which functions block under Lock, and in which system call (`moves.wake`).
+    """Find the functions that block under Lock, and their system calls (`moves.wake`).
 
-    Each is called by a thread that had the context before the lock: without one a call answers 201
-    and waits for nothing.
+    A thread that had the context before the lock calls each: without a context a call answers 201 at once.
     """
     checkpoint = checkpoint_of(site)
     worker = _caller(site, site.lease("locked", 4 * GIB, preload=False))
@@ -92,9 +91,9 @@ def these_calls_wait_while_a_process_is_locked(site: Site) -> None:
 
 
 def these_calls_end_a_process_while_it_is_checkpointed(site: Site) -> None:
-    """Functions that the driver lets through although their state is in host memory.
+    """Find the functions that the driver lets through although their state is in host memory.
 
-    The preload library holds them back, as every call that it counts (native/preload/lease_client.h).
+    The preload library holds them back, like every call that it counts (native/preload/lease_client.h).
     """
     checkpoint = checkpoint_of(site)
     environment = site.lease("polled", 4 * GIB, preload=False)
@@ -118,7 +117,7 @@ def these_calls_end_a_process_while_it_is_checkpointed(site: Site) -> None:
 
 
 def a_pool_keeps_what_was_freed(site: Site) -> None:
-    """Bytes that the driver shows after a free to a pool that keeps, and the same allocation again."""
+    """Report the driver's bytes after a free to a pool that keeps memory, and repeat the allocation."""
     size = 2 * site.scale_bytes
     site.needs_memory(size)
     worker = site.worker("facts", site.lease("pool", size + 1 * GIB))
@@ -136,7 +135,7 @@ def a_pool_keeps_what_was_freed(site: Site) -> None:
 
 
 def a_process_that_only_called_cu_init_is_listed(site: Site) -> None:
-    """With how many bytes, and what GetState and Lock answer (llm-d-rl-time-slicing PR 148)."""
+    """Report its bytes, and the answers of GetState and Lock (llm-d-rl-time-slicing PR 148)."""
     checkpoint, nvml = checkpoint_of(site), Nvml()
     worker = site.worker("facts", site.lease("initialized", 2 * GIB, preload=False))
     assert do(worker, "init") == "0"
@@ -150,7 +149,7 @@ def a_process_that_only_called_cu_init_is_listed(site: Site) -> None:
 
 
 def entry_points_are_their_symbols(site: Site) -> None:
-    """cuGetProcAddress against the symbols of hooks.h: any other answer takes a spare hook."""
+    """Compare cuGetProcAddress with the symbols of hooks.h: a different address uses a spare hook."""
     worker = site.worker("calls", site.lease("addresses", 2 * GIB, preload=False))
     assert do(worker, "open") == "0"
     found = json.loads(do(worker, "addresses"))
@@ -163,9 +162,9 @@ def entry_points_are_their_symbols(site: Site) -> None:
 
 
 def a_new_thread_and_a_new_module_wake(site: Site, command: str) -> None:
-    """The first call of a thread, and lazy loading, may pass the library (cuGetExportTable).
+    """Test the first call of a thread, and lazy loading, which may bypass the library (cuGetExportTable).
 
-    A call that only synchronises ends the process where it passes the library.
+    A call that only synchronizes ends the process if it bypasses the library.
     """
     site.needs_suspending()
     name = f"wake-{command}"
@@ -195,7 +194,7 @@ def a_new_thread_and_a_new_module_wake(site: Site, command: str) -> None:
 
 
 def the_host_memory_of_a_checkpoint_has_an_overhead(site: Site) -> None:
-    """Resident memory of the process, per checkpointed byte (`leases.host_memory` assumes 5 % more)."""
+    """Report resident memory of the process per checkpointed byte (`leases.host_memory` adds 5 %)."""
     site.needs_suspending()
     size = 4 * site.scale_bytes
     site.needs_memory(size)
@@ -219,7 +218,7 @@ def the_host_memory_of_a_checkpoint_has_an_overhead(site: Site) -> None:
 
 
 def a_process_grows_over_cycles(site: Site) -> None:
-    """Bytes that the driver shows of a torch process over 20 suspensions (the restore margin)."""
+    """Report the driver's bytes of a torch process over 20 suspensions (the restore margin)."""
     site.needs_suspending()
     try:
         worker = site.worker("torch", site.lease("cycles", 8 * GIB), 512)
@@ -256,7 +255,7 @@ except DeviceError as error:
 
 
 def a_helper_without_root_may_not_lock(site: Site) -> None:
-    """The code of Lock by another user than root (cuda-checkpoint issues 6, 25, 41)."""
+    """Report the code of Lock by a user other than root (cuda-checkpoint issues 6, 25, 41)."""
     checkpoint_of(site)
     if os.geteuid() != 0:
         raise Skip("needs root, to become another user")
@@ -277,7 +276,7 @@ def _path(site: Site) -> str:
 
 
 def killing_a_resumed_process_does_no_harm(site: Site) -> None:
-    """The last one: with driver 595.71 the whole machine hung 35 s later (cuda-checkpoint issue 53)."""
+    """Run last: with driver 595.71 the whole machine hung 35 s later (cuda-checkpoint issue 53)."""
     if not site.simulated and os.environ.get("GPUSHARE_TEST_MAY_HANG") != "1":
         raise Skip("may hang the machine: GPUSHARE_TEST_MAY_HANG=1 where its owner agrees")
     site.needs_suspending()

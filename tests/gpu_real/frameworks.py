@@ -1,4 +1,4 @@
-"""What has to work with real frameworks; of them only Numba runs on the simulated driver."""
+"""Scenarios with real frameworks, of which only Numba runs on the simulated driver."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 400
 
 
 def its_memory_comes_back_as_it_was(site: Site, kind: str) -> None:
-    """By the helper, or where that cannot suspend (a container that hides processes) by the driver alone."""
+    """Suspend through the helper or, where it cannot (a container that hides processes), the driver alone."""
     need(kind)
     name = f"back-{kind}"
     worker = site.worker(kind, site.lease(name, 8 * GIB), 2048)
@@ -43,7 +43,7 @@ def its_memory_comes_back_as_it_was(site: Site, kind: str) -> None:
 
 
 def its_memory_moves_to_another_gpu(site: Site, kind: str) -> None:
-    """By the driver, for a process that sees one GPU; there its tensors are the same and it gets more."""
+    """Move a process that sees one GPU, with driver calls; check its tensors, and allocate more there."""
     need(kind)
     checkpoint, (first, second) = checkpoint_of(site), equal_devices(site)
     worker = site.worker(kind, site.lease(f"moving-{kind}", 8 * GIB, preload=False), 2048)
@@ -96,7 +96,7 @@ def every_allocator_of_torch_sees_and_keeps_the_limit(site: Site, allocator: str
 
 
 def training_that_is_stopped_has_the_same_loss_curve(site: Site) -> None:
-    """Locked twice and suspended twice on the way, bit by bit the same."""
+    """Lock twice and suspend twice during training; the loss is the same, bit by bit."""
     need("torch")
     site.needs_suspending()
     plain = site.worker("torch", site.lease("curve-plain", 6 * GIB))
@@ -135,7 +135,7 @@ def what_the_library_adds_to_a_training_loop(site: Site) -> None:
 
 
 def loaders_live_through_a_suspension(site: Site) -> None:
-    """The forked workers of a DataLoader, while the kernel sleeps and after it was killed."""
+    """Test the forked workers of a DataLoader, while the kernel sleeps and after it was killed."""
     need("torch")
     free = Nvml().free_bytes(site.uuid)
     worker = site.worker("torch-life", site.lease("loaders", 4 * GIB))
@@ -144,7 +144,7 @@ def loaders_live_through_a_suspension(site: Site) -> None:
 
 
 def what_torch_made_before_works_after_a_suspension(site: Site, make: str, use: str) -> None:
-    """A captured graph, and compiled code."""
+    """Test a captured graph, and compiled code."""
     need("torch")
     worker = site.worker("torch-life", site.lease(make, 4 * GIB))
     made = do(worker, make)
@@ -158,7 +158,7 @@ def what_torch_made_before_works_after_a_suspension(site: Site, make: str, use: 
 
 
 def a_training_step_drains(site: Site) -> None:
-    """From the close of a turn until the device has done the steps that PyTorch launched before."""
+    """Measure the time from the end of a turn until the device has done PyTorch's launched steps."""
     need("torch")
     worker = site.worker("torch-time", site.lease("drain-torch", 8 * GIB, preload=False))
     do(worker, f"recorder {recorder_library(site)}")
@@ -171,7 +171,7 @@ def a_training_step_drains(site: Site) -> None:
 
 
 def a_record_slows_no_training_loop(site: Site) -> None:
-    """A thread that records and waits, 1 ms apart, beside a loop of small kernels."""
+    """Run a thread that records and waits, 1 ms apart, beside a loop of small kernels."""
     need("torch")
     worker = site.worker("torch-time", site.lease("watched-torch", 8 * GIB, preload=False))
     do(worker, f"recorder {recorder_library(site)}")
@@ -192,7 +192,7 @@ def a_record_slows_no_training_loop(site: Site) -> None:
 
 
 def two_jobs_with_input_pipelines_share_a_device(site: Site) -> None:
-    """Training with a DataLoader that leaves the device idle at times: alone, and two of them at once."""
+    """Run training with a DataLoader that leaves the device idle at times: one job, then two at once."""
     need("torch")
     workers = [site.worker("torch-time", site.lease(f"job-{index}", 8 * GIB)) for index in range(2)]
     for worker in workers:

@@ -1,6 +1,6 @@
-"""Run one scenario in a process of its own, against a helper that runs: ``python -m tests.gpu_real.one``.
+"""Run one scenario in this process, with a running helper: ``python -m tests.gpu_real.one``.
 
-Exit status: 0 shown, 1 not as it should be (the reason is printed), 3 skipped.
+Exit status: 0 passed, 1 failed (the reason is printed), 3 skipped.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FAILED, SKIPPED = 1, 3
 
 
 class TooLate(Exception):
-    """A scenario's time is over."""
+    """The time of a scenario is over."""
 
 
 def main() -> None:
@@ -39,7 +39,7 @@ def main() -> None:
     def too_late(_number: int, _frame: object) -> None:
         raise TooLate(f"not done after {given.limit_s:.0f} s")
 
-    # What hangs in the driver is ended from outside; whatever else waits says here what for.
+    # A process that hangs in the driver is ended from outside; any other wait is reported here.
     signal.signal(signal.SIGALRM, too_late)
     signal.setitimer(signal.ITIMER_REAL, given.limit_s)
     reason, status = "", 0
@@ -54,7 +54,7 @@ def main() -> None:
         with given.said.open("a") as file:
             file.write(json.dumps(reason) + "\n")
     site.close()
-    # Without the driver's own end-of-process code, which may wait for the driver.
+    # This skips the driver's own exit code, which may wait for the driver.
     os._exit(status)
 
 

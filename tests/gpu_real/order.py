@@ -1,10 +1,10 @@
-"""Which scenarios there are, in the order in which they are worth a GPU's time.
+"""All scenarios, the most valuable first.
 
-There are five parts, as a GPU may be lent for half an hour, ten minutes a command.  First
-what nothing else can show (is state kept, PyTorch's too, and does a call wake?), then how
-the driver behaves and whether limits hold, then what it costs, then how time is divided, last
-what else lives across a suspension, and what damages processes or may hang the machine.  Each
-scenario has a bound in seconds, far above what it should take: one that hangs must not cost the
+There are five parts, because a GPU may be lent for half an hour with ten minutes per command:
+1. questions that nothing else can answer (is state kept, PyTorch's too, and does a call wake?);
+2. the driver's behaviour and the limits; 3. costs; 4. the division of time; 5. other things that
+survive a suspension, and scenarios that damage processes or may hang the machine.  Each scenario
+has a limit in seconds, far above its normal duration, so that one that hangs does not cost the
 others their turn.
 """
 
@@ -28,7 +28,7 @@ from tests.gpu_real import (
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """One thing to show: a function of a `Site` and ``given``, ended after ``limit_s``."""
+    """One scenario: a function of a `Site` and ``given``, ended after ``limit_s``."""
 
     function: Callable[..., None]
     limit_s: float
@@ -36,16 +36,16 @@ class Scenario:
 
     @property
     def name(self) -> str:
-        """What it is called on a command line."""
+        """The scenario's name on a command line."""
         return "-".join([self.function.__name__, *(str(each).partition(":")[0] for each in self.given)])
 
     @property
     def everywhere(self) -> bool:
-        """Whether the simulated driver can run it too."""
+        """Whether the simulated driver can run the scenario too."""
         return self.function.__module__ != frameworks.__name__ or self.given == ("numba",)
 
 
-#: Seconds for the scenarios of a part together: with what hangs at its end a part takes 7 minutes at most.
+#: Seconds for all scenarios of a part: with a hang at its end, a part takes at most 7 minutes.
 PART_S = 340.0
 
 PARTS = (

@@ -1,7 +1,7 @@
-"""A process that is restored on another GPU of the same kind (gpuPairs, driver r580).
+"""Restore a process on another GPU of the same kind (gpuPairs, driver r580).
 
-cuda.h 13.5: the pairs must name every checkpointed GPU.  Whether one that is visible and unused counts is
-not said (NVIDIA/cuda-checkpoint issues 18, 35 and 46).
+cuda.h 13.5: the pairs must name every checkpointed GPU.  It does not say whether a visible but unused GPU
+counts (NVIDIA/cuda-checkpoint issues 18, 35 and 46).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.gpu_real.site import CALL_S, Site, Skip, do
 
 
 def restore(checkpoint: Checkpoint, pid: int, onto: Mapping[str, str]) -> str:
-    """Restore with pairs of UUIDs, from old to new; the code."""
+    """Restore with pairs of UUIDs, from old to new; return the code."""
     try:
         checkpoint.restore(pid, CALL_S, onto)
     except DeviceError as error:
@@ -26,7 +26,7 @@ def restore(checkpoint: Checkpoint, pid: int, onto: Mapping[str, str]) -> str:
 
 
 def a_process_moves_to_another_gpu(site: Site) -> None:
-    """There with a pair for the GPU in use alone, or with all visible ones; and back the same way."""
+    """Move there with a pair for the GPU in use, or with pairs for all visible GPUs, and back."""
     checkpoint, nvml, size = checkpoint_of(site), Nvml(), 2 * site.scale_bytes
     first, second = equal_devices(site)
     site.needs_memory(size)
@@ -57,7 +57,7 @@ def a_process_moves_to_another_gpu(site: Site) -> None:
 
 
 def a_process_that_sees_one_gpu_moves_to_another(site: Site) -> None:
-    """As a session does; and where a process goes that starts afterwards with the same variables."""
+    """Move as a session does; report the GPU of a later process with the same variables."""
     checkpoint, nvml, size = checkpoint_of(site), Nvml(), 2 * site.scale_bytes
     first, second = equal_devices(site)
     site.needs_memory(size)
@@ -85,7 +85,7 @@ def a_process_that_sees_one_gpu_moves_to_another(site: Site) -> None:
 
 
 def equal_devices(site: Site) -> tuple[str, str]:
-    """The site's device and another of the same name and size."""
+    """Return the site's device and another of the same name and size."""
     for each in site.client.ask("inventory")["devices"]:
         same = [each[key] == site.device[key] for key in ("name", "memory_bytes", "profile")]
         if all(same) and each["uuid"] != site.uuid:

@@ -1,10 +1,9 @@
-"""What something adds to a time, out of pairs measured in turn: the median, and how sure it is.
+"""Compute an overhead from alternating pairs of measurements: the median and its confidence range.
 
-A machine that speeds up or slows down does so for both of a pair.  The range in
-which the true median of the ratios lies comes from their order alone, whatever
-their distribution: of 11 pairs the second lowest to the second highest hold it
-with 98.8 % (binomial, p = 1/2).  Where that range does not lie on one side of the
-bound, nothing is claimed.
+A machine that speeds up or slows down does so for both of a pair.  The range of the
+true median follows from the order of the ratios, whatever their distribution: of 11
+pairs, the second lowest to the second highest contain it with 98.8 % (binomial,
+p = 1/2).  If that range is not on one side of the bound, nothing is claimed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _Measured = TypeVar("_Measured")
 
 @dataclass(frozen=True, slots=True)
 class Added:
-    """The median of what is added, and the range in which it lies; 0.01 is one percent."""
+    """The median overhead and its range; 0.01 is one percent."""
 
     median: float
     low: float
@@ -30,7 +29,7 @@ class Added:
 
     @property
     def within(self) -> bool | None:
-        """Whether it is at most `MOST`; None: the noise is too large to tell."""
+        """Return whether the overhead is at most `MOST`, or None if the noise is too large."""
         return True if self.high <= MOST else False if self.low > MOST else None
 
     def __str__(self) -> str:
@@ -39,7 +38,7 @@ class Added:
 
 
 def added(pairs: Iterable[tuple[float, float]]) -> Added:
-    """What is added to the first time of each of `PAIRS` pairs, so that the second comes out."""
+    """Return the overhead of the second time over the first in `PAIRS` pairs."""
     ratios = sorted(after / before - 1 for before, after in pairs)
     assert len(ratios) == PAIRS
     return Added(median(ratios), ratios[1], ratios[-2])
@@ -48,7 +47,7 @@ def added(pairs: Iterable[tuple[float, float]]) -> Added:
 def in_turn(
     first: Callable[[], _Measured], second: Callable[[], _Measured]
 ) -> list[tuple[_Measured, _Measured]]:
-    """`PAIRS` pairs, each way round as often as can be: neither is always measured first."""
+    """Measure `PAIRS` pairs in alternating order, so that neither is always first."""
     pairs = []
     for number in range(PAIRS):
         if number % 2:

@@ -1,4 +1,4 @@
-"""A thread in C that records and waits as a library would at the end of a turn (recorder.c)."""
+"""A C thread that records and waits as the library does at the end of a turn (recorder.c)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ ALWAYS = 1 << 62
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What the thread saw: how many rounds, of one call, of its last drain; what part of a CPU it took."""
+    """The thread's results: rounds, the time of a call and of its last drain, and its share of a CPU."""
 
     rounds: int
     record_us: float
@@ -18,7 +18,7 @@ class Recorded:
     cpu: float
 
     def __str__(self) -> str:
-        """One word for each, as a worker answers."""
+        """Return one word for each value, as a worker answers."""
         return f"{self.rounds} {self.record_us:.3f} {self.drain_ms:.4f} {self.cpu:.4f}"
 
 
@@ -29,13 +29,13 @@ class Recorder:
         self._calls = ctypes.CDLL(library)
 
     def start(self, context: ctypes.c_void_p, period_us: int = 0, rounds: int = 1) -> bool:
-        """False: this driver lacks the call."""
+        """Start the thread; return False if the driver lacks the call."""
         code = int(self._calls.recorder_start(context, period_us, ctypes.c_long(rounds)))
         assert code in (0, -1), code
         return not code
 
     def end(self, *, at_once: bool = False) -> Recorded:
-        """Wait for the last round; ``at_once`` begins no other one."""
+        """Wait for the last round; with ``at_once`` no further round begins."""
         out = (ctypes.c_double * 6)()
         self._calls.recorder_end(int(at_once), out)
         rounds, code, record_ns, drain_ns, cpu_ns, wall_ns = out

@@ -1,8 +1,8 @@
-"""What has to work on every driver: each scenario runs on a real GPU and on the simulated one.
+"""Scenarios that have to pass on every driver, real or simulated.
 
-A scenario takes a `Site`, asserts, and adds the figures it saw to the site's report.
-Where memory is really filled its sizes follow the site's scale.  `order` says when
-each runs, and for how long at most.
+A scenario takes a `Site`, asserts, and adds its figures to the site's report.  If it
+really fills memory, its sizes follow the site's scale.  `order` has the position and
+the time limit of each.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from tests.gpu_real.site import (
 
 
 def the_driver_is_found(site: Site) -> None:
-    """The driver as the helper's own modules see it, without a helper."""
+    """Report the driver as the helper's modules see it, without a helper."""
     nvml, checkpoint = Nvml(), Checkpoint()
     site.report.add("driver", nvml.driver)
     site.report.add("checkpoint calls", checkpoint.unavailable or "available")
@@ -81,7 +81,7 @@ def the_self_test_gives_a_verdict(site: Site) -> None:
 
 
 def the_driver_moves_a_process_by_itself(site: Site, gib: int) -> None:
-    """Its calls without the helper: what they do also where the helper's self-test says no."""
+    """Test its calls without the helper, also where the helper's self-test fails."""
     if gib > 1 and site.device["suspendable"]:
         raise Skip("the helper can suspend here, and does so with as much")
     checkpoint, nvml = Checkpoint(), Nvml()
@@ -125,7 +125,7 @@ def a_context_has_its_price(site: Site) -> None:
 
 
 def memory_comes_back_as_it_was(site: Site, gib: int) -> None:
-    """Every byte is written, suspended, resumed and compared."""
+    """Write, suspend, resume and compare every byte."""
     site.needs_suspending()
     size = gib * site.scale_bytes
     site.needs_memory(size)
@@ -179,7 +179,7 @@ def a_lender_gets_its_memory_back_from_a_borrower(site: Site) -> None:
     if lent["refused"] == "host_memory":
         raise Skip(lent["reason"])
     assert lent["done"], lent
-    # The borrower needs more than what was free beside the owner.
+    # The borrower needs more than was free beside the owner.
     borrower = site.worker("driver", site.lease("borrower", site.grantable_bytes))
     most = min(site.free_bytes(), site.grantable_bytes) - 2 * GIB
     assert do(borrower, f"alloc {most // MIB}") == "0"
@@ -227,7 +227,7 @@ def a_process_around_the_library_is_noticed(site: Site) -> None:
 
 
 def calls_program(site: Site) -> Path:
-    """tests/benchmarks/calls.c, compiled into the site's folder."""
+    """Compile tests/benchmarks/calls.c into the site's folder; return its path."""
     program = site.folder / "calls"
     source = ROOT / "tests/benchmarks/calls.c"
     run_program([*build.compiler(), "-O2", "-w", "-o", str(program), str(source), "-ldl"], os.environ)
@@ -235,7 +235,7 @@ def calls_program(site: Site) -> Path:
 
 
 def call_ns(program: Path, environment: Mapping[str, str], launches: int) -> list[float]:
-    """Nanoseconds of a launch, of cuMemGetInfo and of dlsym."""
+    """Return the nanoseconds of a launch, of cuMemGetInfo and of dlsym."""
     return [float(word) for word in run_program([str(program), str(launches)], environment).split()]
 
 

@@ -1,6 +1,6 @@
-"""How a driver divides its time between processes, and what it would cost to divide it by turns.
+"""Measure how a driver divides time between processes, and what turns would cost.
 
-Most of these play turns without the helper and without the library, so that they measure the driver.
+Most scenarios imitate turns without the helper and the library, so that they measure the driver.
 docs/first-gpu.md says which answer switches turns on by default, and which deletes them.
 """
 
@@ -28,9 +28,9 @@ MISSING = "this driver has no cuCtxRecordEvent (CUDA 12.5)"
 #: Milliseconds of a kernel.
 LENGTHS = (1, 10, 100)
 TURNS_MS = (20, 50, 100, 200)
-#: How much is queued when a turn ends, in milliseconds.
+#: The work queued when a turn ends, in milliseconds.
 AHEAD_MS = (1, 10, 50)
-#: Between two rounds of a thread that records and waits, in microseconds.
+#: The pause between two rounds of a thread that records and waits, in microseconds.
 WATCH_US = 1000
 #: The part of a device's time that one of two leases is granted; the other has the rest.
 QUARTER = 0.25
@@ -44,7 +44,7 @@ DEFAULT, SHORT, LONG = 0, 1, 3
 def _tenants(
     site: Site, count: int, name: str, *, preload: bool = False, shares: tuple[float, ...] = ()
 ) -> list[Worker]:
-    """Processes of one lease each, with the same kernel; the first measures how much of it takes 1 ms."""
+    """Start one process per lease with the same kernel; the first finds the size that takes 1 ms."""
     workers: list[Worker] = []
     amount = "0"
     for index, share in zip_longest(range(count), shares):
@@ -56,24 +56,24 @@ def _tenants(
 
 
 def _told_at_once(commands: dict[Worker, str]) -> list[list[str]]:
-    """The words that workers answer that begin together."""
+    """Run a command in all workers at once; return the words of their answers."""
     for worker, command in commands.items():
         worker.tell(command)
     return [worker.answer(PATIENCE_S).split()[1:] for worker in commands]
 
 
 def _at_once(commands: dict[Worker, str]) -> list[int]:
-    """How many kernels each has done."""
+    """Return the number of kernels that each has done."""
     return [int(words[0]) for words in _told_at_once(commands)]
 
 
 def _seconds(site: Site, seconds: float) -> float:
-    """How long to measure: shorter on the simulated driver, which proves no figure."""
+    """Return the seconds of a measurement, fewer on the simulated driver, whose figures prove nothing."""
     return seconds / 10 if site.simulated else seconds
 
 
 def two_tenants_divide_the_time(site: Site) -> None:
-    """The same kernels side by side, long beside short ones, and one process against three."""
+    """Run the same kernels side by side, long beside short ones, and one process against three."""
     workers = _tenants(site, 4, "tenant")
     seconds = _seconds(site, 3.0)
     alone = {ms: ms * _at_once({workers[0]: f"run {ms} {seconds} 0"})[0] for ms in LENGTHS}
@@ -97,7 +97,7 @@ def two_tenants_divide_the_time(site: Site) -> None:
 
 
 def the_slice_of_the_driver_can_be_set(site: Site) -> None:
-    """`nvidia-smi compute-policy`: what a short and a long slice change.  It is for the whole device."""
+    """Measure a short and a long slice of `nvidia-smi compute-policy`, which apply to the whole device."""
     if shutil.which("nvidia-smi") is None or site.simulated:
         raise Skip("no nvidia-smi")
     if os.environ.get("GPUSHARE_TEST_MAY_SET") != "1":
@@ -126,7 +126,7 @@ def the_slice_of_the_driver_can_be_set(site: Site) -> None:
 
 
 def turns_keep_the_throughput(site: Site) -> None:
-    """Two processes that hand an empty device over by a pipe, against the same two without turns."""
+    """Compare two processes that pass an idle device through a pipe with the same two without turns."""
     workers = _tenants(site, 2, "turns")
     seconds = _seconds(site, 3.0)
     free = sum(_at_once(dict.fromkeys(workers, f"run 1 {seconds} 0"))) / seconds
@@ -147,7 +147,7 @@ def turns_keep_the_throughput(site: Site) -> None:
                     for worker, mine, other in zip(workers, pipes, reversed(pipes), strict=True)
                 }
             )
-        # The last turn ends after the time that was given: so by the clock.
+        # The last turn ends after the given time, so measure by the clock.
         took_s = max(float(end) for _, end in done) - began
         counts = [int(count) for count, _ in done]
         site.report.add(
@@ -158,7 +158,7 @@ def turns_keep_the_throughput(site: Site) -> None:
 
 
 def nvml_tells_who_computed(site: Site) -> None:
-    """Utilization by process against the work that was done: one without pause, one with pauses."""
+    """Compare utilization by process with the work done: one process without pauses, one with pauses."""
     workers = _tenants(site, 2, "seen")
     seconds = _seconds(site, 5.0)
     pynvml.nvmlInit()
@@ -194,11 +194,11 @@ def nvml_tells_who_computed(site: Site) -> None:
     site.end(*workers)
 
 
-# ---- what cuCtxRecordEvent does ----
+# ---- cuCtxRecordEvent ----
 
 
 def recorder_library(site: Site) -> Path:
-    """recorder.c, compiled into the site's folder."""
+    """Compile recorder.c into the site's folder; return its path."""
     library = site.folder / "recorder.so"
     if not library.exists():
         source = Path(__file__).with_name("recorder.c")
@@ -208,7 +208,7 @@ def recorder_library(site: Site) -> Path:
 
 
 def recorded(answer: str) -> Recorded:
-    """What a worker's recorder saw; skips where the driver has no such call."""
+    """Return the results of a worker's recorder; skip if the driver lacks the call."""
     if answer == "missing":
         raise Skip(MISSING)
     rounds, *rest = answer.split()
@@ -216,13 +216,13 @@ def recorded(answer: str) -> Recorded:
 
 
 def percentiles(found: list[Recorded]) -> str:
-    """The median and the 99th percentile of drains."""
+    """Return the median and the 99th percentile of drains."""
     ordered = sorted(each.drain_ms for each in found)
     return f"p50 {median(ordered):.2f} ms, p99 {ordered[(99 * len(ordered) - 1) // 100]:.2f} ms"
 
 
 def activity(found: list[Recorded]) -> str:
-    """How often a thread recorded and waited, what one call took, and what that took of a CPU."""
+    """Return how often a thread recorded and waited, the time of one call, and its share of a CPU."""
     rounds, calls_us, cpu = (
         median(side) for side in zip(*((r.rounds, r.record_us, r.cpu) for r in found), strict=True)
     )
@@ -238,7 +238,7 @@ def _recording(site: Site, name: str) -> Worker:
 
 
 def what_is_queued_drains(site: Site) -> None:
-    """From the close of a turn until the device has done what was launched before."""
+    """Measure the time from the end of a turn until the device has done all launched work."""
     worker = _recording(site, "drain")
     for ahead_ms in AHEAD_MS:
         found = [
@@ -253,7 +253,7 @@ def what_is_queued_drains(site: Site) -> None:
 
 
 def a_record_disturbs_nothing(site: Site) -> None:
-    """What cuCtxRecordEvent costs, whether streams wait for it, and what its wait takes of a CPU."""
+    """Measure the cost of cuCtxRecordEvent, whether streams wait for it, and the CPU use of its wait."""
     worker = _recording(site, "record")
     long_ms = 20 if site.simulated else 200
     waited = recorded(do(worker, f"drain {long_ms} 1"))
@@ -270,7 +270,7 @@ def a_record_disturbs_nothing(site: Site) -> None:
     seconds, seen = _seconds(site, 0.3), []
 
     def run(*, watched: bool) -> float:
-        """Seconds of one kernel of 0.1 ms, launched without pause."""
+        """Return the seconds of one kernel of 0.1 ms, launched without pause."""
         assert not watched or do(worker, f"watch {WATCH_US}") == "0"
         count = int(do(worker, f"run 0.1 {seconds} 0"))
         if watched:
@@ -284,7 +284,7 @@ def a_record_disturbs_nothing(site: Site) -> None:
 
 
 def a_record_meets_a_capture(site: Site) -> None:
-    """cuda.h: it answers 900 and invalidates each capture in the context, so it may never meet one."""
+    """Record during a capture; by cuda.h this answers 900 and invalidates each capture in the context."""
     worker = _recording(site, "capture")
     needed = ("cuStreamBeginCapture_v2", "cuStreamEndCapture", "cuThreadExchangeStreamCaptureMode")
     if absent := [name for name in needed if do(worker, f"missing {name}") != "-"]:
@@ -302,7 +302,7 @@ def a_record_meets_a_capture(site: Site) -> None:
 
 
 def turns_of_the_package_hold(site: Site) -> None:
-    """Two leases, 1/4 and 3/4 of the time, against the same two without turns."""
+    """Compare two leases with 1/4 and 3/4 of the time with the same two without turns."""
     workers = _tenants(site, 2, "turned", preload=True, shares=(QUARTER, 1 - QUARTER))
     needs_turns(site, "turned-0")
     plain, seconds = _tenants(site, 2, "plain", preload=True), _seconds(site, 3.0)
@@ -322,7 +322,7 @@ def turns_of_the_package_hold(site: Site) -> None:
 
 
 def a_turn_adds_to_a_launch(site: Site) -> None:
-    """A launch of a lease with turns, alone on the device; then in its turn, beside another that computes."""
+    """Measure a launch of a lease with turns, alone on the device, then in its turn beside another lease."""
     program, plain = calls_program(site), site.lease("unshared", 2 * GIB)
     shared = site.lease("shared", 2 * GIB, share=0.5)
     (beside,) = _tenants(site, 1, "beside", preload=True, shares=(0.5,))
@@ -345,7 +345,7 @@ def a_turn_adds_to_a_launch(site: Site) -> None:
 
 
 def a_guest_has_what_its_host_leaves(site: Site) -> None:
-    """A host that computes half of the time and a guest that never pauses; then the host allocates."""
+    """Run a host that computes half of the time and a guest that never pauses; then the host allocates."""
     computes, seconds = f"run {HOST_MS} {_seconds(site, 10.0)} {HOST_MS}", _seconds(site, 10.0)
     host = site.worker("time", site.lease("host", 4 * GIB))
     opened, amount = do(host, "open 0").split()
@@ -389,7 +389,7 @@ def a_guest_has_what_its_host_leaves(site: Site) -> None:
 
 
 def needs_turns(site: Site, name: str) -> None:
-    """Skip where no turns are in force for a lease that asked for them."""
+    """Skip if turns are not in force for a lease that requested them."""
     site.fresh()
     lease = site.of(name)
     if lease["compute_share"] == "off":

@@ -1,6 +1,6 @@
-"""A machine with a device helper, and what a scenario does on it: on a real GPU, or on the simulated driver.
+"""A machine with a device helper for scenarios, with a real GPU or the simulated driver.
 
-Needs psutil and nvidia-ml-py beside the standard library.
+Needs psutil and nvidia-ml-py in addition to the standard library.
 """
 
 from __future__ import annotations
@@ -41,29 +41,29 @@ WORKERS = {
     "numba": Path(__file__).with_name("numba_worker.py"),
 }
 PATIENCE_S = 120.0
-# How long one call of the driver may take.
+# The maximum seconds of one driver call.
 CALL_S = 30.0
-# A process that was killed and is not gone after this hangs in the driver.
+# A killed process that still exists after these seconds hangs in the driver.
 KILLED_S = 10.0
-# Counters that move for longer than this without being asked to do not come to rest.
+# Counters that change for longer than these seconds without a command do not come to rest.
 REST_S = 30.0
 
 
 class Skip(Exception):
-    """A scenario cannot run here, and why."""
+    """Raised with the reason if a scenario cannot run on this machine."""
 
 
 def need(module: str) -> None:
-    """Skip where a module is not installed."""
+    """Skip if a module is not installed."""
     if importlib.util.find_spec(module) is None:
         raise Skip(f"{module} is not installed")
 
 
 class Report:
-    """Rows of one table, printed and kept as they are measured: what comes after may hang."""
+    """Rows of one table, printed and stored as soon as they are measured: a later step may hang."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """``path`` is where each row is added as a line of JSON."""
+        """Append each row as a line of JSON to ``path``."""
         self.rows: list[tuple[str, str]] = []
         self._path = path
 
@@ -78,7 +78,7 @@ class Report:
 
 
 def _package(folder: Path) -> Path:
-    """A copy of the package without its pages: the self-test's user may not reach a checkout below /root."""
+    """Copy the package without its pages: the self-test's user cannot reach a checkout below /root."""
     copy = folder / "package"
     if not copy.exists():
         left_out = shutil.ignore_patterns("ui", "labextension", "__pycache__")
@@ -87,7 +87,7 @@ def _package(folder: Path) -> Path:
 
 
 class Helper:
-    """A device helper with its state and its log below a folder."""
+    """A device helper with its state and its log in a folder."""
 
     def __init__(self, folder: Path, environment: Mapping[str, str], sample_s: float) -> None:
         self.socket = folder / "h.sock"
@@ -118,13 +118,13 @@ class Helper:
         return asked(self.socket, verb, patience_s, **fields)
 
     def clear(self, within_s: float) -> bool:
-        """End every process of its leases and forget them; False: the helper does not answer.
+        """End all processes of its leases and drop the leases; return False if the helper does not answer.
 
-        A self-test goes on: its failure would make a device unfit for every scenario that follows.
+        A self-test continues, because its failure would make a device unfit for every later scenario.
         """
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                # By its directory: another run on this machine has leases of the same names.
+                # Found by its directory: another run on this machine has leases of the same names.
                 directory = Path(process.environ().get("GPUSHARE_LEASE_DIR", ""))
                 if directory.parent == self._leases and not directory.name.startswith(SELF_TEST_PREFIX):
                     process.kill()
@@ -137,17 +137,17 @@ class Helper:
 
     @property
     def device(self) -> dict[str, Any]:
-        """The largest one."""
+        """Return the largest device."""
         return max(self.inventory["devices"], key=lambda each: int(each["memory_bytes"]))
 
     def ill(self) -> str:
-        """Why the device is out of service; "" when it is not."""
+        """Return why the device is out of service, or "" if it is not."""
         devices = self.ask("sample")["devices"]
         reason: str = next(each["reason"] for each in devices if each["uuid"] == self.device["uuid"])
         return reason
 
     def ended(self) -> bool:
-        """Whether its process is gone."""
+        """Return whether its process is gone."""
         return self._process.poll() is not None
 
     def kill(self) -> None:
@@ -162,7 +162,7 @@ class Helper:
 
 
 class Site:
-    """What one scenario has: a helper, the largest device of the machine, and processes of leases."""
+    """The site of one scenario: a helper, the largest device of the machine, and processes of leases."""
 
     def __init__(
         self,
@@ -173,7 +173,7 @@ class Site:
         scale_bytes: int = GIB,
         sample_s: float = 0.5,
     ) -> None:
-        """``folder`` is the helper's; ``scale_bytes`` is a GiB where memory is really filled."""
+        """Use the helper's ``folder``; ``scale_bytes`` replaces a GiB where memory is really filled."""
         self.folder = folder
         self.socket = folder / "h.sock"
         self.environment = dict(environment)
@@ -187,7 +187,7 @@ class Site:
 
     @property
     def simulated(self) -> bool:
-        """Whether the driver is the simulated one."""
+        """Whether the driver is simulated."""
         return "GPUSHARE_SIM_STATE" in self.environment
 
     @property
@@ -206,9 +206,9 @@ class Site:
 
     @property
     def blind(self) -> str:
-        """Why the driver's list does not say what a process holds; "" where it does (a container is likely).
+        """Return why the driver's list has no bytes of processes (likely a container), or "" if it has.
 
-        The level is then ``hints``, as the watchdog cannot compare, though the library denies what it did.
+        Without them the level is ``hints``, because the watchdog cannot compare; the library still denies.
         """
         rung = next(each for each in self.device["ladder"] if each["level"] == "preload")
         return str(rung["reason"]) if rung["reason"] == NO_WATCHDOG else ""
@@ -221,7 +221,7 @@ class Site:
             raise Skip(f"nothing limits memory here ({'; '.join(reasons)})")
 
     def ask(self, verb: str, **fields: Any) -> dict[str, Any]:
-        """A request that may take long, on a connection of its own."""
+        """Send a request that may take long, on a new connection; return the answer."""
         return asked(self.socket, verb, 600.0, **fields)
 
     def lease(
@@ -233,9 +233,9 @@ class Site:
         share: float | None = None,
         guest: Mapping[str, object] | None = None,
     ) -> dict[str, str]:
-        """The environment of a process of a new lease.
+        """Return the environment of a process of a new lease.
 
-        ``share``: of the device's time, by turns; ``guest``: fields of `SetLimit` that make it one.
+        ``share`` is its part of the device's time, by turns; ``guest`` has fields of `SetLimit` for a guest.
         """
         turns = {} if share is None else {"compute_share": "fair", "share": share}
         made = self.client.ask(
@@ -256,9 +256,9 @@ class Site:
         return environment | ({"LD_PRELOAD": str(native.preload_path())} if preload else {})
 
     def judge(self, what: str, found: Added) -> None:
-        """Add what the library costs to the report; it fails beyond the bound, and skips what noise hides.
+        """Report the overhead of the library; fail beyond the bound, and skip if the noise is too large.
 
-        The simulated driver answers in nanoseconds, so there a percentage says nothing.
+        The simulated driver answers in nanoseconds, so a percentage says nothing there.
         """
         self.report.add(what, "not judged on the simulated driver" if self.simulated else str(found))
         if not self.simulated and found.within is None:
@@ -266,7 +266,7 @@ class Site:
         assert self.simulated or found.within, f"{what}: {found}, more than {MOST:.0%}"
 
     def worker(self, kind: str, environment: Mapping[str, str], mib: int = 0) -> Worker:
-        """A process that does on the GPU what it is told; skips where its framework has no GPU."""
+        """Start a process that runs commands on the GPU; skip if its framework has no GPU."""
         complaints = self.folder / f"{kind}.err"
         with complaints.open("ab") as errors:
             process = subprocess.Popen(
@@ -289,13 +289,13 @@ class Site:
         return worker
 
     def of(self, name: str) -> dict[str, Any]:
-        """A lease as the last sample shows it."""
+        """Return a lease as the last sample shows it."""
         leases = self.client.ask("sample")["leases"]
         found: dict[str, Any] = next(each for each in leases if each["lease"] == name)
         return found
 
     def used_bytes(self, name: str) -> int:
-        """What the driver shows of a lease; skips where it does not show memory by process."""
+        """Return the driver's bytes of a lease; skip if it does not show memory by process."""
         if self.blind:
             raise Skip(self.blind)
         used: dict[str, int] = until(
@@ -305,7 +305,7 @@ class Site:
         return used[self.uuid]
 
     def shown(self, name: str, limit_bytes: int) -> str:
-        """What the driver shows of a lease, which must be within its limit; or why it shows nothing."""
+        """Return the driver's bytes of a lease, which must be within its limit, or why it shows none."""
         if self.blind:
             return self.blind
         used = self.used_bytes(name)
@@ -316,13 +316,13 @@ class Site:
         return pid in [process["pid"] for process in self.of(name)["processes"]]
 
     def fresh(self) -> None:
-        """Wait for a sample that began after this was called."""
+        """Wait for a sample that began after this call."""
         seen = {self.client.ask("sample")["at"]}
-        # The one under way may have looked already.
+        # The running sample may have read the values already.
         until(lambda: seen.add(self.client.ask("sample")["at"]) or len(seen) > 2, "two samples", PATIENCE_S)
 
     def rests(self, name: str) -> str:
-        """The counters of a lease once they come to rest."""
+        """Return the counters of a lease once they come to rest."""
         counters = [""]
 
         def at_rest() -> bool:
@@ -334,14 +334,14 @@ class Site:
         return counters[-1]
 
     def free_bytes(self) -> int:
-        """What the driver shows free on the device, now."""
+        """Return the free bytes of the device that the driver shows now."""
         self.fresh()
         used = next(d["used_bytes"] for d in self.client.ask("sample")["devices"] if d["uuid"] == self.uuid)
         free: int = self.device["memory_bytes"] - used
         return free
 
     def needs_memory(self, size: int) -> None:
-        """Skip where the device or the host cannot hold so many bytes and what comes with them."""
+        """Skip if the device or the host cannot hold these bytes and their overhead."""
         free, host = self.free_bytes(), psutil.virtual_memory().available
         if free < size + 2 * GIB or self.device["memory_bytes"] // 2 < size:
             raise Skip(f"not so much free on the device ({free / GIB:.1f} GiB)")
@@ -349,7 +349,7 @@ class Site:
             raise Skip(f"not so much host memory available ({host / GIB:.1f} GiB)")
 
     def rate(self, moved_bytes: int, took_s: float) -> str:
-        """How long a move took, and how fast that was."""
+        """Return the duration and the rate of a move as text."""
         bytes_per_s = moved_bytes / max(took_s, 1e-6)
         limit = pcie_bytes_per_s(self.uuid)
         share = f", {bytes_per_s / limit:.0%} of its PCIe link" if limit else ""
@@ -378,19 +378,19 @@ class Site:
 
 
 def end(process: subprocess.Popen[Any]) -> None:
-    """Kill a process; one that hangs in the driver is left behind."""
+    """Kill a process; ignore one that hangs in the driver."""
     process.kill()
     with contextlib.suppress(subprocess.TimeoutExpired):
         process.wait(KILLED_S)
 
 
 def without_library(leased: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a process that has no lease, otherwise the same."""
+    """Return the same environment without the lease."""
     return {name: value for name, value in leased.items() if name not in ("LD_PRELOAD", "GPUSHARE_LEASE")}
 
 
 def pcie_bytes_per_s(uuid: str) -> float | None:
-    """What a device's link moves each way at most; None where NVML does not say.
+    """Return the maximum bytes per second of a device's link in one direction; None without NVML's data.
 
     Generation and width as NVML shows them; bytes per lane and second after the encoding
     from the PCI Express base specification (128b/130b from generation 3 on).
@@ -418,7 +418,7 @@ def persistence_mode(uuid: str) -> str:
 
 
 def do(worker: Worker, command: str) -> str:
-    """The answer to a command that may take long."""
+    """Return the answer to a command that may take long."""
     worker.tell(command)
     answer = worker.answer(PATIENCE_S)
     assert answer, f"no answer to {command}"
@@ -426,7 +426,7 @@ def do(worker: Worker, command: str) -> str:
 
 
 def run_program(command: Sequence[str], environment: Mapping[str, str]) -> str:
-    """What a program prints."""
+    """Run a program and return its output."""
     done = subprocess.run(
         [*command], env=dict(environment), capture_output=True, text=True, timeout=300, check=True
     )

@@ -1,4 +1,4 @@
-"""What a process has beside plain memory: is it there after a suspension, and what outlives the process?
+"""Test state other than plain memory: does it survive a suspension, and what outlives the process?
 
 docs/first-gpu.md says what each answer changes in the code.
 """
@@ -17,13 +17,13 @@ from tests.gpu_real.direct import bring_back, checkpoint_of, lags, listed, mib, 
 from tests.gpu_real.site import Site, Skip, do, end
 
 FILLED_MIB = 64
-# How long what outlives a process is looked at, and how long it may take to be free.
+# The seconds for which leftovers of a process are observed, and the maximum until they are free.
 OUTLIVES_S = 6.0
 FREE_S = 20.0
 
 
 def asleep(site: Site, name: str, worker: Worker) -> str:
-    """Suspend a lease at rest, by the driver's calls where the helper cannot: "done ...", or why not."""
+    """Suspend a lease at rest, with driver calls if the helper cannot; return "done ...", or why not."""
     if not site.device["suspendable"]:
         checkpoint = checkpoint_of(site)
         codes = park(checkpoint, worker.pid)
@@ -37,7 +37,7 @@ def asleep(site: Site, name: str, worker: Worker) -> str:
 
 
 def awake(site: Site, name: str, worker: Worker) -> None:
-    """Bring back what `asleep` has suspended."""
+    """Resume what `asleep` has suspended."""
     if site.device["suspendable"]:
         back = site.ask("resume", lease=name)
         assert back["done"], back
@@ -47,7 +47,7 @@ def awake(site: Site, name: str, worker: Worker) -> None:
 
 
 def kill(pids: Iterable[int]) -> None:
-    """Kill the processes that are still there."""
+    """Kill the remaining processes."""
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -94,7 +94,7 @@ def children_live_through(
 
 
 def forked_children_live_through_a_suspension(site: Site) -> None:
-    """Children forked after cuInit hold the descriptors of the device (Megatron-LM pull request 3684)."""
+    """Test children forked after cuInit, which hold device descriptors (Megatron-LM pull request 3684)."""
     free, size = Nvml().free_bytes(site.uuid), 2 * site.scale_bytes
     site.needs_memory(size)
     worker = site.worker("held", site.lease("children", size + 2 * GIB))
@@ -105,7 +105,7 @@ def forked_children_live_through_a_suspension(site: Site) -> None:
 
 
 def a_graph_is_launched_again_after_a_suspension(site: Site) -> None:
-    """A graph with a memset and a kernel, instantiated before, launched before and after."""
+    """Launch a graph with a memset and a kernel, instantiated before, before and after a suspension."""
     worker = site.worker("held", site.lease("graph", 2 * GIB))
     assert do(worker, "open") == "0"
     assert do(worker, "graph") == "0"
@@ -113,7 +113,7 @@ def a_graph_is_launched_again_after_a_suspension(site: Site) -> None:
 
 
 def works_again(site: Site, name: str, worker: Worker, asked: str) -> None:
-    """Give a command before and after a suspension."""
+    """Run a command before and after a suspension."""
     move = move_of(site)
     before = do(worker, asked)
     move(site, name, worker)
@@ -125,7 +125,7 @@ def works_again(site: Site, name: str, worker: Worker, asked: str) -> None:
 
 
 def what_the_driver_may_refuse(site: Site, what: str) -> None:
-    """Managed pools, ``__managed__``, exported handles: by the driver's calls alone, and as a lease."""
+    """Test managed pools, ``__managed__`` and exported handles, with driver calls alone and in a lease."""
     checkpoint, nvml, name = checkpoint_of(site), Nvml(), what.replace("_", "-")
     free = nvml.free_bytes(site.uuid)
     alone = site.worker("held", site.lease(f"alone-{name}", 4 * GIB, preload=False))

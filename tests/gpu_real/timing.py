@@ -1,4 +1,4 @@
-"""How long the driver takes: until what was given back is free, and until a process that works is locked.
+"""Measure the driver's delays: until released memory is free, and until a working process is locked.
 
 docs/first-gpu.md says what each answer changes in the code.
 """
@@ -22,14 +22,14 @@ from tests.gpu_real.direct import (
 )
 from tests.gpu_real.site import CALL_S, Site, do
 
-# How long memory may take to be shown free.
+# The maximum seconds until memory is shown as free.
 FREE_S = 10.0
-# How long an impatient Lock waits.
+# The timeout of an impatient Lock.
 SHORT_S = 1.0
 
 
 def lists_and_free_memory_lag_behind(site: Site) -> None:
-    """Until NVML's list and its free memory show what a call, or the end of a process, gave back."""
+    """Measure until NVML's list and free memory show what a call, or the end of a process, released."""
     checkpoint, nvml, size = checkpoint_of(site), Nvml(), 4 * site.scale_bytes
     site.needs_memory(size)
     worker = site.worker("held", site.lease("lag", size + 2 * GIB, preload=False))
@@ -58,7 +58,7 @@ def lists_and_free_memory_lag_behind(site: Site) -> None:
 
 
 def a_lock_waits_for_a_kernel(site: Site) -> None:
-    """A Lock with a short time and one with a long time, each while one kernel runs for seconds."""
+    """Lock with a short and with a long timeout, each while one kernel runs for seconds."""
     checkpoint, kernel_s = checkpoint_of(site), 2.0 if site.simulated else 5.0
     worker = site.worker("held", site.lease("working", 4 * GIB, preload=False))
     pid = worker.pid
