@@ -1,11 +1,10 @@
-"""What broker and device helper take while nothing happens.
+"""Measure the resources of an idle broker and device helper.
 
 ``.venv/bin/python -m tests.benchmarks.broker_footprint [seconds]``
 
-A demo Hub with 16 simulated GPUs.  First 20 sessions with an eighth of a GPU
-each, every one a process that holds GPU memory and idles: the CPU time of broker
-and helper over some time.  Then 80 more with processes that do not use their GPU:
-the resident memory with 100 leases.
+The demo Hub has 16 simulated GPUs.  First, 20 sessions with an eighth of a GPU
+each hold GPU memory and idle, for the CPU time of broker and helper.  Then 80
+more sessions do not use their GPU, for the resident memory with 100 leases.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ def main(seconds: int) -> None:
     with demo_hub(simulate=SIMULATE) as hub:
         start(hub, range(20), hold=True)
         watched = [hub.worker("broker"), hub.worker("helper")]
-        time.sleep(5)  # what the last start set off has settled
+        time.sleep(5)  # until the effects of the last start have settled
         shares = [(process, cpu_s([process])) for process in watched]
         begun = time.monotonic()
         time.sleep(seconds)

@@ -1,4 +1,4 @@
-"""How long an owner on a Kubernetes cluster waits for a lent GPU, and what faults of its parts add.
+"""Measure how long an owner on a Kubernetes cluster waits for a lent GPU, with and without faults.
 
 ``.venv/bin/python -m tests.benchmarks.cluster_times [returns] [faults]``
 
@@ -28,7 +28,7 @@ SILENT_S = 20.0
 
 
 def seconds(does: Callable[[], object]) -> float:
-    """Return how long a call took."""
+    """Return the seconds that a call took."""
     begun = time.monotonic()
     does()
     return time.monotonic() - begun
@@ -40,7 +40,7 @@ def is_asleep(lent: Lent) -> None:
 
 
 def is_lent(lent: Lent) -> None:
-    """Wait until the guest has the GPU of the idle session."""
+    """Wait until the borrower has the GPU of the idle session."""
     until(lent.guest.runs, "the GPU is lent", 300)
     is_asleep(lent)
 
@@ -82,7 +82,7 @@ def silence(lent: Lent) -> float:
 
 
 def kill_seat(lent: Lent) -> float:
-    """Kill the seat of the session, which works."""
+    """Kill the seat of the working session."""
     come_back(lent)
     seats = lent.story.seats_of(lease_of(lent))
     (seat,) = (pod for pod in seats if "deletionTimestamp" not in pod["metadata"])

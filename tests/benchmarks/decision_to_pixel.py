@@ -1,11 +1,11 @@
-"""How long a change in the broker takes to be seen in a JupyterLab behind the Hub's proxy.
+"""Measure the time until JupyterLab, behind the Hub's proxy, shows a change in the broker.
 
     .venv/bin/python -m tests.benchmarks.decision_to_pixel [COUNT]
 
-A demo hub of its own, one page with the sidebar open.  Jobs that have to wait are
-submitted over REST; one clock runs from the request, one from the broker's answer, until
-the job stands in the page (a MutationObserver looks; all clocks are the machine's).  The
-broker decides between the two.
+The benchmark has a demo hub and one page with the sidebar open.  It submits jobs that have
+to wait over REST.  One time runs from the request, one from the broker's answer, until the
+page shows the job (a MutationObserver sees it; all clocks are the machine's).  The broker
+decides between request and answer.
 """
 
 from __future__ import annotations

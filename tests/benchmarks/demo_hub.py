@@ -1,7 +1,7 @@
-"""A demo Hub of its own for a benchmark, asked through the Hub's REST API.
+"""A demo Hub for a benchmark, used through the Hub's REST API.
 
-The configuration is the demo's, with a stub in place of JupyterLab and a service
-that may do everything; what differs between two Hubs is given as lines of it.
+The configuration is the demo's, with a stub instead of JupyterLab and a service
+that may do everything; extra lines make the difference between two Hubs.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ c.JupyterHub.load_roles.append({{
 
 
 class Users:
-    """The users of a Hub that has `CONFIG`, whose broker listens three ports above its proxy."""
+    """The users of a Hub with `CONFIG`, whose broker listens three ports above its proxy."""
 
     def __init__(self, url: str, port: int) -> None:
         self.http = httpx.Client(base_url=url, headers={"Authorization": f"token {TOKEN}"}, timeout=60)
@@ -73,7 +73,7 @@ class Users:
         until(lambda: not self.server(user), f"{user}'s server is gone")
 
     def server(self, user: str) -> dict[str, Any]:
-        """Return what the Hub says about a user's server; empty: there is none."""
+        """Return the Hub's model of a user's server, or an empty one without a server."""
         return dict(self.ask("GET", f"users/{user}")["servers"].get("", {}))
 
     def hold(self, user: str) -> None:
@@ -90,12 +90,12 @@ class DemoHub(Users):
 
     @property
     def process(self) -> psutil.Process:
-        """The Hub's own."""
+        """Return the process of the Hub."""
         (found,) = (each for each in self._hub.processes() if "jupyterhub" in each.info["cmdline"])
         return found
 
     def worker(self, verb: str) -> psutil.Process:
-        """Return the one process of a verb that does the work; its parent has --respawn."""
+        """Return the working process of a subcommand, not its parent with --respawn."""
         of_verb = [each for each in self._hub.processes() if verb in each.info["cmdline"]]
         (found,) = (each for each in of_verb if "--respawn" not in each.info["cmdline"])
         return found
@@ -104,7 +104,7 @@ class DemoHub(Users):
 def until(
     condition: Callable[[], object], what: str, *, pause_s: float = 0.05, patience_s: float = 60
 ) -> None:
-    """Return when ``condition`` is true; ends the benchmark when that takes too long."""
+    """Return when ``condition`` is true; end the benchmark if that takes too long."""
     give_up_at = time.monotonic() + patience_s
     while not condition():
         if time.monotonic() > give_up_at:
@@ -114,7 +114,7 @@ def until(
 
 @contextlib.contextmanager
 def demo_hub(*, simulate: str, extra: str = "") -> Iterator[DemoHub]:
-    """A demo Hub on ports and in a folder of its own; everything is gone afterwards."""
+    """Yield a demo Hub on free ports and in a fresh folder; remove everything afterwards."""
     with tempfile.TemporaryDirectory(prefix="gpushare-benchmark-") as folder:
         hub = demo.DemoHub(Path(folder), idle_timeout_s=900, site=CONFIG + extra, simulate=simulate)
         try:

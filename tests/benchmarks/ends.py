@@ -1,7 +1,7 @@
-"""How many running jobs end in the range that people are told, on jittered copies of a training trace.
+"""Measure how many running jobs end within the range that they show, on jittered copies of a trace.
 
-A second after the submission of some jobs (seeded) up to ten of the running jobs with measured
-progress are asked about.  Jobs run in nodes of 8 GPUs and stop with a checkpoint in 30 s.
+A second after the submission of some jobs (seeded), up to ten of the running jobs with measured
+progress are sampled.  Jobs run on nodes of 8 GPUs and stop with a checkpoint in 30 s.
 
     python -m tests.benchmarks.ends
 """
@@ -39,7 +39,7 @@ SIGMA = 0.3  # log-normal error of the reports
 
 @dataclass(frozen=True)
 class Case:
-    """GPUs, and what shares them."""
+    """A number of GPUs, with the projects or users that share them."""
 
     gpus: int
     projects: tuple[tuple[int, int], ...] = ()  # weight and quota of each; none: one project
@@ -59,7 +59,7 @@ CASES = {
 
 
 class Ends(ReplayWatcher):
-    """When jobs ended."""
+    """The times at which jobs ended."""
 
     def __init__(self) -> None:
         self.at: dict[str, float] = {}
@@ -70,14 +70,14 @@ class Ends(ReplayWatcher):
 
 
 def told(replay: Replay, now: float) -> list[tuple[str, Estimate]]:
-    """What people would be told now, by lease."""
+    """Return the ranges that the jobs show now, by lease."""
     running = [sim for sim in replay._leases.values() if sim.lease.state in HOLDS_CAPACITY]
     left = [(sim.lease.id, messages.left_s(sim.lease, sim.measure, now)) for sim in running]
     return [(id, messages.ends_in(left_s)) for id, left_s in left if left_s is not None]
 
 
 def measure(case: Case, share: float, seed: int, jobs: Sequence[TrainingJob], moments: int) -> list[int]:
-    """Ask in one copy: -1, 0 and 1 for each end before, in and after the range."""
+    """Sample one copy; return -1, 0 or 1 for each end before, within or after the range."""
     random, ends = Random(seed), Ends()
     projects = [
         Project(name=f"p{n}", quota_milli=quota * WHOLE_GPU, weight=weight)

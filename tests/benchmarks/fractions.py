@@ -1,4 +1,4 @@
-"""The openb cluster filled with parts of GPUs: ten seeds, four ways to place."""
+"""Fill the openb cluster with parts of GPUs: ten seeds, four placements."""
 
 from __future__ import annotations
 

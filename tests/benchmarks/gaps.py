@@ -1,10 +1,10 @@
-"""What a job keeps that shares its GPU with a guest, and what of its gaps the guest gets, by turns of 9 to 1.
+"""Measure how much speed a host keeps, and how much of its gaps a guest gets, with turns of 9 to 1.
 
 ``.venv/bin/python -m tests.benchmarks.gaps [runs]``
 
-A device helper and two processes on the simulated driver: a host that computes and pauses in turn, and a
-guest that mostly computes without end.  Each is measured alone, then both together.  A speed is the time
-that the driver gave.
+A device helper and two processes run on the simulated driver: a host that computes and pauses in turn, and
+a guest that mostly computes without end.  Each is measured alone, then both together.  A speed is the time
+that the driver gave to a process.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HOST, GUEST = ("host", 0.9), ("guest", 0.1)
 def speeds(
     machine: Machine, commands: dict[tuple[str, float], tuple[float, ...]], for_s: float
 ) -> list[float]:
-    """The part of the device's time that each of these processes gets."""
+    """Return the part of the device's time that each of these processes gets."""
     workers = []
     for (name, share), words in commands.items():
         machine.lease(name, int(64 * GIB * share), compute_share="fair", share=share)
@@ -56,7 +56,7 @@ def speeds(
 def measure(
     machine: Machine, host: tuple[float, int, float], guest: tuple[float, int, float]
 ) -> tuple[float, float, float, float]:
-    """(the host's gaps, what it keeps, what the guest gets of its speed alone and of the gaps) in percent."""
+    """Return in percent: the host's gaps, its kept speed, the guest's part of its speed and of the gaps."""
     for_s = max(MEASURE_S, CYCLES * (host[0] * host[1] + host[2]) / 1000)
     (host_alone,) = speeds(machine, {HOST: host}, for_s)
     (guest_alone,) = speeds(machine, {GUEST: guest}, MEASURE_S)

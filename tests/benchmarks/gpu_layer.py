@@ -1,9 +1,9 @@
-"""What the device helper costs, on the simulated driver.
+"""Measure the cost of the device helper, on the simulated driver.
 
 ``.venv/bin/python -m tests.benchmarks.gpu_layer [seconds]``
 
-Copies take no time there, so a suspension's time is all overhead.  Then a helper with
-16 devices and 64 processes that hold memory is watched.
+Copies take no time there, so the time of a suspension is all overhead.  The last part measures a
+helper with 16 devices and 64 processes that hold memory.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def moves(folder: Path) -> list[list[str]]:
 
 
 def waits(folder: Path, runs: int = 10) -> list[str]:
-    """How long the allocation of a host waits for a guest of so many GiB, beyond the copy of that."""
+    """Return how long an allocation of a host waits for a guest of this size (GiB), beyond its copy."""
     gib, beyond_s = 8, list[float]()
     copy_s = gib * GIB / 8e9
     folder.mkdir()

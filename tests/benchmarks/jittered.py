@@ -1,8 +1,8 @@
-"""Completion times on jittered copies of the training traces, compared in pairs with another tree.
+"""Compare completion times on jittered copies of the training traces in pairs with another tree.
 
-One replay is one draw: constants chosen on it fit noise.  Here every submission
-is moved by up to 5 minutes, with one seed per copy, and the mean over the copies
-is given with its standard error.  Two trees are compared copy by copy:
+One replay is one sample: constants chosen on it fit noise.  So every submission is
+moved by up to 5 minutes, with one seed per copy, and the result is the mean over the
+copies with its standard error.  Two trees are compared copy by copy:
 
     (cd OTHER_TREE && python -m tests.benchmarks.jittered --save /tmp/other.json)
     python -m tests.benchmarks.jittered --against /tmp/other.json
@@ -13,10 +13,10 @@ Orders are compared in the same way, and with a share of the jobs reporting prog
     python -m tests.benchmarks.jittered --progress 0.5,0.3 --against /tmp/las.json
 
 Jobs are suspended, as by default (16 GiB per GPU at 8 GB/s), and resume on any GPUs of their
-node; with ``--move off`` on their own.  With ``--checkpoint sigterm`` they stop and start again
-anywhere.  With ``--users N`` the jobs belong to N users at random, the n-th with a part of 1/n
-of the jobs of the first.  With ``--gaps 0.5`` or ``--pair-table FILE`` jobs share GPUs, as with
-``gpushare simulate jobs --share on``; memory, pauses and commands are drawn anew for each copy.
+node; with ``--move off`` only on their own.  With ``--checkpoint sigterm`` they stop and start again
+anywhere.  With ``--users N`` the jobs belong to N users at random; the n-th has 1/n as many jobs as
+the first.  With ``--gaps 0.5`` or ``--pair-table FILE`` jobs share GPUs, as with
+``gpushare simulate jobs --share on``; each copy draws new memory, pauses and commands.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Sample = dict[str, float]
 
 
 def copies(name: str, count: int) -> Iterator[list[TrainingJob]]:
-    """``count`` copies of a trace with every submission moved at random."""
+    """Yield ``count`` copies of a trace with every submission moved at random."""
     jobs = read_jobs(trace(name))
     for seed in range(count):
         random = Random(seed)
@@ -104,21 +104,21 @@ def measure(
 
 
 def users_of(count: int, seed: int, jobs: int) -> Callable[[int], str]:
-    """Users by number of the job; the n-th has a part of 1/n of the jobs of the first."""
+    """Return the user of each job; the n-th user has 1/n as many jobs as the first."""
     names = [f"u{n}" for n in range(count)]
     drawn = Random(f"users {seed}").choices(names, [1 / (n + 1) for n in range(count)], k=jobs)
     return drawn.__getitem__
 
 
 def sharing_of(gaps: float | None, pair_table: Path | None, seed: int) -> Sharing | None:
-    """How the jobs of a copy share GPUs, if they do."""
+    """Return how the jobs of a copy share GPUs, if they do."""
     if pair_table is not None:
         return side_by_side(read_pairs(pair_table), seed)
     return by_turns(gaps, seed) if gaps else None
 
 
 def error(values: Sequence[float]) -> float:
-    """Standard error of the mean."""
+    """Return the standard error of the mean."""
     return stdev(values) / sqrt(len(values))
 
 

@@ -1,11 +1,11 @@
-"""What the JupyterLab extension costs a page: size, requests, memory, time to draw a thousand jobs.
+"""Measure the cost of the JupyterLab extension: size, requests, memory, time to draw a thousand jobs.
 
     .venv/bin/python -m tests.benchmarks.lab_page
 
-One JupyterLab with the built bundle, a broker in memory behind it, one Chromium.
-The page's own requests are counted, hidden and visible; the heap is read after a
-garbage collection, before and after 1,000 changes of state; a list of 1,000 jobs
-counts as drawn when its rows are in the page and it answers a key.
+One JupyterLab runs with the built bundle, a broker in memory and one Chromium.  The
+benchmark counts the page's requests, hidden and visible, and reads the heap after a
+garbage collection, before and after 1,000 changes of state.  A list of 1,000 jobs
+counts as drawn when its rows are in the page and it responds to a key.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ async def requests_per_minute(page: Page, hidden: bool) -> float:
 
 
 async def busy_percent(page: Page) -> float:
-    """Return how much of a core the page's own thread takes in `COUNT_S` with the sidebar open."""
+    """Return the percentage of a core that the page's thread takes with the sidebar open (`COUNT_S`)."""
     session = await page.context.new_cdp_session(page)
     await session.send("Performance.enable")
 
@@ -70,7 +70,7 @@ async def heap_mib(page: Page) -> float:
 
 
 async def heap_growth_mib(page: Page, lab: Any) -> float:
-    """Return how much more memory the page has after `UPDATES` changes that it all drew."""
+    """Return the growth of the page's heap after `UPDATES` changes, all of which it drew."""
     states = [fake_broker.golden(name) for name in ("status_warned", "status_active")]
     model = "window.jupyterapp.commands.execute('gpushare:open')"
     await page.evaluate(f"() => void {model}")
@@ -82,7 +82,7 @@ async def heap_growth_mib(page: Page, lab: Any) -> float:
             wanted = ("Lent in", "Active")[n % 2]
             await expect(page.locator(".gpushare-status button")).to_contain_text(wanted, timeout=20_000)
 
-    await change(50)  # toasts, banners and fonts are there now
+    await change(50)  # until toasts, banners and fonts are loaded
     before = await heap_mib(page)
     await change(UPDATES)
     return await heap_mib(page) - before

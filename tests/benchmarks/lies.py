@@ -1,15 +1,14 @@
-"""What jobs gain by silence or by a lie about their progress, on jittered copies of a trace.
+"""Measure what jobs gain by silence or by lies about their progress, on jittered copies of a trace.
 
-Every tenth job deviates, another tenth in each copy, and the others report with a log-normal
+Every tenth job deviates, a different tenth in each copy, and the others report with a log-normal
 error of 0.3.  The mean completion of the deviating jobs is compared with that of the same jobs
-where they report truly:
+with truthful reports:
 
     python -m tests.benchmarks.lies
     python -m tests.benchmarks.lies --checkpoint sigterm silent "1.96 x done"
 
-*among silent jobs* is the other way round: a tenth reports truly and nobody else reports; it is
-compared with the same jobs where nobody does.  Trace, cluster and costs are those of `jittered`,
-case 0e4a51.
+*among silent jobs* is the opposite: only a tenth reports, truthfully, and is compared with the same
+jobs when no job reports.  Trace, cluster and costs are those of `jittered`, case 0e4a51.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ TRUTH = with_error(1.0)
 
 
 def times(factor: float) -> Reports:
-    """Return reports of ``factor`` times what is done."""
+    """Return reports of ``factor`` times the work done."""
     return lambda done: min(1.0, factor * done)
 
 
@@ -49,7 +48,7 @@ AMONG_SILENT = "among silent jobs"
 
 
 class Completions(ReplayWatcher):
-    """Time to completion of each job."""
+    """The time to completion of each job."""
 
     def __init__(self) -> None:
         self.by_id: dict[str, float] = {}
@@ -64,7 +63,7 @@ def completion_s(
 ) -> float:
     """Replay a copy; return the mean completion of the tenth that reports ``own``.
 
-    ``others``: the share of the other jobs that reports.
+    ``others`` is the share of the other jobs that reports.
     """
     fleet = Fleet(gpus=GPUS, nodes=GPUS // 8, movable=True)
     project, footprint = Project(name="p0", quota_milli=GPUS * 1000), DeviceFootprint()

@@ -1,12 +1,12 @@
-"""What a broker takes while 10,000 jobs wait and nothing happens.
+"""Measure an idle broker with 10,000 waiting jobs.
 
 ``.venv/bin/python -m tests.benchmarks.long_queue [seconds]``
 
-The broker and the device helper as processes, with one simulated GPU that an idle
+Broker and device helper run as processes, with one simulated GPU that an idle
 session holds, SQLite on disk and a Hub that knows the tokens.  100 users of two
-projects have jobs in the queue, none of which can start.  First the broker's CPU
-time while nothing is asked; then one client asks for ``health`` and ``offers``
-in turn.
+projects have jobs in the queue, none of which can start.  The first part measures
+the broker's CPU time without requests.  In the second, one client requests
+``health`` and ``offers`` in turn.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ c.GPUShareBroker.idle_timeout = 1e6
 
 
 async def _fill(folder: Path) -> None:
-    """Make a database with `QUEUED` jobs, from one that was submitted."""
+    """Create a database with `QUEUED` jobs, copies of one submitted job."""
     async with Site(folder, gpus=1) as site:
         site.boot_id = boot_id()
         await site.start_broker(running=False)
@@ -87,7 +87,7 @@ async def _fill(folder: Path) -> None:
 
 
 class _HubUser(web.RequestHandler):
-    """The Hub's answer about one user, and its list of users."""
+    """The Hub's model of one user, and its list of users."""
 
     def get(self, name: str = "") -> None:
         server = {"name": "", "ready": True}

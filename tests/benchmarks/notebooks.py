@@ -1,8 +1,8 @@
-"""Notebook sessions lend their idle GPUs to training jobs that always wait.
+"""Replay notebook sessions that lend their idle GPUs to training jobs that always wait.
 
-337 sessions (Adobe, June 2021) on 8-GPU nodes that hold every session's
-guarantee; the jobs of a Philly cluster come over and over.  16 GiB of state per
-GPU at 8 GB/s.
+337 sessions (Adobe, June 2021) run on 8-GPU nodes that hold every session's
+guarantee; the jobs of a Philly cluster repeat.  The state of a GPU has 16 GiB,
+copied at 8 GB/s.
 
     python -m tests.benchmarks.notebooks [TIMEOUT ...]     seconds or "adaptive"; default 900 adaptive
 """

@@ -1,8 +1,8 @@
-"""Two clusters of the Philly trace under every order, ideal and real; shares and guarantees of projects.
+"""Replay two clusters of the Philly trace under every order, ideal and real, and shares of projects.
 
 Ideal: GPUs are only counted and a preemption is free, as in the simulator that
-Tiresias published.  Real: nodes of 8 GPUs, and a preempted job holds its GPUs
-for 30 s before it goes on.
+Tiresias published.  Real: nodes have 8 GPUs, and a preempted job holds its GPUs
+for 30 s before it continues.
 
     python -m tests.benchmarks.philly            orders
     python -m tests.benchmarks.philly shares     four projects with weights 1:1:2:4

@@ -1,13 +1,13 @@
-"""How long one plan takes: ``python -m tests.benchmarks.plan_speed``.
+"""Measure the time of one plan: ``python -m tests.benchmarks.plan_speed``.
 
-Three clusters of busy and idle sessions, jobs that run and jobs that wait, all
-sizes and three projects.  *Steady*: nothing can be done any more, as in most
-rounds.  *Full*: everything waits to be decided at once, as after a restart.
-*Kept*: a planner that is told of one lease that changed.  With ``--users`` each
-project has so many, each with a level of its own.
+Three clusters have busy and idle sessions, running and waiting jobs of all sizes,
+and three projects.  *Steady*: nothing can be done, as in most rounds.  *Full*: all
+decisions are made at once, as after a restart.  *Kept*: a planner updates its plan
+after one lease changed.  With ``--users`` each project has this number of users,
+each with a different level.
 
 A second table shows how a round grows with the number of projects: 16 GPUs with the
-default policy, and 1,200 waiting jobs of projects of which every second lags.
+default policy, and 1,200 waiting jobs of projects of which every second one lags.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ GIB = 1 << 30
 
 
 def cluster(gpus: int, leases: int, pending: int, order: Order, users: int = 1) -> Cluster:
-    """A cluster with ``leases`` that hold devices, as long as some are free, and ``pending`` that wait."""
+    """Return a cluster with ``leases`` on devices, while some are free, and ``pending`` waiting leases."""
     random = Random(gpus)
     devices = tuple(
         Device(uuid=f"gpu{n:04}", memory_bytes=80 * GIB, node=f"n{n // 8:03}", island=f"i{n // 4}")
@@ -56,7 +56,7 @@ def cluster(gpus: int, leases: int, pending: int, order: Order, users: int = 1) 
     projects = tuple(
         Project(name=p, quota_milli=gpus * 250, weight=w) for p, w in (("a", 1), ("b", 2), ("c", 4))
     )
-    # Parts of GPUs, so that about as many fit as are asked for; waiting jobs are of all sizes.
+    # Parts of GPUs, so that about all of them fit; waiting jobs have all sizes.
     mean_milli = gpus * 1000 // leases
     fractions = (mean_milli // 2, mean_milli, mean_milli)
     found = [_lease(n, random, "abc", users, fractions=fractions) for n in range(leases)]
@@ -71,7 +71,7 @@ def cluster(gpus: int, leases: int, pending: int, order: Order, users: int = 1) 
 
 
 def shared_by(projects: int, *, gpus: int = 16, running: int = 30, pending: int = 1_200) -> Cluster:
-    """A busy cluster of so many projects with a quarter of the GPUs as quotas."""
+    """Return a busy cluster of this number of projects, with a quarter of the GPUs as quotas."""
     random = Random(projects)
     names = [f"p{n:03}" for n in range(projects)]
     leases = [_lease(n, random, names, 1, fractions=(250, 500, 1000)) for n in range(running)]
@@ -89,7 +89,7 @@ def shared_by(projects: int, *, gpus: int = 16, running: int = 30, pending: int 
 
 
 def settled(full: Cluster) -> Cluster:
-    """The cluster once nothing can be done any more."""
+    """Return the cluster in the state in which nothing more can be done."""
     for _ in range(20):
         if not plan(full, NOW).actions:
             break
@@ -100,7 +100,7 @@ def settled(full: Cluster) -> Cluster:
 def _lease(
     number: int, random: Random, projects: Sequence[str], users: int, *, fractions: tuple[int, ...] = ()
 ) -> Lease:
-    """A lease of one of these sizes, or a job of any size."""
+    """Return a lease of one of these sizes, or a job of any size."""
     build = bool(fractions) and random.random() < 0.6
     count = 1 if fractions else random.choice([1, 1, 1, 1, 2, 4, 8])
     return Lease(
@@ -119,7 +119,7 @@ def _lease(
 
 
 def carried_out(before: Cluster) -> list[Lease]:
-    """The leases after everything that is planned was done."""
+    """Return the leases after all planned actions."""
     leases = {x.id: x for x in before.leases}
     for action in plan(before, NOW).actions:
         lease = leases[action.lease]
@@ -138,7 +138,7 @@ def carried_out(before: Cluster) -> list[Lease]:
 
 
 def kept(c: Cluster) -> Callable[[], Plan]:
-    """A round of a planner that is told of one lease that changed."""
+    """Run a round of a planner after one lease changed."""
     planner = Planner.of(c)
     planner.plan(NOW)
     changing = next(x for x in c.leases if x.state is State.PENDING)
@@ -151,7 +151,7 @@ def kept(c: Cluster) -> Callable[[], Plan]:
 
 
 def timed(what: Callable[[], object], rounds: int) -> tuple[float, float]:
-    """Milliseconds at the median and at the 99th percentile."""
+    """Return the median and the 99th percentile in milliseconds."""
     taken = []
     gc.collect()
     gc.freeze()  # as the broker does, like the next but one

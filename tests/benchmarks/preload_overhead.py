@@ -1,14 +1,13 @@
-"""What the preload library adds to allocating GPU memory and to launching kernels.
+"""Measure the overhead of the preload library on GPU allocations and kernel launches.
 
 ``.venv/bin/python -m tests.benchmarks.preload_overhead [rounds]``
 
 C programs open ``libcuda.so.1`` as CUDA programs do, with and without the library,
-alternating, against a driver whose functions return at once (`EMPTY_DRIVER`).  Each run
-takes the fastest of several repetitions; of the runs the fastest counts, so that other
-work on the machine does not.  allocate.c allocates and frees 1 MiB in a loop, also in the
-order of a stream, from a memory pool.
-Launches are timed by launches.c against that driver, by one thread and by two that share
-the counter of their process.
+alternating, on a driver whose functions return at once (`EMPTY_DRIVER`).  Each run takes
+the fastest of several repetitions, and the fastest run counts, so that other work on the
+machine does not.  allocate.c allocates and frees 1 MiB in a loop, also in the order of a
+stream, from a memory pool.  launches.c times launches on that driver, by one thread and by
+two that share the counter of their process.
 """
 
 from __future__ import annotations
@@ -91,14 +90,14 @@ def main(rounds: int) -> None:
 
 
 def in_ns(alone: float, held_ns: float) -> list[str]:
-    """The cells of a row."""
+    """Return the cells of a row."""
     return [f"{alone:.1f} ns", f"{held_ns:.1f} ns", f"{held_ns - alone:.1f} ns"]
 
 
 def empty_driver(home: Path, ahead_us: int = 0) -> dict[str, str]:
-    """Environment of a lease on a driver whose functions return at once.
+    """Return the environment of a lease on a driver whose functions return at once.
 
-    ``ahead_us`` above 0: it shares time, and is alone.
+    With ``ahead_us`` above 0 the lease shares time, and is alone.
     """
     driver = home / "empty" / "libcuda.so.1"
     driver.parent.mkdir(parents=True)
@@ -119,7 +118,7 @@ def empty_driver(home: Path, ahead_us: int = 0) -> dict[str, str]:
 def fastest(
     program: Path, numbers: list[int], environment: dict[str, str], rounds: int
 ) -> tuple[float, float]:
-    """(ns alone, ns with the library), the fastest of several runs each, in turn."""
+    """Return (ns alone, ns with the library), each the fastest of several alternating runs."""
     without = {name: value for name, value in environment.items() if name != "LD_PRELOAD"}
     alone, held = [], []
     for _ in range(rounds):
@@ -129,7 +128,7 @@ def fastest(
 
 
 def time_allocations(home: Path, environment: dict[str, str], rounds: int) -> list[tuple[str, float, float]]:
-    """(function, ns alone, ns with the library) of one allocation and its free."""
+    """Return (function, ns alone, ns with the library) for one allocation and its free."""
     program = home / "allocate"
     subprocess.run(["cc", "-O2", "-o", program, PROGRAM, "-ldl"], check=True, timeout=60)
     return [
@@ -139,7 +138,7 @@ def time_allocations(home: Path, environment: dict[str, str], rounds: int) -> li
 
 
 def time_launches(home: Path, environment: dict[str, str], rounds: int) -> list[tuple[str, float, float]]:
-    """(case, ns alone, ns with the library) of one launch."""
+    """Return (case, ns alone, ns with the library) for one launch."""
     program = home / "launches"
     subprocess.run(["cc", "-O2", "-o", program, LAUNCHES, "-ldl", "-pthread"], check=True, timeout=60)
     shares = empty_driver(home / "shares", ahead_us=20_000)

@@ -1,4 +1,4 @@
-"""What every benchmark prints: the machine, the command, and rows for docs/benchmarks.md."""
+"""Print the results of a benchmark: the machine, the command, and rows for docs/benchmarks.md."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from pathlib import Path
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
-    """The smallest value that at least ``percent`` of the values do not exceed."""
+    """Return the smallest value that at least ``percent`` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def spread(values: Sequence[float]) -> str:
-    """Median and the range of the runs, as the tables have it: ``12.3 (11.9-13.0)``."""
+    """Return median and range of the runs in the form of the tables: ``12.3 (11.9-13.0)``."""
     return f"{_short(statistics.median(values))} ({_short(min(values))}-{_short(max(values))})"
 
 
@@ -28,7 +28,7 @@ def _short(value: float) -> str:
 
 
 def machine() -> str:
-    """One line: processors, memory, system, Python."""
+    """Return one line about the machine: processors, memory, system, Python."""
     model = "unknown processor"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
@@ -42,7 +42,7 @@ def machine() -> str:
 
 
 def print_table(module: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print the rows as they go into docs/benchmarks.md, with where and how they came about."""
+    """Print the rows in the form of docs/benchmarks.md, with the machine and the command."""
     command = " ".join([".venv/bin/python -m", module, *sys.argv[1:]])
     print(f"`{command}`\n{datetime.now(UTC):%Y-%m-%d}, {machine()}\n")
     for row in (head, ["---"] * len(head), *rows):

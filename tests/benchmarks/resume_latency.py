@@ -1,12 +1,12 @@
-"""From a CUDA call of a sleeping session to its return, when the device is free.
+"""Measure the time from a CUDA call of a sleeping session to its return, with a free device.
 
 ``.venv/bin/python -m tests.benchmarks.resume_latency [times]``
 
-A demo Hub with one simulated GPU; its copies take no time.  Ada's server holds
-half of it and is offered at once (``leases/{id}/lend``); a short job of bo that
+The demo Hub has one simulated GPU, whose copies take no time.  Ada's server holds
+half of it and is offered at once (``leases/{id}/lend``).  A short job of bo that
 needs the whole GPU puts it to sleep and ends.  Then her process makes one CUDA
-call.  What is measured is everything between: the library's counter, the
-helper's poll, the broker's decision, restore and unlock.
+call.  The time covers the library's counter, the helper's poll, the broker's
+decision, restore and unlock.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def lease_of(broker: httpx.Client) -> dict[str, object]:
 
 
 def put_to_sleep(ada: httpx.Client, bo: httpx.Client) -> None:
-    """Lend ada's GPU to a job of bo that does nothing, until the job has ended."""
+    """Lend ada's GPU to a job of bo that does nothing; return when the job has ended."""
     job = bo.post("jobs", json={"command": ["true"], "gpus": "1"}).raise_for_status().json()["id"]
     until(lambda: asleep_or_offered(ada), "ada is asleep", pause_s=1)
     until(lambda: bo.get(f"jobs/{job}").json()["state"] == "succeeded", "the job has ended")
@@ -36,7 +36,7 @@ def put_to_sleep(ada: httpx.Client, bo: httpx.Client) -> None:
 
 
 def asleep_or_offered(ada: httpx.Client) -> bool:
-    """Whether ada is asleep; an awake session is offered (again: a call just before takes that back)."""
+    """Return whether ada is asleep; offer an awake session, again after a call that revoked the offer."""
     lease = lease_of(ada)
     if lease["state"] == "running":
         ada.post(f"leases/{lease['id']}/lend", json={})

@@ -1,10 +1,10 @@
-"""How long a device helper takes to start, and a broker that was killed.
+"""Measure the start of a device helper, and the restart of a killed broker.
 
 ``.venv/bin/python -m tests.benchmarks.running_costs``
 
-A demo Hub with 16 simulated GPUs.  The broker is killed and started again by its parent, which holds
-its port: no request is refused, and the gap that a user sees lasts until all is well again.  What a day
-adds to the database and the logs is in `units_costs`.
+The demo Hub has 16 simulated GPUs.  The broker is killed, and its parent, which holds its port, restarts it.
+No request is refused; the gap that a user sees lasts until `health` is good again.  `units_costs` measures
+the daily growth of database and logs.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ RESTARTS = 10
 
 
 def gaps_s(hub: DemoHub) -> list[float]:
-    """Seconds from the end of a killed broker to the next answer that all is well; none is refused."""
+    """Return the seconds from the end of a killed broker to the next good `health`; no request is refused."""
     found = []
     for _ in range(RESTARTS):
         killed = hub.worker("broker")
         os.kill(killed.pid, signal.SIGKILL)
         killed.wait(60)
         before = time.perf_counter()
-        # 503: it answers, and has not yet heard of the device helper.
+        # 503: it answers, but has no data from the device helper yet.
         until(
             lambda: httpx.get(f"{hub.broker_url}health", timeout=60).status_code == 200,
             "the broker is at work",
@@ -46,7 +46,7 @@ def gaps_s(hub: DemoHub) -> list[float]:
 
 
 def helper_starts_s() -> list[float]:
-    """Seconds from the start of a device helper to its listening socket, the self-test left out."""
+    """Return the seconds from the start of a device helper to its listening socket, without the self-test."""
     found = []
     for _ in range(5):
         with tempfile.TemporaryDirectory(prefix="gpushare-start-") as name:

@@ -1,10 +1,10 @@
-"""How long a replay takes: the 5,000-job Philly replay, and how it grows with load.
+"""Measure the time of a replay: the 5,000-job Philly replay, and its growth with load.
 
     python -m tests.benchmarks.simulator_speed [--plot FILE.svg]
     python -m tests.benchmarks.simulator_speed --long [SHARE]    long traces, or a part of them (default 1)
 
-The long ones: first5000 twenty times one after the other, jittered, and 100,000 cells of notebooks
-beside jobs that always wait.
+The long traces are first5000 twenty times in a row, jittered, and 100,000 cells of notebooks beside jobs
+that always wait.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LOADS = (0.5, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2)
 
 
 def curve(points: list[tuple[float, float]]) -> str:
-    """An SVG of microseconds of CPU per round over load."""
+    """Return an SVG of microseconds of CPU per round over load."""
     most = max(y for _, y in points) * 1.1
     at = [(60 + 400 * (x - LOADS[0]) / (LOADS[-1] - LOADS[0]), 220 - 180 * y / most, x, y) for x, y in points]
     marks = "".join(
@@ -50,14 +50,14 @@ def curve(points: list[tuple[float, float]]) -> str:
 
 
 def timed(jobs: list[TrainingJob], gpus: int) -> tuple[ReplayResult, float]:
-    """A replay, and the seconds of processor time that it took."""
+    """Return a replay, and the seconds of processor time that it took."""
     began = time.process_time()
     result = replay_jobs(jobs, Fleet(gpus=gpus, nodes=None), Settings())
     return result, time.process_time() - began
 
 
 def long_jobs(times: int) -> list[TrainingJob]:
-    """first5000 so many times one after the other, jittered."""
+    """Return first5000 this number of times in a row, jittered."""
     found: list[TrainingJob] = []
     for jobs in copies("training_philly_first5000", times):
         begins_at = found[-1].submit_at if found else 0.0
@@ -66,7 +66,7 @@ def long_jobs(times: int) -> list[TrainingJob]:
 
 
 def long_sessions(count: int) -> list[NotebookSession]:
-    """The first ``count`` cells of the Adobe trace, over and over."""
+    """Return the first ``count`` cells of the repeated Adobe trace."""
     sessions = read_cells(trace("notebooks_adobe_june2021_60s"))
     span_s = max(session.cells[-1].submit_at for session in sessions)
     repeats = -(-count // sum(len(session.cells) for session in sessions))

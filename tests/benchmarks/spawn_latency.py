@@ -1,11 +1,11 @@
-"""What `gpushare-simple` adds to the start of a server.
+"""Measure what `gpushare-simple` adds to the start of a server.
 
 ``.venv/bin/python -m tests.benchmarks.spawn_latency [starts]``
 
-Two demo Hubs side by side, the same but for the spawner class: JupyterHub's own
-`SimpleLocalProcessSpawner`, and ours with half a GPU.  A stub stands in for
-JupyterLab.  Servers are started in turns, so that other work on the machine
-meets both.  Hub CPU is the user and system time of the Hub's process over a start.
+Two demo Hubs run side by side and differ only in the spawner class: JupyterHub's own
+`SimpleLocalProcessSpawner`, and ours with half a GPU.  A stub replaces JupyterLab.
+They start servers in turns, so that other work on the machine affects both.  Hub CPU
+is the user and system time of the Hub's process during a start.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SIMULATE = "2xH100-80GB,host=512GiB"
 
 def one_start(hub: DemoHub, broker: httpx.Client, options: dict[str, object]) -> tuple[float, float]:
     """Return (seconds until ready, seconds of the Hub's CPU)."""
-    # A start right after a stop also waits until the last server has let go of its GPU.
+    # A start right after a stop also waits until the last server has released its GPU.
     until(lambda: not broker.get("leases").json()["leases"], "the last lease has ended")
     before = hub.process.cpu_times()
     took_s = hub.start("ada", options)

@@ -1,6 +1,6 @@
-"""What the benchmarks start instead of JupyterLab: answers anything, and can use the GPU when told.
+"""The benchmarks' replacement for JupyterLab: it answers any request, and uses the GPU on request.
 
-``GET .../hold?bytes=N`` takes GPU memory, ``GET .../call`` makes one CUDA call and
+``GET .../hold?bytes=N`` takes GPU memory.  ``GET .../call`` makes one CUDA call and
 answers the milliseconds until it returned.
 """
 

@@ -1,13 +1,12 @@
-"""How long one user's requests take while another user submits as fast as the broker answers.
+"""Measure one user's requests while another user submits as fast as the broker answers.
 
 ``.venv/bin/python -m tests.benchmarks.submit_fairness [requests]``
 
-A broker with SQLite on disk and one GPU on a site in memory, with its Hub, in one
-process on the first core; the load in processes of its own, niced, on the last core.
-Ada submits and reads her status, one request after the other: alone, beside 2,000 submits of
-bo one after the other, and beside six threads of bo that submit all the time, with the rate limit
-of each user and without.  Before each run bo has 900 jobs in the queue, so that all runs find a
-long one.
+The broker, with SQLite on disk and one GPU, and the Hub of a site in memory run in one process on the
+first core; the load runs in separate processes, niced, on the last core.  Ada submits and reads her
+status, one request after the other: alone, beside 2,000 sequential submits of bo, and beside six threads
+of bo that submit all the time, with and without the rate limit of each user.  Before each run bo has 900
+jobs in the queue, so that the queue is always long.
 """
 
 from __future__ import annotations
@@ -92,7 +91,7 @@ def _load(api: str, pipe: Connection, count: int) -> None:
 def _measure(
     requests: int, *, submitters: int, limited: bool
 ) -> tuple[list[float], list[float], tuple[int, int]]:
-    """Return seconds of submits and of reads, and how many of bo's submits were accepted and refused."""
+    """Return seconds of submits and of reads, and the numbers of bo's accepted and refused submits."""
     mine, theirs = multiprocessing.Pipe()
     server = multiprocessing.Process(target=_serve, args=(theirs, limited), daemon=True)
     server.start()

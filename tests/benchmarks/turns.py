@@ -1,10 +1,10 @@
-"""What two leases that compute on one device get, without turns and with them, and what the turns cost.
+"""Measure the shares of two leases that compute on one device, without and with turns, and their cost.
 
 ``.venv/bin/python -m tests.benchmarks.turns [runs]``
 
-A device helper and two processes that launch kernels without end, on the simulated driver, which divides
-its time between processes as a real one does.  Shares are of the time that the driver gave both; *used* is
-what it gave them of the time that passed.
+A device helper and two processes that launch kernels without end run on the simulated driver, which divides
+its time between processes as a real one does.  Shares are parts of the time that the driver gave to both;
+*used* is this time as a part of the elapsed time.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CASES = {
 def measure(
     machine: Machine, case: tuple[tuple[float, float, int], ...], mode: str
 ) -> tuple[float, float, float]:
-    """(share of the first in percent, used in percent, helper's processor time in percent) of one run."""
+    """Return in percent for one run: the share of the first, the used time, the helper's processor time."""
     workers = []
     for number, (share, kernel_ms, every) in enumerate(case):
         machine.lease(f"l{number}", int(64 * share) * GIB, compute_share=mode, share=share)
@@ -60,7 +60,7 @@ def measure(
 
 
 def cell(values: list[float]) -> str:
-    """Mean and standard error."""
+    """Return mean and standard error as text."""
     error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else 0.0
     return f"{statistics.mean(values):.1f} ± {error:.1f} %"
 

@@ -1,11 +1,11 @@
-"""What a site with systemd costs: processor time at rest, and what a day of 20 users writes.
+"""Measure a site with systemd: processor time at rest, and the bytes that a day of 20 users writes.
 
 ``.venv/bin/python -m tests.benchmarks.units_costs [seconds]``   (as root)
 
-The units and configurations of docs/admin.md under a systemd of their own (tests/setup/machine.py),
-simulated GPUs, the wheel of this checkout.  20 sessions with an eighth of a GPU each hold GPU memory and
-idle; a stub stands for JupyterLab.  Then every user starts a second session and runs five jobs.  A
-day is that, and 24 hours at rest.
+The units and configurations of docs/admin.md run under a separate systemd (tests/setup/machine.py), with
+simulated GPUs and the wheel of this checkout.  20 sessions with an eighth of a GPU each hold GPU memory
+and idle; a stub replaces JupyterLab.  Then every user starts a second session and runs five jobs.  A day
+consists of this use and 24 hours at rest.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OPTIONS = {"gpushare": {"fraction": "0.125"}}
 
 
 def services(site: Site) -> dict[str, psutil.Process]:
-    """The process that does the work, by what it is called in the table."""
+    """Return the working processes by their names in the table."""
     hub = [psutil.Process(pid) for pid in site.pids("jupyterhub.service")]  # servers and proxy as well
     (broker,) = site.pids("gpushare-broker.service")
     (helper,) = site.pids("gpushare-helper.service")
@@ -45,7 +45,7 @@ def services(site: Site) -> dict[str, psutil.Process]:
 
 
 def sizes(site: Site) -> tuple[int, int]:
-    """Bytes in the broker's database, and in the logs of Hub, broker and helper."""
+    """Return the bytes of the broker's database, and of the logs of Hub, broker and helper."""
     query = "pragma page_count; pragma freelist_count; pragma page_size"
     said = site.shell(f"sqlite3 -readonly /var/lib/gpushare/broker.sqlite '{query}'")
     pages, free, size = (int(line) for line in said.splitlines()[:3])
@@ -54,7 +54,7 @@ def sizes(site: Site) -> tuple[int, int]:
 
 
 def use(hub: Users, users: list[str]) -> None:
-    """What every user does on a day, but for the first start of a session."""
+    """Run what every user does on a day, except the first start of a session."""
     for user in users:
         hub.stop(user)
         hub.start(user, OPTIONS)
@@ -71,7 +71,7 @@ def use(hub: Users, users: list[str]) -> None:
 
 
 def measure(site: Site, seconds: int) -> tuple[dict[str, float], list[list[float]]]:
-    """Percent of a core by process at rest; KiB of database and logs: active, an hour at rest, a day."""
+    """Return percent of a core by process at rest; KiB of database and logs: active, per hour, per day."""
     hub = Users(site.url, site.port)
     users = [f"user{number}" for number in range(USERS)]
     for number, user in enumerate(users):
@@ -81,7 +81,7 @@ def measure(site: Site, seconds: int) -> tuple[dict[str, float], list[list[float
         hub.start(user, OPTIONS)
         hub.hold(user)
     started = sizes(site)
-    time.sleep(10)  # what the last start set off has settled
+    time.sleep(10)  # until the effects of the last start have settled
     watched = services(site)
     rest, used_s, begun = (
         sizes(site),

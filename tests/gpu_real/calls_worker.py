@@ -1,14 +1,14 @@
-"""A process that shows which functions of the driver wait, one command a line; see `driver_facts`.
+"""A process that shows which driver functions wait; it runs one command per line (see `driver_facts`).
 
 open       the primary context of the device                   -> "open CODE"
 prepare    a thread for each function, in the context, that
            calls it once while the process runs                -> "prepare CODE"
 names      the functions that answered 0 then                  -> "names NAME,..."
-failed     those that did not: nothing is known of them        -> "failed NAME:CODE,..." or "failed -"
+failed     the other functions, which are not tested           -> "failed NAME:CODE,..." or "failed -"
 blocked S  call each again, each in its thread; after S
-           seconds, what waits in which system call            -> "blocked {JSON}"
+           seconds, the waiting ones and their system calls    -> "blocked {JSON}"
 call NAME  call one of them in the main thread                 -> "call CODE"
-addresses  what cuGetProcAddress answers for hooks.h           -> "addresses {JSON}"
+addresses  the answers of cuGetProcAddress for hooks.h         -> "addresses {JSON}"
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from jupyter_gpushare import native
 from jupyter_gpushare.gpu.driver.probe import KERNEL, PTX
 from tests.gpu_real.commands import serve
 
-# How long a function may take while the process runs.
+# The maximum seconds of a function while the process runs.
 PROOF_S = 5.0
-# What programs ask cuGetProcAddress for: each version of CUDA that brought new variants of functions.
+# Versions that programs pass to cuGetProcAddress: each CUDA version with new variants of functions.
 VERSIONS = (
     *(2000, 3020, 4000, 4010, 5000, 5050, 6000, 6050, 7000, 7050, 8000, 9000, 9020, 10000, 10010, 10020),
     *(11000, 11010, 11020, 11030, 11040, 11060, 11070, 11080, 12000, 12010, 12020, 12030, 12040, 12050),
@@ -53,7 +53,7 @@ def open_() -> int:
 
 
 def functions() -> dict[str, Callable[[], Any]]:
-    """Functions of this driver, with arguments that are right while the process runs."""
+    """Return functions of this driver, with arguments that are valid while the process runs."""
     out, size, word = ctypes.c_uint64(), ctypes.c_size_t(), ctypes.c_int()
     at, single = ctypes.c_void_p(), ctypes.c_float()
     few, host = ctypes.c_size_t(4096), ctypes.create_string_buffer(4096)
@@ -109,7 +109,7 @@ def functions() -> dict[str, Callable[[], Any]]:
 
 
 class Caller(threading.Thread):
-    """Calls a function once to prove it, and once more when it is told to."""
+    """Calls a function once to test it, and once more on request."""
 
     def __init__(self, name: str, call: Callable[[], Any]) -> None:
         super().__init__(name=name, daemon=True)
@@ -126,7 +126,7 @@ class Caller(threading.Thread):
         self.codes.append(int(self._call()))
 
     def again(self) -> None:
-        """Let it call once more."""
+        """Let the thread call the function once more."""
         self._again.set()
 
 
@@ -158,7 +158,7 @@ def names() -> str:
 
 
 def failed() -> str:
-    """With ``-`` for a code that never came."""
+    """Return the functions that failed, with ``-`` for a code that never came."""
     return ",".join(f"{c.name}:{(c.codes or ['-'])[0]}" for c in callers if c.codes[:1] != [0]) or "-"
 
 

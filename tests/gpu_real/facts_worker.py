@@ -1,14 +1,14 @@
-"""A process that shows how the driver behaves, one command a line; see `driver_facts`.
+"""A process that shows how the driver behaves; it runs one command per line (see `driver_facts`).
 
 init            cuInit alone, without a context              -> "init CODE"
 open            the primary context of the device            -> "open CODE"
 alloc BYTES     allocate                                     -> "alloc CODE"
 prepare         a block for `module`                         -> "prepare CODE"
-pool BYTES      allocate from a pool that keeps, free        -> "pool CODE"
+pool BYTES      allocate from a pool that keeps memory, free -> "pool CODE"
 again BYTES     allocate from that pool again                -> "again CODE"
 module          load a module and launch its kernel          -> "module CODE"
-thread          synchronise in a new thread                  -> "thread CODE"
-synchronize     synchronise in the main thread               -> "synchronize CODE"
+thread          synchronize in a new thread                  -> "thread CODE"
+synchronize     synchronize in the main thread               -> "synchronize CODE"
 spin S BYTES    fill memory for S seconds                    -> "spin ROUNDS"
 """
 
@@ -51,7 +51,7 @@ def prepare() -> int:
 
 
 def pool(count: int) -> int:
-    """As PyTorch's backend:cudaMallocAsync, CuPy and RMM: the default pool keeps all that is freed."""
+    """Let the default pool keep all freed memory, as PyTorch's backend:cudaMallocAsync, CuPy and RMM do."""
     keeps, at = ctypes.c_uint64(2**64 - 1), ctypes.c_uint64()
     return int(
         cuda.cuDeviceGetDefaultMemPool(ctypes.byref(memory_pool), device)
@@ -85,7 +85,7 @@ def synchronize() -> int:
 
 
 def spin(seconds: float, count: int) -> int:
-    """How often so many bytes were filled."""
+    """Fill these bytes repeatedly; return how often."""
     at, rounds, end = ctypes.c_uint64(), 0, time.monotonic() + seconds
     cuda.cuMemAlloc_v2(ctypes.byref(at), ctypes.c_size_t(count))
     while time.monotonic() < end:

@@ -1,21 +1,23 @@
-"""A process that holds what a suspension may lose, one command a line; see `survival`, `timing`, `other_gpu`.
+"""A process with state that a suspension may lose; it runs one command per line.
+
+See `survival`, `timing` and `other_gpu`.
 
 open              a context                                      -> "open CODE"
 fill MIB          allocate and fill every byte                   -> "fill CODE"
-verify            read every byte of what was filled back        -> "verify ok" / "verify bad"
+verify            read back every byte that was filled           -> "verify ok" / "verify bad"
 alloc BYTES       allocate                                       -> "alloc CODE"
 free              free that                                      -> "free CODE"
 fork COUNT        fork children that inherit all descriptors     -> "fork PID,PID,..."
-children          ask each of them, then as verify               -> "children ok" / "children bad"
+children          get an answer of each, then verify             -> "children ok" / "children bad"
 graph             a graph that sets memory and launches a kernel -> "graph CODE"
 replay            launch it on memory that was cleared           -> "replay ok", "replay bad" or "replay CODE"
 managed_pool N    N bytes of a managed pool                      -> "managed_pool CODE"
 managed_variable  a module with a __managed__ variable           -> "managed_variable CODE"
 exported N        N bytes exported, then unmapped and released   -> "exported CODE"
 close             close the exported descriptor                  -> "close 0", or "close 1" without one
-written           compare what was written to managed memory     -> "written ok", "bad" or "-" without any
+written           compare the bytes in managed memory            -> "written ok", "bad" or "-" without any
 busy S            start a kernel that runs for S seconds         -> "busy 0"
-idle              wait for it, compare what it wrote             -> "idle ok" / "idle bad"
+idle              wait for it, compare its output                -> "idle ok" / "idle bad"
 sees              the context's device; UUIDs and buses by ordinal -> "sees ORDINAL UUID,UUID BUS,BUS"
 """
 
@@ -44,7 +46,7 @@ exported = ctypes.c_int(-1)
 executable, destination, worked_on = ctypes.c_void_p(), u64(), u64()
 steps: list[float] = []
 
-CHILD_S = 120.0  # a child ends by itself, whatever becomes of its parent
+CHILD_S = 120.0  # a child ends by itself after this time
 WORDS = 1 << 18
 STEP = 1 << 32  # what the kernel adds to each word
 MANAGED = b"""
@@ -122,7 +124,7 @@ def free() -> int:
 
 
 def echo(requests: int, answers: int) -> None:
-    """What a child does: answer, and live on when its parent is gone."""
+    """Run a child: answer, and outlive the parent."""
     ends_at = time.monotonic() + CHILD_S
     while (left := ends_at - time.monotonic()) > 0:
         if select.select([requests], [], [], left)[0]:
@@ -173,7 +175,7 @@ def arguments(address: u64, busy_ns: int) -> Any:
 
 
 def graph() -> int:
-    """Two nodes: the second half of the memory is set, the kernel does a step on the first."""
+    """Build a graph of two nodes: set the second half of the memory, run the kernel on the first."""
     made, first, second = ctypes.c_void_p(), ctypes.c_void_p(), ctypes.c_void_p()
     code = cuda.cuMemAlloc_v2(pointer(destination), size(16 * WORDS))
     half = SetNode(destination.value + 8 * WORDS, 0, 0xA5A5A5A5, 4, 2 * WORDS, 1)
@@ -200,11 +202,11 @@ def replay() -> object:
     return code or ("ok" if right else "bad")
 
 
-# ---- what the driver may refuse to checkpoint ----
+# ---- memory that the driver may refuse to checkpoint ----
 
 
 def write(address: int) -> None:
-    """From the host, as a program uses managed memory."""
+    """Write from the host, as a program uses managed memory."""
     pattern = os.urandom(4)
     ctypes.memmove(address, pattern, len(pattern))
     managed.append((address, pattern))
@@ -264,7 +266,7 @@ def close() -> int:
     return 0
 
 
-# ---- work, and where it is done ----
+# ---- work and its device ----
 
 
 def busy(seconds: float) -> int:

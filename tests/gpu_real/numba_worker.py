@@ -1,6 +1,6 @@
 """A process of a lease that uses Numba; the commands `alloc`, `check` and `sleep` of torch_worker.py.
 
-It asks the driver for memory and copies, and runs no kernels: so it runs on the simulated driver too.
+It uses memory and copies, but no kernels, so it runs on the simulated driver too.
 """
 
 from __future__ import annotations

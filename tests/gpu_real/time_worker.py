@@ -1,7 +1,7 @@
-"""A process that computes for as long as it is told, one command a line; see `shares`.
+"""A process that computes for a given time; it runs one command per line (see `shares`).
 
-Its kernel does a fixed amount of work on every multiprocessor: under the driver's time slices it
-takes longer, where one that watches a clock would not.
+Its kernel does a fixed amount of work on every multiprocessor.  So it takes longer under the driver's
+time slices; a kernel that watches a clock would not.
 
 open AMOUNT       the context and the kernel; AMOUNT is what takes 1 ms, 0: measure it
                                                               -> "open CODE AMOUNT"
@@ -59,7 +59,7 @@ next:
 MULTIPROCESSORS = 16  # CU_DEVICE_ATTRIBUTE_MULTIPROCESSOR_COUNT
 BLOCKING_WITHOUT_TIMING = 3  # CU_EVENT_BLOCKING_SYNC | CU_EVENT_DISABLE_TIMING
 CALIBRATION_S = 0.1
-# How far a process launches ahead of the device.
+# The milliseconds that a process launches ahead of the device.
 AHEAD_MS = 20.0
 
 cuda = ctypes.CDLL("libcuda.so.1")
@@ -121,7 +121,7 @@ def open_(amount: float) -> str:
 
 
 class Queue:
-    """Kernels of one length in the default stream, some milliseconds ahead of the device at most."""
+    """Kernels of one length in the default stream, at most some milliseconds ahead of the device."""
 
     def __init__(self, ms: float) -> None:
         self.ms = ms
@@ -130,7 +130,7 @@ class Queue:
         self._spare = [event() for _ in range(max(2, int(AHEAD_MS / ms)) + 1)]
 
     def add(self) -> None:
-        """Launch one, after the oldest is done where too many wait."""
+        """Launch one kernel; if too many wait, first wait for the oldest."""
         launch(self.ms * per_ms)
         self._waiting.append(self._spare.pop())
         checked(cuda.cuEventRecord(self._waiting[-1], None))
@@ -148,7 +148,7 @@ class Queue:
             self._wait()
 
     def count(self) -> int:
-        """How many are done now; from any thread."""
+        """Return the number of finished kernels; callable from any thread."""
         return self.done + sum(not cuda.cuEventQuery(each) for each in tuple(self._waiting))
 
     def close(self) -> None:
@@ -165,7 +165,7 @@ def run(ms: float, seconds: float, pause_ms: float) -> int:
         cuda.cuCtxSetCurrent(context)
         counts.append(queue.count())
 
-    # Another thread looks when the time is over: a launch may wait then.
+    # Another thread counts when the time is over, because a launch may wait then.
     clock = threading.Timer(seconds, look)
     clock.start()
     while not counts:
@@ -255,7 +255,7 @@ def capture(mode: int, own: int) -> str:
 
 
 def missing(*names: str) -> str:
-    """Which of these functions the driver has not."""
+    """Return the functions that the driver lacks."""
     return ",".join(name for name in names if not hasattr(cuda, name)) or "-"
 
 

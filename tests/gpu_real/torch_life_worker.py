@@ -1,4 +1,4 @@
-"""A process that holds what PyTorch keeps beside tensors, one command a line; see `frameworks`.
+"""A process with PyTorch state other than tensors; it runs one command per line (see `frameworks`).
 
 loaders      a DataLoader with two persistent workers, forked after CUDA was used -> "loaders PID,PID"
 batches      all their batches, compared                       -> "batches ok" / "batches bad"
@@ -23,7 +23,7 @@ kept: dict[str, Any] = {}
 
 
 class Numbers(Dataset[Any]):
-    """Item i is WIDTH times the number i."""
+    """A dataset whose item i is the number i, WIDTH times."""
 
     def __len__(self) -> int:
         return COUNT
@@ -51,7 +51,7 @@ def capture() -> str:
     source = torch.randn(64, 256, device="cuda")
     aside = torch.cuda.Stream()
     aside.wait_stream(torch.cuda.current_stream())
-    with torch.no_grad(), torch.cuda.stream(aside):  # what has to be made before a capture
+    with torch.no_grad(), torch.cuda.stream(aside):  # set up everything before a capture
         network(source)
     torch.cuda.current_stream().wait_stream(aside)
     graph = torch.cuda.CUDAGraph()
@@ -78,7 +78,7 @@ def compile_() -> str:
     kept["compiled"] = torch.compile(function)
     try:
         kept["first"] = kept["compiled"](kept["numbers"])
-    except Exception as error:  # no triton, no compiler, not this GPU: what inductor raises has many types
+    except Exception as error:  # no triton, no compiler, unsupported GPU: inductor raises many types
         return f"no {type(error).__name__}: {' '.join(str(error).split())[:200]}"
     return "ok" if torch.allclose(kept["first"], function(kept["numbers"]), rtol=1e-3, atol=1e-3) else "bad"
 

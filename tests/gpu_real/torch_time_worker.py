@@ -1,4 +1,4 @@
-"""A process that trains with PyTorch for as long as it is told, one command a line; see `frameworks`.
+"""A process that trains with PyTorch for a given time; it runs one command per line (see `frameworks`).
 
 recorder LIBRARY  load the thread of `recorder`              -> "recorder 0"
 step              the milliseconds of one step of a network of matrices  -> "step MS"
@@ -6,7 +6,7 @@ drain N           launch N such steps, record and wait       -> "drain", as `Rec
 watch US          record and wait every US microseconds      -> "watch 0", or "watch missing"
 unwatch           end that                                   -> "unwatch", as `Recorded`
 time N            the loop of `torch_worker`, N small steps  -> "time SECONDS"
-pipeline S        train for S seconds on pictures that processes of a DataLoader prepare
+pipeline S        train for S seconds on pictures that a DataLoader's processes prepare
                                -> "pipeline RATE BUSY": batches a second, part of the time on the device
 """
 
@@ -31,7 +31,7 @@ kept: dict[str, Any] = {}
 
 
 def context() -> ctypes.c_void_p:
-    """The one that PyTorch has."""
+    """Return the context that PyTorch uses."""
     found = ctypes.c_void_p()
     ctypes.CDLL("libcuda.so.1").cuCtxGetCurrent(ctypes.byref(found))
     return found
@@ -43,7 +43,7 @@ def recorder(library: str) -> int:
 
 
 def begin() -> None:
-    """Launch one step: it returns before the device has done it."""
+    """Launch one step; return before the device has done it."""
     network, optimizer, inputs = kept["network"]
     optimizer.zero_grad()
     network(inputs).square().mean().backward()
@@ -81,7 +81,7 @@ def unwatch() -> object:
 
 
 class Pictures(Dataset[Any]):
-    """Made, cropped, turned and scaled by the processor, as pictures of a file are."""
+    """Pictures that the processor makes, crops, rotates and scales, like pictures from files."""
 
     def __len__(self) -> int:
         return 1 << 20

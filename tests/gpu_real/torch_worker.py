@@ -1,10 +1,10 @@
-"""A process of a lease that uses PyTorch: does what it is told, one command a line.
+"""A process of a lease that uses PyTorch; it runs one command per line.
 
 alloc MIB    make a tensor of random numbers         -> "alloc CODE", 2 when out of memory
 check        compare every tensor with its checksum  -> "check ok" / "check bad"
 curve N      train from a fixed start, N steps       -> "curve DIGEST" of all losses
 time N       the same loop, timed                    -> "time SECONDS"
-info         what torch says about the memory        -> "info FREE TOTAL"
+info         torch's free and total memory           -> "info FREE TOTAL"
 sleep S      sleep, without the GPU                  -> "sleep 0"
 """
 
@@ -42,7 +42,7 @@ def check() -> str:
 
 
 def train(steps: int) -> list[float]:
-    """The losses of a small network trained from a fixed start, the same every time."""
+    """Return the losses of a small network trained from a fixed start; they are the same every time."""
     torch.manual_seed(7)
     torch.use_deterministic_algorithms(True)
     network = torch.nn.Sequential(torch.nn.Linear(256, 256), torch.nn.ReLU(), torch.nn.Linear(256, 1)).cuda()
@@ -61,7 +61,7 @@ def train(steps: int) -> list[float]:
 
 def curve(steps: int) -> str:
     losses = train(steps)
-    # Slow enough to be stopped in between: each part reads its losses back.
+    # Slow enough to be stopped within the loop: each part reads back its losses.
     for _ in range(20):
         losses += train(steps)
     return hashlib.sha256(struct.pack(f"{len(losses)}d", *losses)).hexdigest()
