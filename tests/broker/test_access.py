@@ -175,7 +175,7 @@ async def test_an_admin_takes_changes_of_a_project_back_and_the_log_names_the_ad
 
 async def test_a_guarantee_beyond_the_machine_is_refused_unless_forced(http):
     refused = await http.refused("PUT", "projects/nlp", "root", json={"quota": 99})
-    assert (refused.status, refused.reason) == (409, "over_capacity")
+    assert (refused.status, refused.reason) == (409, "beyond_machine")
     assert "this machine has 2 GPUs, fewer than the " in refused.message
     forced = (await http.ask("PUT", "projects/nlp", "root", json={"quota": 99, "force": True})).json()
     assert next(p for p in forced["projects"] if p["name"] == "nlp")["quota_milli"] == 99_000
@@ -186,7 +186,7 @@ async def test_a_guarantee_beyond_the_machine_is_refused_unless_forced(http):
 
 async def test_guarantees_of_all_projects_together_are_held_against_the_machine(http):
     refused = await http.refused("PUT", "projects/nlp", "root", json={"quota": 1.5})
-    assert (refused.status, refused.reason) == (409, "over_capacity")
+    assert (refused.status, refused.reason) == (409, "beyond_machine")
     assert "the 2.5 that the projects would be guaranteed together" in refused.message
     await http.ask("PUT", "projects/vision", "root", json={"quota": 0.5})
     assert (await http.ask("GET", "devices", "bo")).json()["guaranteed_milli"] == 1500

@@ -53,7 +53,7 @@ class ProjectNumbers:
                 "send force to set it all the same",
                 f"{after / WHOLE_GPU:g}",
                 f"{total_milli / WHOLE_GPU:g}",
-                reason="over_capacity",
+                reason="beyond_machine",
             )
         await self._override(override, by)
 
