@@ -304,7 +304,7 @@ def _print_owners(answer: wire.Owners) -> None:
 
 @shown_by(_print_owners)
 def owners(client: BlockingClient, args: argparse.Namespace) -> wire.Owners:
-    """Owners of sessions and jobs that are absent from the Hub, or were made anew."""
+    """Owners of sessions and jobs that are absent from the Hub, or were created again."""
     return client.get("owners", wire.Owners)
 
 

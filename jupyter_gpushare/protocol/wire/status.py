@@ -427,7 +427,7 @@ class Trace(Answer, frozen=True):
 
 
 class Owner(Answer, frozen=True):
-    """An owner of leases that is absent from the Hub, or was made anew."""
+    """An owner of leases that is absent from the Hub, or was created again."""
 
     name: str
     user: str  # as in `Job.user`: the name, or with the moment at which the Hub made the user
