@@ -124,7 +124,7 @@ class TestObjects:
     async def test_a_list_that_expires_between_pages_begins_again(self, server: ApiServer, client: ApiClient):
         for n in range(PAGE + 1):
             server.store.create("pods", NS, pod(f"p{n}"))
-        list_page = client._ask
+        list_page = client._send
         pages = 0
 
         async def compacting(*args: Any, **options: Any) -> Any:
@@ -136,7 +136,7 @@ class TestObjects:
                 server.store.compact()
             return answer
 
-        client._ask = compacting  # type: ignore[method-assign]
+        client._send = compacting  # type: ignore[method-assign]
         assert len((await client.list(PODS, NS)).items) == PAGE + 2
         assert pages == 4
 
@@ -299,7 +299,7 @@ class TestWatch:
         await client.create(PODS, NS, pod("before"))
         version = (await client.list(PODS, NS)).version
         await client.create(PODS, NS, pod("one"))
-        watch = client.watch(PODS, version, namespace=NS, for_s=60)
+        watch = client.watch(PODS, version, namespace=NS, duration_s=60)
         assert await anext(watch) is None
 
         async def told() -> tuple[str, str]:
@@ -318,7 +318,7 @@ class TestWatch:
     async def test_all_that_happened_is_told_before_the_bookmark(self, server: ApiServer, client: ApiClient):
         server.store.create("pods", NS, pod("one"))
         server.store.create("queues", "", {"metadata": {"name": "q"}})
-        begun, added, bookmark = [e async for e in client.watch(PODS, "0", namespace=NS, for_s=0)]
+        begun, added, bookmark = [e async for e in client.watch(PODS, "0", namespace=NS, duration_s=0)]
         assert (begun, bookmark) == (None, WatchEvent("BOOKMARK", "2", None))
         assert added is not None
         assert added.type == "ADDED"
@@ -330,14 +330,14 @@ class TestWatch:
             await anext(client.watch(PODS, "0", namespace=NS))
 
     async def test_a_cut_watch_is_an_error(self, server: ApiServer, client: ApiClient):
-        watch = client.watch(PODS, "0", namespace=NS, for_s=60)
+        watch = client.watch(PODS, "0", namespace=NS, duration_s=60)
         assert await anext(watch) is None
         server.cut_watches()
         with pytest.raises(KubeError, match="cut"):
             await anext(watch)
 
     async def test_an_event_that_is_too_long_is_an_error(self, server: ApiServer, client: ApiClient):
-        watch = client.watch(PODS, "0", namespace=NS, for_s=60)
+        watch = client.watch(PODS, "0", namespace=NS, duration_s=60)
         assert await anext(watch) is None
         long = {"name": "one", "annotations": {"a": "x" * (5 << 20)}}
         server.store.create("pods", NS, {"metadata": long, "spec": {}})
@@ -380,7 +380,7 @@ class TestReflector:
         server.faults.frozen.clear()
         silent_since = time.monotonic()
         await becomes(lambda: copy.age_s(time.monotonic()) > 6)
-        assert copy.told_at < silent_since + 5
+        assert copy.confirmed_at < silent_since + 5
         server.faults.frozen.set()
         await becomes(lambda: copy.age_s(time.monotonic()) < 1)
 

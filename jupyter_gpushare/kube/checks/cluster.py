@@ -120,7 +120,7 @@ async def _rights(cluster: CheckedCluster) -> Check:
     lacking = []
     for rights, namespace in ((RIGHTS, cluster.kube.namespace), (CLUSTER_RIGHTS, "")):
         for verb, group, resource in rights:
-            if not await cluster.client.may(verb, group, resource, namespace):
+            if not await cluster.client.is_allowed(verb, group, resource, namespace):
                 lacking.append(f"{verb} {resource}")
     if not lacking:
         return ok("This account has all rights that the broker needs.")

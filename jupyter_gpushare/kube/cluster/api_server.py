@@ -1,4 +1,4 @@
-"""Where the API server is, and how to authenticate: a pod's service account, a token or a kubeconfig file."""
+"""Address and credentials of the API server: from a pod's service account, a token or a kubeconfig file."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from jupyter_gpushare.errors import GpuShareError
 from jupyter_gpushare.kube.cluster.library import Configuration, load_kube_config
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-_HERE = ("127.0.0.1", "::1", "localhost")
-_LOGIN_S = 10.0
+_LOOPBACK = ("127.0.0.1", "::1", "localhost")
+_LOGIN_TIMEOUT_S = 10.0
 
 
 class KubeError(GpuShareError):
-    """The API server refused (``status``), or does not answer (``status`` 0)."""
+    """The API server refused a request (HTTP ``status``), or gave no usable answer (``status`` 0)."""
 
     def __init__(self, message: str, *, status: int = 0) -> None:
         super().__init__(message)
@@ -27,20 +27,20 @@ class KubeError(GpuShareError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ApiServer:
-    """An API server, and how to authenticate to it."""
+    """Address and credentials of an API server."""
 
     url: str = ""
     token: str = ""
-    token_file: Path | None = None  # read before each request: the kubelet renews it
-    ca_file: Path | None = None  # None: the certificate authorities of the system
-    kubeconfig: Path | None = None  # instead of all of these: a file with a current context
+    token_file: Path | None = None  # read before each request, because the kubelet renews it
+    ca_file: Path | None = None  # None: the system's certificate authorities
+    kubeconfig: Path | None = None  # replaces all other fields; needs a current context
 
     @classmethod
     def of_pod(cls, environ: Mapping[str, str] = os.environ, account: Path = _ACCOUNT) -> ApiServer:
         """Return the API server of the cluster that this process runs in.
 
         Raises:
-            KubeError: this process does not run in a pod with a service account.
+            KubeError: this process is not in a pod with a service account.
         """
         host, port = environ.get("KUBERNETES_SERVICE_HOST"), environ.get("KUBERNETES_SERVICE_PORT")
         if not host or not port or not (account / "token").exists():
@@ -52,38 +52,38 @@ class ApiServer:
         return cls(url=f"https://{host}:{port}", token_file=account / "token", ca_file=account / "ca.crt")
 
     async def configuration(self) -> Configuration:
-        """Return this as a configuration of the client library, with a token that is valid now.
+        """Return the configuration for the client library, with a token that is valid now.
 
         Raises:
             KubeError: a file cannot be used, or the token would be sent to a server that is not verified.
         """
-        found = Configuration(host=self.url)
+        config = Configuration(host=self.url)
         if self.kubeconfig is not None:
             try:
-                self.kubeconfig.stat()  # of one that is missing the library says less
-                async with asyncio.timeout(_LOGIN_S):  # it may name a program that logs in
-                    await load_kube_config(str(self.kubeconfig), client_configuration=found)
-            except Exception as error:  # whatever a malformed file leads to
-                # An entry of the file may follow, with its token.
-                said = str(error).partition("{")[0] or type(error).__name__
-                raise KubeError(f"{self.kubeconfig} cannot be used as a kubeconfig file: {said}") from None
+                self.kubeconfig.stat()  # its error for a missing file is clearer than the library's
+                async with asyncio.timeout(_LOGIN_TIMEOUT_S):  # the file may name a login program
+                    await load_kube_config(str(self.kubeconfig), client_configuration=config)
+            except Exception as error:  # a malformed file can cause any exception
+                # The rest may quote an entry of the file, with its token.
+                reason = str(error).partition("{")[0] or type(error).__name__
+                raise KubeError(f"{self.kubeconfig} cannot be used as a kubeconfig file: {reason}") from None
         else:
-            found.ssl_ca_cert = str(self.ca_file) if self.ca_file else None
+            config.ssl_ca_cert = str(self.ca_file) if self.ca_file else None
             if self.token:
-                found.api_key["BearerToken"] = f"Bearer {self.token}"
+                config.api_key["BearerToken"] = f"Bearer {self.token}"
             if self.token_file is not None:
-                found.refresh_api_key_hook = self._read_token
-                self._read_token(found)
-        parts = urlsplit(found.host)
-        if not found.verify_ssl:
-            raise KubeError(f"insecure-skip-tls-verify of {found.host}: name the certificate-authority")
-        if found.api_key and parts.scheme != "https" and parts.hostname not in _HERE:
-            raise KubeError(f"{found.host}: a token is sent over https:// only")
-        return found
+                config.refresh_api_key_hook = self._read_token
+                self._read_token(config)
+        parts = urlsplit(config.host)
+        if not config.verify_ssl:
+            raise KubeError(f"insecure-skip-tls-verify of {config.host}: name the certificate-authority")
+        if config.api_key and parts.scheme != "https" and parts.hostname not in _LOOPBACK:
+            raise KubeError(f"{config.host}: a token is sent over https:// only")
+        return config
 
-    def _read_token(self, into: Configuration) -> None:
+    def _read_token(self, config: Configuration) -> None:
         assert self.token_file is not None
         try:
-            into.api_key["BearerToken"] = f"Bearer {self.token_file.read_text(encoding='utf-8').strip()}"
+            config.api_key["BearerToken"] = f"Bearer {self.token_file.read_text(encoding='utf-8').strip()}"
         except OSError as error:
             raise KubeError(f"the token of the service account cannot be read: {error.strerror}") from None

@@ -1,12 +1,11 @@
 """Requests to the Kubernetes API: lists, watches, creations, merge patches and deletions.
 
-Connections, TLS, proxies and credentials are those of ``kubernetes_asyncio``.  Of an answer only the fields
-that we use are decoded, from its bytes.
+``kubernetes_asyncio`` handles connections, TLS, proxies and credentials.  This module decodes the bytes of an
+answer itself, and only the fields that the broker uses.
 
-Every request may be repeated: objects have names of our own choice, patches say values and not
-changes.  A request is repeated while the API server does not answer, answers 429 (after the seconds
-of ``Retry-After``) or 5xx, with a delay that doubles and is drawn at random, until ``deadline_s``;
-and once after a 401, with credentials that are loaded anew.
+Every request is safe to repeat: the broker chooses the names of objects, and a patch sets values.  A request
+is retried until ``deadline_s`` if the API server does not answer, or answers 429 or 5xx.  The delay doubles,
+is partly random, and is at least ``Retry-After``.  After a 401 there is one retry with reloaded credentials.
 """
 
 from __future__ import annotations
@@ -30,20 +29,21 @@ T = TypeVar("T", bound=Object)
 PAGE = 500
 _DEADLINE_S = 10.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
-_RETRIED = (429, 500, 502, 503, 504)
+_RETRIED_STATUSES = (429, 500, 502, 503, 504)
 _UNAUTHORIZED, _CONFLICT, _GONE = 401, 409, 410
 _MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
-# The last two: an event is longer than 4 MiB, by the version of aiohttp; the largest object has 1.5 MiB.
-_LOST = (aiohttp.ClientError, TimeoutError, aiohttp.http.HttpProcessingError, ValueError)
+# For an event above 4 MiB, aiohttp raises one of the last two, depending on its version.  The largest object
+# has 1.5 MiB.
+_CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, aiohttp.http.HttpProcessingError, ValueError)
 
 
 class Expired(KubeError):
-    """The version that a watch or a list continues from is too old: list again."""
+    """The API server no longer has the version that a watch or list continues from; list again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Listing(Generic[T]):
-    """All objects of a list at one version."""
+    """All objects of a list, at one version of the collection."""
 
     items: list[T]
     version: str
@@ -51,7 +51,7 @@ class Listing(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class WatchEvent(Generic[T]):
-    """One change: ``ADDED``, ``MODIFIED`` or ``DELETED``; ``BOOKMARK`` has a version only."""
+    """One event: ``ADDED``, ``MODIFIED``, ``DELETED``, or ``BOOKMARK``, which has only a version."""
 
     type: str
     version: str
@@ -79,7 +79,7 @@ class _Status(msgspec.Struct):
 
 
 class ApiClient:
-    """Requests to one API server."""
+    """Sends requests to one API server."""
 
     def __init__(
         self,
@@ -94,18 +94,18 @@ class ApiClient:
         self._opening = asyncio.Lock()
 
     async def open(self) -> library.ApiClient:
-        """Return the client of the library; the first request opens it.
+        """Return the library's client, which the first call creates.
 
         Raises:
             KubeError: a file with credentials or certificates cannot be used.
         """
         async with self._opening:
             if self._api is None:
-                where = await self._server.configuration()
+                config = await self._server.configuration()
                 try:
-                    self._api = library.ApiClient(where)
-                except OSError as error:  # of TLS, too
-                    raise KubeError(f"the certificates for {where.host} cannot be used: {error}") from None
+                    self._api = library.ApiClient(config)
+                except OSError as error:  # includes ssl.SSLError
+                    raise KubeError(f"the certificates for {config.host} cannot be used: {error}") from None
             return self._api
 
     async def close(self) -> None:
@@ -114,7 +114,7 @@ class ApiClient:
             await self._api.close()
 
     async def list(self, kind: Resource[T], namespace: str = "", selector: str = "") -> Listing[T]:
-        """Return all objects that ``selector`` (labels) matches, in pages.
+        """Return all objects whose labels match ``selector``; they are read in pages.
 
         Raises:
             KubeError: refused, or no answer within the deadline.
@@ -123,14 +123,14 @@ class ApiClient:
             try:
                 return await self._pages(kind, namespace, selector)
             except Expired:
-                continue  # it changed too much between two pages
+                continue  # the next page's version was too old
         raise KubeError(f"the list of {kind.plural} changes faster than it can be read", status=_GONE)
 
     async def _pages(self, kind: Resource[T], namespace: str, selector: str) -> Listing[T]:
         items: list[T] = []
         query = {"limit": str(PAGE)} | ({"labelSelector": selector} if selector else {})
         while True:
-            response = await self._ask("GET", kind.path(namespace), query_params=query)
+            response = await self._send("GET", kind.path(namespace), query_params=query)
             page: _Page[T] = await _decoded(response, _Page[kind.type])  # type: ignore[name-defined]
             items += page.items
             if not page.metadata.continue_:
@@ -138,95 +138,102 @@ class ApiClient:
             query["continue"] = page.metadata.continue_
 
     async def create(self, kind: Resource[T], namespace: str, body: Json) -> T:
-        """Create an object; one that a repeated request finds there counts as created.
+        """Create an object and return it; a retry may find that the first request has created it.
 
         Raises:
             KubeError: refused, or no answer within the deadline.
         """
-        response = await self._ask("POST", kind.path(namespace), body=body, or_exists=True)
+        response = await self._send("POST", kind.path(namespace), body=body, or_exists=True)
         if response.status == _CONFLICT:
-            response = await self._ask("GET", kind.path(namespace, body["metadata"]["name"]))
+            response = await self._send("GET", kind.path(namespace, body["metadata"]["name"]))
         created: T = await _decoded(response, kind.type)
         return created
 
     async def patch(self, kind: Resource[T], namespace: str, name: str, body: Json) -> T:
-        """Apply a merge patch (RFC 7386); with ``metadata.resourceVersion`` only to that version.
+        """Apply a merge patch (RFC 7386), only to its ``metadata.resourceVersion`` if set; return the object.
 
         Raises:
             KubeError: refused (404, 409), or no answer within the deadline.
         """
-        response = await self._ask("PATCH", kind.path(namespace, name), body=body, header_params=_MERGE_PATCH)
+        response = await self._send(
+            "PATCH", kind.path(namespace, name), body=body, header_params=_MERGE_PATCH
+        )
         patched: T = await _decoded(response, kind.type)
         return patched
 
     async def delete(self, kind: Resource[T], namespace: str, name: str, *, version: str = "") -> bool:
-        """Delete an object with its own grace period; False: it does not exist.
+        """Delete an object with its own grace period; return False if it does not exist.
 
-        ``version``: only if it is still that version.
+        With ``version``, delete only that version.
 
         Raises:
             KubeError: refused (409: another version), or no answer within the deadline.
         """
         body = {"preconditions": {"resourceVersion": version}} if version else {}
         try:
-            await self._ask("DELETE", kind.path(namespace, name), body=body)
+            await self._send("DELETE", kind.path(namespace, name), body=body)
         except KubeError as error:
             if error.status == 404:
                 return False
             raise
         return True
 
-    async def may(self, verb: str, group: str, resource: str, namespace: str = "") -> bool:
-        """Whether this account has a right; without ``namespace`` in the whole cluster.
+    async def is_allowed(self, verb: str, group: str, resource: str, namespace: str = "") -> bool:
+        """Return whether this account has a right; without ``namespace``, in the whole cluster.
 
         Raises:
             KubeError: refused, or no answer within the deadline.
         """
-        asked = {"verb": verb, "group": group, "resource": resource, "namespace": namespace}
+        attributes = {"verb": verb, "group": group, "resource": resource, "namespace": namespace}
         body = {"apiVersion": "authorization.k8s.io/v1", "kind": "SelfSubjectAccessReview"}
         path = "/apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
-        response = await self._ask("POST", path, body={**body, "spec": {"resourceAttributes": asked}})
+        response = await self._send("POST", path, body={**body, "spec": {"resourceAttributes": attributes}})
         review: Json = await _decoded(response, dict)
         return bool(review.get("status", {}).get("allowed"))
 
     async def watch(
-        self, kind: Resource[T], version: str, *, namespace: str = "", selector: str = "", for_s: int = 5
+        self, kind: Resource[T], version: str, *, namespace: str = "", selector: str = "", duration_s: int = 5
     ) -> AsyncIterator[WatchEvent[T] | None]:
-        """Yield None once the API server has begun to answer, then changes since ``version`` for ``for_s``.
+        """Yield None when the API server starts to answer, then events since ``version`` for ``duration_s``.
 
         Raises:
-            Expired: the API server does not know the version any more.
+            Expired: the API server no longer has the version.
             KubeError: refused, or the connection was cut.
         """
-        query = {"watch": "1", "resourceVersion": version, "timeoutSeconds": str(for_s)}
+        query = {"watch": "1", "resourceVersion": version, "timeoutSeconds": str(duration_s)}
         query |= {"allowWatchBookmarks": "true"} | ({"labelSelector": selector} if selector else {})
-        until_s = for_s + self._deadline_s
-        response = await self._ask("GET", kind.path(namespace), watch_s=until_s, query_params=query)
+        timeout_s = duration_s + self._deadline_s
+        response = await self._send(
+            "GET", kind.path(namespace), watch_timeout_s=timeout_s, query_params=query
+        )
         try:
             async with response:
                 yield None
                 async for line in response.content:
                     yield _event(line, kind)
-        except _LOST as error:
+        except _CONNECTION_ERRORS as error:
             raise KubeError(f"the watch of {kind.plural} was cut ({type(error).__name__})") from None
 
-    async def _ask(
-        self, method: str, path: str, *, or_exists: bool = False, watch_s: float = 0.0, **request: Any
+    async def _send(
+        self, method: str, path: str, *, or_exists: bool = False, watch_timeout_s: float = 0.0, **request: Any
     ) -> aiohttp.ClientResponse:
-        """Send a request until it is answered; the content of the answer has been read, but for a watch.
+        """Send a request, with retries; return the answer, whose content has been read unless it is a watch.
 
-        ``or_exists``: a 409 after a first try that may have succeeded is an answer.
+        ``or_exists`` accepts a 409 in a retry, because an earlier attempt may have created the object.
+
+        Raises:
+            KubeError: refused, or no answer within the deadline.
         """
         request |= {"auth_settings": ["BearerToken"], "_preload_content": False}
-        request |= {"_request_timeout": watch_s or self._deadline_s}
-        until, tries = self._clock() + self._deadline_s, 0
+        request |= {"_request_timeout": watch_timeout_s or self._deadline_s}
+        deadline_at, tries = self._clock() + self._deadline_s, 0
         while True:
             api, delay_s = await self.open(), backoff_s(tries)
             try:
                 response: aiohttp.ClientResponse = await api.call_api(path, method, **request)
-                if not (watch_s and response.ok):
+                if not (watch_timeout_s and response.ok):
                     await response.read()
-            except _LOST as error:
+            except _CONNECTION_ERRORS as error:
                 failure = KubeError(f"the API server does not answer ({type(error).__name__})")
             else:
                 if response.ok or (or_exists and tries and response.status == _CONFLICT):
@@ -234,23 +241,23 @@ class ApiClient:
                 failure = _refusal(await response.read(), response.status)
                 if response.status == _UNAUTHORIZED and not tries:
                     api.configuration = await self._server.configuration()
-                elif response.status not in _RETRIED:
+                elif response.status not in _RETRIED_STATUSES:
                     raise failure
                 delay_s = max(delay_s, _seconds(response.headers.get("Retry-After", "")))
             tries += 1
-            if self._clock() + delay_s > until:
+            if self._clock() + delay_s > deadline_at:
                 raise failure
             await self._sleep(delay_s)
 
 
 def backoff_s(tries: int) -> float:
-    """Return the seconds to wait after ``tries`` failures: doubling, at most 5, half of it at random."""
-    whole: float = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(tries, 10))
-    return whole * random.uniform(0.5, 1.0)  # noqa: S311 (spreads requests, keeps no secret)
+    """Return the delay after ``tries`` failures: it doubles up to 5 s, less up to half of it at random."""
+    longest_s: float = min(_MAX_DELAY_S, _FIRST_DELAY_S * 2.0 ** min(tries, 10))
+    return longest_s * random.uniform(0.5, 1.0)  # noqa: S311 (spreads requests; not for secrets)
 
 
-def _seconds(said: str) -> int:
-    return int(said) if said.isascii() and said.isdigit() else 0
+def _seconds(retry_after: str) -> int:
+    return int(retry_after) if retry_after.isascii() and retry_after.isdigit() else 0
 
 
 async def _decoded(response: aiohttp.ClientResponse, kind: type[Any]) -> Any:
@@ -266,12 +273,12 @@ def _parsed(content: bytes | msgspec.Raw, kind: type[Any]) -> Any:
 
 def _refusal(content: bytes | msgspec.Raw, status: int = 0) -> KubeError:
     try:
-        said = msgspec.json.decode(content, type=_Status)
+        answer = msgspec.json.decode(content, type=_Status)
     except msgspec.MsgspecError:
-        said = _Status()
-    status = status or said.code
+        answer = _Status()
+    status = status or answer.code
     kind = Expired if status == _GONE else KubeError
-    return kind(f"the API server refused: {said.message[:300] or f'status {status}'}", status=status)
+    return kind(f"the API server refused: {answer.message[:300] or f'status {status}'}", status=status)
 
 
 def _event(line: bytes, kind: Resource[T]) -> WatchEvent[T]:
@@ -279,7 +286,7 @@ def _event(line: bytes, kind: Resource[T]) -> WatchEvent[T]:
     if event.type == "ERROR":
         raise _refusal(event.object)
     if event.type == "BOOKMARK":
-        mark: Json = _parsed(event.object, dict)
-        return WatchEvent("BOOKMARK", mark.get("metadata", {}).get("resourceVersion", ""), None)
+        bookmark: Json = _parsed(event.object, dict)
+        return WatchEvent("BOOKMARK", bookmark.get("metadata", {}).get("resourceVersion", ""), None)
     found: T = _parsed(event.object, kind.type)
     return WatchEvent(event.type, found.metadata.resource_version, found)

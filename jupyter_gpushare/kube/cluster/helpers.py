@@ -1,4 +1,4 @@
-"""Device helpers of a cluster: one pod on each node, found by their label."""
+"""Device helpers of a cluster: one pod on each node, found by label."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jupyter_gpushare.protocol.helper_tls import TlsFiles
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HelperPods:
-    """What a site says about the pods of its helpers, and what the broker shows them (``tls``)."""
+    """A site's settings of its helper pods; ``tls`` are the broker's files for connections to them."""
 
     namespace: str
     selector: str
@@ -25,7 +25,7 @@ class HelperPods:
 class Helpers:
     """Addresses of the helpers by node, kept up to date.
 
-    ``nodes``: of the cluster, which somebody else follows.
+    ``nodes`` is a copy of the cluster's nodes, which the caller keeps up to date.
     """
 
     def __init__(self, client: ApiClient, site: HelperPods, nodes: Reflector[Node]) -> None:
@@ -35,14 +35,14 @@ class Helpers:
         self._known: dict[str, HelperAddress] = {}
 
     async def run(self) -> None:
-        """Follow the pods of the helpers until cancelled."""
+        """Follow the helper pods until cancelled."""
         await self._pods.run()
 
     def addresses(self) -> dict[str, HelperAddress]:
-        """Return the addresses of the helpers by the name of their node.
+        """Return the addresses of the helpers by node name.
 
-        A helper that is being replaced keeps its last one while the cluster has its node: it does not
-        answer, and what runs there goes on.
+        While a helper is being replaced, its last address stays as long as the cluster has the node.  The
+        helper does not answer then, but the processes on the node continue.
         """
         kept = {node: address for node, address in self._known.items() if node in self._nodes.objects}
         self._known = kept | running_helpers(self._pods.objects.values(), self._site)
@@ -50,7 +50,7 @@ class Helpers:
 
 
 def running_helpers(pods: Iterable[Pod], site: HelperPods) -> dict[str, HelperAddress]:
-    """Return the addresses of those of these pods that run, by the name of their node."""
+    """Return the addresses of the helpers whose pods run, by node name."""
     return {
         pod.spec.node_name: NodeAddress(
             host=pod.status.pod_ip, port=site.port, node=pod.spec.node_name, tls=site.tls

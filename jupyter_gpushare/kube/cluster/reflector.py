@@ -1,4 +1,4 @@
-"""Copies of collections of the API server, kept up to date by list and watch."""
+"""Local copies of the API server's collections, kept up to date by list and watch."""
 
 from __future__ import annotations
 
@@ -19,23 +19,22 @@ T = TypeVar("T", bound=Object)
 
 log = logging.getLogger("gpushare.broker")
 
-# A watch ends after so long and is begun again: as long as that works, the copy is up to date.
+# A watch ends after this time and is started again.  While that works, the copy is up to date.
 WATCH_S = 4
-# An answer to a request of our own may come after the event that the object is gone.
+# The answer to one of our requests may arrive after the event that the object is gone; a new list removes it.
 RELIST_S = 300.0
 
 
 def all_but_version(found: Object) -> Object:
-    """Return an object without its version, which tells nothing by itself."""
+    """Return an object without its version, so that only its content is compared."""
     return replace(found, metadata=replace(found.metadata, resource_version=""))
 
 
 @dataclass(eq=False)
 class Reflector(Generic[T]):
-    """The objects of one kind in one namespace, by name.
+    """A copy of the objects of one kind in one namespace, by name.
 
-    ``changed`` is called after each list, and when an object came, left or changed in what ``part``
-    returns of it.
+    ``changed`` is called after each list, and when an object is added or removed, or its ``part`` changes.
     """
 
     client: ApiClient
@@ -47,15 +46,15 @@ class Reflector(Generic[T]):
 
     def __post_init__(self) -> None:
         self.objects: dict[str, T] = {}
-        self.told_at = float("-inf")  # when the API server last proved that nothing is missing
+        self.confirmed_at = float("-inf")  # when the API server last proved that the copy is complete
         self._version, self._listed_at = "", float("-inf")
 
     def age_s(self, now: float) -> float:
-        """Return the age of the news, in seconds; infinite before the first list."""
-        return now - self.told_at
+        """Return the seconds since the copy was last confirmed; infinite before the first list."""
+        return now - self.confirmed_at
 
     async def run(self) -> None:
-        """Follow the collection until cancelled."""
+        """Keep the copy up to date until cancelled."""
         failures = 0
         while True:
             try:
@@ -70,18 +69,18 @@ class Reflector(Generic[T]):
                 await asyncio.sleep(backoff_s(failures))
 
     async def _follow(self) -> None:
-        """List where that is due, then watch for `WATCH_S`."""
-        within = {"namespace": self.namespace, "selector": self.selector}
+        """List if a list is due, then watch for `WATCH_S`."""
+        scope = {"namespace": self.namespace, "selector": self.selector}
         if not self._version or time.monotonic() - self._listed_at > RELIST_S:
-            found = await self.client.list(self.kind, **within)
-            # What requests of our own brought since the list was made.
-            later = {n: o for n, o in self.objects.items() if _number(o) > int(found.version or 0)}
-            self._version, self.told_at = found.version, time.monotonic()
-            self._listed_at = self.told_at
-            self.objects = {item.metadata.name: item for item in found.items} | later
+            found = await self.client.list(self.kind, **scope)
+            # Our own requests may have returned objects that are newer than the list.
+            newer = {n: o for n, o in self.objects.items() if _number(o) > int(found.version or 0)}
+            self._version, self.confirmed_at = found.version, time.monotonic()
+            self._listed_at = self.confirmed_at
+            self.objects = {item.metadata.name: item for item in found.items} | newer
             self.changed()
-        async for event in self.client.watch(self.kind, self._version, for_s=WATCH_S, **within):
-            self.told_at = time.monotonic()
+        async for event in self.client.watch(self.kind, self._version, duration_s=WATCH_S, **scope):
+            self.confirmed_at = time.monotonic()
             if event is not None:
                 self._version = event.version or self._version
                 self._apply(event)
@@ -97,7 +96,7 @@ class Reflector(Generic[T]):
             self.forget(found.metadata.name)
 
     def put(self, found: T) -> None:
-        """Take over an object, of an event or of the answer to a request of our own, if it is not older."""
+        """Store an object from an event or from the answer to one of our requests, unless it is older."""
         known = self.objects.get(found.metadata.name)
         if known is None or _number(found) >= _number(known):
             self.objects[found.metadata.name] = found
@@ -105,12 +104,12 @@ class Reflector(Generic[T]):
                 self.changed()
 
     def forget(self, name: str) -> None:
-        """Take over that an object is gone."""
+        """Remove an object that is gone."""
         if self.objects.pop(name, None) is not None:
             self.changed()
 
 
 def _number(found: Object) -> int:
-    """Version of an object: a number in every API server."""
+    """Return the version of an object, which is a number in every API server."""
     version = found.metadata.resource_version
     return int(version) if version.isdigit() else 0
