@@ -66,7 +66,7 @@ def test_an_eviction_names_the_seat_that_it_is_for(said: str, name: str):
 
 
 @pytest.mark.parametrize(
-    ("annotations", "limits", "asks"),
+    ("annotations", "limits", "requested"),
     [
         ({"gpu-fraction": "0.333"}, {"memory": "64Mi"}, Request(fraction_milli=333)),
         ({"gpu-memory": "20480"}, {}, Request(memory_mib=20480)),
@@ -79,11 +79,11 @@ def test_an_eviction_names_the_seat_that_it_is_for(said: str, name: str):
     ],
 )
 def test_what_a_seat_asks_for_is_read_from_its_pod(
-    annotations: dict[str, str], limits: dict[str, str], asks: Request | None
+    annotations: dict[str, str], limits: dict[str, str], requested: Request | None
 ):
     spec = {"containers": [{"name": "seat", "resources": {"limits": limits}}]}
     found = msgspec.convert({"metadata": {"name": "s", "annotations": annotations}, "spec": spec}, Pod)
-    assert found.asks == asks
+    assert found.requested == requested
 
 
 class TestObjects:

@@ -32,13 +32,13 @@ from jupyter_gpushare.kube.rules.follow import (
     Delete,
     Misplaced,
     Retarget,
-    delayed,
     follow,
     is_awaited,
     live,
     misplaced_seat,
     note_misplaced,
     reconcile,
+    with_delays,
 )
 from jupyter_gpushare.kube.rules.seats import (
     Seat,
@@ -243,13 +243,13 @@ class TestReturns:
         assert known == {"a": Misplaced("s-a", FIRST_PAUSE_S, NOW + FIRST_PAUSE_S)}
         assert follow(c, elsewhere, NOW).actions == ()
         for at in (NOW, NOW + FIRST_PAUSE_S):  # it stays no longer where its deletion took long
-            needed = demands(delayed(c, known), NODES, at).by_lease
+            needed = demands(with_delays(c, known), NODES, at).by_lease
             assert reconcile(c, needed, elsewhere) == [Delete("s-a")]
         leaving = seats(seat("a", "1", Seating.LEAVING))
-        waits = demands(delayed(c, known), NODES, NOW)
+        waits = demands(with_delays(c, known), NODES, NOW)
         assert waits.next_at == NOW + FIRST_PAUSE_S
         assert reconcile(c, waits.by_lease, leaving) == []
-        later = demands(delayed(c, known), NODES, NOW + FIRST_PAUSE_S).by_lease
+        later = demands(with_delays(c, known), NODES, NOW + FIRST_PAUSE_S).by_lease
         assert reconcile(c, later, leaving) == [Create(later["a"])]
 
     def test_each_further_seat_on_another_device_doubles_the_pause(self):
@@ -268,9 +268,9 @@ class TestReturns:
 
     def test_a_later_retry_of_the_lease_stays(self):
         c = cluster(build("a", 500, "0", state=ASLEEP, retry_at=NOW + 9), build("b", 500))
-        assert delayed(c, {}) is c
+        assert with_delays(c, {}) is c
         known = {"a": Misplaced("s", 5.0, NOW + 5), "ended": Misplaced("s", 5.0, NOW + 5)}
-        assert [x.retry_at for x in delayed(c, known).leases] == [NOW + 9, 0.0]
+        assert [x.retry_at for x in with_delays(c, known).leases] == [NOW + 9, 0.0]
 
 
 # ---- any cluster ---------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
-"""Objects of the Kubernetes API: the fields that we read, their paths, and the objects that we create.
+"""Objects of the Kubernetes API: their paths, the fields that we read, and the objects that we create.
 
-A seat is a PodGroup and a pod of the same name.  The PodGroup is created first: KAI ignores a pod
-without one.  Neither has ownerReferences, and the pod says ``skip-podgrouper``: KAI
-makes a PodGroup of its own for a pod that has an owner.
+A seat is a PodGroup and a pod of the same name.  The PodGroup is created first, because KAI ignores a pod
+without one.  KAI makes its own PodGroup for a pod that has an owner, so a seat has no ownerReferences and its
+pod has ``skip-podgrouper``.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ SELECTOR = f"{MANAGED_BY}=gpushare"
 POD_GROUP_ANNOTATION = "pod-group-name"
 SKIP_PODGROUPER = "kai.scheduler/skip-podgrouper"
 GPU_RESOURCE = "nvidia.com/gpu"
-# KAI's name of a GPU that is shared, as a label of the pods that have a part of it.
+# Label of the pods that share a GPU; the value is KAI's name of that GPU.
 GPU_GROUP = "runai-gpu-group"
 UNSCHEDULABLE = "UnschedulableOnNodePool"
 _PREEMPTOR = re.compile(r"workload \S+/(seat-[0-9a-f]{32})\b")
 
 
 class Struct(msgspec.Struct, rename="camel", kw_only=True, frozen=True):
-    """A part of an object; unknown fields are ignored."""
+    """Part of an object; unknown fields are ignored."""
 
 
 class Meta(Struct, frozen=True):
-    """``metadata`` of an object; times in RFC 3339, empty where there is none."""
+    """``metadata`` of an object; times are in RFC 3339, or empty."""
 
     name: str
     namespace: str = ""
@@ -52,7 +52,7 @@ class Meta(Struct, frozen=True):
 
 
 class Object(Struct, frozen=True):
-    """Any object: only its metadata is read."""
+    """An object of any kind; only its metadata is read."""
 
     metadata: Meta
 
@@ -61,7 +61,7 @@ T = TypeVar("T", bound=Object)
 
 
 class Resources(Struct, frozen=True):
-    """Limits of a container; Kubernetes quantities."""
+    """Limits of a container, as Kubernetes quantities."""
 
     limits: dict[str, str] = {}
 
@@ -73,7 +73,7 @@ class Container(Struct, frozen=True):
 
 
 class PodSpec(Struct, frozen=True):
-    """Where a pod is bound to, and what it asks for."""
+    """Node and containers of a pod."""
 
     node_name: str = ""
     containers: list[Container] = []
@@ -96,7 +96,7 @@ class PodStatus(Struct, frozen=True):
 
 
 class Pod(Object, frozen=True):
-    """A pod; of ours: a seat."""
+    """A pod; one with our labels is a seat."""
 
     spec: PodSpec = PodSpec()
     status: PodStatus = PodStatus()
@@ -108,31 +108,31 @@ class Pod(Object, frozen=True):
 
     @property
     def instead_of(self) -> tuple[str, ...]:
-        """Seats that were given up before this one asked for the same."""
+        """Names of abandoned seats that this one replaces."""
         return self._names(INSTEAD_OF_ANNOTATION)
 
     def _names(self, annotation: str) -> tuple[str, ...]:
         return tuple(filter(None, self.metadata.annotations.get(annotation, "").split(",")))
 
     @property
-    def asks(self) -> Request | None:
-        """The GPUs that a seat asks KAI for; None: none, or not in our words."""
-        said = self.metadata.annotations
+    def requested(self) -> Request | None:
+        """The GPUs that a seat requests from KAI; None if it requests none, or not as `seat_pod` does."""
+        annotations = self.metadata.annotations
         limits = self.spec.containers[0].resources.limits if self.spec.containers else {}
         try:
-            if "gpu-memory" in said:
-                return Request(memory_mib=int(said["gpu-memory"]))
-            if "gpu-fraction" in said:
-                return Request(fraction_milli=round(float(said["gpu-fraction"]) * 1000))
+            if "gpu-memory" in annotations:
+                return Request(memory_mib=int(annotations["gpu-memory"]))
+            if "gpu-fraction" in annotations:
+                return Request(fraction_milli=round(float(annotations["gpu-fraction"]) * 1000))
             return Request(gpus=int(limits[GPU_RESOURCE])) if GPU_RESOURCE in limits else None
         except (ValueError, OverflowError):
             return None
 
     @property
     def evicted_for(self) -> str:
-        """Name of the seat for which KAI evicts this pod; empty: it does not.
+        """Name of the seat for which KAI evicts this pod; empty if it does not.
 
-        KAI says so only with ``--update-pod-eviction-condition`` (v0.16.8,
+        KAI reports this only with ``--update-pod-eviction-condition`` (v0.16.8,
         ``pkg/scheduler/cache/evictor/default_evictor.go``, ``pkg/scheduler/api/unschedule_info.go:117-125``).
         """
         for condition in self.status.conditions:
@@ -143,19 +143,19 @@ class Pod(Object, frozen=True):
 
     @property
     def has_ended(self) -> bool:
-        """Whether its containers have ended, without being asked or not."""
+        """Whether its containers have ended, for any reason."""
         return self.status.phase in ("Succeeded", "Failed")
 
 
 class Reason(Struct, frozen=True):
-    """One reason of KAI why a PodGroup waits."""
+    """One of KAI's reasons why a PodGroup waits."""
 
     reason: str = ""
     message: str = ""
 
 
 class SchedulingCondition(Struct, frozen=True):
-    """KAI's last answer about a PodGroup."""
+    """KAI's last result for a PodGroup."""
 
     type: str = ""
     status: str = "True"
@@ -171,7 +171,7 @@ class PodGroupSpec(Struct, frozen=True):
 
 
 class PodGroupStatus(Struct, frozen=True):
-    """What KAI says about a PodGroup."""
+    """KAI's report on a PodGroup."""
 
     scheduling_conditions: list[SchedulingCondition] = []
 
@@ -189,9 +189,9 @@ class PodGroup(Object, frozen=True):
 
     @property
     def refusals(self) -> list[Reason]:
-        """KAI's last reasons that it waited; empty: it never waited at the end of a cycle.
+        """KAI's last reasons why it waited; empty if it never waited at the end of a cycle.
 
-        KAI takes none back, not when it places the pod either (v0.16.8,
+        KAI removes none of them, even when it places the pod (v0.16.8,
         ``pkg/scheduler/cache/status_updater/default_status_updater.go:427-580``).
         """
         return [
@@ -203,7 +203,7 @@ class PodGroup(Object, frozen=True):
 
 
 class BindRequestStatus(Struct, frozen=True):
-    """What became of a BindRequest."""
+    """Result of a BindRequest."""
 
     phase: str = ""  # ``Pending``, ``Succeeded`` or ``Failed``
 
@@ -215,12 +215,12 @@ class BindRequest(Object, frozen=True):
 
     @property
     def has_failed(self) -> bool:
-        """Whether KAI chooses again."""
+        """Whether binding failed, so that KAI chooses again."""
         return self.status.phase == "Failed"
 
 
 class QueueResource(Struct, frozen=True):
-    """Numbers of a queue for one resource; -1: unlimited."""
+    """Quota, limit and weight of a queue for one resource; -1 is unlimited."""
 
     quota: float = 0.0
     limit: float = -1.0
@@ -228,13 +228,13 @@ class QueueResource(Struct, frozen=True):
 
 
 class QueueResources(Struct, frozen=True):
-    """Numbers of a queue for GPUs."""
+    """Quota, limit and weight of a queue for GPUs."""
 
     gpu: QueueResource = QueueResource()
 
 
 class QueueSpec(Struct, frozen=True):
-    """Place and numbers of a queue."""
+    """Parent, priority and resources of a queue."""
 
     parent_queue: str = ""
     priority: int = 100
@@ -248,7 +248,7 @@ class Queue(Object, frozen=True):
 
 
 class NodeStatus(Struct, frozen=True):
-    """What a node has to allocate, by resource; Kubernetes quantities."""
+    """Allocatable resources of a node, as Kubernetes quantities."""
 
     allocatable: dict[str, str] = {}
 
@@ -260,13 +260,13 @@ class Node(Object, frozen=True):
 
 
 class OtherObject(Object, frozen=True):
-    """Any object of which checks read a few fields of its ``spec``."""
+    """An object of any kind; checks read a few fields of its ``spec``."""
 
     kind: str = ""
     spec: Json = {}
 
     def field(self, *path: str) -> Any:
-        """Return the field at a path in the spec; None: it is not set."""
+        """Return the field at a path in the spec, or None if it is not set."""
         found: Any = self.spec
         for name in path:
             found = found.get(name) if isinstance(found, dict) else None
@@ -275,7 +275,7 @@ class OtherObject(Object, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class Resource(Generic[T]):
-    """A kind of object: its path in the API, and its type."""
+    """A kind of object: its path in the API and its type."""
 
     group: str  # "" for the core group
     version: str
@@ -284,7 +284,7 @@ class Resource(Generic[T]):
     namespaced: bool = True
 
     def path(self, namespace: str, name: str = "") -> str:
-        """Return the path of the collection, or of one object."""
+        """Return the path of the collection, or of the object ``name``."""
         head = f"/apis/{self.group}/{self.version}" if self.group else f"/api/{self.version}"
         inside = f"/namespaces/{namespace}" if self.namespaced else ""
         return f"{head}{inside}/{self.plural}" + (f"/{name}" if name else "")
@@ -303,7 +303,7 @@ CONFIGS = Resource("kai.scheduler", "v1", "configs", OtherObject, namespaced=Fal
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SeatPod:
-    """What a site says about seat pods; memory and CPU are Kubernetes quantities."""
+    """A site's settings of seat pods; memory and CPU are Kubernetes quantities."""
 
     namespace: str = "gpushare"
     scheduler_name: str = "kai-scheduler"
@@ -318,9 +318,9 @@ class SeatPod:
     pull_secrets: tuple[str, ...] = ()
 
 
-def unix_time(said: str) -> float:
-    """Return a time of an object's metadata in Unix time; 0: there is none."""
-    return datetime.fromisoformat(said).timestamp() if said else 0.0
+def unix_time(timestamp: str) -> float:
+    """Return the Unix time of a timestamp in an object's metadata; 0 if it is empty."""
+    return datetime.fromisoformat(timestamp).timestamp() if timestamp else 0.0
 
 
 def pod_group(name: str, demand: Demand, epoch: int) -> Json:
@@ -334,23 +334,23 @@ def pod_group(name: str, demand: Demand, epoch: int) -> Json:
 
 
 def pod_group_patch(to: Terms, epoch: int) -> Json:
-    """Return the one merge patch that changes the terms of a PodGroup."""
+    """Return the merge patch that changes the terms of a PodGroup."""
     return {"metadata": {"annotations": _stamp(epoch)}, "spec": _spec(to)}
 
 
 def stamp_patch(found: Object, epoch: int) -> Json:
-    """Return the merge patch that says that an object is this broker's, made from that version of it."""
+    """Return the merge patch that writes a broker's epoch on an object, only to its known version."""
     version = found.metadata.resource_version
     return {"metadata": {"annotations": _stamp(epoch), "resourceVersion": version}}
 
 
 def epoch_of(found: Object) -> int:
-    """Return the epoch of the broker that changed an object last; 0: it says none."""
-    said = found.metadata.annotations.get(EPOCH_ANNOTATION, "")
-    return int(said) if said.isascii() and said.isdigit() else 0
+    """Return the epoch of the broker that changed an object last; 0 if it has none."""
+    epoch = found.metadata.annotations.get(EPOCH_ANNOTATION, "")
+    return int(epoch) if epoch.isascii() and epoch.isdigit() else 0
 
 
-def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int) -> Json:
+def seat_pod(name: str, demand: Demand, requested: Request, site: SeatPod, epoch: int) -> Json:
     """Return the pod of a seat."""
     annotations = {POD_GROUP_ANNOTATION: name, SKIP_PODGROUPER: "true", **_stamp(epoch)}
     if demand.not_nodes and not demand.node:
@@ -358,12 +358,12 @@ def seat_pod(name: str, demand: Demand, asks: Request, site: SeatPod, epoch: int
     if demand.instead_of:
         annotations[INSTEAD_OF_ANNOTATION] = ",".join(demand.instead_of)
     resources: Json = {kind: dict(values) for kind, values in site.resources.items()}
-    if asks.gpus:
-        resources.setdefault("limits", {})[GPU_RESOURCE] = str(asks.gpus)
-    elif asks.memory_mib:
-        annotations["gpu-memory"] = str(asks.memory_mib)
+    if requested.gpus:
+        resources.setdefault("limits", {})[GPU_RESOURCE] = str(requested.gpus)
+    elif requested.memory_mib:
+        annotations["gpu-memory"] = str(requested.memory_mib)
     else:
-        annotations["gpu-fraction"] = asks.fraction
+        annotations["gpu-fraction"] = requested.fraction
     spec: Json = {
         "schedulerName": site.scheduler_name,
         "priorityClassName": terms(demand).priority_class,
@@ -414,9 +414,9 @@ def _spec(to: Terms) -> dict[str, str]:
 
 
 def node_affinity(operator: str, nodes: Iterable[str]) -> Json:
-    """Return the affinity of a pod that runs ``In`` one node, or ``NotIn`` some, by their names.
+    """Return the affinity of a pod that runs ``In`` one node, or ``NotIn`` any of several, by name.
 
-    A node's label ``kubernetes.io/hostname`` may differ from its name.  The API takes one value a field.
+    A node's label ``kubernetes.io/hostname`` may differ from its name.  The API takes one value per field.
     """
     fields = [{"key": "metadata.name", "operator": operator, "values": [node]} for node in nodes]
     required = {"nodeSelectorTerms": [{"matchFields": fields}]}

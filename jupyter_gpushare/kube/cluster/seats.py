@@ -1,10 +1,10 @@
-"""Seats in the cluster: what the API server and the helpers say about them, and changes of them.
+"""Seats in the cluster: their state, from the API server and the helpers, and changes to them.
 
-Fencing: every seat carries the epoch of the broker that changed it last.  A change names the version
-of the object that it is based on, so that it fails where another broker was faster; a seat with a
-later epoch says that this broker is not the newest.  Before its first change a broker writes its
-epoch on every seat (`take_over`): what an older one that hung would still change has another
-version then.  Only a creation names no version: the helpers refuse a seat of an older broker.
+Fencing: every seat carries the epoch of the broker that changed it last.  A change names the version of the
+object that it is based on, so it fails if another broker changed the object first.  A seat with a later
+epoch means that a newer broker is at work.  Before its first change, a broker writes its epoch on every seat
+(`take_over`).  This changes the version, so a change fails that an older broker sends after it hung.  Only a
+creation names no version: the helpers refuse a seat of an older broker.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ from jupyter_gpushare.kube.rules.pools import LABEL
 from jupyter_gpushare.kube.rules.seats import Demand, Seat, Seating, Terms, request
 
 T = TypeVar("T", bound=Object)
-# What a seat is read from: its objects, whether it was deleted, its devices.
-_Seen = tuple[PodGroup, Pod | None, BindRequest | None, bool, tuple[str, ...]]
+# Input of `_seat_of`: the objects of a seat, whether it was deleted, its devices.
+_Input = tuple[PodGroup, Pod | None, BindRequest | None, bool, tuple[str, ...]]
 
-# Nothing becomes lendable on older news.
+# If the copies are older, nothing becomes lendable.
 STALE_S = 10.0
-# Requests under way together when a broker takes the seats over.
+# Concurrent requests of `KubeSeats.take_over`.
 _AT_ONCE = 16
 _WHY = {"NonPreemptibleOverQuota": Why.QUOTA, "OverLimit": Why.PROJECT_LIMIT}
 
@@ -65,8 +65,8 @@ _WHY = {"NonPreemptibleOverQuota": Why.QUOTA, "OverLimit": Why.PROJECT_LIMIT}
 class KubeSeats:
     """The seats of one broker.
 
-    ``connected``: devices (UUIDs) of a seat by its name; empty until it is connected to a helper.
-    ``epoch``: that of this broker.  ``nodes``: as `followed_nodes` makes them; `run` follows them too.
+    ``connected`` returns the devices (UUIDs) of a seat by name, none until a helper has connected it.
+    ``epoch`` returns the epoch of this broker.  ``nodes`` comes from `followed_nodes`; `run` follows it too.
     """
 
     def __init__(
@@ -81,11 +81,11 @@ class KubeSeats:
         self._site = site
         self._connected = connected
         self._epoch = epoch
-        self._news = asyncio.Event()
-        self._beginning: set[str] = set()  # seats being created
-        self._deleted: dict[str, str] = {}  # deleted pods, and the version that was; until the watch tells it
-        # What each seat was read from last, and that seat: most stay as they are between two rounds.
-        self._read: dict[str, tuple[_Seen, Seat]] = {}
+        self._change = asyncio.Event()
+        self._creating: set[str] = set()
+        self._deleted: dict[str, str] = {}  # deleted pods that the watch still shows, and their versions
+        # Each seat with the input that it was made from; most do not change between two rounds.
+        self._made: dict[str, tuple[_Input, Seat]] = {}
         own = {"namespace": site.namespace, "selector": SELECTOR, "changed": self.notify}
         self._pods: Reflector[Pod] = Reflector(client, PODS, **own)  # type: ignore[arg-type]
         self._groups: Reflector[PodGroup] = Reflector(client, POD_GROUPS, **own)  # type: ignore[arg-type]
@@ -94,7 +94,7 @@ class KubeSeats:
         )
         self._queues: Reflector[Queue] = Reflector(client, QUEUES, changed=self.notify)
         self._nodes = nodes
-        # What no decision is made without; BindRequests only tell earlier that a seat will be bound.
+        # All decisions need these.  BindRequests only show earlier that a seat will be bound.
         self._copies: tuple[Reflector[Any], ...] = self._pods, self._groups, self._queues, self._nodes
 
     async def run(self) -> None:
@@ -105,25 +105,25 @@ class KubeSeats:
             group.create_task(self._bindings.run())
 
     def notify(self) -> None:
-        """End every `wait`: a seat changed, or connected."""
-        self._news.set()
-        self._news = asyncio.Event()
+        """End every `wait`, because a seat has changed or has been connected."""
+        self._change.set()
+        self._change = asyncio.Event()
 
     async def wait(self, timeout_s: float) -> None:
-        """Return after the next news, or after a while."""
+        """Return at the next call of `notify`, or after ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
-                await self._news.wait()
+                await self._change.wait()
 
     @property
     def age_s(self) -> float:
-        """Age of the oldest news; infinite until all collections are known."""
+        """Age of the oldest copy, in seconds; infinite until all collections have been read."""
         now = time.monotonic()
         return max(copy.age_s(now) for copy in self._copies)
 
     @property
     def is_known(self) -> bool:
-        """Whether all collections have been read, however long ago."""
+        """Whether all collections have been read at least once."""
         return self.age_s != float("inf")
 
     @property
@@ -133,9 +133,9 @@ class KubeSeats:
 
     @property
     def units(self) -> dict[str, str]:
-        """What the nodes of unit pools say in their label, by node."""
+        """Values of the pool label, by the name of each node in a unit pool."""
         labels = {name: node.metadata.labels for name, node in self._nodes.objects.items()}
-        return {name: mine[LABEL] for name, mine in labels.items() if LABEL in mine}
+        return {name: its[LABEL] for name, its in labels.items() if LABEL in its}
 
     def seats(self) -> Seats:
         """Return all seats by lease.
@@ -146,20 +146,20 @@ class KubeSeats:
         found: dict[str, list[Seat]] = {}
         self._deleted = {n: v for n, v in self._deleted.items() if n in self._pods.objects}
         names = self._groups.objects.keys() | self._pods.objects.keys()
-        self._read = {name: read for name, read in self._read.items() if name in names}
+        self._made = {name: made for name, made in self._made.items() if name in names}
         for name in names:
             if (seat := self.seat(name)) is not None:
                 found.setdefault(seat.lease, []).append(seat)
         return {lease: tuple(sorted(mine, key=lambda s: s.name)) for lease, mine in found.items()}
 
     def seat(self, name: str) -> Seat | None:
-        """Return one seat; None: it does not exist, or is being created.
+        """Return one seat, or None if it does not exist or is being created.
 
         Raises:
             Superseded: a newer broker changed it.
         """
         group, pod = self._groups.objects.get(name), self._pods.objects.get(name)
-        if name in self._beginning or (group is None and pod is None):
+        if name in self._creating or (group is None and pod is None):
             return None
         known = group or PodGroup(metadata=pod.metadata if pod else Meta(name=name))
         self._check_epoch(known, pod)
@@ -172,11 +172,11 @@ class KubeSeats:
 
     def _seat(self, name: str, group: PodGroup, pod: Pod | None) -> Seat:
         binding = self._bindings.objects.get(name)
-        seen = group, pod, binding, name in self._deleted, self._connected(name)
-        before = self._read.get(name)
-        if before is None or before[0] != seen:
-            before = self._read[name] = seen, _seat_of(name, *seen)
-        return before[1]
+        current = group, pod, binding, name in self._deleted, self._connected(name)
+        made = self._made.get(name)
+        if made is None or made[0] != current:
+            made = self._made[name] = current, _seat_of(name, *current)
+        return made[1]
 
     # ---- changes -------------------------------------------------------------
 
@@ -189,11 +189,11 @@ class KubeSeats:
         epoch = self._epoch()
         groups = [x for x in self._groups.objects.values() if epoch_of(x) < epoch]
         pods = [x for x in self._pods.objects.values() if epoch_of(x) < epoch]
-        older = [partial(self._stamp, self._groups, POD_GROUPS, group) for group in groups]
-        alive = [pod for pod in pods if not pod.metadata.deletion_timestamp]
-        older += [partial(self._stamp, self._pods, PODS, pod) for pod in alive]
-        for begun in range(0, len(older), _AT_ONCE):
-            batch = (stamp() for stamp in older[begun : begun + _AT_ONCE])
+        stamps = [partial(self._stamp, self._groups, POD_GROUPS, group) for group in groups]
+        running = [pod for pod in pods if not pod.metadata.deletion_timestamp]
+        stamps += [partial(self._stamp, self._pods, PODS, pod) for pod in running]
+        for start in range(0, len(stamps), _AT_ONCE):
+            batch = (stamp() for stamp in stamps[start : start + _AT_ONCE])
             answers = await asyncio.gather(*batch, return_exceptions=True)
             for failed in (answer for answer in answers if isinstance(answer, BaseException)):
                 raise failed
@@ -204,7 +204,7 @@ class KubeSeats:
             copy.put(await self._client.patch(kind, self._site.namespace, name, body))
 
     async def apply(self, change: Change, devices: Iterable[Device]) -> None:
-        """Carry one change out; the copies know of it at once.
+        """Carry out one change; the copies show it at once.
 
         Raises:
             InvalidRequest: the size cannot be requested.
@@ -232,26 +232,25 @@ class KubeSeats:
 
         Raises:
             InvalidRequest: the size cannot be requested.
-            KubeError: the API server refused, or does not answer; what was begun is deleted by a
-                later round.
+            KubeError: the API server refused, or does not answer; a later round deletes an incomplete seat.
         """
-        asks = request(demand.size, devices)
-        # KAI knows PodGroups by their name alone, in all namespaces, so a name must not be guessed.
+        requested = request(demand.size, devices)
+        # KAI knows PodGroups by name alone, in all namespaces, so nobody must be able to guess a name.
         name = f"seat-{secrets.token_hex(16)}"
         namespace, epoch = self._site.namespace, self._epoch()
-        self._beginning.add(name)
+        self._creating.add(name)
         try:
             self._groups.put(await self._client.create(POD_GROUPS, namespace, pod_group(name, demand, epoch)))
-            body = seat_pod(name, demand, asks, self._site, epoch)
+            body = seat_pod(name, demand, requested, self._site, epoch)
             self._pods.put(await self._client.create(PODS, namespace, body))
         finally:
-            self._beginning.discard(name)
+            self._creating.discard(name)
         return name
 
     async def delete(self, name: str) -> None:
-        """Delete the pod of a seat, within its grace; once that is gone, the PodGroup.
+        """Delete the pod of a seat, with its grace period; if the pod is gone, delete the PodGroup.
 
-        KAI loses sight of a pod without its PodGroup: it stays as long as the pod holds capacity.
+        KAI does not see a pod without its PodGroup, so that stays as long as the pod holds capacity.
 
         Raises:
             KubeError: the API server refused, or does not answer.
@@ -267,16 +266,16 @@ class KubeSeats:
 
 
 def followed_nodes(client: ApiClient, changed: Callable[[], None]) -> Reflector[Node]:
-    """Return a copy of the nodes that calls ``changed`` when a node came, left or changed its pool.
+    """Return a copy of the nodes that calls ``changed`` when a node is added, is removed or changes its pool.
 
-    It does not when a kubelet has renewed the status of its node.
+    It ignores the status that each kubelet renews.
     """
     return Reflector(client, NODES, changed=changed, part=lambda node: node.metadata.labels.get(LABEL))
 
 
 @contextlib.contextmanager
 def _unless_changed() -> Iterator[None]:
-    """Let a change of an object that has changed or is gone come to nothing: a later round decides again."""
+    """Ignore the failure of a change whose object has changed or is gone; a later round decides again."""
     try:
         yield
     except KubeError as error:
@@ -304,7 +303,7 @@ def _seat_of(
         devices=devices,
         since_at=unix_time(group.metadata.creation_timestamp),
         why=_WHY.get(reasons[0].reason, Why.NO_CAPACITY) if reasons else None,
-        asks=pod.asks if pod is not None else None,
+        requested=pod.requested if pod is not None else None,
         instead_of=pod.instead_of if pod is not None else (),
         is_binding=_is_binding(pod, binding),
         evicted_for=pod.evicted_for if pod is not None else "",
@@ -313,9 +312,9 @@ def _seat_of(
 
 
 def _is_binding(pod: Pod | None, binding: BindRequest | None) -> bool:
-    """Return whether KAI has chosen a node for a pod: until it has reserved a shared GPU it binds no pod.
+    """Return whether KAI has chosen a node for a pod, which it binds only after it has reserved a shared GPU.
 
-    The label of a shared GPU comes after that, right before the node (v0.16.8,
+    KAI sets the label of a shared GPU after the reservation, right before the node (v0.16.8,
     ``pkg/binder/binding/binder.go:43-87``, ``resourcereservation/resource_reservation.go``).
     """
     if pod is None:

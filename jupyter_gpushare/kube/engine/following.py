@@ -10,7 +10,7 @@ from jupyter_gpushare.core.model import Cluster, Grant, Lease, Plan, Requeue, Re
 from jupyter_gpushare.kube.cluster.seats import STALE_S, KubeSeats
 from jupyter_gpushare.kube.engine.outlook import KaiOutlook
 from jupyter_gpushare.kube.rules.demand import Demands, demands
-from jupyter_gpushare.kube.rules.follow import Misplaced, Seats, delayed, follow, note_misplaced
+from jupyter_gpushare.kube.rules.follow import Misplaced, Seats, follow, note_misplaced, with_delays
 from jupyter_gpushare.kube.rules.pool_seats import assigned
 from jupyter_gpushare.kube.rules.pools import marked
 
@@ -46,7 +46,7 @@ class Following:
             return Plan(())
         cluster = self.with_pools(cluster)
         assignment = assigned(cluster, self._seats.seats(), now, frozenset(self.placed))
-        cluster = self._delayed(cluster, assignment.seats, now)
+        cluster = self._with_delays(cluster, assignment.seats, now)
         plan = follow(cluster, assignment.seats, now)
         followed = {action.lease for action in plan.actions}
         displaced = tuple(action for action in assignment.actions if action.lease not in followed)
@@ -60,7 +60,7 @@ class Following:
         """Return the cluster as the rules see it, the seats that its leases need, and the existing seats."""
         cluster = self.with_pools(cluster)
         seats = assigned(cluster, self._seats.seats(), now, frozenset(self.placed)).seats
-        cluster = self._delayed(cluster, seats, now)
+        cluster = self._with_delays(cluster, seats, now)
         return cluster, self.demands(cluster, now), seats
 
     def outlook(self, cluster: Cluster, now: float) -> KaiOutlook:
@@ -108,14 +108,14 @@ class Following:
         active = {x.id for x in cluster.leases if x.state in (State.GRANTED, State.RUNNING, State.STOPPING)}
         self._restarting &= active
 
-    def _delayed(self, cluster: Cluster, seats: Seats, now: float) -> Cluster:
+    def _with_delays(self, cluster: Cluster, seats: Seats, now: float) -> Cluster:
         """Return the cluster in which leases with a misplaced return seat wait before the next request."""
         known = note_misplaced(cluster, seats, self._misplaced, now)
         for lease, seat in known.items():
             if seat != self._misplaced.get(lease):
                 log.info("lease=%s seat on other devices asks_again_in_s=%.0f", lease, seat.pause_s)
         self._misplaced = known
-        return delayed(cluster, known)
+        return with_delays(cluster, known)
 
 
 def _after(cluster: Cluster, plan: Plan) -> Cluster:

@@ -25,7 +25,7 @@ from jupyter_gpushare.core.model import (
 from jupyter_gpushare.core.size import Size
 from jupyter_gpushare.kube.rules.claims import claimants, claimed_milli, guests
 from jupyter_gpushare.kube.rules.demand import demands
-from jupyter_gpushare.kube.rules.follow import Misplaced, Seats, delayed, follow, live
+from jupyter_gpushare.kube.rules.follow import Misplaced, Seats, follow, live, with_delays
 from jupyter_gpushare.kube.rules.seats import Demand, SeatClass, Seating
 
 _PROBE = "-"
@@ -42,7 +42,7 @@ class KaiOutlook(Outlook):
         misplaced: Mapping[str, Misplaced],
         now: float,
     ) -> None:
-        super().__init__(delayed(cluster, misplaced), now)
+        super().__init__(with_delays(cluster, misplaced), now)
         self._misplaced = misplaced
         self._seats = seats
         self._sleepable = sleepable

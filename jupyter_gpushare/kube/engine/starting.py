@@ -226,7 +226,7 @@ class Starting:
         seats, requested = self._seats.seats(), request(demand.size, cluster.devices)
         known = {*self._following.starting, *(lease.id for lease in cluster.leases)}
         for seat in (s for lease, mine in seats.items() if lease not in known for s in mine):
-            fits = seat.terms == terms(demand) and seat.asks == requested
+            fits = seat.terms == terms(demand) and seat.requested == requested
             if fits and set(demand.not_nodes) <= set(seat.not_nodes) and is_awaited(seats, seat):
                 self._following.starting[seat.lease] = self._clock() + ROUND_S  # no other start takes it over
                 if not await self._delete_waiting(seat.name):

@@ -253,7 +253,7 @@ def note_misplaced(
     return found
 
 
-def delayed(cluster: Cluster, known: Mapping[str, Misplaced]) -> Cluster:
+def with_delays(cluster: Cluster, known: Mapping[str, Misplaced]) -> Cluster:
     """Return the cluster with leases that get no seat before the end of their pause."""
     if not known:
         return cluster

@@ -121,7 +121,7 @@ class Seat:
     devices: tuple[str, ...] = ()  # UUIDs; empty until the seat is connected to the helper of its node
     since_at: float = 0.0  # creation, in Unix time, as `ends_at`
     why: Why | None = None  # KAI's reason that it waits
-    asks: Request | None = None  # None: its pod is gone or requests no GPU
+    requested: Request | None = None  # None: its pod is gone or requests no GPU
     is_binding: bool = False  # KAI has chosen its node and may have to reserve a GPU on it first
     instead_of: tuple[str, ...] = ()  # of its demand
     evicted_for: str = ""  # name of the seat for which KAI evicts this one
