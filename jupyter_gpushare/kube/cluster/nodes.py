@@ -1,14 +1,14 @@
 """The GPUs of several nodes, each through its own device helper.
 
-* A node that does not answer keeps its last measurements, with the times at which they were taken; its
-  devices are unhealthy, so that nothing is granted, lent or resumed there.  Its leases are neither ended
-  nor moved: they go once ``nodes`` does not list the node any more.
-* A node that does not answer within `ANSWER_S` is silent; it is asked again beside the others, which do
-  not wait for it, so that their measurements stay fresh.
-* A node that has never answered makes `sample` fail for `FIRST_S`, where it may have leases that would be
-  missed: one that was listed within `FIRST_S` of the broker's start, or that a lease was prepared on.
-* Times are those of this machine's monotonic clock: each helper says its own with ``hello``, and half a
-  round trip is the most by which they are wrong.
+* A node that does not answer keeps its last measurements, with their times.  Its devices are unhealthy, so
+  nothing is granted, lent or resumed there.  Its leases are neither ended nor moved; they disappear when
+  ``nodes`` no longer lists the node.
+* A node that does not answer within `ANSWER_S` is silent.  A background task probes it, so that the other
+  nodes do not wait for it and their measurements stay fresh.
+* A node that has never answered may have leases that a sample would miss.  So it makes `sample` fail for
+  `FIRST_S` if it was listed within `FIRST_S` of the broker's start, or if a lease was prepared on it.
+* Times are those of this machine's monotonic clock.  Each helper reports its own clock with ``hello``, so
+  they are wrong by at most half a round trip.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ from jupyter_gpushare.protocol.helper import (
 from jupyter_gpushare.protocol.seats import CountSeats, SeatSample
 from jupyter_gpushare.protocol.wire import HostMount
 
-# ---- one node of a cluster, as its device helper was last heard --------------
+# ---- one node of a cluster, as its device helper last reported it ------------
 
 
 class HelperNode:
-    """One node as it was last heard."""
+    """One node, as its device helper last reported it."""
 
     def __init__(self, name: str, address: HelperAddress, epoch: Callable[[], int], seen_at: float) -> None:
         self.name = name
@@ -63,16 +63,16 @@ class HelperNode:
         self.client = HelperClient(address, epoch)
         self.devices = LocalDevices(self.client)
         self.seen_at = seen_at
-        self.offset_s = 0.0  # of this machine's clock to the node's
+        self.offset_s = 0.0  # this machine's clock minus the node's
         self.clock_at = float("-inf")
-        self.silent = ""  # why it does not answer
-        self.probe: asyncio.Task[None] | None = None  # while it is silent
+        self.silent = ""  # why it does not answer; empty while it does
+        self.probe: asyncio.Task[None] | None = None  # runs while it is silent
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
-        self.has_news = False  # since the sample was asked for
+        self.has_changed = False  # since the last sample was requested
 
     def stale(self) -> str:
-        """Return the sentence about a helper that does not answer."""
+        """Return the sentence that its helper does not answer."""
         return f"the device helper of node {self.name} does not answer"
 
     def leave(self) -> None:
@@ -82,23 +82,23 @@ class HelperNode:
         self.client.close()
 
     def shown_devices(self) -> tuple[helper.Device, ...]:
-        """Return the devices as others see them: unhealthy while the helper is silent."""
+        """Return the devices of the last inventory; they are unhealthy while the helper is silent."""
         devices = self.inventory.devices if self.inventory else ()
         unhealthy = partial(replace, healthy=False, reason=self.stale(), suspendable=False)
         return tuple(map(unhealthy, devices)) if self.silent else devices
 
     def device_samples(self, sample: Sample) -> tuple[DeviceSample, ...]:
-        """Return what a sample says about devices: unhealthy while the helper is silent."""
+        """Return the devices of a sample; they are unhealthy while the helper is silent."""
         unhealthy = partial(replace, healthy=False, reason=self.stale())
         return tuple(map(unhealthy, sample.devices)) if self.silent else sample.devices
 
     def seat_samples(self, sample: Sample) -> tuple[SeatSample, ...]:
-        """Return what a sample says about seats: not connected while the helper is silent."""
+        """Return the seats of a sample; they are not connected while the helper is silent."""
         return tuple(replace(seat, connected=False) for seat in sample.seats) if self.silent else sample.seats
 
 
 def shifted(lease: LeaseSample, offset_s: float, now: float) -> LeaseSample:
-    """Return a lease's sample with the times of this machine's clock."""
+    """Return the sample of a lease with times of this machine's clock."""
     return replace(
         lease,
         measured_at=min(now, lease.measured_at + offset_s),
@@ -111,26 +111,26 @@ def shifted(lease: LeaseSample, offset_s: float, now: float) -> LeaseSample:
     )
 
 
-# ---- pods that use GPUs of a unit pool without being ours: there the pool grants and lends nothing
+# ---- foreign pods on the GPUs of a unit pool: on their nodes, the pool grants and lends nothing
 # ==============================================  =====================================
-# pod, or process, on a GPU of the node           it is foreign
+# pod or process on a GPU of the node             it is foreign
 # ==============================================  =====================================
-# seat: in the namespace of seats                 no
-# reservation of KAI, for parts of a GPU          once no seat has had that GPU for
-#                                                 `UNUSED_S`: a part is another pod's
+# seat, in the namespace of seats                 no
+# KAI's reservation for parts of a GPU            once no seat has had that GPU for
+#                                                 `UNUSED_S`: another pod has a part
 # any other pod to which the kubelet gave a GPU   yes
-# process without a lease                         yes: a part of a GPU can be another
-#                                                 pod's beside a seat, which no list
-#                                                 tells
-# kubelet or device helper do not say             yes
+# process without a lease                         yes: beside a seat, another pod can
+#                                                 have a part of the GPU, and no list
+#                                                 shows it
+# unknown to the kubelet or the device helper     yes
 # ==============================================  =====================================
 
-# KAI makes a reservation before the seat connects, and ends it some time after.
+# KAI makes a reservation before the seat connects, and ends it some time after the seat.
 UNUSED_S = 120.0
 
 
 class ForeignPods:
-    """Foreign pods of every node, as the helpers' last samples tell."""
+    """Foreign pods of every node, from the last samples of the helpers."""
 
     def __init__(
         self,
@@ -139,22 +139,22 @@ class ForeignPods:
         samples: Callable[[], Mapping[str, Sample | None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``namespace``: of seats; ``reservations``: of KAI's pods that reserve GPUs."""
+        """``namespace`` is that of seats; ``reservations`` that of KAI's pods that reserve GPUs."""
         self._namespace = namespace
         self._reservations = reservations
         self._samples = samples
         self._clock = clock
-        self._unused: dict[tuple[str, str], float] = {}  # reservations without a seat, and since when
+        self._unused: dict[tuple[str, str], float] = {}  # start times of reservations without a seat
 
     def by_node(self) -> dict[str, str]:
-        """Return what is foreign, by node, as a sentence has it; nodes without are left out."""
+        """Return a clause that names a foreign pod or process, by node; other nodes are left out."""
         now, samples = self._clock(), self._samples()
-        unused = {(node, pod) for node, sample in samples.items() if sample for pod in self._idle(sample)}
+        unused = {(node, pod) for node, sample in samples.items() if sample for pod in self._unseated(sample)}
         self._unused = {key: self._unused.get(key, now) for key in unused}
         found = {node: self._foreign(node, sample, now) for node, sample in samples.items()}
-        return {node: said for node, said in found.items() if said}
+        return {node: clause for node, clause in found.items() if clause}
 
-    def _idle(self, sample: Sample) -> Iterator[str]:
+    def _unseated(self, sample: Sample) -> Iterator[str]:
         """Yield the names of KAI's reservations of GPUs that no seat has."""
         seated = {uuid for seat in sample.seats for uuid in seat.devices}
         for pod in sample.gpu_pods:
@@ -178,18 +178,18 @@ class ForeignPods:
 T = TypeVar("T")
 
 FIRST_S = 60.0
-# Helpers answer from memory; far below the age at which nothing is decided by a sample any more.
+# Helpers answer from memory.  This is far below the age at which a sample is too old for decisions.
 ANSWER_S = 1.0
 CLOCK_EVERY_S = 30.0
 RETRY_S = 1.0
-# Questions to all nodes that are under way together.
+# Concurrent requests of a question to all nodes.
 _AT_ONCE = 32
 _EVENTS = 1024
 _NO_NODE = "no node has a device helper"
 
 
 class NodeDevices(DeviceBackend):
-    """The devices of all nodes that ``nodes`` lists, by the addresses of their helpers."""
+    """The devices of all nodes whose helpers' addresses ``nodes`` returns."""
 
     def __init__(
         self,
@@ -198,29 +198,29 @@ class NodeDevices(DeviceBackend):
         clock: Callable[[], float] = time.monotonic,
         pools: Callable[[], Collection[str]] = tuple,
     ) -> None:
-        """``pools``: nodes where seats stand for devices by their number."""
+        """``pools`` returns the nodes where a seat counts as a number of devices, not as certain ones."""
         self._listed = nodes
         self._pools = pools
         self._epoch = epoch
         self._clock = clock
         self._nodes: dict[str, HelperNode] = {}
-        self._where: dict[str, str] = {}  # handle -> node, as last heard
-        self._seated: dict[str, str] = {}  # seat -> node, as last heard
+        self._node_of_lease: dict[str, str] = {}  # by handle, from the last samples
+        self._node_of_seat: dict[str, str] = {}  # by name, from the last samples
         self._at_once = asyncio.Semaphore(_AT_ONCE)
-        self._began_at = clock()
+        self._started_at = clock()
 
-    # ---- what the engine for Kubernetes asks ----------------------------------
+    # ---- for the Kubernetes engine ---------------------------------------------
 
     def seat_devices(self, seat: str) -> tuple[str, ...]:
-        """Return the devices (UUIDs) of a connected seat by its name; empty: it is not connected."""
-        node = self._nodes.get(self._seated.get(seat, ""))
+        """Return the devices (UUIDs) of a seat by name; empty if it is not connected."""
+        node = self._nodes.get(self._node_of_seat.get(seat, ""))
         if node is None or node.sample is None or node.silent:
             return ()
-        here = (x.devices for x in node.sample.seats if x.seat == seat and x.connected and not x.leaving)
-        return next(here, ())
+        connected = (x.devices for x in node.sample.seats if x.seat == seat and x.connected and not x.leaving)
+        return next(connected, ())
 
     def sleepable(self) -> frozenset[str]:
-        """Return the nodes with a helper that answers and a device on which leases can be suspended."""
+        """Return the nodes that answer and have a device on which leases can be suspended."""
         return frozenset(
             node.name
             for node in self._nodes.values()
@@ -228,22 +228,22 @@ class NodeDevices(DeviceBackend):
         )
 
     def samples(self) -> dict[str, Sample | None]:
-        """Return what each node said last; None: it does not answer."""
+        """Return the last sample of each node, or None if it does not answer."""
         return {name: None if node.silent else node.sample for name, node in self._nodes.items()}
 
     # ---- the contract ---------------------------------------------------------
 
     async def epoch(self) -> int:
-        answers = await self._of_all(lambda node: node.devices.epoch())
-        return max(self._some(answers).values())
+        answers = await self._request_all(lambda node: node.devices.epoch())
+        return max(self._successful(answers).values())
 
     async def inventory(self) -> Inventory:
-        """Return the devices of all nodes that have answered; those of a silent node are unhealthy.
+        """Return the devices of all nodes that have ever answered; those of a silent node are unhealthy.
 
         Raises:
-            HelperError: no node answers, or none has.
+            HelperError: no node answers.
         """
-        answers = self._some(await self._of_all(lambda node: node.devices.inventory()))
+        answers = self._successful(await self._request_all(lambda node: node.devices.inventory()))
         for name, inventory in answers.items():
             if (node := self._nodes.get(name)) is not None:  # it may have left the list meanwhile
                 devices = tuple(replace(device, node=name) for device in inventory.devices)
@@ -258,7 +258,7 @@ class NodeDevices(DeviceBackend):
             simulated=first.simulated,
             devices=tuple(device for node in known for device in node.shown_devices()),
             host_total_bytes=min(node.inventory.host_total_bytes for node in known if node.inventory),
-            # Of one node: the engine compares what is parked on each node with it.
+            # Not a sum: the engine compares the parked bytes of each node with it.
             host_budget_bytes=min(node.inventory.host_budget_bytes for node in known if node.inventory),
             at=self._clock(),
             watchdog=first.watchdog,
@@ -270,7 +270,7 @@ class NodeDevices(DeviceBackend):
         )
 
     async def sample(self) -> Sample:
-        """Return one sample of all nodes, as old as its oldest part; silent nodes with what they said last.
+        """Return one sample of all nodes, as old as its oldest part; a silent node has its last measurements.
 
         Raises:
             HelperError: no node answers, or one that may have leases has not answered yet.
@@ -278,30 +278,32 @@ class NodeDevices(DeviceBackend):
         return await self._sampled(self._sample_of)
 
     async def latest(self) -> Sample:
-        """As `sample`, of nodes without news what they said last: an event of one node asks no other.
+        """Return the same as `sample`, but request a new one only from nodes that have changed.
 
         Raises:
-            HelperError: as `sample`.
+            HelperError: see `sample`.
         """
 
         async def newest(node: HelperNode) -> Sample:
-            return await self._sample_of(node) if node.sample is None or node.has_news else node.sample
+            return await self._sample_of(node) if node.sample is None or node.has_changed else node.sample
 
         return await self._sampled(newest)
 
     async def _sampled(self, ask: Callable[[HelperNode], Coroutine[Any, Any, Sample]]) -> Sample:
-        answers = self._some(await self._of_all(ask))
+        answers = self._successful(await self._request_all(ask))
         for name, sample in answers.items():
             if (found := self._nodes.get(name)) is not None:  # it may have left the list meanwhile
                 found.sample = sample
-                self._where.update((lease.lease, name) for lease in sample.leases)
+                self._node_of_lease.update((lease.lease, name) for lease in sample.leases)
         for node in self._nodes.values():
             if node.sample is None and self._may_have_leases(node):
                 raise HelperError("silent", f"{node.stale()}: {node.silent}")
         known = [(node, node.sample) for node in self._nodes.values() if node.sample is not None]
         present = {lease.lease for _, sample in known for lease in sample.leases}
-        self._where = {handle: name for handle, name in self._where.items() if handle in present}
-        self._seated = {seat.seat: node.name for node, sample in known for seat in sample.seats}
+        self._node_of_lease = {
+            handle: name for handle, name in self._node_of_lease.items() if handle in present
+        }
+        self._node_of_seat = {seat.seat: node.name for node, sample in known for seat in sample.seats}
         return Sample(
             at=min(sample.at for sample in answers.values()),
             devices=tuple(device for node, sample in known for device in node.device_samples(sample)),
@@ -312,18 +314,18 @@ class NodeDevices(DeviceBackend):
         )
 
     def _may_have_leases(self, node: HelperNode) -> bool:
-        """Return whether a node that has not answered yet is waited for."""
-        is_of_the_start = node.seen_at - self._began_at < FIRST_S
+        """Return whether a node that has never answered may have leases that a sample would miss."""
+        listed_at_start = node.seen_at - self._started_at < FIRST_S
         is_new = self._clock() - node.seen_at < FIRST_S
-        return is_new and (is_of_the_start or node.name in self._where.values())
+        return is_new and (listed_at_start or node.name in self._node_of_lease.values())
 
     async def _sample_of(self, node: HelperNode) -> Sample:
-        node.has_news = False
+        node.has_changed = False
         sample = await node.devices.sample()
         by_number = node.name in self._pools()
         if sample.seats_by_number is not by_number:
             request = CountSeats(by_number=by_number)
-            await self._ask(node, node.client.ask("count_seats", request, CountSeats))
+            await self._request(node, node.client.ask("count_seats", request, CountSeats))
         now, offset_s = self._clock(), node.offset_s
         return replace(
             sample,
@@ -332,9 +334,9 @@ class NodeDevices(DeviceBackend):
         )
 
     async def watch(self) -> AsyncIterator[Event | None]:
-        """Yield None and a `DEVICE` event whenever a node is connected, and the events of all nodes.
+        """Yield the events of all nodes, and None and a `DEVICE` event whenever a node is connected.
 
-        A connection that ends is opened again, and a `DEVICE` event says so.
+        A connection that ends is opened again, after a `DEVICE` event.
 
         Raises:
             HelperError: a newer broker is at work.
@@ -353,17 +355,17 @@ class NodeDevices(DeviceBackend):
                     while True:
                         # `wait_for` of Python 3.11 loses a cancellation that comes together with an event.
                         async with asyncio.timeout(RETRY_S):
-                            said = await queue.get()
-                        if isinstance(said, HelperError):
-                            raise said
-                        yield said
+                            event = await queue.get()
+                        if isinstance(event, HelperError):
+                            raise event
+                        yield event
         finally:
             for task in tasks.values():
                 task.cancel()
             await asyncio.gather(*tasks.values(), return_exceptions=True)
 
     async def _follow(self, node: HelperNode, queue: asyncio.Queue[Event | HelperError | None]) -> None:
-        """Pass the events of one node on until its connection ends."""
+        """Put the events of one node in the queue until its connection ends, then wait for `RETRY_S`."""
         connected = False
         try:
             async with contextlib.aclosing(node.client.watch()) as events:  # type: ignore[type-var]
@@ -371,25 +373,27 @@ class NodeDevices(DeviceBackend):
                     if event is None:
                         connected = True
                         await queue.put(None)
-                        await queue.put(self._news(node, f"the device helper of node {node.name} answers"))
+                        await queue.put(
+                            self._device_event(node, f"the device helper of node {node.name} answers")
+                        )
                     else:
-                        node.has_news = True
+                        node.has_changed = True
                         await queue.put(replace(event, at=min(self._clock(), event.at + node.offset_s)))
         except HelperError as error:
             if error.kind == ErrorKind.STALE_EPOCH:
                 await queue.put(error)
                 return
         if connected:
-            await queue.put(self._news(node, node.stale()))
+            await queue.put(self._device_event(node, node.stale()))
         await asyncio.sleep(RETRY_S)
 
-    def _news(self, node: HelperNode, reason: str) -> Event:
+    def _device_event(self, node: HelperNode, reason: str) -> Event:
         return Event(
             seq=0, at=self._clock(), kind=EventKind.DEVICE, reason=reason, fields={"node": node.name}
         )
 
     async def prepare(self, request: SetLimit) -> Prepared:
-        """As `DeviceBackend.prepare`, with the node and the paths that its processes need there.
+        """Prepare a lease (`DeviceBackend.prepare`); return its node too, and the paths its processes need.
 
         Raises:
             HelperError: no node has its devices, its helper refused or does not answer, or has not
@@ -402,7 +406,7 @@ class NodeDevices(DeviceBackend):
             raise HelperError(
                 "library", f"the device helper of node {node.name} was started without --install-library"
             )
-        self._where[request.lease] = node.name
+        self._node_of_lease[request.lease] = node.name
         return Prepared(
             env=holder_environment(request.lease, files.directory, request.limits, files.library),
             node=node.name,
@@ -434,25 +438,25 @@ class NodeDevices(DeviceBackend):
     async def _move(
         self, handle: str, move: Callable[[HelperNode], Coroutine[Any, Any, MoveResult]]
     ) -> MoveResult:
-        results = await self._where_it_is(handle, move)
+        results = await self._request_of_lease(handle, move)
         none = MoveResult(
             done=False, refused=Refusal.NO_LEASE, reason=f"no lease {handle} on any node of the cluster"
         )
         return next((result for result in results if result.refused is not Refusal.NO_LEASE), none)
 
     async def signal(self, handle: str, number: int, to: str) -> int:
-        return sum(await self._where_it_is(handle, lambda node: node.devices.signal(handle, number, to)))
+        return sum(await self._request_of_lease(handle, lambda node: node.devices.signal(handle, number, to)))
 
     async def end_process(self, device: str, process: str) -> None:
         node = self._with_devices([device])
         await self._change(node, node.devices.end_process(device, process))
 
     async def drop(self, handle: str) -> None:
-        await self._where_it_is(handle, lambda node: node.devices.drop(handle))
-        self._where.pop(handle, None)
+        await self._request_of_lease(handle, lambda node: node.devices.drop(handle))
+        self._node_of_lease.pop(handle, None)
 
     async def close(self) -> None:
-        """Stop probing silent nodes, and close the kept connections."""
+        """Stop the probes of silent nodes, and close the kept connections."""
         for node in self._nodes.values():
             node.leave()
         probes = [node.probe for node in self._nodes.values() if node.probe is not None]
@@ -461,42 +465,44 @@ class NodeDevices(DeviceBackend):
     # ---- nodes ----------------------------------------------------------------
 
     def _refresh(self) -> None:
-        """Take the list of nodes as it is now; a helper with a new address is a new one."""
+        """Follow the current list of nodes; a helper with a new address replaces the old one."""
         listed = self._listed()
         kept = {n: node for n, node in self._nodes.items() if listed.get(n) == node.address}
         for name, address in listed.items():
             if name not in kept:
                 kept[name] = HelperNode(name, address, self._epoch, self._clock())
-                if (before := self._nodes.get(name)) is not None:  # the same node, elsewhere
+                if (before := self._nodes.get(name)) is not None:  # the same node
                     kept[name].inventory, kept[name].sample = before.inventory, before.sample
         for name, node in self._nodes.items():
             if kept.get(name) is not node:
                 node.leave()
         self._nodes = {name: kept[name] for name in sorted(kept)}
 
-    async def _where_it_is(self, handle: str, ask: Callable[[HelperNode], Coroutine[Any, Any, T]]) -> list[T]:
-        """Return the answer of the node of a lease; of all nodes where that is not known.
+    async def _request_of_lease(
+        self, handle: str, ask: Callable[[HelperNode], Coroutine[Any, Any, T]]
+    ) -> list[T]:
+        """Return the answer of the node of a lease, or of all nodes if that is unknown.
 
         Raises:
-            HelperError: one of them refuses or does not answer.
+            HelperError: a node refuses, or does not answer.
         """
         self._refresh()
-        name = self._where.get(handle)
+        name = self._node_of_lease.get(handle)
         nodes = [self._nodes[name]] if name in self._nodes else list(self._nodes.values())
         return await asyncio.gather(*(self._change(node, ask(node)) for node in nodes))
 
     async def _change(self, node: HelperNode, request: Awaitable[T]) -> T:
-        """As `_ask`, for what the next sample has to show."""
+        """Return a node's answer like `_request`; the next `latest` requests a new sample of the node."""
         try:
-            return await self._ask(node, request)
+            return await self._request(node, request)
         finally:
-            node.has_news = True
+            node.has_changed = True
 
-    async def _ask(self, node: HelperNode, request: Awaitable[T]) -> T:
-        """Return a node's answer, and note whether it gave one.
+    async def _request(self, node: HelperNode, request: Awaitable[T]) -> T:
+        """Return a node's answer, and note whether the node is silent.
 
         Raises:
-            HelperError: it refuses, or does not answer; the text names the node.
+            HelperError: the node refuses, or does not answer; the text names the node.
         """
         try:
             answer = await request
@@ -505,13 +511,13 @@ class NodeDevices(DeviceBackend):
                 node.silent = str(error)
             raise
         if node.silent:
-            node.silent, node.has_news = "", True
+            node.silent, node.has_changed = "", True
         return answer
 
-    async def _of_all(
+    async def _request_all(
         self, ask: Callable[[HelperNode], Coroutine[Any, Any, T]]
     ) -> dict[str, T | HelperError]:
-        """Return what each node says: an error for one that is silent, which is asked beside the others."""
+        """Return the answer of each node, or an error; silent nodes are only probed, in the background."""
         self._refresh()
 
         async def one(node: HelperNode) -> T | HelperError:
@@ -523,7 +529,7 @@ class NodeDevices(DeviceBackend):
                 try:
                     async with asyncio.timeout(ANSWER_S):
                         await self._compare_clocks(node)
-                        return await self._ask(node, ask(node))
+                        return await self._request(node, ask(node))
                 except TimeoutError:
                     node.silent = f"no answer within {ANSWER_S:g} s"
                     return HelperError("silent", f"{node.stale()}: {node.silent}")
@@ -534,7 +540,7 @@ class NodeDevices(DeviceBackend):
         return dict(zip((n.name for n in nodes), await asyncio.gather(*map(one, nodes)), strict=True))
 
     async def _probe(self, node: HelperNode) -> None:
-        """Ask a silent node for its clock; once it answers it is not silent any more."""
+        """Ask a silent node for its clock; if it answers, it is no longer silent."""
         with contextlib.suppress(HelperError):
             await self._compare_clocks(node)
 
@@ -542,11 +548,11 @@ class NodeDevices(DeviceBackend):
         began_at = self._clock()
         if began_at - node.clock_at < CLOCK_EVERY_S and not node.silent:
             return
-        hello = await self._ask(node, node.client.ask("hello", None, helper.Hello))
+        hello = await self._request(node, node.client.ask("hello", None, helper.Hello))
         ended_at = self._clock()
         node.offset_s, node.clock_at = (began_at + ended_at) / 2 - hello.now, ended_at
 
-    def _some(self, answers: Mapping[str, T | HelperError]) -> dict[str, T]:
+    def _successful(self, answers: Mapping[str, T | HelperError]) -> dict[str, T]:
         """Return the answers of the nodes that gave one.
 
         Raises:
