@@ -295,27 +295,27 @@ class TestRights:
 
 
 class TestWatch:
-    async def test_changes_since_a_version_are_told(self, server: ApiServer, client: ApiClient):
+    async def test_changes_since_a_version_are_yielded(self, server: ApiServer, client: ApiClient):
         await client.create(PODS, NS, pod("before"))
         version = (await client.list(PODS, NS)).version
         await client.create(PODS, NS, pod("one"))
         watch = client.watch(PODS, version, namespace=NS, duration_s=60)
         assert await anext(watch) is None
 
-        async def told() -> tuple[str, str]:
+        async def next_event() -> tuple[str, str]:
             event = await anext(watch)
             assert isinstance(event, WatchEvent)
             assert event.object is not None
             return event.type, event.object.metadata.name
 
-        assert await told() == ("ADDED", "one")
+        assert await next_event() == ("ADDED", "one")
         await client.patch(PODS, NS, "one", {"spec": {"nodeName": "n0"}})
-        assert await told() == ("MODIFIED", "one")
+        assert await next_event() == ("MODIFIED", "one")
         server.store.create("pods", "elsewhere", pod("other"))
         await client.delete(PODS, NS, "before")
-        assert await told() == ("DELETED", "before")
+        assert await next_event() == ("DELETED", "before")
 
-    async def test_all_that_happened_is_told_before_the_bookmark(self, server: ApiServer, client: ApiClient):
+    async def test_all_events_come_before_the_bookmark(self, server: ApiServer, client: ApiClient):
         server.store.create("pods", NS, pod("one"))
         server.store.create("queues", "", {"metadata": {"name": "q"}})
         begun, added, bookmark = [e async for e in client.watch(PODS, "0", namespace=NS, duration_s=0)]
@@ -385,29 +385,29 @@ class TestReflector:
         await becomes(lambda: copy.age_s(time.monotonic()) < 1)
 
     async def test_an_own_answer_counts_before_the_watch_tells_it(self, client: ApiClient):
-        told: list[int] = []
-        copy = Reflector(client, PODS, namespace=NS, changed=lambda: told.append(1))
+        calls: list[int] = []
+        copy = Reflector(client, PODS, namespace=NS, changed=lambda: calls.append(1))
         await client.create(PODS, NS, pod("one"))
         old = (await client.list(PODS, NS)).items[0]
         new = await client.patch(PODS, NS, "one", {"spec": {"nodeName": "n0"}})
         copy.put(new)
         copy.put(old)
         assert copy.objects == {"one": new}
-        assert told == [1]
+        assert calls == [1]
 
     async def test_what_we_do_not_use_of_a_node_is_no_news(self, server: ApiServer, client: ApiClient):
-        told: list[str] = []
-        nodes = followed_nodes(client, lambda: told.append("n0"))
+        calls: list[str] = []
+        nodes = followed_nodes(client, lambda: calls.append("n0"))
         server.store.create("nodes", "", {"metadata": {"name": "n0"}})
         task = asyncio.create_task(nodes.run())
-        await becomes(lambda: told == ["n0"])
+        await becomes(lambda: calls == ["n0"])
         heartbeat = {"status": {"nodeInfo": {"bootID": "1"}}}
         version = server.store.patch("nodes", "", "n0", heartbeat, part="status")["metadata"][
             "resourceVersion"
         ]
         await becomes(lambda: nodes.objects["n0"].metadata.resource_version == version)
-        assert told == ["n0"]
+        assert calls == ["n0"]
         server.store.patch("nodes", "", "n0", {"metadata": {"labels": {LABEL: "2"}}})
-        await becomes(lambda: told == ["n0", "n0"])
+        await becomes(lambda: calls == ["n0", "n0"])
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)

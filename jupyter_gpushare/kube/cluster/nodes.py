@@ -65,14 +65,14 @@ class HelperNode:
         self.seen_at = seen_at
         self.offset_s = 0.0  # this machine's clock minus the node's
         self.clock_at = float("-inf")
-        self.silent = ""  # why it does not answer; empty while it does
+        self.silent = ""  # the reason why it does not answer; empty while it does
         self.probe: asyncio.Task[None] | None = None  # runs while it is silent
         self.inventory: Inventory | None = None
         self.sample: Sample | None = None
         self.has_changed = False  # since the last sample was requested
 
     def stale(self) -> str:
-        """Return the sentence that its helper does not answer."""
+        """Return the message that its helper does not answer."""
         return f"the device helper of node {self.name} does not answer"
 
     def leave(self) -> None:
@@ -122,7 +122,7 @@ def shifted(lease: LeaseSample, offset_s: float, now: float) -> LeaseSample:
 # process without a lease                         yes: beside a seat, another pod can
 #                                                 have a part of the GPU, and no list
 #                                                 shows it
-# unknown to the kubelet or the device helper     yes
+# kubelet or device helper does not list pods     yes
 # ==============================================  =====================================
 
 # KAI makes a reservation before the seat connects, and ends it some time after the seat.
@@ -139,12 +139,12 @@ class ForeignPods:
         samples: Callable[[], Mapping[str, Sample | None]],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``namespace`` is that of seats; ``reservations`` that of KAI's pods that reserve GPUs."""
+        """``namespace`` is the namespace of seats, ``reservations`` that of KAI's pods that reserve GPUs."""
         self._namespace = namespace
         self._reservations = reservations
         self._samples = samples
         self._clock = clock
-        self._unused: dict[tuple[str, str], float] = {}  # start times of reservations without a seat
+        self._unused: dict[tuple[str, str], float] = {}  # reservations that no seat uses, and since when
 
     def by_node(self) -> dict[str, str]:
         """Return a clause that names a foreign pod or process, by node; other nodes are left out."""

@@ -3,8 +3,8 @@
 Fencing: every seat carries the epoch of the broker that changed it last.  A change names the version of the
 object that it is based on, so it fails if another broker changed the object first.  A seat with a later
 epoch means that a newer broker is at work.  Before its first change, a broker writes its epoch on every seat
-(`take_over`).  This changes the version, so a change fails that an older broker sends after it hung.  Only a
-creation names no version: the helpers refuse a seat of an older broker.
+(`take_over`).  This changes their versions, so a late change by an older broker that hung fails.  Only a
+creation names no version, but the helpers refuse a seat of an older broker.
 """
 
 from __future__ import annotations
