@@ -52,11 +52,11 @@ async def creates_again(bed: Bed) -> None:
     """Create the objects of a seat, with a lost answer each: the client then reads the object."""
     await bed.stop_engine()  # its requests would lose their answers instead
     demand = Demand(lease="b1", project="vision", seat_class=SeatClass.SESSION, size=Size(500))
-    asks = Request(fraction_milli=500)
+    requested = Request(fraction_milli=500)
     bed.server.faults.lose_answers = 1
     await bed.client.create(POD_GROUPS, NS, pod_group("seat-1", demand, 1))
     bed.server.faults.lose_answers = 1
-    await bed.client.create(PODS, NS, seat_pod("seat-1", demand, asks, SeatPod(image="i"), 1))
+    await bed.client.create(PODS, NS, seat_pod("seat-1", demand, requested, SeatPod(image="i"), 1))
 
 
 async def test_the_broker_needs_each_of_its_rights_and_lacks_none(chart: Chart, tmp_path: Path):
