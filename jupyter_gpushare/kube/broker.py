@@ -72,7 +72,7 @@ class KubeCluster:
         Raises:
             GpuShareError: a file with credentials cannot be used, or something is missing; the text names it.
         """
-        await self._client.open()
+        await self._client.connect()
         try:
             async with asyncio.timeout(_CHECK_S):
                 missing = await find_missing(self._client, self._kube, projects)

@@ -93,7 +93,7 @@ class ApiClient:
         self._api: library.ApiClient | None = None
         self._opening = asyncio.Lock()
 
-    async def open(self) -> library.ApiClient:
+    async def connect(self) -> library.ApiClient:
         """Return the library's client, which the first call creates.
 
         Raises:
@@ -228,7 +228,7 @@ class ApiClient:
         request |= {"_request_timeout": watch_timeout_s or self._deadline_s}
         deadline_at, tries = self._clock() + self._deadline_s, 0
         while True:
-            api, delay_s = await self.open(), backoff_s(tries)
+            api, delay_s = await self.connect(), backoff_s(tries)
             try:
                 response: aiohttp.ClientResponse = await api.call_api(path, method, **request)
                 if not (watch_timeout_s and response.ok):
