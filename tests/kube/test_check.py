@@ -155,7 +155,7 @@ class TestKubeconfig:
             {"client-certificate": pem.name, "client-key": str(key)},
         )
         client = ApiClient(Address(kubeconfig=file))
-        found = (await client.open()).configuration
+        found = (await client.connect()).configuration
         assert Path(found.ssl_ca_cert).read_text() == pem.read_text()
         assert (found.cert_file, found.key_file) == (str(pem), str(key))
         await client.close()
@@ -175,7 +175,7 @@ class TestKubeconfig:
     async def test_what_is_wrong_is_named(self, tmp_path: Path, more: dict[str, Any], named: str):
         client = ApiClient(Address(kubeconfig=self.config(tmp_path, **more)))
         with pytest.raises(KubeError, match=named):
-            await client.open()
+            await client.connect()
 
     @pytest.mark.parametrize("text", ["[1", "- 1", ""])
     async def test_a_file_that_is_none(self, tmp_path: Path, text: str):
@@ -195,7 +195,7 @@ class TestKubeconfig:
     async def test_a_certificate_that_is_none(self, tmp_path: Path):
         for file in (tmp_path / "none", tmp_path):
             with pytest.raises(KubeError, match="cannot be used"):
-                await ApiClient(Address(url="https://k", ca_file=file)).open()
+                await ApiClient(Address(url="https://k", ca_file=file)).connect()
 
     async def test_a_program_that_logs_in_is_started_again_once_its_token_has_ended(self, tmp_path: Path):
         token = tmp_path / "token"
