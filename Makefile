@@ -44,9 +44,9 @@ UI_SOURCES := $(shell find $(UI) -type f -not -path '*/node_modules/*' -not -pat
 RULE_TESTS := tests/core $(wildcard tests/kube/test_rules*.py)
 # Tests that start neither a Hub nor a browser.
 QUICK_TESTS := tests/wire tests/docs tests/setup tests/cli tests/ui/test_vitest.py
-# Most tests wait for processes, so eight files at once use two cores well.  One file
+# Most tests wait for processes, so six files at once use two cores well.  One file
 # stays in one worker, because its tests share fixtures and users of the machine.
-WORKERS ?= 8
+WORKERS ?= 6
 IN_PARALLEL = -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 # What the tests of a folder need in addition to Python packages; a folder without a line needs all of SET_UP.
 SET_UP := node_modules native proxy-$(CHP_VERSION) ui oldest-hub docs
@@ -103,7 +103,7 @@ hub: $(STAMPS)/venv demo-check setup  ## start the demo JupyterHub on http://127
 demo-check: | $(STAMPS)/venv
 	@$(BIN)/python demo/hub.py --check
 
-test: $(STAMPS)/test $(addprefix $(STAMPS)/,$(sort $(NEEDS)))  ## run every test, eight files at once; PYTEST_ARGS="tests/core -k idle" runs some
+test: $(STAMPS)/test $(addprefix $(STAMPS)/,$(sort $(NEEDS)))  ## run every test, six files at once; PYTEST_ARGS="tests/core -k idle" runs some
 	@export PATH=$(BIN):$$PATH
 	python -m pytest $(IN_PARALLEL) --durations=30 $(if $(BOTH),$(addprefix --ignore=,$(RULE_TESTS))) $(PYTEST_ARGS)
 
