@@ -27,9 +27,7 @@ class DeviceCapacity:
     awaited: int = 0
     guest_demand: int = 0
     unlent: bool = False  # reserved for a job that does not borrow: until it starts, claims are not lent
-    guest: str = (
-        ""  # the lease that is a guest on the device: no other lease gets the device before it leaves
-    )
+    guest: str = ""  # the lease that is a guest on it; no other lease gets the device before the guest leaves
     holders: dict[str, Lease] = field(default_factory=dict)  # leases that hold capacity and stay, by id
     version: int = 0  # grows with every change; caches compare it
 

@@ -14,8 +14,8 @@ docs/benchmarks-archive.md.)
 
 *Projects* (`ProjectLedger`): only use beyond quota counts, as a part of the use of all
 projects beyond quota.  The share of a project in a round is its present fair share plus
-the amount that brings its lag to 0 within `Settings.fairness_horizon_s`.  It is negative
-for a project far ahead.  Minimum run times and quotas bind as before.
+the amount that brings its lag to 0 within `Settings.fairness_horizon_s`.  The share is
+negative for a project far ahead.  Minimum run times and quotas bind as before.
 
 *Users* (`UserLedger`) have equal shares of the capacity that their project's jobs hold.
 The order of jobs decides inside a project until a user is *behind* (`Behind`).  Then the

@@ -213,7 +213,7 @@ class Lease:
     user: str = ""
     server: str = ""
     state: State = State.PENDING
-    devices: tuple[str, ...] = ()  # UUIDs; kept while suspended, when it waits for them
+    devices: tuple[str, ...] = ()  # UUIDs; kept while it is suspended and bound to them
     held_milli: int = 0  # per device, once it is placed and a request for memory is converted
     priority: int = 0
     survival: CheckpointMode = CheckpointMode.SUSPEND

@@ -205,7 +205,7 @@ def _doubles_at(lease: Lease, attained: float) -> float:
 
 @lru_cache(maxsize=16)
 def _doubling(thresholds: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the LAS thresholds, then `UNMEASURED_GPU_S` doubled beyond the longest possible job."""
+    """Return the LAS thresholds, then `UNMEASURED_GPU_S` doubled up to beyond the longest possible job."""
     doubled = (UNMEASURED_GPU_S * 2.0**n for n in range(1, 40))
     return *thresholds, *(x for x in doubled if x > max(thresholds, default=0.0))
 

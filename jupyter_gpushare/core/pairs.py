@@ -16,7 +16,7 @@ one report:
 * *Alone* means the last `ALONE_S`, or the median of the last hour if that is more.  So a job that is slow
   just before a guest comes, or that still loads its data, does not seem fast afterwards.
 * A job's own *pauses* (evaluation, a checkpoint) are in both windows on average.  A short window may contain
-  a whole pause: up to the longest pause alone is excused.
+  a whole pause; as much of it as the longest pause alone lasted is excused.
 * A part above 1 counts as 1, so an inflated counter of one job cannot make up for the other.
 * A guest that completes no work helps nobody: it must compute by `REVIEW_S`, or it leaves.
 """
@@ -142,7 +142,7 @@ class _Window:
     def settled_rate(self) -> float | None:
         """Return the rate of the last `ALONE_S`, or the median rate if that is more; None: not known.
 
-        Each span counts with the average still part of all spans.
+        A rate is that of a span in motion, times the part of the whole window in which the counter moved.
         """
         whole = self.between_changes()
         if whole.seconds < ALONE_S:
@@ -194,9 +194,8 @@ class Rates:
         last, self._last = self._last, reading
         report, self._report = self._report, reading if _has_progress(reading) else None
         progress = _progress_between(report, self._report)
-        if (
-            progress is None and report is not None
-        ):  # the earlier progress has another unit, or was not the job's
+        if progress is None and report is not None:
+            # The earlier progress had another unit, or was not the job's.
             self._progress = _Counter()
         if last is None or not 0 < (seconds := reading.at - last.at) <= MAX_GAP_S:
             return

@@ -111,8 +111,8 @@ class Topology:
 def packed(lease: Lease, capacities: Iterable[DeviceCapacity], view: CapacityView) -> list[DeviceCapacity]:
     """Return devices in the order in which a job takes them: node by node, the fullest device first.
 
-    A consolidated job begins with the node that has the most devices.  Any other job
-    begins with the node that has the fewest, which leaves large sets free.
+    A consolidated job begins with the node that has the most of ``capacities``.  Any other
+    job begins with the node that has the fewest, which leaves large sets free.
     """
     capacities = list(capacities)
     on_node: dict[str, int] = {}
@@ -171,7 +171,7 @@ class Index:
         self._view = view
         self._changed = changed
         self._value: dict[DeviceCapacity, int] = dict.fromkeys(topology.everything, 0)
-        # By kind: entries of devices with capacity, ascending.  A request has one size on all of a kind.
+        # By kind: entries of devices with capacity, ascending.  A request takes equal parts of them.
         self._able: dict[tuple[int, str], list[_Entry]] = {}
         self._kinds: dict[tuple[int, str], Device] = {}
         self._entry: dict[DeviceCapacity, _Entry] = {}  # of devices with capacity

@@ -15,7 +15,7 @@
   (`Lease.turns`), then the oldest grant.  All other use is *over quota*: borrowed, and
   reclaimed first.
 * If all quotas together exceed the machine, jobs get shares of it by weight instead
-  (`kept_quotas`); claims are given up to the configured quota.
+  (`kept_quotas`); claims still reach up to the configured quota.
 * *Fair share*: quota first, then the rest by weight, never more than a project
   can use (water filling over its real demand).
 

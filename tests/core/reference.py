@@ -205,7 +205,7 @@ class Reference:
         return x.rank if rule == "starving" else (-p.priority, ratio, x.rank)
 
     def admits(self, x: Seen, rule: str) -> bool:
-        """Return whether a pass serves a job; a starving one only up to its project's share."""
+        """Return whether a pass serves a job: a starving one if use and job each fit its project's share."""
         name, use = x.project, self.use(x.project)
         if rule == "starving":
             return x.starves and max(use, x.milli) <= max(self.shares[name], self.quota[name])
@@ -422,7 +422,7 @@ class Reference:
         """Return the jobs of later levels (on the devices of ``x``, if any), in the order of preemption."""
         later = [y for y in self.running if y.project == x.project and y.level > x.level]
         able = [y for y in later if y.undisturbed_until <= self.now]
-        # A job that started lately makes way instead of one that loses more, if it is at least as large.
+        # A job that started lately makes way instead of one that is at least as large and loses more.
         spared = sorted(y.milli for y in able if y.restarts)
         young = [y for y in later if y not in able and y.restarts and not y.turns]
         for y in sorted(young, key=lambda y: (-y.granted_at, y.id)):
@@ -507,7 +507,7 @@ class Reference:
         return not x.borrow and x.milli > self.unborrowed_left(x.project)
 
     def over(self, name: str, more: int = 0, *, soon: bool = False, without: Iterable[Victim] = ()) -> int:
-        """Return the excess of ``more`` over a project's limit; ``soon``: without leavers.  Claims count."""
+        """Return the excess of ``more`` over the limit; ``soon``: once leavers are gone.  Claims stay."""
         leave = [v.lease for v in without]
         counts = [x for x in self.having(*HOLDS, *(() if soon else (LEAVES,))) if not x.claim]
         counts = [x for x in counts if x not in leave]
@@ -559,7 +559,7 @@ class Reference:
         return any(u in x.at and not x.borrow for x in self.having(RESERVED, KEPT))
 
     def soon(self, u: str, *, lent: bool = True) -> int:
-        """Return the capacity of a device after all leavers, with or without lent capacity."""
+        """Return the capacity of a device once all leavers are gone, with or without lent capacity."""
         left = 1000 - self.on(u, self.having(*HOLDS))
         return left if lent and not self.is_unlent(u) else left - self.lent(u)
 

@@ -184,7 +184,7 @@ class SchedulingRound:
     def _over_own_limit(self, lease: Lease) -> bool:
         """Evict jobs so that a session stays within the limit; return whether it must wait for them.
 
-        If no job can leave, the limit does not keep an owner from a claim.
+        If too few jobs can leave, the limit does not keep an owner from a claim.
         """
         account = self.state.account(lease)
         if not account.over_limit(0):
@@ -299,7 +299,7 @@ class SchedulingRound:
     def _fails_as_others(self, project: str, serving: Pass) -> bool:
         """Return whether every job of a project fails as jobs of other projects did; note the failures.
 
-        They do if the project has no jobs of its own to preempt.
+        This is only so if the project has no jobs of its own to preempt.
         """
         shapes = self._summaries[project].shapes
         if self._is_single or project in self._evicted_from or shapes[0][0][0] is order.STARVED:
@@ -418,7 +418,8 @@ class SchedulingRound:
             return why
         if self.placer.fits_soon(job):
             return Why.JOB_HOST_MEMORY if self.placer.lacks_host_memory(job) else why
-        # For a job that quota owes, sessions over quota may be preempted, except those of its own project.
+        # For a job that its quota owes capacity, sessions over quota may be preempted, except those of its
+        # own project.
         is_special = bool(self.queues.by_project[job.project].running) or job.project in self._evicted_from
         is_special = is_special or (serving.by_quota and self.state.account(job).use > 0)
         if self.reclaimer.decided == decided and fit.is_common and not is_special:
@@ -570,11 +571,10 @@ class Pass:
     """One pass over the waiting jobs of all projects."""
 
     admits: Callable[[SchedulingRound, Lease], bool]
-    maximum: Callable[[SchedulingRound, str], float] = lambda *_: (
-        inf
-    )  # the use up to which it serves a project
+    # Returns the use up to which it serves a project.
+    maximum: Callable[[SchedulingRound, str], float] = lambda *_: inf
     by_quota: bool = False  # sorts projects by the used part of their quota, else by excess per weight
-    competes: bool = False  # only with several projects; its jobs may reclaim from projects above share
+    competes: bool = False  # runs only with several projects; its jobs may reclaim from projects above share
     serves_guests: bool = False  # sessions beyond quota wake and start after it
     starved: bool = False  # serves starving jobs, the longest wait first, before sessions beyond quota
 

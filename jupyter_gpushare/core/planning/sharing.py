@@ -47,7 +47,7 @@ _LACKS_CAPACITY = frozenset(
         Why.JOB_HOST_MEMORY,
     }
 )
-# A job for a whole GPU needs 1 / `_PART` of it until its use was measured.
+# A job for a whole GPU counts as needing 1 / `_PART` of it until its use has been measured.
 _PART = 4
 # The maximum number of waiting jobs that a round tries as guests.
 MAX_TRIED = 64

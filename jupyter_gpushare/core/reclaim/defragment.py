@@ -85,7 +85,7 @@ class Defragmenter:
         return sorted(found, key=lambda c: (c.size, sum(x.awaited for x in c.node), c.node[0].device.uuid))
 
     def _clear(self, node: Group, count: int) -> NodeClearing | None:
-        """Return the clearing of ``node`` to ``count`` empty devices that changes the fewest, or None."""
+        """Return how ``count`` devices of ``node`` become empty with the fewest changing hands, or None."""
         missing = count - len(self._free.intersection(node))
         # Leases that share a device cannot empty it; some may have started there in this round.
         leases: dict[str, Lease] = {}
