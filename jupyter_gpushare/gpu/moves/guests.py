@@ -56,8 +56,9 @@ GONE_S = 5.0
 # A process that writes a core file takes longer to end: the host waits this long, but no request does.
 LATE_S = 60.0
 MAX_KNOWN = 1024
-# Suspending a guest is retried this long if it does not come to rest, or is refused for another reason.
+# Suspending a guest is retried this long if it does not come to rest ...
 BUSY_S = 10.0
+# ... and this long if it is refused for another reason.
 REFUSED_S = 0.5
 
 
@@ -300,7 +301,7 @@ class Guests:
         return bool(guests) or any(lease.guests for lease in leases)
 
     def _processes(self, guest: HelperLease) -> set[Key]:
-        """Return the processes seen since the lease is a guest; above `MAX_KNOWN` only living ones."""
+        """Return the processes seen since the lease became a guest; above `MAX_KNOWN` only living ones."""
         known = self._known.get(guest.name, set()) | {process.key for process in guest.processes}
         if len(known) <= MAX_KNOWN:
             return known

@@ -358,7 +358,7 @@ class Mover:
         self._processes.wait_gone(lease, unexplained)
 
     def _undo_suspend(self, lease: HelperLease) -> None:
-        """Resume a lease after a failed suspension; if that fails, leave it suspended."""
+        """Resume a lease after a failed suspension; if that fails, settle it."""
         try:
             states = self._processes.states(lease).items()
             parked = [key for key, state in states if state is ProcessState.CHECKPOINTED]
@@ -446,7 +446,7 @@ class Mover:
             log.error("lease=%s its limit page cannot be written: %s", lease.name, error)
 
     def _undo_resume(self, lease: HelperLease) -> None:
-        """Suspend a lease again after a failed resume; if that fails, settle it."""
+        """Suspend a lease again after a failed resume, and settle it."""
         try:
             for key, state in self._processes.states(lease).items():
                 if state is ProcessState.LOCKED:
