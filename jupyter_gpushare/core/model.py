@@ -217,7 +217,7 @@ class Lease:
     held_milli: int = 0  # per device, once it is placed and a request for memory is converted
     priority: int = 0
     survival: CheckpointMode = CheckpointMode.SUSPEND
-    consolidate: bool = True  # several GPUs must be in one island or node
+    consolidate: bool = True  # several GPUs are in one island or node, unless no node has as many
     borrow: bool = True  # False: a job that starts only within its project's quota
     waits: bool = False  # a session that waits for its start, behind jobs that a quota owes capacity
     submitted_at: float = 0.0  # created
