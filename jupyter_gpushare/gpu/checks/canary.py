@@ -58,7 +58,7 @@ log = logging.getLogger(__name__)
 CANARY_BYTES = 64 << 20
 # Memory for the features of the child.
 FEATURE_BYTES = 32 << 20
-# Twice a context and the pattern.
+# Twice the sum of a context and the pattern.
 FREE_BYTES = 1 << 30
 # If PyTorch is installed, it may be read from a cold disk.
 START_TIMEOUT_S = 180.0

@@ -198,7 +198,7 @@ def reconcile(cluster: Cluster, needed: Mapping[str, Demand], seats: Seats) -> l
 
 
 def _is_elsewhere(lease: Lease, demand: Demand | None, seat: Seat | None) -> bool:
-    """Return whether a waiting job's seat is on a node that it avoids, or excludes one that it does not."""
+    """Return whether a waiting job's seat is on a node that the job excludes, or excludes others than it."""
     if lease.state is not State.PENDING or lease.kind is not Kind.TRAIN or demand is None or seat is None:
         return False
     if seat.seating is Seating.PLACED:
