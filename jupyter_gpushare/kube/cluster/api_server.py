@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from jupyter_gpushare.errors import GpuShareError
-from jupyter_gpushare.kube.cluster.library import Configuration, load_kube_config
+from jupyter_gpushare.kube.cluster.library import Configuration, KubeConfigLoader, KubeConfigMerger
 
 _ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 _LOOPBACK = ("127.0.0.1", "::1", "localhost")
-_LOGIN_TIMEOUT_S = 10.0
 
 
 class KubeError(GpuShareError):
@@ -52,28 +51,22 @@ class ApiServer:
         return cls(url=f"https://{host}:{port}", token_file=account / "token", ca_file=account / "ca.crt")
 
     async def configuration(self) -> Configuration:
-        """Return the configuration for the client library, with a token that is valid now.
+        """Return the configuration for the client library.
+
+        The certificates and keys in a kubeconfig file become files until `library.remove_files` removes them.
 
         Raises:
             KubeError: a file cannot be used, or the token would be sent to a server that is not verified.
         """
-        config = Configuration(host=self.url)
         if self.kubeconfig is not None:
-            try:
-                self.kubeconfig.stat()  # its error for a missing file is clearer than the library's
-                async with asyncio.timeout(_LOGIN_TIMEOUT_S):  # the file may name a login program
-                    await load_kube_config(str(self.kubeconfig), client_configuration=config)
-            except Exception as error:  # a malformed file can cause any exception
-                # The rest may quote an entry of the file, with its token.
-                reason = str(error).partition("{")[0] or type(error).__name__
-                raise KubeError(f"{self.kubeconfig} cannot be used as a kubeconfig file: {reason}") from None
+            config = await _of_kubeconfig(self.kubeconfig)
         else:
+            config = Configuration(host=self.url)
             config.ssl_ca_cert = str(self.ca_file) if self.ca_file else None
             if self.token:
                 config.api_key["BearerToken"] = f"Bearer {self.token}"
             if self.token_file is not None:
-                config.refresh_api_key_hook = self._read_token
-                self._read_token(config)
+                _read_before_requests(config, self.token_file)
         parts = urlsplit(config.host)
         if not config.verify_ssl:
             raise KubeError(f"insecure-skip-tls-verify of {config.host}: name the certificate-authority")
@@ -81,9 +74,47 @@ class ApiServer:
             raise KubeError(f"{config.host}: a token is sent over https:// only")
         return config
 
-    def _read_token(self, config: Configuration) -> None:
-        assert self.token_file is not None
+
+async def _of_kubeconfig(file: Path) -> Configuration:
+    config = Configuration()
+    try:
+        loader, token_file = _loader(file)
+        await loader.load_and_set(config)
+    except KubeError:
+        raise
+    except Exception as error:  # a malformed file can cause any exception
+        # The rest may quote an entry of the file, with its token.
+        reason = str(error).partition("{")[0] or type(error).__name__
+        raise KubeError(f"{file} cannot be used as a kubeconfig file: {reason}") from None
+    if token_file is not None:
+        _read_before_requests(config, token_file)
+    return config
+
+
+def _loader(file: Path) -> tuple[KubeConfigLoader, Path | None]:
+    """Return the loader of the current context, and the file with the token of its user."""
+    file.stat()  # its error for a missing file is clearer than the library's
+    merged: Any = KubeConfigMerger(str(file)).config
+    loader = KubeConfigLoader(merged, config_base_path=None)
+    context: Any = loader.current_context
+    name = context["context"].get("user")
+    found = merged["users"].get_with_name(name, safe=True) if name else None
+    user = found["user"].value if found else {}
+    if "exec" in user or "auth-provider" in user:
+        raise KubeError(
+            f"{file}: its user needs a program to log in, and none is started here: make a token "
+            "(kubectl create token) and set c.GPUShareKube.api_server and token_file"
+        )
+    return loader, file.absolute().parent / user["tokenFile"] if user.get("tokenFile") else None
+
+
+def _read_before_requests(config: Configuration, token_file: Path) -> None:
+    def read(config: Configuration) -> None:
         try:
-            config.api_key["BearerToken"] = f"Bearer {self.token_file.read_text(encoding='utf-8').strip()}"
-        except OSError as error:
-            raise KubeError(f"the token of the service account cannot be read: {error.strerror}") from None
+            config.api_key["BearerToken"] = f"Bearer {token_file.read_text(encoding='utf-8').strip()}"
+        except (OSError, UnicodeDecodeError) as error:
+            reason = getattr(error, "strerror", None) or "it is not UTF-8"
+            raise KubeError(f"the token file {token_file} cannot be read: {reason}") from None
+
+    config.api_key["BearerToken"] = ""  # without an entry the library does not call the hook
+    config.refresh_api_key_hook = read

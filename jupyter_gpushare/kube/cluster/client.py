@@ -1,11 +1,12 @@
 """Requests to the Kubernetes API: lists, watches, creations, merge patches and deletions.
 
-``kubernetes_asyncio`` handles connections, TLS, proxies and credentials.  This module decodes the bytes of an
+``kubernetes_asyncio`` handles connections, TLS and credentials.  This module decodes the bytes of an
 answer itself, and only the fields that the broker uses.
 
 Every request is safe to repeat: the broker chooses the names of objects, and a patch sets values.  A request
 is retried until ``deadline_s`` if the API server does not answer, or answers 429 or 5xx.  The delay doubles,
-is partly random, and is at least ``Retry-After``.  After a 401 there is one retry with reloaded credentials.
+is partly random, and is at least ``Retry-After``.  After a 401 there is one retry, with the
+token that its file has by then.
 """
 
 from __future__ import annotations
@@ -31,10 +32,13 @@ _DEADLINE_S = 10.0
 _FIRST_DELAY_S, _MAX_DELAY_S = 0.1, 5.0
 _RETRIED_STATUSES = (429, 500, 502, 503, 504)
 _UNAUTHORIZED, _CONFLICT, _GONE = 401, 409, 410
+_SUCCESS = range(200, 300)
 _MERGE_PATCH = {"Content-Type": "application/merge-patch+json"}
-# For an event above 4 MiB, aiohttp raises one of the last two, depending on its version.  The largest object
-# has 1.5 MiB.
-_CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError, aiohttp.http.HttpProcessingError, ValueError)
+_CONNECTION_ERRORS = (aiohttp.ClientError, TimeoutError)
+# For an event above 4 MiB, aiohttp raises one of these, depending on its version.  The largest object has
+# 1.5 MiB.
+_TOO_LONG = (aiohttp.http.HttpProcessingError, ValueError)
+_READ_BYTES = 2 << 20
 
 
 class Expired(KubeError):
@@ -78,6 +82,20 @@ class _Status(msgspec.Struct):
     code: int = 0
 
 
+class _Session:
+    """The library's session, without redirects, and without proxies and passwords of the environment."""
+
+    def __init__(self, replaced: aiohttp.ClientSession) -> None:
+        self._session = aiohttp.ClientSession(connector=replaced.connector, read_bufsize=_READ_BYTES)
+        replaced.detach()
+
+    async def request(self, **options: Any) -> aiohttp.ClientResponse:
+        return await self._session.request(allow_redirects=False, **options)
+
+    async def close(self) -> None:
+        await self._session.close()
+
+
 class ApiClient:
     """Sends requests to one API server."""
 
@@ -103,9 +121,13 @@ class ApiClient:
             if self._api is None:
                 config = await self._server.configuration()
                 try:
-                    self._api = library.ApiClient(config)
+                    api = library.ApiClient(config)
                 except OSError as error:  # includes ssl.SSLError
                     raise KubeError(f"the certificates for {config.host} cannot be used: {error}") from None
+                finally:
+                    library.remove_files()
+                api.rest_client.pool_manager = _Session(api.rest_client.pool_manager)  # type: ignore[assignment]
+                self._api = api
             return self._api
 
     async def close(self) -> None:
@@ -211,7 +233,7 @@ class ApiClient:
                 yield None
                 async for line in response.content:
                     yield _event(line, kind)
-        except _CONNECTION_ERRORS as error:
+        except (*_CONNECTION_ERRORS, *_TOO_LONG) as error:
             raise KubeError(f"the watch of {kind.plural} was cut ({type(error).__name__})") from None
 
     async def _send(
@@ -226,21 +248,22 @@ class ApiClient:
         """
         request |= {"auth_settings": ["BearerToken"], "_preload_content": False}
         request |= {"_request_timeout": watch_timeout_s or self._deadline_s}
-        deadline_at, tries = self._clock() + self._deadline_s, 0
+        deadline_at, tries, was_unauthorized = self._clock() + self._deadline_s, 0, False
         while True:
             api, delay_s = await self.connect(), backoff_s(tries)
             try:
                 response: aiohttp.ClientResponse = await api.call_api(path, method, **request)
-                if not (watch_timeout_s and response.ok):
+                is_success = response.status in _SUCCESS
+                if not (watch_timeout_s and is_success):
                     await response.read()
             except _CONNECTION_ERRORS as error:
                 failure = KubeError(f"the API server does not answer ({type(error).__name__})")
             else:
-                if response.ok or (or_exists and tries and response.status == _CONFLICT):
+                if is_success or (or_exists and tries and response.status == _CONFLICT):
                     return response
                 failure = _refusal(await response.read(), response.status)
-                if response.status == _UNAUTHORIZED and not tries:
-                    api.configuration = await self._server.configuration()
+                if response.status == _UNAUTHORIZED and not was_unauthorized:
+                    was_unauthorized = True  # its token may have been replaced meanwhile
                 elif response.status not in _RETRIED_STATUSES:
                     raise failure
                 delay_s = max(delay_s, _seconds(response.headers.get("Retry-After", "")))

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-__all__ = ["ApiClient", "Configuration", "load_kube_config"]
+__all__ = ["ApiClient", "Configuration", "KubeConfigLoader", "KubeConfigMerger", "remove_files"]
 
 _ROOT = "kubernetes_asyncio"
 
@@ -48,4 +48,5 @@ with _without_models():
     from kubernetes_asyncio.client.configuration import Configuration
 
     vars(client).update(ApiClient=ApiClient, Configuration=Configuration)
-    from kubernetes_asyncio.config.kube_config import load_kube_config
+    from kubernetes_asyncio.config.kube_config import KubeConfigLoader, KubeConfigMerger
+    from kubernetes_asyncio.config.kube_config import _cleanup_temp_files as remove_files

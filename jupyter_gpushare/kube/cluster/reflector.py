@@ -9,8 +9,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from msgspec.structs import replace
-
 from jupyter_gpushare.kube.cluster.api_server import KubeError
 from jupyter_gpushare.kube.cluster.client import ApiClient, Expired, WatchEvent, backoff_s
 from jupyter_gpushare.kube.cluster.objects import Object, Resource
@@ -25,11 +23,6 @@ WATCH_S = 4
 RELIST_S = 300.0
 
 
-def all_but_version(found: Object) -> Object:
-    """Return an object without its version, so that only its content is compared."""
-    return replace(found, metadata=replace(found.metadata, resource_version=""))
-
-
 @dataclass(eq=False)
 class Reflector(Generic[T]):
     """A copy of the objects of one kind in one namespace, by name.
@@ -42,7 +35,7 @@ class Reflector(Generic[T]):
     namespace: str = ""
     selector: str = ""
     changed: Callable[[], None] = lambda: None
-    part: Callable[[T], Any] = all_but_version
+    part: Callable[[T], Any] = lambda found: found
 
     def __post_init__(self) -> None:
         self.objects: dict[str, T] = {}
@@ -65,6 +58,8 @@ class Reflector(Generic[T]):
             except KubeError as error:
                 if not failures:
                     log.warning("%s: %s", self.kind.plural, error)
+                else:  # an event that cannot be read would end each watch from this version
+                    self._version = ""
                 failures += 1
                 await asyncio.sleep(backoff_s(failures))
 
@@ -74,7 +69,11 @@ class Reflector(Generic[T]):
         if not self._version or time.monotonic() - self._listed_at > RELIST_S:
             found = await self.client.list(self.kind, **scope)
             # Our own requests may have returned objects that are newer than the list.
-            newer = {n: o for n, o in self.objects.items() if _number(o) > int(found.version or 0)}
+            newer = {
+                n: o
+                for n, o in self.objects.items()
+                if _number(o.metadata.resource_version) > _number(found.version)
+            }
             self._version, self.confirmed_at = found.version, time.monotonic()
             self._listed_at = self.confirmed_at
             self.objects = {item.metadata.name: item for item in found.items} | newer
@@ -98,7 +97,7 @@ class Reflector(Generic[T]):
     def put(self, found: T) -> None:
         """Store an object from an event or from the answer to one of our requests, unless it is older."""
         known = self.objects.get(found.metadata.name)
-        if known is None or _number(found) >= _number(known):
+        if known is None or _is_newer(found, known):
             self.objects[found.metadata.name] = found
             if known is None or self.part(found) != self.part(known):
                 self.changed()
@@ -109,7 +108,10 @@ class Reflector(Generic[T]):
             self.changed()
 
 
-def _number(found: Object) -> int:
-    """Return the version of an object, which is a number in every API server."""
-    version = found.metadata.resource_version
+def _is_newer(found: Object, known: Object) -> bool:
+    return _number(found.metadata.resource_version) >= _number(known.metadata.resource_version)
+
+
+def _number(version: str) -> int:
+    """Return a version as a number, which it is in every API server."""
     return int(version) if version.isdigit() else 0
