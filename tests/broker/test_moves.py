@@ -9,7 +9,7 @@ import pytest
 from jupyter_gpushare.errors import DeviceError, HelperError
 from jupyter_gpushare.protocol.helper import MoveResult, Phase, Refusal
 from tests.broker.machine import Program
-from tests.broker.virtual_time import until
+from tests.broker.virtual_time import STEP_S, until
 
 FULL = MoveResult(done=False, refused=Refusal.NO_MEMORY, reason="the driver shows too little free memory")
 BUSY = MoveResult(done=False, refused=Refusal.BUSY, reason="the lock timed out")
@@ -24,7 +24,7 @@ async def test_a_call_that_comes_between_decision_and_lock_keeps_the_gpu(site, b
     await site.gpu_cell(ada)
     await until(lambda: broker.state(ada.handle) == "running", 10)
     assert ada.used == used
-    await until(lambda: broker.state(ada.handle) == "suspending", 120)
+    await until(lambda: broker.state(ada.handle) == "suspending", 120, max_step_s=STEP_S)
     assert site.now - ada.active_at >= site.policy.idle_timeout_s
 
 

@@ -12,7 +12,7 @@ from jupyter_gpushare.errors import Conflict
 from jupyter_gpushare.protocol import wire
 from jupyter_gpushare.protocol.helper import EventKind
 from tests.broker.machine import Program
-from tests.broker.virtual_time import until
+from tests.broker.virtual_time import STEP_S, until
 
 
 async def test_the_story_ada_lends_bo_works_ada_comes_back_bo_goes_on(site, broker):
@@ -42,7 +42,7 @@ async def test_the_story_ada_lends_bo_works_ada_comes_back_bo_goes_on(site, brok
 async def test_a_session_is_put_to_sleep_exactly_when_its_idle_time_is_over(site, broker):
     ada = await site.session("ada", "1/2")
     await site.submit("bo", "2")
-    await until(lambda: broker.state(ada.handle) == "suspending", 120)
+    await until(lambda: broker.state(ada.handle) == "suspending", 120, max_step_s=STEP_S)
     idle_s = site.now - ada.active_at
     assert site.policy.idle_timeout_s <= idle_s <= site.policy.idle_timeout_s + 2
 

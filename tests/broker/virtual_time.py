@@ -11,6 +11,8 @@ from typing import Any
 START_AT = 1_000.0
 # A test that is not over after this time never ends.
 TOO_LONG_S = 50_000.0
+# The first pause between two checks of `until`.
+STEP_S = 0.05
 
 
 class _Impatient(selectors.DefaultSelector):
@@ -56,14 +58,21 @@ def in_virtual_time(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[
     return run
 
 
-async def until(condition: Callable[[], Any], within_s: float = 600.0, step_s: float = 0.05) -> None:
+async def until(
+    condition: Callable[[], Any],
+    within_s: float = 600.0,
+    step_s: float = STEP_S,
+    max_step_s: float = 10 * STEP_S,
+) -> None:
     """Return when ``condition`` holds; fail after the given virtual seconds.
 
-    The steps grow with the time that has passed, to ten times ``step_s`` after 500 s.
+    The steps grow with the time that has passed, from ``step_s`` at 50 s to ``max_step_s``: a
+    change may be noticed so many seconds late.  A test that measures a time after a long wait sets
+    ``max_step_s``.
     """
     loop = asyncio.get_running_loop()
     began = loop.time()
     while not condition():
         passed_s = loop.time() - began
         assert passed_s < within_s, "the condition never came true"
-        await asyncio.sleep(step_s * max(1.0, min(10.0, passed_s / 50.0)))
+        await asyncio.sleep(min(max_step_s, step_s * max(1.0, passed_s / 50.0)))
