@@ -41,7 +41,8 @@ class ForkedBroker:
 class Brokers:
     """Starts brokers as the Hub would, and ends them with the test.
 
-    With ``forks`` each broker is a fork of a process that has imported it, except under ``--respawn``.
+    With ``forks`` each broker is a fork of a process that has imported it, except under ``--respawn``
+    and where `start` is called with ``forked=False``.
     """
 
     def __init__(self, folder: Path, port: int, forks: Forks | None = None) -> None:
@@ -60,15 +61,16 @@ class Brokers:
             "JUPYTERHUB_BASE_URL": "/",
         }
 
-    def start(self, *arguments, port=None, state="state", **environment):
+    def start(self, *arguments, port=None, state="state", forked=True, **environment):
         words = ["--state-dir", str(self.folder / state), *arguments]
         env = os.environ | self.service_environment(port) | environment
-        if self._forks is None or "--respawn" in words:
+        if self._forks is None or not forked or "--respawn" in words:
             broker = subprocess.Popen(
                 [*BROKER, *words], env=env, stderr=subprocess.PIPE, text=True, start_new_session=True
             )
         else:
-            said = (self.folder / f"broker-{len(self.started)}.log").open("w+")
+            # The broker shares the position of this file, but writes at its end.
+            said = (self.folder / f"broker-{len(self.started)}.log").open("a+")
             broker = ForkedBroker(self._forks.start(RUN, ["broker", *words], env=env, stderr=said), said)
         self.started.append(broker)
         return broker
@@ -83,7 +85,7 @@ class Brokers:
 
     def answers(self, broker=None):
         """Return whether the broker answers; without a device helper it cannot be healthy."""
-        assert broker is None or broker.poll() is None, broker.stderr.read()
+        assert broker is None or broker.poll() is None, broker.communicate(timeout=PATIENCE_S)[1]
         try:
             return httpx.get(f"http://127.0.0.1:{self.port}/services/gpushare/api/v1/health").json()
         except httpx.TransportError:
@@ -92,6 +94,9 @@ class Brokers:
     def close(self):
         for broker in self.started:
             if broker.poll() is None:
-                os.killpg(broker.pid, signal.SIGKILL)
+                try:
+                    os.killpg(broker.pid, signal.SIGKILL)
+                except ProcessLookupError:  # a fork that leads no process group yet
+                    broker.kill()
             broker.communicate()
             broker.stderr.close()

@@ -24,7 +24,7 @@ from tests.waiting import PATIENCE_S, until
 
 def test_it_ends_cleanly_when_told_and_starts_again_on_its_database(brokers):
     for epoch in (1, 2):
-        broker = brokers.start()
+        broker = brokers.start(forked=False)  # with its imports, as the Hub starts it
         until(lambda broker=broker: brokers.answers(broker), "it answers")
         broker.send_signal(signal.SIGTERM)
         _, said = broker.communicate(timeout=PATIENCE_S)
