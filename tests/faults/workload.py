@@ -134,6 +134,10 @@ class Workload:
         path = self.home / "answers"
         return [line.split()[2] for line in path.read_text().splitlines()] if path.exists() else []
 
+    def moves(self) -> bool:
+        """Return whether a job has begun and a lease is suspended."""
+        return any(what == "begin" for *_, what in self.notes()) and "suspended" in self.leases().values()
+
     def leases(self) -> dict[str, str]:
         """Return the states of all leases by id."""
         return until(self._leases, "the broker answers")[0]
