@@ -312,7 +312,7 @@ class TestRights:
 
     async def test_a_token_that_cannot_be_read(self, client: ApiClient, token: Path):
         token.unlink()
-        with pytest.raises(KubeError, match="the token file .* cannot be read: No such file"):
+        with pytest.raises(KubeError, match=r"the token file .* cannot be read: No such file"):
             await client.list(PODS, NS)
 
     def test_where_the_api_server_is(self, tmp_path: Path):
