@@ -36,11 +36,17 @@ from tests.ports import free_ports
 
 # Of the broker's listeners, which have 2,000 connections; the others have 200 at most.
 COUNT, OTHERS = 2_000, int(os.environ.get("GPUSHARE_TEST_CONNECTIONS", "400"))
-# The Hub and a user are answered within this time, where 20 ms are enough without the crowd.
+# The Hub and a user are answered within this time, where 20 ms are enough without the crowd, on a machine
+# with at most two runnable threads per core.
 BOUND_S = 5.0
 ROUNDS = OTHERS // 200
 
 Call = Callable[[], Awaitable[object]]
+
+
+def bound_s() -> float:
+    """Return `BOUND_S`, longer in proportion where the machine has more to do."""
+    return BOUND_S * max(1.0, os.getloadavg()[0] / (2 * len(os.sched_getaffinity(0))))
 
 
 @dataclass
@@ -132,7 +138,7 @@ async def runner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     port = listening.getsockname()[1]
 
     async def probe() -> None:
-        async with httpx.AsyncClient(trust_env=False, timeout=BOUND_S) as client:
+        async with httpx.AsyncClient(trust_env=False, timeout=bound_s()) as client:
             assert (await client.get(f"http://127.0.0.1:{port}/user/ada/api/")).status_code == 200
 
     try:
@@ -219,4 +225,4 @@ async def test_connections_that_prove_nothing_keep_neither_the_hub_nor_a_user_wa
                     await call()
                     slow[caller] = max(slow.get(caller, 0.0), time.monotonic() - began_at)
                 await asyncio.sleep(0.2)
-            assert max(slow.values()) < BOUND_S, slow
+            assert max(slow.values()) < bound_s(), slow
