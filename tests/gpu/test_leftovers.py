@@ -25,6 +25,7 @@ from jupyter_gpushare.gpu.leases.leftovers import MAX_TRACKED, Leftovers
 from jupyter_gpushare.gpu.leases.processes import Process
 from jupyter_gpushare.gpu.moves.reservations import MoveRefused
 from jupyter_gpushare.gpu.moves.steps import ProcessMoves
+from jupyter_gpushare.gpu.os import process_memory
 from jupyter_gpushare.gpu.os.device_files import DESCRIPTORS, DeviceFiles
 from jupyter_gpushare.gpu.service.requests import Requests
 from jupyter_gpushare.protocol.helper import Signal
@@ -164,6 +165,12 @@ class Table:
 
     def find(self, pid: int) -> Process | None:
         return next((each for each in self.living if each.pid == pid), None)
+
+
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Wait for every reader thread: on a busy machine one may take longer than `ANSWER_S`."""
+    monkeypatch.setattr(process_memory, "ANSWER_S", 30.0)
 
 
 class Files(DeviceFiles):
